@@ -1,0 +1,95 @@
+# Shared by the scripts of this folder: find Python, make .venv, install, and the environment of what they start.
+# Sourced, never run; the caller has set -euo pipefail.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+VENV="$ROOT/.venv"
+TORCH_INDEX="${MEGATRON_RC_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
+
+say() { printf '[%4ds] %s\n' "$SECONDS" "$*"; }
+
+die() {
+    printf '%s: %s\n' "$(basename "$0")" "$*" >&2
+    exit 1
+}
+
+# What every process started by a launch script inherits.
+child_environment() {
+    # the repository root stays off sys.path: there, find_spec("triton_kernels") would find our kernel folder, and
+    # SGLang and vLLM would take it for Triton's package of that name
+    export PYTHONSAFEPATH=1
+    unset PYTHONPATH PYTHONHOME
+    # one thread a process: the parallel ranks are what fills the cores
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    # gloo otherwise listens on whatever interface the host's name resolves to
+    export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
+    # nothing these scripts run needs a download
+    export HF_HUB_OFFLINE=1
+}
+
+is_python_311() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+# Prints the interpreter to make .venv with: $PYTHON, or the first of the usual names that is 3.11 or newer.
+find_python() {
+    local candidate
+    if [[ -n "${PYTHON:-}" ]]; then
+        is_python_311 "$PYTHON" || die "PYTHON=$PYTHON is not a working Python 3.11 or newer"
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3.11 python3.12 python3.13 python3; do
+        if is_python_311 "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.11 or newer found; install one, or name it with PYTHON=/path/to/python3.11"
+}
+
+make_venv() {
+    local python
+    if [[ -x "$VENV/bin/python" ]] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+        is_python_311 "$VENV/bin/python" || die "$VENV holds a Python older than 3.11; remove that folder and run again"
+        return
+    fi
+    python="$(find_python)"
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        die "$python cannot make virtual environments; install its venv module (Debian, Ubuntu: python3-venv)"
+    say "making $VENV with $("$python" --version)"
+    "$python" -m venv "$VENV"
+}
+
+# Runs pip with its output in $1; shows it only when pip fails.
+logged_pip() {
+    local log="$1"
+    shift
+    "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@" >>"$log" 2>&1 && return
+    cat "$log" >&2
+    return 1
+}
+
+# prepare NAME EXTRAS: make .venv and install this repository with EXTRAS, unless NAME was installed from the same files.
+prepare() {
+    local name="$1" extras="$2" stamp key log
+    child_environment
+    make_venv
+    stamp="$VENV/installed-$name"
+    log="$VENV/install-$name.log"
+    key="$(
+        cd "$ROOT"
+        { "$VENV/bin/python" --version && echo "$ROOT $extras $TORCH_INDEX" && cat setup.py pyproject.toml constraints-cpu.txt; } |
+            sha256sum
+    )"
+    if [[ -f "$stamp" && "$(<"$stamp")" == "$key" ]]; then
+        say "the installation in .venv is up to date"
+        return
+    fi
+    say "installing into .venv (some minutes and about 3 GB the first time; progress in ${log#"$ROOT"/})"
+    rm -f "$stamp" "$log"
+    # the CPU build first and from its own index: PyPI's torch brings gigabytes of CUDA, and another triton
+    logged_pip "$log" install --retries 2 --no-deps --index-url "$TORCH_INDEX" "$(grep '^torch==' "$ROOT/constraints-cpu.txt")" ||
+        die "no CPU build of torch could be installed; MEGATRON_RC_TORCH_INDEX names another package index"
+    logged_pip "$log" install -c "$ROOT/constraints-cpu.txt" -e "$ROOT[$extras]" ||
+        die "installation failed (see above); it is safe to run this again"
+    echo "$key" >"$stamp"
+    say "installed"
+}

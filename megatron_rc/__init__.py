@@ -1,0 +1,56 @@
+"""Rollout correction for Megatron: measure the gap between sampler and trainer, and correct the gradient for it.
+
+Public names are imported on first use: ``import megatron_rc`` loads nothing, and using a name needs torch alone.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_rc.config import Rejection, RolloutCorrection, Weight
+    from megatron_rc.correction import Corrected, correct
+    from megatron_rc.logprobs import vocab_parallel_logprobs
+    from megatron_rc.loss import PolicyLoss, loss_scale, policy_loss
+    from megatron_rc.metrics import MetricSums
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Corrected",
+    "MetricSums",
+    "PolicyLoss",
+    "Rejection",
+    "RolloutCorrection",
+    "Weight",
+    "correct",
+    "loss_scale",
+    "policy_loss",
+    "vocab_parallel_logprobs",
+]
+
+_MODULE_OF = {
+    "Corrected": "correction",
+    "MetricSums": "metrics",
+    "PolicyLoss": "loss",
+    "Rejection": "config",
+    "RolloutCorrection": "config",
+    "Weight": "config",
+    "correct": "correction",
+    "loss_scale": "loss",
+    "policy_loss": "loss",
+    "vocab_parallel_logprobs": "logprobs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

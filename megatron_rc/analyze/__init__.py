@@ -1,0 +1,1 @@
+"""Readers of rollout dumps and what-if replay of corrections."""

@@ -1,0 +1,287 @@
+"""TokenBatch: one rollout batch in the packed layout, shifted once so that row t predicts token t + 1."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rc.engine import Sample, SamplingParams
+
+
+class Support(NamedTuple):
+    """Kept ids of every row in CSR form: row t was sampled from ``ids[offsets[t]:offsets[t + 1]]``."""
+
+    ids: Tensor
+    """[K] int64 vocabulary ids."""
+    offsets: Tensor
+    """[N + 1] int64."""
+
+    def select(self, rows: Tensor) -> Support:
+        """The support of ``rows`` [M] (int64), in that order."""
+        counts = (self.offsets[1:] - self.offsets[:-1])[rows]
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        within = torch.arange(int(offsets[-1]), device=rows.device) - offsets[:-1].repeat_interleave(counts)
+        return Support(self.ids[self.offsets[:-1][rows].repeat_interleave(counts) + within], offsets)
+
+    def to(self, device: torch.device) -> Support:
+        return Support(self.ids.to(device), self.offsets.to(device))
+
+
+@dataclass
+class TokenBatch:
+    """S sequences of N tokens in all, packed. Row t of every [N] tensor belongs to logits row t.
+
+    The last row of each sequence predicts nothing: its loss_mask is False.
+    """
+
+    tokens: Tensor
+    """[N] int64 input ids."""
+    targets: Tensor
+    """[N] int64, the id that row t predicts; 0 on the last row of a sequence."""
+    position_ids: Tensor
+    """[N] int64, position inside the sequence."""
+    loss_mask: Tensor
+    """[N] bool, True where the target was sampled by the rollout policy."""
+    rollout_logprobs: Tensor
+    """[N] fp32, nats; 0 where loss_mask is False."""
+    cu_seqlens: Tensor
+    """[S + 1] int32."""
+    segment_ids: Tensor
+    """[N] int32, ascending; rows of one contiguous run of loss_mask share an id that no other run has."""
+    weight_versions: Tensor
+    """[N] int32, version of the rollout weights that drew the target; -1 where loss_mask is False."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, on the host."""
+    num_segments: int
+    sampling: SamplingParams
+    rewards: Tensor | None = None
+    """[S] fp32."""
+    groups: Tensor | None = None
+    """[S] int64, which prompt a sequence answers."""
+    advantages: Tensor | None = None
+    """[S] fp32."""
+    support: Support | None = None
+    routes: Tensor | None = None
+    """[N, layers, k] int32; the row of the last token of a sequence is zeros."""
+    truncated: Tensor | None = None
+    """[S] bool, the response ended at max_new_tokens."""
+
+    def __post_init__(self) -> None:
+        if self.sampling.truncates and self.support is None:
+            raise ValueError(
+                f"sampling with top_p={self.sampling.top_p} top_k={self.sampling.top_k} needs the kept ids of every "
+                "token (support): without them pi and mu are normalised over different sets"
+            )
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @classmethod
+    def from_samples(
+        cls,
+        samples: Sequence[Sample],
+        sampling: SamplingParams,
+        *,
+        rewards: Sequence[float] | None = None,
+        groups: Sequence[int] | None = None,
+    ) -> TokenBatch:
+        """Shift and pack samples.
+
+        Raises:
+            ValueError: a sample whose log-probs, kept ids or routes do not match its tokens, named by its index.
+        """
+        for index, sample in enumerate(samples):
+            _check_sample(index, sample, sampling)
+        lengths = tuple(len(s.prompt_ids) + len(s.output_ids) for s in samples)
+        tokens, targets, mask, logprobs, versions, kept, kept_counts = [], [], [], [], [], [], []
+        for s in samples:
+            ids = list(s.prompt_ids) + list(s.output_ids)
+            lead = len(s.prompt_ids) - 1
+            tokens += ids
+            targets += [*ids[1:], 0]
+            mask += [False] * lead + (s.output_mask or [True] * len(s.output_ids)) + [False]
+            logprobs += [0.0] * lead + list(s.logprobs) + [0.0]
+            versions += [-1] * lead + _versions_per_token(s) + [-1]
+            if sampling.truncates:
+                assert s.support is not None
+                kept += [i for row in s.support for i in row]
+                kept_counts += [0] * lead + [len(row) for row in s.support] + [0]
+        loss_mask = torch.tensor(mask, dtype=torch.bool)
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        segment_ids, num_segments = segments(loss_mask, cu_seqlens)
+        support = None
+        if sampling.truncates:
+            counts = torch.tensor([0, *kept_counts]).cumsum(0)
+            support = Support(torch.tensor(kept, dtype=torch.int64), counts)
+        return cls(
+            tokens=torch.tensor(tokens, dtype=torch.int64),
+            targets=torch.tensor(targets, dtype=torch.int64),
+            position_ids=torch.cat([torch.arange(n) for n in lengths]) if lengths else torch.zeros(0, dtype=torch.int64),
+            loss_mask=loss_mask,
+            rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+            cu_seqlens=cu_seqlens,
+            segment_ids=segment_ids,
+            weight_versions=torch.tensor(versions, dtype=torch.int32),
+            lengths=lengths,
+            num_segments=num_segments,
+            sampling=sampling,
+            rewards=None if rewards is None else torch.tensor(rewards, dtype=torch.float32),
+            groups=None if groups is None else torch.tensor(groups, dtype=torch.int64),
+            support=support,
+            routes=_stack_routes(samples),
+            truncated=torch.tensor([s.finish_reason == "length" for s in samples], dtype=torch.bool),
+        )
+
+    def rows_of(self, sequences: Sequence[int]) -> Tensor:
+        """[M] int64 row numbers of ``sequences``, in their order."""
+        starts = [0]
+        for n in self.lengths:
+            starts.append(starts[-1] + n)
+        parts = [torch.arange(starts[i], starts[i + 1]) for i in sequences]
+        return torch.cat(parts).to(self.tokens.device) if parts else self.tokens.new_zeros(0)
+
+    def select(self, sequences: Sequence[int]) -> TokenBatch:
+        """The batch of these sequences, in this order; segments are numbered anew."""
+        rows = self.rows_of(sequences)
+        which = torch.tensor(list(sequences), dtype=torch.int64, device=self.tokens.device)
+        lengths = tuple(self.lengths[i] for i in sequences)
+        fields = {}
+        for name in _ROW_FIELDS:
+            value = getattr(self, name)
+            fields[name] = None if value is None else value[rows]
+        for name in _SEQUENCE_FIELDS:
+            value = getattr(self, name)
+            fields[name] = None if value is None else value[which]
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        segment_ids, num_segments = segments(fields["loss_mask"], cu_seqlens.to(rows.device))
+        return dataclasses.replace(
+            self,
+            **{
+                **fields,
+                "cu_seqlens": cu_seqlens.to(rows.device),
+                "segment_ids": segment_ids,
+                "num_segments": num_segments,
+                "lengths": lengths,
+                "support": None if self.support is None else self.support.select(rows),
+            },
+        )
+
+    def muted(self, sequences: Sequence[int]) -> TokenBatch:
+        """The same batch in which nothing of ``sequences`` counts: their loss_mask is False."""
+        loss_mask = self.loss_mask.clone()
+        loss_mask[self.rows_of(sequences)] = False
+        segment_ids, num_segments = segments(loss_mask, self.cu_seqlens)
+        return dataclasses.replace(self, loss_mask=loss_mask, segment_ids=segment_ids, num_segments=num_segments)
+
+    def context_slice(self, size: int, rank: int) -> TokenBatch:
+        """Rows of context-parallel rank ``rank`` of ``size``: chunks rank and 2*size-1-rank of every sequence.
+
+        Every rank keeps the same S in the same order; segment_ids are those of the whole sequences.
+        """
+        rows, lengths, start = [], [], 0
+        for n in self.lengths:
+            edges = [start + n * c // (2 * size) for c in range(2 * size + 1)]
+            picked = [torch.arange(edges[c], edges[c + 1]) for c in (rank, 2 * size - 1 - rank)]
+            rows += picked
+            lengths.append(sum(len(p) for p in picked))
+            start += n
+        index = torch.cat(rows).to(self.tokens.device)
+        fields = {n: None if (v := getattr(self, n)) is None else v[index] for n in _ROW_FIELDS}
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(index.device)
+        return dataclasses.replace(
+            self,
+            **{
+                **fields,
+                "segment_ids": self.segment_ids[index],
+                "cu_seqlens": cu_seqlens,
+                "lengths": tuple(lengths),
+                "support": None if self.support is None else self.support.select(index),
+            },
+        )
+
+    def to(self, device: torch.device) -> TokenBatch:
+        moved = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor | Support):
+                moved[field.name] = value.to(device)
+        return dataclasses.replace(self, **moved)
+
+    def padded(self, values: Tensor) -> Tensor:
+        """[N, ...] packed -> [S, max length, ...] padded with zeros."""
+        out = values.new_zeros(self.num_sequences, max(self.lengths, default=0), *values.shape[1:])
+        out[self._padded_mask()] = values
+        return out
+
+    def packed(self, values: Tensor) -> Tensor:
+        """[S, max length, ...] padded -> [N, ...] packed."""
+        return values[self._padded_mask()]
+
+    def _padded_mask(self) -> Tensor:
+        lengths = torch.tensor(self.lengths, device=self.tokens.device)
+        return torch.arange(max(self.lengths, default=0), device=lengths.device) < lengths[:, None]
+
+
+_ROW_FIELDS = ("tokens", "targets", "position_ids", "loss_mask", "rollout_logprobs", "weight_versions", "routes")
+_SEQUENCE_FIELDS = ("rewards", "groups", "advantages", "truncated")
+
+
+def segments(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, int]:
+    """Number the contiguous runs of loss_mask = 1 inside each sequence.
+
+    Args:
+        loss_mask: [N] bool, packed, whole sequences.
+        cu_seqlens: [S + 1] int32.
+
+    Returns:
+        ([N] int32 ascending ids; rows outside a run carry the id of the run before them, 0 at the front), run count.
+    """
+    starts_sequence = torch.zeros(len(loss_mask) + 1, dtype=torch.bool, device=loss_mask.device)
+    starts_sequence[cu_seqlens.long()] = True
+    before = torch.roll(loss_mask, 1)
+    begins = loss_mask & (~before | starts_sequence[:-1])
+    ids = begins.cumsum(0)
+    return (ids - 1).clamp(min=0).to(torch.int32), int(ids[-1]) if len(ids) else 0
+
+
+def _check_sample(index: int, sample: Sample, sampling: SamplingParams) -> None:
+    outputs = len(sample.output_ids)
+    if not sample.prompt_ids:
+        raise ValueError(f"sample {index}: the prompt is empty; log-probs of a first token do not exist")
+    if len(sample.logprobs) != outputs:
+        raise ValueError(f"sample {index}: the engine returned {len(sample.logprobs)} log-probs for {outputs} tokens")
+    if sample.output_mask is not None and len(sample.output_mask) != outputs:
+        raise ValueError(f"sample {index}: output_mask has {len(sample.output_mask)} entries for {outputs} tokens")
+    if sampling.truncates and (sample.support is None or len(sample.support) != outputs):
+        found = "none" if sample.support is None else f"{len(sample.support)} rows"
+        raise ValueError(f"sample {index}: top-p/top-k sampling needs kept ids for {outputs} tokens, got {found}")
+    if sample.routes is not None and len(sample.routes) != len(sample.prompt_ids) + outputs - 1:
+        expected = len(sample.prompt_ids) + outputs - 1
+        raise ValueError(f"sample {index}: routes have {len(sample.routes)} rows, expected tokens - 1 = {expected}")
+
+
+def _versions_per_token(sample: Sample) -> list[int]:
+    versions = [0] * len(sample.output_ids)
+    for version, start, end in sample.weight_versions:
+        versions[start:end] = [version] * (min(end, len(versions)) - start)
+    return versions
+
+
+def _stack_routes(samples: Sequence[Sample]) -> Tensor | None:
+    if not samples or any(s.routes is None for s in samples):
+        return None
+    parts = []
+    for s in samples:
+        assert s.routes is not None
+        parts += [s.routes.to(torch.int32), s.routes.new_zeros(1, *s.routes.shape[1:], dtype=torch.int32)]
+    return torch.cat(parts)

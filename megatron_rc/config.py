@@ -1,0 +1,287 @@
+"""RolloutCorrection: which importance weight, which rejections, which old policy; presets and YAML."""
+
+from __future__ import annotations
+
+import math
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from megatron_rc import schema
+
+Level = Literal["token", "sequence", "geometric", "segment"]
+Mode = Literal["truncate", "clip", "mask"]
+Unit = Literal["token", "sequence", "segment"]
+Reduce = Literal["sum", "mean", "max", "min"]
+When = Literal["always", "negative_advantage"]
+Normalize = Literal["none", "batch"]
+Old = Literal["recompute", "current", "rollout"]
+Surrogate = Literal["ppo", "reinforce"]
+
+STATISTICS = ("ratio", "k2", "k3", "abs_log_ratio", "prob_diff")
+"""Statistics that `correct` computes itself; any other name must be passed to it in `statistics`."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The importance weight of the policy-gradient term: a bounded rho = pi / mu, detached."""
+
+    level: Level = "token"
+    """Who shares one rho: token; sequence (exp of the summed log-ratio); geometric (exp of its mean over the sequence);
+    segment (exp of its mean over one turn)."""
+    mode: Mode = "truncate"
+    """truncate: min(rho, upper); clip: clamp(rho, lower, upper); mask: rho inside [lower, upper], dropped outside."""
+    lower: float | None = None
+    """Smallest pi / mu, inclusive; required by clip, optional for mask, refused for truncate."""
+    upper: float | None = 2.0
+    """Largest pi / mu, inclusive; .inf leaves rho untruncated up to exp(log_ratio_bound)."""
+
+    def __post_init__(self) -> None:
+        _one_of("level", self.level, Level)
+        _one_of("mode", self.mode, Mode)
+        _positive_bounds(self.lower, self.upper)
+        _ordered_bounds(self.lower, self.upper)
+        if self.mode == "truncate" and self.lower is not None:
+            raise ValueError(f"lower must be None when mode is 'truncate', got lower={self.lower!r}; use mode 'clip'")
+        if self.mode != "mask" and self.upper is None:
+            raise ValueError(f"upper must be set when mode is {self.mode!r}")
+        if self.mode == "clip" and self.lower is None:
+            raise ValueError("lower must be set when mode is 'clip'; use mode 'truncate' to bound from above only")
+        if self.lower is None and self.upper is None:
+            raise ValueError("lower or upper must be set when mode is 'mask'")
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A gate: units whose statistic lies outside [lower, upper] are dropped from the policy-gradient term."""
+
+    statistic: str = "ratio"
+    """ratio (pi / mu), k2 (l^2 / 2), k3 (e^l - 1 - l), abs_log_ratio (|l|), prob_diff (pi - mu, signed), with
+    l = log pi - log mu; or a name given to `correct` in `statistics`."""
+    level: Unit = "sequence"
+    """What is judged and dropped: one token, one sequence, or one segment (turn)."""
+    reduce: Reduce = "sum"
+    """From tokens to the unit; in log space for ratio (sum: product of ratios, mean: geometric mean)."""
+    lower: float | None = None
+    """Smallest value kept, inclusive."""
+    upper: float | None = None
+    """Largest value kept, inclusive."""
+    when: When = "always"
+    """negative_advantage: only units of negative advantage can be dropped."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.statistic, str) or not self.statistic:
+            raise ValueError(f"statistic must be a name, got {self.statistic!r}")
+        _one_of("level", self.level, Unit)
+        _one_of("reduce", self.reduce, Reduce)
+        _one_of("when", self.when, When)
+        if self.lower is None and self.upper is None:
+            raise ValueError(f"lower or upper must be set for the rejection on {self.statistic!r}")
+        if self.statistic == "ratio":
+            _positive_bounds(self.lower, self.upper)
+        _ordered_bounds(self.lower, self.upper)
+        if self.statistic in ("k2", "k3", "abs_log_ratio") and self.upper is not None and not self.upper >= 0:
+            raise ValueError(f"upper must be >= 0 for {self.statistic!r}, got upper={self.upper!r}")
+
+    @property
+    def name(self) -> str:
+        """How metrics call this gate, such as 'ratio_sequence_mean' or 'k2_token_negative_advantage'."""
+        parts = [self.statistic, self.level]
+        if self.level != "token":
+            parts.append(self.reduce)
+        if self.when != "always":
+            parts.append(self.when)
+        return "_".join(parts)
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """How a batch sampled from mu is corrected to train pi. Every bound is a bound on pi / mu and is inclusive."""
+
+    weight: Weight | None = None
+    """None: no importance weight (weights = 1 where the mask is 1)."""
+    reject: tuple[Rejection, ...] = ()
+    """Gates; a token counts only when all of them keep it."""
+    normalize: Normalize = "none"
+    """batch: divide the weights by their mean over the kept tokens of the whole rollout batch, pooled over DP x CP."""
+    old: Old = "recompute"
+    """recompute: three policies, pi_old from a forward pass before the update. current: pi_old = pi.detach(), for one
+    optimizer step a rollout. rollout: two policies, the surrogate's ratio is pi / mu itself."""
+    log_ratio_bound: float = 20.0
+    """Log-ratios are clamped to +- this before exp in weights and metrics; gates compare unclamped logs."""
+
+    def __post_init__(self) -> None:
+        if self.weight is not None and not isinstance(self.weight, Weight):
+            raise ValueError(f"weight must be a Weight or None, got {self.weight!r}")
+        if not isinstance(self.reject, tuple) or not all(isinstance(gate, Rejection) for gate in self.reject):
+            raise ValueError(f"reject must be a tuple of Rejection, got {self.reject!r}")
+        _one_of("normalize", self.normalize, Normalize)
+        _one_of("old", self.old, Old)
+        # exp(80) is still finite in fp32
+        if not 0 < self.log_ratio_bound <= 80:
+            raise ValueError(f"log_ratio_bound must be in (0, 80], got {self.log_ratio_bound!r}")
+        if self.normalize == "batch" and self.old == "rollout":
+            raise ValueError(
+                "normalize must be 'none' when old is 'rollout': two-policy weights are computed one micro-batch at a "
+                "time, and a mean over less than the batch would depend on how it was cut"
+            )
+
+    def check_surrogate(self, surrogate: Surrogate) -> None:
+        """Refuse to multiply a ratio that already is pi / mu by pi / mu again.
+
+        Raises:
+            ValueError: `surrogate` is unknown, or is "ppo" together with old="rollout" and a weight.
+        """
+        _one_of("surrogate", surrogate, Surrogate)
+        if surrogate == "ppo" and self.old == "rollout" and self.weight is not None:
+            raise ValueError(
+                "weight must be None when old is 'rollout' and the surrogate is 'ppo': its ratio already is pi / mu, "
+                "an importance weight on top would count it twice"
+            )
+
+    @classmethod
+    def preset(cls, name: str) -> RolloutCorrection:
+        """A named method with its published or customary bounds; `PRESETS` lists them with their sources.
+
+        Raises:
+            ValueError: no preset of that name; the nearest name is given.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"unknown preset {name!r}{schema.nearest(name, PRESETS)}")
+        return PRESETS[name].correction
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """Turn a preset name, or a mapping with the key `preset`, into the plain mapping of all fields.
+
+        Other keys of the mapping override the preset: a nested `weight` field by field, `reject` as a whole. Anything
+        else is returned as it is, so that a configuration loader may call this on whatever stands under `correction`.
+
+        Raises:
+            ValueError: no preset of that name.
+        """
+        if isinstance(value, str):
+            return cls.preset(value).to_dict()
+        if not isinstance(value, dict) or "preset" not in value:
+            return value
+        fields = cls.preset(value["preset"]).to_dict()
+        for key, override in value.items():
+            if key == "weight" and isinstance(override, dict) and fields["weight"] is not None:
+                fields["weight"] = {**fields["weight"], **override}
+            elif key != "preset":
+                fields[key] = override
+        return fields
+
+    @classmethod
+    def from_dict(cls, data: Any) -> RolloutCorrection:
+        """From nested mappings, a mapping with `preset` and overrides, or a preset name.
+
+        Raises:
+            ValueError: one sentence naming the field, what was found and what was expected.
+        """
+        return schema.from_dict(cls, cls.expand(data))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain mappings that `from_dict` reads back."""
+        return schema.to_dict(self)
+
+    @classmethod
+    def from_yaml(cls, path_or_text: str | Path) -> RolloutCorrection:
+        """From a YAML file, YAML text, or a preset name.
+
+        Raises:
+            ValueError: no such file or preset, not YAML, or a wrong field, named.
+        """
+        if str(path_or_text).strip() in PRESETS:
+            return cls.preset(str(path_or_text).strip())
+        return cls.from_dict(schema.load_yaml(path_or_text))
+
+    def to_yaml(self) -> str:
+        """YAML text that `from_yaml` reads back."""
+        return schema.dump_yaml(self.to_dict())
+
+
+def _one_of(field: str, value: Any, literal: Any) -> None:
+    known = typing.get_args(literal)
+    if value not in known:
+        raise ValueError(f"{field} must be one of {', '.join(map(repr, known))}, got {value!r}")
+
+
+def _positive_bounds(lower: float | None, upper: float | None) -> None:
+    for field, bound in (("lower", lower), ("upper", upper)):
+        if bound is not None and not bound > 0:
+            raise ValueError(f"{field} must be > 0 for a ratio, got {field}={bound!r}")
+
+
+def _ordered_bounds(lower: float | None, upper: float | None) -> None:
+    if any(bound is not None and math.isnan(bound) for bound in (lower, upper)):
+        raise ValueError(f"lower and upper must not be NaN, got lower={lower!r} upper={upper!r}")
+    if lower is not None and upper is not None and not upper > lower:
+        raise ValueError(f"upper must be > lower, got lower={lower!r} upper={upper!r}")
+
+
+class Preset(NamedTuple):
+    correction: RolloutCorrection
+    source: str
+    """Where the form and the bounds come from."""
+
+
+def _geometric_gate(lower: float, upper: float) -> Rejection:
+    return Rejection("ratio", "sequence", "mean", lower=lower, upper=upper)
+
+
+_TOKEN_TIS = Weight("token", "truncate", upper=2.0)
+
+PRESETS: dict[str, Preset] = {
+    "none": Preset(RolloutCorrection(), "no correction; metrics only"),
+    "token-tis": Preset(
+        RolloutCorrection(_TOKEN_TIS), "Yao et al., Off-policy RL (fengyao.notion.site/off-policy-rl); C = 2 customary"
+    ),
+    "token-mis": Preset(
+        RolloutCorrection(Weight("token", "mask", upper=2.0)),
+        "one-sided masked IS, Beyond Precision (arXiv 2602.01826), C = 2",
+    ),
+    "icepop": Preset(
+        RolloutCorrection(Weight("token", "mask", 0.5, 5.0)),
+        "Ring-1T (arXiv 2510.18855); 0.5 / 5.0 as in verl, NeMo-RL",
+    ),
+    "seq-tis": Preset(
+        RolloutCorrection(Weight("sequence", "truncate", upper=2.0)),
+        "rl-collapse part 2; C = 2 as in verl; the metric suggested_seq_cap gives sqrt(2 (1 + chi2_seq))",
+    ),
+    "seq-mis": Preset(
+        RolloutCorrection(Weight("sequence", "mask", upper=2.0)),
+        "rl-collapse part 3, one-sided; C = 2 as in Beyond Precision (arXiv 2602.01826)",
+    ),
+    "geo-mask": Preset(
+        RolloutCorrection(reject=(_geometric_gate(0.999, 1.001),)),
+        "rl-collapse part 3; 0.999 / 1.001 as in verl geo_rs",
+    ),
+    "geo-mask-token-tis": Preset(
+        RolloutCorrection(_TOKEN_TIS, (_geometric_gate(0.999, 1.001),)), "rl-collapse part 3; bounds as in verl, C = 2"
+    ),
+    "seq-mask-tis": Preset(
+        RolloutCorrection(_TOKEN_TIS, (_geometric_gate(0.999, 1.002),)),
+        "NeMo-RL, ProRL v2: 0.999 / 1.002; its untruncated token weights are truncated at 2 here",
+    ),
+    "veto": Preset(
+        RolloutCorrection(reject=(Rejection("ratio", "sequence", "min", lower=1e-4),)),
+        "slime rs_veto_threshold 1e-4: one impossible token drops the sequence",
+    ),
+    "k3-reject": Preset(
+        RolloutCorrection(reject=(Rejection("k3", "sequence", "mean", upper=0.01),)), "verl k3_rs 0.01 (0.001-0.01)"
+    ),
+    "trust-region-mask": Preset(
+        RolloutCorrection(reject=(Rejection("k2", "sequence", "max", upper=2.0),)),
+        "Trust Region Masking (arXiv 2512.23075), max gate with the sample proxy k2; 2.0 (|l| <= 2) from verl's 1.5-3",
+    ),
+    "off-policy-sequence-mask": Preset(
+        RolloutCorrection(
+            reject=(Rejection("ratio", "sequence", "mean", lower=math.exp(-0.5), when="negative_advantage"),),
+            old="rollout",
+        ),
+        "DeepSeek-V3.2 eq. 9 on current / mu; lower = exp(-delta), delta unpublished: 0.5 as TRL suggests (slime 1e-4)",
+    ),
+}
+"""Every preset with the source of its form and bounds."""

@@ -1,0 +1,326 @@
+"""correct(): log-ratios of a rollout batch -> importance weights, mask, metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rc import reference, sums
+from megatron_rc.config import STATISTICS, Rejection, RolloutCorrection, Unit, Weight
+from megatron_rc.metrics import MetricSums
+from megatron_rc.reference import LogRatio
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """What `correct` answers; everything is detached."""
+
+    weights: Tensor
+    """[N] or [B, T] as given, fp32 (fp64 for fp64 log-probs); 0 where mask is 0."""
+    mask: Tensor
+    """[N] or [B, T], bool: tokens that still count in the policy-gradient term."""
+    bad_sequences: Tensor
+    """[S] bool: sequences with a corrupt log-prob."""
+    metrics: MetricSums
+    """Of the tokens of this rank; `metrics.all_reduce` pools them over DP x CP."""
+
+
+def correct(
+    train_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    correction: RolloutCorrection,
+    cu_seqlens: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    num_segments: int | None = None,
+    advantages: Tensor | None = None,
+    statistics: Mapping[str, Tensor] | None = None,
+    dp_group: dist.ProcessGroup | None = None,
+    cp_group: dist.ProcessGroup | None = None,
+    backend: str = "auto",
+) -> Corrected:
+    """Importance weights and mask that let pi learn from tokens of mu; call it once on all local tokens of a rollout.
+
+    With l = log pi - log mu of a token, the value shared by a unit is rho = e^l (token), exp sum l (sequence),
+    exp mean l (geometric, segment), sums and means over the unit's loss tokens. weights = min(rho, upper),
+    clamp(rho, lower, upper), or rho inside the bounds and dropped outside; then every Rejection drops its units; then
+    normalize="batch" divides by the mean weight of the kept tokens. Gates do not see each other or the weight.
+    A NaN or +inf log-prob, or -inf from the sampler, drops its sequence when any unit is larger than a token, else its
+    token. log pi = -inf with a finite log mu is rho = 0. Nothing here waits for the device.
+
+    Args:
+        train_logprobs: [N] packed or [B, T] padded, fp32, nats.
+        rollout_logprobs: the same shape, fp32, nats, as returned at sampling time.
+        loss_mask: the same shape, bool; rows without it may hold anything.
+        correction: what to do.
+        cu_seqlens: [S + 1] int32, ending in N; packed layout only.
+        segment_ids: the shape of loss_mask, int, ascending over loss tokens; which turn a token belongs to. Without
+            it turns are the contiguous runs of loss_mask.
+        num_segments: above every segment id; goes with segment_ids.
+        advantages: the shape of loss_mask, or one a sequence; for rejections with when="negative_advantage", which
+            look at the sign of a unit's mean.
+        statistics: name -> tensor of the shape of loss_mask, for rejections on that name.
+        dp_group: data-parallel ranks, for normalize="batch".
+        cp_group: ranks that hold other tokens of the same sequences, in the same order.
+        backend: "auto" or "torch".
+
+    Returns:
+        Corrected, in the layout of the input.
+
+    Raises:
+        ValueError: shapes that do not fit; advantages, statistics or segments that `correction` needs and are missing.
+
+    Source: truncated IS, Yao et al. (fengyao.notion.site/off-policy-rl); masked and geometric forms, szrlee,
+        rl-collapse part 3; IcePop, arXiv 2510.18855.
+    """
+    _check_backend(backend)
+    sums.check_shapes(train_logprobs, rollout_logprobs, loss_mask)
+    with torch.no_grad():
+        offsets = sums.sequence_offsets(train_logprobs, cu_seqlens)
+        loss_tokens = loss_mask.reshape(-1).bool()
+        ratio = reference.log_ratio(
+            train_logprobs.reshape(-1), rollout_logprobs.reshape(-1), loss_tokens, correction.log_ratio_bound
+        )
+        precision = torch.promote_types(train_logprobs.dtype, rollout_logprobs.dtype)
+        batch = _Batch(correction, ratio, torch.promote_types(precision, torch.float32), {"sequence": offsets})
+        batch.of_token["sequence"] = torch.repeat_interleave(offsets.diff(), output_size=len(loss_tokens))
+        if any(unit == "segment" for unit in _units(correction)):
+            batch.add_segments(*sums.segments(loss_tokens, offsets, segment_ids, num_segments, cp_group))
+        batch.add_statistics(loss_mask.shape, statistics or {})
+        batch.add_advantages(loss_mask.shape, advantages)
+        for unit, starts in batch.offsets.items():
+            batch.sums[unit] = reference.log_ratio_sums(ratio, starts)
+        for index, gate in enumerate(correction.reject):
+            _add_columns(batch, index, gate)
+        batch.complete(cp_group)
+
+        value, flags = _weight(batch)
+        flags += [
+            _Flags(f"rejected_{name}", gate.level, _dropped(batch, index, gate), drops=True)
+            for index, (name, gate) in enumerate(zip(_names(correction.reject), correction.reject, strict=True))
+        ]
+        bad = batch.sums["sequence"][0].isnan()
+        mask = _mask(batch, bad, flags)
+        weights = mask.double() if value is None else torch.where(mask, value, value.new_zeros(()))
+        if correction.normalize == "batch":
+            weights = _normalized(weights, mask, [cp_group, dp_group])
+        first = sums.is_first_rank(cp_group)
+        metrics = MetricSums(*sums.token_sums(ratio))
+        metrics.merge(MetricSums(*sums.sequence_sums(batch.sums["sequence"], correction.log_ratio_bound, first)))
+        metrics.merge(_outcome(batch, weights, mask, flags, cp_group))
+        return Corrected(weights.to(batch.precision).view(loss_mask.shape), mask.view(loss_mask.shape), bad, metrics)
+
+
+class _Flags(NamedTuple):
+    """Units that a bound judged: for a metric, and to drop them when `drops`."""
+
+    name: str
+    unit: str
+    flags: Tensor
+    """bool, one a token, sequence or segment."""
+    drops: bool
+
+
+@dataclass
+class _Batch:
+    """The tensors of one call, flattened, and the per-unit columns that its decisions need."""
+
+    correction: RolloutCorrection
+    ratio: LogRatio
+    precision: torch.dtype
+    offsets: dict[str, Tensor]
+    """unit -> [U + 1]."""
+    of_token: dict[str, Tensor] = field(default_factory=dict)
+    """unit -> [N], which one a token belongs to."""
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    advantages: dict[str, Tensor] = field(default_factory=dict)
+    """unit -> one a token or one a sequence."""
+    sums: dict[Any, Tensor] = field(default_factory=dict)
+    maxima: dict[Any, Tensor] = field(default_factory=dict)
+
+    def add_segments(self, ids: Tensor, count: int) -> None:
+        self.of_token["segment"] = ids
+        self.offsets["segment"] = torch.searchsorted(ids, torch.arange(count + 1, device=ids.device, dtype=ids.dtype))
+
+    def add_statistics(self, shape: torch.Size, statistics: Mapping[str, Tensor]) -> None:
+        for gate in self.correction.reject:
+            if gate.statistic in STATISTICS:
+                continue
+            if gate.statistic not in statistics:
+                raise ValueError(
+                    f"statistics must hold {gate.statistic!r}, which a rejection uses, got {sorted(statistics)}"
+                )
+            given = statistics[gate.statistic]
+            if given.shape != shape:
+                raise ValueError(
+                    f"statistics[{gate.statistic!r}] must have the shape of loss_mask, {tuple(shape)}, "
+                    f"got {tuple(given.shape)}"
+                )
+            self.statistics[gate.statistic] = given.reshape(-1).double()
+
+    def add_advantages(self, shape: torch.Size, advantages: Tensor | None) -> None:
+        if all(gate.when == "always" for gate in self.correction.reject):
+            return
+        if advantages is None:
+            raise ValueError("advantages must be given for a rejection with when='negative_advantage'")
+        sequences = len(self.offsets["sequence"]) - 1
+        if advantages.shape == shape:
+            self.advantages["token"] = advantages.reshape(-1)
+        elif tuple(advantages.shape) == (sequences,):
+            self.advantages["sequence"] = advantages
+            self.advantages["token"] = advantages.index_select(0, self.of_token["sequence"])
+        else:
+            raise ValueError(
+                f"advantages must be {tuple(shape)}, one a token, or ({sequences},), one a sequence, "
+                f"got {tuple(advantages.shape)}"
+            )
+
+    def complete(self, cp_group: dist.ProcessGroup | None) -> None:
+        added, largest = sums.pool_units(list(self.sums.values()), list(self.maxima.values()), cp_group)
+        self.sums = dict(zip(self.sums, added, strict=True))
+        self.maxima = dict(zip(self.maxima, largest, strict=True))
+
+    def log_value(self, unit: str, reduce: str) -> Tensor:
+        """l of a token; its sum or mean over a sequence or segment."""
+        if unit == "token":
+            return self.ratio.value
+        total, tokens = self.sums[unit][0], self.sums[unit][3]
+        return total if reduce == "sum" else total / tokens.clamp(min=1)
+
+    def statistic(self, name: str) -> Tensor:
+        return self.statistics[name] if name in self.statistics else reference.gate_statistic(name, self.ratio)
+
+    def to_tokens(self, unit: str, values: Tensor) -> Tensor:
+        return values if unit == "token" else values.index_select(0, self.of_token[unit])
+
+
+def _add_columns(batch: _Batch, index: int, gate: Rejection) -> None:
+    if gate.level == "token":
+        return
+    valid, offsets = batch.ratio.valid, batch.offsets[gate.level]
+    if gate.statistic != "ratio" or gate.reduce in ("max", "min"):
+        reduce = "sum" if gate.reduce == "mean" else gate.reduce
+        column = reference.gate_reduce(batch.statistic(gate.statistic), valid, reduce, offsets)
+        if reduce == "sum":
+            batch.sums[index] = column
+        else:
+            # a minimum travels as the maximum of the opposite
+            batch.maxima[index] = column if reduce == "max" else -column
+    if gate.when == "negative_advantage" and gate.level not in batch.advantages:
+        advantages = batch.advantages["token"].double()
+        batch.sums["advantage", gate.level] = reference.gate_reduce(advantages, valid, "sum", offsets)
+
+
+def _dropped(batch: _Batch, index: int, gate: Rejection) -> Tensor:
+    """[units] bool: outside the bounds of the gate, and subject to it."""
+    lower, upper = gate.lower, gate.upper
+    if gate.statistic == "ratio":
+        lower, upper = _log(lower), _log(upper)
+    if gate.level == "token":
+        value = batch.statistic(gate.statistic)
+    elif index in batch.maxima:
+        value = batch.maxima[index] if gate.reduce == "max" else -batch.maxima[index]
+    elif index in batch.sums:
+        value = batch.sums[index]
+        if gate.reduce == "mean":
+            value = value / batch.sums[gate.level][3].clamp(min=1)
+    else:
+        value = batch.log_value(gate.level, gate.reduce)
+    dropped = ~reference.inside(value, lower, upper, batch.precision)
+    if gate.when == "always":
+        return dropped
+    known = batch.advantages.get(gate.level)
+    return dropped & ((batch.sums["advantage", gate.level] if known is None else known) < 0)
+
+
+def _weight(batch: _Batch) -> tuple[Tensor | None, list[_Flags]]:
+    """The bounded rho of every token before gates (None: no weight), and which units lie outside its bounds."""
+    weight = batch.correction.weight
+    if weight is None:
+        return None, []
+    unit = _unit_of(weight)
+    log_value = batch.log_value(unit, "sum" if weight.level == "sequence" else "mean")
+    value = reference.bounded_ratio(log_value, weight.lower, weight.upper, batch.correction.log_ratio_bound)
+    name = {"truncate": "truncated", "clip": "clipped", "mask": "outside"}[weight.mode]
+    drops = weight.mode == "mask"
+    flags = []
+    if weight.lower is not None:
+        below = log_value.to(batch.precision) < math.log(weight.lower)
+        flags.append(_Flags(f"{name}_low", unit, below, drops))
+    if weight.upper is not None:
+        above = log_value.to(batch.precision) > math.log(weight.upper)
+        flags.append(_Flags(name if weight.mode == "truncate" else f"{name}_high", unit, above, drops))
+    return batch.to_tokens(unit, value), flags
+
+
+def _mask(batch: _Batch, bad: Tensor, flags: list[_Flags]) -> Tensor:
+    dropped = {"sequence": bad} if any(unit != "token" for unit in _units(batch.correction)) else {}
+    for one in flags:
+        if one.drops:
+            dropped[one.unit] = dropped[one.unit] | one.flags if one.unit in dropped else one.flags
+    mask = batch.ratio.valid
+    for unit, gone in dropped.items():
+        mask = mask & batch.to_tokens(unit, ~gone)
+    return mask
+
+
+def _normalized(weights: Tensor, mask: Tensor, groups: list[dist.ProcessGroup | None]) -> Tensor:
+    totals = torch.stack([weights.sum(), mask.sum(dtype=weights.dtype)])
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(totals, group=group)
+    total, kept = totals.unbind()
+    return weights * torch.where(total > 0, kept / total, torch.ones_like(total))
+
+
+def _outcome(
+    batch: _Batch, weights: Tensor, mask: Tensor, flags: list[_Flags], cp_group: dist.ProcessGroup | None
+) -> MetricSums:
+    """Sums over the final weights, and the shares of tokens and sequences that each bound judged."""
+    by_sequence = {one.name: one.flags for one in flags if one.unit == "sequence"}
+    by_token = {
+        one.name: batch.to_tokens(one.unit, one.flags) & batch.ratio.valid for one in flags if one.unit != "sequence"
+    }
+    columns = reference.unit_sums([weights, mask, *by_token.values()], batch.offsets["sequence"])
+    (columns,), _ = sums.pool_units([columns], [], cp_group)
+    first = sums.is_first_rank(cp_group)
+    outcome = sums.outcome_sums(weights, mask, columns, batch.sums["sequence"], first)
+    shares = sums.share_sums(by_sequence, list(by_token), columns[2:], batch.sums["sequence"], first)
+    return MetricSums(*outcome).merge(MetricSums(shares))
+
+
+def _units(correction: RolloutCorrection) -> set[str]:
+    """Which units the weight and the gates share values over."""
+    units: set[str] = {gate.level for gate in correction.reject}
+    return units if correction.weight is None else units | {_unit_of(correction.weight)}
+
+
+def _unit_of(weight: Weight) -> Unit:
+    return "sequence" if weight.level == "geometric" else weight.level
+
+
+def _names(gates: tuple[Rejection, ...]) -> list[str]:
+    """Their names, numbered where they repeat."""
+    names: list[str] = []
+    for gate in gates:
+        same = sum(name == gate.name or name.startswith(f"{gate.name}#") for name in names)
+        names.append(f"{gate.name}#{same + 1}" if same else gate.name)
+    return names
+
+
+def _log(bound: float | None) -> float | None:
+    return None if bound is None else math.log(bound)
+
+
+def _check_backend(backend: str) -> None:
+    if backend == "triton":
+        raise ValueError("backend 'triton' is not part of this build: it has no Triton kernels; use 'torch' or 'auto'")
+    if backend not in ("torch", "auto"):
+        raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")

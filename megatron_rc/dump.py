@@ -1,0 +1,223 @@
+"""The dump: every training batch as one Parquet file a step, one row a sequence, token ids only."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from megatron_rc.batch import TokenBatch
+from megatron_rc.engine import Sample
+
+_ids = pa.list_(pa.int32())
+_numbers = pa.list_(pa.float32())
+_flags = pa.list_(pa.bool_())
+_version_span = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
+
+SCHEMA = pa.schema(
+    [
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("sequence", pa.int32(), nullable=False),
+        pa.field("group", pa.int64()),
+        pa.field("seed", pa.int64(), nullable=False),
+        pa.field("prompt_ids", _ids, nullable=False),
+        pa.field("output_ids", _ids, nullable=False),
+        pa.field("loss_mask", _flags, nullable=False),
+        pa.field("rollout_logprobs", _numbers, nullable=False),
+        pa.field("old_logprobs", _numbers),
+        pa.field("weights", _numbers),
+        pa.field("mask", _flags),
+        pa.field("advantage", pa.float32()),
+        pa.field("reward", pa.float32()),
+        pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("weight_versions", pa.list_(_version_span), nullable=False),
+        pa.field("temperature", pa.float64(), nullable=False),
+        pa.field("top_p", pa.float64(), nullable=False),
+        pa.field("top_k", pa.int32(), nullable=False),
+        pa.field("support", pa.list_(_ids)),
+    ]
+)
+"""Columns of a dump; docs/dump.md says what each one holds."""
+
+SAMPLING_KEY = b"megatron_rc.sampling"
+"""Schema metadata: the SamplingParams of the step as JSON."""
+
+
+class CorrectedRows(Protocol):
+    """What the dump reads of a correction: packed [N] fp32 ``weights`` and [N] bool ``mask``."""
+
+    weights: Tensor
+    mask: Tensor
+
+
+class DumpWriter:
+    """Writes ``folder/step-000012.parquet``; a file is whole or absent, and writing a step again replaces it."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def write(
+        self,
+        step: int,
+        batch: TokenBatch,
+        *,
+        samples: Sequence[Sample],
+        seeds: Sequence[int],
+        old_logprobs: Tensor | None = None,
+        corrected: CorrectedRows | None = None,
+    ) -> Path:
+        """Write one step that this process holds whole; the arguments are those of ``dump_table``."""
+        table = dump_table(step, batch, samples=samples, seeds=seeds, old_logprobs=old_logprobs, corrected=corrected)
+        return self.write_tables(step, [table])
+
+    def write_tables(self, step: int, tables: Sequence[pa.Table]) -> Path:
+        """Write one step from the tables of several processes, sequences numbered in the order of the list."""
+        table = pa.concat_tables(tables)
+        place = SCHEMA.get_field_index("sequence")
+        table = table.set_column(place, SCHEMA.field(place), pa.array(np.arange(len(table), dtype=np.int32)))
+        path = self.folder / f"step-{step:06d}.parquet"
+        unfinished = path.with_suffix(".parquet.tmp")
+        with unfinished.open("wb") as file:
+            pq.write_table(table, file, compression="zstd")
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        return path
+
+
+def dump_table(
+    step: int,
+    batch: TokenBatch,
+    *,
+    samples: Sequence[Sample],
+    seeds: Sequence[int],
+    old_logprobs: Tensor | None = None,
+    corrected: CorrectedRows | None = None,
+) -> pa.Table:
+    """The rows of one process; picklable, so that one process can collect and write them.
+
+    Args:
+        batch: of ``samples``, in their order.
+        seeds: [S] seed of each response, < 2^63, unique in the run; replay finds a response by it.
+        old_logprobs: [N] fp32, nats, packed like the batch; None leaves the column null.
+        corrected: the weights and mask after correction, packed like the batch; None leaves both null.
+    """
+    assert len(samples) == len(seeds) == batch.num_sequences, "one sample and one seed a sequence"
+    rows, offsets = _output_rows(batch, samples)
+
+    def per_token(values: Tensor | None, kind: pa.DataType) -> pa.Array:
+        if values is None:
+            return pa.nulls(len(samples), kind)
+        return pa.ListArray.from_arrays(offsets, pa.array(values.detach().cpu()[rows].numpy(), kind.value_type))
+
+    def per_sequence(values: Tensor | None, kind: pa.DataType) -> pa.Array:
+        return pa.nulls(len(samples), kind) if values is None else pa.array(values.detach().cpu().numpy(), kind)
+
+    sampling = batch.sampling
+    columns = {
+        "step": [step] * len(samples),
+        "sequence": range(len(samples)),
+        "group": per_sequence(batch.groups, pa.int64()),
+        "seed": seeds,
+        "prompt_ids": [s.prompt_ids for s in samples],
+        "output_ids": [s.output_ids for s in samples],
+        "loss_mask": per_token(batch.loss_mask, _flags),
+        "rollout_logprobs": [s.logprobs for s in samples],
+        "old_logprobs": per_token(old_logprobs, _numbers),
+        "weights": per_token(None if corrected is None else corrected.weights, _numbers),
+        "mask": per_token(None if corrected is None else corrected.mask, _flags),
+        "advantage": per_sequence(batch.advantages, pa.float32()),
+        "reward": per_sequence(batch.rewards, pa.float32()),
+        "finish_reason": [s.finish_reason for s in samples],
+        "weight_versions": [
+            [{"version": version, "start": start, "end": end} for version, start, end in s.weight_versions]
+            for s in samples
+        ],
+        "temperature": [sampling.temperature] * len(samples),
+        "top_p": [sampling.top_p] * len(samples),
+        "top_k": [sampling.top_k] * len(samples),
+        "support": [s.support for s in samples],
+    }
+    settings = json.dumps(dataclasses.asdict(sampling)).encode()
+    arrays = [_array(columns[field.name], field.type) for field in SCHEMA]
+    return pa.Table.from_arrays(arrays, schema=SCHEMA.with_metadata({SAMPLING_KEY: settings}))
+
+
+def dump_files(path: str | Path) -> list[Path]:
+    """The files of a dump in step order; ``path`` is its folder or one of its files.
+
+    Raises:
+        ValueError: nothing is there, or a file is not Parquet or not of this schema, by file and column.
+    """
+    path = Path(path)
+    files = sorted(path.glob("step-*.parquet"), key=lambda file: (len(file.name), file.name))
+    if path.is_file():
+        files = [path]
+    if not files:
+        raise ValueError(f"{path} holds no dump: no such file, and no step-*.parquet inside")
+    for file in files:
+        _check_schema(file)
+    return files
+
+
+def read_dump(path: str | Path) -> Iterator[list[dict[str, Any]]]:
+    """Yield each step as its list of records, one dictionary a sequence with the columns of SCHEMA as keys.
+
+    Raises:
+        ValueError: as ``dump_files``.
+    """
+    for file in dump_files(path):
+        yield pq.read_table(file, columns=SCHEMA.names).to_pylist()
+
+
+def sample_of(record: dict[str, Any]) -> Sample:
+    """The sample that a record was written from; routes are not in a dump."""
+    mask = record["loss_mask"]
+    return Sample(
+        prompt_ids=record["prompt_ids"],
+        output_ids=record["output_ids"],
+        logprobs=record["rollout_logprobs"],
+        finish_reason=record["finish_reason"],
+        weight_versions=[(span["version"], span["start"], span["end"]) for span in record["weight_versions"]],
+        support=record["support"],
+        output_mask=None if all(mask) else mask,
+    )
+
+
+def _output_rows(batch: TokenBatch, samples: Sequence[Sample]) -> tuple[Tensor, np.ndarray]:
+    """Rows of the packed batch that predict output tokens, sample after sample, and where each sample starts."""
+    rows, offsets, start = [], [0], 0
+    for sample, length in zip(samples, batch.lengths, strict=True):
+        prompt, output = len(sample.prompt_ids), len(sample.output_ids)
+        assert prompt + output == length, "samples and batch must be in the same order"
+        rows.append(torch.arange(start + prompt - 1, start + prompt - 1 + output))
+        offsets.append(offsets[-1] + output)
+        start += length
+    return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64), np.array(offsets, dtype=np.int32)
+
+
+def _array(values: Any, kind: pa.DataType) -> pa.Array:
+    return values if isinstance(values, pa.Array) else pa.array(values, kind)
+
+
+def _check_schema(file: Path) -> None:
+    try:
+        found = pq.read_schema(file)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{file} is not a whole Parquet file: {error}") from None
+    for field in SCHEMA:
+        if field.name not in found.names:
+            raise ValueError(f"{file}: column {field.name!r} is missing")
+        if found.field(field.name).type != field.type:
+            kind = found.field(field.name).type
+            raise ValueError(f"{file}: column {field.name!r} must be of type {field.type}, got {kind}")

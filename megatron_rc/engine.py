@@ -1,0 +1,99 @@
+"""What every sampler implements: token ids in, token ids and log-probs out, weights back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn: softmax(logits / temperature), then top-k, then top-p, then one draw."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    """Must be > 0: at 0 the sampled distribution has no log-probability to correct with."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 keeps the whole vocabulary."""
+    stop_token_ids: tuple[int, ...] = ()
+    """The stop token itself is part of the output and has a log-prob."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens!r}")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be > 0, got {self.temperature!r}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"top_k must be -1 (off) or >= 1, got {self.top_k!r}")
+
+    @property
+    def truncates(self) -> bool:
+        """True when top-p or top-k removes tokens, so that kept ids are needed beside the log-probs."""
+        return self.top_p < 1 or self.top_k != -1
+
+
+@dataclass
+class Sample:
+    """One finished response.
+
+    ``logprobs[t]`` is log mu(output_ids[t]) in nats as drawn: after temperature, renormalised over
+    ``support[t]`` when top-p or top-k was active.
+    """
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length", "abort"]
+    weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
+    """(version, start, end) spans over the output tokens."""
+    support: list[list[int]] | None = None
+    """Kept ids of every output token under top-p/top-k, else None."""
+    output_mask: list[bool] | None = None
+    """False for output tokens that the sampler did not draw (tool results between turns); None: all drawn."""
+    routes: torch.Tensor | None = None
+    """[prompt + output - 1, layers, k] expert ids, int32; row i is the routing that predicted token i + 1."""
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """A sampler. One instance serves one trainer process; every process may sample its own share of the prompts."""
+
+    weight_version: int
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int,
+        seeds: Sequence[int],
+        on_finished: Callable[[int], None] | None = None,
+    ) -> list[Sample]:
+        """Sample ``n`` responses a prompt.
+
+        Args:
+            prompts: token ids of each prompt.
+            n: responses a prompt; sample j of prompt i is element i * n + j of the answer.
+            seeds: one seed a response, length len(prompts) * n; a response depends on its seed, its prompt and the
+                weights, not on what else is in the call.
+            on_finished: called with the number of newly finished responses.
+        """
+        ...
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load weights given under Hugging Face names, and serve them as ``version``."""
+        ...
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint must hold beside the trained weights, such as weights queued for later; mostly empty."""
+        ...
+
+    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,299 @@
+"""Every metric of a pair of policies: name, formula, pooled sufficient statistics, report values.
+
+A call leaves sums and maxima on the device (`MetricSums`); they are merged over micro-batches and reduced over DP x CP,
+and only `values` divides. So no metric depends on how the batch was cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rc import reference, sums
+from megatron_rc.sums import NamedTensor
+
+Sums = Mapping[str, float]
+
+
+class Metric(NamedTuple):
+    formula: str
+    value: Callable[[Sums], float]
+    needs: str
+    """A sum or maximum without which the metric does not exist."""
+
+
+def _per(total: float, count: float) -> float:
+    return total / count if count > 0 else math.nan
+
+
+def _mean(total: str, count: str, formula: str) -> Metric:
+    return Metric(formula, lambda s: _per(s[total], s[count]), total)
+
+
+def _nonnegative(total: Callable[[Sums], float], formula: str) -> Metric:
+    # an exact 0 may come out as -1e-18 in the difference of two sums
+    return Metric(formula, lambda s: _per(max(0.0, total(s)), s["tokens"]), "log_ratio_dev")
+
+
+def _std(total: str, square: str, count: str, formula: str) -> Metric:
+    def variance(s: Sums) -> float:
+        return _per(s[square], s[count]) - _per(s[total], s[count]) ** 2
+
+    return Metric(formula, lambda s: math.sqrt(max(0.0, variance(s))) if s[count] > 0 else math.nan, square)
+
+
+def _max(name: str, count: str, formula: str) -> Metric:
+    return Metric(formula, lambda s: s[name] if s[count] > 0 else math.nan, name)
+
+
+def _min(name: str, count: str, formula: str) -> Metric:
+    return Metric(formula, lambda s: -s[name] if s[count] > 0 else math.nan, name)
+
+
+def _ess(total: str, square: str, count: str, formula: str) -> Metric:
+    return Metric(formula, lambda s: _per(s[total] ** 2, s[count] * s[square]), square)
+
+
+def _correlation(s: Sums) -> float:
+    n = s["tokens"]
+    spread = (n * s["p_sq"] - s["p"] ** 2) * (n * s["q_sq"] - s["q"] ** 2)
+    return (n * s["p_q"] - s["p"] * s["q"]) / math.sqrt(spread) if spread > 0 else math.nan
+
+
+METRICS: dict[str, Metric] = {
+    "k1": Metric("mean(-l), KL(mu||pi)", lambda s: _per(-s["log_ratio"], s["tokens"]), "log_ratio"),
+    "k3": _nonnegative(lambda s: s["dev"] - s["log_ratio"], "mean(e^l - 1 - l), KL(mu||pi)"),
+    "k3_pi_mu": _nonnegative(
+        lambda s: s["log_ratio"] + s["log_ratio_dev"] - s["dev"], "mean(rho l - (rho - 1)), KL(pi||mu)"
+    ),
+    "tv": Metric("mean|rho - 1| / 2, total variation", lambda s: _per(s["dev_abs"] / 2, s["tokens"]), "dev_abs"),
+    "binary_tv": _mean("prob_gap", "tokens", "mean|p - q|"),
+    "chi2_token": _mean("dev_sq", "tokens", "mean (rho - 1)^2, chi2(pi||mu) of a token"),
+    "chi2_seq": _mean("seq_dev_sq", "sequences", "mean (rho(y) - 1)^2, chi2(pi||mu) of a sequence"),
+    "ess_token": _ess("rho", "rho_sq", "tokens", "(sum rho)^2 / (n sum rho^2)"),
+    "ess_seq": _ess("seq_rho", "seq_rho_sq", "sequences", "(sum rho(y))^2 / (S sum rho(y)^2)"),
+    "rho_mean": _mean("rho", "tokens", "mean rho"),
+    "rho_std": _std("dev", "dev_sq", "tokens", "sqrt(mean rho^2 - (mean rho)^2)"),
+    "rho_min": _min("rho_min", "tokens", "min rho"),
+    "rho_max": _max("rho_max", "tokens", "max rho"),
+    "seq_rho_mean": _mean("seq_rho", "sequences", "mean rho(y)"),
+    "seq_rho_std": _std("seq_dev", "seq_dev_sq", "sequences", "sqrt(mean rho(y)^2 - (mean rho(y))^2)"),
+    "seq_rho_min": _min("seq_rho_min", "sequences", "min rho(y)"),
+    "seq_rho_max": _max("seq_rho_max", "sequences", "max rho(y)"),
+    "suggested_seq_cap": Metric(
+        "sqrt(2 (1 + chi2_seq)), the truncation bound of least mean squared error",
+        lambda s: math.sqrt(2 * (1 + _per(s["seq_dev_sq"], s["sequences"]))),
+        "seq_dev_sq",
+    ),
+    "train_log_ppl": _mean("train_log_ppl", "sequences", "mean_i(-mean_t log pi)"),
+    "rollout_log_ppl": _mean("rollout_log_ppl", "sequences", "mean_i(-mean_t log mu)"),
+    "train_ppl": _mean("train_ppl", "sequences", "mean_i exp(-mean_t log pi)"),
+    "rollout_ppl": _mean("rollout_ppl", "sequences", "mean_i exp(-mean_t log mu)"),
+    "log_ppl_diff": Metric(
+        "mean_i(-mean_t l) = train_log_ppl - rollout_log_ppl",
+        lambda s: _per(s["train_log_ppl"] - s["rollout_log_ppl"], s["sequences"]),
+        "train_log_ppl",
+    ),
+    "log_ppl_abs_diff": _mean("mean_abs", "sequences", "mean_i |mean_t l|"),
+    "log_ppl_abs_diff_sum": _mean("sum_abs", "sequences", "mean_i |sum_t l|, arXiv 2602.01826 eq. 7-8"),
+    "f2": _mean("beyond_2", "tokens", "share of tokens with max(rho, 1 / rho) > 2"),
+    "prob_correlation": Metric("Pearson correlation of p and q over tokens", _correlation, "p_q"),
+    "clamped_token": _mean("clamped", "tokens", "share of tokens with |l| > log_ratio_bound"),
+    "clamped_seq": _mean("seq_clamped", "sequences", "share of sequences with |sum_t l| > log_ratio_bound"),
+    "nonfinite_count": Metric("loss tokens with a corrupt log-prob", lambda s: s["nonfinite"], "nonfinite"),
+    "nonfinite_share": Metric(
+        "corrupt loss tokens / loss tokens", lambda s: _per(s["nonfinite"], s["tokens"] + s["nonfinite"]), "nonfinite"
+    ),
+    "bad_sequences": Metric("sequences with a corrupt token", lambda s: s["bad_sequences"], "bad_sequences"),
+    "response_length": Metric(
+        "loss tokens / sequences with a loss token",
+        lambda s: _per(s["tokens"] + s["nonfinite"], s["with_tokens"]),
+        "with_tokens",
+    ),
+    "weight_mean": _mean("weight", "kept", "mean of the final weights over kept tokens"),
+    "weight_std": _std("weight", "weight_sq", "kept", "their standard deviation"),
+    "weight_min": _min("weight_min", "kept", "their minimum"),
+    "weight_max": _max("weight_max", "kept", "their maximum"),
+    "seq_weight_mean": _mean(
+        "seq_weight", "kept_sequences", "mean of w_i, the mean weight of sequence i's kept tokens"
+    ),
+    "seq_weight_std": _std("seq_weight", "seq_weight_sq", "kept_sequences", "standard deviation of w_i"),
+    "seq_weight_min": _min("seq_weight_min", "kept_sequences", "min w_i"),
+    "seq_weight_max": _max("seq_weight_max", "kept_sequences", "max w_i"),
+    "ess_token_final": _ess("weight", "weight_sq", "tokens", "(sum w)^2 / (n sum w^2), n all tokens, w = 0 if masked"),
+    "ess_seq_final": _ess("all_weight", "all_weight_sq", "sequences", "(sum v_i)^2 / (S sum v_i^2), v_i = mean_t w"),
+    "masked_token": Metric("share of tokens that no longer count", lambda s: 1 - _per(s["kept"], s["tokens"]), "kept"),
+    "masked_seq": Metric(
+        "share of sequences without a kept token", lambda s: 1 - _per(s["kept_sequences"], s["sequences"]), "kept"
+    ),
+}
+"""Metrics of fixed name. l = log pi - log mu, rho = e^l, rho(y) = exp sum_t l; logs are clamped before exp."""
+
+SHARES = {
+    "truncated": "rho of the weight's level > upper, mode truncate",
+    "clipped_low": "rho of the weight's level < lower, mode clip",
+    "clipped_high": "rho of the weight's level > upper, mode clip",
+    "outside_low": "rho of the weight's level < lower, mode mask",
+    "outside_high": "rho of the weight's level > upper, mode mask",
+    "rejected_<gate>": "dropped by the Rejection of that name, whatever other gates say",
+}
+"""`<name>_token`: share of tokens; `<name>_seq`: share of sequences with at least one such token."""
+
+
+class MetricSums:
+    """Sufficient statistics of metrics: fp64 sums and maxima on the device.
+
+    `check` and `values` are the only calls that wait for the device.
+    """
+
+    def __init__(
+        self,
+        added: NamedTensor | None = None,
+        maxima: NamedTensor | None = None,
+    ) -> None:
+        """
+        Args:
+            added: names and fp64 [K]; summed by `merge` and `all_reduce`.
+            maxima: names and fp64 [M], -inf where there is nothing yet.
+        """
+        self._sums = _Named([("", name) for name in added[0]], added[1]) if added else _Named([], None)
+        self._maxima = _Named([("", name) for name in maxima[0]], maxima[1]) if maxima else _Named([], None)
+
+    @classmethod
+    def of_means(cls, means: Mapping[str, tuple[Tensor, Tensor]]) -> MetricSums:
+        """Metrics that are a total divided by a count once both are pooled: {name: (total, count)}, 0-d tensors."""
+        names = [f"{part}:{name}" for name in means for part in ("total", "count")]
+        return cls((names, torch.stack([part.double() for pair in means.values() for part in pair])))
+
+    def prefixed(self, prefix: str) -> MetricSums:
+        """The same statistics, named with `prefix` in front by `values`: "current/", "old/", "current_old/"."""
+        renamed = MetricSums()
+        renamed._sums = self._sums.prefixed(prefix)
+        renamed._maxima = self._maxima.prefixed(prefix)
+        return renamed
+
+    def merge(self, other: MetricSums) -> MetricSums:
+        """Take in the statistics of other tokens, or of another prefix. Returns self."""
+        self._sums = self._sums.join(other._sums, torch.add)
+        self._maxima = self._maxima.join(other._maxima, torch.maximum)
+        return self
+
+    def all_reduce(self, group: dist.ProcessGroup | None) -> MetricSums:
+        """Pool over a process group (DP x CP, or one after the other) in at most two collectives. Returns self.
+
+        Every rank must hold the same metrics. Call it once: a second call on the same group counts everything twice.
+        """
+        self._sums = self._sums.reduced(dist.ReduceOp.SUM, group)
+        self._maxima = self._maxima.reduced(dist.ReduceOp.MAX, group)
+        return self
+
+    def check(self, max_nonfinite_share: float = 0.01) -> None:
+        """Call on all ranks after `all_reduce` and before the optimizer step.
+
+        Raises:
+            ValueError: a larger share of the loss tokens has a NaN or infinite log-prob.
+        """
+        for prefix, s in self._fetch().items():
+            corrupt, finite = s.get("nonfinite", 0.0), s.get("tokens", 0.0)
+            if corrupt > max_nonfinite_share * (corrupt + finite):
+                raise ValueError(
+                    f"{prefix}nonfinite_share must be <= {max_nonfinite_share!r}, got {corrupt:.0f} of "
+                    f"{corrupt + finite:.0f} loss tokens with NaN or infinite log-probs, in "
+                    f"{s.get('bad_sequences', math.nan):.0f} sequences (bad_sequences names them)"
+                )
+
+    def values(self) -> dict[str, float]:
+        """Name -> value by the formulas of `METRICS` and `SHARES`; NaN where there is nothing to divide by."""
+        out = {}
+        for prefix, s in self._fetch().items():
+            out.update({prefix + name: metric.value(s) for name, metric in METRICS.items() if metric.needs in s})
+            for name, total in s.items():
+                kind, _, metric_name = name.partition(":")
+                if kind == "token":
+                    out[f"{prefix}{metric_name}_token"] = _per(total, s["tokens"])
+                elif kind == "seq":
+                    out[f"{prefix}{metric_name}_seq"] = _per(total, s["sequences"])
+                elif kind == "total":
+                    out[prefix + metric_name] = _per(total, s[f"count:{metric_name}"])
+        return out
+
+    def _fetch(self) -> dict[str, dict[str, float]]:
+        names = [*self._sums.names, *self._maxima.names]
+        tensors = [part.tensor for part in (self._sums, self._maxima) if part.tensor is not None]
+        by_prefix: dict[str, dict[str, float]] = {}
+        for (prefix, name), value in zip(names, torch.cat(tensors).tolist() if tensors else (), strict=True):
+            by_prefix.setdefault(prefix, {})[name] = value
+        return by_prefix
+
+
+class _Named(NamedTuple):
+    names: list[tuple[str, str]]
+    """(prefix, name) of every element."""
+    tensor: Tensor | None
+
+    def prefixed(self, prefix: str) -> _Named:
+        return _Named([(prefix + old, name) for old, name in self.names], self.tensor)
+
+    def join(self, other: _Named, combine: Callable[[Tensor, Tensor], Tensor]) -> _Named:
+        if self.tensor is None or other.tensor is None:
+            return other if self.tensor is None else self
+        if self.names == other.names:
+            return _Named(self.names, combine(self.tensor, other.tensor))
+        mine = dict(zip(self.names, self.tensor.unbind(), strict=True))
+        theirs = dict(zip(other.names, other.tensor.unbind(), strict=True))
+        if not mine.keys() & theirs.keys():
+            return _Named([*self.names, *other.names], torch.cat([self.tensor, other.tensor]))
+        for key, value in theirs.items():
+            mine[key] = combine(mine[key], value) if key in mine else value
+        return _Named(list(mine), torch.stack(list(mine.values())))
+
+    def reduced(self, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> _Named:
+        if self.tensor is None:
+            return self
+        tensor = self.tensor.clone()
+        dist.all_reduce(tensor, op=op, group=group)
+        return _Named(self.names, tensor)
+
+
+def pair_metrics(
+    train_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    log_ratio_bound: float = 20.0,
+    cp_group: dist.ProcessGroup | None = None,
+    sequences: bool = True,
+) -> MetricSums:
+    """The metrics of any two policies, with pi = train and mu = rollout: current/mu, old/mu, current/old.
+
+    Args:
+        train_logprobs, rollout_logprobs: [N] packed or [B, T] padded, fp32, nats.
+        loss_mask: the same shape, bool.
+        cu_seqlens: [S + 1] int32, packed layout only.
+        log_ratio_bound: clamp of log-ratios before exp, nats.
+        cp_group: completes the sums of sequences in one all-gather; without it every sequence must be whole.
+        sequences: False leaves out metrics of whole sequences, and so needs neither cu_seqlens nor cp_group.
+
+    Returns:
+        Sums of the tokens of this rank; pool them with `MetricSums.all_reduce` over DP x CP.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+    with torch.no_grad():
+        sums.check_shapes(train_logprobs, rollout_logprobs, loss_mask)
+        ratio = reference.log_ratio(
+            train_logprobs.reshape(-1), rollout_logprobs.reshape(-1), loss_mask.reshape(-1).bool(), log_ratio_bound
+        )
+        metrics = MetricSums(*sums.token_sums(ratio))
+        if not sequences:
+            return metrics
+        units = reference.log_ratio_sums(ratio, sums.sequence_offsets(train_logprobs, cu_seqlens))
+        (units,), _ = sums.pool_units([units], [], cp_group)
+        return metrics.merge(MetricSums(*sums.sequence_sums(units, log_ratio_bound, sums.is_first_rank(cp_group))))

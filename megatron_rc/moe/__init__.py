@@ -1,0 +1,1 @@
+"""Expert shift and routing replay."""

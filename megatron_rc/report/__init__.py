@@ -1,0 +1,1 @@
+"""Curves, the live display and the self-contained HTML report."""

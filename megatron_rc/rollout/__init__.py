@@ -1,0 +1,1 @@
+"""Engines that sample: the only folder that talks to one."""

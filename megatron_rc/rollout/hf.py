@@ -1,0 +1,347 @@
+"""The embedded engine: transformers' Qwen3 or Qwen3-MoE, decoded in batches with a KV cache."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from megatron_rc.engine import Sample, SamplingParams
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ARCHITECTURES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM)}
+_COMPACT_SHARE = 1 / 8
+"""Finished rows leave the batch once they are this share of it: copying the cache costs about a tenth of a step."""
+
+
+class HFEngine:
+    """RolloutEngine that samples in this process from a transformers model.
+
+    Rows of a batch share nothing: token t of a response is drawn by inverting the cumulative distribution at the t-th
+    uniform number of a generator seeded with that response's seed. Another batch composition changes a response only
+    through the rounding of the matrix products.
+    """
+
+    def __init__(
+        self,
+        hf_config: dict[str, Any],
+        *,
+        dtype: Literal["fp32", "bf16", "fp16"],
+        device: torch.device | str,
+        max_batch: int = 256,
+    ) -> None:
+        """Build the model with random weights; they are version -1 until ``update_weights``.
+
+        Args:
+            hf_config: content of a Hugging Face config.json with model_type qwen3 or qwen3_moe.
+            dtype: of weights, activations, cache and logits; log-probs are fp32 always.
+            max_batch: responses decoded at once.
+
+        Raises:
+            ValueError: another model_type or dtype, sliding-window attention, max_batch < 1.
+        """
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+        if max_batch < 1:
+            raise ValueError(f"max_batch must be >= 1, got {max_batch!r}")
+        self.device = torch.device(device)
+        self.max_batch = max_batch
+        self.weight_version = -1
+        self._model = _build_model(hf_config, _DTYPES[dtype], self.device)
+        self._slots = _weight_slots(self._model)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int,
+        seeds: Sequence[int],
+        on_finished: Callable[[int], None] | None = None,
+    ) -> list[Sample]:
+        """Sample ``n`` responses a prompt; the contract is RolloutEngine.generate.
+
+        Raises:
+            ValueError: an empty prompt, an id outside the vocabulary, a prompt that with max_new_tokens is longer
+                than the context (its index and the lengths are named), or another number of seeds than responses.
+        """
+        self._check_request(prompts, params, n, seeds)
+        samples: dict[int, Sample] = {}
+        # neighbours of like length waste little padding
+        order = sorted(range(len(prompts) * n), key=lambda row: len(prompts[row // n]))
+        for start in range(0, len(order), self.max_batch):
+            rows = order[start : start + self.max_batch]
+            with torch.inference_mode():
+                decoded = self._decode(
+                    [prompts[row // n] for row in rows], params, [seeds[row] for row in rows], on_finished
+                )
+            samples.update(zip(rows, decoded, strict=True))
+        return [samples[row] for row in range(len(prompts) * n)]
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy every weight into the model, cast to its dtype, and serve them as ``version``.
+
+        Args:
+            weights: (name as in a Hugging Face checkpoint, tensor); a tied lm_head.weight is not among them.
+
+        Raises:
+            ValueError: a tensor that is unknown, given twice, of another shape, or missing, by name. The model is
+                then partly updated and must not be sampled from.
+        """
+        missing = dict.fromkeys(self._slots)
+        for name, tensor in weights:
+            if name not in self._slots:
+                raise ValueError(f"weight {name!r} is not a parameter of the model")
+            if name not in missing:
+                raise ValueError(f"weight {name!r} was given twice")
+            slot = self._slots[name]
+            if tensor.shape != slot.shape:
+                raise ValueError(f"weight {name!r} must have shape {tuple(slot.shape)}, got {tuple(tensor.shape)}")
+            slot.copy_(tensor.detach())
+            del missing[name]
+        if missing:
+            raise ValueError(f"weight {next(iter(missing))!r} is missing ({len(missing)} of {len(self._slots)} are)")
+        self.weight_version = version
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Nothing to take up: the trainer loads the weights anew."""
+
+    def close(self) -> None:
+        self._slots.clear()
+        del self._model
+
+    def _check_request(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, n: int, seeds: Sequence[int]
+    ) -> None:
+        if n < 1:
+            raise ValueError(f"n must be >= 1, got {n!r}")
+        if len(seeds) != len(prompts) * n:
+            raise ValueError(f"seeds must hold one seed a response ({len(prompts)} x {n}), got {len(seeds)}")
+        context, vocabulary = self._model.config.max_position_embeddings, self._model.config.vocab_size
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompt {index} is empty")
+            if min(prompt) < 0 or max(prompt) >= vocabulary:
+                raise ValueError(f"prompt {index} has an id outside the vocabulary of {vocabulary}")
+            if len(prompt) + params.max_new_tokens > context:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens, which with max_new_tokens={params.max_new_tokens} "
+                    f"is longer than the model's context of {context} (max_position_embeddings)"
+                )
+
+    def _decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        on_finished: Callable[[int], None] | None,
+    ) -> list[Sample]:
+        rows, steps = len(prompts), params.max_new_tokens
+        cache = DynamicCache(config=self._model.config)
+        logits, visible, positions = self._prefill(prompts, steps, cache)
+        uniforms = _uniforms(seeds, steps).to(self.device)
+        stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=self.device)
+        tokens = torch.zeros(rows, steps, dtype=torch.int64, device=self.device)
+        logprobs = torch.zeros(rows, steps, device=self.device)
+        support: list[list[Tensor]] = [[] for _ in range(rows)]
+        live = torch.arange(rows, device=self.device)
+        ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        prompt_width = visible.shape[1] - steps
+        for step in range(steps):
+            drawn = draw(logits, params, uniforms[live, step])
+            tokens[live, step], logprobs[live, step] = drawn.ids, drawn.logprobs
+            if drawn.kept is not None:
+                ids = drawn.kept.nonzero()[:, 1].cpu().split(drawn.kept.sum(-1).tolist())
+                for row, kept in zip(live.tolist(), ids, strict=True):
+                    support[row].append(kept)
+            running_before = len(ended) - int(ended.sum())
+            ended = ended | torch.isin(drawn.ids, stops)
+            running = len(ended) - int(ended.sum()) if step < steps - 1 else 0
+            if running < running_before and on_finished is not None:
+                on_finished(running_before - running)
+            if running == 0:
+                break
+            ids = drawn.ids
+            if running <= (1 - _COMPACT_SHARE) * len(ended):
+                kept_rows = (~ended).nonzero()[:, 0]
+                cache.batch_select_indices(kept_rows)
+                live, ended, ids = live[kept_rows], ended[kept_rows], ids[kept_rows]
+                visible, positions = visible[kept_rows], positions[kept_rows]
+            mask = visible[:, None, None, : prompt_width + step + 1]
+            with _fast_single_query_attention(self.device):
+                logits = self._forward(ids[:, None], positions[:, None] + step, mask, cache)
+        return self._samples(prompts, params, tokens, logprobs, support)
+
+    def _prefill(
+        self, prompts: Sequence[Sequence[int]], steps: int, cache: DynamicCache
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One forward over the distinct prompts, left-padded, spread over the rows that share them.
+
+        Returns:
+            [B, V] logits of the first token, [B, W + steps] bool columns of the cache that a row may see, [B] int64
+            prompt lengths.
+        """
+        numbers: dict[tuple[int, ...], int] = {}
+        which = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
+        lengths = torch.tensor([len(prompt) for prompt in numbers], device=self.device)
+        width = int(lengths.max())
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in numbers], device=self.device)
+        columns = torch.arange(width + steps, device=self.device)
+        visible = columns >= (width - lengths)[:, None]
+        causal = columns[:width, None] >= columns[None, :width]
+        # padding sees itself: a row of the mask without a single True is NaN in some attention kernels
+        itself = torch.eye(width, dtype=torch.bool, device=self.device)
+        mask = (causal & visible[:, None, None, :width]) | itself
+        positions = (columns[:width] - (width - lengths)[:, None]).clamp(min=0)
+        logits = self._forward(ids, positions, mask, cache)
+        rows = torch.tensor(which, device=self.device)
+        cache.batch_select_indices(rows)
+        return logits[rows], visible[rows], lengths[rows]
+
+    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
+        out = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1]
+
+    def _samples(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        tokens: Tensor,
+        logprobs: Tensor,
+        support: list[list[Tensor]],
+    ) -> list[Sample]:
+        samples = []
+        stops = set(params.stop_token_ids)
+        for prompt, ids, values, kept in zip(prompts, tokens.tolist(), logprobs.tolist(), support, strict=True):
+            # rows that ended before the batch was compacted hold draws after their stop token
+            length = next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids))
+            samples.append(
+                Sample(
+                    prompt_ids=list(prompt),
+                    output_ids=ids[:length],
+                    logprobs=values[:length],
+                    finish_reason="stop" if ids[length - 1] in stops else "length",
+                    weight_versions=[(self.weight_version, 0, length)],
+                    support=[row.tolist() for row in kept[:length]] if params.truncates else None,
+                )
+            )
+        return samples
+
+
+class Drawn(NamedTuple):
+    """One token a row."""
+
+    ids: Tensor
+    """[B] int64."""
+    logprobs: Tensor
+    """[B] fp32, nats."""
+    kept: Tensor | None
+    """[B, V] bool, the set drawn from under top-p/top-k, else None."""
+
+
+def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> Drawn:
+    """Draw one token a row by inverting its cumulative distribution.
+
+    token = min{i : sum_{j <= i} p_j > u}, p = softmax(logits / temperature over the kept ids), in fp64
+
+    Args:
+        logits: [B, V] any float dtype.
+        uniforms: [B] fp64 in [0, 1).
+    """
+    scaled = logits.float() / params.temperature
+    kept = kept_ids(scaled, params.top_k, params.top_p) if params.truncates else None
+    if kept is not None:
+        scaled = scaled.masked_fill(~kept, float("-inf"))
+    logprobs = scaled.log_softmax(-1)
+    cumulative = logprobs.double().exp_().cumsum(-1)
+    total = cumulative[:, -1]
+    # a product rounded up to the total would fall behind the last token of positive probability
+    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    ids = torch.searchsorted(cumulative, target[:, None], right=True)
+    # a row of NaN has no order: any id will do, its log-prob is NaN and the trainer drops it
+    ids = ids.clamp_(max=logits.shape[-1] - 1)
+    return Drawn(ids[:, 0], logprobs.gather(-1, ids)[:, 0], kept)
+
+
+def kept_ids(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
+    """The ids that top-k, then top-p over what top-k left, keep.
+
+    Top-k keeps the k largest, ties to the lower id. Top-p keeps an id while the mass before it, in descending order
+    and renormalised after top-k, is < top_p: the smallest set whose mass reaches top_p.
+
+    Args:
+        scaled: [B, V] fp32 logits / temperature.
+        top_k: -1 keeps all.
+
+    Returns:
+        [B, V] bool, at least one True a row.
+    """
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    keep = torch.ones_like(scaled, dtype=torch.bool)
+    if top_k != -1:
+        keep[:, top_k:] = False
+        ordered[:, top_k:] = float("-inf")
+    if top_p < 1:
+        probabilities = ordered.softmax(-1, dtype=torch.float64)
+        keep &= probabilities.cumsum(-1) - probabilities < top_p
+    keep[:, 0] = True
+    return torch.zeros_like(keep).scatter_(-1, order, keep)
+
+
+def _fast_single_query_attention(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """On the CPU the plain kernel answers single queries twice as fast as the blocked one in bf16, 4 times in fp16."""
+    return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else contextlib.nullcontext()
+
+
+def _uniforms(seeds: Sequence[int], count: int) -> Tensor:
+    """[len(seeds), count] fp64 in [0, 1): row i is the stream of seeds[i], drawn on the CPU for every device alike."""
+    generator = torch.Generator()
+    return torch.stack([torch.rand(count, dtype=torch.float64, generator=generator.manual_seed(s)) for s in seeds])
+
+
+def _build_model(hf_config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
+    model_type = hf_config.get("model_type")
+    if model_type not in _ARCHITECTURES:
+        raise ValueError(f"model_type must be one of {', '.join(_ARCHITECTURES)}, got {model_type!r}")
+    config_class, model_class = _ARCHITECTURES[model_type]
+    config = config_class(**{key: value for key, value in hf_config.items() if key != "model_type"})
+    if config.use_sliding_window:
+        raise ValueError("use_sliding_window must be false: the engine attends to the whole context")
+    options = {"experts_implementation": "eager"} if model_type == "qwen3_moe" and device.type == "cpu" else {}
+    # the caller's random state is not the engine's to advance
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        model = model_class._from_config(config, attn_implementation="sdpa", dtype=dtype, **options)
+    return model.eval().requires_grad_(False)
+
+
+def _weight_slots(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Where each checkpoint tensor goes; transformers fuses the experts that checkpoints store one by one."""
+    slots: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        experts = name.rpartition(".")[0]
+        if name.endswith(".experts.gate_up_proj"):
+            half = parameter.shape[1] // 2
+            for expert, fused in enumerate(parameter.detach()):
+                slots[f"{experts}.{expert}.gate_proj.weight"] = fused[:half]
+                slots[f"{experts}.{expert}.up_proj.weight"] = fused[half:]
+        elif name.endswith(".experts.down_proj"):
+            for expert, down in enumerate(parameter.detach()):
+                slots[f"{experts}.{expert}.down_proj.weight"] = down
+        else:
+            slots[name] = parameter.detach()
+    return slots

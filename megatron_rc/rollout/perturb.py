@@ -1,0 +1,166 @@
+"""Differences put between trainer and sampler on purpose, in the weights, so that every engine serves them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
+
+_FP8 = torch.float8_e4m3fn
+_UNQUANTIZED_MODULES = ("embed_tokens", "lm_head", "gate")
+
+
+def perturbed(
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    quantize: Literal["none", "int8", "fp8"] = "none",
+    amplify: float = 0.0,
+    version: int,
+) -> Iterator[tuple[str, Tensor]]:
+    """The exported weight stream with noise, then quantisation, put on it; one tensor at a time.
+
+    Args:
+        weights: (Hugging Face checkpoint name, tensor).
+        quantize: see ``quantized``; applies where ``is_quantizable``.
+        amplify: see ``amplified``; applies to every tensor.
+        version: of the weights; every version has its own noise.
+
+    Raises:
+        ValueError: another kind than none, int8, fp8.
+    """
+    if quantize not in ("none", "int8", "fp8"):
+        raise ValueError(f"quantize must be one of none, int8, fp8, got {quantize!r}")
+    for name, tensor in weights:
+        if amplify > 0:
+            tensor = amplified(tensor, amplify, name=name, version=version)
+        if quantize != "none" and is_quantizable(name, tensor):
+            tensor = quantized(tensor, quantize)
+        yield name, tensor
+
+
+def is_quantizable(name: str, tensor: Tensor) -> bool:
+    """True for the matrices of attention, MLP and experts.
+
+    Embeddings, lm_head, router gates and norms stay as they are: published int8 and fp8 checkpoints of these models
+    leave them alone too.
+    """
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    return tensor.ndim == 2 and name.endswith(".weight") and module not in _UNQUANTIZED_MODULES
+
+
+def quantized(tensor: Tensor, kind: Literal["int8", "fp8"]) -> Tensor:
+    """Quantise symmetrically with one scale an output channel, and dequantise.
+
+    int8: scale_o = max_i |w_oi| / 127, w' = scale * round(w / scale), error at most scale / 2
+    fp8: scale_o = max_i |w_oi| / 448, w' = scale * e4m3(w / scale), error at most max(|w| / 16, scale / 1024)
+
+    Args:
+        tensor: [out, in], any float dtype.
+
+    Returns:
+        [out, in] of the same dtype; computed in fp32.
+    """
+    values = tensor.detach().float()
+    limit = 127.0 if kind == "int8" else torch.finfo(_FP8).max
+    scale = values.abs().amax(dim=1, keepdim=True) / limit
+    scale = torch.where(scale == 0, 1.0, scale)
+    levels = (values / scale).clamp(-limit, limit)
+    levels = levels.round() if kind == "int8" else levels.to(_FP8).float()
+    return (levels * scale).to(tensor.dtype)
+
+
+def amplified(tensor: Tensor, scale: float, *, name: str, version: int) -> Tensor:
+    """Add Gaussian noise: w' = w + scale * std(w) * z, z ~ N(0, 1).
+
+    Args:
+        tensor: any shape and float dtype; std over all its elements, so a constant tensor stays as it is.
+        name, version: seed z, which therefore is the same on every rank, device and run.
+
+    Returns:
+        The shape and dtype of ``tensor``; computed in fp32.
+    """
+    digest = hashlib.blake2b(f"{version}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    noise = torch.randn(tensor.shape, generator=generator).to(tensor.device)
+    values = tensor.detach().float()
+    return (values + scale * values.std(correction=0) * noise).to(tensor.dtype)
+
+
+class StaleEngine:
+    """RolloutEngine around another one, serving the weights of ``staleness`` updates ago.
+
+    Until that many updates have come it serves the first. ``weight_version`` and the samples tell the version that is
+    truly served. Keeps ``staleness`` + 1 copies of the weights in host memory.
+    """
+
+    def __init__(self, engine: RolloutEngine, staleness: int) -> None:
+        if staleness < 0:
+            raise ValueError(f"staleness must be >= 0, got {staleness!r}")
+        self._engine = engine
+        self._queue: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=staleness + 1)
+        self.weight_version = engine.weight_version
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int,
+        seeds: Sequence[int],
+        on_finished: Callable[[int], None] | None = None,
+    ) -> list[Sample]:
+        return self._engine.generate(prompts, params, n=n, seeds=seeds, on_finished=on_finished)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Queue ``version`` and load the version that is now ``staleness`` updates old, if it is another one.
+
+        Giving the newest queued version again replaces it.
+        """
+        if self._queue and self._queue[-1][0] == version:
+            self._queue.pop()
+        self._queue.append((version, {name: _host_copy(tensor) for name, tensor in weights}))
+        if len(self._queue) == 1 or self._queue[0][0] != self.weight_version:
+            self._serve_oldest()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The queued weights under "queue/<version>/<name>", beside the state of the wrapped engine."""
+        state = {f"engine/{key}": tensor for key, tensor in self._engine.state_tensors().items()}
+        for version, held in self._queue:
+            state |= {f"queue/{version}/{name}": tensor for name, tensor in held.items()}
+        return state
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take up the queue that ``state_tensors`` returned, and serve what was served then."""
+        inner: dict[str, Tensor] = {}
+        held: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            place, _, rest = key.partition("/")
+            if place == "engine":
+                inner[rest] = tensor
+            else:
+                version, _, name = rest.partition("/")
+                held.setdefault(int(version), {})[name] = _host_copy(tensor)
+        self._engine.load_state_tensors(inner)
+        self._queue.clear()
+        self._queue.extend(sorted(held.items(), key=lambda item: item[0]))
+        if self._queue:
+            self._serve_oldest()
+
+    def close(self) -> None:
+        self._queue.clear()
+        self._engine.close()
+
+    def _serve_oldest(self) -> None:
+        version, weights = self._queue[0]
+        self._engine.update_weights(weights.items(), version)
+        self.weight_version = self._engine.weight_version
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

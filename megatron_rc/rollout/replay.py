@@ -1,0 +1,111 @@
+"""An engine that answers with the recorded responses of a dump instead of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from megatron_rc.dump import dump_files, read_dump, sample_of
+from megatron_rc.engine import Sample, SamplingParams
+
+
+class ReplayEngine:
+    """RolloutEngine over a dump: a response is found by its seed, and its prompt must be the recorded one.
+
+    A process may ask for any share of a step, in any order; a resumed run finds its step by itself. For training
+    rollouts only: held-out prompts are not in a dump.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Index the seeds of every file of the dump at ``path``.
+
+        Raises:
+            ValueError: no dump, a wrong schema, or a seed that stands for two responses.
+        """
+        self.weight_version = -1
+        self._file_of_seed: dict[int, Path] = {}
+        for file in dump_files(path):
+            for seed in pq.read_table(file, columns=["seed"])["seed"].to_pylist():
+                if seed in self._file_of_seed:
+                    raise ValueError(f"{file}: seed {seed} is also recorded in {self._file_of_seed[seed]}")
+                self._file_of_seed[seed] = file
+        self._path = path
+        self._loaded: Path | None = None
+        self._records: dict[int, dict[str, Any]] = {}
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int,
+        seeds: Sequence[int],
+        on_finished: Callable[[int], None] | None = None,
+    ) -> list[Sample]:
+        """The recorded responses of ``seeds``.
+
+        Raises:
+            ValueError: another number of seeds than responses, a seed that was not recorded, another prompt than
+                recorded (step, prompt and token are named), or other sampling settings than recorded.
+        """
+        if len(seeds) != len(prompts) * n:
+            raise ValueError(f"seeds must hold one seed a response ({len(prompts)} x {n}), got {len(seeds)}")
+        samples = []
+        for response, seed in enumerate(seeds):
+            record = self._record(seed, response // n)
+            _check_prompt(record, prompts[response // n], response // n)
+            _check_sampling(record, params)
+            samples.append(sample_of(record))
+        if on_finished is not None:
+            on_finished(len(samples))
+        return samples
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take note of the version only."""
+        # the export gathers across processes: leaving it unread would leave the other ranks waiting
+        for _ in weights:
+            pass
+        self.weight_version = version
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Nothing to take up: a step is found by its seeds."""
+
+    def close(self) -> None:
+        self._records.clear()
+
+    def _record(self, seed: int, prompt: int) -> dict[str, Any]:
+        file = self._file_of_seed.get(seed)
+        if file is None:
+            raise ValueError(f"{self._path} holds no response with seed {seed} (prompt {prompt} of this call)")
+        if file != self._loaded:
+            self._records = {record["seed"]: record for step in read_dump(file) for record in step}
+            self._loaded = file
+        return self._records[seed]
+
+
+def _check_prompt(record: dict[str, Any], prompt: Sequence[int], index: int) -> None:
+    asked, recorded = list(prompt), record["prompt_ids"]
+    if asked == recorded:
+        return
+    pairs = zip(asked, recorded, strict=False)
+    token = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(recorded)))
+    raise ValueError(
+        f"step {record['step']}: prompt {index} of this call differs from the recorded prompt of seed "
+        f"{record['seed']} from token {token} on ({len(asked)} tokens, recorded {len(recorded)})"
+    )
+
+
+def _check_sampling(record: dict[str, Any], params: SamplingParams) -> None:
+    for name in ("temperature", "top_p", "top_k"):
+        if record[name] != getattr(params, name):
+            raise ValueError(
+                f"step {record['step']}: {name} is {getattr(params, name)!r}, but the dump was sampled with "
+                f"{record[name]!r}"
+            )

@@ -1,0 +1,117 @@
+"""Strict dataclasses from dictionaries and YAML: unknown keys fail with the nearest known name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def from_dict(cls: type[T], data: Any, *, where: str = "") -> T:
+    """Build the dataclass ``cls`` from nested dictionaries.
+
+    Args:
+        data: a mapping whose keys are field names; nested dataclasses take nested mappings.
+        where: dotted prefix of the names in error messages, such as "train".
+
+    Raises:
+        ValueError: one sentence naming the dotted field, what was found and what was expected.
+    """
+    import pydantic
+
+    _refuse_unknown_keys(cls, data, where)
+    try:
+        return pydantic.TypeAdapter(cls).validate_python(data)
+    except pydantic.ValidationError as error:
+        raise ValueError(_one_sentence(error, where)) from None
+
+
+def to_dict(value: Any) -> dict[str, Any]:
+    """The nested plain dictionaries (tuples as lists) that ``from_dict`` reads back."""
+    return _plain(dataclasses.asdict(value))
+
+
+def load_yaml(path_or_text: str | Path) -> dict[str, Any]:
+    """A YAML mapping from a file, or from the text itself when it has a newline or a colon and names no file.
+
+    Raises:
+        ValueError: not YAML, not a mapping, or no such file.
+    """
+    import yaml
+
+    text, name = str(path_or_text), "the YAML text"
+    if Path(text).is_file() if len(text) < 4096 and "\n" not in text else False:
+        name, text = text, Path(text).read_text()
+    elif isinstance(path_or_text, Path) or not (":" in text or "{" in text or "\n" in text):
+        raise ValueError(f"no such file: {str(path_or_text)!r}")
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{name} must hold a mapping of fields, got {type(data).__name__}")
+    return data
+
+
+def dump_yaml(data: dict[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(data, sort_keys=False)
+
+
+def set_field(data: dict[str, Any], assignment: str) -> None:
+    """Apply ``a.b.c=value`` (value read as YAML) to nested dictionaries in place."""
+    import yaml
+
+    path, sign, value = assignment.partition("=")
+    if not sign or not path:
+        raise ValueError(f"--set takes key=value, got {assignment!r}")
+    *parents, leaf = path.strip().split(".")
+    for key in parents:
+        if not isinstance(data.setdefault(key, {}), dict):
+            data[key] = {}
+        data = data[key]
+    data[leaf] = yaml.safe_load(value)
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """' (did you mean 'x'?)' or the list of known names."""
+    known = list(known)
+    match = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"
+
+
+def _refuse_unknown_keys(cls: Any, data: Any, where: str) -> None:
+    for option in typing.get_args(cls):
+        _refuse_unknown_keys(option, data, where)
+        for index, item in enumerate(data if isinstance(data, list | tuple) else ()):
+            _refuse_unknown_keys(option, item, f"{where}.{index}" if where else str(index))
+    if not (dataclasses.is_dataclass(cls) and isinstance(data, dict)):
+        return
+    hints = typing.get_type_hints(cls)
+    for key, value in data.items():
+        name = f"{where}.{key}" if where else str(key)
+        if key not in hints:
+            raise ValueError(f"unknown field {name!r}{nearest(key, hints)}")
+        _refuse_unknown_keys(hints[key], value, name)
+
+
+def _one_sentence(error: Any, where: str) -> str:
+    first = error.errors()[0]
+    parts = [p for p in first["loc"] if isinstance(p, int) or str(p).isidentifier()]
+    name = ".".join(str(p) for p in ([where] if where else []) + parts) or "the configuration"
+    message = first["msg"].removeprefix("Value error, ")
+    found = first.get("input")
+    return f"{name}: {message}" + ("" if isinstance(found, dict) or found is None else f", got {found!r}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value

@@ -1,0 +1,187 @@
+"""Chains of additions and subtractions with written working: a verifiable task that needs no download."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron_rc.schema import nearest
+from megatron_rc.tasks import Prompt
+
+CHARACTERS = "0123456789+-=,"
+STOP_TOKEN_ID = len(CHARACTERS)
+PAD_TOKEN_ID = STOP_TOKEN_ID + 1
+VOCAB_SIZE = PAD_TOKEN_ID + 1
+STOP_SYMBOL = "."
+LEVELS = tuple(f"{terms}x{digits}" for digits in (1, 2, 3) for terms in range(2, 7))
+
+_ID_OF = {character: index for index, character in enumerate(CHARACTERS + STOP_SYMBOL)}
+_CHARACTER_OF = dict(enumerate(CHARACTERS + STOP_SYMBOL))
+_HELD_OUT_BUCKETS, _BUCKETS = 2, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArithmeticOptions:
+    levels: dict[str, float] = field(default_factory=lambda: {"2x1": 1.0, "3x1": 1.0, "2x2": 1.0, "4x1": 1.0})
+    """Weight of each difficulty. "3x2" is three terms of up to two digits; 2 to 6 terms of 1 to 3 digits."""
+    written_steps: bool = True
+    """Demonstrations write every running total (47+38= 77,85.); False: the result alone (47+38= 85.)."""
+    demonstration_error_rate: float = 0.6
+    """Share of demonstrations in which the teacher slips in one step (forgets a carry or borrow, or is off by one).
+    The warm-up policy imitates the slips, so reinforcement learning has something to remove."""
+    held_out: int = 256
+    """Held-out problems, all different."""
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.levels or not sum(self.levels.values()) > 0:
+            raise ValueError(f"levels must give at least one level a weight > 0, got {self.levels!r}")
+        for level, weight in self.levels.items():
+            if level not in LEVELS:
+                raise ValueError(f"levels: unknown level {level!r}{nearest(level, LEVELS)}")
+            if not 0 <= weight < float("inf"):
+                raise ValueError(f"levels: the weight of {level!r} must be >= 0, got {weight!r}")
+        if not 0 <= self.demonstration_error_rate <= 1:
+            raise ValueError(f"demonstration_error_rate must be in [0, 1], got {self.demonstration_error_rate!r}")
+        if self.held_out < 1:
+            raise ValueError(f"held_out must be >= 1, got {self.held_out!r}")
+
+
+class ArithmeticTask:
+    """Problems such as ``47+38-5=``; the answer is the last number before the stop token.
+
+    Training and held-out problems are split by a hash of the problem's text, whatever the seed.
+
+    Raises:
+        ValueError: the levels have fewer held-out problems than ``held_out``.
+    """
+
+    def __init__(self, options: ArithmeticOptions | None = None) -> None:
+        self.options = options or ArithmeticOptions()
+        self.vocab_size = VOCAB_SIZE
+        self.pad_token_id = PAD_TOKEN_ID
+        self.stop_token_ids = (STOP_TOKEN_ID,)
+        self._held_out = self._draw_held_out()
+
+    def prompts(self, start: int, count: int) -> list[Prompt]:
+        return [_prompt(self._training_problem("prompt", i)[0]) for i in range(start, start + count)]
+
+    def eval_prompts(self) -> list[Prompt]:
+        return [_prompt(terms) for terms in self._held_out]
+
+    def demonstrations(self, start: int, count: int) -> list[tuple[list[int], list[int]]]:
+        """(prompt ids, response ids); a share of ``demonstration_error_rate`` ends in a wrong answer."""
+        pairs = []
+        for index in range(start, start + count):
+            terms, rng = self._training_problem("demonstration", index)
+            totals = running_totals(terms)
+            if rng.random() < self.options.demonstration_error_rate:
+                totals = with_one_slip(terms, rng)
+            written = totals if self.options.written_steps else totals[-1:]
+            pairs.append((encode(_text(terms)), encode(",".join(map(str, written)) + STOP_SYMBOL)))
+        return pairs
+
+    def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
+        """1.0 where the response stopped and its last number is the answer, else 0.0."""
+        return [float(_final_number(self.decode(r)) == p.answer) for p, r in zip(prompts, responses, strict=True)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text, '.' for the stop token; padding and ids outside the vocabulary show as '?'."""
+        return "".join(_CHARACTER_OF.get(int(i), "?") for i in token_ids)
+
+    def _training_problem(self, stream: str, index: int) -> tuple[list[int], random.Random]:
+        rng = random.Random(f"{self.options.seed}/{stream}/{index}")
+        return next(terms for terms in self._endless_problems(rng) if not is_held_out(_text(terms))), rng
+
+    def _draw_held_out(self) -> list[list[int]]:
+        wanted, found = self.options.held_out, dict[str, list[int]]()
+        # a level of few problems repeats itself soon; 400 draws a problem find nearly all that there are
+        for draw, terms in enumerate(self._endless_problems(random.Random(f"{self.options.seed}/held-out"))):
+            if is_held_out(_text(terms)):
+                found.setdefault(_text(terms), terms)
+            if len(found) == wanted:
+                return list(found.values())
+            if draw == 400 * wanted:
+                break
+        raise ValueError(f"held_out={wanted} is more than the {len(found)} held-out problems that levels have")
+
+    def _endless_problems(self, rng: random.Random) -> Iterator[list[int]]:
+        names, weights = list(self.options.levels), list(self.options.levels.values())
+        while True:
+            terms, digits = map(int, rng.choices(names, weights)[0].split("x"))
+            yield _draw_terms(rng, terms, 10**digits - 1)
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a problem belongs to the held-out eighth; a property of its text alone."""
+    return hashlib.sha256(text.encode()).digest()[0] % _BUCKETS < _HELD_OUT_BUCKETS
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of ``text``, one a character; '.' is the stop token."""
+    return [_ID_OF[character] for character in text]
+
+
+def running_totals(terms: Sequence[int]) -> list[int]:
+    """The total after every step; a step adds or subtracts one non-zero digit of one term, highest digit first.
+
+    47 + 38 - 5 -> 77, 85, 80.
+    """
+    totals, total = [], terms[0]
+    for amount in _steps(terms):
+        total += amount
+        totals.append(total)
+    return totals
+
+
+def with_one_slip(terms: Sequence[int], largest: int, rng: random.Random) -> list[int]:
+    """``running_totals`` with one slip at a random step, carried through to the end: the result is always wrong.
+
+    A step that carries or borrows loses the carry or borrow; another one is one off in its digit, within 0..largest
+    where that is possible.
+    """
+    steps, totals = list(_steps(terms)), running_totals(terms)
+    slip = rng.randrange(len(steps))
+    place = 10 ** (len(str(abs(steps[slip]))) - 1)
+    before = totals[slip] - steps[slip]
+    errors = [place, -place] if rng.random() < 0.5 else [-place, place]
+    if totals[slip] // (10 * place) != before // (10 * place):
+        errors.insert(0, -10 * place if steps[slip] > 0 else 10 * place)
+    rest = totals[slip:]
+    error = next((e for e in errors if min(rest) + e >= 0 and max(rest) + e <= largest), place)
+    return totals[:slip] + [total + error for total in rest]
+
+
+def _steps(terms: Sequence[int]) -> Iterator[int]:
+    for term in terms[1:]:
+        digits = str(abs(term))
+        for position, digit in enumerate(digits):
+            if digit != "0":
+                yield (1 if term > 0 else -1) * int(digit) * 10 ** (len(digits) - 1 - position)
+
+
+def _draw_terms(rng: random.Random, count: int, largest: int) -> list[int]:
+    """Terms whose totals stay in 0..largest: no answer needs a sign."""
+    terms = [rng.randrange(largest + 1)]
+    for _ in range(count - 1):
+        total = sum(terms)
+        adds = total < largest and (total == 0 or rng.random() < 0.5)
+        terms.append(rng.randint(1, largest - total) if adds else -rng.randint(1, total))
+    return terms
+
+
+def _text(terms: Sequence[int]) -> str:
+    return str(terms[0]) + "".join(f"{term:+d}" for term in terms[1:]) + "="
+
+
+def _prompt(terms: Sequence[int]) -> Prompt:
+    text = _text(terms)
+    return Prompt(token_ids=tuple(encode(text)), text=text, answer=str(sum(terms)))
+
+
+def _final_number(response: str) -> str | None:
+    match = re.fullmatch(r"(?:\d+,)*(\d+)\.", response)
+    return match.group(1) if match else None

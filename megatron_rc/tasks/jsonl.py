@@ -1,0 +1,227 @@
+"""Prompts of a JSONL file, the checkpoint's own tokenizer, and a reward function named by the user."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from megatron_rc.tasks import Prompt
+from megatron_rc.tasks.reward import load_reward, score
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonlOptions:
+    path: str
+    """File of {"prompt": text, "answer": text or number} lines; other keys are ignored."""
+    reward: str
+    """module:function, called as function(prompt, response, answer) with three texts; returns a finite number."""
+    tokenizer: str | None = None
+    """Local directory of the tokenizer; null takes model.hf_path."""
+    held_out_path: str | None = None
+    """File of held-out prompts; null holds out `held_out_share` of `path`."""
+    held_out_share: float = 0.05
+    """Share of the prompts of `path` to hold out, at least one; chosen by a hash of their text, whatever the seed."""
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """auto: send the prompt as a user's message when the tokenizer has a chat template."""
+    max_prompt_tokens: int = 2048
+    """A longer prompt is an error that names its line."""
+    seed: int = 1
+    """Every epoch visits all prompts once, in an order drawn from the seed and the epoch's number."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out_share < 1:
+            raise ValueError(f"held_out_share must be in (0, 1), got {self.held_out_share!r}")
+        if self.max_prompt_tokens < 1:
+            raise ValueError(f"max_prompt_tokens must be >= 1, got {self.max_prompt_tokens!r}")
+
+
+class Row(NamedTuple):
+    prompt: str
+    answer: str
+    place: str
+    """File and line, for error messages."""
+
+
+class JsonlTask:
+    """Prompts and answers of a file, scored by the user's function.
+
+    Raises:
+        ValueError: one sentence naming the option, or the file and line.
+    """
+
+    def __init__(self, options: JsonlOptions, tokenizer: str | None = None) -> None:
+        """
+        Args:
+            tokenizer: directory used when ``options.tokenizer`` is None.
+        """
+        self._options = options
+        self._reward = load_reward(options.reward)
+        self._tokenizer = _load_tokenizer(options.tokenizer or tokenizer)
+        self.stop_token_ids = _stop_token_ids(self._tokenizer)
+        self.pad_token_id: int = _first_not_none(self._tokenizer.pad_token_id, self.stop_token_ids[0])
+        self.vocab_size: int = len(self._tokenizer)
+        self._has_template = _uses_template(self._tokenizer, options.chat_template)
+
+        training, held_out = _split(options)
+        self._places = {(row.prompt, row.answer): row.place for row in [*training, *held_out]}
+        self._training = self._prompts_of(training)
+        self._held_out = self._prompts_of(held_out)
+        self._epoch, self._order = -1, list[int]()
+
+    def prompts(self, start: int, count: int) -> list[Prompt]:
+        size = len(self._training)
+        return [self._training[self._order_of(i // size)[i % size]] for i in range(start, start + count)]
+
+    def eval_prompts(self) -> list[Prompt]:
+        return list(self._held_out)
+
+    def demonstrations(self, start: int, count: int) -> list[tuple[list[int], list[int]]]:
+        raise ValueError("the jsonl task has no demonstrations: warmup.steps must be 0")
+
+    def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
+        """The user's function on every response, decoded without special tokens."""
+        return [
+            score(self._reward, self._options.reward, p.text, self.decode(r), p.answer, self._place(p))
+            for p, r in zip(prompts, responses, strict=True)
+        ]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _place(self, prompt: Prompt) -> str:
+        return self._places.get((prompt.text, prompt.answer), "a prompt of no file")
+
+    def _order_of(self, epoch: int) -> list[int]:
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(self._training)))
+            random.Random(f"{self._options.seed}/epoch/{epoch}").shuffle(self._order)
+        return self._order
+
+    def _prompts_of(self, rows: Sequence[Row]) -> list[Prompt]:
+        texts = [row.prompt for row in rows]
+        if self._has_template:
+            texts = [
+                self._tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+                )
+                for text in texts
+            ]
+        # a template writes its special tokens itself
+        tokenized = self._tokenizer(texts, add_special_tokens=not self._has_template)["input_ids"]
+        longest = self._options.max_prompt_tokens
+        for row, ids in zip(rows, tokenized, strict=True):
+            if len(ids) > longest:
+                raise ValueError(f"{row.place}: the prompt has {len(ids)} tokens, max_prompt_tokens is {longest}")
+            if not ids:
+                raise ValueError(f"{row.place}: the prompt has no tokens")
+        return [
+            Prompt(token_ids=tuple(ids), text=row.prompt, answer=row.answer)
+            for row, ids in zip(rows, tokenized, strict=True)
+        ]
+
+
+def read_rows(path: str, field: str) -> list[Row]:
+    """The rows of a JSONL file; blank lines are skipped.
+
+    Raises:
+        ValueError: a missing or empty file, named by the option ``field``; a bad line, named by its number.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"{field}: no such file: {path!r}")
+    rows = []
+    with file.open(encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    rows.append(_parse(line, f"{path} line {number}"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{field}: {path!r} is not UTF-8 text ({error.reason})") from None
+    if not rows:
+        raise ValueError(f"{field}: {path!r} has no prompts")
+    return rows
+
+
+def _parse(line: str, place: str) -> Row:
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not valid JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f'{place} must be an object {{"prompt": ..., "answer": ...}}, got {type(data).__name__}')
+    for key in ("prompt", "answer"):
+        if key not in data:
+            raise ValueError(f"{place} has no field {key!r}")
+    prompt, answer = data["prompt"], data["answer"]
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f"{place}: prompt must be a text that is not empty, got {prompt!r}")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise ValueError(f"{place}: answer must be a text or a number, got {answer!r}")
+    return Row(prompt, str(answer), place)
+
+
+def _split(options: JsonlOptions) -> tuple[list[Row], list[Row]]:
+    rows = read_rows(options.path, "path")
+    if options.held_out_path is None:
+        chosen = _hold_out({row.prompt for row in rows}, options)
+        return [r for r in rows if r.prompt not in chosen], [r for r in rows if r.prompt in chosen]
+    held_out = read_rows(options.held_out_path, "held_out_path")
+    known = {row.prompt for row in held_out}
+    shared = [row for row in rows if row.prompt in known]
+    if shared:
+        raise ValueError(
+            f"{len(shared)} training prompts also stand in held_out_path {options.held_out_path!r}, "
+            f"the first at {shared[0].place}"
+        )
+    return rows, held_out
+
+
+def _hold_out(texts: set[str], options: JsonlOptions) -> set[str]:
+    if len(texts) < 2:
+        raise ValueError(f"path: {options.path!r} has one prompt, so none can be held out; give held_out_path")
+    count = min(len(texts) - 1, max(1, round(options.held_out_share * len(texts))))
+    return set(sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())[:count])
+
+
+def _load_tokenizer(directory: str | None) -> Any:
+    if directory is None:
+        raise ValueError("tokenizer must name a directory when model.hf_path does not")
+    if not Path(directory).is_dir():
+        raise ValueError(f"tokenizer: no such directory: {directory!r}")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"tokenizer: {directory!r} holds no usable tokenizer: {_first_line(error)}") from error
+
+
+def _stop_token_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The tokenizer's end of sequence and those of generation_config.json: chat models end turns with another one."""
+    ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    generation = Path(tokenizer.name_or_path) / "generation_config.json"
+    if generation.is_file():
+        found = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+        ids += found if isinstance(found, list) else [] if found is None else [found]
+    if not ids:
+        raise ValueError(f"tokenizer: {tokenizer.name_or_path!r} has no end-of-sequence token")
+    return tuple(dict.fromkeys(ids))
+
+
+def _uses_template(tokenizer: Any, choice: str) -> bool:
+    if choice == "always" and not tokenizer.chat_template:
+        raise ValueError(f"chat_template is 'always', but tokenizer {tokenizer.name_or_path!r} has no chat template")
+    return choice != "never" and bool(tokenizer.chat_template)
+
+
+def _first_not_none(first: int | None, second: int) -> int:
+    return second if first is None else first
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

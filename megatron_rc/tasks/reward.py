@@ -1,0 +1,57 @@
+"""A reward function named as module:function, and what it may return."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+RewardFunction = Callable[[str, str, str], Any]
+
+
+def load_reward(name: str) -> RewardFunction:
+    """Import ``module:function``.
+
+    Raises:
+        ValueError: not of that form, not importable, no such function, or not callable.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not (colon and module_name and function_name):
+        raise ValueError(f"reward must be given as module:function, got {name!r}")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's file, which may raise anything
+        raise ValueError(f"reward {name!r}: importing {module_name!r} failed: {describe(error)}") from error
+    function = getattr(module, function_name, None)
+    if function is None:
+        raise ValueError(f"reward {name!r}: module {module_name!r} has no {function_name!r}")
+    if not callable(function):
+        raise ValueError(f"reward {name!r} must be a function, got {type(function).__name__}")
+    return function  # type: ignore[no-any-return]
+
+
+def score(function: RewardFunction, name: str, prompt: str, response: str, answer: str, place: str) -> float:
+    """``function(prompt, response, answer)`` as a finite float.
+
+    Args:
+        name: the function as the user wrote it, for error messages.
+        place: file and line of the prompt, for error messages.
+
+    Raises:
+        ValueError: the function raised, or returned something else than a finite number.
+    """
+    try:
+        value = function(prompt, response, answer)
+    except Exception as error:  # the user's code may raise anything
+        raise ValueError(f"reward {name!r} raised {describe(error)} for {place}") from error
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"reward {name!r} must return a finite number, got {value!r} for {place}")
+    return float(value)
+
+
+def describe(error: BaseException) -> str:
+    """The type and message of an error on one line."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

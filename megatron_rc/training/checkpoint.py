@@ -1,0 +1,126 @@
+"""Checkpoints through megatron.core.dist_checkpointing: a folder is either complete or ignored."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megatron_rc.training.policy import Policy
+
+STATE = "state.json"
+
+
+@dataclass
+class Progress:
+    """Where a job stands; everything else is a function of it, of the weights and of the settings."""
+
+    phase: str = "warmup"
+    """warmup or rl."""
+    step: int = 0
+    """Finished steps of the phase."""
+    cursor: int = 0
+    """Prompts of the training stream already used by reinforcement learning."""
+    weight_version: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.phase}-{self.step:06d}"
+
+
+def save(folder: Path, policy: Policy, progress: Progress, *, extra: dict[str, torch.Tensor], keep: int) -> None:
+    """Write ``folder/<phase>-<step>``; a collective of all processes.
+
+    The checkpoint is written under a temporary name and renamed once it is complete, then all but the newest
+    ``keep`` are deleted.
+
+    Args:
+        extra: replicated tensors to store beside the model, such as queued rollout weights; the same on every rank.
+    """
+    target, partial = folder / progress.name, folder / f".partial-{progress.name}"
+    if policy.groups.is_writer:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(partial))
+    if policy.groups.is_writer:
+        if extra:
+            from safetensors.torch import save_file
+
+            save_file({k: v.contiguous().cpu() for k, v in extra.items()}, str(partial / "extra.safetensors"))
+        shapes = {"vocab_size": policy.hf_config["vocab_size"], "hidden_size": policy.hf_config["hidden_size"]}
+        (partial / STATE).write_text(json.dumps({"progress": asdict(progress), "model": shapes}))
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        for old in _complete(folder)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+    dist.barrier()
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest complete checkpoint, or None."""
+    complete = _complete(folder)
+    return complete[-1] if complete else None
+
+
+def read_progress(path: Path) -> Progress:
+    return Progress(**json.loads((path / STATE).read_text())["progress"])
+
+
+def load(path: Path, policy: Policy) -> dict[str, torch.Tensor]:
+    """Load model, optimizer, scheduler and generator states in place; a collective of all processes.
+
+    Returns:
+        the ``extra`` tensors given to save.
+
+    Raises:
+        ValueError: the checkpoint has tensors of another shape than the model.
+    """
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        state = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(path))
+    except (CheckpointingException, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(f"checkpoint {path} does not fit this model: {_first_line(error)}") from error
+    for index, chunk in enumerate(policy.chunks):
+        chunk.module.load_state_dict(state[f"model{index}"], strict=True)
+    policy.optimizer.load_state_dict(state["optimizer"])
+    policy.scheduler.load_state_dict(state["scheduler"])
+    torch.set_rng_state(state["rng"]["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
+    extra = path / "extra.safetensors"
+    if not extra.exists():
+        return {}
+    from safetensors.torch import load_file
+
+    return load_file(str(extra))
+
+
+def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for index, chunk in enumerate(policy.chunks):
+        state[f"model{index}"] = chunk.module.sharded_state_dict(prefix=f"model{index}." if index else "")
+    model_state = state["model0"] if len(policy.chunks) == 1 else dict(state)
+    state["optimizer"] = policy.optimizer.sharded_state_dict(model_state, is_loading=is_loading)
+    state["scheduler"] = policy.scheduler.state_dict()
+    groups = policy.groups
+    generators = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    state["rng"] = ShardedObject("rng", generators, (groups.world_size,), (groups.rank,))
+    return state
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Oldest first; warm-up comes before reinforcement learning."""
+    found = [path.parent for path in folder.glob(f"*/{STATE}") if not path.parent.name.startswith(".")]
+    return sorted(found, key=lambda path: (path.name.split("-")[0] == "rl", path.name))
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,89 @@
+"""Megatron-core on a machine without CUDA: the same code path, with the device answered as cpu.
+
+Megatron-core names the device "cuda" in factory calls, asks ``torch.cuda`` for the current device and the generator
+state, and checks tensor type names. This module answers those questions for CPU tensors and changes no arithmetic.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_active: _CudaNamesOnCpu | None = None
+
+
+def device() -> torch.device:
+    """Where this process computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+
+
+def backend() -> str:
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def emulate_cuda_on_cpu() -> None:
+    """Make megatron-core run on CPU for the rest of the process; does nothing where CUDA is available."""
+    global _active
+    if torch.cuda.is_available() or _active is not None:
+        return
+    _active = _CudaNamesOnCpu()
+    _active.__enter__()
+    for name, replacement in _TORCH_CUDA.items():
+        setattr(torch.cuda, name, replacement)
+    _never_compile()
+    # said once per process and per missing library by megatron-core; the fingerprint lists what is installed
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    _patch_megatron()
+
+
+def _never_compile() -> None:
+    """Compiled fusions would need a C++ compiler on the machine, and seconds to import what compiles them."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.set_stance("force_eager")
+    torch.compile = lambda model=None, **options: model if model is not None else (lambda function: function)
+
+
+def _patch_megatron() -> None:
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # 0.16.1 leaves the name undefined without TransformerEngine
+
+
+class _CudaNamesOnCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs and args[0].device == _CPU:
+            return func(args[0]).replace("torch.", "torch.cuda.")
+        if "device" in kwargs and _names_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": _CPU}
+        elif func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+def _names_cuda(value: Any) -> bool:
+    return (isinstance(value, str) and value.startswith("cuda")) or (
+        isinstance(value, torch.device) and value.type == "cuda"
+    )
+
+
+_TORCH_CUDA = {
+    "current_device": lambda: _CPU,
+    "set_device": lambda device: None,
+    "synchronize": lambda device=None: None,
+    "current_stream": lambda device=None: None,  # asked for by finish_grad_sync from 0.17 on
+    "get_rng_state": lambda *args: torch.get_rng_state(),
+    "set_rng_state": lambda state, *args: torch.set_rng_state(state),
+    "manual_seed": torch.manual_seed,
+}

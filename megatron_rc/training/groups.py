@@ -1,0 +1,129 @@
+"""Process groups of a training job: TP x PP x EP x DP on NCCL or gloo."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_rc.training import emulation
+from megatron_rc.training.arguments import ParallelSettings
+
+
+T = TypeVar("T")
+
+
+class SharedError(ValueError):
+    """A user's error that every process raises together, so that none waits for another."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This process's place in the job."""
+
+    rank: int
+    world_size: int
+    tensor: dist.ProcessGroup
+    data: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    data_rank: int
+    data_size: int
+    last_stage: bool
+
+    @property
+    def is_writer(self) -> bool:
+        """One process writes files and draws the display."""
+        return self.rank == 0
+
+    def gather(self, compute: Callable[[], T]) -> list[T]:
+        """``compute()`` of every rank, in rank order, on every rank.
+
+        Raises:
+            SharedError: compute raised ValueError on some rank; every rank raises, so none waits for another for ever.
+        """
+        mine: tuple[Any, str | None]
+        try:
+            mine = (compute(), None)
+        except ValueError as error:
+            mine = (None, str(error))
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, mine)
+        for _, message in everyone:
+            if message is not None:
+                raise SharedError(message)
+        return [value for value, _ in everyone]
+
+    def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` of the last pipeline stage, in place on every stage."""
+        if dist.get_world_size(self.pipeline) > 1:
+            source = dist.get_global_rank(self.pipeline, dist.get_world_size(self.pipeline) - 1)
+            dist.broadcast(tensor, src=source, group=self.pipeline)
+        return tensor
+
+
+def check_layout(parallel: ParallelSettings, world_size: int) -> None:
+    """Raises ValueError naming the fields when the world cannot be cut this way."""
+    product = parallel.tensor * parallel.pipeline
+    if world_size % product:
+        raise ValueError(
+            f"parallel.tensor * parallel.pipeline = {product} must divide the number of processes, got {world_size}"
+        )
+    if world_size // parallel.pipeline % parallel.expert:
+        raise ValueError(
+            f"parallel.expert={parallel.expert} must divide the processes of a pipeline stage, "
+            f"got {world_size // parallel.pipeline}"
+        )
+
+
+@contextmanager
+def initialized(parallel: ParallelSettings, seed: int) -> Iterator[Groups]:
+    """``initialize``, and leave torch.distributed at the end."""
+    try:
+        yield initialize(parallel, seed)
+    finally:
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def initialize(parallel: ParallelSettings, seed: int) -> Groups:
+    """Join torch.distributed (environment of torchrun, or a single process) and build Megatron's groups."""
+    emulation.emulate_cuda_on_cpu()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if not dist.is_initialized():
+        alone = "RANK" not in os.environ
+        store = dist.HashStore() if alone else None
+        dist.init_process_group(
+            emulation.backend(),
+            store=store,
+            rank=0 if alone else int(os.environ["RANK"]),
+            world_size=1 if alone else int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(minutes=30),
+        )
+    check_layout(parallel, dist.get_world_size())
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1 if parallel.expert > 1 else None,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return Groups(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        data=parallel_state.get_data_parallel_group(),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        last_stage=parallel_state.is_pipeline_last_stage(),
+    )

@@ -1,0 +1,109 @@
+"""Hugging Face configurations of Qwen3 and Qwen3-MoE, as one dictionary with every field filled in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_rc import schema
+from megatron_rc.training.arguments import ModelSettings
+
+
+def hf_config_dict(settings: ModelSettings) -> dict[str, Any]:
+    """Every field of the model's Hugging Face configuration, defaults filled in by transformers.
+
+    Returns:
+        The fields of Qwen3Config or Qwen3MoeConfig, always with ``head_dim``, ``rope_theta`` and, for MoE,
+        ``num_experts``; both transformers classes accept it back as keyword arguments.
+
+    Raises:
+        ValueError: naming the field that is missing, unknown, of a wrong type, or not supported.
+    """
+    if settings.hf_path is None:
+        return _with_defaults(dict(settings.config), "model.config", refuse_unknown=True)
+    path = Path(settings.hf_path) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model.hf_path={settings.hf_path!r} has no config.json")
+    try:
+        fields = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(fields).__name__}")
+    return _with_defaults(fields, str(path), refuse_unknown=False)
+
+
+def _with_defaults(fields: dict[str, Any], source: str, *, refuse_unknown: bool) -> dict[str, Any]:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    classes = {"qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
+    model_type = fields.pop("model_type", None)
+    if model_type not in classes:
+        raise ValueError(f"{source}: model_type must be one of {', '.join(classes)}, got {model_type!r}")
+    if refuse_unknown:
+        known = {*classes[model_type]().to_dict(), "num_experts", "head_dim", "rope_theta", "rope_scaling"}
+        for name in fields:
+            if name not in known:
+                raise ValueError(f"{source}: unknown field {name!r}{schema.nearest(name, known)}")
+    try:
+        config = classes[model_type](**fields)
+    except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"{source}: {' '.join(str(error).split())}") from None
+    hf = {**config.to_dict(), "model_type": model_type}
+    hf["head_dim"] = getattr(config, "head_dim", None) or hf["hidden_size"] // hf["num_attention_heads"]
+    hf["rope_theta"] = hf["rope_parameters"]["rope_theta"]
+    if model_type == "qwen3_moe":
+        hf["num_experts"] = hf.pop("num_local_experts", None) or config.num_experts
+    _refuse_unsupported({**hf, "quantization_config": fields.get("quantization_config")}, source)
+    return hf
+
+
+def _refuse_unsupported(hf: dict[str, Any], source: str) -> None:
+    rope = hf["rope_parameters"]
+    supported = {
+        "attention_bias": (hf["attention_bias"], False),
+        "use_sliding_window": (hf["use_sliding_window"], False),
+        "attention_dropout": (hf["attention_dropout"], 0),
+        "quantization_config": (hf["quantization_config"], None),
+        "hidden_act": (hf["hidden_act"], "silu"),
+        "rope_type": (rope.get("rope_type", "default"), "default"),
+        "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
+    }
+    for name, (value, only) in supported.items():
+        if value != only:
+            raise ValueError(f"{source}: {name}={value!r} is not supported, it must be {only!r}")
+    sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    sizes += ["num_key_value_heads", "head_dim"]
+    sizes += ["num_experts", "moe_intermediate_size", "num_experts_per_tok"] if any(moe_layers(hf)) else []
+    for name in sizes:
+        if hf[name] < 1:
+            raise ValueError(f"{source}: {name} must be >= 1, got {hf[name]!r}")
+    if hf["head_dim"] % 2:
+        raise ValueError(f"{source}: head_dim must be even for rotary positions, got {hf['head_dim']!r}")
+    if hf["num_attention_heads"] % hf["num_key_value_heads"]:
+        raise ValueError(
+            f"{source}: num_attention_heads must be divisible by num_key_value_heads, "
+            f"got {hf['num_attention_heads']} and {hf['num_key_value_heads']}"
+        )
+    if any(moe_layers(hf)):
+        chosen = hf["num_experts_per_tok"]
+        if chosen > hf["num_experts"]:
+            raise ValueError(f"{source}: num_experts_per_tok must be <= num_experts={hf['num_experts']}, got {chosen}")
+        if chosen == 1 and hf["norm_topk_prob"]:
+            raise ValueError(f"{source}: num_experts_per_tok=1 with norm_topk_prob gives the router no gradient")
+
+
+def moe_layers(hf: dict[str, Any]) -> list[bool]:
+    """Which layers are mixtures of experts."""
+    count = hf["num_hidden_layers"]
+    if hf["model_type"] != "qwen3_moe" or not hf["num_experts"]:
+        return [False] * count
+    dense, step = set(hf["mlp_only_layers"]), hf["decoder_sparse_step"]
+    return [i not in dense and (i + 1) % step == 0 for i in range(count)]
+
+
+def padded_vocab_size(hf: dict[str, Any], tensor: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks: vocab_size rounded up to a multiple of ``tensor``."""
+    return -(-hf["vocab_size"] // tensor) * tensor

@@ -1,0 +1,230 @@
+"""The job: supervised warm-up, then rollout -> old pass -> correct -> update, with evaluation, metrics and checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_rc.batch import TokenBatch
+from megatron_rc.engine import RolloutEngine, SamplingParams
+from megatron_rc.tasks import Task
+from megatron_rc.training import checkpoint
+from megatron_rc.training.arguments import JobSettings
+from megatron_rc.training.checkpoint import Progress
+from megatron_rc.training.groups import Groups, SharedError
+from megatron_rc.training.observers import Observers
+from megatron_rc.training.policy import Policy
+from megatron_rc.training.reinforce import StepResult, reinforce_step
+from megatron_rc.training.sampling import Rollouts, held_out_accuracy, sample, seed_of
+from megatron_rc.training.supervised import demonstration_batch, supervised_step
+
+
+class Job:
+    """One training run, on every process of it."""
+
+    def __init__(
+        self,
+        settings: JobSettings,
+        groups: Groups,
+        policy: Policy,
+        engine: RolloutEngine,
+        task: Task,
+        observers: Observers,
+        *,
+        export: Callable[[int], Iterable[tuple[str, Tensor]]],
+    ) -> None:
+        """
+        Args:
+            engine: samples the rollouts, and answers the held-out prompts unless it replays a recording.
+            export: version -> the weights to serve, under Hugging Face names; a collective of all processes.
+        """
+        self.settings = settings
+        self.groups = groups
+        self.policy = policy
+        self.engine = engine
+        self.task = task
+        self.observers = observers
+        self.export = export
+        self.progress = Progress()
+        self.saved = ""
+        self.checkpoints = Path(settings.output) / "checkpoints"
+        self.reference = Path(settings.output) / "reference"
+        rollout = settings.rollout
+        self.evaluates = rollout.engine != "replay"
+        self.sampling = SamplingParams(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_token_ids=task.stop_token_ids,
+        )
+
+    def run(self, *, resume: bool) -> None:
+        """Do what is left of the job.
+
+        Args:
+            resume: continue from the newest complete checkpoint of the output folder, if there is one.
+
+        Raises:
+            ValueError: what a user can mend; the last finished step is saved before it is raised.
+        """
+        found = checkpoint.newest(self.checkpoints) if resume else None
+        if found:
+            self._resume(found)
+        elif self.settings.warmup.steps:
+            self._start_phase()
+        else:
+            self._begin_reinforcement()
+        if self.progress.phase == "warmup":
+            self._warm_up()
+        self._reinforce()
+        self.observers.report()
+
+    def _resume(self, found: Path) -> None:
+        self.progress = checkpoint.read_progress(found)
+        if self.settings.loss.kl_coef and self.progress.phase == "rl":
+            self.policy.load_weights(self.reference)
+            self.policy.snapshot_reference()
+        self._start_phase()
+        self.engine.load_state_tensors(checkpoint.load(found, self.policy))
+        self.saved = self.progress.name
+        self.observers.resumed(found, self.progress)
+        if self.progress.phase == "rl":
+            self._serve()
+
+    def _start_phase(self) -> None:
+        warmup, train = self.settings.warmup, self.settings.train
+        if self.progress.phase == "warmup":
+            self.policy.start_phase(
+                lr=warmup.lr, min_lr=0.0, warmup_steps=0, total_steps=warmup.steps, decay_style="constant"
+            )
+        else:
+            self.policy.start_phase(
+                lr=train.lr,
+                min_lr=train.min_lr,
+                warmup_steps=train.lr_warmup_steps,
+                total_steps=train.steps * train.mini_batches_per_rollout,
+                decay_style=train.lr_decay_style,
+            )
+
+    def _warm_up(self) -> None:
+        warmup = self.settings.warmup
+        self.observers.phase("warm-up", warmup.steps, done=self.progress.step)
+        reached = False
+        while self.progress.step < warmup.steps and not reached:
+            pairs = self.task.demonstrations(self.progress.step * warmup.batch_size, warmup.batch_size)
+            metrics = supervised_step(self.policy, demonstration_batch(pairs), self.settings.train)
+            self.progress.step += 1
+            self.observers.advance(1)
+            if warmup.target_accuracy is not None and self.progress.step % warmup.check_interval == 0:
+                self._serve()
+                metrics["eval/accuracy"] = self._evaluate()
+                reached = metrics["eval/accuracy"] >= warmup.target_accuracy
+            self.observers.record(self.progress, metrics)
+            self._save_when_due()
+        self._begin_reinforcement()
+
+    def _begin_reinforcement(self) -> None:
+        self.progress = Progress(phase="rl", weight_version=self.progress.weight_version)
+        if self.settings.loss.kl_coef:
+            self.policy.save_weights(self.reference)
+            self.policy.snapshot_reference()
+        self._start_phase()
+        self._serve()
+        if self.evaluates:
+            self.observers.record(self.progress, {"eval/accuracy": self._evaluate()})
+        self._save()
+
+    def _reinforce(self) -> None:
+        train = self.settings.train
+        while self.progress.step < train.steps:
+            started, updates = time.perf_counter(), self.policy.num_updates
+            try:
+                rollouts, result = self._step()
+            except SharedError:
+                if self.policy.num_updates == updates:
+                    self._save()
+                raise
+            self.progress.step += 1
+            self.observers.dump(self.progress.step, rollouts, result, self.groups)
+            self.progress.weight_version += 1
+            self._serve()
+            metrics = result.metrics
+            last = self.progress.step == train.steps
+            if self.evaluates and (last or self.progress.step % train.eval_interval == 0):
+                metrics["eval/accuracy"] = self._evaluate()
+            metrics["time/step_s"] = time.perf_counter() - started
+            metrics["tokens_per_second"] = result.batch.num_tokens / metrics["time/step_s"]
+            self.observers.record(self.progress, metrics)
+            self._save_when_due()
+        self._save()
+
+    def _step(self) -> tuple[Rollouts, StepResult]:
+        rollout, train = self.settings.rollout, self.settings.train
+        started = time.perf_counter()
+        n = rollout.samples_per_prompt
+        prompts = self.task.prompts(self.progress.cursor, rollout.prompts_per_step)
+        seeds = [seed_of(train.seed, "rollout", self.progress.cursor * n + i) for i in range(len(prompts) * n)]
+        self.observers.phase("rollout", len(prompts) * n // self.groups.world_size)
+        rollouts = sample(
+            self.engine,
+            self.task,
+            self.groups,
+            prompts,
+            self.sampling,
+            n=n,
+            seeds=seeds,
+            on_finished=self.observers.advance,
+        )
+        try:
+            batch = TokenBatch.from_samples(
+                rollouts.samples, self.sampling, rewards=rollouts.rewards, groups=rollouts.groups
+            )
+        except ValueError as error:
+            raise SharedError(str(error)) from None  # every process holds the same samples
+        sampled = time.perf_counter()
+        self.observers.phase("update", train.mini_batches_per_rollout)
+        result = reinforce_step(
+            self.policy,
+            batch,
+            correction=self.settings.correction,
+            loss=self.settings.loss,
+            train=train,
+            max_nonfinite_share=rollout.max_nonfinite_share,
+            on_update=lambda: self.observers.advance(1),
+        )
+        self.progress.cursor += len(prompts)
+        result.metrics["time/rollout_s"] = sampled - started
+        result.metrics["time/train_s"] = time.perf_counter() - sampled
+        versions = batch.weight_versions[batch.loss_mask]
+        result.metrics["staleness"] = self.progress.weight_version - float(versions.double().mean())
+        return rollouts, result
+
+    def _serve(self) -> None:
+        """Give the engine the present weights."""
+        version = self.progress.weight_version
+        self.engine.update_weights(self.export(version), version)
+
+    def _evaluate(self) -> float:
+        train = self.settings.train
+        return held_out_accuracy(
+            self.engine, self.task, self.groups, self.sampling, n=train.eval_samples, seed=train.seed
+        )
+
+    def _save_when_due(self) -> None:
+        if self.progress.step % self.settings.train.save_interval == 0:
+            self._save()
+
+    def _save(self) -> None:
+        if self.saved != self.progress.name:
+            checkpoint.save(
+                self.checkpoints,
+                self.policy,
+                self.progress,
+                extra=self.engine.state_tensors(),
+                keep=self.settings.train.keep_checkpoints,
+            )
+            self.saved = self.progress.name

@@ -1,0 +1,216 @@
+"""A Megatron GPTModel from a Hugging Face Qwen3 or Qwen3-MoE configuration."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import layers as tensor_parallel_layers
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rc.training import emulation
+from megatron_rc.training.arguments import Dtype, ParallelSettings
+from megatron_rc.training.attention import PackedCoreAttention, PackedSelfAttention
+from megatron_rc.training.hf_config import hf_config_dict as hf_config_dict
+from megatron_rc.training.hf_config import moe_layers, padded_vocab_size
+
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Libraries(NamedTuple):
+    """What this process can accelerate with; never required."""
+
+    transformer_engine: bool
+    """TransformerEngine's layers and attention."""
+    gradient_accumulation_fusion: bool
+    """Apex's weight-gradient kernel, which Megatron's own output layer needs even beside TransformerEngine."""
+
+
+def libraries() -> Libraries:
+    """The optional libraries that megatron-core found, on CUDA; all False on CPU, where none of them runs."""
+    cuda = torch.cuda.is_available()
+    return Libraries(
+        transformer_engine=cuda and gpt_layer_specs.HAVE_TE,
+        gradient_accumulation_fusion=cuda and tensor_parallel_layers._grad_accum_fusion_available,
+    )
+
+
+def check_layout(hf: dict[str, Any], parallel: ParallelSettings) -> None:
+    """Refuse a layout that this model cannot be cut into.
+
+    Raises:
+        ValueError: naming the fields.
+    """
+    moe = any(moe_layers(hf))
+    splits = [("num_attention_heads", "tensor"), ("num_key_value_heads", "tensor"), ("num_hidden_layers", "pipeline")]
+    splits += [("num_experts", "expert")] if moe else []
+    splits += [] if moe and all(moe_layers(hf)) else [("intermediate_size", "tensor")]
+    splits += [("moe_intermediate_size", "tensor")] if moe and parallel.expert == 1 else []
+    for name, axis in splits:
+        ranks = getattr(parallel, axis)
+        if hf[name] % ranks:
+            raise ValueError(f"{name} must be divisible by parallel.{axis}, got {hf[name]} and {ranks}")
+    if parallel.expert > 1 and not moe:
+        raise ValueError(f"parallel.expert={parallel.expert} needs a model with experts, this one has none")
+    if parallel.tensor > 1 and moe and not libraries().transformer_engine:
+        raise ValueError(
+            f"parallel.tensor={parallel.tensor} with num_experts={hf['num_experts']} needs TransformerEngine "
+            "(sequence parallelism); use parallel.expert"
+        )
+    if parallel_state.is_initialized() and parallel_state.get_context_parallel_world_size() > 1:
+        raise ValueError("context parallelism is not supported by the training loop, context_parallel_size must be 1")
+
+
+def transformer_config(hf: dict[str, Any], parallel: ParallelSettings, dtype: Dtype) -> TransformerConfig:
+    """Megatron's configuration of the model ``hf``.
+
+    Args:
+        hf: from ``hf_config_dict``.
+        dtype: of parameters and activations.
+
+    Raises:
+        ValueError: the layout does not fit the model.
+    """
+    check_layout(hf, parallel)
+    found, moe = libraries(), moe_layers(hf)
+    cuda = torch.cuda.is_available()
+    fields: dict[str, Any] = dict(
+        num_layers=hf["num_hidden_layers"],
+        hidden_size=hf["hidden_size"],
+        ffn_hidden_size=hf["intermediate_size"],
+        num_attention_heads=hf["num_attention_heads"],
+        num_query_groups=hf["num_key_value_heads"],
+        kv_channels=hf["head_dim"],
+        normalization="RMSNorm",
+        layernorm_epsilon=hf["rms_norm_eps"],
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=hf["initializer_range"],
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        expert_model_parallel_size=parallel.expert,
+        sequence_parallel=parallel.tensor > 1 and any(moe),
+        # packed micro-batches differ in length, between steps and between expert-parallel ranks; Megatron's default
+        # dispatcher, all-gather, assumes that they do not
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        params_dtype=TORCH_DTYPES[dtype],
+        pipeline_dtype=TORCH_DTYPES[dtype],
+        bf16=dtype == "bf16",
+        fp16=dtype == "fp16",
+        use_cpu_initialization=not cuda,
+        bias_activation_fusion=cuda,
+        bias_dropout_fusion=cuda,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=found.transformer_engine,
+        gradient_accumulation_fusion=found.gradient_accumulation_fusion,
+    )
+    if parallel.expert > 1:
+        fields["expert_tensor_parallel_size"] = 1
+    if any(moe):
+        fields |= _moe_fields(hf, moe, grouped_gemm=found.transformer_engine)
+        if not cuda:
+            _exchange_tokens_on_cpu()
+    return TransformerConfig(**fields)
+
+
+def _moe_fields(hf: dict[str, Any], moe: list[bool], *, grouped_gemm: bool) -> dict[str, Any]:
+    return dict(
+        num_moe_experts=hf["num_experts"],
+        moe_layer_freq=[int(m) for m in moe],
+        moe_ffn_hidden_size=hf["moe_intermediate_size"],
+        moe_router_topk=hf["num_experts_per_tok"],
+        # softmax over the chosen experts equals softmax over all of them renormalised to the chosen ones
+        moe_router_pre_softmax=not hf["norm_topk_prob"],
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_router_dtype="fp32",
+        moe_grouped_gemm=grouped_gemm,
+        moe_permute_fusion=False,
+    )
+
+
+def _exchange_tokens_on_cpu() -> None:
+    """Let the all-to-all dispatcher run without CUDA: it copies token counts to the host on a CUDA side stream."""
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _HostStream()
+    token_dispatcher.maybe_move_tensor_to_cpu = _already_on_host
+
+
+def _already_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+class _HostStream:
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def record_event(self) -> _HostStream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Layers of this pipeline stage: TransformerEngine's where installed, else Megatron's own with packed attention."""
+    if libraries().transformer_engine:
+        return gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    # with Apex installed megatron-core would choose a layer norm that has no RMS form
+    spec.layer_norm = WrappedTorchNorm
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.module = PackedSelfAttention
+        layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+    return spec
+
+
+def build_model(
+    hf: dict[str, Any],
+    parallel: ParallelSettings,
+    dtype: Dtype = "fp32",
+    *,
+    pre_process: bool | None = None,
+    post_process: bool | None = None,
+) -> list[torch.nn.Module]:
+    """This rank's part of the model, weights at Megatron's random initialisation.
+
+    Call it as ``model(input_ids [1, N], position_ids [1, N], None, packed_seq_params=packed_seq_params(...))``; the
+    last stage answers with logits [1, N, padded vocabulary / TP] in ``dtype`` (pass ``fp32_output=False`` unless fp32).
+
+    Args:
+        hf: from ``hf_config_dict``.
+        pre_process, post_process: whether this stage embeds tokens and makes logits; None: its place decides.
+
+    Returns:
+        One module a virtual stage, that is one; a Float16Module around it for bf16 and fp16.
+
+    Raises:
+        ValueError: the layout does not fit the model.
+    """
+    config = transformer_config(hf, parallel, dtype)
+    model = GPTModel(
+        config,
+        layer_spec(config),
+        vocab_size=padded_vocab_size(hf, parallel.tensor),
+        max_sequence_length=hf["max_position_embeddings"],
+        pre_process=parallel_state.is_pipeline_first_stage() if pre_process is None else pre_process,
+        post_process=parallel_state.is_pipeline_last_stage() if post_process is None else post_process,
+        parallel_output=True,
+        share_embeddings_and_output_weights=hf["tie_word_embeddings"],
+        position_embedding_type="rope",
+        rotary_base=hf["rope_theta"],
+    )
+    # weights.py names parameters by it
+    model.hf_config = hf
+    model.to(emulation.device())
+    return [model if dtype == "fp32" else Float16Module(config, model)]

@@ -1,0 +1,112 @@
+"""What a person sees of a job: display, metrics.jsonl, TensorBoard and dumps, all written by one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rc import schema
+from megatron_rc.dump import DumpWriter
+from megatron_rc.report.display import Display
+from megatron_rc.report.fingerprint import fingerprint
+from megatron_rc.report.html import write_report
+from megatron_rc.report.log import MetricsLog
+from megatron_rc.training.arguments import JobSettings
+from megatron_rc.training.checkpoint import Progress
+from megatron_rc.training.groups import Groups
+from megatron_rc.training.reinforce import StepResult
+from megatron_rc.training.sampling import Rollouts
+
+
+class Observers:
+    """Every process calls the same methods; only the writing process draws and writes."""
+
+    def __init__(self, settings: JobSettings, *, writer: bool, dumps: bool) -> None:
+        """
+        Args:
+            writer: this process writes the files and draws the display.
+            dumps: write every training batch; the same on every process.
+        """
+        folder = Path(settings.output)
+        self._dumping = dumps
+        self._display = Display(settings.train.steps, settings.name) if writer else None
+        self._log = MetricsLog(folder) if writer else None
+        self._dumps = DumpWriter(folder / "dump") if writer and dumps else None
+        if writer:
+            (folder / "settings.yaml").write_text(schema.dump_yaml(schema.to_dict(settings)))
+        self._settings = settings
+
+    def __enter__(self) -> Observers:
+        if self._display:
+            self._display.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._display:
+            self._display.__exit__(*exception)
+        if self._log:
+            self._log.close()
+
+    def report(self) -> None:
+        """Write report.html from everything recorded so far."""
+        if self._log:
+            folder = Path(self._settings.output)
+            facts = fingerprint(train_dtype=self._settings.train.dtype, rollout_dtype=self._settings.rollout.dtype)
+            path = write_report(folder, folder / "report.html", schema.to_dict(self._settings), facts)
+            self.message(f"report: {path}")
+
+    def phase(self, name: str, total: int, done: int = 0) -> None:
+        if self._display:
+            self._display.phase(name, total)
+            self._display.advance(done)
+
+    def advance(self, count: int) -> None:
+        if self._display:
+            self._display.advance(count)
+
+    def message(self, text: str) -> None:
+        if self._display:
+            self._display.message(text)
+
+    def record(self, progress: Progress, metrics: dict[str, float]) -> None:
+        """One line of metrics.jsonl and one row of the display."""
+        if self._log:
+            self._log.write({"phase": progress.phase, "step": progress.step, **metrics})
+        if self._display:
+            self._display.step(progress.step, metrics)
+
+    def resumed(self, checkpoint: Path, progress: Progress) -> None:
+        """Forget what was logged after the checkpoint."""
+        if self._log:
+            self._log.truncate_after(progress.phase, progress.step)
+        self.message(f"resumed from {checkpoint}")
+
+    def dump(self, step: int, rollouts: Rollouts, result: StepResult, groups: Groups) -> None:
+        """Write the training batch of ``step``; a collective of all processes when dumps are on."""
+        if not self._dumping:
+            return
+        shares = groups.gather(result.whole_rows)
+        if self._dumps is None:
+            return
+        batch = result.batch
+        old, weights, mask = torch.zeros(3, batch.num_tokens).unbind()
+        known = [share for share in shares if share is not None]
+        for rows, values in known:
+            for whole, part in zip((old, weights, mask), values, strict=True):
+                whole[rows] = part.to(whole.dtype)
+        self._dumps.write(
+            step,
+            batch,
+            samples=rollouts.samples,
+            seeds=rollouts.seeds,
+            old_logprobs=old if known else None,
+            corrected=WholeRows(weights, mask.bool()) if known else None,
+        )
+
+
+class WholeRows(NamedTuple):
+    weights: Tensor
+    mask: Tensor

@@ -1,0 +1,76 @@
+"""Megatron's DistributedDataParallel, optimizer and parameter scheduler around the model chunks."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rc.training.arguments import TrainSettings
+
+
+def wrap_ddp(chunks: list[torch.nn.Module], dtype: str) -> list[DistributedDataParallel]:
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=False,
+        check_for_nan_in_grad=dtype != "fp16",  # fp16 overflows are the loss scaler's to handle
+    )
+    return [
+        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def build_optimizer(train: TrainSettings, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """get_megatron_optimizer with Adam (fused when Apex or TransformerEngine is installed) or SGD."""
+    config = OptimizerConfig(
+        optimizer=train.optimizer,
+        lr=train.lr,
+        min_lr=train.min_lr,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.adam_beta1,
+        adam_beta2=train.adam_beta2,
+        adam_eps=train.adam_eps,
+        sgd_momentum=0.0,
+        clip_grad=train.clip_grad,
+        bf16=train.dtype == "bf16",
+        fp16=train.dtype == "fp16",
+        params_dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[train.dtype],
+        use_distributed_optimizer=False,
+    )
+    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=not torch.cuda.is_available())
+    for chunk in chunks:
+        chunk.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def build_scheduler(
+    optimizer: MegatronOptimizer,
+    *,
+    lr: float,
+    min_lr: float,
+    warmup_steps: int,
+    total_steps: int,
+    decay_style: str,
+    weight_decay: float,
+) -> OptimizerParamScheduler:
+    """Megatron's scheduler counted in optimizer steps, starting at step 0 with the first learning rate set."""
+    for group in optimizer.param_groups:
+        group["max_lr"], group["min_lr"] = lr, min_lr
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=lr,
+        min_lr=min_lr,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=max(total_steps, warmup_steps + 1),
+        lr_decay_style=decay_style,
+        start_wd=weight_decay,
+        end_wd=weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=True,
+        override_opt_param_scheduler=False,
+    )

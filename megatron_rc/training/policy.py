@@ -1,0 +1,225 @@
+"""The trained policy: model chunks, optimizer, scheduler, and the two passes over packed micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_rc.batch import TokenBatch
+from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.training import emulation
+from megatron_rc.training.arguments import ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.training.attention import packed_seq_params
+from megatron_rc.training.groups import Groups
+from megatron_rc.training.model import build_model, hf_config_dict
+from megatron_rc.training.optimizer import build_optimizer, build_scheduler, wrap_ddp
+from megatron_rc.training.weights import export_hf, init_weights, load_hf, save_hf
+
+
+@dataclass
+class MicroBatch:
+    """Whole sequences of one micro-batch, with what belongs to their rows."""
+
+    batch: TokenBatch
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    """[n] tensors sliced to the rows of ``batch``."""
+
+
+LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, Any]]
+"""(micro-batch, logprobs [n], entropy [n]) -> (scalar loss, anything to collect)."""
+
+
+class Policy:
+    """Megatron model, optimizer and scheduler of one process."""
+
+    def __init__(self, model: ModelSettings, parallel: ParallelSettings, train: TrainSettings, groups: Groups) -> None:
+        self.groups = groups
+        self.train = train
+        self.device = emulation.device()
+        self.num_updates = 0
+        self.hf_config = hf_config_dict(model)
+        chunks = build_model(self.hf_config, parallel, train.dtype)
+        if model.hf_path:
+            load_hf(chunks, model.hf_path)
+        else:
+            init_weights(chunks, train.seed)
+        self.chunks = wrap_ddp(chunks, train.dtype)
+        for chunk in self.chunks:
+            chunk.config.finalize_model_grads_func = finalize_model_grads
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        return [chunk.module for chunk in self.chunks]
+
+    def start_phase(self, *, lr: float, min_lr: float, warmup_steps: int, total_steps: int, decay_style: str) -> None:
+        """A new optimizer state and learning-rate schedule over ``total_steps`` optimizer steps."""
+        self.optimizer = build_optimizer(self.train, self.chunks)
+        self.scheduler = build_scheduler(
+            self.optimizer,
+            lr=lr,
+            min_lr=min_lr,
+            warmup_steps=warmup_steps,
+            total_steps=total_steps,
+            decay_style=decay_style,
+            weight_decay=self.train.weight_decay,
+        )
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights under Hugging Face names, one at a time; a collective of all processes."""
+        return export_hf(self.modules)
+
+    def save_weights(self, folder: Path) -> None:
+        """A Hugging Face checkpoint of the present weights; a collective of all processes."""
+        save_hf(self.modules, str(folder), self.hf_config)
+
+    def load_weights(self, folder: Path) -> None:
+        load_hf(self.modules, str(folder))
+
+    def snapshot_reference(self) -> None:
+        """Keep a host copy of the present weights as the reference policy of the KL penalty."""
+        self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
+
+    def reference_logprobs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """[N] fp32 nats of the reference policy on the last pipeline stage; the trained weights are put back after."""
+        trained = [p.detach().clone() for p in self._parameters()]
+        self._overwrite(self._reference)
+        try:
+            return self.logprobs(micro_batches)[0]
+        finally:
+            self._overwrite(trained)
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for module in self.modules for p in module.parameters()]
+
+    @torch.no_grad()
+    def _overwrite(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._parameters(), values, strict=True):
+            parameter.copy_(value)
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies without gradient.
+
+        Returns:
+            ([N], [N]) fp32 nats over the rows of ``micro_batches`` in order, on the last pipeline stage; empty elsewhere.
+        """
+
+        def collect(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
+            return logprobs.new_zeros(()), (logprobs, entropy)
+
+        with torch.no_grad():
+            outputs = self._run(micro_batches, collect, with_entropy=True, forward_only=True)
+        if not outputs:
+            empty = torch.zeros(0, device=self.device)
+            return empty, empty
+        return torch.cat([o[0] for o in outputs]), torch.cat([o[1] for o in outputs])
+
+    def update(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossFunction,
+        *,
+        with_entropy: bool,
+        before_step: Callable[[list[Any]], None] | None = None,
+    ) -> UpdateResult:
+        """One optimizer step on the sum of ``loss`` over all micro-batches of all data-parallel ranks.
+
+        Args:
+            before_step: sees what ``loss`` collected; raising there leaves the weights as they were.
+        """
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        outputs = self._run(micro_batches, loss, with_entropy=with_entropy, forward_only=False)
+        if before_step:
+            before_step(outputs)
+        lr = self.lr
+        self.num_updates += 1
+        applied, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(increment=1)
+        return UpdateResult(outputs, float(grad_norm or 0.0), bool(applied), lr)
+
+    def _run(
+        self, micro_batches: Sequence[MicroBatch], loss: LossFunction, *, with_entropy: bool, forward_only: bool
+    ) -> list[Any]:
+        # megatron multiplies a two-tuple loss by cp / micro-batches and gradients by 1 / (dp * cp); cp is 1 here
+        undo = len(micro_batches) * self.groups.data_size
+
+        def loss_function(micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Any]:
+            batch = micro.batch
+            result = vocab_parallel_logprobs(
+                logits.squeeze(0),
+                batch.targets,
+                tp_group=self.groups.tensor,
+                temperature=batch.sampling.temperature,
+                mask=batch.loss_mask,
+                vocab_size=self.hf_config["vocab_size"],
+                support=batch.support,
+                with_entropy=with_entropy,
+            )
+            logprobs, entropy = result if isinstance(result, tuple) else (result, torch.zeros_like(result))
+            value, collected = loss(micro, logprobs, entropy)
+            return value * undo, collected
+
+        def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+            micro = next(iterator)
+            batch = micro.batch
+            output = model(
+                input_ids=batch.tokens[None],
+                position_ids=batch.position_ids[None],
+                attention_mask=None,
+                packed_seq_params=packed_seq_params(batch.cu_seqlens, max(batch.lengths), batch.lengths),
+                **({} if self.train.dtype == "fp32" else {"fp32_output": False}),
+            )
+            return output, partial(loss_function, micro)
+
+        for chunk in self.chunks:
+            chunk.train(not forward_only)
+        schedule = get_forward_backward_func()
+        return schedule(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=self.chunks,
+            num_microbatches=len(micro_batches),
+            seq_length=max(m.batch.num_tokens for m in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+
+@dataclass
+class UpdateResult:
+    outputs: list[Any]
+    """What the loss function collected, a micro-batch each; empty before the last pipeline stage."""
+    grad_norm: float
+    applied: bool
+    """False when the fp16 loss scaler skipped the step."""
+    lr: float
+
+
+def split_rows(batch: TokenBatch, micro_batches: Sequence[Sequence[int]], **extras: Tensor | None) -> list[MicroBatch]:
+    """Cut ``batch`` into consecutive micro-batches.
+
+    Args:
+        micro_batches: sequence numbers of each micro-batch; together 0 .. S - 1 in order.
+        extras: [N] tensors (None is left out), cut to the rows of each micro-batch.
+    """
+    out = []
+    start = 0
+    for sequences in micro_batches:
+        part = batch.select(sequences)
+        end = start + part.num_tokens
+        out.append(MicroBatch(part, {k: v[start:end] for k, v in extras.items() if v is not None}))
+        start = end
+    return out

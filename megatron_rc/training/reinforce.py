@@ -1,0 +1,325 @@
+"""One reinforcement-learning step: advantages, old pass, correction, update passes, metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_rc.batch import TokenBatch
+from megatron_rc.config import RolloutCorrection
+from megatron_rc.correction import Corrected, correct
+from megatron_rc.loss import (
+    equal_reward_groups,
+    expand_to_tokens,
+    grpo_advantages,
+    loss_scale,
+    policy_loss,
+    rloo_advantages,
+)
+from megatron_rc.metrics import MetricSums
+from megatron_rc.training.arguments import LossSettings, TrainSettings
+from megatron_rc.training.groups import Groups
+from megatron_rc.training.microbatches import Cut, cut, mini_batches
+from megatron_rc.training.policy import MicroBatch, Policy, UpdateResult, split_rows
+from megatron_rc.training.shares import local_share
+
+ADVANTAGES = {"rloo": rloo_advantages, "grpo": grpo_advantages}
+
+
+@dataclass
+class StepResult:
+    metrics: dict[str, float]
+    batch: TokenBatch
+    """The whole rollout batch, with advantages; the same on every process."""
+    local: TokenBatch
+    """This rank's sequences, in the order of its micro-batches."""
+    sequences: list[int]
+    """Number in ``batch`` of each local sequence; negative for one that was computed but does not count."""
+    old_logprobs: Tensor | None
+    """[N] fp32 nats over ``local`` on the last pipeline stage in three-policy mode, else None."""
+    corrected: Corrected | None
+
+    def whole_rows(self) -> tuple[Tensor, list[Tensor]] | None:
+        """(row numbers in ``batch``, [old log-probs, weights, mask] of those rows) known to this rank, on the host."""
+        if self.corrected is None or self.old_logprobs is None:
+            return None
+        counted = [i for i, s in enumerate(self.sequences) if s >= 0]
+        rows = self.local.rows_of(counted)
+        values = [v[rows].cpu() for v in (self.old_logprobs, self.corrected.weights, self.corrected.mask)]
+        return self.batch.rows_of([self.sequences[i] for i in counted]), values
+
+
+def check_modes(correction: RolloutCorrection, loss: LossSettings, train: TrainSettings) -> None:
+    """Refuse combinations that would be computed on less than they need.
+
+    Raises:
+        ValueError: naming the fields to change.
+    """
+    correction.check_surrogate(loss.surrogate)
+    if correction.old == "recompute":
+        return
+    if correction.normalize == "batch":
+        raise ValueError(
+            f"correction.normalize must be 'none' when correction.old is {correction.old!r}: the weights are computed "
+            "one micro-batch at a time"
+        )
+    if loss.denominator == "kept":
+        raise ValueError(
+            f"loss.denominator must be 'original' when correction.old is {correction.old!r}: the kept tokens of the "
+            "whole batch are not known before its update"
+        )
+    if correction.old == "current" and train.mini_batches_per_rollout > 1:
+        raise ValueError(
+            "train.mini_batches_per_rollout must be 1 when correction.old is 'current': after the first optimizer "
+            "step current is no longer the old policy"
+        )
+
+
+def reinforce_step(
+    policy: Policy,
+    batch: TokenBatch,
+    *,
+    correction: RolloutCorrection,
+    loss: LossSettings,
+    train: TrainSettings,
+    max_nonfinite_share: float,
+    on_update: Callable[[], None] | None = None,
+) -> StepResult:
+    """Train on one rollout batch, the same on every process.
+
+    Groups whose rewards are all equal are dropped from the update; in three-policy mode they still take part in the
+    old pass, so that mismatch and length are measured on everything that was sampled.
+
+    Raises:
+        SharedError: more than ``max_nonfinite_share`` of the log-probs are not finite.
+    """
+    assert batch.rewards is not None and batch.groups is not None
+    groups = policy.groups
+    advantages = ADVANTAGES[loss.advantage](batch.rewards, batch.groups)
+    equal = equal_reward_groups(batch.rewards, batch.groups).tolist()
+    batch = dataclasses.replace(batch, advantages=advantages)
+    three_policy = correction.old == "recompute"
+    cuts, updates = _divide(batch, equal, train, groups.data_size, with_dropped=three_policy)
+    local, micro_batches = local_share(batch, cuts, groups.data_rank, policy.device)
+    per_token = expand_to_tokens(local.advantages, local.cu_seqlens, local.num_tokens)
+
+    metrics = _rollout_metrics(batch, equal)
+    old = corrected = None
+    if three_policy:
+        old, corrected, values = _old_pass(policy, local, micro_batches, per_token, correction, max_nonfinite_share)
+        metrics |= values
+    results: list[UpdateResult] = []
+    for part in micro_batches[:updates]:
+        results.append(_update(policy, local, part, per_token, old, corrected, correction, loss, max_nonfinite_share))
+        if on_update:
+            on_update()
+    metrics |= _update_metrics(results, groups)
+    chosen = [s for division in cuts for micro_batch in division.shares[groups.data_rank] for s in micro_batch]
+    return StepResult(metrics, batch, local, chosen, old, corrected)
+
+
+def _divide(
+    batch: TokenBatch, equal: Sequence[bool], train: TrainSettings, data_size: int, *, with_dropped: bool
+) -> tuple[list[Cut], int]:
+    """One cut a mini-batch, then one for the dropped sequences; and the number of mini-batches."""
+    assert batch.groups is not None
+    trained = [s for s in range(batch.num_sequences) if not equal[s]]
+    dropped = [s for s in range(batch.num_sequences) if equal[s]]
+    numbers = batch.groups.tolist()
+    parts = [
+        [trained[i] for i in part]
+        for part in mini_batches([numbers[s] for s in trained], train.mini_batches_per_rollout)
+    ]
+    updates = len(parts)
+    if dropped and with_dropped:
+        parts.append(dropped)
+    cuts = [
+        cut(
+            part,
+            batch.lengths,
+            data_size=data_size,
+            max_tokens=train.max_tokens_per_microbatch,
+            micro_batches=train.micro_batches,
+        )
+        for part in parts
+    ]
+    return cuts, updates
+
+
+def _old_pass(
+    policy: Policy,
+    local: TokenBatch,
+    micro_batches: Sequence[Sequence[Sequence[int]]],
+    advantages: Tensor,
+    correction: RolloutCorrection,
+    max_nonfinite_share: float,
+) -> tuple[Tensor | None, Corrected | None, dict[str, float]]:
+    """log pi before the update, and the correction over all local tokens; on the last pipeline stage."""
+    groups = policy.groups
+    parts = split_rows(local, [sequences for part in micro_batches for sequences in part])
+    old, entropy = policy.logprobs(parts)
+    if not groups.last_stage:
+        return None, None, _pooled(None, groups, max_nonfinite_share)
+    corrected = correct(
+        old,
+        local.rollout_logprobs,
+        local.loss_mask,
+        correction=correction,
+        cu_seqlens=local.cu_seqlens,
+        segment_ids=local.segment_ids,
+        num_segments=local.num_segments,
+        advantages=advantages,
+        dp_group=groups.data,
+    )
+    sums = MetricSums().merge(corrected.metrics.prefixed("old/"))
+    sums.merge(MetricSums.of_means({"entropy": (entropy.sum(), local.loss_mask.sum())}))
+    return old, corrected, _pooled(sums, groups, max_nonfinite_share)
+
+
+def _update(
+    policy: Policy,
+    local: TokenBatch,
+    micro_batches: Sequence[Sequence[int]],
+    advantages: Tensor,
+    old: Tensor | None,
+    corrected: Corrected | None,
+    correction: RolloutCorrection,
+    loss: LossSettings,
+    max_nonfinite_share: float,
+) -> UpdateResult:
+    """One optimizer step on the sequences of ``micro_batches``; collects a MetricSums a micro-batch."""
+    groups, three_policy = policy.groups, correction.old == "recompute"
+    first, last = micro_batches[0][0], micro_batches[-1][-1]
+    rows = slice(sum(local.lengths[:first]), sum(local.lengths[: last + 1]))
+    share = local.select(range(first, last + 1))
+    numbered = [[s - first for s in sequences] for sequences in micro_batches]
+    extras: dict[str, Tensor | None] = {"advantages": advantages[rows]}
+    if corrected is not None and old is not None:
+        extras |= {"old": old[rows], "weights": corrected.weights[rows], "mask": corrected.mask[rows]}
+    if groups.last_stage:
+        extras["scale"] = loss_scale(
+            share.loss_mask,
+            extras.get("mask", share.loss_mask),
+            aggregation=loss.aggregation,
+            denominator=loss.denominator,
+            cu_seqlens=share.cu_seqlens,
+            dp_group=groups.data,
+            max_length=local.sampling.max_new_tokens,
+        )
+    if loss.kl_coef:
+        reference = policy.reference_logprobs(split_rows(share, numbered))
+        extras["reference"] = reference if groups.last_stage else None
+
+
+    def check(outputs: list[MetricSums]) -> None:
+        if not three_policy:
+            _pooled(_merged(outputs) if groups.last_stage else None, groups, max_nonfinite_share)
+
+    return policy.update(
+        split_rows(share, numbered, **extras),
+        partial(_micro_loss, corrected, correction, loss),
+        with_entropy=loss.entropy_coef != 0,
+        before_step=check,
+    )
+
+
+def _micro_loss(
+    corrected: Corrected | None,
+    correction: RolloutCorrection,
+    loss: LossSettings,
+    micro: MicroBatch,
+    current: Tensor,
+    entropy: Tensor,
+) -> tuple[Tensor, MetricSums]:
+    have, batch = micro.extras, micro.batch
+    sums = MetricSums()
+    old: Tensor | None
+    mu: Tensor | None
+    if corrected is not None:
+        here = dataclasses.replace(corrected, weights=have["weights"], mask=have["mask"])
+        old, mu = have["old"], batch.rollout_logprobs
+    else:
+        here = correct(
+            current.detach(),
+            batch.rollout_logprobs,
+            batch.loss_mask,
+            correction=correction,
+            cu_seqlens=batch.cu_seqlens,
+            segment_ids=batch.segment_ids,
+            num_segments=batch.num_segments,
+            advantages=have["advantages"],
+        )
+        sums.merge(here.metrics.prefixed("current/"))
+        old, mu = batch.rollout_logprobs if correction.old == "rollout" else None, None
+    result = policy_loss(
+        current,
+        old,
+        have["advantages"],
+        here,
+        scale=have["scale"],
+        surrogate=loss.surrogate,
+        clip_lower=loss.clip_lower,
+        clip_upper=loss.clip_upper,
+        dual_clip=loss.dual_clip,
+        reference_logprobs=have.get("reference"),
+        kl_coef=loss.kl_coef,
+        entropy=entropy if loss.entropy_coef else None,
+        entropy_coef=loss.entropy_coef,
+        correction=correction,
+        rollout_logprobs=mu,
+    )
+    return result.loss, sums.merge(result.metrics)
+
+
+def _pooled(sums: MetricSums | None, groups: Groups, max_nonfinite_share: float) -> dict[str, float]:
+    """Values over all data-parallel ranks of the last pipeline stage (``sums`` is None elsewhere), on every process."""
+
+    def values() -> dict[str, float]:
+        if sums is None:
+            return {}
+        sums.all_reduce(groups.data)
+        sums.check(max_nonfinite_share)
+        return sums.values()
+
+    return groups.gather(values)[-1]
+
+
+def _merged(outputs: Sequence[MetricSums]) -> MetricSums:
+    sums = MetricSums()
+    for found in outputs:
+        sums.merge(found)
+    return sums
+
+
+def _rollout_metrics(batch: TokenBatch, equal: Sequence[bool]) -> dict[str, float]:
+    assert batch.rewards is not None and batch.truncated is not None
+    lengths = torch.zeros(batch.num_sequences).index_add_(
+        0, torch.repeat_interleave(torch.tensor(batch.lengths)), batch.loss_mask.float()
+    )
+    return {
+        "reward/mean": float(batch.rewards.mean()),
+        "reward/std": float(batch.rewards.std(correction=0)),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/truncated": float(batch.truncated.float().mean()),
+        "groups/equal_reward": sum(equal) / len(equal),
+    }
+
+
+def _update_metrics(results: Sequence[UpdateResult], groups: Groups) -> dict[str, float]:
+    """Means over the optimizer steps of this rollout; nothing was updated when every group had equal rewards."""
+    metrics = {"updates": float(len(results)), "grad_norm": math.nan, "lr": math.nan}
+    if not results:
+        return metrics
+    sums = _merged([found for result in results for found in result.outputs]) if groups.last_stage else None
+    metrics |= _pooled(sums, groups, max_nonfinite_share=1.0)
+    metrics["grad_norm"] = sum(r.grad_norm for r in results) / len(results)
+    metrics["lr"] = results[-1].lr
+    metrics["skipped_updates"] = float(sum(not r.applied for r in results))
+    return metrics

@@ -1,0 +1,51 @@
+"""Supervised warm-up: cross-entropy on demonstrations through the same batches, cuts and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rc.batch import TokenBatch
+from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.loss import loss_scale
+from megatron_rc.training.arguments import TrainSettings
+from megatron_rc.training.microbatches import cut
+from megatron_rc.training.policy import MicroBatch, Policy, split_rows
+from megatron_rc.training.shares import local_share
+
+
+def demonstration_batch(pairs: Sequence[tuple[list[int], list[int]]]) -> TokenBatch:
+    """Demonstrations as a TokenBatch; they have no sampler, so their rollout log-probs are 0 and unused."""
+    samples = [Sample(prompt, response, [0.0] * len(response), "stop") for prompt, response in pairs]
+    return TokenBatch.from_samples(samples, SamplingParams())
+
+
+def supervised_step(policy: Policy, batch: TokenBatch, train: TrainSettings) -> dict[str, float]:
+    """One optimizer step on the mean cross-entropy over response tokens.
+
+    Returns:
+        metrics; ``cross_entropy`` in nats a token, measured before the step.
+    """
+    groups = policy.groups
+    division = cut(
+        range(batch.num_sequences),
+        batch.lengths,
+        data_size=groups.data_size,
+        max_tokens=train.max_tokens_per_microbatch,
+        micro_batches=train.micro_batches,
+    )
+    local, micro_batches = local_share(batch, [division], groups.data_rank, policy.device)
+    scale = loss_scale(local.loss_mask, local.loss_mask, cu_seqlens=local.cu_seqlens, dp_group=groups.data)
+
+    def loss(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
+        value = -(logprobs * micro.extras["scale"]).sum()
+        return value, value.detach()
+
+    result = policy.update(split_rows(local, micro_batches[0], scale=scale), loss, with_entropy=False)
+    total = torch.stack([*result.outputs, torch.zeros((), device=policy.device)]).sum()
+    dist.all_reduce(total, group=groups.data)
+    return {"cross_entropy": float(groups.from_last_stage(total)), "grad_norm": result.grad_norm, "lr": result.lr}

@@ -1,0 +1,73 @@
+"""Build of megatron_rc. Packages are listed one by one: no folder of the repository is installed by accident."""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+
+
+def version() -> str:
+    found = re.search(r'^__version__ = "(.+)"$', (ROOT / "megatron_rc/__init__.py").read_text(), re.MULTILINE)
+    assert found, "megatron_rc/__init__.py states __version__"
+    return found[1]
+
+
+setup(
+    name="megatron-rc",
+    version=version(),
+    description="Rollout correction for RL on Megatron: measure, correct and plot the gap between sampler and trainer",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    # megatron_rc.kernels is the link megatron_rc/kernels -> ../triton_kernels
+    packages=[
+        "megatron_rc",
+        "megatron_rc.analyze",
+        "megatron_rc.integrations",
+        "megatron_rc.kernels",
+        "megatron_rc.moe",
+        "megatron_rc.report",
+        "megatron_rc.rollout",
+        "megatron_rc.tasks",
+        "megatron_rc.training",
+    ],
+    package_data={"megatron_rc.kernels": ["README.md"]},
+    # torch has no lower bound: containers carry pre-releases such as 2.8.0a0, which pip would replace
+    install_requires=[
+        "megatron-core>=0.16,<0.20",
+        "numpy",
+        "packaging",
+        "psutil",
+        "pyarrow",
+        "pydantic>=2",
+        "pyyaml",
+        "rich",
+        "safetensors",
+        "torch",
+        "transformers>=5",
+        "typer",
+    ],
+    extras_require={
+        "sglang": ["httpx"],
+        "te": ["transformer-engine[pytorch]"],
+        "report": ["matplotlib", "plotly", "tensorboard"],
+        "math": ["math-verify"],
+        "dev": [
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+            "setuptools>=77",
+            "triton; sys_platform == 'linux'",
+            "types-PyYAML",
+            "types-psutil",
+        ],
+    },
+    entry_points={"console_scripts": ["megatron-rc = megatron_rc.cli:main"]},
+)

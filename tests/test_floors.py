@@ -1,0 +1,175 @@
+"""A module imports only from its own floor and the floors below; the imports are read from the source."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FLOOR = {
+    **dict.fromkeys(("config", "batch", "engine", "reference", "schema", "describe", "kernels"), 0),
+    **dict.fromkeys(("logprobs", "dump"), 1),
+    **dict.fromkeys(("correction", "metrics", "sums", "loss", "lr_decay", "tasks", "report"), 2),
+    **dict.fromkeys(("rollout", "moe"), 3),
+    "training": 4,
+    **dict.fromkeys(("integrations", "analyze"), 5),
+    "cli": 6,
+    **dict.fromkeys(("__main__", "__init__"), 7),
+}
+STRANGERS = ({"training", "rollout"}, {"integrations", "analyze"})
+MAY_IMPORT_MEGATRON = {"training", "moe", "integrations"}
+MAY_READ_SURROUNDINGS = {"training", "integrations", "cli", "__main__"}
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Dotted name -> file of the package, the kernels under the name they are imported by."""
+    found = {}
+    for folder, prefix in (("megatron_rc", "megatron_rc"), ("triton_kernels", "megatron_rc.kernels")):
+        for path in sorted((root / folder).rglob("*.py")):
+            if "kernels" not in path.relative_to(root / folder).parts:
+                found[".".join([prefix, *path.relative_to(root / folder).with_suffix("").parts])] = path
+    return found
+
+
+def imported_names(name: str, nodes: Iterator[ast.AST] | list[ast.stmt]) -> Iterator[str]:
+    """Every dotted name that import statements among ``nodes`` of module ``name`` bring in."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = ".".join(name.split(".")[: -node.level])
+            base = ".".join(part for part in (package if node.level else "", node.module) if part)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__")
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            yield str(node.args[0].value)
+
+
+def room(dotted: str) -> str:
+    """The file or folder of megatron_rc that a dotted name lies in; a bare name is in `__init__`."""
+    parts = dotted.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in FLOOR else "__init__"
+
+
+def reads_surroundings(tree: ast.AST, imports: list[str]) -> Iterator[str]:
+    aliases = {"os"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            aliases |= {a.asname for a in node.names if a.name == "os" and a.asname}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            if node.attr in ("environ", "environb", "getenv", "putenv"):
+                yield f"os.{node.attr}"
+        elif isinstance(node, ast.Attribute) and node.attr in ("parallel_state", "mpu"):
+            yield node.attr
+    for imported in imports:
+        parts = imported.split(".")
+        if (parts[0] == "os" and parts[-1] in ("environ", "environb", "getenv")) or {"parallel_state", "mpu"} & set(
+            parts
+        ):
+            yield imported
+
+
+def violations(root: Path) -> list[str]:
+    """One sentence, starting with the file, for every broken rule."""
+    found, edges = [], dict[str, set[str]]()
+    known = modules(root)
+    for name, path in known.items():
+        tree = ast.parse(path.read_text(), str(path))
+        here, file = name.split(".")[1], path.relative_to(root)
+        imports = list(dict.fromkeys(imported_names(name, ast.walk(tree))))
+        if here not in FLOOR:
+            found.append(f"{file} stands on no floor")
+            continue
+        for imported in imports:
+            top = imported.split(".")[0]
+            if top == "triton_kernels":
+                found.append(f"{file} imports triton_kernels by its folder's name")
+            if top == "megatron" and here not in MAY_IMPORT_MEGATRON:
+                found.append(f"{file} imports {imported}; megatron belongs to {sorted(MAY_IMPORT_MEGATRON)}")
+            if here == "kernels" and not kernel_may_import(imported):
+                found.append(f"{file} imports {imported}; kernels import torch and triton only, and never communicate")
+            if top == "megatron_rc" and here != "__init__" and imported != "megatron_rc.__version__":
+                there = room(imported)
+                if FLOOR[there] > FLOOR[here]:
+                    found.append(f"{file} (floor {FLOOR[here]}) imports {imported} (floor {FLOOR[there]})")
+                if any({here, there} == pair for pair in STRANGERS):
+                    found.append(f"{file} imports {imported}; {here} and {there} never import each other")
+        if here not in MAY_READ_SURROUNDINGS:
+            found += [f"{file} reads {what}" for what in dict.fromkeys(reads_surroundings(tree, imports))]
+        at_import = list(imported_names(name, tree.body))
+        reached = {n for i in at_import for n in (i, i.rpartition(".")[0])}
+        edges[name] = {n for r in reached for n in (r, f"{r}.__init__") if n in known and n != name}
+    try:
+        list(TopologicalSorter(edges).static_order())
+    except CycleError as error:
+        found.append(f"{known[error.args[1][0]].relative_to(root)} is part of a cycle: {' -> '.join(error.args[1])}")
+    return found
+
+
+def kernel_may_import(imported: str) -> bool:
+    top = imported.split(".")[0]
+    if imported.startswith("torch.distributed"):
+        return False
+    return top in ("torch", "triton") or (top in sys.stdlib_module_names and top not in ("os", "importlib"))
+
+
+def test_every_module_imports_only_from_its_floor_and_below() -> None:
+    assert len(modules(ROOT)) > 10
+    assert violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "sentence"),
+    [
+        ("megatron_rc/batch.py", "from megatron_rc.loss import policy_loss", "(floor 0) imports megatron_rc.loss"),
+        ("megatron_rc/batch.py", "from megatron_rc import loss", "(floor 0) imports megatron_rc.loss"),
+        ("megatron_rc/batch.py", "def f():\n    from .cli import main", "(floor 0) imports megatron_rc.cli.main"),
+        ("megatron_rc/logprobs.py", "import megatron_rc", "(floor 1) imports megatron_rc (floor 7)"),
+        ("megatron_rc/dump.py", "import megatron_rc.metrics", "(floor 1) imports megatron_rc.metrics (floor 2)"),
+        ("megatron_rc/loss.py", "import megatron.core", "imports megatron.core; megatron belongs to"),
+        ("megatron_rc/loss.py", "import importlib\nimportlib.import_module('megatron.core')", "imports megatron.core;"),
+        ("megatron_rc/training/a.py", "from megatron_rc.rollout.b import c", "never import each other"),
+        ("megatron_rc/rollout/b.py", "from ..training import a", "never import each other"),
+        ("megatron_rc/moe/a.py", "from megatron.core import parallel_state", "reads megatron.core.parallel_state"),
+        ("megatron_rc/report/a.py", "import os as o\no.environ['A']", "reads os.environ"),
+        ("megatron_rc/report/a.py", "from os import getenv", "reads os.getenv"),
+        ("megatron_rc/report/a.py", "import triton_kernels.b", "by its folder's name"),
+        ("megatron_rc/utils.py", "", "stands on no floor"),
+        ("triton_kernels/a.py", "import numpy", "kernels import torch and triton only"),
+        ("triton_kernels/a.py", "from megatron_rc import batch", "kernels import torch and triton only"),
+        ("triton_kernels/a.py", "import torch.distributed", "never communicate"),
+        ("triton_kernels/a.py", "from torch import distributed", "never communicate"),
+        ("megatron_rc/engine.py", "import megatron_rc.batch", "is part of a cycle"),
+        ("megatron_rc/tasks/__init__.py", "from megatron_rc.tasks.a import b", "is part of a cycle"),
+    ],
+)
+def test_a_planted_violation_is_found_and_its_file_named(tmp_path: Path, file: str, source: str, sentence: str) -> None:
+    plant(tmp_path, "megatron_rc/batch.py", "from megatron_rc.engine import Sample")
+    plant(tmp_path, "megatron_rc/tasks/a.py", "from megatron_rc.tasks import Prompt")
+    plant(tmp_path, file, f"{source}\nfrom megatron_rc.engine import Sample" if file.endswith("batch.py") else source)
+    broken = violations(tmp_path)
+    assert any(sentence in one for one in broken)
+    assert all(one.startswith(file) or "cycle" in one for one in broken)
+
+
+def test_what_is_allowed_breaks_nothing(tmp_path: Path) -> None:
+    plant(tmp_path, "megatron_rc/training/a.py", "import os\nfrom megatron.core import parallel_state\nos.environ")
+    plant(tmp_path, "megatron_rc/cli.py", "from megatron_rc.training import a\nfrom megatron_rc.rollout import b")
+    plant(tmp_path, "megatron_rc/rollout/b.py", "from megatron_rc.dump import c\nfrom megatron_rc.kernels import d")
+    plant(tmp_path, "triton_kernels/d.py", "import math\nimport torch\nimport triton.language as tl")
+    assert violations(tmp_path) == []
+
+
+def plant(root: Path, file: str, source: str) -> None:
+    path = root / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)

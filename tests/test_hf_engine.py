@@ -1,0 +1,323 @@
+"""The embedded engine against uncached, unpadded forwards of a transformers model with the same weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
+from megatron_rc.rollout.hf import HFEngine, draw
+
+VOCABULARY = 24
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 40,
+    # wide enough for distributions that are far from uniform
+    "initializer_range": 0.3,
+}
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "dense": {"model_type": "qwen3", **SHAPE},
+    "tied": {"model_type": "qwen3", **SHAPE, "tie_word_embeddings": True, "rope_theta": 1e6},
+    "moe": {"model_type": "qwen3_moe", **SHAPE, **EXPERTS},
+}
+PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8, 9, 7, 9], [3, 1, 4]]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, dict[str, Tensor]]]:
+    """Reference model with eager attention, and the checkpoint that transformers writes of it, by configuration."""
+    made: dict[str, tuple[Any, dict[str, Tensor]]] = {}
+
+    def make(kind: str) -> tuple[Any, dict[str, Tensor]]:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            fields = {name: value for name, value in CONFIGS[kind].items() if name != "model_type"}
+            dense = CONFIGS[kind]["model_type"] == "qwen3"
+            config_class, model_class = (
+                (Qwen3Config, Qwen3ForCausalLM) if dense else (Qwen3MoeConfig, Qwen3MoeForCausalLM)
+            )
+            torch.manual_seed(11)
+            model = model_class._from_config(config_class(**fields), attn_implementation="eager").eval()
+            model.save_pretrained(folder)
+            made[kind] = model, load_file(folder / "model.safetensors")
+        return made[kind]
+
+    return make
+
+
+def engine_of(kind: str, weights: dict[str, Tensor], *, dtype: Any = "fp32", max_batch: int = 256) -> HFEngine:
+    engine = HFEngine(CONFIGS[kind], dtype=dtype, device="cpu", max_batch=max_batch)
+    engine.update_weights(weights.items(), 4)
+    return engine
+
+
+@torch.no_grad()
+def reference_logits(model: Any, sample: Sample) -> Tensor:
+    """[output, V] logits that each output token was drawn from, in one forward of the whole sequence by itself."""
+    ids = torch.tensor([sample.prompt_ids + sample.output_ids])
+    return model(input_ids=ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
+
+
+def largest_error(model: Any, samples: Sequence[Sample], temperature: float) -> float:
+    errors = []
+    for sample in samples:
+        expected = (reference_logits(model, sample).double() / temperature).log_softmax(-1)
+        expected = expected.gather(-1, torch.tensor(sample.output_ids)[:, None])[:, 0]
+        errors.append((torch.tensor(sample.logprobs, dtype=torch.float64) - expected).abs().max().item())
+    return max(errors)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_logprobs_are_those_of_a_full_forward_for_prompts_of_unequal_length(kind: str, pair: Any) -> None:
+    model, weights = pair(kind)
+    params = SamplingParams(max_new_tokens=9, temperature=0.7, stop_token_ids=(2, 7, 11))
+    samples = engine_of(kind, weights).generate(PROMPTS, params, n=6, seeds=range(30))
+    assert [s.prompt_ids for s in samples] == [p for p in PROMPTS for _ in range(6)]
+    # rows that stop early leave the batch: both fates must occur for the comparison to mean anything
+    assert {s.finish_reason for s in samples} == {"stop", "length"}
+    assert len({len(s.output_ids) for s in samples}) >= 5
+    assert largest_error(model, samples, 0.7) < 1e-5
+    assert largest_error(model, samples, 1.0) > 0.1
+
+
+def kept_by_hand(logits: list[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
+    """Kept ids and their log-probabilities, in plain Python."""
+    weights = [math.exp(x / temperature) for x in logits]
+    ranked = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    if top_k != -1:
+        ranked = ranked[:top_k]
+    total = math.fsum(weights[i] for i in ranked)
+    kept: list[int] = []
+    for i in ranked:
+        if math.fsum(weights[j] for j in kept) / total >= top_p:
+            break
+        kept.append(i)
+    total = math.fsum(weights[i] for i in kept)
+    return {i: math.log(weights[i] / total) for i in kept}
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(-1, 0.8), (5, 1.0), (6, 0.7), (1, 1.0), (200, 1.0)])
+def test_logprobs_are_renormalised_over_the_kept_ids(top_k: int, top_p: float, pair: Any) -> None:
+    model, weights = pair("dense")
+    params = SamplingParams(max_new_tokens=6, temperature=1.3, top_k=top_k, top_p=top_p, stop_token_ids=(2,))
+    samples = engine_of("dense", weights).generate(PROMPTS, params, n=4, seeds=range(20))
+    sizes = set()
+    for sample in samples:
+        assert sample.support is not None and len(sample.support) == len(sample.output_ids)
+        for logits, token, logprob, kept in zip(
+            reference_logits(model, sample).tolist(), sample.output_ids, sample.logprobs, sample.support, strict=True
+        ):
+            expected = kept_by_hand(logits, 1.3, top_k, top_p)
+            assert kept == sorted(expected)
+            assert logprob == pytest.approx(expected[token], abs=1e-5)
+            sizes.add(len(kept))
+    assert sizes == {min(top_k, VOCABULARY)} if top_p == 1 else len(sizes) > 2
+
+
+def test_ties_at_the_edge_of_top_k_keep_the_lower_id() -> None:
+    logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, 2.0]])
+    drawn = draw(logits, SamplingParams(top_k=3), torch.tensor([0.99], dtype=torch.float64))
+    assert drawn.kept is not None
+    assert drawn.kept.tolist() == [[True, True, False, False, True]]
+
+
+def test_the_stop_token_ends_the_response_and_is_part_of_it(pair: Any) -> None:
+    _, weights = pair("dense")
+    engine = engine_of("dense", weights)
+    free = SamplingParams(max_new_tokens=5)
+    free_samples = engine.generate(PROMPTS, free, n=8, seeds=range(40))
+    assert all(s.finish_reason == "length" and len(s.output_ids) == 5 for s in free_samples)
+    stops = (free_samples[0].output_ids[0], free_samples[3].output_ids[4])
+    params = SamplingParams(max_new_tokens=5, stop_token_ids=stops)
+    finished: list[int] = []
+    stopped = engine.generate(PROMPTS, params, n=8, seeds=range(40), on_finished=finished.append)
+    for before, after in zip(free_samples, stopped, strict=True):
+        places = [t for t, token in enumerate(before.output_ids) if token in stops]
+        end = places[0] + 1 if places else 5
+        assert after.output_ids == before.output_ids[:end]
+        assert len(after.logprobs) == end
+        assert after.finish_reason == ("stop" if places else "length")
+        assert after.weight_versions == [(4, 0, end)]
+    ends = {len(s.output_ids) for s in stopped if s.finish_reason == "stop"}
+    assert {1, 5} <= ends, "a stop at the first and at the last allowed token"
+    assert sum(finished) == 40 and min(finished) > 0 and len(finished) > 1
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_response_depends_on_its_seed_and_prompt_not_on_its_batch(kind: str, pair: Any) -> None:
+    _, weights = pair(kind)
+    params = SamplingParams(max_new_tokens=8, top_p=0.95, stop_token_ids=(2, 7))
+    seeds = [1000 + 7 * i for i in range(15)]
+    together = engine_of(kind, weights).generate(PROMPTS, params, n=3, seeds=seeds)
+    small = engine_of(kind, weights, max_batch=4)
+    in_fours = small.generate(PROMPTS, params, n=3, seeds=seeds)
+    backwards = small.generate(PROMPTS[::-1], params, n=3, seeds=seeds[::-1])[::-1]
+    alone = [small.generate([PROMPTS[i // 3]], params, n=1, seeds=[seeds[i]])[0] for i in range(15)]
+    for other in (in_fours, backwards, alone):
+        assert [s.output_ids for s in other] == [s.output_ids for s in together]
+        assert [s.support for s in other] == [s.support for s in together]
+        for a, b in zip(other, together, strict=True):
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+    # the first and the last prompt are equal: only their seeds tell their responses apart
+    assert [s.output_ids for s in together[:3]] != [s.output_ids for s in together[12:]]
+    same_seeds = small.generate(PROMPTS[:1], params, n=3, seeds=seeds[12:])
+    assert [s.output_ids for s in same_seeds] == [s.output_ids for s in together[12:]]
+
+
+def test_a_longer_limit_continues_the_same_response(pair: Any) -> None:
+    _, weights = pair("dense")
+    engine = engine_of("dense", weights)
+    short = engine.generate(PROMPTS, SamplingParams(max_new_tokens=3), n=1, seeds=range(5))
+    long = engine.generate(PROMPTS, SamplingParams(max_new_tokens=30), n=1, seeds=range(5))
+    assert [s.output_ids for s in short] == [s.output_ids[:3] for s in long]
+
+
+def test_the_callers_random_state_is_left_alone(pair: Any) -> None:
+    _, weights = pair("dense")
+    torch.manual_seed(123)
+    state = torch.get_rng_state()
+    engine_of("dense", weights).generate(PROMPTS, SamplingParams(max_new_tokens=2), n=1, seeds=range(5))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_sampled_frequencies_match_the_distribution_of_token_pairs(pair: Any) -> None:
+    model, weights = pair("dense")
+    temperature, count, kept = 1.5, 6000, 6
+    params = SamplingParams(max_new_tokens=2, temperature=temperature, top_k=kept)
+    samples = engine_of("dense", weights, max_batch=2000).generate([[3, 1, 4]], params, n=count, seeds=range(count))
+
+    def kept_probabilities(prefix: list[int]) -> dict[int, float]:
+        logits = reference_logits(model, Sample([3, 1, 4], [*prefix, 0], [], "length"))[-1]
+        by_hand = kept_by_hand(logits.tolist(), temperature, kept, 1.0)
+        return {token: math.exp(logprob) for token, logprob in by_hand.items()}
+
+    expected = {
+        (first, second): count * p * q
+        for first, p in kept_probabilities([]).items()
+        for second, q in kept_probabilities([first]).items()
+    }
+    observed: dict[tuple[int, int], int] = dict.fromkeys(expected, 0)
+    for sample in samples:
+        observed[sample.output_ids[0], sample.output_ids[1]] += 1
+    assert min(expected.values()) > 0.5
+    statistic = sum((observed[pair] - mean) ** 2 / mean for pair, mean in expected.items())
+    # 35 degrees of freedom: 73.2 is exceeded once in 5,000 sets of seeds
+    assert 12 < statistic < 73.2
+
+
+def test_a_draw_never_lands_on_a_token_of_probability_zero() -> None:
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0, -math.inf, -math.inf]]).expand(5, -1)
+    uniforms = torch.tensor([0.0, 0.2689, 0.2690, 0.5, 1 - 2.0**-53], dtype=torch.float64)
+    drawn = draw(logits, SamplingParams(), uniforms)
+    # the first of the two has probability 1 / (1 + e) = 0.26894
+    assert drawn.ids.tolist() == [1, 1, 3, 3, 3]
+    assert torch.allclose(drawn.logprobs.exp(), torch.tensor([0.26894, 0.26894, 0.73106, 0.73106, 0.73106]), atol=1e-5)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(max_new_tokens=3), SamplingParams(max_new_tokens=3, top_p=0.5)])
+def test_broken_weights_give_nan_logprobs_and_no_crash(params: SamplingParams, pair: Any) -> None:
+    _, weights = pair("dense")
+    broken = {**weights, "model.norm.weight": torch.full_like(weights["model.norm.weight"], math.nan)}
+    samples = engine_of("dense", broken).generate(PROMPTS, params, n=2, seeds=range(10))
+    assert all(math.isnan(value) for s in samples for value in s.logprobs)
+    assert all(0 <= token < VOCABULARY for s in samples for token in s.output_ids)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("dense", "bf16"), ("moe", "bf16"), ("dense", "fp16")])
+def test_half_precision_differs_from_fp32_a_little_and_its_logprobs_are_fp32(kind: str, dtype: str, pair: Any) -> None:
+    model, weights = pair(kind)
+    params = SamplingParams(max_new_tokens=6)
+    samples = engine_of(kind, weights, dtype=dtype).generate(PROMPTS, params, n=8, seeds=range(40))
+    ell = []
+    for sample in samples:
+        train = reference_logits(model, sample).log_softmax(-1).gather(-1, torch.tensor(sample.output_ids)[:, None])
+        ell.append(train[:, 0] - torch.tensor(sample.logprobs))
+    log_ratio = torch.cat(ell).double()
+    k3 = (log_ratio.exp() - 1 - log_ratio).mean().item()
+    assert 1e-8 < k3 < 1e-2
+    values = torch.tensor([value for s in samples for value in s.logprobs])
+    assert not torch.equal(values, values.to(torch.bfloat16 if dtype == "bf16" else torch.float16).float())
+
+
+def test_updated_weights_are_served_under_their_version(pair: Any) -> None:
+    model, weights = pair("tied")
+    engine = engine_of("tied", weights)
+    assert isinstance(engine, RolloutEngine)
+    params = SamplingParams(max_new_tokens=4)
+    first = engine.generate(PROMPTS, params, n=1, seeds=range(5))
+    engine.update_weights(((name, tensor * 0.5) for name, tensor in weights.items()), 9)
+    second = engine.generate(PROMPTS, params, n=1, seeds=range(5))
+    engine.update_weights(weights.items(), 10)
+    third = engine.generate(PROMPTS, params, n=1, seeds=range(5))
+    assert [s.weight_versions for s in (first[0], second[0], third[0])] == [[(4, 0, 4)], [(9, 0, 4)], [(10, 0, 4)]]
+    assert largest_error(model, third, 1.0) < 1e-5 < largest_error(model, second, 1.0)
+    assert [s.logprobs for s in first] == [s.logprobs for s in third]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_each_weight_must_come_once_with_its_shape(kind: str, pair: Any) -> None:
+    _, weights = pair(kind)
+    engine = engine_of(kind, weights)
+    expert = "model.layers.1.mlp.experts.2.up_proj.weight"
+    name = expert if kind == "moe" else "model.layers.1.mlp.up_proj.weight"
+    for bad, message in (
+        ({**weights, "model.layers.7.x": weights[name]}, "weight 'model.layers.7.x' is not a parameter of the model"),
+        ({**weights, name: weights[name][:-1]}, f"weight '{name}' must have shape"),
+        ({k: v for k, v in weights.items() if k != name}, rf"weight '{name}' is missing \(1 of {len(weights)} are\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights(bad.items(), 5)
+    with pytest.raises(ValueError, match=f"weight '{name}' was given twice"):
+        engine.update_weights([*weights.items(), (name, weights[name])], 5)
+    if kind == "tied":
+        assert "lm_head.weight" not in weights
+        with pytest.raises(ValueError, match=r"weight 'lm_head\.weight' is not a parameter"):
+            engine.update_weights([*weights.items(), ("lm_head.weight", weights["model.embed_tokens.weight"])], 5)
+    assert engine.weight_version == 4
+
+
+def test_a_bad_request_names_the_prompt(pair: Any) -> None:
+    engine = engine_of("dense", pair("dense")[1])
+    params = SamplingParams(max_new_tokens=36)
+    with pytest.raises(ValueError, match=r"prompt 2 has 7 tokens, .* max_new_tokens=36 .* context of 40 \(max_pos"):
+        engine.generate(PROMPTS, params, n=1, seeds=range(5))
+    assert len(engine.generate([[1, 2, 3, 4]], params, n=1, seeds=[0])[0].output_ids) == 36
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        engine.generate([[1], []], SamplingParams(max_new_tokens=1), n=1, seeds=[0, 1])
+    with pytest.raises(ValueError, match="prompt 0 has an id outside the vocabulary of 24"):
+        engine.generate([[24]], SamplingParams(max_new_tokens=1), n=1, seeds=[0])
+    with pytest.raises(ValueError, match=r"seeds must hold one seed a response \(2 x 3\), got 5"):
+        engine.generate([[1], [2]], SamplingParams(max_new_tokens=1), n=3, seeds=range(5))
+    assert engine.generate([], SamplingParams(max_new_tokens=1), n=3, seeds=[]) == []
+
+
+def test_a_bad_configuration_names_the_field() -> None:
+    dense = CONFIGS["dense"]
+    with pytest.raises(ValueError, match="model_type must be one of qwen3, qwen3_moe, got 'llama'"):
+        HFEngine({**dense, "model_type": "llama"}, dtype="fp32", device="cpu")
+    with pytest.raises(ValueError, match="dtype must be one of fp32, bf16, fp16, got 'int8'"):
+        HFEngine(dense, dtype="int8", device="cpu")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="use_sliding_window must be false"):
+        HFEngine({**dense, "use_sliding_window": True}, dtype="fp32", device="cpu")
+    with pytest.raises(ValueError, match="max_batch must be >= 1, got 0"):
+        HFEngine(dense, dtype="fp32", device="cpu", max_batch=0)

@@ -1,0 +1,564 @@
+"""Advantages, loss scales and the policy loss against slow fp64 loops, and against every way to cut a batch."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rc.config import RolloutCorrection, Weight
+from megatron_rc.correction import Corrected
+from megatron_rc.loss import (
+    equal_reward_groups,
+    expand_to_tokens,
+    grpo_advantages,
+    loss_scale,
+    policy_loss,
+    rloo_advantages,
+)
+from megatron_rc.metrics import MetricSums
+
+INF, NAN = float("inf"), float("nan")
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+
+rewards_and_groups = st.lists(
+    st.tuples(st.sampled_from([0.0, 1.0, 0.1, -2.5, 0.3, NAN, INF, -INF]), st.integers(-2, 3)), max_size=24
+)
+
+
+def members(samples: list[tuple[float, int]]) -> dict[int, list[float]]:
+    """Finite rewards of every group, as fp32 holds them."""
+    found = defaultdict(list)
+    for reward, group in samples:
+        found[group] += [torch.tensor(reward).double().item()] if math.isfinite(reward) else []
+    return found
+
+
+def tensors(samples: list[tuple[float, int]]) -> tuple[Tensor, Tensor]:
+    return torch.tensor([r for r, _ in samples]), torch.tensor([g for _, g in samples], dtype=torch.int64)
+
+
+@given(rewards_and_groups)
+def test_rloo_is_the_reward_minus_the_mean_of_the_others(samples: list[tuple[float, int]]) -> None:
+    expected = []
+    for reward, group in samples:
+        finite = members(samples)[group]
+        others = (sum(finite) - reward) / (len(finite) - 1) if len(finite) > 1 else reward
+        expected.append(reward - others if math.isfinite(reward) else 0.0)
+    found = rloo_advantages(*tensors(samples))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.tolist(), expected, atol=1e-6, rtol=1e-6)
+
+
+@given(rewards_and_groups, st.booleans())
+def test_grpo_is_the_standardised_reward(samples: list[tuple[float, int]], divide_by_std: bool) -> None:
+    expected = []
+    for reward, group in samples:
+        finite, reward = members(samples)[group], torch.tensor(reward).double().item()
+        advantage = 0.0
+        if math.isfinite(reward) and len(finite) > 1:
+            mean = sum(finite) / len(finite)
+            std = math.sqrt(sum((r - mean) ** 2 for r in finite) / (len(finite) - 1))
+            advantage = (reward - mean) / (std + 1e-6 if divide_by_std else 1)
+        expected.append(advantage)
+    found = grpo_advantages(*tensors(samples), divide_by_std=divide_by_std)
+    torch.testing.assert_close(found.tolist(), expected, atol=1e-5, rtol=1e-5)
+
+
+@given(rewards_and_groups)
+def test_groups_of_equal_rewards_are_named(samples: list[tuple[float, int]]) -> None:
+    expected = [len(set(members(samples)[group])) <= 1 for _, group in samples]
+    assert equal_reward_groups(*tensors(samples)).tolist() == expected
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 16])
+def test_equal_rewards_give_exactly_zero(size: int) -> None:
+    rewards, groups = torch.full((size,), 0.1), torch.zeros(size, dtype=torch.int64)
+    assert rloo_advantages(rewards, groups).tolist() == grpo_advantages(rewards, groups).tolist() == [0.0] * size
+
+
+def test_rewards_and_groups_of_different_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rewards and groups must both be \[S\], got \(3,\), \(2,\)"):
+        rloo_advantages(torch.zeros(3), torch.zeros(2, dtype=torch.int64))
+
+
+def test_expand_to_tokens_gives_each_token_the_value_of_its_sequence() -> None:
+    values = expand_to_tokens(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 2, 2, 5], dtype=torch.int32), 5)
+    assert values.tolist() == [1, 1, 3, 3, 3]
+
+
+def aggregate(
+    losses: list[list[float]],
+    loss_mask: list[list[bool]],
+    kept: list[list[bool]],
+    aggregation: str,
+    denominator: str,
+    max_length: int,
+) -> float:
+    """The aggregation by its words: rejected tokens have loss 0, and count or not."""
+    totals, counts = [], []
+    for values, in_loss, is_kept in zip(losses, loss_mask, kept, strict=True):
+        totals.append(sum(v for v, m, k in zip(values, in_loss, is_kept, strict=True) if m and k))
+        counts.append(sum(in_loss) if denominator == "original" else sum(map(all, zip(in_loss, is_kept, strict=True))))
+    if aggregation == "token-mean":
+        return sum(totals) / sum(counts) if sum(counts) else 0.0
+    sequences = [(total, count) for total, count in zip(totals, counts, strict=True) if count]
+    divisor = {"seq-mean-token-mean": None, "seq-mean-token-sum": 1, "seq-mean-token-sum-norm": max_length}[aggregation]
+    return sum(total / (divisor or count) for total, count in sequences) / len(sequences) if sequences else 0.0
+
+
+def random_batch(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
+    """A packed batch with random masks, log-probs, weights and advantages, in fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    n = sum(lengths)
+
+    def normal(scale: float) -> Tensor:
+        return scale * torch.randn(n, generator=generator, dtype=torch.float64)
+
+    loss_mask = torch.rand(n, generator=generator) < 0.7
+    current = -normal(1.0).abs()
+    mask = loss_mask & (torch.rand(n, generator=generator) < 0.8)
+    return {
+        "loss_mask": loss_mask,
+        "mask": mask,
+        "weights": mask * (0.2 + torch.rand(n, generator=generator, dtype=torch.float64)),
+        "current": current,
+        "old": current + normal(0.4),
+        "reference": current + normal(0.5),
+        "entropy": normal(1.0).abs(),
+        "advantages": normal(1.0),
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+    }
+
+
+def split(values: Tensor, lengths: list[int]) -> list[list[Any]]:
+    return [part.tolist() for part in values.split(lengths)]
+
+
+def padded(values: Tensor, lengths: list[int]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(values.split(lengths)), batch_first=True)
+
+
+@pytest.mark.parametrize("denominator", ["original", "kept"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_the_sum_of_scaled_losses_is_the_aggregation(
+    aggregation: Any, denominator: Any, lengths: list[int], seed: int
+) -> None:
+    batch = random_batch(lengths, seed)
+    loss_mask, mask, losses = batch["loss_mask"], batch["mask"], batch["current"]
+    arguments: dict[str, Any] = dict(aggregation=aggregation, denominator=denominator, max_length=7)
+    expected = aggregate(
+        split(losses, lengths), split(loss_mask, lengths), split(mask, lengths), aggregation, denominator, 7
+    )
+    scale = loss_scale(loss_mask, mask, cu_seqlens=batch["cu_seqlens"], **arguments)
+    assert scale.dtype == torch.float32 and (scale[~loss_mask] == 0).all()
+    assert (scale * losses * mask).sum().item() == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    in_rows = loss_scale(padded(loss_mask, lengths), padded(mask, lengths), **arguments)
+    assert torch.equal(in_rows, padded(scale, lengths))
+
+
+def test_rejected_tokens_stay_in_the_denominator() -> None:
+    loss_mask, kept = torch.ones(4, dtype=torch.bool), torch.tensor([True, False, False, True])
+    assert loss_scale(loss_mask, kept).tolist() == [0.25] * 4
+    assert loss_scale(loss_mask, kept, denominator="kept").tolist() == [0.5] * 4
+
+
+def test_sequences_without_loss_tokens_are_not_counted() -> None:
+    loss_mask = torch.tensor([[True, True], [False, False]])
+    assert loss_scale(loss_mask, loss_mask, aggregation="seq-mean-token-sum").tolist() == [[1, 1], [0, 0]]
+
+
+def test_a_batch_without_tokens_has_scale_zero() -> None:
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    for aggregation in AGGREGATIONS:
+        assert (loss_scale(nothing, nothing, aggregation=aggregation, max_length=3) == 0).all()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"aggregation": "mean"}, "aggregation must be one of 'token-mean', "),
+        ({"denominator": "all"}, "denominator must be 'original' or 'kept', got 'all'"),
+        ({"aggregation": "seq-mean-token-sum"}, "cu_seqlens must be given"),
+        ({"aggregation": "seq-mean-token-sum-norm", "cu_seqlens": torch.tensor([0, 3])}, "max_length must be >= 1"),
+        ({"kept_mask": torch.ones(2, dtype=torch.bool)}, "kept_mask must have the shape (3,) of loss_mask, got (2,)"),
+    ],
+)
+def test_bad_scale_arguments_are_named(arguments: dict[str, Any], sentence: str) -> None:
+    mask = torch.ones(3, dtype=torch.bool)
+    with pytest.raises(ValueError) as error:
+        loss_scale(**{"loss_mask": mask, "kept_mask": mask, **arguments})
+    assert str(error.value).startswith(sentence)
+
+
+def corrected_of(batch: dict[str, Tensor]) -> Corrected:
+    return Corrected(batch["weights"], batch["mask"], torch.zeros(1, dtype=torch.bool), MetricSums())
+
+
+def loss_by_hand(
+    batch: dict[str, Tensor],
+    scale: Tensor,
+    old: Tensor,
+    *,
+    surrogate: str,
+    clip_lower: float = 0.2,
+    clip_upper: float = 0.28,
+    dual_clip: float | None = None,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+) -> tuple[float, list[float], dict[str, float]]:
+    """(loss, its gradient by current log-prob, metrics), one token after the other."""
+    total, gradient, counts = 0.0, [], defaultdict[str, float](float)
+    for t in range(len(scale)):
+        slope = 0.0
+        if batch["loss_mask"][t]:
+            s, a, lp = scale[t].item(), batch["advantages"][t].item(), batch["current"][t].item()
+            r = math.exp(lp - old[t].item())
+            if batch["mask"][t]:
+                w = batch["weights"][t].item()
+                value, inner = -a * lp, -a
+                if surrogate == "ppo":
+                    limited = min(max(r, 1 - clip_lower), 1 + clip_upper)
+                    value, inner = max(-a * r, -a * limited), -a * r
+                    clipped = -a * limited > -a * r
+                    counts["clip_high"] += clipped and a > 0
+                    counts["clip_low"] += clipped and a < 0
+                    if dual_clip is not None and a < 0 and value > -a * dual_clip:
+                        value, clipped = -a * dual_clip, True
+                        counts["dual_clip"] += 1
+                    inner = 0.0 if clipped else inner
+                total += s * w * value
+                slope += s * w * inner
+                counts["kept"] += 1
+            d = batch["reference"][t].item() - lp
+            total += kl_coef * s * r * (math.exp(d) - 1 - d) - entropy_coef * s * batch["entropy"][t].item()
+            slope += kl_coef * s * r * -d
+        gradient.append(slope)
+    shares = {k: v / counts["kept"] for k, v in counts.items() if counts["kept"]}
+    return total, gradient, shares
+
+
+@pytest.mark.parametrize("old_mode", ["recompute", "current", "rollout"])
+@pytest.mark.parametrize("surrogate", ["ppo", "reinforce"])
+@given(seed=st.integers(0, 10_000), dual_clip=st.sampled_from([None, 1.2, 3.0]), coefficients=st.booleans())
+def test_loss_and_gradient_equal_the_formula_token_by_token(
+    surrogate: Any, old_mode: Any, seed: int, dual_clip: float | None, coefficients: bool
+) -> None:
+    batch = random_batch([4, 0, 7, 1], seed)
+    scale = torch.rand(12, generator=torch.Generator().manual_seed(seed)).double() * batch["loss_mask"]
+    options: dict[str, Any] = dict(
+        kl_coef=0.3 * coefficients, entropy_coef=0.1 * coefficients, surrogate=surrogate, dual_clip=dual_clip
+    )
+    old = None if old_mode == "current" else batch["old"]
+    current = batch["current"].clone().requires_grad_()
+    loss, metrics = policy_loss(
+        current,
+        old,
+        batch["advantages"],
+        corrected_of(batch),
+        scale=scale,
+        reference_logprobs=batch["reference"],
+        entropy=batch["entropy"],
+        correction=RolloutCorrection(old=old_mode),
+        **options,
+    )
+    loss.backward()
+    expected, gradient, shares = loss_by_hand(batch, scale, batch["current"] if old is None else old, **options)
+    assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert current.grad is not None
+    assert current.grad.tolist() == pytest.approx(gradient, rel=1e-9, abs=1e-12)
+    if surrogate == "ppo" and batch["mask"].any():
+        values = metrics.values()
+        for name in ("clip_high", "clip_low", *(["dual_clip"] if dual_clip else [])):
+            assert values[name] == pytest.approx(shares.get(name, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "value", "slope"),
+    [
+        (1.0, 1.5, -1.28, 0.0),
+        (1.0, 0.5, -0.5, -0.5),
+        (1.0, 9.0, -1.28, 0.0),
+        (-1.0, 1.5, 1.5, 1.5),
+        (-1.0, 0.5, 0.8, 0.0),
+        (-1.0, 9.0, 3.0, 0.0),
+    ],
+)
+def test_clipping_is_one_sided_and_the_dual_clip_bounds_negative_advantages_only(
+    advantage: float, ratio: float, value: float, slope: float
+) -> None:
+    current = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(1, dtype=torch.float64)
+    corrected = Corrected(one, one.bool(), one.bool(), MetricSums())
+    loss, _ = policy_loss(current, 0 * one, advantage * one, corrected, scale=one, dual_clip=3.0)
+    loss.backward()
+    assert (loss.item(), current.grad) == (pytest.approx(value), pytest.approx(slope * one))
+
+
+def evaluate(batch: dict[str, Tensor], scale: Tensor, **options: Any) -> tuple[Tensor, Tensor, MetricSums]:
+    """(loss, gradient, metrics) of a ppo loss with every term."""
+    current = batch["current"].clone().requires_grad_()
+    loss, metrics = policy_loss(
+        current,
+        batch["old"],
+        batch["advantages"],
+        corrected_of(batch),
+        scale=scale,
+        reference_logprobs=batch["reference"],
+        kl_coef=0.2,
+        entropy=batch["entropy"],
+        entropy_coef=0.1,
+        rollout_logprobs=batch["old"] + 0.01,
+        **options,
+    )
+    loss.backward()
+    assert current.grad is not None
+    return loss.detach(), current.grad, metrics
+
+
+def test_the_weight_multiplies_the_policy_gradient_term_alone() -> None:
+    batch = random_batch([9], 3)
+    scale = batch["loss_mask"].double()
+    without = dict(batch, weights=0 * batch["weights"])
+    _, gradient, metrics = evaluate(without, scale)
+    kl = (without["reference"] - without["current"]).neg() * (without["current"] - without["old"]).exp()
+    torch.testing.assert_close(gradient, 0.2 * kl * scale)
+    assert metrics.values()["policy_loss"] == 0 and metrics.values()["kl_ref"] > 0
+
+
+def test_kl_and_entropy_count_rejected_tokens() -> None:
+    batch = random_batch([9], 3)
+    scale = batch["loss_mask"].double()
+    nothing_kept = dict(batch, mask=batch["mask"] & False)
+    full, rejected = evaluate(batch, scale)[2].values(), evaluate(nothing_kept, scale)[2].values()
+    assert full["kl_ref"] == rejected["kl_ref"] and full["entropy"] == rejected["entropy"]
+    assert rejected["policy_loss"] == 0 != full["policy_loss"]
+
+
+def test_the_loss_does_not_depend_on_the_cut_into_micro_batches() -> None:
+    lengths = [4, 7, 1, 6]
+    batch = random_batch(lengths, 5)
+    scale = loss_scale(
+        batch["loss_mask"], batch["mask"], cu_seqlens=batch["cu_seqlens"], aggregation="seq-mean-token-mean"
+    )
+    loss, gradient, metrics = evaluate(batch, scale)
+    per_token = {name: value for name, value in batch.items() if name != "cu_seqlens"}
+    for cut in ([18], [4, 7, 1, 6], [11, 7], [5] * 3 + [3]):
+        parts = [
+            evaluate(dict(zip(per_token, values, strict=True)), part)
+            for *values, part in zip(*(v.split(cut) for v in per_token.values()), scale.split(cut), strict=True)
+        ]
+        torch.testing.assert_close(sum(part[0] for part in parts), loss, atol=1e-14, rtol=1e-12)
+        torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient, atol=0, rtol=0)
+        pooled = MetricSums()
+        for part in parts:
+            pooled.merge(part[2])
+        assert pooled.values() == pytest.approx(metrics.values(), rel=1e-9, nan_ok=True)
+
+
+def parallel_loss(rank: int, aggregation: Any, denominator: Any) -> tuple[Tensor, Tensor, dict[str, float], Tensor]:
+    """DP = 2 x CP = 2: (summed loss, rows, pooled metrics, gradient)."""
+    lengths = [4, 7, 1, 6, 0, 3]
+    batch = random_batch(lengths, 5)
+    cp_groups, dp_groups = [[dist.new_group(r) for r in pair] for pair in (((0, 1), (2, 3)), ((0, 2), (1, 3)))]
+    data, context = divmod(rank, 2)
+    sequences = [[0, 3, 4], [1, 2, 5]][data]
+    starts = batch["cu_seqlens"].tolist()
+    rows, local = [], [0]
+    for i in sequences:
+        middle = starts[i] + (lengths[i] + 1) // 2
+        part = range(starts[i], middle) if context == 0 else range(middle, starts[i + 1])
+        rows += part
+        local.append(local[-1] + len(part))
+    mine = {name: value[rows] for name, value in batch.items() if name != "cu_seqlens"}
+    scale = loss_scale(
+        mine["loss_mask"],
+        mine["mask"],
+        aggregation=aggregation,
+        denominator=denominator,
+        cu_seqlens=torch.tensor(local, dtype=torch.int32),
+        dp_group=dp_groups[context],
+        cp_group=cp_groups[data],
+        max_length=7,
+    )
+    loss, gradient, metrics = evaluate(mine, scale)
+    dist.all_reduce(loss)
+    return loss, torch.tensor(rows), metrics.all_reduce(dist.group.WORLD).values(), gradient
+
+
+def every_aggregation(rank: int) -> list[tuple[Tensor, Tensor, dict[str, float], Tensor]]:
+    return [parallel_loss(rank, a, d) for a in AGGREGATIONS for d in ("original", "kept")]
+
+
+def test_loss_gradient_and_metrics_do_not_depend_on_data_or_context_parallelism() -> None:
+    ranks = run_ranks(4, every_aggregation)
+    batch = random_batch([4, 7, 1, 6, 0, 3], 5)
+    for i, (aggregation, denominator) in enumerate((a, d) for a in AGGREGATIONS for d in ("original", "kept")):
+        scale = loss_scale(
+            batch["loss_mask"],
+            batch["mask"],
+            aggregation=aggregation,  # type: ignore[arg-type]
+            denominator=denominator,  # type: ignore[arg-type]
+            cu_seqlens=batch["cu_seqlens"],
+            max_length=7,
+        )
+        loss, gradient, metrics = evaluate(batch, scale)
+        gathered = torch.empty_like(gradient)
+        for rank in ranks:
+            torch.testing.assert_close(rank[i][0], loss, atol=1e-14, rtol=1e-12)
+            assert rank[i][2] == pytest.approx(metrics.values(), rel=1e-9, nan_ok=True)
+            gathered[rank[i][1]] = rank[i][3]
+        assert torch.equal(gathered, gradient)
+
+
+def test_a_micro_batch_without_kept_tokens_gives_a_differentiable_zero() -> None:
+    for lengths in ([5], [0]):
+        batch = random_batch(lengths)
+        batch["mask"] = batch["mask"] & False
+        loss, gradient, metrics = evaluate(batch, torch.zeros(sum(lengths), dtype=torch.float64))
+        assert loss.item() == 0 and gradient.tolist() == [0.0] * sum(lengths)
+        metrics.values()
+
+
+@pytest.mark.parametrize("surrogate", ["ppo", "reinforce"])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_dropped_tokens_have_exactly_no_gradient_whatever_they_hold(bad: float, surrogate: Any) -> None:
+    batch = random_batch([8], 1)
+    batch["loss_mask"][:] = True
+    batch["mask"] = torch.tensor([True, False, False, True, False, True, True, True])
+    batch["weights"] = batch["mask"].double()
+    scale = torch.ones(8, dtype=torch.float64)
+    scale[4] = 0
+    for name, row in (("current", 1), ("old", 2), ("weights", 1)):
+        batch[name][row] = bad
+    for name in ("current", "old", "reference", "entropy", "advantages"):
+        batch[name][4] = bad
+    current = batch["current"].clone().requires_grad_()
+    loss, _ = policy_loss(
+        current, batch["old"], batch["advantages"], corrected_of(batch), scale=scale, surrogate=surrogate
+    )
+    loss.backward()
+    assert loss.isfinite() and current.grad is not None and current.grad.isfinite().all()
+    assert (current.grad[[1, 2, 4]] == 0).all() and (current.grad[[0, 3, 5]] != 0).any()
+
+
+@pytest.mark.parametrize("surrogate", ["ppo", "reinforce"])
+def test_a_kept_token_that_the_trainer_holds_impossible_adds_nothing(surrogate: Any) -> None:
+    one = torch.ones(3, dtype=torch.float64)
+    current = torch.tensor([-1.0, -INF, -1.0], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-1.0, -1.0, -INF], dtype=torch.float64)
+    corrected = Corrected(one, one.bool(), one.bool(), MetricSums())
+    loss, _ = policy_loss(
+        current, old, -one, corrected, scale=one, reference_logprobs=old, kl_coef=1.0, surrogate=surrogate
+    )
+    loss.backward()
+    assert loss.isfinite() and current.grad is not None
+    assert current.grad[1:].tolist() == [0, 0] and current.grad[0] != 0
+
+
+def test_a_nan_of_the_trainer_in_a_kept_token_is_not_hidden() -> None:
+    one = torch.ones(2)
+    corrected = Corrected(one, one.bool(), one.bool(), MetricSums())
+    current = torch.tensor([NAN, -1.0], requires_grad=True)
+    assert policy_loss(current, -one, one, corrected, scale=one).loss.isnan()
+
+
+def test_far_ratios_are_bounded_before_exp() -> None:
+    one = torch.ones(2)
+    corrected = Corrected(one, one.bool(), one.bool(), MetricSums())
+    current = torch.tensor([0.0, -500.0], requires_grad=True)
+    loss, _ = policy_loss(
+        current, torch.tensor([-500.0, 0.0]), -one, corrected, scale=one, reference_logprobs=-300 * one, kl_coef=1e-9
+    )
+    loss.backward()
+    assert loss.isfinite() and current.grad is not None and current.grad.isfinite().all()
+
+
+def test_padded_layout_takes_advantages_by_sequence() -> None:
+    lengths = [3, 5, 2]
+    batch = random_batch(lengths, 2)
+    advantages = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+    batch["advantages"] = expand_to_tokens(advantages, batch["cu_seqlens"], 10)
+    packed = evaluate(batch, batch["loss_mask"].double())
+    rows = {name: padded(value, lengths) for name, value in batch.items() if name != "cu_seqlens"}
+    rows["advantages"] = advantages
+    in_rows = evaluate(rows, rows["loss_mask"].double())
+    torch.testing.assert_close(in_rows[0], packed[0])
+    assert torch.equal(in_rows[1], padded(packed[1], lengths))
+    assert in_rows[2].values() == pytest.approx(packed[2].values(), nan_ok=True)
+
+
+def test_metrics_of_the_pairs_are_reported_under_their_names() -> None:
+    batch = random_batch([9], 3)
+    values = evaluate(batch, batch["loss_mask"].double())[2].values()
+    log_ratio = (batch["current"] - batch["old"])[batch["loss_mask"]]
+    assert values["current_old/k1"] == pytest.approx(-log_ratio.mean().item())
+    assert values["current/k1"] == pytest.approx(0.01 - log_ratio.mean().item())
+    assert values["entropy"] == pytest.approx(batch["entropy"][batch["loss_mask"]].mean().item())
+
+
+def test_no_collective_runs_and_nothing_waits_for_the_device() -> None:
+    names = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append((func.namespace, func.overloadpacket.__name__))
+            return func(*args, **(kwargs or {}))
+
+    batch = random_batch([4, 7], 5)
+    with Operations():
+        scale = loss_scale(
+            batch["loss_mask"], batch["mask"], aggregation="seq-mean-token-mean", cu_seqlens=batch["cu_seqlens"]
+        )
+        rewards, groups = torch.rand(6), torch.arange(6) // 2
+        rloo_advantages(rewards, groups), grpo_advantages(rewards, groups), equal_reward_groups(rewards, groups)
+        evaluate(batch, scale)
+    assert len(names) > 50 and {namespace for namespace, _ in names} == {"aten"}
+    assert not {"_local_scalar_dense", "nonzero", "item", "masked_select", "_unique2"} & {name for _, name in names}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            {"correction": RolloutCorrection(weight=Weight(), old="rollout")},
+            "weight must be None when old is 'rollout' and the surrogate is 'ppo'",
+        ),
+        ({"correction": RolloutCorrection(old="current")}, "old_logprobs must be None when old is 'current'"),
+        (
+            {"old_logprobs": None, "correction": RolloutCorrection()},
+            "old_logprobs must be given when old is 'recompute'",
+        ),
+        ({"surrogate": "gspo"}, "surrogate must be one of 'ppo', 'reinforce', got 'gspo'"),
+        ({"clip_lower": 1.5}, "clip_lower must be in [0, 1] and clip_upper >= 0, got clip_lower=1.5"),
+        ({"dual_clip": 0.9}, "dual_clip must be > 1, got 0.9"),
+        ({"kl_coef": 0.1}, "reference_logprobs must be given"),
+        ({"entropy_coef": 0.1}, "entropy must be given"),
+        ({"advantages": torch.ones(3)}, "advantages must have the shape (2,) of current_logprobs, got (3,)"),
+        ({"backend": "triton"}, "backend 'triton' is not part of this build"),
+    ],
+)
+def test_bad_loss_arguments_are_named(arguments: dict[str, Any], sentence: str) -> None:
+    one = torch.ones(2)
+    given_arguments = {"current_logprobs": one, "old_logprobs": one, "advantages": one, "scale": one, **arguments}
+    with pytest.raises(ValueError) as error:
+        policy_loss(corrected=Corrected(one, one.bool(), one.bool(), MetricSums()), **given_arguments)  # type: ignore[arg-type]
+    assert str(error.value).startswith(sentence)
+
+
+def test_a_weight_on_two_policies_is_allowed_for_reinforce() -> None:
+    one = torch.ones(2)
+    correction = RolloutCorrection(weight=Weight(), old="rollout")
+    corrected = Corrected(2 * one, one.bool(), one.bool(), MetricSums())
+    loss, _ = policy_loss(-one, -one, one, corrected, scale=one, surrogate="reinforce", correction=correction)
+    assert loss.item() == 4

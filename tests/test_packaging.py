@@ -1,0 +1,249 @@
+"""What an installation contains, which name it claims, and that nothing fakes or shadows another `triton_kernels`."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Iterator
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+CODE_FOLDERS = ("megatron_rc", "triton_kernels", "tests", "benchmarks", "examples", "launch")
+BUILD_INPUTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "megatron_rc", "triton_kernels")
+LOCATE = """
+import importlib.util as u
+find = lambda name: (spec := u.find_spec(name)) and (spec.origin or "namespace")
+print(find("triton_kernels"), find("megatron_rc"), find("megatron_rc.kernels.probe"))
+"""
+
+
+def python_files() -> Iterator[Path]:
+    for folder in CODE_FOLDERS:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+    yield ROOT / "setup.py"
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a build reads, with one kernel file more, so that building leaves nothing in this tree."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in BUILD_INPUTS:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, copy / name)
+    (copy / "triton_kernels/probe.py").write_text("HERE = __file__\n")
+    return copy
+
+
+def build(checkout: Path, hook: str, folder: Path) -> Path:
+    """The wheel that pip would install; ``hook`` is build_wheel or build_editable."""
+    code = f"import setuptools.build_meta as backend; backend.{hook}({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=checkout, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="session")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(checkout, "build_wheel", tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def requirements(metadata: Message) -> list[Requirement]:
+    return [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+
+
+def installed(wheel: Path, folder: Path) -> Path:
+    """The python of a bare environment with nothing but ``wheel`` in it."""
+    venv.create(folder, symlinks=True)
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site_packages)
+    return folder / "bin/python"
+
+
+def real_triton_kernels(python: Path) -> Path:
+    """Install a stand-in for Triton's own package of that name."""
+    (site_packages,) = python.parent.parent.glob("lib/python*/site-packages")
+    package = site_packages / "triton_kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    return package / "__init__.py"
+
+
+def locate(python: Path, checkout: Path, launch: bool) -> list[str]:
+    """Where a child started in the checkout finds triton_kernels, megatron_rc and one kernel file."""
+    prepare = f'source "{ROOT}/launch/common.sh" && child_environment && ' if launch else ""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    if launch:
+        environment["PYTHONPATH"] = str(checkout)
+    else:
+        environment["PYTHONSAFEPATH"] = ""
+    run = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f'{prepare}exec "{python}" -c "$0"', LOCATE],
+        cwd=checkout, env=environment, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    return run.stdout.split()
+
+
+def test_the_kernel_folder_is_a_link_without_a_package_file() -> None:
+    link = ROOT / "megatron_rc/kernels"
+    assert link.is_symlink() and os.readlink(link) == "../triton_kernels"
+    assert not (ROOT / "triton_kernels/__init__.py").exists()
+
+
+def test_nothing_imports_the_kernel_folder_by_its_own_name() -> None:
+    for path in python_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert "triton_kernels" not in {n.split(".")[0] for n in names}, f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path, checkout: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {n for n in archive.namelist() if ".dist-info/" not in n}
+    assert {n.split("/")[0] for n in inside} == {"megatron_rc"}
+    package = {p for p in (checkout / "megatron_rc").rglob("*") if p.is_file()}
+    package |= {checkout / "megatron_rc/kernels" / p.name for p in (checkout / "triton_kernels").iterdir()}
+    assert inside == {p.relative_to(checkout).as_posix() for p in package}
+
+
+@pytest.mark.parametrize("hook", ["build_wheel", "build_editable"])
+def test_a_real_triton_kernels_wins_and_without_one_launched_children_find_none(
+    hook: str, checkout: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "dist").mkdir()
+    python = installed(build(checkout, hook, tmp_path / "dist"), tmp_path / "venv")
+    home = tmp_path if hook == "build_wheel" else checkout
+
+    theirs, package, kernel = locate(python, checkout, launch=True)
+    assert theirs == "None"
+    assert Path(package).is_relative_to(home) and Path(kernel).is_relative_to(home)
+
+    real = str(real_triton_kernels(python))
+    assert locate(python, checkout, launch=True) == [real, package, kernel]
+    # and in a shell that knows nothing of this, started in the checkout
+    theirs, _, kernel = locate(python, checkout, launch=False)
+    assert theirs == real
+    assert kernel != "None"
+
+
+def test_every_launch_script_sets_the_environment_of_its_children() -> None:
+    scripts = [p for p in (ROOT / "launch").glob("*.sh") if p.name != "common.sh"]
+    assert len(scripts) >= 2
+    for script in scripts:
+        text = script.read_text()
+        assert "set -euo pipefail" in text, script.name
+        assert re.search(r"^source .*/common\.sh", text, re.MULTILINE), script.name
+        assert re.search(r"^\s*(prepare|child_environment)\b", text, re.MULTILINE), script.name
+
+
+def test_no_requirement_brings_apex_or_another_triton_kernels(metadata: Message) -> None:
+    names = {canonicalize_name(r.name) for r in requirements(metadata)}
+    assert not names & {"apex", "nvidia-apex", "triton-kernels"}
+    assert not any(r.specifier for r in requirements(metadata) if r.name == "torch")
+
+
+def test_extras_and_python_are_the_promised_ones(metadata: Message) -> None:
+    assert set(metadata.get_all("Provides-Extra", [])) == {"sglang", "te", "report", "math", "dev"}
+    assert metadata["Requires-Python"] == ">=3.11"
+    (core,) = [r for r in requirements(metadata) if r.name == "megatron-core"]
+    assert (
+        core.specifier.contains("0.16.1") and core.specifier.contains("0.19.2") and not core.specifier.contains("0.20")
+    )
+
+
+def test_constraints_pin_every_requirement_to_an_accepted_version(metadata: Message) -> None:
+    cpu, gpu = pins("constraints-cpu.txt"), pins("constraints-gpu.txt")
+    for requirement in requirements(metadata):
+        name = canonicalize_name(requirement.name)
+        if name != "transformer-engine":
+            assert name in cpu, f"constraints-cpu.txt does not pin {name}"
+            assert requirement.specifier.contains(cpu[name]), f"{requirement} refuses {cpu[name]}"
+    # the container brings its own torch and what is built against it
+    assert {"torch", "triton"} <= set(cpu) and not {"torch", "triton"} & set(gpu)
+    assert {n: v for n, v in cpu.items() if n in gpu} == gpu
+
+
+def pins(file: str) -> dict[str, str]:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / file).read_text().splitlines()]
+    parsed = [re.fullmatch(r"([\w.-]+)==([\w.]+)", line) for line in lines if line]
+    assert all(parsed), f"{file} holds exact versions only"
+    return {canonicalize_name(p[1]): p[2] for p in parsed if p}
+
+
+def test_no_file_is_longer_than_350_lines() -> None:
+    long = {str(p.relative_to(ROOT)): n for p in python_files() if (n := len(p.read_text().splitlines())) > 350}
+    assert long == {}
+
+
+def test_no_conftest_or_package_file_shadows_megatron() -> None:
+    assert not (ROOT / "conftest.py").exists()
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+    assert not {p.name for p in (ROOT / "tests").iterdir() if p.is_dir()} & {"megatron", "sglang", "triton_kernels"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_launch_yaml_is_a_valid_job(path: Path) -> None:
+    from megatron_rc.config import RolloutCorrection
+    from megatron_rc.schema import from_dict, load_yaml
+    from megatron_rc.training.arguments import JobSettings
+
+    data = load_yaml(path)
+    data["correction"] = RolloutCorrection.expand(data["correction"])
+    from_dict(JobSettings, data)
+
+
+def refused(command: list[str], **environment: str) -> str:
+    """The one sentence with which a launch script ends."""
+    run = subprocess.run(["bash", *command], env={**os.environ, **environment}, capture_output=True, text=True)
+    assert run.returncode == 1
+    (sentence,) = run.stderr.splitlines()
+    return sentence
+
+
+def test_quickstart_refuses_wrong_arguments_in_one_sentence() -> None:
+    quickstart = str(ROOT / "launch/quickstart.sh")
+    assert "unknown argument '--step'; known: --moe, --steps N" in refused([quickstart, "--step", "3"])
+    assert "--steps takes a whole number, got 'many'" in refused([quickstart, "--moe", "--steps", "many"])
+    assert "--seed takes a whole number, got ''" in refused([quickstart, "--seed"])
+    assert "--out takes a directory" in refused([quickstart, "--out"])
+
+
+def test_quickstart_never_replaces_a_folder_that_is_not_a_run(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    assert "is not empty and holds no earlier run" in refused(
+        [str(ROOT / "launch/quickstart.sh"), "--out", str(tmp_path)]
+    )
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh"])
+def test_launch_scripts_name_what_is_wrong_with_python(script: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    without_venv = tmp_path / "python"
+    without_venv.write_text('#!/bin/sh\ncase "$*" in *ensurepip*) exit 1;; esac\n')
+    without_venv.chmod(0o755)
+    command = [str(tmp_path / "launch" / script)]
+    assert "PYTHON=/bin/false is not a working Python 3.11 or newer" in refused(command, PYTHON="/bin/false")
+    assert "cannot make virtual environments; install its venv" in refused(command, PYTHON=str(without_venv))

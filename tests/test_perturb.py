@@ -1,0 +1,214 @@
+"""Quantised, noisy and stale weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
+from megatron_rc.rollout.perturb import StaleEngine, amplified, is_quantizable, perturbed, quantized
+
+E4M3_LEVELS = sorted(
+    {m / 8 * 2.0**-6 for m in range(8)} | {(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)} - {480.0}
+)
+"""Every non-negative number of the format, from its definition: 4 exponent bits, bias 7, 3 mantissa bits, no inf."""
+
+
+def example_weight(out: int = 24, width: int = 40) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    channels = torch.logspace(-3, 2, out)[:, None]
+    return torch.randn(out, width, generator=generator) * channels
+
+
+def example_stream() -> list[tuple[str, Tensor]]:
+    weight = example_weight()
+    names = [
+        "model.embed_tokens.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.mlp.gate.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.0.mlp.experts.3.down_proj.weight",
+        "lm_head.weight",
+    ]
+    vectors = ("norm.weight", "bias")
+    return [(name, weight[0] if name.endswith(vectors) else weight) for name in names]
+
+
+def test_int8_error_is_at_most_half_a_step_of_its_own_channel() -> None:
+    weight = example_weight()
+    step = weight.abs().amax(1, keepdim=True).double() / 127
+    result = quantized(weight, "int8").double()
+    levels = result / step
+    assert (levels - levels.round()).abs().max() < 1e-4
+    assert levels.abs().max() <= 127 + 1e-4
+    assert ((result - weight.double()).abs() <= step / 2 * (1 + 1e-5)).all()
+    # rounding really happened, to more than a handful of levels
+    assert 50 < len(levels.round().unique()) <= 255
+
+
+def test_fp8_rounds_to_the_nearest_e4m3_number_of_its_own_channel() -> None:
+    weight = example_weight()
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    levels = torch.tensor(E4M3_LEVELS, dtype=torch.float64)
+    scaled = (weight / scale).double()
+    nearest = levels[(scaled.abs()[..., None] - levels).abs().argmin(-1)]
+    error = (quantized(weight, "fp8") / scale).double().abs() - scaled.abs()
+    assert torch.allclose(error.abs(), (nearest - scaled.abs()).abs(), atol=1e-4)
+    assert (error.abs() <= torch.maximum(scaled.abs() / 16, torch.tensor(1 / 1024)) * (1 + 1e-5)).all()
+    assert error.abs().max() > 1
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantising_twice_changes_nothing_and_zero_channels_stay_zero(kind: str) -> None:
+    weight = example_weight()
+    weight[3] = 0
+    once = quantized(weight, kind)  # type: ignore[arg-type]
+    assert torch.allclose(quantized(once, kind), once, rtol=1e-6, atol=0)  # type: ignore[arg-type]
+    assert torch.equal(once[3], weight[3])
+    assert quantized(weight.bfloat16(), kind).dtype == torch.bfloat16  # type: ignore[arg-type]
+
+
+def test_only_linear_matrices_are_quantised() -> None:
+    changed = {name for name, tensor in example_stream() if is_quantizable(name, tensor)}
+    assert changed == {
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.0.mlp.experts.3.down_proj.weight",
+    }
+    for (name, before), (same_name, after) in zip(
+        example_stream(), perturbed(example_stream(), quantize="int8", version=1), strict=True
+    ):
+        assert name == same_name
+        assert torch.equal(before, after) == (name not in changed), name
+
+
+def test_noise_has_the_asked_standard_deviation_in_units_of_the_tensor() -> None:
+    weight = torch.randn(200, 300, generator=torch.Generator().manual_seed(1)) * 0.02 + 0.5
+    noise = amplified(weight, 0.3, name="w", version=1) - weight
+    expected = 0.3 * weight.std().item()
+    assert noise.std().item() == pytest.approx(expected, rel=0.02)
+    assert abs(noise.mean().item()) < 5 * expected / weight.numel() ** 0.5
+    norm = torch.ones(8)
+    assert torch.equal(amplified(norm, 0.3, name="n", version=1), norm)
+
+
+def test_noise_depends_on_name_and_version_only() -> None:
+    weight = example_weight()
+    torch.manual_seed(0)
+    first = amplified(weight, 0.1, name="a", version=1)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    assert torch.equal(first, amplified(weight, 0.1, name="a", version=1))
+    assert torch.equal(state, torch.get_rng_state())
+    assert not torch.equal(first, amplified(weight, 0.1, name="b", version=1))
+    assert not torch.equal(first, amplified(weight, 0.1, name="a", version=2))
+
+
+def test_noise_comes_before_quantisation_and_neither_leaves_the_weights_alone() -> None:
+    for (name, got), (_, weight) in zip(
+        perturbed(example_stream(), quantize="int8", amplify=0.2, version=4), example_stream(), strict=True
+    ):
+        expected = amplified(weight, 0.2, name=name, version=4)
+        if is_quantizable(name, weight):
+            expected = quantized(expected, "int8")
+        assert torch.equal(got, expected), name
+    for (_, got), (_, weight) in zip(perturbed(example_stream(), version=4), example_stream(), strict=True):
+        assert torch.equal(got, weight)
+    with pytest.raises(ValueError, match="quantize must be one of none, int8, fp8, got 'int4'"):
+        list(perturbed(example_stream(), quantize="int4", version=4))  # type: ignore[arg-type]
+
+
+class RecordingEngine:
+    """Answers with the value of its one weight, so that a test sees which weights sampled."""
+
+    def __init__(self) -> None:
+        self.weight_version = -1
+        self.weight = float("nan")
+        self.closed = False
+        self.loaded: dict[str, Tensor] = {}
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int,
+        seeds: Sequence[int],
+        on_finished: Callable[[int], None] | None = None,
+    ) -> list[Sample]:
+        return [Sample([1], [2], [self.weight], "stop", [(self.weight_version, 0, 1)]) for _ in prompts]
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.weight = float(dict(weights)["model.w"])
+        self.weight_version = version
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {"own": torch.tensor([3.0])}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        self.loaded = tensors
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def served(engine: StaleEngine) -> tuple[int, float]:
+    [sample] = engine.generate([[1]], SamplingParams(), n=1, seeds=[0])
+    assert sample.weight_versions == [(engine.weight_version, 0, 1)]
+    return engine.weight_version, sample.logprobs[0]
+
+
+def updates(engine: StaleEngine, versions: Iterable[int]) -> list[tuple[int, float]]:
+    """Update from one parameter that is overwritten in place, as a trainer's is; the weight of version v is 10 v."""
+    parameter = torch.zeros(())
+    seen = []
+    for version in versions:
+        parameter.fill_(10 * version)
+        engine.update_weights([("model.w", parameter)], version)
+        seen.append(served(engine))
+    return seen
+
+
+@pytest.mark.parametrize(("staleness", "expected"), [(0, [0, 1, 2, 3, 4]), (1, [0, 0, 1, 2, 3]), (3, [0, 0, 0, 0, 1])])
+def test_stale_weights_are_that_many_updates_old(staleness: int, expected: list[int]) -> None:
+    engine = StaleEngine(RecordingEngine(), staleness)
+    assert isinstance(engine, RolloutEngine)
+    assert updates(engine, range(5)) == [(version, 10.0 * version) for version in expected]
+
+
+def test_the_queue_survives_a_checkpoint() -> None:
+    running = StaleEngine(RecordingEngine(), 2)
+    updates(running, [8, 9, 10])
+    # names hold dots and slashes; more than ten versions must not sort as text
+    state = {key: tensor.clone() for key, tensor in running.state_tensors().items()}
+    assert set(state) == {"engine/own", "queue/8/model.w", "queue/9/model.w", "queue/10/model.w"}
+    inner = RecordingEngine()
+    resumed = StaleEngine(inner, 2)
+    resumed.load_state_tensors(state)
+    assert inner.loaded == {"own": torch.tensor([3.0])}
+    assert served(resumed) == served(running) == (8, 80.0)
+    assert updates(resumed, [11, 12, 13]) == updates(running, [11, 12, 13]) == [(9, 90.0), (10, 100.0), (11, 110.0)]
+    assert resumed.state_tensors() == running.state_tensors()
+
+
+def test_the_newest_version_given_again_replaces_itself() -> None:
+    engine = StaleEngine(RecordingEngine(), 1)
+    assert updates(engine, [0, 1, 1, 2]) == [(0, 0.0), (0, 0.0), (0, 0.0), (1, 10.0)]
+    first = StaleEngine(RecordingEngine(), 1)
+    first.update_weights([("model.w", torch.tensor(1.0))], 0)
+    first.update_weights([("model.w", torch.tensor(2.0))], 0)
+    assert served(first) == (0, 2.0)
+
+
+def test_staleness_must_not_be_negative_and_close_reaches_the_wrapped_engine() -> None:
+    with pytest.raises(ValueError, match="staleness must be >= 0, got -1"):
+        StaleEngine(RecordingEngine(), -1)
+    inner = RecordingEngine()
+    StaleEngine(inner, 1).close()
+    assert inner.closed

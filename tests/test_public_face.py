@@ -1,0 +1,126 @@
+"""The public names: lazy, light, and with the signatures that the README and the hosts are written against."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatron_rc
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("megatron", "transformers", "triton", "pydantic", "yaml", "rich", "typer", "pyarrow")
+
+# every call as it is documented; only names, kinds and defaults are compared
+SIGNATURES = """
+def correct(train_logprobs, rollout_logprobs, loss_mask, *, correction, cu_seqlens=None, segment_ids=None,
+            num_segments=None, advantages=None, statistics=None, dp_group=None, cp_group=None, backend="auto"): ...
+def vocab_parallel_logprobs(logits, targets, *, tp_group=None, temperature=1.0, mask=None, vocab_size=None,
+                            support=None, with_entropy=False, inplace_backward=False, backend="auto"): ...
+def loss_scale(loss_mask, kept_mask, *, aggregation="token-mean", denominator="original", cu_seqlens=None,
+               dp_group=None, cp_group=None, max_length=None): ...
+def policy_loss(current_logprobs, old_logprobs, advantages, corrected, *, scale, surrogate="ppo", clip_lower=0.2,
+                clip_upper=0.28, dual_clip=None, reference_logprobs=None, kl_coef=0.0, entropy=None, entropy_coef=0.0,
+                backend="auto"): ...
+"""
+FIELDS = {
+    "RolloutCorrection": {
+        "weight": None,
+        "reject": (),
+        "normalize": "none",
+        "old": "recompute",
+        "log_ratio_bound": 20.0,
+    },
+    "Weight": {"level": "token", "mode": "truncate", "lower": None, "upper": 2.0},
+    "Rejection": {
+        "statistic": "ratio",
+        "level": "sequence",
+        "reduce": "sum",
+        "lower": None,
+        "upper": None,
+        "when": "always",
+    },
+}
+# fmt: off
+PRESETS = ["none", "token-tis", "token-mis", "icepop", "seq-tis", "seq-mis", "geo-mask", "geo-mask-token-tis",
+           "seq-mask-tis", "veto", "k3-reject", "trust-region-mask", "off-policy-sequence-mask"]
+# fmt: on
+
+
+def loaded_after(statements: str) -> set[str]:
+    """Modules that a fresh interpreter has loaded after ``statements``."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{statements}\nprint(*sys.modules, sep='\\n')"
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+
+
+def documented(name: str) -> list[tuple[str, Any, Any]]:
+    namespace: dict[str, Callable[..., Any]] = {}
+    exec(SIGNATURES, namespace)
+    return parameters(namespace[name])
+
+
+def parameters(call: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(call).parameters.values()]
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert not loaded_after("import megatron_rc") & {*HEAVY, "torch", "numpy"}
+
+
+def test_every_public_name_needs_torch_alone() -> None:
+    loaded = loaded_after("import megatron_rc\nfor name in megatron_rc.__all__: getattr(megatron_rc, name)")
+    assert "torch" in loaded
+    # what torch itself loads is no burden of ours
+    assert not (loaded - loaded_after("import torch, torch.distributed")) & set(HEAVY)
+
+
+@pytest.mark.parametrize("name", megatron_rc.__all__)
+def test_every_public_name_resolves_to_the_object_of_that_name(name: str) -> None:
+    assert getattr(megatron_rc, name).__name__ == name
+    assert getattr(megatron_rc, name).__doc__
+    assert name in dir(megatron_rc)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'corect'"):
+        _ = megatron_rc.corect
+
+
+@pytest.mark.parametrize("name", ["correct", "vocab_parallel_logprobs", "loss_scale", "policy_loss"])
+def test_signatures_are_the_documented_ones(name: str) -> None:
+    assert parameters(getattr(megatron_rc, name)) == documented(name)
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_settings_have_the_documented_fields_and_defaults(name: str) -> None:
+    cls = getattr(megatron_rc, name)
+    assert {f.name: f.default for f in dataclasses.fields(cls)} == FIELDS[name]
+    assert list(inspect.signature(cls).parameters) == list(FIELDS[name])
+    assert cls.__dataclass_params__.frozen
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_survives_yaml_and_dictionaries(name: str) -> None:
+    preset = megatron_rc.RolloutCorrection.preset(name)
+    assert megatron_rc.RolloutCorrection.from_yaml(preset.to_yaml()) == preset
+    assert megatron_rc.RolloutCorrection.from_dict(preset.to_dict()) == preset
+    assert (preset == megatron_rc.RolloutCorrection()) == (name == "none")
+
+
+def test_results_are_named() -> None:
+    assert {"weights", "mask", "bad_sequences", "metrics"} <= set(inspect.get_annotations(megatron_rc.Corrected))
+    assert list(inspect.get_annotations(megatron_rc.PolicyLoss)) == ["loss", "metrics"]
+
+
+def test_metric_sums_merge_reduce_check_and_report() -> None:
+    sums = megatron_rc.MetricSums
+    assert parameters(sums.check)[1][::2] == ("max_nonfinite_share", 0.01)
+    assert list(inspect.signature(sums.all_reduce).parameters)[:2] == ["self", "group"]
+    assert list(inspect.signature(sums.values).parameters) == ["self"]
+    assert callable(sums.merge)

@@ -1,0 +1,78 @@
+"""Configuration in and out: one sentence that names the dotted field and the nearest known name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rc import schema
+from megatron_rc.describe import describe, markdown
+from megatron_rc.training.arguments import JobSettings
+
+ROOT = Path(__file__).parent.parent
+
+
+def read(text: str) -> JobSettings:
+    return schema.from_dict(JobSettings, schema.load_yaml(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {lrr: 1}", r"unknown field 'train.lrr'; did you mean 'lr'\?"),
+        ("trian: {lr: 1}", r"unknown field 'trian'; did you mean 'train'\?"),
+        ("train: {lr: fast}", "train.lr: .*number.*'fast'"),
+        ("train: {lr: -1}", "train: lr must be > 0, got -1"),
+        ("rollout: {dtype: fp8}", "rollout.dtype: .*'fp32'.*got 'fp8'"),
+        ("rollout: {engine: replay}", "replay_path must name a recorded dump"),
+        ("rollout: {samples_per_prompt: 1}", "samples_per_prompt must be >= 2"),
+        ("parallel: {tensor: 0}", "tensor must be >= 1"),
+        ("train: [1, 2]", "train: .*got \\[1, 2\\]"),
+        ("correction: {weight: {levle: token}}", "unknown field 'correction.weight.levle'; did you mean 'level'"),
+        ("train: {min_lr: 1.0, lr: 0.1}", "min_lr must be <= lr"),
+    ],
+)
+def test_a_wrong_value_is_one_sentence_naming_the_field(text, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        read(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_survive_a_round_trip_through_yaml():
+    settings = read("train: {lr: 1e-5, steps: 3}\nrollout: {top_p: 0.9}\ncorrection: {weight: {upper: 3.0}}")
+    assert settings.train.lr == 1e-5
+    assert read(schema.dump_yaml(schema.to_dict(settings))) == settings
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1\n- 2", "nothing-here.yaml"])
+def test_what_is_not_a_mapping_of_fields_is_refused(text):
+    with pytest.raises(ValueError, match=r"not valid YAML|must hold a mapping|no such file"):
+        schema.load_yaml(text)
+
+
+def test_set_reads_the_value_as_yaml_and_makes_missing_sections():
+    data = {"train": {"lr": 1.0}}
+    for assignment in ("train.steps=7", "rollout.dtype=fp32", "task.options.levels={2x1: 1.0}", "model.hf_path=null"):
+        schema.set_field(data, assignment)
+    assert data["train"] == {"lr": 1.0, "steps": 7}
+    assert data["rollout"] == {"dtype": "fp32"} and data["model"] == {"hf_path": None}
+    assert data["task"]["options"]["levels"] == {"2x1": 1.0}
+    with pytest.raises(ValueError, match="key=value"):
+        schema.set_field(data, "train.steps")
+
+
+def test_every_field_is_documented_and_docs_settings_is_the_printed_reference():
+    assert [f.name for f in describe(JobSettings) if not f.doc] == []
+    document = (ROOT / "docs/settings.md").read_text()
+    assert document.endswith(markdown(JobSettings)), "regenerate with: megatron-rc settings > docs/settings.md"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.yaml")), ids=lambda p: p.name)
+def test_committed_settings_files_are_valid(path):
+    from megatron_rc.config import RolloutCorrection
+
+    data = schema.load_yaml(path)
+    if "correction" in data:
+        data["correction"] = RolloutCorrection.expand(data["correction"])
+    schema.from_dict(JobSettings, data)

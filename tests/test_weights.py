@@ -1,0 +1,368 @@
+"""Weights in and out by Hugging Face names over real TP, PP and EP ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from safetensors.torch import load_file, save_file
+from test_model import KINDS, LENGTHS, packed_inputs, transformers_model, upstream
+
+from megatron_rc.training.arguments import ModelSettings, ParallelSettings
+from megatron_rc.training.hf_config import hf_config_dict
+from megatron_rc.training.hf_files import HfCheckpoint
+from megatron_rc.training.hf_names import Parameter, parameters
+
+TWO_RANKS = [
+    ("dense", {}),
+    ("dense", {"tensor": 2}),
+    ("tied", {"tensor": 2}),
+    ("dense", {"pipeline": 2}),
+    ("tied", {"pipeline": 2}),
+    ("moe", {"expert": 2}),
+    ("moe-unnormalised-one-dense-layer", {"expert": 2}),
+    ("moe", {"pipeline": 2}),
+]
+FOUR_RANKS = [
+    ("dense", {"tensor": 2, "pipeline": 2}),
+    ("tied", {"tensor": 2, "pipeline": 2}),
+    ("moe", {"pipeline": 2, "expert": 2}),
+    ("moe", {"expert": 4}),
+]
+
+
+def _name(layout: tuple[str, dict[str, int]]) -> str:
+    kind, parallel = layout
+    return "-".join([kind, *(f"{axis}{ranks}" for axis, ranks in parallel.items())])
+
+
+def _visit_layouts(rank: int, folder: str, layouts: list[tuple[str, dict[str, int]]]) -> dict[str, Any]:
+    from megatron_rc.training import groups
+    from megatron_rc.training.model import build_model
+    from megatron_rc.training.weights import export_hf, init_weights, load_hf, save_hf
+
+    read_elements = 0
+    read_slice = HfCheckpoint.read
+
+    def counted(self: HfCheckpoint, *args: Any) -> torch.Tensor:
+        nonlocal read_elements
+        part = read_slice(self, *args)
+        read_elements += part.numel()
+        return part
+
+    HfCheckpoint.read = counted  # type: ignore[method-assign]
+    out: dict[str, Any] = {}
+    for layout in layouts:
+        kind, axes = layout
+        parallel = ParallelSettings(**axes)
+        groups.initialize(parallel, seed=1)
+        hf = hf_config_dict(ModelSettings(hf_path=f"{folder}/{kind}"))
+        chunks = build_model(hf, parallel)
+        read_elements = 0
+        load_hf(chunks, f"{folder}/{kind}")
+        found: dict[str, Any] = {"read": read_elements, "held": sum(p.numel() for p in chunks[0].parameters())}
+        # cloned, because an exported tensor may be a view of a parameter
+        found["exported"] = {name: tensor.clone() for name, tensor in export_hf(chunks)}
+        save_hf(chunks, f"{folder}/{_name(layout)}-saved", hf)
+        found |= _forward_backward(chunks[0], hf, rank)
+        for parameter in chunks[0].parameters():
+            parameter.data = parameter.grad
+        found["gradients"] = {name: tensor.clone() for name, tensor in export_hf(chunks)}
+        init_weights(chunks, seed=5)
+        found["random"] = {name: tensor.clone() for name, tensor in export_hf(chunks)}
+        out[_name(layout)] = found
+    return out
+
+
+def _forward_backward(model: Any, hf: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Logits of this rank's sequences and full gradients of sum(logits * upstream), through Megatron's schedule."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_rc.training.attention import packed_seq_params
+
+    # with EP the two data-parallel ranks hold different sequences, of different total length
+    expert = state.get_expert_model_parallel_world_size()
+    shares = [range(0, len(LENGTHS))] if expert == 1 else [range(0, 3), range(3, len(LENGTHS)), range(0), range(0)]
+    mine = shares[state.get_expert_model_parallel_rank() if expert > 1 else 0] or range(1)
+    counts = state.get_expert_model_parallel_rank() < 2 or expert == 1
+    edges = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+    rows = slice(edges[mine.start], edges[mine.stop])
+    lengths = LENGTHS[mine.start : mine.stop]
+    ids, positions, _ = packed_inputs()
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    collected: list[torch.Tensor] = []
+
+    def forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        packed = packed_seq_params(cu_seqlens, max(lengths), lengths)
+        logits = model(
+            input_ids=ids[:, rows], position_ids=positions[:, rows], attention_mask=None, packed_seq_params=packed
+        )
+
+        def loss(logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            tensor = state.get_tensor_model_parallel_group()
+            padded = torch.zeros(logits.shape[1], logits.shape[2] * tensor.size())
+            padded[:, :37] = upstream()[rows] * counts
+            parts = [torch.empty_like(logits) for _ in range(tensor.size())]
+            dist.all_gather(parts, logits.detach().contiguous(), group=tensor)
+            collected.append(torch.cat(parts, -1)[0, :, :37])
+            return (logits[0] * padded.chunk(tensor.size(), -1)[tensor.rank()]).sum(), {}
+
+        return logits, loss
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=None,
+        model=[model],
+        num_microbatches=1,
+        seq_length=sum(lengths),
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    _reduce_gradients(model, hf, expert)
+    return {"rows": (rows.start, rows.stop), "logits": collected[0] if collected else None}
+
+
+def _reduce_gradients(model: Any, hf: dict[str, Any], expert: int) -> None:
+    """What Megatron's finalize_model_grads does between backward and optimizer."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as state
+
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if "q_layernorm" in name or "k_layernorm" in name:
+            dist.all_reduce(parameter.grad, group=state.get_tensor_model_parallel_group())
+        if expert > 1 and ".experts." not in name:
+            dist.all_reduce(parameter.grad, group=state.get_data_parallel_group())
+        shared = "word_embeddings" in name or "output_layer" in name
+        if shared and hf["tie_word_embeddings"] and model.config.pipeline_model_parallel_size > 1:
+            dist.all_reduce(parameter.grad, group=state.get_embedding_group())
+
+
+def _save_in_pieces(folder: str) -> None:
+    from megatron_rc.training import groups
+    from megatron_rc.training.model import build_model
+    from megatron_rc.training.weights import export_hf, load_hf, save_hf
+
+    parallel = ParallelSettings(pipeline=2)
+    groups.initialize(parallel, seed=1)
+    hf = hf_config_dict(ModelSettings(hf_path=f"{folder}/moe"))
+    chunks = build_model(hf, parallel, "bf16")
+    load_hf(chunks, f"{folder}/moe")
+    save_hf(chunks, f"{folder}/pieces", hf, max_shard_bytes=10_000)
+    assert len(list(Path(f"{folder}/pieces").glob("model-*.safetensors"))) > 5
+    again = build_model(hf, parallel, "bf16")
+    load_hf(again, f"{folder}/pieces")
+    for (name, tensor), (_, same) in zip(export_hf(chunks), export_hf(again), strict=True):
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, same), name
+    # the folder then holds one file where it held many
+    save_hf(chunks, f"{folder}/pieces", hf, dtype=torch.float32)
+
+
+def _visit_layouts_and_save(rank: int, folder: str, layouts: list[tuple[str, dict[str, int]]]) -> dict[str, Any]:
+    out = _visit_layouts(rank, folder, layouts)
+    _save_in_pieces(folder)
+    return out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("weights")
+    for kind, fields in KINDS.items():
+        transformers_model(fields).save_pretrained(out / kind)
+    return out
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(2, _visit_layouts_and_save, str(folder), TWO_RANKS)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(4, _visit_layouts, str(folder), FOUR_RANKS)
+
+
+@pytest.fixture
+def visited(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
+    kind, axes = request.param
+    ranks = "four_ranks" if request.param in FOUR_RANKS else "two_ranks"
+    return kind, [results[_name((kind, axes))] for results in request.getfixturevalue(ranks)]
+
+
+every_layout = pytest.mark.parametrize(
+    "visited",
+    [*TWO_RANKS, *(pytest.param(layout, marks=pytest.mark.full) for layout in FOUR_RANKS)],
+    ids=lambda layout: _name(layout),
+    indirect=True,
+)
+
+
+@every_layout
+def test_import_then_export_is_bitwise_equal_on_every_rank(visited: Any, folder: Path) -> None:
+    kind, ranks = visited
+    original = load_file(folder / kind / "model.safetensors")
+    order = list(ranks[0]["exported"])
+    for rank in ranks:
+        assert list(rank["exported"]) == order
+        assert rank["exported"].keys() == original.keys()
+        for name, tensor in original.items():
+            assert torch.equal(rank["exported"][name], tensor), name
+
+
+@every_layout
+def test_the_saved_file_is_the_file_that_was_loaded(visited: Any, folder: Path, request: Any) -> None:
+    kind, _ = visited
+    saved = folder / f"{_name(request.node.callspec.params['visited'])}-saved"
+    assert (saved / "model.safetensors").read_bytes() == (folder / kind / "model.safetensors").read_bytes()
+    assert hf_config_dict(ModelSettings(hf_path=str(saved)))["rope_theta"] == 1e6
+
+
+@every_layout
+def test_logits_equal_those_of_transformers_in_every_layout(visited: Any) -> None:
+    kind, ranks = visited
+    model = transformers_model(KINDS[kind])
+    with torch.no_grad():
+        expected = torch.cat([model(x[None]).logits[0] for x in packed_inputs()[0][0].split(LENGTHS) if len(x)])
+    seen = torch.zeros(len(expected), dtype=torch.bool)
+    for rank in ranks:
+        if rank["logits"] is not None:
+            rows = slice(*rank["rows"])
+            torch.testing.assert_close(rank["logits"], expected[rows], atol=1e-5, rtol=0)
+            seen[rows] = True
+    assert seen.all()
+
+
+@every_layout
+def test_gradients_equal_those_of_transformers_in_every_layout(visited: Any, tmp_path: Path) -> None:
+    kind, ranks = visited
+    model = transformers_model(KINDS[kind])
+    logits = torch.cat([model(x[None]).logits[0] for x in packed_inputs()[0][0].split(LENGTHS) if len(x)])
+    (logits * upstream()).sum().backward()
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    for rank in ranks:
+        for name, gradient in expected.items():
+            error = (rank["gradients"][name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
+            assert error < 2e-5, f"{name}: {error}"
+
+
+@every_layout
+def test_random_weights_do_not_depend_on_the_layout(visited: Any, two_ranks: Any) -> None:
+    _, ranks = visited
+    whole = two_ranks[0][_name(("dense", {}))]["random"]
+    for rank in ranks:
+        random = rank["random"]
+        assert random.keys() == rank["exported"].keys()
+        common = random.keys() & whole.keys()
+        assert "model.layers.1.self_attn.k_proj.weight" in common
+        assert all(torch.equal(random[name], whole[name]) for name in common)
+        matrices = [tensor for tensor in random.values() if tensor.dim() == 2]
+        assert torch.cat([m.flatten() for m in matrices]).std() == pytest.approx(0.1, rel=0.02)
+        assert len({m.flatten()[0].item() for m in matrices}) == len(matrices)
+        assert all((tensor == 1).all() for tensor in random.values() if tensor.dim() == 1)
+
+
+@every_layout
+def test_a_rank_reads_only_what_it_keeps(visited: Any) -> None:
+    _, ranks = visited
+    # one row of padding a vocabulary matrix is held but not in the file
+    for rank in ranks:
+        assert rank["held"] - 2 * 32 <= rank["read"] <= rank["held"]
+
+
+def _hf(kind: str) -> dict[str, Any]:
+    return hf_config_dict(ModelSettings(config=KINDS[kind]))
+
+
+def _by_name(kind: str) -> dict[str, Parameter]:
+    return {name: parameter for parameter in parameters(_hf(kind)) for name in parameter.megatron}
+
+
+def test_query_groups_are_interleaved_as_megatron_splits_them() -> None:
+    parameter = _by_name("dense")["decoder.layers.0.self_attention.linear_qkv.weight"]
+    # 4 heads and 2 groups of size 16: rows are numbered so that q, k and v are told apart
+    q, k, v = torch.arange(64.0), 100 + torch.arange(32.0), 200 + torch.arange(32.0)
+    joined = parameter.join([x[:, None] for x in (q, k, v)])
+    expected = torch.cat([q[:32], k[:16], v[:16], q[32:], k[16:], v[16:]])
+    assert torch.equal(joined[:, 0], expected)
+    for part, original in zip(parameter.split(joined), (q, k, v), strict=True):
+        assert torch.equal(part[:, 0], original)
+
+
+@pytest.mark.parametrize(
+    ("transformer_engine", "local"),
+    [
+        ("1.self_attention.linear_qkv.layer_norm_weight", "1.input_layernorm.weight"),
+        ("1.mlp.linear_fc1.layer_norm_weight", "1.pre_mlp_layernorm.weight"),
+        ("0.mlp.experts.linear_fc1.weight7", "0.mlp.experts.local_experts.7.linear_fc1.weight"),
+        ("0.mlp.experts.linear_fc2.weight7", "0.mlp.experts.local_experts.7.linear_fc2.weight"),
+    ],
+)
+def test_names_of_transformer_engine_modules_mean_the_same_parameters(transformer_engine: str, local: str) -> None:
+    names = _by_name("moe-unnormalised-one-dense-layer")
+    assert names[f"decoder.layers.{transformer_engine}"] is names[f"decoder.layers.{local}"]
+
+
+def _write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def _check(folder: Path, kind: str = "dense") -> None:
+    with HfCheckpoint(folder) as checkpoint:
+        checkpoint.check([t for p in parameters(_hf(kind)) for t in p.tensors])
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_by_file_and_tensor(folder: Path, tmp_path: Path) -> None:
+    whole = load_file(folder / "dense" / "model.safetensors")
+    _check(_write(tmp_path, whole))
+    norm, value = "model.norm.weight", "model.layers.1.self_attn.v_proj.weight"
+    with pytest.raises(ValueError, match=r"model\.safetensors has no tensor 'model\.norm\.weight'"):
+        _check(_write(tmp_path, {k: v for k, v in whole.items() if k != norm}))
+    with pytest.raises(ValueError, match=r"checkpoint of another shape: .*v_proj\.weight is \[16, 32\].*\[32, 32\]"):
+        _check(_write(tmp_path, whole | {value: whole[value][:16].contiguous()}))
+    with pytest.raises(ValueError, match=r"model\.safetensors has an unexpected tensor 'model\.layers\.2"):
+        _check(_write(tmp_path, whole | {"model.layers.2.input_layernorm.weight": torch.ones(32)}))
+
+
+def test_a_broken_directory_is_refused_by_file(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        _check(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((folder / "dense" / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file"):
+        _check(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="needs a weight_map"):
+        _check(tmp_path)
+    files = dict.fromkeys(load_file(folder / "dense" / "model.safetensors"), "part.safetensors")
+    index.write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ValueError, match=r"part\.safetensors is named by .* but does not exist"):
+        _check(tmp_path)
+    save_file({"lm_head.weight": torch.zeros(37, 32)}, tmp_path / "part.safetensors")
+    with pytest.raises(ValueError, match=r"part\.safetensors has no tensor 'model\.embed_tokens\.weight'"):
+        _check(tmp_path)
+
+
+def test_a_stored_copy_of_the_tied_head_is_no_surprise(folder: Path, tmp_path: Path) -> None:
+    whole = load_file(folder / "tied" / "model.safetensors")
+    _check(_write(tmp_path, whole | {"lm_head.weight": whole["model.embed_tokens.weight"].clone()}), "tied")
+
+
+def test_a_checkpoint_in_pieces_is_read_back_and_by_transformers(folder: Path, two_ranks: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert sorted(p.name for p in (folder / "pieces").iterdir()) == ["config.json", "model.safetensors"]
+    again = AutoModelForCausalLM.from_pretrained(folder / "pieces")
+    assert again.config.num_experts == 8 and again.dtype == torch.float32
+    for name, tensor in transformers_model(KINDS["moe"]).state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor.bfloat16().float()), name
