@@ -90,12 +90,13 @@ def report(
     print(write_report(folder))
 
 
-OUTPUTS = ("settings.yaml", "metrics.jsonl", "report.html", "checkpoints", "reference", "dump", "tensorboard")
+OUTPUTS = ("settings.yaml", "fingerprint.json", "metrics.jsonl", "report.html", "checkpoints", "reference", "hf", "dump", "tensorboard")
 
 
 def _train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
     """Build everything and run the job on this process."""
-    warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed")
+    # one a missing optional library, a module and a process; the report lists what is installed
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     from megatron_rc.training import emulation
 
     emulation.emulate_cuda_on_cpu()

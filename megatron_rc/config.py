@@ -118,9 +118,9 @@ class RolloutCorrection:
             raise ValueError(f"reject must be a tuple of Rejection, got {self.reject!r}")
         _one_of("normalize", self.normalize, Normalize)
         _one_of("old", self.old, Old)
-        # exp(80) is still finite in fp32
-        if not 0 < self.log_ratio_bound <= 80:
-            raise ValueError(f"log_ratio_bound must be in (0, 80], got {self.log_ratio_bound!r}")
+        # exp(40) squared is still finite in fp32
+        if not 0 < self.log_ratio_bound <= 40:
+            raise ValueError(f"log_ratio_bound must be in (0, 40], got {self.log_ratio_bound!r}")
         if self.normalize == "batch" and self.old == "rollout":
             raise ValueError(
                 "normalize must be 'none' when old is 'rollout': two-policy weights are computed one micro-batch at a "

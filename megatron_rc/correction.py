@@ -15,6 +15,7 @@ from megatron_rc import reference, sums
 from megatron_rc.config import STATISTICS, Rejection, RolloutCorrection, Unit, Weight
 from megatron_rc.metrics import MetricSums
 from megatron_rc.reference import LogRatio
+from megatron_rc.sums import Statistics, Units
 
 
 @dataclass(frozen=True)
@@ -84,15 +85,13 @@ def correct(
     sums.check_shapes(train_logprobs, rollout_logprobs, loss_mask)
     with torch.no_grad():
         offsets = sums.sequence_offsets(train_logprobs, cu_seqlens)
-        loss_tokens = loss_mask.reshape(-1).bool()
-        ratio = reference.log_ratio(
-            train_logprobs.reshape(-1), rollout_logprobs.reshape(-1), loss_tokens, correction.log_ratio_bound
-        )
-        precision = torch.promote_types(train_logprobs.dtype, rollout_logprobs.dtype)
-        batch = _Batch(correction, ratio, torch.promote_types(precision, torch.float32), {"sequence": offsets})
-        batch.of_token["sequence"] = torch.repeat_interleave(offsets.diff(), output_size=len(loss_tokens))
-        if any(unit == "segment" for unit in _units(correction)):
-            batch.add_segments(*sums.segments(loss_tokens, offsets, segment_ids, num_segments, cp_group))
+        flat_mask = loss_mask.reshape(-1).bool()
+        bound = correction.log_ratio_bound
+        ratio = reference.log_ratio(train_logprobs.reshape(-1), rollout_logprobs.reshape(-1), flat_mask, bound)
+        batch = _Batch(correction, ratio, {"sequence": offsets})
+        batch.of_token["sequence"] = torch.repeat_interleave(offsets.diff(), output_size=len(flat_mask))
+        if "segment" in _units(correction):
+            batch.add_segments(*sums.segments(flat_mask, offsets, segment_ids, num_segments, cp_group))
         batch.add_statistics(loss_mask.shape, statistics or {})
         batch.add_advantages(loss_mask.shape, advantages)
         for unit, starts in batch.offsets.items():
@@ -106,16 +105,13 @@ def correct(
             _Flags(f"rejected_{name}", gate.level, _dropped(batch, index, gate), drops=True)
             for index, (name, gate) in enumerate(zip(_names(correction.reject), correction.reject, strict=True))
         ]
-        bad = batch.sums["sequence"][0].isnan()
+        bad = batch.units["sequence"].corrupt
         mask = _mask(batch, bad, flags)
-        weights = mask.double() if value is None else torch.where(mask, value, value.new_zeros(()))
+        weights = mask.to(ratio.value.dtype) if value is None else value * mask
         if correction.normalize == "batch":
             weights = _normalized(weights, mask, [cp_group, dp_group])
-        first = sums.is_first_rank(cp_group)
-        metrics = MetricSums(*sums.token_sums(ratio))
-        metrics.merge(MetricSums(*sums.sequence_sums(batch.sums["sequence"], correction.log_ratio_bound, first)))
-        metrics.merge(_outcome(batch, weights, mask, flags, cp_group))
-        return Corrected(weights.to(batch.precision).view(loss_mask.shape), mask.view(loss_mask.shape), bad, metrics)
+        metrics = MetricSums(*(sums.token_statistics(ratio) | _statistics(batch, weights, mask, flags, cp_group)))
+        return Corrected(weights.view(loss_mask.shape), mask.view(loss_mask.shape), bad, metrics)
 
 
 class _Flags(NamedTuple):
@@ -134,7 +130,6 @@ class _Batch:
 
     correction: RolloutCorrection
     ratio: LogRatio
-    precision: torch.dtype
     offsets: dict[str, Tensor]
     """unit -> [U + 1]."""
     of_token: dict[str, Tensor] = field(default_factory=dict)
@@ -144,6 +139,8 @@ class _Batch:
     """unit -> one a token or one a sequence."""
     sums: dict[Any, Tensor] = field(default_factory=dict)
     maxima: dict[Any, Tensor] = field(default_factory=dict)
+    units: dict[str, Units] = field(default_factory=dict)
+    """unit -> the columns that every call needs, once complete."""
 
     def add_segments(self, ids: Tensor, count: int) -> None:
         self.of_token["segment"] = ids
@@ -186,13 +183,13 @@ class _Batch:
         added, largest = sums.pool_units(list(self.sums.values()), list(self.maxima.values()), cp_group)
         self.sums = dict(zip(self.sums, added, strict=True))
         self.maxima = dict(zip(self.maxima, largest, strict=True))
+        self.units = {unit: Units.of(self.sums[unit]) for unit in self.offsets}
 
     def log_value(self, unit: str, reduce: str) -> Tensor:
         """l of a token; its sum or mean over a sequence or segment."""
         if unit == "token":
             return self.ratio.value
-        total, tokens = self.sums[unit][0], self.sums[unit][3]
-        return total if reduce == "sum" else total / tokens.clamp(min=1)
+        return self.units[unit].total if reduce == "sum" else self.units[unit].mean
 
     def statistic(self, name: str) -> Tensor:
         return self.statistics[name] if name in self.statistics else reference.gate_statistic(name, self.ratio)
@@ -230,10 +227,10 @@ def _dropped(batch: _Batch, index: int, gate: Rejection) -> Tensor:
     elif index in batch.sums:
         value = batch.sums[index]
         if gate.reduce == "mean":
-            value = value / batch.sums[gate.level][3].clamp(min=1)
+            value = value / batch.units[gate.level].divisor
     else:
         value = batch.log_value(gate.level, gate.reduce)
-    dropped = ~reference.inside(value, lower, upper, batch.precision)
+    dropped = reference.outside(value, lower, upper, batch.ratio.value.dtype)
     if gate.when == "always":
         return dropped
     known = batch.advantages.get(gate.level)
@@ -245,18 +242,16 @@ def _weight(batch: _Batch) -> tuple[Tensor | None, list[_Flags]]:
     weight = batch.correction.weight
     if weight is None:
         return None, []
-    unit = _unit_of(weight)
-    log_value = batch.log_value(unit, "sum" if weight.level == "sequence" else "mean")
+    unit, dtype = _unit_of(weight), batch.ratio.value.dtype
+    log_value = batch.log_value(unit, "sum" if weight.level == "sequence" else "mean").to(dtype)
     value = reference.bounded_ratio(log_value, weight.lower, weight.upper, batch.correction.log_ratio_bound)
-    name = {"truncate": "truncated", "clip": "clipped", "mask": "outside"}[weight.mode]
-    drops = weight.mode == "mask"
     flags = []
     if weight.lower is not None:
-        below = log_value.to(batch.precision) < math.log(weight.lower)
-        flags.append(_Flags(f"{name}_low", unit, below, drops))
+        name = "clipped_low" if weight.mode == "clip" else "outside_low"
+        flags.append(_Flags(name, unit, log_value < math.log(weight.lower), weight.mode == "mask"))
     if weight.upper is not None:
-        above = log_value.to(batch.precision) > math.log(weight.upper)
-        flags.append(_Flags(name if weight.mode == "truncate" else f"{name}_high", unit, above, drops))
+        name = {"truncate": "truncated", "clip": "clipped_high", "mask": "outside_high"}[weight.mode]
+        flags.append(_Flags(name, unit, log_value > math.log(weight.upper), weight.mode == "mask"))
     return batch.to_tokens(unit, value), flags
 
 
@@ -272,28 +267,39 @@ def _mask(batch: _Batch, bad: Tensor, flags: list[_Flags]) -> Tensor:
 
 
 def _normalized(weights: Tensor, mask: Tensor, groups: list[dist.ProcessGroup | None]) -> Tensor:
-    totals = torch.stack([weights.sum(), mask.sum(dtype=weights.dtype)])
+    totals = torch.stack([weights.sum(dtype=torch.float64), mask.sum(dtype=torch.float64)])
     for group in groups:
         if group is not None:
             dist.all_reduce(totals, group=group)
     total, kept = totals.unbind()
-    return weights * torch.where(total > 0, kept / total, torch.ones_like(total))
+    return weights * torch.where(total > 0, kept / total, torch.ones_like(total)).to(weights.dtype)
 
 
-def _outcome(
+def _statistics(
     batch: _Batch, weights: Tensor, mask: Tensor, flags: list[_Flags], cp_group: dist.ProcessGroup | None
-) -> MetricSums:
-    """Sums over the final weights, and the shares of tokens and sequences that each bound judged."""
-    by_sequence = {one.name: one.flags for one in flags if one.unit == "sequence"}
-    by_token = {
-        one.name: batch.to_tokens(one.unit, one.flags) & batch.ratio.valid for one in flags if one.unit != "sequence"
-    }
-    columns = reference.unit_sums([weights, mask, *by_token.values()], batch.offsets["sequence"])
+) -> Statistics:
+    """Over sequences: the gap, the final weights, and the shares of tokens and sequences that each bound judged."""
+    sequences = batch.units["sequence"]
+    judged = {one.name: one for one in flags if one.unit != "sequence"}
+    by_token = [batch.to_tokens(one.unit, one.flags) & batch.ratio.valid for one in judged.values()]
+    columns = reference.unit_sums([weights, mask, *by_token], batch.offsets["sequence"])
     (columns,), _ = sums.pool_units([columns], [], cp_group)
-    first = sums.is_first_rank(cp_group)
-    outcome = sums.outcome_sums(weights, mask, columns, batch.sums["sequence"], first)
-    shares = sums.share_sums(by_sequence, list(by_token), columns[2:], batch.sums["sequence"], first)
-    return MetricSums(*outcome).merge(MetricSums(shares))
+    rows = sums.sequence_rows(sequences, batch.correction.log_ratio_bound)
+    rows |= {"kept_sequences": columns[1] > 0, "all_weight": columns[0] / sequences.divisor}
+    totals = {"weight": columns[0], "kept": columns[1]}
+    for name, tokens in zip(judged, columns[2:], strict=True):
+        totals[f"token:{name}"], rows[f"seq:{name}"] = tokens, tokens > 0
+    for one in flags:
+        if one.unit == "sequence":
+            rows |= {f"token:{one.name}": one.flags * sequences.tokens, f"seq:{one.name}": one.flags}
+    whole = sums.sequence_statistics(rows, totals, sequences, sums.is_first_rank(cp_group))
+    smallest = torch.where(mask, weights, weights.new_full((), torch.inf))
+    final = Statistics(
+        {sums.square_of("weight"): weights.square().sum(dtype=torch.float64)},
+        {"weight_max": sums.largest(weights)},
+        {"weight_min": sums.least(smallest)},
+    )
+    return whole | final
 
 
 def _units(correction: RolloutCorrection) -> set[str]:

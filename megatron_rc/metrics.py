@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc import reference, sums
-from megatron_rc.sums import NamedTensor
 
 Sums = Mapping[str, float]
 
@@ -47,12 +46,8 @@ def _std(total: str, square: str, count: str, formula: str) -> Metric:
     return Metric(formula, lambda s: math.sqrt(max(0.0, variance(s))) if s[count] > 0 else math.nan, square)
 
 
-def _max(name: str, count: str, formula: str) -> Metric:
+def _extreme(name: str, count: str, formula: str) -> Metric:
     return Metric(formula, lambda s: s[name] if s[count] > 0 else math.nan, name)
-
-
-def _min(name: str, count: str, formula: str) -> Metric:
-    return Metric(formula, lambda s: -s[name] if s[count] > 0 else math.nan, name)
 
 
 def _ess(total: str, square: str, count: str, formula: str) -> Metric:
@@ -61,7 +56,7 @@ def _ess(total: str, square: str, count: str, formula: str) -> Metric:
 
 def _correlation(s: Sums) -> float:
     n = s["tokens"]
-    spread = (n * s["p_sq"] - s["p"] ** 2) * (n * s["q_sq"] - s["q"] ** 2)
+    spread = (n * s["square:p"] - s["p"] ** 2) * (n * s["square:q"] - s["q"] ** 2)
     return (n * s["p_q"] - s["p"] * s["q"]) / math.sqrt(spread) if spread > 0 else math.nan
 
 
@@ -73,22 +68,22 @@ METRICS: dict[str, Metric] = {
     ),
     "tv": Metric("mean|rho - 1| / 2, total variation", lambda s: _per(s["dev_abs"] / 2, s["tokens"]), "dev_abs"),
     "binary_tv": _mean("prob_gap", "tokens", "mean|p - q|"),
-    "chi2_token": _mean("dev_sq", "tokens", "mean (rho - 1)^2, chi2(pi||mu) of a token"),
-    "chi2_seq": _mean("seq_dev_sq", "sequences", "mean (rho(y) - 1)^2, chi2(pi||mu) of a sequence"),
-    "ess_token": _ess("rho", "rho_sq", "tokens", "(sum rho)^2 / (n sum rho^2)"),
-    "ess_seq": _ess("seq_rho", "seq_rho_sq", "sequences", "(sum rho(y))^2 / (S sum rho(y)^2)"),
+    "chi2_token": _mean("square:dev", "tokens", "mean (rho - 1)^2, chi2(pi||mu) of a token"),
+    "chi2_seq": _mean("square:seq_dev", "sequences", "mean (rho(y) - 1)^2, chi2(pi||mu) of a sequence"),
+    "ess_token": _ess("rho", "square:rho", "tokens", "(sum rho)^2 / (n sum rho^2)"),
+    "ess_seq": _ess("seq_rho", "square:seq_rho", "sequences", "(sum rho(y))^2 / (S sum rho(y)^2)"),
     "rho_mean": _mean("rho", "tokens", "mean rho"),
-    "rho_std": _std("dev", "dev_sq", "tokens", "sqrt(mean rho^2 - (mean rho)^2)"),
-    "rho_min": _min("rho_min", "tokens", "min rho"),
-    "rho_max": _max("rho_max", "tokens", "max rho"),
+    "rho_std": _std("dev", "square:dev", "tokens", "sqrt(mean rho^2 - (mean rho)^2)"),
+    "rho_min": _extreme("rho_min", "tokens", "min rho"),
+    "rho_max": _extreme("rho_max", "tokens", "max rho"),
     "seq_rho_mean": _mean("seq_rho", "sequences", "mean rho(y)"),
-    "seq_rho_std": _std("seq_dev", "seq_dev_sq", "sequences", "sqrt(mean rho(y)^2 - (mean rho(y))^2)"),
-    "seq_rho_min": _min("seq_rho_min", "sequences", "min rho(y)"),
-    "seq_rho_max": _max("seq_rho_max", "sequences", "max rho(y)"),
+    "seq_rho_std": _std("seq_dev", "square:seq_dev", "sequences", "sqrt(mean rho(y)^2 - (mean rho(y))^2)"),
+    "seq_rho_min": _extreme("seq_rho_min", "sequences", "min rho(y)"),
+    "seq_rho_max": _extreme("seq_rho_max", "sequences", "max rho(y)"),
     "suggested_seq_cap": Metric(
         "sqrt(2 (1 + chi2_seq)), the truncation bound of least mean squared error",
-        lambda s: math.sqrt(2 * (1 + _per(s["seq_dev_sq"], s["sequences"]))),
-        "seq_dev_sq",
+        lambda s: math.sqrt(2 * (1 + _per(s["square:seq_dev"], s["sequences"]))),
+        "square:seq_dev",
     ),
     "train_log_ppl": _mean("train_log_ppl", "sequences", "mean_i(-mean_t log pi)"),
     "rollout_log_ppl": _mean("rollout_log_ppl", "sequences", "mean_i(-mean_t log mu)"),
@@ -105,28 +100,30 @@ METRICS: dict[str, Metric] = {
     "prob_correlation": Metric("Pearson correlation of p and q over tokens", _correlation, "p_q"),
     "clamped_token": _mean("clamped", "tokens", "share of tokens with |l| > log_ratio_bound"),
     "clamped_seq": _mean("seq_clamped", "sequences", "share of sequences with |sum_t l| > log_ratio_bound"),
-    "nonfinite_count": Metric("loss tokens with a corrupt log-prob", lambda s: s["nonfinite"], "nonfinite"),
+    "nonfinite_count": Metric(
+        "loss tokens with a corrupt log-prob", lambda s: s["loss_tokens"] - s["tokens"], "loss_tokens"
+    ),
     "nonfinite_share": Metric(
-        "corrupt loss tokens / loss tokens", lambda s: _per(s["nonfinite"], s["tokens"] + s["nonfinite"]), "nonfinite"
+        "corrupt loss tokens / loss tokens",
+        lambda s: _per(s["loss_tokens"] - s["tokens"], s["loss_tokens"]),
+        "loss_tokens",
     ),
     "bad_sequences": Metric("sequences with a corrupt token", lambda s: s["bad_sequences"], "bad_sequences"),
     "response_length": Metric(
         "loss tokens / sequences with a loss token",
-        lambda s: _per(s["tokens"] + s["nonfinite"], s["with_tokens"]),
-        "with_tokens",
+        lambda s: _per(s["loss_tokens"], s["sequences"] + s["bad_sequences"]),
+        "bad_sequences",
     ),
     "weight_mean": _mean("weight", "kept", "mean of the final weights over kept tokens"),
-    "weight_std": _std("weight", "weight_sq", "kept", "their standard deviation"),
-    "weight_min": _min("weight_min", "kept", "their minimum"),
-    "weight_max": _max("weight_max", "kept", "their maximum"),
-    "seq_weight_mean": _mean(
-        "seq_weight", "kept_sequences", "mean of w_i, the mean weight of sequence i's kept tokens"
+    "weight_std": _std("weight", "square:weight", "kept", "their standard deviation"),
+    "weight_min": _extreme("weight_min", "kept", "their minimum"),
+    "weight_max": _extreme("weight_max", "kept", "their maximum"),
+    "ess_token_final": _ess(
+        "weight", "square:weight", "tokens", "(sum w)^2 / (n sum w^2), n all tokens, w = 0 if masked"
     ),
-    "seq_weight_std": _std("seq_weight", "seq_weight_sq", "kept_sequences", "standard deviation of w_i"),
-    "seq_weight_min": _min("seq_weight_min", "kept_sequences", "min w_i"),
-    "seq_weight_max": _max("seq_weight_max", "kept_sequences", "max w_i"),
-    "ess_token_final": _ess("weight", "weight_sq", "tokens", "(sum w)^2 / (n sum w^2), n all tokens, w = 0 if masked"),
-    "ess_seq_final": _ess("all_weight", "all_weight_sq", "sequences", "(sum v_i)^2 / (S sum v_i^2), v_i = mean_t w"),
+    "ess_seq_final": _ess(
+        "all_weight", "square:all_weight", "sequences", "(sum v_i)^2 / (S sum v_i^2), v_i = mean_t w"
+    ),
     "masked_token": Metric("share of tokens that no longer count", lambda s: 1 - _per(s["kept"], s["tokens"]), "kept"),
     "masked_seq": Metric(
         "share of sequences without a kept token", lambda s: 1 - _per(s["kept_sequences"], s["sequences"]), "kept"
@@ -153,43 +150,50 @@ class MetricSums:
 
     def __init__(
         self,
-        added: NamedTensor | None = None,
-        maxima: NamedTensor | None = None,
+        added: Mapping[str, Tensor] | None = None,
+        maxima: Mapping[str, Tensor] | None = None,
+        minima: Mapping[str, Tensor] | None = None,
     ) -> None:
         """
         Args:
-            added: names and fp64 [K]; summed by `merge` and `all_reduce`.
-            maxima: names and fp64 [M], -inf where there is nothing yet.
+            added: name -> 0-d tensor, summed by `merge` and `all_reduce`.
+            maxima, minima: name -> 0-d tensor.
         """
-        self._sums = _Named([("", name) for name in added[0]], added[1]) if added else _Named([], None)
-        self._maxima = _Named([("", name) for name in maxima[0]], maxima[1]) if maxima else _Named([], None)
+        self._sums, self._maxima, self._minima = (_Named.of(part or {}) for part in (added, maxima, minima))
 
     @classmethod
     def of_means(cls, means: Mapping[str, tuple[Tensor, Tensor]]) -> MetricSums:
         """Metrics that are a total divided by a count once both are pooled: {name: (total, count)}, 0-d tensors."""
-        names = [f"{part}:{name}" for name in means for part in ("total", "count")]
-        return cls((names, torch.stack([part.double() for pair in means.values() for part in pair])))
+        totals = {f"total:{name}": total for name, (total, _) in means.items()}
+        return cls(totals | {f"count:{name}": count for name, (_, count) in means.items()})
 
     def prefixed(self, prefix: str) -> MetricSums:
         """The same statistics, named with `prefix` in front by `values`: "current/", "old/", "current_old/"."""
         renamed = MetricSums()
         renamed._sums = self._sums.prefixed(prefix)
         renamed._maxima = self._maxima.prefixed(prefix)
+        renamed._minima = self._minima.prefixed(prefix)
         return renamed
 
     def merge(self, other: MetricSums) -> MetricSums:
         """Take in the statistics of other tokens, or of another prefix. Returns self."""
         self._sums = self._sums.join(other._sums, torch.add)
         self._maxima = self._maxima.join(other._maxima, torch.maximum)
+        self._minima = self._minima.join(other._minima, torch.minimum)
         return self
 
     def all_reduce(self, group: dist.ProcessGroup | None) -> MetricSums:
-        """Pool over a process group (DP x CP, or one after the other) in at most two collectives. Returns self.
+        """Pool over a process group (DP x CP, or one after the other) in two collectives. Returns self.
 
         Every rank must hold the same metrics. Call it once: a second call on the same group counts everything twice.
         """
-        self._sums = self._sums.reduced(dist.ReduceOp.SUM, group)
-        self._maxima = self._maxima.reduced(dist.ReduceOp.MAX, group)
+        if self._sums.names:
+            self._sums = self._sums._replace(tensor=_all_reduced(self._sums.tensor, dist.ReduceOp.SUM, group))
+        if self._maxima.names or self._minima.names:
+            extremes = torch.cat([self._maxima.tensor, -self._minima.tensor])
+            extremes = _all_reduced(extremes, dist.ReduceOp.MAX, group)
+            self._maxima = self._maxima._replace(tensor=extremes[: len(self._maxima.names)])
+            self._minima = self._minima._replace(tensor=-extremes[len(self._maxima.names) :])
         return self
 
     def check(self, max_nonfinite_share: float = 0.01) -> None:
@@ -199,11 +203,12 @@ class MetricSums:
             ValueError: a larger share of the loss tokens has a NaN or infinite log-prob.
         """
         for prefix, s in self._fetch().items():
-            corrupt, finite = s.get("nonfinite", 0.0), s.get("tokens", 0.0)
-            if corrupt > max_nonfinite_share * (corrupt + finite):
+            total = s.get("loss_tokens", 0.0)
+            corrupt = total - s.get("tokens", 0.0)
+            if corrupt > max_nonfinite_share * total:
                 raise ValueError(
                     f"{prefix}nonfinite_share must be <= {max_nonfinite_share!r}, got {corrupt:.0f} of "
-                    f"{corrupt + finite:.0f} loss tokens with NaN or infinite log-probs, in "
+                    f"{total:.0f} loss tokens with NaN or infinite log-probs, in "
                     f"{s.get('bad_sequences', math.nan):.0f} sequences (bad_sequences names them)"
                 )
 
@@ -223,41 +228,44 @@ class MetricSums:
         return out
 
     def _fetch(self) -> dict[str, dict[str, float]]:
-        names = [*self._sums.names, *self._maxima.names]
-        tensors = [part.tensor for part in (self._sums, self._maxima) if part.tensor is not None]
+        """prefix -> name -> number."""
+        parts = [part for part in (self._sums, self._maxima, self._minima) if part.names]
+        numbers = torch.cat([part.tensor for part in parts]).tolist() if parts else []
         by_prefix: dict[str, dict[str, float]] = {}
-        for (prefix, name), value in zip(names, torch.cat(tensors).tolist() if tensors else (), strict=True):
-            by_prefix.setdefault(prefix, {})[name] = value
+        for (prefix, name), number in zip((name for part in parts for name in part.names), numbers, strict=True):
+            by_prefix.setdefault(prefix, {})[name] = number
         return by_prefix
 
 
 class _Named(NamedTuple):
     names: list[tuple[str, str]]
     """(prefix, name) of every element."""
-    tensor: Tensor | None
+    tensor: Tensor
+    """[K] fp64."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Tensor]) -> _Named:
+        tensor = torch.stack([*values.values()]).double() if values else torch.empty(0, dtype=torch.float64)
+        return cls([("", name) for name in values], tensor)
 
     def prefixed(self, prefix: str) -> _Named:
         return _Named([(prefix + old, name) for old, name in self.names], self.tensor)
 
     def join(self, other: _Named, combine: Callable[[Tensor, Tensor], Tensor]) -> _Named:
-        if self.tensor is None or other.tensor is None:
-            return other if self.tensor is None else self
+        if not self.names or not other.names:
+            return self if self.names else other
         if self.names == other.names:
             return _Named(self.names, combine(self.tensor, other.tensor))
         mine = dict(zip(self.names, self.tensor.unbind(), strict=True))
-        theirs = dict(zip(other.names, other.tensor.unbind(), strict=True))
-        if not mine.keys() & theirs.keys():
-            return _Named([*self.names, *other.names], torch.cat([self.tensor, other.tensor]))
-        for key, value in theirs.items():
-            mine[key] = combine(mine[key], value) if key in mine else value
+        for name, value in zip(other.names, other.tensor.unbind(), strict=True):
+            mine[name] = combine(mine[name], value) if name in mine else value
         return _Named(list(mine), torch.stack(list(mine.values())))
 
-    def reduced(self, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> _Named:
-        if self.tensor is None:
-            return self
-        tensor = self.tensor.clone()
-        dist.all_reduce(tensor, op=op, group=group)
-        return _Named(self.names, tensor)
+
+def _all_reduced(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
+    tensor = tensor.clone()
+    dist.all_reduce(tensor, op=op, group=group)
+    return tensor
 
 
 def pair_metrics(
@@ -291,9 +299,11 @@ def pair_metrics(
         ratio = reference.log_ratio(
             train_logprobs.reshape(-1), rollout_logprobs.reshape(-1), loss_mask.reshape(-1).bool(), log_ratio_bound
         )
-        metrics = MetricSums(*sums.token_sums(ratio))
+        tokens = sums.token_statistics(ratio)
         if not sequences:
-            return metrics
-        units = reference.log_ratio_sums(ratio, sums.sequence_offsets(train_logprobs, cu_seqlens))
-        (units,), _ = sums.pool_units([units], [], cp_group)
-        return metrics.merge(MetricSums(*sums.sequence_sums(units, log_ratio_bound, sums.is_first_rank(cp_group))))
+            return MetricSums(*tokens)
+        local = reference.log_ratio_sums(ratio, sums.sequence_offsets(train_logprobs, cu_seqlens))
+        (complete,), _ = sums.pool_units([local], [], cp_group)
+        units = sums.Units.of(complete)
+        rows = sums.sequence_rows(units, log_ratio_bound)
+        return MetricSums(*(tokens | sums.sequence_statistics(rows, {}, units, sums.is_first_rank(cp_group))))

@@ -201,7 +201,7 @@ def _segments(values: Tensor, reduce: str, offsets: Tensor) -> Tensor:
 
 
 class LogRatio(NamedTuple):
-    """l = log pi - log mu of every token. All [N], numbers in fp64."""
+    """l = log pi - log mu of every token. All [N], numbers in fp32 (fp64 for fp64 log-probs)."""
 
     value: Tensor
     """l; -inf where pi is 0 and mu is not; 0 where not valid."""
@@ -211,48 +211,51 @@ class LogRatio(NamedTuple):
     """log mu; 0 where not valid."""
     valid: Tensor
     """bool: loss tokens whose log-probs are not corrupt."""
-    corrupt: Tensor
-    """bool: loss tokens with NaN or +inf on either side, or with -inf from the sampler."""
+    loss_mask: Tensor
+    """bool."""
 
 
 def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, bound: float) -> LogRatio:
     """l = train_logprobs - rollout_logprobs, with corruption told apart from pi = 0.
+
+    Corrupt are NaN and +inf on either side, and -inf from the sampler.
 
     Args:
         train_logprobs, rollout_logprobs: [N], any float dtype, nats; anything, NaN too, where loss_mask is 0.
         loss_mask: [N] bool.
         bound: of `clamped`, nats.
     """
-    rollout = rollout_logprobs.double()
-    value = train_logprobs.double() - rollout
+    dtype = torch.promote_types(compute_dtype(train_logprobs), rollout_logprobs.dtype)
+    rollout = rollout_logprobs.to(dtype)
+    value = train_logprobs.to(dtype) - rollout
     # value < inf is false for NaN, for +inf of the trainer and for -inf of the sampler
     valid = loss_mask & (value < torch.inf) & (rollout < torch.inf)
     zero = value.new_zeros(())
     value = torch.where(valid, value, zero)
-    return LogRatio(value, value.clamp(-bound, bound), torch.where(valid, rollout, zero), valid, loss_mask ^ valid)
+    return LogRatio(value, value.clamp(-bound, bound), torch.where(valid, rollout, zero), valid, loss_mask)
 
 
 def log_ratio_sums(ratio: LogRatio, offsets: Tensor) -> Tensor:
-    """Sums over the tokens of every unit (sequence or segment), each with its own fp64 accumulator.
+    """Sums over the tokens of every unit (sequence or segment).
 
     Args:
         offsets: [U + 1] integers; unit u owns rows offsets[u] to offsets[u + 1].
 
     Returns:
-        [4, U] fp64: sum l (NaN in a unit with a corrupt token), sum of clamped l, sum log mu, valid tokens.
+        [4, U] fp64: sum l, sum log mu and number of valid tokens, number of loss tokens.
     """
-    exact = ratio.value.masked_fill(ratio.corrupt, torch.nan)
-    return unit_sums((exact, ratio.clamped, ratio.rollout, ratio.valid), offsets)
+    return unit_sums((ratio.value, ratio.rollout, ratio.valid, ratio.loss_mask), offsets)
 
 
 def unit_sums(columns: Sequence[Tensor], offsets: Tensor) -> Tensor:
-    """[k, U] fp64 sums of k columns [N] over the rows of every unit; offsets as in `log_ratio_sums`."""
-    return torch.stack([_segments(column.double(), "sum", offsets) for column in columns])
+    """[k, U] fp64 sums of k columns [N] over every unit, each with its own accumulator; offsets as above."""
+    table = torch.stack([*columns]).double()
+    return torch.segment_reduce(table, "sum", offsets=offsets.expand(len(table), -1), axis=1, unsafe=True)
 
 
 def gate_statistic(name: str, ratio: LogRatio) -> Tensor:
     """[N] fp64 statistic of a Rejection, from unclamped l: ratio (as l), k2, k3, abs_log_ratio, prob_diff."""
-    value = ratio.value
+    value = ratio.value.double()
     if name == "k2":
         return value.square() / 2
     if name == "k3":
@@ -260,30 +263,28 @@ def gate_statistic(name: str, ratio: LogRatio) -> Tensor:
     if name == "abs_log_ratio":
         return value.abs()
     if name == "prob_diff":
-        return (ratio.rollout + value).exp() - ratio.rollout.exp()
+        rollout = ratio.rollout.double()
+        return (rollout + value).exp() - rollout.exp()
     assert name == "ratio"
     return value
 
 
 def gate_reduce(statistic: Tensor, valid: Tensor, reduce: str, offsets: Tensor) -> Tensor:
-    """[U] fp64 sum, max or min of a statistic over the valid tokens of every unit; 0, -inf, inf without any."""
+    """[U] sum, max or min of an fp64 statistic over the valid tokens of every unit; 0, -inf, inf without any."""
     neutral = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}[reduce]
     return _segments(torch.where(valid, statistic, statistic.new_full((), neutral)), reduce, offsets)
 
 
-def inside(value: Tensor, lower: float | None, upper: float | None, dtype: torch.dtype) -> Tensor:
-    """lower <= value <= upper; False for NaN.
+def outside(value: Tensor, lower: float | None, upper: float | None, dtype: torch.dtype) -> Tensor:
+    """not (lower <= value <= upper); True for NaN.
 
     Both sides are rounded to `dtype`, that of the log-probs: log 2 stored in fp32 is not above a bound of log 2.
     """
     value = value.to(dtype)
-    if lower is None:
-        assert upper is not None
-        return value <= upper
-    return value >= lower if upper is None else (value >= lower) & (value <= upper)
+    return value.clamp(lower, upper) != value
 
 
 def bounded_ratio(log_value: Tensor, lower: float | None, upper: float | None, bound: float) -> Tensor:
     """clamp(rho, lower, upper) with rho = e^l, l clamped to +- bound before exp, and rho = 0 at l = -inf."""
-    rho = torch.where(log_value == -torch.inf, log_value.new_zeros(()), log_value.clamp(-bound, bound).exp())
+    rho = log_value.clamp(-bound, bound).exp() * (log_value > -torch.inf)
     return rho if lower is None and upper is None else rho.clamp(lower, upper)

@@ -1,9 +1,10 @@
-"""Sufficient statistics of a pair of policies: the sums over tokens and over sequences that metrics are made of."""
+"""Sufficient statistics that metrics are made of: sums, maxima and minima over tokens and over sequences."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,27 +12,150 @@ from torch import Tensor
 
 from megatron_rc.reference import LogRatio
 
-NamedTensor = tuple[Sequence[str], Tensor]
-"""Names of the elements of a 1-d tensor."""
-
-# dev = rho - 1, p = pi and q = mu of the sampled token; over loss tokens that are not corrupt
-TOKEN_SUMS = (
-    *("rho", "q", "p", "rho_sq", "q_sq", "p_sq", "tokens", "nonfinite", "dev", "dev_sq", "dev_abs"),
-    *("log_ratio", "log_ratio_dev", "p_q", "prob_gap", "beyond_2", "clamped"),
-)
-# over sequences with a loss token and without a corrupt one; the last two over all
-SEQUENCE_SUMS = (
-    *("seq_rho", "seq_dev", "sequences", "rollout_log_ppl", "train_log_ppl", "rollout_ppl", "train_ppl"),
-    *("mean_abs", "sum_abs", "seq_clamped", "bad_sequences", "with_tokens", "seq_rho_sq", "seq_dev_sq"),
-)
-
-# of final weights w; seq_weight is the mean w of a sequence's kept tokens, all_weight that of all its loss tokens
-OUTCOME_SUMS = (
-    *("weight", "kept", "kept_sequences", "seq_weight", "all_weight", "seq_weight_sq", "all_weight_sq", "weight_sq"),
-)
-
 _LARGEST_LOG = 80.0
 """Log-perplexities are clamped to this before exp; no vocabulary has a perplexity near e^80."""
+
+
+class Statistics(NamedTuple):
+    """Named 0-d tensors."""
+
+    sums: dict[str, Tensor]
+    maxima: dict[str, Tensor]
+    minima: dict[str, Tensor]
+
+    def __or__(self, other: Statistics) -> Statistics:
+        return Statistics(*(mine | theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+def token_statistics(ratio: LogRatio) -> Statistics:
+    """Over valid tokens: sums of rho, p = pi, q = mu, dev = rho - 1, l, of squares and products; extremes of rho."""
+    ell, far = ratio.clamped, ratio.value.abs()
+    table = torch.stack([ell, ratio.rollout + ratio.value, ratio.rollout, ell])
+    # rows that are not valid have log 0, hence the product
+    rho, p, q = table[:3].exp_().mul_(ratio.valid)
+    dev = table[3].expm1_()
+    smallest = least(torch.where(ratio.valid, rho, rho.new_full((), torch.inf)))
+    extremes = {"rho_max": largest(rho)}, {"rho_min": smallest}
+    sums = {
+        "tokens": _sum(ratio.valid),
+        "loss_tokens": _sum(ratio.loss_mask),
+        "log_ratio": _sum(ell),
+        "log_ratio_dev": _sum(ell * dev),
+        "dev_abs": _sum(dev.abs()),
+        "p_q": _sum(p * q),
+        "prob_gap": _sum((p - q).abs_()),
+        "beyond_2": _sum(far > math.log(2)),
+        "clamped": _sum(ratio.value != ell),
+    }
+    names = ("rho", "p", "q", "dev")
+    sums |= zip(names, table.sum(1, dtype=torch.float64), strict=True)
+    sums |= zip(map(square_of, names), table.square_().sum(1, dtype=torch.float64), strict=True)
+    return Statistics(sums, *extremes)
+
+
+def _sum(values: Tensor) -> Tensor:
+    return values.count_nonzero() if values.dtype == torch.bool else values.sum(dtype=torch.float64)
+
+
+class Units(NamedTuple):
+    """Sequences or segments, complete over context-parallel ranks. All fp64 [U]."""
+
+    total: Tensor
+    """sum l."""
+    mean: Tensor
+    """mean l; 0 without tokens."""
+    mean_rollout: Tensor
+    tokens: Tensor
+    """Valid ones."""
+    divisor: Tensor
+    """tokens, or 1 without any."""
+    corrupt: Tensor
+    """bool: some loss token is not valid."""
+
+    @classmethod
+    def of(cls, sums: Tensor) -> Units:
+        """From [4, U] of `reference.log_ratio_sums`."""
+        divisor = sums[2].clamp(min=1)
+        return cls(sums[0], *(sums[:2] / divisor), sums[2], divisor, sums[2] < sums[3])
+
+
+def sequence_rows(sequences: Units, bound: float) -> dict[str, Tensor]:
+    """[S] values that metrics average over sequences."""
+    mean, rollout_log_ppl = sequences.mean.clamp(-bound, bound), -sequences.mean_rollout
+    capped = sequences.total.clamp(-bound, bound)
+    logs = torch.stack([capped, rollout_log_ppl, rollout_log_ppl - mean])
+    rho, rollout_ppl, train_ppl = logs.clamp(max=_LARGEST_LOG).exp()
+    distance = mean.abs()
+    return {
+        "seq_rho": rho,
+        "seq_dev": capped.expm1(),
+        "rollout_log_ppl": rollout_log_ppl,
+        "train_log_ppl": logs[2],
+        "rollout_ppl": rollout_ppl,
+        "train_ppl": train_ppl,
+        "mean_abs": distance,
+        "sum_abs": distance * sequences.tokens,
+        "seq_clamped": capped != sequences.total,
+    }
+
+
+def sequence_statistics(
+    rows: Mapping[str, Tensor], totals: Mapping[str, Tensor], sequences: Units, counts: bool
+) -> Statistics:
+    """Sums and sums of squares of `rows` over whole sequences, sums of `totals` over all; extremes of rho(y).
+
+    Args:
+        rows: name -> [S], first seq_rho; only sequences with a loss token and without a corrupt one enter.
+        totals: name -> [S].
+        counts: False on all context-parallel ranks but one, which then have nothing to add.
+    """
+    counted = (sequences.tokens > 0) & ~sequences.corrupt
+    everything = torch.stack([*totals.values(), sequences.corrupt])
+    if not counts:
+        counted, everything = torch.zeros_like(counted), torch.zeros_like(everything)
+    table = torch.stack([*rows.values(), counted]) * counted
+    sums = dict(zip((*totals, "bad_sequences"), everything.sum(1), strict=True))
+    sums |= zip((*rows, "sequences"), table.sum(1), strict=True)
+    smallest = least(torch.where(counted, rows["seq_rho"], table.new_full((), torch.inf)))
+    extremes = {"seq_rho_max": largest(table[0])}, {"seq_rho_min": smallest}
+    sums |= zip((square_of(name) for name in (*rows, "sequences")), table.square_().sum(1), strict=True)
+    return Statistics(sums, *extremes)
+
+
+def square_of(name: str) -> str:
+    """Name of the sum of squares beside the sum of that name."""
+    return f"square:{name}"
+
+
+def largest(values: Tensor) -> Tensor:
+    """max of values >= 0, or 0 of nothing."""
+    return values.amax() if values.numel() else values.new_zeros(())
+
+
+def least(values: Tensor) -> Tensor:
+    """min, or inf of nothing."""
+    return values.amin() if values.numel() else values.new_full((), torch.inf)
+
+
+def pool_units(
+    sums: Sequence[Tensor], maxima: Sequence[Tensor], group: dist.ProcessGroup | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Complete per-unit sums and maxima over the context-parallel group: one all-gather, merged in rank order."""
+    local = [*sums, *maxima]
+    if group is None or dist.get_world_size(group) == 1 or not local:
+        return list(sums), list(maxima)
+    flat = torch.cat([part.reshape(-1) for part in local])
+    gathered = flat.new_empty(dist.get_world_size(group) * len(flat))
+    dist.all_gather_into_tensor(gathered, flat, group=group)
+    parts = gathered.view(-1, len(flat)).split([part.numel() for part in local], dim=1)
+    merged = [part.sum(0) for part in parts[: len(sums)]] + [part.amax(0) for part in parts[len(sums) :]]
+    shaped = [whole.view_as(part) for whole, part in zip(merged, local, strict=True)]
+    return shaped[: len(sums)], shaped[len(sums) :]
+
+
+def is_first_rank(group: dist.ProcessGroup | None) -> bool:
+    """Whether this rank's copy of what all ranks of the group know is the one that counts."""
+    return group is None or dist.get_rank(group) == 0
 
 
 def check_shapes(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> None:
@@ -80,131 +204,3 @@ def segments(
         raise ValueError(f"segment_ids must have the shape of loss_mask, got {tuple(segment_ids.shape)}")
     # rows outside a turn, padding for one, may carry any id: they take that of the turn before
     return torch.where(loss_tokens, segment_ids.reshape(-1), 0).cummax(0).values, num_segments
-
-
-def is_first_rank(group: dist.ProcessGroup | None) -> bool:
-    """Whether this rank's copy of statistics that all ranks of the group share is the one that counts."""
-    return group is None or dist.get_rank(group) == 0
-
-
-def pool_units(
-    sums: Sequence[Tensor], maxima: Sequence[Tensor], group: dist.ProcessGroup | None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Complete per-unit sums and maxima over the context-parallel group: one all-gather, merged in rank order."""
-    local = [*sums, *maxima]
-    if group is None or dist.get_world_size(group) == 1 or not local:
-        return list(sums), list(maxima)
-    flat = torch.cat([part.reshape(-1) for part in local])
-    gathered = flat.new_empty(dist.get_world_size(group) * len(flat))
-    dist.all_gather_into_tensor(gathered, flat, group=group)
-    parts = gathered.view(-1, len(flat)).split([part.numel() for part in local], dim=1)
-    merged = [part.sum(0) for part in parts[: len(sums)]] + [part.amax(0) for part in parts[len(sums) :]]
-    shaped = [whole.view_as(part) for whole, part in zip(merged, local, strict=True)]
-    return shaped[: len(sums)], shaped[len(sums) :]
-
-
-def token_sums(ratio: LogRatio) -> tuple[NamedTensor, NamedTensor]:
-    """`TOKEN_SUMS`, and the maxima of rho and -rho."""
-    ell, valid = ratio.clamped, ratio.valid.double()
-    # rows that are not valid have log 0, hence the product
-    three = torch.stack([ell, ratio.rollout, ratio.rollout + ratio.value]).exp_().mul_(valid)
-    rho, q, p = three.unbind()
-    dev = ell.expm1()
-    rest = [
-        *(
-            valid.sum(),
-            ratio.corrupt.sum(),
-            dev.sum(),
-            dev.dot(dev),
-            dev.abs().sum(),
-            ell.sum(),
-            ell.dot(dev),
-            p.dot(q),
-        ),
-        *((p - q).abs().sum(), (ell.abs() > math.log(2)).sum(), (ell != ratio.value).sum()),
-    ]
-    maxima = torch.stack([largest(rho), -least(torch.where(ratio.valid, rho, rho.new_full((), torch.inf)))])
-    sums = torch.cat([three.sum(1), three.square().sum(1), torch.stack([part.double() for part in rest])])
-    return (TOKEN_SUMS, sums), (("rho_max", "rho_min"), maxima)
-
-
-def sequence_sums(units: Tensor, bound: float, counts: bool) -> tuple[NamedTensor, NamedTensor]:
-    """`SEQUENCE_SUMS`, and the maxima of rho(y) and -rho(y); nothing when another rank counts the sequences.
-
-    Args:
-        units: [4, S] of `reference.log_ratio_sums`, completed over context-parallel ranks.
-    """
-    bad = units[0].isnan()
-    counted = counted_sequences(units, counts)
-    whole = torch.where(counted, units, units.new_zeros(()))
-    capped = whole[0].clamp(-bound, bound)
-    mean_l, rollout = (whole[1:3] / whole[3].clamp(min=1)).unbind()
-    ppl = torch.stack([-rollout, -rollout - mean_l])
-    rho = capped.exp()
-    rows = torch.stack(
-        [rho, capped.expm1(), torch.ones_like(rho), *ppl, *ppl.clamp(max=_LARGEST_LOG).exp(),
-         mean_l.abs(), whole[1].abs(), (capped != whole[0]).double()]
-    ) * counted  # fmt: skip
-    ends = torch.stack([bad, bad | (units[3] > 0)]).double()
-    sums = torch.cat([rows.sum(1), ends.sum(1) * float(counts), rows[:2].square().sum(1)])
-    none = rho.new_full((), -torch.inf)
-    maxima = torch.stack([largest(torch.where(counted, side, none)) for side in (rho, -rho)])
-    return (SEQUENCE_SUMS, sums), (("seq_rho_max", "seq_rho_min"), maxima)
-
-
-def outcome_sums(
-    weights: Tensor, mask: Tensor, columns: Tensor, units: Tensor, counts: bool
-) -> tuple[NamedTensor, NamedTensor]:
-    """`OUTCOME_SUMS` of the final weights, and the maxima of w, -w, w_i, -w_i.
-
-    Args:
-        weights: [N] fp64, 0 where mask is 0.
-        columns: [2 or more, S] sums of weights and of mask over every sequence; units: as in `sequence_sums`. Both
-            completed over context-parallel ranks, and counted on one of them.
-    """
-    counted = counted_sequences(units, counts)
-    weight, kept = columns[:2] * float(counts)
-    any_kept = (kept > 0) & counted
-    seq_weight = weight / kept.clamp(min=1) * any_kept
-    rows = torch.stack([weight, kept, any_kept, seq_weight, counted * weight / units[3].clamp(min=1)])
-    sums = torch.cat([rows.sum(1), rows[3:].square().sum(1), weights.dot(weights)[None]])
-    nothing = rows.new_full((), torch.inf)
-    smallest = [torch.where(any_kept, seq_weight, nothing), torch.where(mask, weights, nothing)]
-    maxima = [largest(seq_weight), largest(weights), *(-least(each) for each in smallest)]
-    return (OUTCOME_SUMS, sums), (("seq_weight_max", "weight_max", "seq_weight_min", "weight_min"), torch.stack(maxima))
-
-
-def share_sums(
-    by_sequence: Mapping[str, Tensor], token_names: Sequence[str], by_token: Tensor, units: Tensor, counts: bool
-) -> NamedTensor:
-    """Tokens ("token:<name>") and sequences with such a token ("seq:<name>") that a bound judged.
-
-    Args:
-        by_sequence: name -> [S] bool, whole sequences.
-        by_token: [k, S] tokens of every sequence, one row a name in `token_names`.
-    """
-    counted = counted_sequences(units, counts).double()
-    tokens = [by_token * float(counts)]
-    if by_sequence:
-        tokens.append(torch.stack(list(by_sequence.values())) * (counted * units[3]))
-    per_sequence = torch.cat(tokens)
-    names = [*token_names, *by_sequence]
-    totals = torch.cat([per_sequence.sum(1), ((per_sequence > 0) * counted).sum(1)])
-    return [f"{kind}:{name}" for kind in ("token", "seq") for name in names], totals
-
-
-def counted_sequences(units: Tensor, counts: bool) -> Tensor:
-    """[S] bool: sequences with a loss token and without a corrupt one, on the one rank that counts them."""
-    # a NaN sum compares as false; -inf is a sequence that the trainer deems impossible
-    counted = (units[0] < torch.inf) & (units[3] > 0)
-    return counted if counts else torch.zeros_like(counted)
-
-
-def largest(values: Tensor) -> Tensor:
-    """max, or -inf of nothing."""
-    return values.amax() if values.numel() else values.new_full((), -torch.inf)
-
-
-def least(values: Tensor) -> Tensor:
-    """min, or inf of nothing."""
-    return values.amin() if values.numel() else values.new_full((), torch.inf)

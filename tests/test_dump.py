@@ -125,10 +125,10 @@ def test_a_crash_while_writing_leaves_the_old_file_whole(tmp_path: Path, monkeyp
 def test_writing_a_step_again_replaces_it_and_steps_read_in_order(tmp_path: Path) -> None:
     samples = example_samples()
     writer = DumpWriter(tmp_path)
-    for step, seeds in ((1_000_000, [7, 8, 9]), (20, [4, 5, 6]), (3, [1, 2, 3]), (20, [14, 15, 16])):
+    for step, seeds in ((1_000_000, [7, 8, 9]), (999_999, [4, 5, 6]), (3, [1, 2, 3]), (999_999, [14, 15, 16])):
         writer.write(step, example_batch(samples), samples=samples, seeds=seeds)
     steps = list(read_dump(tmp_path))
-    assert [records[0]["step"] for records in steps] == [3, 20, 1_000_000]
+    assert [records[0]["step"] for records in steps] == [3, 999_999, 1_000_000]
     assert [r["seed"] for r in steps[1]] == [14, 15, 16]
 
 

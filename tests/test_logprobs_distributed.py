@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from test_logprobs import truth
+from logprobs_truth import truth
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,4 +1,4 @@
-"""Advantages, loss scales and the policy loss against slow fp64 loops, and against every way to cut a batch."""
+"""policy_loss against a slow fp64 loop, and against every way to cut a batch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from distributed import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from loss_batch import corrected_of, evaluate, padded, random_batch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,181 +27,6 @@ from megatron_rc.loss import (
 from megatron_rc.metrics import MetricSums
 
 INF, NAN = float("inf"), float("nan")
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-
-rewards_and_groups = st.lists(
-    st.tuples(st.sampled_from([0.0, 1.0, 0.1, -2.5, 0.3, NAN, INF, -INF]), st.integers(-2, 3)), max_size=24
-)
-
-
-def members(samples: list[tuple[float, int]]) -> dict[int, list[float]]:
-    """Finite rewards of every group, as fp32 holds them."""
-    found = defaultdict(list)
-    for reward, group in samples:
-        found[group] += [torch.tensor(reward).double().item()] if math.isfinite(reward) else []
-    return found
-
-
-def tensors(samples: list[tuple[float, int]]) -> tuple[Tensor, Tensor]:
-    return torch.tensor([r for r, _ in samples]), torch.tensor([g for _, g in samples], dtype=torch.int64)
-
-
-@given(rewards_and_groups)
-def test_rloo_is_the_reward_minus_the_mean_of_the_others(samples: list[tuple[float, int]]) -> None:
-    expected = []
-    for reward, group in samples:
-        finite = members(samples)[group]
-        others = (sum(finite) - reward) / (len(finite) - 1) if len(finite) > 1 else reward
-        expected.append(reward - others if math.isfinite(reward) else 0.0)
-    found = rloo_advantages(*tensors(samples))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.tolist(), expected, atol=1e-6, rtol=1e-6)
-
-
-@given(rewards_and_groups, st.booleans())
-def test_grpo_is_the_standardised_reward(samples: list[tuple[float, int]], divide_by_std: bool) -> None:
-    expected = []
-    for reward, group in samples:
-        finite, reward = members(samples)[group], torch.tensor(reward).double().item()
-        advantage = 0.0
-        if math.isfinite(reward) and len(finite) > 1:
-            mean = sum(finite) / len(finite)
-            std = math.sqrt(sum((r - mean) ** 2 for r in finite) / (len(finite) - 1))
-            advantage = (reward - mean) / (std + 1e-6 if divide_by_std else 1)
-        expected.append(advantage)
-    found = grpo_advantages(*tensors(samples), divide_by_std=divide_by_std)
-    torch.testing.assert_close(found.tolist(), expected, atol=1e-5, rtol=1e-5)
-
-
-@given(rewards_and_groups)
-def test_groups_of_equal_rewards_are_named(samples: list[tuple[float, int]]) -> None:
-    expected = [len(set(members(samples)[group])) <= 1 for _, group in samples]
-    assert equal_reward_groups(*tensors(samples)).tolist() == expected
-
-
-@pytest.mark.parametrize("size", [1, 3, 7, 16])
-def test_equal_rewards_give_exactly_zero(size: int) -> None:
-    rewards, groups = torch.full((size,), 0.1), torch.zeros(size, dtype=torch.int64)
-    assert rloo_advantages(rewards, groups).tolist() == grpo_advantages(rewards, groups).tolist() == [0.0] * size
-
-
-def test_rewards_and_groups_of_different_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"rewards and groups must both be \[S\], got \(3,\), \(2,\)"):
-        rloo_advantages(torch.zeros(3), torch.zeros(2, dtype=torch.int64))
-
-
-def test_expand_to_tokens_gives_each_token_the_value_of_its_sequence() -> None:
-    values = expand_to_tokens(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 2, 2, 5], dtype=torch.int32), 5)
-    assert values.tolist() == [1, 1, 3, 3, 3]
-
-
-def aggregate(
-    losses: list[list[float]],
-    loss_mask: list[list[bool]],
-    kept: list[list[bool]],
-    aggregation: str,
-    denominator: str,
-    max_length: int,
-) -> float:
-    """The aggregation by its words: rejected tokens have loss 0, and count or not."""
-    totals, counts = [], []
-    for values, in_loss, is_kept in zip(losses, loss_mask, kept, strict=True):
-        totals.append(sum(v for v, m, k in zip(values, in_loss, is_kept, strict=True) if m and k))
-        counts.append(sum(in_loss) if denominator == "original" else sum(map(all, zip(in_loss, is_kept, strict=True))))
-    if aggregation == "token-mean":
-        return sum(totals) / sum(counts) if sum(counts) else 0.0
-    sequences = [(total, count) for total, count in zip(totals, counts, strict=True) if count]
-    divisor = {"seq-mean-token-mean": None, "seq-mean-token-sum": 1, "seq-mean-token-sum-norm": max_length}[aggregation]
-    return sum(total / (divisor or count) for total, count in sequences) / len(sequences) if sequences else 0.0
-
-
-def random_batch(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
-    """A packed batch with random masks, log-probs, weights and advantages, in fp64."""
-    generator = torch.Generator().manual_seed(seed)
-    n = sum(lengths)
-
-    def normal(scale: float) -> Tensor:
-        return scale * torch.randn(n, generator=generator, dtype=torch.float64)
-
-    loss_mask = torch.rand(n, generator=generator) < 0.7
-    current = -normal(1.0).abs()
-    mask = loss_mask & (torch.rand(n, generator=generator) < 0.8)
-    return {
-        "loss_mask": loss_mask,
-        "mask": mask,
-        "weights": mask * (0.2 + torch.rand(n, generator=generator, dtype=torch.float64)),
-        "current": current,
-        "old": current + normal(0.4),
-        "reference": current + normal(0.5),
-        "entropy": normal(1.0).abs(),
-        "advantages": normal(1.0),
-        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-    }
-
-
-def split(values: Tensor, lengths: list[int]) -> list[list[Any]]:
-    return [part.tolist() for part in values.split(lengths)]
-
-
-def padded(values: Tensor, lengths: list[int]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(values.split(lengths)), batch_first=True)
-
-
-@pytest.mark.parametrize("denominator", ["original", "kept"])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6), seed=st.integers(0, 99))
-def test_the_sum_of_scaled_losses_is_the_aggregation(
-    aggregation: Any, denominator: Any, lengths: list[int], seed: int
-) -> None:
-    batch = random_batch(lengths, seed)
-    loss_mask, mask, losses = batch["loss_mask"], batch["mask"], batch["current"]
-    arguments: dict[str, Any] = dict(aggregation=aggregation, denominator=denominator, max_length=7)
-    expected = aggregate(
-        split(losses, lengths), split(loss_mask, lengths), split(mask, lengths), aggregation, denominator, 7
-    )
-    scale = loss_scale(loss_mask, mask, cu_seqlens=batch["cu_seqlens"], **arguments)
-    assert scale.dtype == torch.float32 and (scale[~loss_mask] == 0).all()
-    assert (scale * losses * mask).sum().item() == pytest.approx(expected, rel=1e-6, abs=1e-7)
-    in_rows = loss_scale(padded(loss_mask, lengths), padded(mask, lengths), **arguments)
-    assert torch.equal(in_rows, padded(scale, lengths))
-
-
-def test_rejected_tokens_stay_in_the_denominator() -> None:
-    loss_mask, kept = torch.ones(4, dtype=torch.bool), torch.tensor([True, False, False, True])
-    assert loss_scale(loss_mask, kept).tolist() == [0.25] * 4
-    assert loss_scale(loss_mask, kept, denominator="kept").tolist() == [0.5] * 4
-
-
-def test_sequences_without_loss_tokens_are_not_counted() -> None:
-    loss_mask = torch.tensor([[True, True], [False, False]])
-    assert loss_scale(loss_mask, loss_mask, aggregation="seq-mean-token-sum").tolist() == [[1, 1], [0, 0]]
-
-
-def test_a_batch_without_tokens_has_scale_zero() -> None:
-    nothing = torch.zeros(2, 3, dtype=torch.bool)
-    for aggregation in AGGREGATIONS:
-        assert (loss_scale(nothing, nothing, aggregation=aggregation, max_length=3) == 0).all()  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ({"aggregation": "mean"}, "aggregation must be one of 'token-mean', "),
-        ({"denominator": "all"}, "denominator must be 'original' or 'kept', got 'all'"),
-        ({"aggregation": "seq-mean-token-sum"}, "cu_seqlens must be given"),
-        ({"aggregation": "seq-mean-token-sum-norm", "cu_seqlens": torch.tensor([0, 3])}, "max_length must be >= 1"),
-        ({"kept_mask": torch.ones(2, dtype=torch.bool)}, "kept_mask must have the shape (3,) of loss_mask, got (2,)"),
-    ],
-)
-def test_bad_scale_arguments_are_named(arguments: dict[str, Any], sentence: str) -> None:
-    mask = torch.ones(3, dtype=torch.bool)
-    with pytest.raises(ValueError) as error:
-        loss_scale(**{"loss_mask": mask, "kept_mask": mask, **arguments})
-    assert str(error.value).startswith(sentence)
-
-
-def corrected_of(batch: dict[str, Tensor]) -> Corrected:
-    return Corrected(batch["weights"], batch["mask"], torch.zeros(1, dtype=torch.bool), MetricSums())
 
 
 def loss_by_hand(
@@ -305,27 +129,6 @@ def test_clipping_is_one_sided_and_the_dual_clip_bounds_negative_advantages_only
     assert (loss.item(), current.grad) == (pytest.approx(value), pytest.approx(slope * one))
 
 
-def evaluate(batch: dict[str, Tensor], scale: Tensor, **options: Any) -> tuple[Tensor, Tensor, MetricSums]:
-    """(loss, gradient, metrics) of a ppo loss with every term."""
-    current = batch["current"].clone().requires_grad_()
-    loss, metrics = policy_loss(
-        current,
-        batch["old"],
-        batch["advantages"],
-        corrected_of(batch),
-        scale=scale,
-        reference_logprobs=batch["reference"],
-        kl_coef=0.2,
-        entropy=batch["entropy"],
-        entropy_coef=0.1,
-        rollout_logprobs=batch["old"] + 0.01,
-        **options,
-    )
-    loss.backward()
-    assert current.grad is not None
-    return loss.detach(), current.grad, metrics
-
-
 def test_the_weight_multiplies_the_policy_gradient_term_alone() -> None:
     batch = random_batch([9], 3)
     scale = batch["loss_mask"].double()
@@ -364,61 +167,6 @@ def test_the_loss_does_not_depend_on_the_cut_into_micro_batches() -> None:
         for part in parts:
             pooled.merge(part[2])
         assert pooled.values() == pytest.approx(metrics.values(), rel=1e-9, nan_ok=True)
-
-
-def parallel_loss(rank: int, aggregation: Any, denominator: Any) -> tuple[Tensor, Tensor, dict[str, float], Tensor]:
-    """DP = 2 x CP = 2: (summed loss, rows, pooled metrics, gradient)."""
-    lengths = [4, 7, 1, 6, 0, 3]
-    batch = random_batch(lengths, 5)
-    cp_groups, dp_groups = [[dist.new_group(r) for r in pair] for pair in (((0, 1), (2, 3)), ((0, 2), (1, 3)))]
-    data, context = divmod(rank, 2)
-    sequences = [[0, 3, 4], [1, 2, 5]][data]
-    starts = batch["cu_seqlens"].tolist()
-    rows, local = [], [0]
-    for i in sequences:
-        middle = starts[i] + (lengths[i] + 1) // 2
-        part = range(starts[i], middle) if context == 0 else range(middle, starts[i + 1])
-        rows += part
-        local.append(local[-1] + len(part))
-    mine = {name: value[rows] for name, value in batch.items() if name != "cu_seqlens"}
-    scale = loss_scale(
-        mine["loss_mask"],
-        mine["mask"],
-        aggregation=aggregation,
-        denominator=denominator,
-        cu_seqlens=torch.tensor(local, dtype=torch.int32),
-        dp_group=dp_groups[context],
-        cp_group=cp_groups[data],
-        max_length=7,
-    )
-    loss, gradient, metrics = evaluate(mine, scale)
-    dist.all_reduce(loss)
-    return loss, torch.tensor(rows), metrics.all_reduce(dist.group.WORLD).values(), gradient
-
-
-def every_aggregation(rank: int) -> list[tuple[Tensor, Tensor, dict[str, float], Tensor]]:
-    return [parallel_loss(rank, a, d) for a in AGGREGATIONS for d in ("original", "kept")]
-
-
-def test_loss_gradient_and_metrics_do_not_depend_on_data_or_context_parallelism() -> None:
-    ranks = run_ranks(4, every_aggregation)
-    batch = random_batch([4, 7, 1, 6, 0, 3], 5)
-    for i, (aggregation, denominator) in enumerate((a, d) for a in AGGREGATIONS for d in ("original", "kept")):
-        scale = loss_scale(
-            batch["loss_mask"],
-            batch["mask"],
-            aggregation=aggregation,  # type: ignore[arg-type]
-            denominator=denominator,  # type: ignore[arg-type]
-            cu_seqlens=batch["cu_seqlens"],
-            max_length=7,
-        )
-        loss, gradient, metrics = evaluate(batch, scale)
-        gathered = torch.empty_like(gradient)
-        for rank in ranks:
-            torch.testing.assert_close(rank[i][0], loss, atol=1e-14, rtol=1e-12)
-            assert rank[i][2] == pytest.approx(metrics.values(), rel=1e-9, nan_ok=True)
-            gathered[rank[i][1]] = rank[i][3]
-        assert torch.equal(gathered, gradient)
 
 
 def test_a_micro_batch_without_kept_tokens_gives_a_differentiable_zero() -> None:

@@ -269,10 +269,8 @@ def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> Drawn:
         scaled = scaled.masked_fill(~kept, float("-inf"))
     logprobs = scaled.log_softmax(-1)
     cumulative = logprobs.double().exp_().cumsum(-1)
-    total = cumulative[:, -1]
-    # a product rounded up to the total would fall behind the last token of positive probability
-    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    ids = torch.searchsorted(cumulative, target[:, None], right=True)
+    # u <= 1 - 2^-53 keeps the product below the total after rounding: the id found has positive probability
+    ids = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
     # a row of NaN has no order: any id will do, its log-prob is NaN and the trainer drops it
     ids = ids.clamp_(max=logits.shape[-1] - 1)
     return Drawn(ids[:, 0], logprobs.gather(-1, ids)[:, 0], kept)
@@ -322,10 +320,9 @@ def _build_model(hf_config: dict[str, Any], dtype: torch.dtype, device: torch.de
     config = config_class(**{key: value for key, value in hf_config.items() if key != "model_type"})
     if config.use_sliding_window:
         raise ValueError("use_sliding_window must be false: the engine attends to the whole context")
-    options = {"experts_implementation": "eager"} if model_type == "qwen3_moe" and device.type == "cpu" else {}
     # the caller's random state is not the engine's to advance
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-        model = model_class._from_config(config, attn_implementation="sdpa", dtype=dtype, **options)
+        model = model_class._from_config(config, attn_implementation="sdpa", dtype=dtype)
     return model.eval().requires_grad_(False)
 
 

@@ -63,7 +63,7 @@ class ArithmeticTask:
         self.options = options or ArithmeticOptions()
         self.vocab_size = VOCAB_SIZE
         self.pad_token_id = PAD_TOKEN_ID
-        self.stop_token_ids = (STOP_TOKEN_ID,)
+        self.stop_token_ids: tuple[int, ...] = (STOP_TOKEN_ID,)
         self._held_out = self._draw_held_out()
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
@@ -77,9 +77,7 @@ class ArithmeticTask:
         pairs = []
         for index in range(start, start + count):
             terms, rng = self._training_problem("demonstration", index)
-            totals = running_totals(terms)
-            if rng.random() < self.options.demonstration_error_rate:
-                totals = with_one_slip(terms, rng)
+            totals = careless_totals(terms, self.options.demonstration_error_rate, rng)
             written = totals if self.options.written_steps else totals[-1:]
             pairs.append((encode(_text(terms)), encode(",".join(map(str, written)) + STOP_SYMBOL)))
         return pairs
@@ -137,22 +135,26 @@ def running_totals(terms: Sequence[int]) -> list[int]:
     return totals
 
 
-def with_one_slip(terms: Sequence[int], largest: int, rng: random.Random) -> list[int]:
-    """``running_totals`` with one slip at a random step, carried through to the end: the result is always wrong.
+def careless_totals(terms: Sequence[int], error_rate: float, rng: random.Random) -> list[int]:
+    """``running_totals`` of a teacher who slips in each step with probability ``error_rate`` and goes on from there.
 
-    A step that carries or borrows loses the carry or borrow; another one is one off in its digit, within 0..largest
-    where that is possible.
+    A slip in a step that carries or borrows loses the carry or borrow; in another step the digit is one off.
     """
-    steps, totals = list(_steps(terms)), running_totals(terms)
-    slip = rng.randrange(len(steps))
-    place = 10 ** (len(str(abs(steps[slip]))) - 1)
-    before = totals[slip] - steps[slip]
-    errors = [place, -place] if rng.random() < 0.5 else [-place, place]
-    if totals[slip] // (10 * place) != before // (10 * place):
-        errors.insert(0, -10 * place if steps[slip] > 0 else 10 * place)
-    rest = totals[slip:]
-    error = next((e for e in errors if min(rest) + e >= 0 and max(rest) + e <= largest), place)
-    return totals[:slip] + [total + error for total in rest]
+    totals, total = [], terms[0]
+    for amount in _steps(terms):
+        # a slip may have left less than there is to take away
+        total = max(0, total + amount) if rng.random() >= error_rate else _slip(total, amount, rng)
+        totals.append(total)
+    return totals
+
+
+def _slip(total: int, amount: int, rng: random.Random) -> int:
+    place = 10 ** (len(str(abs(amount))) - 1)
+    right = max(0, total + amount)
+    if right // (10 * place) != total // (10 * place):
+        return right + (-10 * place if amount > 0 else 10 * place)
+    up = right // place % 10 == 0 or (right // place % 10 < 9 and rng.random() < 0.5)
+    return right + place if up else right - place
 
 
 def _steps(terms: Sequence[int]) -> Iterator[int]:

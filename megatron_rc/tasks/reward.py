@@ -24,12 +24,12 @@ def load_reward(name: str) -> RewardFunction:
         module = importlib.import_module(module_name)
     except Exception as error:  # importing runs the user's file, which may raise anything
         raise ValueError(f"reward {name!r}: importing {module_name!r} failed: {describe(error)}") from error
-    function = getattr(module, function_name, None)
+    function: Any = getattr(module, function_name, None)
     if function is None:
         raise ValueError(f"reward {name!r}: module {module_name!r} has no {function_name!r}")
     if not callable(function):
         raise ValueError(f"reward {name!r} must be a function, got {type(function).__name__}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def score(function: RewardFunction, name: str, prompt: str, response: str, answer: str, place: str) -> float:

@@ -177,6 +177,8 @@ class TrainSettings:
     """Steps between two checkpoints."""
     keep_checkpoints: int = 2
     """Checkpoints kept; older ones are deleted."""
+    save_hf: bool = True
+    """At the end write the weights as a Hugging Face checkpoint to OUTPUT/hf."""
 
     def __post_init__(self) -> None:
         _positive(lr=self.lr, adam_eps=self.adam_eps)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -85,7 +84,11 @@ def _to(rows: Tensor, device: torch.device) -> Tensor:
 class PackedLayout(PackedSeqParams):
     """Megatron's PackedSeqParams with the block layout that attention without TransformerEngine works on."""
 
-    layout: BlockLayout | None = None
+    layout: BlockLayout = field(kw_only=True)
+
+    def as_batch_of_one(self) -> PackedLayout:
+        """The same rows, told to Megatron as one sequence [N, 1, ...]; attention still goes by ``layout``."""
+        return PackedLayout(qkv_format="sbhd", layout=self.layout)
 
 
 def packed_seq_params(cu_seqlens: Tensor, max_seqlen: int, lengths: Sequence[int] | None = None) -> PackedLayout:
@@ -119,12 +122,10 @@ class PackedSelfAttention(SelfAttention):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **inputs: Any) -> Any:
         packed, angles = inputs.get("packed_seq_params"), inputs.get("rotary_pos_emb")
-        assert isinstance(packed, PackedLayout) and packed.layout, (
-            "packed_seq_params must come from packed_seq_params()"
-        )
+        assert isinstance(packed, PackedLayout), "packed_seq_params must come from attention.packed_seq_params()"
         if angles is not None:
             inputs["rotary_pos_emb"] = angles.index_select(0, packed.layout.positions)
-        inputs["packed_seq_params"] = dataclasses.replace(packed, qkv_format="sbhd")
+        inputs["packed_seq_params"] = packed.as_batch_of_one()
         return super().forward(hidden_states, attention_mask, **inputs)
 
 
@@ -159,7 +160,6 @@ class PackedCoreAttention(MegatronModule):
         """
         assert packed_seq_params is not None and attention_mask is None and attention_bias is None
         layout = packed_seq_params.layout
-        assert layout is not None
         outputs = [self._attend(query[:, 0], key[:, 0], value[:, 0], block) for block in layout.blocks]
         if not outputs:
             return query.flatten(2)

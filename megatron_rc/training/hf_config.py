@@ -80,8 +80,6 @@ def _refuse_unsupported(hf: dict[str, Any], source: str) -> None:
     for name in sizes:
         if hf[name] < 1:
             raise ValueError(f"{source}: {name} must be >= 1, got {hf[name]!r}")
-    if hf["head_dim"] % 2:
-        raise ValueError(f"{source}: head_dim must be even for rotary positions, got {hf['head_dim']!r}")
     if hf["num_attention_heads"] % hf["num_key_value_heads"]:
         raise ValueError(
             f"{source}: num_attention_heads must be divisible by num_key_value_heads, "

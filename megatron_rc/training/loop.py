@@ -81,6 +81,8 @@ class Job:
         if self.progress.phase == "warmup":
             self._warm_up()
         self._reinforce()
+        if self.settings.train.save_hf:
+            self.policy.save_weights(Path(self.settings.output) / "hf")
         self.observers.report()
 
     def _resume(self, found: Path) -> None:

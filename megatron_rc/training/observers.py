@@ -12,7 +12,7 @@ from megatron_rc import schema
 from megatron_rc.dump import DumpWriter
 from megatron_rc.report.display import Display
 from megatron_rc.report.fingerprint import fingerprint
-from megatron_rc.report.html import write_report
+from megatron_rc.report.html import save_context, write_report
 from megatron_rc.report.log import MetricsLog
 from megatron_rc.training.arguments import JobSettings
 from megatron_rc.training.checkpoint import Progress
@@ -35,9 +35,10 @@ class Observers:
         self._display = Display(settings.train.steps, settings.name) if writer else None
         self._log = MetricsLog(folder) if writer else None
         self._dumps = DumpWriter(folder / "dump") if writer and dumps else None
+        self._folder = folder
         if writer:
-            (folder / "settings.yaml").write_text(schema.dump_yaml(schema.to_dict(settings)))
-        self._settings = settings
+            facts = fingerprint(train_dtype=settings.train.dtype, rollout_dtype=settings.rollout.dtype)
+            save_context(folder, schema.to_dict(settings), facts)
 
     def __enter__(self) -> Observers:
         if self._display:
@@ -53,10 +54,7 @@ class Observers:
     def report(self) -> None:
         """Write report.html from everything recorded so far."""
         if self._log:
-            folder = Path(self._settings.output)
-            facts = fingerprint(train_dtype=self._settings.train.dtype, rollout_dtype=self._settings.rollout.dtype)
-            path = write_report(folder, folder / "report.html", schema.to_dict(self._settings), facts)
-            self.message(f"report: {path}")
+            self.message(f"report: {write_report(self._folder)}")
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
         if self._display:

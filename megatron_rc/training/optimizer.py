@@ -61,7 +61,7 @@ def build_scheduler(
         group["max_lr"], group["min_lr"] = lr, min_lr
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=lr / (warmup_steps + 1),  # the first update happens at step 0 and would be lost at 0
         max_lr=lr,
         min_lr=min_lr,
         lr_warmup_steps=warmup_steps,

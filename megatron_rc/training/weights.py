@@ -106,7 +106,7 @@ def save_hf(
     dist.barrier()
 
 
-def _core(module: torch.nn.Module) -> Any:
+def _core(module: Any) -> Any:
     while not isinstance(module, GPTModel):
         module = module.module
     return module

@@ -1,0 +1,147 @@
+"""What a person watches during a job: a live table in a terminal, one plain line a step elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from megatron_rc.report import curves
+from megatron_rc.report.curves import Curve, duration, phase_of, value_of
+
+PLAIN_PHASE_SECONDS = 15.0
+"""Without a terminal, a phase that lasts longer than this says how far it is, this often."""
+HISTORY = 40
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Row(NamedTuple):
+    short: str
+    curve: Curve
+    format: str
+
+
+ROWS = (
+    Row("loss", curves.CROSS_ENTROPY, "{:.3f}"),
+    Row("reward", curves.REWARD, "{:.3f}"),
+    Row("held-out", curves.ACCURACY, "{:.1%}"),
+    Row("length", curves.LENGTH, "{:.1f}"),
+    Row("k3", curves.K3, "{:.1e}"),
+    Row("ESS", curves.ESS, "{:.3f}"),
+    Row("masked", curves.MASKED, "{:.1%}"),
+    Row("grad", curves.GRAD_NORM, "{:.2f}"),
+    Row("lr", curves.LEARNING_RATE, "{:.1e}"),
+    Row("tok/s", curves.THROUGHPUT, "{:,.0f}"),
+)
+
+
+class Display:
+    """Shows a job while it runs; use it as a context manager, on one process only.
+
+    In a terminal it redraws a table and two bars in place. Elsewhere (a CI log, a file) it prints one line a step.
+    """
+
+    def __init__(self, total_steps: int, name: str, *, console: Console | None = None) -> None:
+        """
+        Args:
+            total_steps: reinforcement-learning steps of the job.
+            name: of the job.
+        """
+        self._console = console or Console(highlight=False)
+        self._total, self._name = total_steps, name
+        self._history: dict[str, deque[float]] = {}
+        self._clock: tuple[int, float] | None = None
+        self._phase_name, self._phase_total, self._phase_done, self._phase_said = "", 0, 0, 0.0
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=32), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console)
+        self._overall = self._bars.add_task(f"[bold]{name}", total=total_steps, note="")
+        self._current = self._bars.add_task("", total=None, visible=False, note="")
+        self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
+
+    def __enter__(self) -> Display:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._console.is_terminal:
+            self._bars.update(self._current, visible=False)
+            self._live.stop()
+
+    def phase(self, name: str, total: int) -> None:
+        """Start a phase of ``total`` units: warm-up steps, finished responses, optimizer steps."""
+        self._phase_name, self._phase_total, self._phase_done = name, total, 0
+        self._phase_said = time.monotonic()
+        self._bars.reset(self._current, description=name, total=total, visible=True)
+
+    def advance(self, count: int = 1) -> None:
+        """``count`` more units of the phase are done."""
+        self._phase_done += count
+        self._bars.advance(self._current, count)
+        if not self._console.is_terminal and time.monotonic() - self._phase_said > PLAIN_PHASE_SECONDS:
+            self._phase_said = time.monotonic()
+            self._print(f"{self._phase_name} {self._phase_done}/{self._phase_total}")
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """One step is done.
+
+        Args:
+            step: its number within its phase; 0 is the state before reinforcement learning.
+            metrics: the step's record; ``phase`` is "rl" when missing.
+        """
+        warming_up = phase_of(metrics) == "warmup" or value_of(metrics, curves.CROSS_ENTROPY) is not None
+        shown = [(row, value) for row in ROWS if (value := value_of(metrics, row.curve)) is not None]
+        for row, value in shown:
+            self._history.setdefault(row.short, deque(maxlen=HISTORY)).append(value)
+        left = "" if warming_up else self._time_left(step)
+        if not warming_up:
+            self._bars.update(self._overall, completed=step, note=left)
+        if self._console.is_terminal:
+            return
+        # a warm-up has many short steps: those with an evaluation and every 25th tell enough
+        if warming_up and step % 25 and value_of(metrics, curves.ACCURACY) is None:
+            return
+        head = f"warm-up {step}" if warming_up else f"step {step}/{self._total}"
+        cells = [f"{row.short} {row.format.format(value)}" for row, value in shown]
+        self._print(" | ".join([head, *cells, *([left] if left else [])]))
+
+    def message(self, text: str) -> None:
+        """A line of its own, above the table."""
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def _time_left(self, step: int) -> str:
+        """From the mean time of the steps of this process, the first one left out: it also loads and compiles."""
+        now = time.monotonic()
+        if self._clock is None:
+            self._clock = (step, now)
+            return ""
+        done = step - self._clock[0]
+        seconds = (now - self._clock[1]) / done * (self._total - step) if done > 0 else 0.0
+        return f"ETA {duration(seconds)}" if step < self._total else ""
+
+    def _render(self) -> Group:
+        table = Table(box=None, pad_edge=False, padding=(0, 2))
+        for heading, justify in (("metric", "left"), ("now", "right"), ("mean of 10", "right"), ("", "left")):
+            table.add_column(heading, justify=justify, style=None, header_style="dim")  # type: ignore[arg-type]
+        for row in ROWS:
+            if values := list(self._history.get(row.short, ())):
+                mean = sum(values[-10:]) / len(values[-10:])
+                now = f"[bold]{row.format.format(values[-1])}[/]"
+                trend = f"[cyan]{_sparkline(values)}[/]"
+                table.add_row(row.curve.label, now, row.format.format(mean), trend)
+        return Group(self._bars, table)
+
+
+def _sparkline(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in values)

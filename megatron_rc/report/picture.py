@@ -1,0 +1,71 @@
+"""The main curves of a run as one PNG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rc.report.curves import PANELS, headlines, moving_average, series
+from megatron_rc.report.log import read_metrics
+from megatron_rc.report.svg import NOISY_FROM, label_of, log_axis
+
+COLORS = ("#2563eb", "#e0700c", "#12936a", "#b4318f", "#7c6a0a")
+
+
+def write_curves_png(folder: str | Path, path: str | Path) -> Path:
+    """Draw the panels marked ``in_picture`` of the run in ``folder``.
+
+    Args:
+        folder: output folder of a job, or its metrics.jsonl.
+        path: of the PNG.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: no metrics, none of the curves among them, or matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("matplotlib is not installed: pip install 'megatron-rc[report]'") from error
+
+    records = read_metrics(folder)
+    drawn = [(panel, found) for panel in PANELS if panel.in_picture and (found := series(records, panel))]
+    if not drawn:
+        raise ValueError(f"{str(folder)!r} holds no metric that is part of the picture")
+    columns = min(3, len(drawn))
+    rows = -(-len(drawn) // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.1 * rows + 0.4), layout="constrained", facecolor="white")
+    figure.suptitle("   ·   ".join(f"{h.label}: {h.value}" for h in headlines(records)), fontsize=11, color="#1b2330")
+    for index, (panel, found) in enumerate(drawn):
+        axes = figure.add_subplot(rows, columns, index + 1)
+        for color, curve in zip(COLORS, found, strict=False):
+            faint = panel.noisy and len(curve.values) >= NOISY_FROM
+            marker = "o" if len(curve.values) <= 25 else None
+            axes.plot(
+                curve.steps, curve.values, color=color, lw=0.8 if faint else 1.8, alpha=0.4 if faint else 1.0,
+                marker=marker, ms=4, label=curve.label,
+            )  # fmt: skip
+            if faint:
+                smooth = moving_average(curve.values, max(5, len(curve.values) // 12))
+                axes.plot(curve.steps, smooth, color=color, lw=2.2)
+        if panel.logarithmic:
+            axes.set_yscale("log")
+            values = [value for curve in found for value in curve.values]
+            axes.set_ylim(*log_axis(min(values), max(values))[:2])
+        else:
+            axes.yaxis.set_major_formatter(lambda value, _: label_of(float(f"{value:.10g}")))
+        if len(found) > 1:
+            axes.legend(fontsize=8, frameon=False)
+        axes.set_title(panel.title, fontsize=11, loc="left", fontweight="bold", color="#1b2330")
+        axes.set_ylabel(panel.unit, fontsize=9, color="#5d6878")
+        axes.set_xlabel("step", fontsize=9, color="#5d6878")
+        axes.tick_params(labelsize=8, colors="#5d6878")
+        axes.grid(color="#e4e8ee", lw=0.8)
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        for side in ("left", "bottom"):
+            axes.spines[side].set_color("#c3cad5")
+    figure.savefig(path, dpi=130)
+    return Path(path)

@@ -1,0 +1,62 @@
+"""Start real training jobs through the command line, and read what they wrote."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_rc import schema
+from megatron_rc.report.log import read_metrics
+
+ROOT = Path(__file__).parent.parent
+
+DENSE = {
+    "model_type": "qwen3",
+    "vocab_size": 20,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def settings_file(folder: Path, data: dict[str, Any]) -> Path:
+    path = folder / "settings.yaml"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(schema.dump_yaml(data))
+    return path
+
+
+def command(config: Path, *arguments: str, processes: int = 1) -> list[str]:
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return [*launcher, "-m", "megatron_rc", "train", str(config), *arguments]
+
+
+def environment() -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+
+
+def run_job(config: Path, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run a job to its end, whatever its exit status."""
+    return subprocess.run(
+        command(config, *arguments, processes=processes), env=environment(), capture_output=True, text=True, timeout=300
+    )
+
+
+def finished_job(config: Path, *arguments: str, processes: int = 1) -> list[dict[str, Any]]:
+    """Run a job that must succeed; its metrics."""
+    done = run_job(config, *arguments, processes=processes)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    output = next(a.partition("=")[2] for a in arguments if a.startswith("output="))
+    return read_metrics(Path(output) / "metrics.jsonl")

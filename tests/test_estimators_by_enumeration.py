@@ -1,0 +1,297 @@
+"""Every estimator against its closed form, by exact enumeration; `enumeration.py` says how."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from enumeration import Batch, Sequence, World
+from torch import Tensor
+
+from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
+from megatron_rc.loss import expand_to_tokens, grpo_advantages, rloo_advantages
+
+INF = float("inf")
+WORLDS = {
+    "fixed length": World(3, stops=False),
+    "early stop": World(4, stops=True, seed=1),
+    "two turns": World(4, stops=False, turn=2, seed=2),
+}
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def world(request: pytest.FixtureRequest) -> World:
+    return WORLDS[request.param]
+
+
+@pytest.fixture(scope="module")
+def population(world: World) -> Batch:
+    return Batch.population(world)
+
+
+def close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def expected_gradient(world: World, weights: Any) -> Tensor:
+    """E_mu[R sum_t w_t grad log pi_t] for weights(y, reward) -> one a token."""
+    total = torch.zeros_like(world.theta)
+    for y, p, reward in zip(world.sequences, world.probability(world.mu.log()), world.reward.tolist(), strict=True):
+        total += p * reward * world.score(y, weights(y, reward))
+    return total
+
+
+def log_ratios(world: World, y: Sequence) -> list[float]:
+    pairs = zip(world.logprobs(y, world.log_pi), world.logprobs(y, world.mu.log()), strict=True)
+    return [pi - mu for pi, mu in pairs]
+
+
+def units(world: World, y: Sequence, level: str) -> list[list[int]]:
+    tokens = list(range(len(y)))
+    if level == "token":
+        return [[t] for t in tokens]
+    if level == "segment" and world.turn is not None:
+        return [tokens[: world.turn], tokens[world.turn :]]
+    return [tokens]
+
+
+def weights_by_the_book(world: World, correction: RolloutCorrection, y: Sequence, advantage: float) -> list[float]:
+    """The weight of every token of y, 0 where dropped, by the words of the configuration."""
+    logs = log_ratios(world, y)
+    weights = [1.0] * len(y)
+    if correction.weight is not None:
+        weight = correction.weight
+        for unit in units(world, y, weight.level):
+            log = sum(logs[t] for t in unit) / (len(unit) if weight.level in ("geometric", "segment") else 1)
+            rho, low, high = math.exp(log), weight.lower or 0.0, INF if weight.upper is None else weight.upper
+            value = min(max(rho, low), high) if weight.mode != "mask" else rho * (low <= rho <= high)
+            for t in unit:
+                weights[t] = value
+    q = [math.exp(mu) for mu in world.logprobs(y, world.mu.log())]
+    statistics = {
+        "ratio": logs,
+        "k2": [log**2 / 2 for log in logs],
+        "k3": [math.exp(log) - 1 - log for log in logs],
+        "abs_log_ratio": [abs(log) for log in logs],
+        "prob_diff": [math.exp(log) * one - one for log, one in zip(logs, q, strict=True)],
+    }
+    for gate in correction.reject:
+        for unit in units(world, y, gate.level):
+            values = [statistics[gate.statistic][t] for t in unit]
+            value = {"sum": sum(values), "mean": sum(values) / len(values), "max": max(values), "min": min(values)}[
+                gate.reduce
+            ]
+            value = math.exp(value) if gate.statistic == "ratio" else value
+            inside = (
+                (-INF if gate.lower is None else gate.lower) <= value <= (INF if gate.upper is None else gate.upper)
+            )
+            if not inside and (gate.when == "always" or advantage < 0):
+                for t in unit:
+                    weights[t] = 0.0
+    return weights
+
+
+SEQUENCE_IS = RolloutCorrection(Weight("sequence", "truncate", upper=INF))
+TOKEN_IS = RolloutCorrection(Weight("token", "truncate", upper=INF))
+CORRECTIONS = {
+    **{f"preset {name}": preset.correction for name, preset in PRESETS.items()},
+    **{
+        f"{level} {mode}": RolloutCorrection(Weight(level, mode, None if mode == "truncate" else 0.8, 1.2))
+        for level in ("token", "sequence", "geometric", "segment")
+        for mode in ("truncate", "clip", "mask")
+    },
+    **{
+        f"{statistic} {level} {reduce}": RolloutCorrection(
+            Weight("token", upper=1.3), (Rejection(statistic, level, reduce, *bounds),)
+        )
+        for statistic, bounds in {
+            "ratio": (0.7, 1.3),
+            "k2": (None, 0.05),
+            "k3": (0.001, 0.06),
+            "abs_log_ratio": (None, 0.45),
+            "prob_diff": (-0.1, 0.08),
+        }.items()
+        for level in ("token", "sequence", "segment")
+        for reduce in ("sum", "mean", "max", "min")
+    },
+    "two gates": RolloutCorrection(
+        Weight("segment", "clip", 0.7, 1.4),
+        (
+            Rejection("k3", "segment", "mean", upper=0.1),
+            Rejection("ratio", "sequence", "mean", lower=0.9, when="negative_advantage"),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
+def test_the_expected_gradient_is_that_of_the_configured_weights(
+    correction: RolloutCorrection, world: World, population: Batch
+) -> None:
+    expected = expected_gradient(world, lambda y, reward: weights_by_the_book(world, correction, y, reward))
+    close(population.run(correction).gradient, expected)
+
+
+def test_configurations_above_drop_some_but_not_all() -> None:
+    """A gate that keeps or drops every sequence of every world would test nothing."""
+    for name, correction in CORRECTIONS.items():
+        if correction.reject and not name.startswith("preset"):
+            weights = [
+                w
+                for world in WORLDS.values()
+                for y, reward in zip(world.sequences, world.reward.tolist(), strict=True)
+                for w in weights_by_the_book(world, correction, y, reward)
+            ]
+            assert 0.01 < sum(w == 0 for w in weights) / len(weights) < 0.99, name
+
+
+def test_sequence_importance_sampling_is_unbiased_and_has_its_variance(world: World, population: Batch) -> None:
+    result = population.run(SEQUENCE_IS)
+    close(result.gradient, world.gradient_of_j())
+    each = population.gradient_of_each(result).flatten(1)
+    variance = each.square().sum(1).mean() - result.gradient.square().sum()
+    f = world.reward[:, None] * world.scores().flatten(1)
+    second_moment = (world.probability(world.log_pi) * world.rho() * f.square().sum(1)).sum()
+    close(variance, second_moment - world.gradient_of_j().square().sum())
+
+
+def test_naive_reinforce_is_biased_by_at_most_twice_the_total_variation(world: World, population: Batch) -> None:
+    gradient = population.run(RolloutCorrection()).gradient
+    f = world.reward[:, None, None] * world.scores()
+    pi, mu = world.probability(world.log_pi), world.probability(world.mu.log())
+    close(gradient, torch.einsum("i,icv->cv", mu, f))
+    bias = (gradient - world.gradient_of_j()).norm()
+    assert 1e-3 < bias <= 2 * f.flatten(1).norm(dim=1).max() * (pi - mu).abs().sum() / 2
+
+
+def test_the_token_is_gradient_is_that_of_the_surrogate(world: World, population: Batch) -> None:
+    theta = world.theta.clone().requires_grad_()
+    log_ratio = theta.log_softmax(1) - world.mu.log()
+    surrogate = theta.new_zeros(())
+    for y, p, reward in zip(world.sequences, world.probability(world.mu.log()), world.reward, strict=True):
+        surrogate = surrogate + p * reward * sum(log_ratio[step].exp() for step in world.steps(y))
+    surrogate.backward()
+    assert theta.grad is not None
+    close(population.run(TOKEN_IS).gradient, theta.grad)
+    # two policies: the ppo ratio is pi / mu itself, and carries the same gradient where nothing is clipped
+    unclipped: dict[str, Any] = dict(surrogate="ppo", clip_lower=1.0, clip_upper=INF)
+    bypass = population.run(RolloutCorrection(old="rollout"), old=population.rollout, **unclipped)
+    close(bypass.gradient, theta.grad)
+    close(-bypass.loss, surrogate.item())
+
+
+@pytest.mark.parametrize("cap", [0.8, 1.5, 3.0])
+def test_masked_sequence_is_loses_the_expectation_above_its_cap(cap: float, world: World, population: Batch) -> None:
+    result = population.run(RolloutCorrection(Weight("sequence", "mask", upper=cap)))
+    f = world.reward[:, None, None] * world.scores()
+    above = world.rho() > cap
+    lost = torch.einsum("i,icv->cv", world.probability(world.log_pi) * above, f)
+    close(result.gradient - world.gradient_of_j(), -lost)
+    second = population.gradient_of_each(result).flatten(1).square().sum(1).mean()
+    mu = world.probability(world.mu.log())
+    assert second <= cap**2 * (mu * f.flatten(1).square().sum(1)).sum()
+
+
+@pytest.mark.parametrize("cap", [0.8, 1.5, 3.0])
+def test_truncated_sequence_is_is_biased_by_the_excess_over_its_cap(
+    cap: float, world: World, population: Batch
+) -> None:
+    gradient = population.run(RolloutCorrection(Weight("sequence", "truncate", upper=cap))).gradient
+    f = world.reward[:, None, None] * world.scores()
+    excess = world.probability(world.mu.log()) * (world.rho() - cap).clamp(min=0)
+    close(gradient - world.gradient_of_j(), -torch.einsum("i,icv->cv", excess, f))
+    chi2 = (world.probability(world.log_pi) * world.rho()).sum() - 1
+    assert excess.sum() <= (1 + chi2) / cap
+
+
+def test_ppo_at_the_old_policy_has_the_gradient_of_weighted_reinforce(world: World, population: Batch) -> None:
+    for correction in (SEQUENCE_IS, *(preset.correction for preset in PRESETS.values())):
+        three = RolloutCorrection(correction.weight, correction.reject)
+        close(population.run(three, surrogate="ppo").gradient, population.run(three).gradient)
+
+
+def test_divergence_metrics_are_the_divergences(world: World, population: Batch) -> None:
+    values = population.run(RolloutCorrection()).metrics.values()
+    visits, log_pi, mu = world.occupancy(), world.log_pi, world.mu
+    pi = log_pi.exp()
+
+    def per_token(of_context: Tensor) -> float:
+        return ((visits * of_context.sum(1)).sum() / visits.sum()).item()
+
+    kl = per_token(mu * (mu.log() - log_pi))
+    p, q = world.probability(log_pi), world.probability(mu.log())
+    close(kl * visits.sum().item(), (q * (q / p).log()).sum().item())
+    chi2, chi2_seq = per_token((pi - mu).square() / mu), ((p - q).square() / q).sum().item()
+    rho_over_2 = ((pi / mu > 2) | (mu / pi > 2)).double()
+    expected = {
+        "k1": kl,
+        "k3": kl,
+        "k3_pi_mu": per_token(pi * (log_pi - mu.log())),
+        "tv": per_token((pi - mu).abs() / 2),
+        "binary_tv": per_token(mu * (pi - mu).abs()),
+        "chi2_token": chi2,
+        "chi2_seq": chi2_seq,
+        "ess_token": 1 / (1 + chi2),
+        "ess_seq": 1 / (1 + chi2_seq),
+        "rho_mean": 1.0,
+        "seq_rho_mean": 1.0,
+        "rho_std": math.sqrt(chi2),
+        "seq_rho_std": math.sqrt(chi2_seq),
+        "suggested_seq_cap": math.sqrt(2 * (1 + chi2_seq)),
+        "f2": per_token(mu * rho_over_2),
+        "log_ppl_abs_diff_sum": (q * (p / q).log().abs()).sum().item(),
+        "response_length": visits.sum().item(),
+    }
+    for name, value in expected.items():
+        assert values[name] == pytest.approx(value, rel=1e-9), name
+
+
+def test_the_kl_term_and_its_gradient_are_those_of_kl_pi_ref_under_both_samplers(
+    world: World, population: Batch
+) -> None:
+    on_policy = World(world.length, world.stops, world.turn, world.seed, gap=0.0)
+    for one, batch, old in ((world, population, population.rollout), (on_policy, Batch.population(on_policy), None)):
+        theta = one.theta.clone().requires_grad_()
+        log_pi, log_ref = theta.log_softmax(1), one.reference.log_softmax(1)
+        kl = (one.occupancy() * (log_pi.exp() * (log_pi - log_ref)).sum(1)).sum()
+        kl.backward()
+        result = batch.run(
+            RolloutCorrection(),
+            advantages=torch.zeros(len(batch.which), dtype=torch.float64),
+            old=old,
+            reference_logprobs=log_ref[batch.context, batch.target],
+            kl_coef=1.0,
+        )
+        assert theta.grad is not None
+        close(result.loss, kl.item())
+        close(-result.gradient, theta.grad)
+        assert result.loss_metrics.values()["kl_ref"] == pytest.approx(kl.item() / one.occupancy().sum().item())
+
+
+def test_batch_normalised_weights_are_self_normalised_importance_sampling() -> None:
+    world = WORLDS["fixed length"]
+    which = torch.randint(0, len(world.sequences), (16,), generator=torch.Generator().manual_seed(4))
+    result = Batch(world, which.tolist()).run(RolloutCorrection(SEQUENCE_IS.weight, normalize="batch"))
+    rho, f = world.rho()[which], world.reward[which, None, None] * world.scores()[which]
+    close(result.gradient, torch.einsum("i,icv->cv", rho, f) / rho.sum())
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+def test_group_baselines_over_all_groups_leave_the_gradient_of_j(samples: int) -> None:
+    """RLOO is unbiased; subtracting the group's mean instead shrinks the gradient by (n - 1) / n."""
+    world = World(2, stops=True, gap=0.0)
+    groups = list(itertools.product(range(len(world.sequences)), repeat=samples))
+    batch = Batch(world, [i for group in groups for i in group])
+    chance = world.probability(world.mu.log())[torch.tensor(groups)].prod(1).repeat_interleave(samples) / samples
+    numbers = torch.arange(len(groups)).repeat_interleave(samples)
+    rewards = world.reward[batch.which]
+    scale = expand_to_tokens(chance, batch.cu_seqlens, len(batch.target)) * batch.loss_mask
+    for advantages, factor in (
+        (rloo_advantages(rewards, numbers), 1.0),
+        (grpo_advantages(rewards, numbers, divide_by_std=False), (samples - 1) / samples),
+    ):
+        result = batch.run(RolloutCorrection(), advantages=advantages.double(), scale=scale)
+        close(result.gradient, factor * world.gradient_of_j(), 1e-6)

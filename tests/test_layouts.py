@@ -1,0 +1,148 @@
+"""One recorded rollout file trained under every parallel layout gives the numbers of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from jobs import DENSE, MOE, finished_job, settings_file
+
+from megatron_rc.dump import read_dump
+
+STEPS = 10
+JOB: dict[str, Any] = {
+    "task": {"options": {"levels": {"2x1": 1.0}, "held_out": 3}},
+    "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 6},
+    "correction": "geo-mask-token-tis",
+    "train": {"optimizer": "sgd", "lr": 0.05, "steps": STEPS, "micro_batches": 2, "eval_interval": 100},
+}
+
+
+class Recording:
+    """A policy that answers some problems, and ten steps of its rollouts trained by one process."""
+
+    def __init__(self, folder: Path, model: dict[str, Any]) -> None:
+        self.config = settings_file(folder, JOB)
+        warm = ["--set", f"output={folder / 'warm'}", "--set", f"model.config={model}"]
+        adam = ["train.steps=0", "train.optimizer=adam", "warmup.steps=100", "warmup.lr=5e-3"]
+        finished_job(self.config, *warm, *(word for a in adam for word in ("--set", a)))
+        self.hf, self.folder = folder / "warm" / "hf", folder
+        self.metrics = self.train("one")
+        self.dump = folder / "one" / "dump"
+
+    def train(self, name: str, *assignments: str, processes: int = 1) -> list[dict[str, Any]]:
+        chosen = [f"output={self.folder / name}", f"model.hf_path={self.hf}", *assignments]
+        # one supervised step first: its cross-entropy is compared too
+        chosen += ["warmup.steps=1", "warmup.batch_size=32", "warmup.lr=0.01"]
+        return finished_job(
+            self.config, "--dump", *(w for a in chosen for w in ("--set", a)), processes=processes
+        )
+
+    def replay(self, name: str, *assignments: str, processes: int = 1) -> list[dict[str, Any]]:
+        return self.train(
+            name, "rollout.engine=replay", f"rollout.replay_path={self.dump}", *assignments, processes=processes
+        )
+
+    def assert_same_as_one_process(self, name: str, metrics: list[dict[str, Any]]) -> None:
+        ours = {(r["phase"], r["step"]): r for r in metrics}
+        theirs = {(r["phase"], r["step"]): r for r in self.metrics}
+        warm, warm_one = ours["warmup", 1], theirs["warmup", 1]
+        assert warm["cross_entropy"] == pytest.approx(warm_one["cross_entropy"], rel=1e-5)
+        norms = 0
+        for step in range(1, STEPS + 1):
+            a, b = ours["rl", step], theirs["rl", step]
+            assert a["reward/mean"] == b["reward/mean"] and a["updates"] == b["updates"]
+            if b["updates"]:
+                norms += 1
+                assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4), step
+            for metric in ("old/k3", "old/chi2_seq", "old/ess_seq", "old/log_ppl_abs_diff", "entropy"):
+                assert a[metric] == pytest.approx(b[metric], rel=1e-3, abs=1e-6), (step, metric)
+        assert norms >= 5, "too few steps had a group of unequal rewards for the comparison to mean anything"
+        worst = 0.0
+        for step, (mine, one) in enumerate(
+            zip(read_dump(self.folder / name / "dump"), read_dump(self.dump), strict=True), start=1
+        ):
+            for a, b in zip(mine, one, strict=True):
+                assert a["output_ids"] == b["output_ids"] and a["mask"] == b["mask"], step
+                worst = max(worst, *(abs(x - y) for x, y in zip(a["old_logprobs"], b["old_logprobs"], strict=True)))
+        print(f"{name}: largest log-prob difference over {STEPS} steps {worst:.1e}")
+        assert worst < 1e-5
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    return Recording(tmp_path_factory.mktemp("dense"), DENSE)
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    return Recording(tmp_path_factory.mktemp("moe"), MOE)
+
+
+@pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2", "data=2"])
+def test_a_dense_model_trains_the_same_under_every_layout(dense: Recording, layout: str):
+    assignments = [] if layout == "data=2" else [f"parallel.{layout}"]
+    metrics = dense.replay(layout, *assignments, "train.micro_batches=1" if layout == "data=2" else "train.seed=1",
+                           processes=2)  # fmt: skip
+    dense.assert_same_as_one_process(layout, metrics)
+
+
+def test_experts_on_two_processes_train_the_same_as_on_one(moe: Recording):
+    moe.assert_same_as_one_process("expert=2", moe.replay("expert=2", "parallel.expert=2", processes=2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout", [("tensor=2", "pipeline=2"), ("tensor=2",), ("pipeline=2",)], ids="+data=2 ".join
+)
+def test_a_dense_model_trains_the_same_under_combined_layouts(dense: Recording, layout: tuple[str, ...]):
+    name = "4-" + "-".join(layout)
+    metrics = dense.replay(name, *(f"parallel.{part}" for part in layout), processes=4)
+    dense.assert_same_as_one_process(name, metrics)
+
+
+def gradient_norms(rank: int, hf_path: str) -> list[float]:
+    from megatron_rc.batch import TokenBatch
+    from megatron_rc.config import RolloutCorrection
+    from megatron_rc.dump import sample_of
+    from megatron_rc.engine import SamplingParams
+    from megatron_rc.training import groups
+    from megatron_rc.training.arguments import LossSettings, ModelSettings, ParallelSettings, TrainSettings
+    from megatron_rc.training.policy import Policy
+    from megatron_rc.training.reinforce import reinforce_step
+
+    found = []
+    dump = Path(hf_path).parents[1] / "one" / "dump"
+    records = max(read_dump(dump), key=lambda step: len({(r["group"], r["reward"]) for r in step}))
+    batch = TokenBatch.from_samples(
+        [sample_of(r) for r in records],
+        SamplingParams(),
+        rewards=[r["reward"] for r in records],
+        groups=[r["group"] for r in records],
+    )
+    place = groups.initialize(ParallelSettings(), 1)
+    for micro_batches in (1, 2, 4):
+        train = TrainSettings(optimizer="sgd", micro_batches=micro_batches)
+        policy = Policy(ModelSettings(hf_path=hf_path), ParallelSettings(), train, place)
+        policy.start_phase(lr=0.1, min_lr=0.0, warmup_steps=0, total_steps=10, decay_style="constant")
+        result = reinforce_step(
+            policy,
+            batch,
+            correction=RolloutCorrection.preset("token-tis"),
+            loss=LossSettings(),
+            train=train,
+            max_nonfinite_share=0.0,
+        )
+        found.append(result.metrics["grad_norm"])
+    return found
+
+
+def test_the_gradient_norm_does_not_depend_on_the_number_of_micro_batches(dense: Recording):
+    (norms,) = run_ranks(1, gradient_norms, str(dense.hf))
+    print("gradient norms at 1, 2, 4 micro-batches:", norms)
+    assert norms[0] > 0
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5) and norms[2] == pytest.approx(norms[0], rel=1e-5)
+    assert torch.tensor(norms).isfinite().all()
