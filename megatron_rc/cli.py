@@ -96,7 +96,8 @@ OUTPUTS = ("settings.yaml", "fingerprint.json", "metrics.jsonl", "report.html", 
 def _train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
     """Build everything and run the job on this process."""
     # one a missing optional library, a module and a process; the report lists what is installed
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    for category in (UserWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category, module="megatron")
     from megatron_rc.training import emulation
 
     emulation.emulate_cuda_on_cpu()

@@ -86,16 +86,15 @@ def correct(
     with torch.no_grad():
         offsets = sums.sequence_offsets(train_logprobs, cu_seqlens)
         flat_mask = loss_mask.reshape(-1).bool()
-        bound = correction.log_ratio_bound
-        ratio = reference.log_ratio(train_logprobs.reshape(-1), rollout_logprobs.reshape(-1), flat_mask, bound)
+        ratio = reference.log_ratio(train_logprobs.reshape(-1), rollout_logprobs.reshape(-1), flat_mask)
+        tokens = sums.token_statistics(ratio, correction.log_ratio_bound)
         batch = _Batch(correction, ratio, {"sequence": offsets})
+        batch.sums["sequence"] = reference.log_ratio_sums(ratio, offsets)
         batch.of_token["sequence"] = torch.repeat_interleave(offsets.diff(), output_size=len(flat_mask))
         if "segment" in _units(correction):
             batch.add_segments(*sums.segments(flat_mask, offsets, segment_ids, num_segments, cp_group))
         batch.add_statistics(loss_mask.shape, statistics or {})
         batch.add_advantages(loss_mask.shape, advantages)
-        for unit, starts in batch.offsets.items():
-            batch.sums[unit] = reference.log_ratio_sums(ratio, starts)
         for index, gate in enumerate(correction.reject):
             _add_columns(batch, index, gate)
         batch.complete(cp_group)
@@ -110,7 +109,7 @@ def correct(
         weights = mask.to(ratio.value.dtype) if value is None else value * mask
         if correction.normalize == "batch":
             weights = _normalized(weights, mask, [cp_group, dp_group])
-        metrics = MetricSums(*(sums.token_statistics(ratio) | _statistics(batch, weights, mask, flags, cp_group)))
+        metrics = MetricSums(*(tokens | _statistics(batch, weights, mask, flags, cp_group)))
         return Corrected(weights.view(loss_mask.shape), mask.view(loss_mask.shape), bad, metrics)
 
 
@@ -145,6 +144,7 @@ class _Batch:
     def add_segments(self, ids: Tensor, count: int) -> None:
         self.of_token["segment"] = ids
         self.offsets["segment"] = torch.searchsorted(ids, torch.arange(count + 1, device=ids.device, dtype=ids.dtype))
+        self.sums["segment"] = reference.log_ratio_sums(self.ratio, self.offsets["segment"])
 
     def add_statistics(self, shape: torch.Size, statistics: Mapping[str, Tensor]) -> None:
         for gate in self.correction.reject:
@@ -282,24 +282,19 @@ def _statistics(
     sequences = batch.units["sequence"]
     judged = {one.name: one for one in flags if one.unit != "sequence"}
     by_token = [batch.to_tokens(one.unit, one.flags) & batch.ratio.valid for one in judged.values()]
-    columns = reference.unit_sums([weights, mask, *by_token], batch.offsets["sequence"])
+    columns = reference.unit_sums([weights, weights.square(), mask, *by_token], batch.offsets["sequence"])
     (columns,), _ = sums.pool_units([columns], [], cp_group)
     rows = sums.sequence_rows(sequences, batch.correction.log_ratio_bound)
-    rows |= {"kept_sequences": columns[1] > 0, "all_weight": columns[0] / sequences.divisor}
-    totals = {"weight": columns[0], "kept": columns[1]}
-    for name, tokens in zip(judged, columns[2:], strict=True):
+    rows |= {"kept_sequences": columns[2] > 0, "all_weight": columns[0] / sequences.divisor}
+    totals = dict(zip(("weight", sums.square_of("weight"), "kept"), columns[:3], strict=True))
+    for name, tokens in zip(judged, columns[3:], strict=True):
         totals[f"token:{name}"], rows[f"seq:{name}"] = tokens, tokens > 0
     for one in flags:
         if one.unit == "sequence":
             rows |= {f"token:{one.name}": one.flags * sequences.tokens, f"seq:{one.name}": one.flags}
     whole = sums.sequence_statistics(rows, totals, sequences, sums.is_first_rank(cp_group))
     smallest = torch.where(mask, weights, weights.new_full((), torch.inf))
-    final = Statistics(
-        {sums.square_of("weight"): weights.square().sum(dtype=torch.float64)},
-        {"weight_max": sums.largest(weights)},
-        {"weight_min": sums.least(smallest)},
-    )
-    return whole | final
+    return whole | Statistics({}, {"weight_max": sums.largest(weights)}, {"weight_min": sums.least(smallest)})
 
 
 def _units(correction: RolloutCorrection) -> set[str]:

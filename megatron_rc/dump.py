@@ -55,8 +55,11 @@ SAMPLING_KEY = b"megatron_rc.sampling"
 class CorrectedRows(Protocol):
     """What the dump reads of a correction: packed [N] fp32 ``weights`` and [N] bool ``mask``."""
 
-    weights: Tensor
-    mask: Tensor
+    @property
+    def weights(self) -> Tensor: ...
+
+    @property
+    def mask(self) -> Tensor: ...
 
 
 class DumpWriter:

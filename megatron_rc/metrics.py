@@ -296,12 +296,11 @@ def pair_metrics(
     """
     with torch.no_grad():
         sums.check_shapes(train_logprobs, rollout_logprobs, loss_mask)
-        ratio = reference.log_ratio(
-            train_logprobs.reshape(-1), rollout_logprobs.reshape(-1), loss_mask.reshape(-1).bool(), log_ratio_bound
-        )
-        tokens = sums.token_statistics(ratio)
+        flat_mask = loss_mask.reshape(-1).bool()
+        ratio = reference.log_ratio(train_logprobs.reshape(-1), rollout_logprobs.reshape(-1), flat_mask)
+        tokens = sums.token_statistics(ratio, log_ratio_bound)
         if not sequences:
-            return MetricSums(*tokens)
+            return MetricSums(*(tokens | sums.token_counts(ratio)))
         local = reference.log_ratio_sums(ratio, sums.sequence_offsets(train_logprobs, cu_seqlens))
         (complete,), _ = sums.pool_units([local], [], cp_group)
         units = sums.Units.of(complete)

@@ -64,16 +64,17 @@ def row_statistics(
     """
     rows, width = logits.shape
     # whole blocks of fresh memory: a one-row sum would otherwise be split among threads, and differ from that of many
-    blocks = -(-width // _BLOCK)
-    z = torch.full((rows, blocks * _BLOCK), -torch.inf, dtype=compute_dtype(logits), device=logits.device)
+    block = min(_BLOCK, width)
+    blocks = -(-width // block)
+    z = torch.full((rows, blocks * block), -torch.inf, dtype=compute_dtype(logits), device=logits.device)
     z[:, :num_valid] = logits[:, :num_valid]
     z.div_(_per_row(temperature))
     target = _at_target(z, targets, num_valid)
     maximum = z.amax(1)
     z.sub_(_zero_if_minus_inf(maximum)[:, None]).clamp_(min=_FLOOR)
     weights = z.exp()
-    sum_exp = weights.view(rows, blocks, _BLOCK).sum(2).sum(1)
-    shifted = z.mul_(weights).view(rows, blocks, _BLOCK).sum(2).sum(1) if with_entropy else torch.zeros_like(sum_exp)
+    sum_exp = weights.view(rows, blocks, block).sum(2).sum(1)
+    shifted = z.mul_(weights).view(rows, blocks, block).sum(2).sum(1) if with_entropy else torch.zeros_like(sum_exp)
     return torch.stack([maximum, sum_exp, shifted, target])
 
 
@@ -205,8 +206,6 @@ class LogRatio(NamedTuple):
 
     value: Tensor
     """l; -inf where pi is 0 and mu is not; 0 where not valid."""
-    clamped: Tensor
-    """l clamped to +- log_ratio_bound."""
     rollout: Tensor
     """log mu; 0 where not valid."""
     valid: Tensor
@@ -215,7 +214,7 @@ class LogRatio(NamedTuple):
     """bool."""
 
 
-def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, bound: float) -> LogRatio:
+def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> LogRatio:
     """l = train_logprobs - rollout_logprobs, with corruption told apart from pi = 0.
 
     Corrupt are NaN and +inf on either side, and -inf from the sampler.
@@ -223,16 +222,14 @@ def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tenso
     Args:
         train_logprobs, rollout_logprobs: [N], any float dtype, nats; anything, NaN too, where loss_mask is 0.
         loss_mask: [N] bool.
-        bound: of `clamped`, nats.
     """
-    dtype = torch.promote_types(compute_dtype(train_logprobs), rollout_logprobs.dtype)
+    dtype = torch.float64 if torch.float64 in (train_logprobs.dtype, rollout_logprobs.dtype) else torch.float32
     rollout = rollout_logprobs.to(dtype)
     value = train_logprobs.to(dtype) - rollout
     # value < inf is false for NaN, for +inf of the trainer and for -inf of the sampler
     valid = loss_mask & (value < torch.inf) & (rollout < torch.inf)
     zero = value.new_zeros(())
-    value = torch.where(valid, value, zero)
-    return LogRatio(value, value.clamp(-bound, bound), torch.where(valid, rollout, zero), valid, loss_mask)
+    return LogRatio(torch.where(valid, value, zero), torch.where(valid, rollout, zero), valid, loss_mask)
 
 
 def log_ratio_sums(ratio: LogRatio, offsets: Tensor) -> Tensor:

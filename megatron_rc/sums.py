@@ -27,34 +27,34 @@ class Statistics(NamedTuple):
         return Statistics(*(mine | theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-def token_statistics(ratio: LogRatio) -> Statistics:
+def token_statistics(ratio: LogRatio, bound: float) -> Statistics:
     """Over valid tokens: sums of rho, p = pi, q = mu, dev = rho - 1, l, of squares and products; extremes of rho."""
-    ell, far = ratio.clamped, ratio.value.abs()
-    table = torch.stack([ell, ratio.rollout + ratio.value, ratio.rollout, ell])
+    exact = ratio.value.double()
+    ell = exact.clamp(-bound, bound)
+    sums = {
+        "beyond_2": (ratio.value.abs() > math.log(2)).count_nonzero(),
+        "clamped": (exact != ell).count_nonzero(),
+        "log_ratio": ell.sum(),
+    }
+    table = torch.stack([ell, ratio.rollout + exact, ratio.rollout, ell])
     # rows that are not valid have log 0, hence the product
     rho, p, q = table[:3].exp_().mul_(ratio.valid)
     dev = table[3].expm1_()
     smallest = least(torch.where(ratio.valid, rho, rho.new_full((), torch.inf)))
-    extremes = {"rho_max": largest(rho)}, {"rho_min": smallest}
-    sums = {
-        "tokens": _sum(ratio.valid),
-        "loss_tokens": _sum(ratio.loss_mask),
-        "log_ratio": _sum(ell),
-        "log_ratio_dev": _sum(ell * dev),
-        "dev_abs": _sum(dev.abs()),
-        "p_q": _sum(p * q),
-        "prob_gap": _sum((p - q).abs_()),
-        "beyond_2": _sum(far > math.log(2)),
-        "clamped": _sum(ratio.value != ell),
-    }
+    sums["log_ratio_dev"] = ell.mul_(dev).sum()
+    sums["p_q"] = (p * q).sum()
+    sums["dev_abs"] = torch.linalg.vector_norm(dev, 1)
+    sums["prob_gap"] = torch.linalg.vector_norm(p - q, 1)
     names = ("rho", "p", "q", "dev")
-    sums |= zip(names, table.sum(1, dtype=torch.float64), strict=True)
-    sums |= zip(map(square_of, names), table.square_().sum(1, dtype=torch.float64), strict=True)
+    sums |= zip(names, table.sum(1), strict=True)
+    extremes = {"rho_max": largest(rho)}, {"rho_min": smallest}
+    sums |= zip(map(square_of, names), table.square_().sum(1), strict=True)
     return Statistics(sums, *extremes)
 
 
-def _sum(values: Tensor) -> Tensor:
-    return values.count_nonzero() if values.dtype == torch.bool else values.sum(dtype=torch.float64)
+def token_counts(ratio: LogRatio) -> Statistics:
+    """What `sequence_statistics` counts when there are sequences."""
+    return Statistics({"tokens": ratio.valid.sum(), "loss_tokens": ratio.loss_mask.sum()}, {}, {})
 
 
 class Units(NamedTuple):
@@ -67,6 +67,7 @@ class Units(NamedTuple):
     mean_rollout: Tensor
     tokens: Tensor
     """Valid ones."""
+    loss_tokens: Tensor
     divisor: Tensor
     """tokens, or 1 without any."""
     corrupt: Tensor
@@ -76,7 +77,8 @@ class Units(NamedTuple):
     def of(cls, sums: Tensor) -> Units:
         """From [4, U] of `reference.log_ratio_sums`."""
         divisor = sums[2].clamp(min=1)
-        return cls(sums[0], *(sums[:2] / divisor), sums[2], divisor, sums[2] < sums[3])
+        mean, mean_rollout = (sums[:2] / divisor).unbind()
+        return cls(sums[0], mean, mean_rollout, sums[2], sums[3], divisor, sums[2] < sums[3])
 
 
 def sequence_rows(sequences: Units, bound: float) -> dict[str, Tensor]:
@@ -110,14 +112,15 @@ def sequence_statistics(
         counts: False on all context-parallel ranks but one, which then have nothing to add.
     """
     counted = (sequences.tokens > 0) & ~sequences.corrupt
+    totals = {**totals, "tokens": sequences.tokens, "loss_tokens": sequences.loss_tokens}
     everything = torch.stack([*totals.values(), sequences.corrupt])
     if not counts:
         counted, everything = torch.zeros_like(counted), torch.zeros_like(everything)
     table = torch.stack([*rows.values(), counted]) * counted
     sums = dict(zip((*totals, "bad_sequences"), everything.sum(1), strict=True))
     sums |= zip((*rows, "sequences"), table.sum(1), strict=True)
-    smallest = least(torch.where(counted, rows["seq_rho"], table.new_full((), torch.inf)))
-    extremes = {"seq_rho_max": largest(table[0])}, {"seq_rho_min": smallest}
+    # a quotient by False is inf
+    extremes = {"seq_rho_max": largest(table[0])}, {"seq_rho_min": least(rows["seq_rho"] / counted)}
     sums |= zip((square_of(name) for name in (*rows, "sequences")), table.square_().sum(1), strict=True)
     return Statistics(sums, *extremes)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class World:
         """Of every sequence."""
         return torch.tensor([math.exp(sum(self.logprobs(y, table))) for y in self.sequences], dtype=torch.float64)
 
-    @property
+    @cached_property
     def log_pi(self) -> Tensor:
         return self.theta.log_softmax(1)
 

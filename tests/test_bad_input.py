@@ -1,13 +1,20 @@
-"""What a user can mend is one sentence, a non-zero exit, and no lost step."""
+"""What a user can mend is one sentence naming the field, file or sequence, a non-zero exit, and no lost step."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from jobs import DENSE, MOE, run_job, settings_file
+from jobs import DENSE, MOE, ROOT, environment, run_job, settings_file
 
 from megatron_rc.report.log import read_metrics
 
@@ -15,30 +22,189 @@ JOB: dict[str, Any] = {
     "model": {"config": DENSE},
     "task": {"options": {"levels": {"2x1": 1.0}, "held_out": 3}},
     "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4},
-    "train": {"steps": 1},
+    "train": {"steps": 3, "save_interval": 1, "eval_interval": 100, "save_hf": False},
+}
+REWARDS = """
+calls = 0
+
+def shares_first_letter(prompt, response, answer):
+    return float(len(response) % 3)
+
+def raises_later(prompt, response, answer):
+    global calls
+    calls += 1
+    if calls > 9:
+        raise KeyError("no such grade")
+    return float(len(response) % 3)
+
+def not_a_number(prompt, response, answer):
+    return float("nan")
+"""
+
+
+def train(config: Path, output: Path, *assignments: str) -> list[str]:
+    return ["train", str(config), *(w for a in (f"output={output}", *assignments) for w in ("--set", a))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Settings, a tokenizer with a tiny model, data files, rewards, and doctored recordings."""
+    folder = tmp_path_factory.mktemp("bad")
+    settings_file(folder, JOB)
+    (folder / "grading.py").write_text(REWARDS)
+    (folder / "not.yaml").write_text("train: [")
+    (folder / "empty.jsonl").write_text("")
+    good = json.dumps({"prompt": "a b", "answer": "c"})
+    (folder / "good.jsonl").write_text("\n".join([good] * 4 + [json.dumps({"prompt": f"d {i}", "answer": ""}) for i in range(9)]))
+    (folder / "malformed.jsonl").write_text(f"{good}\n{good}\n{{not json\n")
+    save_tiny_checkpoint(folder / "hf")
+    return folder
+
+
+def save_tiny_checkpoint(path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    words = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnop"]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    fast.save_pretrained(path)
+    Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in DENSE.items() if k != "model_type"})).save_pretrained(path)
+
+
+def jsonl(folder: Path, file: str, reward: str, **options: Any) -> list[str]:
+    chosen = {"path": str(folder / file), "reward": f"grading:{reward}", **options}
+    return [f"model.hf_path={folder / 'hf'}", "model.config={}", f"task={json.dumps({'kind': 'jsonl', 'options': chosen})}"]
+
+
+def doctored(folder: Path, name: str, change: Callable[[list[float]], list[float]]) -> str:
+    """A recording of a good run in which the log-probs of one response of step 2 were changed."""
+    target = folder / name
+    target.mkdir()
+    for file in sorted((folder / "good" / "dump").glob("*.parquet")):
+        table = pq.read_table(file)
+        if file.name == "step-000002.parquet":
+            column = table["rollout_logprobs"].to_pylist()
+            column[1] = change(column[1])
+            place = table.schema.get_field_index("rollout_logprobs")
+            table = table.set_column(place, table.schema.field(place), pa.array(column, table.schema.field(place).type))
+        pq.write_table(table, target / file.name)
+    return str(target)
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> dict[str, tuple[int, str]]:
+    """How every job of this file ended; they share one process, because most of a refusal is importing."""
+    config = folder / "settings.yaml"
+
+    def job(name: str, *assignments: str) -> list[str]:
+        return train(config, folder / name, *assignments)
+
+    first = {
+        "good": [*job("good"), "--dump"],
+        "wrong value": job("x", "train.lr=fast"),
+        "unknown field": job("x", "train.learning_rate=1"),
+        "unknown preset": job("x", "correction=tokn-tis"),
+        "unknown option": job("x", "task.options.levles={2x1: 1}"),
+        "not yaml": train(folder / "not.yaml", folder / "x"),
+        "no such file": train(folder / "nothing.yaml", folder / "x"),
+        "layout": job("x", "parallel.tensor=2"),
+        "heads": job("x", "model.config.num_key_value_heads=3"),
+        "expert of dense": job("x", "parallel.expert=2"),
+        "double counting": job("x", "correction={preset: token-tis, old: rollout}"),
+        "minibatches of current": job("x", "correction.old=current", "train.mini_batches_per_rollout=2"),
+        "context": job("context", "model.config.max_position_embeddings=6"),
+        "vocabulary": job("x", "model.config.vocab_size=8"),
+        "missing dataset": job("x", *jsonl(folder, "nothing.jsonl", "not_a_number")),
+        "empty dataset": job("x", *jsonl(folder, "empty.jsonl", "not_a_number")),
+        "malformed dataset": job("x", *jsonl(folder, "malformed.jsonl", "not_a_number")),
+        "no such reward": job("x", *jsonl(folder, "good.jsonl", "missing")),
+        "long prompt": job("x", *jsonl(folder, "good.jsonl", "not_a_number", max_prompt_tokens=1)),
+        "reward is NaN": job("nan", *jsonl(folder, "good.jsonl", "not_a_number")),
+        "reward raises": job("raises", *jsonl(folder, "good.jsonl", "raises_later")),
+        "other shape": job("good", "model.config.hidden_size=64"),
+        "no demonstrations": job("x", *jsonl(folder, "good.jsonl", "shares_first_letter"), "warmup.steps=1"),
+        "not a job": ["report", str(folder / "hf")],
+    }
+    out = dict(zip(first, run(list(first.values()), folder), strict=True))
+    missing, nan = doctored(folder, "missing", lambda v: v[:-1]), doctored(folder, "nans", lambda v: [math.nan] * len(v))
+    second = {
+        "missing log-prob": job("short", "rollout.engine=replay", f"rollout.replay_path={missing}"),
+        "NaN log-prob": job("corrupt", "rollout.engine=replay", f"rollout.replay_path={nan}"),
+        "no dump": job("x", "rollout.engine=replay", f"rollout.replay_path={folder / 'hf'}"),
+    }
+    return out | dict(zip(second, run(list(second.values()), folder), strict=True))
+
+
+def run(commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
+    path = f"{ROOT}:{folder}"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/refusals.py")],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        env={**environment(), "PYTHONPATH": path},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [(status, said) for status, said in json.loads(done.stdout)]
+
+
+EXPECTED = {
+    "wrong value": "train.lr: Input should be a valid number.*got 'fast'",
+    "unknown field": "unknown field 'train.learning_rate'",
+    "unknown preset": r"unknown preset 'tokn-tis'; did you mean 'token-tis'\?",
+    "unknown option": r"unknown field 'task.options.levles'; did you mean 'levels'\?",
+    "not yaml": "not.yaml is not valid YAML: .*line 1",
+    "no such file": "no such file: .*nothing.yaml",
+    "layout": r"parallel.tensor \* parallel.pipeline = 2 must divide the number of processes, got 1",
+    "heads": "num_attention_heads must be divisible by num_key_value_heads, got 4 and 3",
+    "expert of dense": "parallel.expert=2 must divide the processes of a pipeline stage, got 1",
+    "double counting": "weight must be None when old is 'rollout' and the surrogate is 'ppo'",
+    "minibatches of current": "train.mini_batches_per_rollout must be 1 when correction.old is 'current'",
+    "context": "prompt 0 has 4 tokens, which with max_new_tokens=4 is longer than the model's context of 6",
+    "vocabulary": "the tokenizer of task 'arithmetic' has .* ids, the model's vocab_size is 8",
+    "missing dataset": "nothing.jsonl",
+    "empty dataset": "empty.jsonl",
+    "malformed dataset": "malformed.jsonl.*line 3|malformed.jsonl:3",
+    "no such reward": "grading.*missing",
+    "long prompt": "good.jsonl.*2 tokens.*max_prompt_tokens is 1",
+    "reward is NaN": "grading:not_a_number.*nan",
+    "reward raises": "grading:raises_later.*no such grade",
+    "other shape": "checkpoint .*good/checkpoints/rl-000003 does not fit this model",
+    "no demonstrations": "jsonl task has no demonstrations: warmup.steps must be 0",
+    "not a job": "holds no metrics.jsonl",
+    "missing log-prob": "sample 1: the engine returned . log-probs for . tokens",
+    "NaN log-prob": "nonfinite_share must be <= 0.01, got . of .* NaN or infinite log-probs",
+    "no dump": "holds no dump",
 }
 
 
-def error_of(tmp_path: Path, *assignments: str, job: dict[str, Any] | None = None, processes: int = 1) -> str:
-    """The one sentence a refused job prints."""
-    chosen = [f"output={tmp_path / 'out'}", *assignments]
-    done = run_job(
-        settings_file(tmp_path, job or JOB), *(w for a in chosen for w in ("--set", a)), processes=processes
-    )
+@pytest.mark.parametrize("case", EXPECTED)
+def test_the_sentence_names_what_to_mend(ended: dict[str, tuple[int, str]], case: str):
+    status, said = ended[case]
+    assert status == 2, said
+    lines = [line for line in said.splitlines() if line.strip()]
+    assert len(lines) == 1, said
+    assert lines[0].startswith("megatron-rc: error: ")
+    assert re.search(EXPECTED[case], lines[0]), lines[0]
+
+
+@pytest.mark.parametrize(("output", "steps"), [("raises", 2), ("short", 1), ("corrupt", 1)])
+def test_finished_steps_survive_an_error_in_a_later_one(ended: Any, folder: Path, output: str, steps: int):
+    records = read_metrics(folder / output / "metrics.jsonl")
+    assert [r["step"] for r in records if "reward/mean" in r] == list(range(1, steps + 1))
+    assert (folder / output / "checkpoints" / f"rl-{steps:06d}" / "state.json").is_file()
+
+
+def test_a_good_job_ends_with_status_0(ended: dict[str, tuple[int, str]]):
+    assert ended["good"][0] == 0, ended["good"][1]
+
+
+def test_experts_with_tensor_parallelism_need_transformer_engine(tmp_path: Path):
+    config = settings_file(tmp_path, {**JOB, "model": {"config": MOE}, "parallel": {"tensor": 2}})
+    done = run_job(config, "--set", f"output={tmp_path / 'x'}", processes=2)
     assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("megatron-rc: error: ")]
-    assert len(said) == 1, done.stderr[-3000:]
-    assert processes > 1 or "Traceback" not in done.stderr
-    return said[0].removeprefix("megatron-rc: error: ")
-
-
-@pytest.mark.parametrize(
-    ("assignment", "message"),
-    [
-        ("train.learning_rate=1", "unknown field 'train.learning_rate'"),
-        ("correction=tokn-tis", "unknown preset 'tokn-tis'; did you mean 'token-tis'?"),
-        ("task.options.levles={2x1: 1}", "unknown field 'task.options.levles'; did you mean 'levels'?"),
-    ],
-)
-def test_a_wrong_setting_is_refused_by_name(tmp_path: Path, assignment: str, message: str):
-    assert message in error_of(tmp_path, assignment)
+    said = [line for line in done.stderr.splitlines() if "megatron-rc: error: " in line]
+    assert len(said) == 1 and "parallel.tensor=2 with num_experts=4 needs TransformerEngine" in said[0]

@@ -96,6 +96,8 @@ def weights_by_the_book(world: World, correction: RolloutCorrection, y: Sequence
 
 SEQUENCE_IS = RolloutCorrection(Weight("sequence", "truncate", upper=INF))
 TOKEN_IS = RolloutCorrection(Weight("token", "truncate", upper=INF))
+SIZE = {"sum": 2.0, "mean": 1.0, "max": 1.5, "min": 0.7}
+"""Bounds grow with what is reduced, so that every gate drops some units and keeps some."""
 CORRECTIONS = {
     **{f"preset {name}": preset.correction for name, preset in PRESETS.items()},
     **{
@@ -105,17 +107,16 @@ CORRECTIONS = {
     },
     **{
         f"{statistic} {level} {reduce}": RolloutCorrection(
-            Weight("token", upper=1.3), (Rejection(statistic, level, reduce, *bounds),)
+            Weight("token", upper=1.3), (Rejection(statistic, level, reduce, lower, upper * SIZE[reduce]),)
         )
-        for statistic, bounds in {
-            "ratio": (0.7, 1.3),
-            "k2": (None, 0.05),
-            "k3": (0.001, 0.06),
-            "abs_log_ratio": (None, 0.45),
-            "prob_diff": (-0.1, 0.08),
-        }.items()
-        for level in ("token", "sequence", "segment")
-        for reduce in ("sum", "mean", "max", "min")
+        for statistic, lower, upper in (
+            ("ratio", 0.6, 1.0),
+            ("k2", None, 0.1),
+            ("k3", 0.001, 0.1),
+            ("abs_log_ratio", None, 0.45),
+            ("prob_diff", -0.1, 0.06),
+        )
+        for level, reduce in (("token", "sum"), *itertools.product(("sequence", "segment"), SIZE))
     },
     "two gates": RolloutCorrection(
         Weight("segment", "clip", 0.7, 1.4),

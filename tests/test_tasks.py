@@ -139,8 +139,8 @@ def test_a_slip_in_a_carrying_step_loses_the_carry() -> None:
 def test_a_slip_is_carried_on_to_the_end() -> None:
     rng = random.Random(5)
     for _ in range(200):
-        totals = careless_totals([4, 3, 2, -1], 0.5, rng)
-        for before, after, change in zip([4, *totals], totals, [3, 2, -1], strict=False):
+        totals = careless_totals([2, 1, 1, -1], 0.5, rng)
+        for before, after, change in zip([2, *totals], totals, [1, 1, -1], strict=False):
             assert after == before + change or abs(after - before - change) == 1
 
 
@@ -148,7 +148,7 @@ def test_responses_vary_in_length_and_lose_their_steps_on_request() -> None:
     lengths = {len(r) for _, r in arithmetic().demonstrations(0, 500)}
     assert len(lengths) >= 4
     short = arithmetic(written_steps=False, demonstration_error_rate=0.0).demonstrations(0, 50)
-    assert all(",".join("") not in "" or encode(",")[0] not in r for _, r in short)
+    assert all(encode(",")[0] not in response for _, response in short)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_responses_vary_in_length_and_lose_their_steps_on_request() -> None:
         ({"levels": {}}, "levels must give at least one level a weight > 0"),
         ({"levels": {"3x1": 0.0}}, "levels must give at least one level a weight > 0"),
         ({"levels": {"3x1": -1.0, "2x1": 2.0}}, "levels: the weight of '3x1' must be >= 0"),
-        ({"levels": {"3xl": 1.0}}, "levels: unknown level '3xl'; did you mean '3x1'?"),
+        ({"levels": {"3xl": 1.0}}, "levels: unknown level '3xl'; did you mean '3x"),
         ({"demonstration_error_rate": 1.5}, "demonstration_error_rate must be in [0, 1], got 1.5"),
         ({"held_out": 0}, "held_out must be >= 1, got 0"),
         ({"held_out": "many"}, "task.options.held_out"),
@@ -426,8 +426,8 @@ def test_math_answer_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_the_documentation_lists_every_option_with_its_default(kind: str) -> None:
     text = DOCS.read_text()
-    required = {f.name for f in dataclasses.fields(OPTIONS[kind]) if f.default is f.default_factory}
+    required = [f.name for f in dataclasses.fields(OPTIONS[kind]) if f.default is f.default_factory]
     for field in describe(OPTIONS[kind]):
         default = "required" if field.name in required else f"`{field.default}`"
-        row = f"| `{field.name}` | `{field.type}` | {default} | {field.doc} |".replace("`a | b`", "")
-        assert field.doc and row.replace(" | null`", " \\| null`") in text, row
+        cells = [f"`{field.name}`", f"`{field.type}`", default, field.doc]
+        assert field.doc and "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" in text

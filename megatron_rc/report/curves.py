@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -178,7 +179,8 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Mean over the ``window`` values centred on each one; fewer at the ends, symmetrically."""
     half = window // 2
     reach = [min(half, i, len(values) - 1 - i) for i in range(len(values))]
-    return [statistics.fmean(values[i - r : i + r + 1]) for i, r in enumerate(reach)]
+    total = list(itertools.accumulate(values, initial=0.0))
+    return [(total[i + r + 1] - total[i - r]) / (2 * r + 1) for i, r in enumerate(reach)]
 
 
 class Headline(NamedTuple):

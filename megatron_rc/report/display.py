@@ -33,7 +33,7 @@ ROWS = (
     Row("held-out", curves.ACCURACY, "{:.1%}"),
     Row("length", curves.LENGTH, "{:.1f}"),
     Row("k3", curves.K3, "{:.1e}"),
-    Row("ESS", curves.ESS, "{:.3f}"),
+    Row("ESS", curves.ESS, "{:.4f}"),
     Row("masked", curves.MASKED, "{:.1%}"),
     Row("grad", curves.GRAD_NORM, "{:.2f}"),
     Row("lr", curves.LEARNING_RATE, "{:.1e}"),

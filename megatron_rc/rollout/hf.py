@@ -159,8 +159,8 @@ class HFEngine:
             drawn = draw(logits, params, uniforms[live, step])
             tokens[live, step], logprobs[live, step] = drawn.ids, drawn.logprobs
             if drawn.kept is not None:
-                ids = drawn.kept.nonzero()[:, 1].cpu().split(drawn.kept.sum(-1).tolist())
-                for row, kept in zip(live.tolist(), ids, strict=True):
+                kept_ids_of_rows = drawn.kept.nonzero()[:, 1].cpu().split(drawn.kept.sum(-1).tolist())
+                for row, kept in zip(live.tolist(), kept_ids_of_rows, strict=True):
                     support[row].append(kept)
             running_before = len(ended) - int(ended.sum())
             ended = ended | torch.isin(drawn.ids, stops)

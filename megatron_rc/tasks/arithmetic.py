@@ -25,7 +25,7 @@ _HELD_OUT_BUCKETS, _BUCKETS = 2, 16
 
 @dataclass(frozen=True, kw_only=True)
 class ArithmeticOptions:
-    levels: dict[str, float] = field(default_factory=lambda: {"2x1": 1.0, "3x1": 1.0, "2x2": 1.0, "4x1": 1.0})
+    levels: dict[str, float] = field(default_factory=lambda: {"3x1": 1.0, "4x1": 1.0, "5x1": 1.0, "6x1": 1.0})
     """Weight of each difficulty. "3x2" is three terms of up to two digits; 2 to 6 terms of 1 to 3 digits."""
     written_steps: bool = True
     """Demonstrations write every running total (47+38= 77,85.); False: the result alone (47+38= 85.)."""

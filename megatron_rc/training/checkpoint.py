@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rc.training.policy import Policy
 
@@ -83,12 +85,13 @@ def load(path: Path, policy: Policy) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: the checkpoint has tensors of another shape than the model.
     """
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-
     try:
         state = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(path))
-    except (CheckpointingException, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(f"checkpoint {path} does not fit this model: {_first_line(error)}") from error
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise ValueError(f"checkpoint {path} does not fit this model: {_first_line(reason)}") from None
+    except (CheckpointingException, KeyError, RuntimeError) as error:
+        raise ValueError(f"checkpoint {path} does not fit this model: {_first_line(error)}") from None
     for index, chunk in enumerate(policy.chunks):
         chunk.module.load_state_dict(state[f"model{index}"], strict=True)
     policy.optimizer.load_state_dict(state["optimizer"])

@@ -136,6 +136,7 @@ def _moe_fields(hf: dict[str, Any], moe: list[bool], *, grouped_gemm: bool) -> d
         moe_router_pre_softmax=not hf["norm_topk_prob"],
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
+        # in bf16 close router logits round to ties
         moe_router_dtype="fp32",
         moe_grouped_gemm=grouped_gemm,
         moe_permute_fusion=False,
@@ -186,6 +187,7 @@ def build_model(
 
     Call it as ``model(input_ids [1, N], position_ids [1, N], None, packed_seq_params=packed_seq_params(...))``; the
     last stage answers with logits [1, N, padded vocabulary / TP] in ``dtype`` (pass ``fp32_output=False`` unless fp32).
+    With experts and parallel.tensor > 1 the rows are also split over TP ranks, so N must be a multiple of it.
 
     Args:
         hf: from ``hf_config_dict``.

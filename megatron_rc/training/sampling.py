@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
 from megatron_rc.tasks import Prompt, Task
+from megatron_rc.training import emulation
 from megatron_rc.training.groups import Groups
 
 
@@ -49,9 +50,10 @@ def sample(
         share = prompts[first:last]
         if not share:
             return [], []
-        samples = engine.generate(
-            [p.token_ids for p in share], params, n=n, seeds=seeds[first * n : last * n], on_finished=on_finished
-        )
+        with emulation.suspended():
+            samples = engine.generate(
+                [p.token_ids for p in share], params, n=n, seeds=seeds[first * n : last * n], on_finished=on_finished
+            )
         repeated = [p for p in share for _ in range(n)]
         return samples, task.rewards(repeated, [s.output_ids for s in samples])
 

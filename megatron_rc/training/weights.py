@@ -54,7 +54,8 @@ def export_hf(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """The whole model under Hugging Face names, one full tensor at a time, padding removed.
 
     Every process must take every item: each one is a collective. All of them receive the same names in the same order
-    and the same values, on their own device in the parameters' dtype; one tensor is held at a time.
+    and the same values, on their own device in the parameters' dtype; one tensor is held at a time. An item may be a
+    view of a parameter: copy what is kept beyond the next optimizer step.
     """
     hf, local = _core(model[0]).hf_config, _local_parameters(model)
     dtype = _core(model[0]).config.params_dtype
