@@ -54,7 +54,7 @@ setup(
     extras_require={
         "sglang": ["httpx"],
         "te": ["transformer-engine[pytorch]"],
-        "report": ["matplotlib", "plotly", "tensorboard"],
+        "report": ["matplotlib", "tensorboard"],
         "math": ["math-verify"],
         "dev": [
             "hypothesis",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,7 +126,9 @@ class TokenBatch:
         return cls(
             tokens=torch.tensor(tokens, dtype=torch.int64),
             targets=torch.tensor(targets, dtype=torch.int64),
-            position_ids=torch.cat([torch.arange(n) for n in lengths]) if lengths else torch.zeros(0, dtype=torch.int64),
+            position_ids=torch.cat([torch.arange(n) for n in lengths])
+            if lengths
+            else torch.zeros(0, dtype=torch.int64),
             loss_mask=loss_mask,
             rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
             cu_seqlens=cu_seqlens,
@@ -152,29 +154,18 @@ class TokenBatch:
 
     def select(self, sequences: Sequence[int]) -> TokenBatch:
         """The batch of these sequences, in this order; segments are numbered anew."""
-        rows = self.rows_of(sequences)
         which = torch.tensor(list(sequences), dtype=torch.int64, device=self.tokens.device)
-        lengths = tuple(self.lengths[i] for i in sequences)
-        fields = {}
-        for name in _ROW_FIELDS:
-            value = getattr(self, name)
-            fields[name] = None if value is None else value[rows]
-        for name in _SEQUENCE_FIELDS:
-            value = getattr(self, name)
-            fields[name] = None if value is None else value[which]
-        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        segment_ids, num_segments = segments(fields["loss_mask"], cu_seqlens.to(rows.device))
-        return dataclasses.replace(
-            self,
-            **{
-                **fields,
-                "cu_seqlens": cu_seqlens.to(rows.device),
-                "segment_ids": segment_ids,
-                "num_segments": num_segments,
-                "lengths": lengths,
-                "support": None if self.support is None else self.support.select(rows),
-            },
-        )
+        taken = self._take(self.rows_of(sequences), tuple(self.lengths[i] for i in sequences))
+        fields: dict[str, Any] = {n: None if (v := getattr(self, n)) is None else v[which] for n in _SEQUENCE_FIELDS}
+        segment_ids, num_segments = segments(taken.loss_mask, taken.cu_seqlens)
+        return dataclasses.replace(taken, **fields, segment_ids=segment_ids, num_segments=num_segments)
+
+    def _take(self, rows: Tensor, lengths: tuple[int, ...]) -> TokenBatch:
+        """These rows, with the per-sequence fields and segment numbers as they are."""
+        fields: dict[str, Any] = {n: None if (v := getattr(self, n)) is None else v[rows] for n in _ROW_FIELDS}
+        fields["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).to(rows.device, torch.int32)
+        fields["support"] = None if self.support is None else self.support.select(rows)
+        return dataclasses.replace(self, **fields, lengths=lengths)
 
     def muted(self, sequences: Sequence[int]) -> TokenBatch:
         """The same batch in which nothing of ``sequences`` counts: their loss_mask is False."""
@@ -195,22 +186,10 @@ class TokenBatch:
             rows += picked
             lengths.append(sum(len(p) for p in picked))
             start += n
-        index = torch.cat(rows).to(self.tokens.device)
-        fields = {n: None if (v := getattr(self, n)) is None else v[index] for n in _ROW_FIELDS}
-        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(index.device)
-        return dataclasses.replace(
-            self,
-            **{
-                **fields,
-                "segment_ids": self.segment_ids[index],
-                "cu_seqlens": cu_seqlens,
-                "lengths": tuple(lengths),
-                "support": None if self.support is None else self.support.select(index),
-            },
-        )
+        return self._take(torch.cat(rows).to(self.tokens.device), tuple(lengths))
 
     def to(self, device: torch.device) -> TokenBatch:
-        moved = {}
+        moved: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor | Support):
@@ -232,7 +211,10 @@ class TokenBatch:
         return torch.arange(max(self.lengths, default=0), device=lengths.device) < lengths[:, None]
 
 
-_ROW_FIELDS = ("tokens", "targets", "position_ids", "loss_mask", "rollout_logprobs", "weight_versions", "routes")
+_ROW_FIELDS = (
+    *("tokens", "targets", "position_ids", "loss_mask"),
+    *("rollout_logprobs", "segment_ids", "weight_versions", "routes"),
+)
 _SEQUENCE_FIELDS = ("rewards", "groups", "advantages", "truncated")
 
 

@@ -90,7 +90,17 @@ def report(
     print(write_report(folder))
 
 
-OUTPUTS = ("settings.yaml", "fingerprint.json", "metrics.jsonl", "report.html", "checkpoints", "reference", "hf", "dump", "tensorboard")
+OUTPUTS = (
+    "settings.yaml",
+    "fingerprint.json",
+    "metrics.jsonl",
+    "report.html",
+    "checkpoints",
+    "reference",
+    "hf",
+    "dump",
+    "tensorboard",
+)
 
 
 def _train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:

@@ -282,7 +282,8 @@ def _statistics(
     sequences = batch.units["sequence"]
     judged = {one.name: one for one in flags if one.unit != "sequence"}
     by_token = [batch.to_tokens(one.unit, one.flags) & batch.ratio.valid for one in judged.values()]
-    columns = reference.unit_sums([weights, weights.square(), mask, *by_token], batch.offsets["sequence"])
+    exact = weights.double()
+    columns = reference.unit_sums([exact, exact.square(), mask, *by_token], batch.offsets["sequence"])
     (columns,), _ = sums.pool_units([columns], [], cp_group)
     rows = sums.sequence_rows(sequences, batch.correction.log_ratio_bound)
     rows |= {"kept_sequences": columns[2] > 0, "all_weight": columns[0] / sequences.divisor}
@@ -291,7 +292,7 @@ def _statistics(
         totals[f"token:{name}"], rows[f"seq:{name}"] = tokens, tokens > 0
     for one in flags:
         if one.unit == "sequence":
-            rows |= {f"token:{one.name}": one.flags * sequences.tokens, f"seq:{one.name}": one.flags}
+            totals[f"token:{one.name}"], rows[f"seq:{one.name}"] = one.flags * sequences.tokens, one.flags
     whole = sums.sequence_statistics(rows, totals, sequences, sums.is_first_rank(cp_group))
     smallest = torch.where(mask, weights, weights.new_full((), torch.inf))
     return whole | Statistics({}, {"weight_max": sums.largest(weights)}, {"weight_min": sums.least(smallest)})

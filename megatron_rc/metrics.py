@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc import reference, sums
+from megatron_rc.sums import square_of
 
 Sums = Mapping[str, float]
 
@@ -56,8 +57,11 @@ def _ess(total: str, square: str, count: str, formula: str) -> Metric:
 
 def _correlation(s: Sums) -> float:
     n = s["tokens"]
-    spread = (n * s["square:p"] - s["p"] ** 2) * (n * s["square:q"] - s["q"] ** 2)
-    return (n * s["p_q"] - s["p"] * s["q"]) / math.sqrt(spread) if spread > 0 else math.nan
+    spreads = [n * s[square_of(x)] - s[x] ** 2 for x in "pq"]
+    # what is left of equal probabilities is rounding
+    if any(spread <= 1e-14 * n * s[square_of(x)] for spread, x in zip(spreads, "pq", strict=True)):
+        return math.nan
+    return (n * s["p_q"] - s["p"] * s["q"]) / math.sqrt(spreads[0] * spreads[1])
 
 
 METRICS: dict[str, Metric] = {

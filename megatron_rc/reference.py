@@ -66,8 +66,9 @@ def row_statistics(
     # whole blocks of fresh memory: a one-row sum would otherwise be split among threads, and differ from that of many
     block = min(_BLOCK, width)
     blocks = -(-width // block)
-    z = torch.full((rows, blocks * block), -torch.inf, dtype=compute_dtype(logits), device=logits.device)
+    z = torch.empty(rows, blocks * block, dtype=compute_dtype(logits), device=logits.device)
     z[:, :num_valid] = logits[:, :num_valid]
+    z[:, num_valid:] = -torch.inf
     z.div_(_per_row(temperature))
     target = _at_target(z, targets, num_valid)
     maximum = z.amax(1)

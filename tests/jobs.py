@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from megatron_rc.report.log import read_metrics
 
 ROOT = Path(__file__).parent.parent
 
-DENSE = {
+DENSE: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 20,
     "hidden_size": 32,
@@ -60,3 +61,54 @@ def finished_job(config: Path, *arguments: str, processes: int = 1) -> list[dict
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     output = next(a.partition("=")[2] for a in arguments if a.startswith("output="))
     return read_metrics(Path(output) / "metrics.jsonl")
+
+
+REWARDS = """
+calls = 0
+
+def by_length(prompt, response, answer):
+    return float(len(response) % 3)
+
+def raises_later(prompt, response, answer):
+    global calls
+    calls += 1
+    if calls > 9:
+        raise KeyError("no such grade")
+    return float(len(response) % 3)
+
+def not_a_number(prompt, response, answer):
+    return float("nan")
+"""
+"""Reward functions for a module that the jobs import."""
+
+
+def save_tiny_checkpoint(path: Path, model: dict[str, Any] = DENSE) -> None:
+    """A random Qwen3 of transformers with a tokenizer of letters."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    words = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnop"]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    fast.save_pretrained(path)
+    Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in model.items() if k != "model_type"})).save_pretrained(path)
+
+
+def train(config: Path, output: Path, *assignments: str) -> list[str]:
+    return ["train", str(config), *(w for a in (f"output={output}", *assignments) for w in ("--set", a))]
+
+
+def run_together(commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
+    """(exit status, stderr) of several command lines run in one process, with ``folder`` on its path."""
+    path = f"{ROOT}:{folder}"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/refusals.py")],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        env={**environment(), "PYTHONPATH": path},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [(status, said) for status, said in json.loads(done.stdout)]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from jobs import DENSE, MOE, ROOT, environment, run_job, settings_file
+from jobs import DENSE, MOE, REWARDS, run_job, run_together, save_tiny_checkpoint, settings_file, train
 
 from megatron_rc.report.log import read_metrics
 
@@ -24,26 +22,6 @@ JOB: dict[str, Any] = {
     "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4},
     "train": {"steps": 3, "save_interval": 1, "eval_interval": 100, "save_hf": False},
 }
-REWARDS = """
-calls = 0
-
-def shares_first_letter(prompt, response, answer):
-    return float(len(response) % 3)
-
-def raises_later(prompt, response, answer):
-    global calls
-    calls += 1
-    if calls > 9:
-        raise KeyError("no such grade")
-    return float(len(response) % 3)
-
-def not_a_number(prompt, response, answer):
-    return float("nan")
-"""
-
-
-def train(config: Path, output: Path, *assignments: str) -> list[str]:
-    return ["train", str(config), *(w for a in (f"output={output}", *assignments) for w in ("--set", a))]
 
 
 @pytest.fixture(scope="module")
@@ -55,27 +33,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "not.yaml").write_text("train: [")
     (folder / "empty.jsonl").write_text("")
     good = json.dumps({"prompt": "a b", "answer": "c"})
-    (folder / "good.jsonl").write_text("\n".join([good] * 4 + [json.dumps({"prompt": f"d {i}", "answer": ""}) for i in range(9)]))
+    (folder / "good.jsonl").write_text(
+        "\n".join([good] * 4 + [json.dumps({"prompt": f"d {i}", "answer": ""}) for i in range(9)])
+    )
     (folder / "malformed.jsonl").write_text(f"{good}\n{good}\n{{not json\n")
     save_tiny_checkpoint(folder / "hf")
     return folder
 
 
-def save_tiny_checkpoint(path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    words = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnop"]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
-    fast.save_pretrained(path)
-    Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in DENSE.items() if k != "model_type"})).save_pretrained(path)
-
-
 def jsonl(folder: Path, file: str, reward: str, **options: Any) -> list[str]:
     chosen = {"path": str(folder / file), "reward": f"grading:{reward}", **options}
-    return [f"model.hf_path={folder / 'hf'}", "model.config={}", f"task={json.dumps({'kind': 'jsonl', 'options': chosen})}"]
+    return [
+        f"model.hf_path={folder / 'hf'}",
+        "model.config={}",
+        f"task={json.dumps({'kind': 'jsonl', 'options': chosen})}",
+    ]
 
 
 def doctored(folder: Path, name: str, change: Callable[[list[float]], list[float]]) -> str:
@@ -124,31 +96,20 @@ def ended(folder: Path) -> dict[str, tuple[int, str]]:
         "reward is NaN": job("nan", *jsonl(folder, "good.jsonl", "not_a_number")),
         "reward raises": job("raises", *jsonl(folder, "good.jsonl", "raises_later")),
         "other shape": job("good", "model.config.hidden_size=64"),
-        "no demonstrations": job("x", *jsonl(folder, "good.jsonl", "shares_first_letter"), "warmup.steps=1"),
+        "no demonstrations": job("x", *jsonl(folder, "good.jsonl", "by_length"), "warmup.steps=1"),
         "not a job": ["report", str(folder / "hf")],
     }
-    out = dict(zip(first, run(list(first.values()), folder), strict=True))
-    missing, nan = doctored(folder, "missing", lambda v: v[:-1]), doctored(folder, "nans", lambda v: [math.nan] * len(v))
+    out = dict(zip(first, run_together(list(first.values()), folder), strict=True))
+    missing, nan = (
+        doctored(folder, "missing", lambda v: v[:-1]),
+        doctored(folder, "nans", lambda v: [math.nan] * len(v)),
+    )
     second = {
         "missing log-prob": job("short", "rollout.engine=replay", f"rollout.replay_path={missing}"),
         "NaN log-prob": job("corrupt", "rollout.engine=replay", f"rollout.replay_path={nan}"),
         "no dump": job("x", "rollout.engine=replay", f"rollout.replay_path={folder / 'hf'}"),
     }
-    return out | dict(zip(second, run(list(second.values()), folder), strict=True))
-
-
-def run(commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
-    path = f"{ROOT}:{folder}"
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/refusals.py")],
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        env={**environment(), "PYTHONPATH": path},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [(status, said) for status, said in json.loads(done.stdout)]
+    return out | dict(zip(second, run_together(list(second.values()), folder), strict=True))
 
 
 EXPECTED = {

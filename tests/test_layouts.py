@@ -37,9 +37,7 @@ class Recording:
         chosen = [f"output={self.folder / name}", f"model.hf_path={self.hf}", *assignments]
         # one supervised step first: its cross-entropy is compared too
         chosen += ["warmup.steps=1", "warmup.batch_size=32", "warmup.lr=0.01"]
-        return finished_job(
-            self.config, "--dump", *(w for a in chosen for w in ("--set", a)), processes=processes
-        )
+        return finished_job(self.config, "--dump", *(w for a in chosen for w in ("--set", a)), processes=processes)
 
     def replay(self, name: str, *assignments: str, processes: int = 1) -> list[dict[str, Any]]:
         return self.train(
@@ -95,9 +93,7 @@ def test_experts_on_two_processes_train_the_same_as_on_one(moe: Recording):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "layout", [("tensor=2", "pipeline=2"), ("tensor=2",), ("pipeline=2",)], ids="+data=2 ".join
-)
+@pytest.mark.parametrize("layout", [("tensor=2", "pipeline=2"), ("tensor=2",), ("pipeline=2",)], ids="+data=2 ".join)
 def test_a_dense_model_trains_the_same_under_combined_layouts(dense: Recording, layout: tuple[str, ...]):
     name = "4-" + "-".join(layout)
     metrics = dense.replay(name, *(f"parallel.{part}" for part in layout), processes=4)

@@ -60,17 +60,37 @@ def _never_compile() -> None:
     """Compiled fusions would need a C++ compiler on the machine, and seconds to import what compiles them."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.set_stance("force_eager")
-    torch.compile = lambda model=None, **options: model if model is not None else (lambda function: function)
+    torch.compile = _not_compiled  # type: ignore[assignment]
+
+
+def _not_compiled(model: Any = None, **options: Any) -> Any:
+    return model if model is not None else (lambda function: function)
 
 
 def _patch_megatron() -> None:
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # 0.16.1 leaves the name undefined without TransformerEngine
+    # the all-to-all dispatcher copies token counts to the host on a CUDA side stream
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _HostStream()
+    token_dispatcher.maybe_move_tensor_to_cpu = _already_on_host
+
+
+def _already_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+class _HostStream:
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def record_event(self) -> _HostStream:
+        return self
+
+    def synchronize(self) -> None: ...
 
 
 class _CudaNamesOnCpu(TorchFunctionMode):

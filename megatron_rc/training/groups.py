@@ -16,7 +16,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_rc.training import emulation
 from megatron_rc.training.arguments import ParallelSettings
 
-
 T = TypeVar("T")
 
 

@@ -1,4 +1,4 @@
-"""The job: supervised warm-up, then rollout -> old pass -> correct -> update, with evaluation, metrics and checkpoints."""
+"""The job: warm-up, then rollout -> old pass -> correct -> update, with evaluation, metrics and checkpoints."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -121,8 +120,6 @@ def transformer_config(hf: dict[str, Any], parallel: ParallelSettings, dtype: Dt
         fields["expert_tensor_parallel_size"] = 1
     if any(moe):
         fields |= _moe_fields(hf, moe, grouped_gemm=found.transformer_engine)
-        if not cuda:
-            _exchange_tokens_on_cpu()
     return TransformerConfig(**fields)
 
 
@@ -141,25 +138,6 @@ def _moe_fields(hf: dict[str, Any], moe: list[bool], *, grouped_gemm: bool) -> d
         moe_grouped_gemm=grouped_gemm,
         moe_permute_fusion=False,
     )
-
-
-def _exchange_tokens_on_cpu() -> None:
-    """Let the all-to-all dispatcher run without CUDA: it copies token counts to the host on a CUDA side stream."""
-    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _HostStream()
-    token_dispatcher.maybe_move_tensor_to_cpu = _already_on_host
-
-
-def _already_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-class _HostStream:
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def record_event(self) -> _HostStream:
-        return self
-
-    def synchronize(self) -> None: ...
 
 
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:

@@ -37,6 +37,8 @@ def build_optimizer(train: TrainSettings, chunks: list[DistributedDataParallel])
         clip_grad=train.clip_grad,
         bf16=train.dtype == "bf16",
         fp16=train.dtype == "fp16",
+        # megatron's 2^32 overflows for the first dozen steps, and a step of reinforcement learning costs a rollout
+        initial_loss_scale=2.0**15,
         params_dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[train.dtype],
         use_distributed_optimizer=False,
     )

@@ -107,6 +107,7 @@ def reinforce_step(
     three_policy = correction.old == "recompute"
     cuts, updates = _divide(batch, equal, train, groups.data_size, with_dropped=three_policy)
     local, micro_batches = local_share(batch, cuts, groups.data_rank, policy.device)
+    assert local.advantages is not None
     per_token = expand_to_tokens(local.advantages, local.cu_seqlens, local.num_tokens)
 
     metrics = _rollout_metrics(batch, equal)
@@ -200,12 +201,14 @@ def _update(
     share = local.select(range(first, last + 1))
     numbered = [[s - first for s in sequences] for sequences in micro_batches]
     extras: dict[str, Tensor | None] = {"advantages": advantages[rows]}
+    kept = share.loss_mask
     if corrected is not None and old is not None:
-        extras |= {"old": old[rows], "weights": corrected.weights[rows], "mask": corrected.mask[rows]}
+        kept = corrected.mask[rows]
+        extras |= {"old": old[rows], "weights": corrected.weights[rows], "mask": kept}
     if groups.last_stage:
         extras["scale"] = loss_scale(
             share.loss_mask,
-            extras.get("mask", share.loss_mask),
+            kept,
             aggregation=loss.aggregation,
             denominator=loss.denominator,
             cu_seqlens=share.cu_seqlens,
@@ -215,7 +218,6 @@ def _update(
     if loss.kl_coef:
         reference = policy.reference_logprobs(split_rows(share, numbered))
         extras["reference"] = reference if groups.last_stage else None
-
 
     def check(outputs: list[MetricSums]) -> None:
         if not three_policy:

@@ -1,0 +1,280 @@
+"""Rollout correction by the words of its definition: Python floats and loops, nothing shared with the library."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.config import Rejection, RolloutCorrection
+
+INF = math.inf
+
+
+@dataclass
+class Case:
+    """A packed batch."""
+
+    train: Tensor
+    rollout: Tensor
+    mask: Tensor
+    cu_seqlens: Tensor
+    advantages: Tensor
+    """[S]."""
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.train, self.rollout, self.mask
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"cu_seqlens": self.cu_seqlens, "advantages": self.advantages, "statistics": self.statistics}
+
+
+def case(
+    lengths: list[int], *, seed: int = 0, density: float = 0.7, gap: float = 0.4, dtype: torch.dtype = torch.float32
+) -> Case:
+    """Random log-probs for sequences of these lengths, 0 included; some have no loss token."""
+    generator = torch.Generator().manual_seed(seed)
+    n = sum(lengths)
+    rollout = -torch.rand(n, generator=generator) * 3
+    train = rollout + torch.randn(n, generator=generator) * gap
+    mask = torch.rand(n, generator=generator) < density
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    advantages = torch.randn(len(lengths), generator=generator)
+    surprise = torch.randn(n, generator=generator)
+    # rows without a loss hold rubbish
+    train, rollout, surprise = (torch.where(mask, x, torch.nan) for x in (train, rollout, surprise))
+    return Case(train.to(dtype), rollout.to(dtype), mask, cu_seqlens, advantages, {"surprise": surprise})
+
+
+@dataclass
+class Book:
+    weights: list[float]
+    mask: list[bool]
+    bad: list[bool]
+    metrics: dict[str, float]
+
+
+def by_the_book(batch: Case, correction: RolloutCorrection) -> Book:
+    starts = batch.cu_seqlens.tolist()
+    sequences = [[t for t in range(a, b) if batch.mask[t]] for a, b in itertools.pairwise(starts)]
+    pi, mu = batch.train.double().tolist(), batch.rollout.double().tolist()
+    corrupt = {t for tokens in sequences for t in tokens if not (pi[t] < INF and -INF < mu[t] < INF)}
+    bad = [any(t in corrupt for t in tokens) for tokens in sequences]
+    logs = {t: (batch.train[t] - batch.rollout[t]).item() for tokens in sequences for t in tokens if t not in corrupt}
+    sequence_of = {t: i for i, tokens in enumerate(sequences) for t in tokens}
+    units = {
+        "token": [[t] for tokens in sequences for t in tokens],
+        "sequence": sequences,
+        "segment": [run for tokens in sequences for run in runs(tokens)],
+    }
+    units = {level: [[t for t in unit if t in logs] for unit in those] for level, those in units.items()}
+
+    dropped: dict[str, set[int]] = {}
+    weights = dict.fromkeys(logs, 1.0)
+    gone = set(corrupt)
+    larger = any(gate.level != "token" for gate in correction.reject)
+    if correction.weight is not None:
+        weight = correction.weight
+        larger |= weight.level != "token"
+        low = -INF if weight.lower is None else math.log(weight.lower)
+        high = INF if weight.upper is None else math.log(weight.upper)
+        names = {
+            "truncate": ("", "truncated"),
+            "clip": ("clipped_low", "clipped_high"),
+            "mask": ("outside_low", "outside_high"),
+        }[weight.mode]
+        for name, bound in zip(names, (weight.lower, weight.upper), strict=True):
+            if bound is not None:
+                dropped[name] = set()
+        for unit in units["sequence" if weight.level == "geometric" else weight.level]:
+            if not unit:
+                continue
+            log = sum(logs[t] for t in unit) / (len(unit) if weight.level in ("geometric", "segment") else 1)
+            rho = 0.0 if log == -INF else math.exp(clamp(log, correction))
+            rho = max(rho, weight.lower or 0.0)
+            rho = min(rho, INF if weight.upper is None else weight.upper)
+            for t in unit:
+                weights[t] = rho
+                if log < low:
+                    dropped[names[0]].add(t)
+                if log > high:
+                    dropped[names[1]].add(t)
+        if weight.mode == "mask":
+            gone |= set().union(*dropped.values())
+    if larger:
+        gone |= {t for tokens, is_bad in zip(sequences, bad, strict=True) if is_bad for t in tokens}
+    for index, gate in enumerate(correction.reject):
+        values = statistic(batch, gate, logs)
+        outside = set()
+        for unit in units[gate.level]:
+            if not unit:
+                continue
+            total = reduce(gate, [values[t] for t in unit])
+            low, high = (
+                (bound if gate.statistic != "ratio" else math.log(bound)) if bound is not None else None
+                for bound in (gate.lower, gate.upper)
+            )
+            inside = (low is None or total >= low) and (high is None or total <= high)
+            negative = batch.advantages[sequence_of[unit[0]]] < 0
+            if not inside and (gate.when == "always" or negative):
+                outside |= set(unit)
+        repeats = sum(earlier.name == gate.name for earlier in correction.reject[:index])
+        dropped[f"rejected_{gate.name}" + (f"#{repeats + 1}" if repeats else "")] = outside
+        gone |= outside
+
+    kept = [t for t in logs if t not in gone]
+    if correction.normalize == "batch" and sum(weights[t] for t in kept) > 0:
+        mean = sum(weights[t] for t in kept) / len(kept)
+        weights = {t: w / mean for t, w in weights.items()}
+    final = {t: weights[t] if t in set(kept) else 0.0 for t in logs}
+    count = len(batch.mask)
+    metrics = metrics_by_the_book(logs, pi, mu, sequences, bad, correction)
+    metrics |= outcome_by_the_book(final, set(kept), sequences, bad, dropped)
+    return Book([final.get(t, 0.0) for t in range(count)], [t in set(kept) for t in range(count)], bad, metrics)
+
+
+def runs(tokens: list[int]) -> list[list[int]]:
+    """Contiguous runs."""
+    found: list[list[int]] = []
+    for t in tokens:
+        if found and found[-1][-1] == t - 1:
+            found[-1].append(t)
+        else:
+            found.append([t])
+    return found
+
+
+def clamp(log: float, correction: RolloutCorrection) -> float:
+    return max(-correction.log_ratio_bound, min(correction.log_ratio_bound, log))
+
+
+def statistic(batch: Case, gate: Rejection, logs: dict[int, float]) -> dict[int, float]:
+    if gate.statistic in batch.statistics:
+        return {t: batch.statistics[gate.statistic][t].item() for t in logs}
+    q = {t: math.exp(batch.rollout[t].item()) for t in logs}
+    p = {t: math.exp(batch.train[t].item()) for t in logs}
+    rho = {t: math.exp(log) for t, log in logs.items()}
+    return {
+        "ratio": lambda: logs,
+        "k2": lambda: {t: log**2 / 2 for t, log in logs.items()},
+        "k3": lambda: {t: rho[t] - 1 - log for t, log in logs.items()},
+        "abs_log_ratio": lambda: {t: abs(log) for t, log in logs.items()},
+        "prob_diff": lambda: {t: p[t] - q[t] for t in logs},
+    }[gate.statistic]()
+
+
+def reduce(gate: Rejection, values: list[float]) -> float:
+    if gate.level == "token":
+        return values[0]
+    return {"sum": sum, "mean": lambda v: sum(v) / len(v), "max": max, "min": min}[gate.reduce](values)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def std(values: list[float]) -> float:
+    return math.sqrt(mean([(v - mean(values)) ** 2 for v in values])) if values else math.nan
+
+
+def ess(values: list[float]) -> float:
+    squares = sum(v**2 for v in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else math.nan
+
+
+def extreme(pick: Any, values: list[float]) -> float:
+    return pick(values) if values else math.nan
+
+
+def share(part: int, whole: int) -> float:
+    return part / whole if whole else math.nan
+
+
+def metrics_by_the_book(
+    logs: dict[int, float],
+    pi: list[float],
+    mu: list[float],
+    sequences: list[list[int]],
+    bad: list[bool],
+    correction: RolloutCorrection,
+) -> dict[str, float]:
+    ell = {t: clamp(log, correction) for t, log in logs.items()}
+    rho = [math.exp(log) for log in ell.values()]
+    p, q = [math.exp(pi[t]) for t in logs], [math.exp(mu[t]) for t in logs]
+    whole = [tokens for tokens, is_bad in zip(sequences, bad, strict=True) if tokens and not is_bad]
+    totals = [sum(logs[t] for t in tokens) for tokens in whole]
+    rho_y = [math.exp(clamp(total, correction)) for total in totals]
+    means = [clamp(total / len(tokens), correction) for total, tokens in zip(totals, whole, strict=True)]
+    rollout_nll = [-mean([mu[t] for t in tokens]) for tokens in whole]
+    train_nll = [nll - m for nll, m in zip(rollout_nll, means, strict=True)]
+    loss_tokens = sum(len(tokens) for tokens in sequences)
+    chi2_seq = mean([(r - 1) ** 2 for r in rho_y])
+    spread = std(p) * std(q)
+    covariance = mean([(a - mean(p)) * (b - mean(q)) for a, b in zip(p, q, strict=True)])
+    return {
+        "k1": -mean(list(ell.values())),
+        "k3": mean([math.expm1(log) - log for log in ell.values()]),
+        "k3_pi_mu": mean([math.exp(log) * log - math.expm1(log) for log in ell.values()]),
+        "tv": mean([abs(r - 1) / 2 for r in rho]),
+        "binary_tv": mean([abs(a - b) for a, b in zip(p, q, strict=True)]),
+        "chi2_token": mean([(r - 1) ** 2 for r in rho]),
+        "chi2_seq": chi2_seq,
+        "ess_token": ess(rho),
+        "ess_seq": ess(rho_y),
+        "rho_mean": mean(rho),
+        "rho_std": std(rho),
+        "rho_min": extreme(min, rho),
+        "rho_max": extreme(max, rho),
+        "seq_rho_mean": mean(rho_y),
+        "seq_rho_std": std(rho_y),
+        "seq_rho_min": extreme(min, rho_y),
+        "seq_rho_max": extreme(max, rho_y),
+        "suggested_seq_cap": math.sqrt(2 * (1 + chi2_seq)),
+        "train_log_ppl": mean(train_nll),
+        "rollout_log_ppl": mean(rollout_nll),
+        "train_ppl": mean([math.exp(nll) for nll in train_nll]),
+        "rollout_ppl": mean([math.exp(nll) for nll in rollout_nll]),
+        "log_ppl_diff": -mean(means),
+        "log_ppl_abs_diff": mean([abs(m) for m in means]),
+        "log_ppl_abs_diff_sum": mean([abs(m) * len(tokens) for m, tokens in zip(means, whole, strict=True)]),
+        "f2": mean([float(max(r, 1 / r) > 2) for r in rho]),
+        "prob_correlation": covariance / spread if spread else math.nan,
+        "clamped_token": mean([float(abs(log) > correction.log_ratio_bound) for log in logs.values()]),
+        "clamped_seq": mean([float(abs(total) > correction.log_ratio_bound) for total in totals]),
+        "nonfinite_count": loss_tokens - len(logs),
+        "nonfinite_share": share(loss_tokens - len(logs), loss_tokens),
+        "bad_sequences": sum(bad),
+        "response_length": share(loss_tokens, sum(bool(tokens) for tokens in sequences)),
+    }
+
+
+def outcome_by_the_book(
+    final: dict[int, float],
+    kept: set[int],
+    sequences: list[list[int]],
+    bad: list[bool],
+    dropped: dict[str, set[int]],
+) -> dict[str, float]:
+    weights = [final[t] for t in final if t in kept]
+    whole = [tokens for tokens, is_bad in zip(sequences, bad, strict=True) if tokens and not is_bad]
+    metrics = {
+        "weight_mean": mean(weights),
+        "weight_std": std(weights),
+        "weight_min": extreme(min, weights),
+        "weight_max": extreme(max, weights),
+        "ess_token_final": ess(list(final.values())),
+        "ess_seq_final": ess([mean([final[t] for t in tokens]) for tokens in whole]),
+        "masked_token": 1 - share(len(kept), len(final)),
+        "masked_seq": share(sum(not kept & set(tokens) for tokens in whole), len(whole)),
+    }
+    for name, tokens in dropped.items():
+        metrics[f"{name}_token"] = share(len(tokens), len(final))
+        metrics[f"{name}_seq"] = share(sum(bool(tokens & set(one)) for one in whole), len(whole))
+    return metrics

@@ -1,0 +1,147 @@
+"""Whole jobs on a checkpoint written by transformers: every knob changes what it says, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import REWARDS, run_together, save_tiny_checkpoint, settings_file, train
+from safetensors.torch import load_file
+
+from megatron_rc.dump import read_dump
+from megatron_rc.report.log import read_metrics
+
+JOB: dict[str, Any] = {
+    "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6},
+    "train": {"steps": 2, "lr": 1e-3, "eval_interval": 100, "save_interval": 100},
+}
+CASES: dict[str, list[str]] = {
+    "untouched": ["train.steps=0"],
+    "fp32": ["rollout.dtype=fp32"],
+    "bf16": [],
+    "fp16": ["rollout.dtype=fp16"],
+    "int8": ["rollout.quantize=int8"],
+    "fp8": ["rollout.quantize=fp8"],
+    "amplified": ["rollout.amplify=0.3"],
+    "stale": ["rollout.staleness=2", "train.steps=4"],
+    "top-p": ["rollout.top_p=0.7", "rollout.dtype=fp32"],
+    "top-k": ["rollout.top_k=3", "rollout.dtype=fp32", "rollout.temperature=0.7"],
+    "temperature": ["rollout.temperature=0.5", "rollout.dtype=fp32"],
+    "trainer bf16": ["train.dtype=bf16", "rollout.dtype=fp32"],
+    "trainer fp16": ["train.dtype=fp16", "rollout.dtype=fp32"],
+    "current": ["correction={preset: token-tis, old: current}"],
+    "rollout": ["correction.old=rollout"],
+    "rollout reinforce": ["correction={preset: seq-mis, old: rollout}", "loss.surrogate=reinforce"],
+    "mini-batches": ["train.mini_batches_per_rollout=2"],
+    "penalties": ["loss.kl_coef=0.1", "loss.entropy_coef=0.01", "loss.dual_clip=3.0", "loss.advantage=grpo"],
+    "sequence sums": ["loss.aggregation=seq-mean-token-sum-norm", "loss.denominator=kept", "correction=seq-mask-tis"],
+    "normalised": ["correction={preset: seq-tis, normalize: batch}", "train.micro_batches=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("jobs")
+    (folder / "grading.py").write_text(REWARDS)
+    save_tiny_checkpoint(folder / "hf")
+    lines = [json.dumps({"prompt": " ".join("abcdefghijklmnop"[i : i + 3]), "answer": "a"}) for i in range(12)]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    options = {"path": str(folder / "data.jsonl"), "reward": "grading:by_length"}
+    task = {"kind": "jsonl", "options": options}
+    config = settings_file(folder, {**JOB, "model": {"hf_path": str(folder / "hf")}, "task": task})
+    commands = [[*train(config, folder / name, *chosen), "--dump"] for name, chosen in CASES.items()]
+    for name, (status, said) in zip(CASES, run_together(commands, folder), strict=True):
+        assert status == 0, f"{name}: {said}"
+    return folder
+
+
+def metrics(runs: Path, name: str) -> list[dict[str, Any]]:
+    return [r for r in read_metrics(runs / name / "metrics.jsonl") if r["step"] > 0]
+
+
+def mean_k3(runs: Path, name: str, prefix: str = "old/") -> float:
+    values = [r[f"{prefix}k3"] for r in metrics(runs, name)]
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n != "untouched"])
+def test_every_job_learns_from_what_it_sampled(runs: Path, name: str):
+    for record in metrics(runs, name):
+        assert record["updates"] >= 1 and record["grad_norm"] > 0
+        numbers = [v for v in record.values() if isinstance(v, int | float)]
+        assert torch.tensor(numbers).isfinite().all(), record
+
+
+def test_a_checkpoint_that_was_not_trained_is_exported_bitwise_unchanged(runs: Path):
+    before, after = (load_file(folder / "model.safetensors") for folder in (runs / "hf", runs / "untouched" / "hf"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_trained_checkpoint_is_read_by_transformers_and_has_the_log_probs_of_the_trainer(runs: Path):
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(runs / "fp32" / "hf", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    original = load_file(runs / "hf" / "model.safetensors")
+    moved = [float((p - original[name]).abs().max()) for name, p in model.state_dict().items() if name in original]
+    assert all(0 < m < 0.01 for m in moved)
+    # two steps of Adam at 1e-3 later the log-probs of the recorded tokens have moved, but not far
+    record = next(read_dump(runs / "fp32" / "dump"))[0]
+    ids = torch.tensor([record["prompt_ids"] + record["output_ids"]])
+    logprobs = model(ids).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    moved_by = logprobs[len(record["prompt_ids"]) - 1 :] - torch.tensor(record["old_logprobs"])
+    assert 1e-4 < float(moved_by.abs().max()) < 1.0
+
+
+def test_equal_precision_leaves_no_gap_and_less_precision_a_larger_one(runs: Path):
+    assert mean_k3(runs, "fp32") < 1e-11
+    assert mean_k3(runs, "fp32") < mean_k3(runs, "fp16") < mean_k3(runs, "bf16")
+    assert mean_k3(runs, "bf16") < mean_k3(runs, "fp8") < mean_k3(runs, "amplified")
+    assert mean_k3(runs, "trainer bf16") > 1e-11
+
+
+@pytest.mark.parametrize("name", ["top-p", "top-k", "temperature"])
+def test_both_policies_live_on_the_kept_ids_at_the_sampling_temperature(runs: Path, name: str):
+    assert mean_k3(runs, name) < 1e-11
+    records = next(read_dump(runs / name / "dump"))
+    if name == "temperature":
+        assert all(r["support"] is None for r in records)
+    else:
+        sizes = [len(kept) for r in records for kept in r["support"]]
+        assert max(sizes) <= (3 if name == "top-k" else 19) and min(sizes) >= 1 and len(sizes) > 20
+
+
+def test_stale_weights_are_as_old_as_asked(runs: Path):
+    assert [r["staleness"] for r in metrics(runs, "stale")] == [0.0, 1.0, 2.0, 2.0]
+    assert metrics(runs, "stale")[3]["old/k3"] > 3 * mean_k3(runs, "bf16")
+
+
+def test_two_policy_modes_measure_current_against_mu_without_an_old_pass(runs: Path):
+    for name in ("current", "rollout", "rollout reinforce"):
+        record = metrics(runs, name)[0]
+        assert record["current/k3"] > 0 and "old/k3" not in record
+
+
+def test_several_optimizer_steps_a_rollout_move_current_away_from_old(runs: Path):
+    record = metrics(runs, "mini-batches")[0]
+    assert record["updates"] == 2
+    assert record["current_old/k3"] > 100 * metrics(runs, "bf16")[0]["current_old/k3"]
+
+
+def test_the_dump_holds_what_was_trained_on(runs: Path):
+    for record in next(read_dump(runs / "normalised" / "dump")):
+        length = len(record["output_ids"])
+        assert {len(record[k]) for k in ("rollout_logprobs", "old_logprobs", "weights", "mask")} == {length}
+        assert all(w > 0 for w in record["weights"]) and all(record["mask"])
+        gap = [a - b for a, b in zip(record["old_logprobs"], record["rollout_logprobs"], strict=True)]
+        assert all(abs(g) < 0.1 for g in gap)
+    kept = [w for step in read_dump(runs / "normalised" / "dump") for r in step for w in r["weights"]]
+    assert sum(kept) / len(kept) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_finished_job_leaves_a_report(runs: Path):
+    assert "<html" in (runs / "bf16" / "report.html").read_text()
