@@ -60,7 +60,7 @@ def _never_compile() -> None:
     """Compiled fusions would need a C++ compiler on the machine, and seconds to import what compiles them."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.set_stance("force_eager")
-    torch.compile = _not_compiled  # type: ignore[assignment]
+    torch.compile = _not_compiled
 
 
 def _not_compiled(model: Any = None, **options: Any) -> Any:

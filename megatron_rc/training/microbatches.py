@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ def mini_batches(groups: Sequence[int], count: int) -> list[list[int]]:
     whole = list(members.values())
     count = min(count, len(whole))
     edges = [len(whole) * i // count for i in range(count + 1)] if count else []
-    return [[s for group in whole[a:b] for s in group] for a, b in zip(edges, edges[1:], strict=False)]
+    return [[s for group in whole[a:b] for s in group] for a, b in itertools.pairwise(edges)]
 
 
 def cut(

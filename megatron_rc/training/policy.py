@@ -112,7 +112,7 @@ class Policy:
         """Log-probs and entropies without gradient.
 
         Returns:
-            ([N], [N]) fp32 nats over the rows of ``micro_batches`` in order, on the last pipeline stage; empty elsewhere.
+            ([N], [N]) fp32 nats over the rows of ``micro_batches``, on the last pipeline stage; empty elsewhere.
         """
 
         def collect(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
