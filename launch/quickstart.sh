@@ -55,6 +55,5 @@ started=$SECONDS
 "$VENV/bin/python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
     -m megatron_rc train "$ROOT/launch/$name.yaml" "${arguments[@]}" ||
     die "the run failed; what stopped it is said above the launcher's own traceback"
-say "trained in $((SECONDS - started)) s"
 [[ -f "$out/report.html" ]] || die "the run ended without $out/report.html"
-say "report: $out/report.html"
+say "trained in $((SECONDS - started)) s; open $out/report.html in a browser"

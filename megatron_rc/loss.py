@@ -223,7 +223,7 @@ def policy_loss(
     ):
         if coefficient and value is None:
             raise ValueError(f"{name} must be given when its coefficient is {coefficient!r}")
-    bound = 20.0 if correction is None else correction.log_ratio_bound
+    bound = (correction or RolloutCorrection()).log_ratio_bound
     detached = current_logprobs.detach()
     old = detached if old_logprobs is None else old_logprobs
     counts = scale != 0

@@ -1,4 +1,4 @@
-"""metrics.jsonl, the display, the fingerprint and the HTML report."""
+"""metrics.jsonl, the display and the fingerprint."""
 
 from __future__ import annotations
 
@@ -7,30 +7,20 @@ import json
 import math
 import os
 import signal
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
-from megatron_rc.metrics import METRICS, SHARES
 from megatron_rc.report import display as display_module
-from megatron_rc.report import svg
-from megatron_rc.report.curves import PANELS, Series, headlines, moving_average, series
 from megatron_rc.report.display import Display
 from megatron_rc.report.fingerprint import fingerprint
-from megatron_rc.report.html import save_context, write_report
 from megatron_rc.report.log import MetricsLog, read_metrics
-from megatron_rc.report.picture import write_curves_png
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,10 +39,6 @@ def write_all(folder: Path, records: Sequence[dict[str, Any]]) -> None:
             log.write(record)
 
 
-def position(record: dict[str, Any]) -> tuple[str, int]:
-    return record["phase"], record["step"]
-
-
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
     records = [*warmup(range(1, 4)), *rl(range(4))]
     write_all(tmp_path, records)
@@ -60,7 +46,8 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_what_json_cannot_say_becomes_null(tmp_path: Path) -> None:
-    write_all(tmp_path, [{"step": 1, "a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.5, "e": 3, "f": "x", "g": None}])
+    values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.5, "e": 3, "f": "x", "g": None}
+    write_all(tmp_path, [{"step": 1, **values}])
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -82,7 +69,7 @@ def test_a_killed_writer_leaves_only_whole_steps_and_its_successor_goes_on(tmp_p
     program = (
         "import sys\nfrom megatron_rc.report.log import MetricsLog\n"
         "log = MetricsLog(sys.argv[1], tensorboard=False)\n"
-        "for step in range(1, 10**9): log.write({'phase': 'rl', 'step': step, **{f'metric/{i}': i / 7 for i in range(300)}})\n"
+        "for step in range(1, 10**9): log.write({'step': step, **{f'metric/{i}': i / 7 for i in range(300)}})\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     writer = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=environment)
@@ -249,232 +236,3 @@ def test_the_fingerprint_names_machine_and_versions() -> None:
     assert {"device", "memory", "system", "megatron-core", "triton", "transformers", "git_commit"} <= found.keys()
     assert all(isinstance(value, str) and value for value in found.values())
     assert found["apex"] == "not installed" or found["apex"][0].isdigit()
-
-
-class Page(HTMLParser):
-    """Tags, attributes and text of a page; fails on a tag that is closed in the wrong order."""
-
-    VOID = ("meta", "link", "img", "br", "input")
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert not self._open, self._open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-    def named(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.tags if name == tag]
-
-
-def full_run(steps: int = 40) -> list[dict[str, Any]]:
-    """Records with every key that a panel can draw."""
-    keys = {key: panel for panel in PANELS for curve in panel.curves for key in curve.keys}
-    records = [{"phase": "warmup", "step": s, "cross_entropy": 2 / s, "eval/accuracy": 0.3} for s in range(1, 9)]
-    for step in range(steps):
-        values = {key: 0.001 + (i % 7) * 0.1 + step / 100 for i, key in enumerate(keys) if keys[key].phase == "rl"}
-        records.append({"phase": "rl", "step": step, **values, "eval/accuracy": 0.3 + step / 100})
-    return records
-
-
-def test_the_report_is_one_file_that_asks_for_nothing_else(tmp_path: Path) -> None:
-    path = write_report(full_run(), tmp_path / "r.html", settings={"train": {"lr": 1e-4}}, fingerprint={"device": "cpu"})
-    text = path.read_text()
-    page = Page(text)
-    lowered = text.lower()
-    for outside in ("http:", "https:", "//", "@import", "url(", "<link", "<img", "<iframe", "import("):
-        assert outside not in lowered.replace("<!doctype", ""), outside
-    for tag, attributes in page.tags:
-        assert not attributes.keys() & {"src", "href", "xlink:href", "srcset", "data", "action"}, tag
-    assert [a for a in page.named("meta") if a.get("charset") == "utf-8"]
-    assert len(page.named("svg")) == len(PANELS)
-    assert {a["aria-label"] for a in page.named("svg")} == {panel.title for panel in PANELS}
-    assert {"train.lr", "0.0001", "device", "cpu"} <= set(page.texts)
-
-
-def test_every_panel_explains_itself_and_says_what_is_healthy(tmp_path: Path) -> None:
-    shown = "".join(Page(write_report(full_run(), tmp_path / "r.html").read_text()).texts)
-    assert all(panel.meaning in shown and f"Healthy: {panel.healthy}" in shown for panel in PANELS)
-
-
-def test_text_of_the_user_is_escaped(tmp_path: Path) -> None:
-    nasty = '"><script>alert(1)</script><b a=\'1\'>&amp;'
-    path = write_report(
-        rl(range(3)), tmp_path / "r.html", title=nasty, settings={nasty: {nasty: nasty}}, fingerprint={nasty: nasty}
-    )
-    page = Page(path.read_text())
-    assert len(page.named("script")) == 1
-    assert nasty in page.texts and f"{nasty}.{nasty}" in page.texts
-
-
-def test_a_metric_that_was_not_measured_leaves_its_plot_out_and_is_named(tmp_path: Path) -> None:
-    page = Page(write_report(rl(range(5)), tmp_path / "r.html").read_text())
-    assert [a["aria-label"] for a in page.named("svg")] == ["Reward", "k3: KL(sampler || trainer)"]
-    (note,) = (text for text in page.texts if text.startswith("Not measured in this run"))
-    assert "Held-out accuracy" in note and "Gradient norm" in note and "Reward" not in note
-
-
-def test_the_report_of_a_folder_finds_what_the_job_left_there(tmp_path: Path) -> None:
-    write_all(tmp_path, rl(range(5)))
-    save_context(tmp_path, {"name": "my job", "train": {"lr": 0.125}}, {"torch": "9.9"})
-    assert write_report(tmp_path) == tmp_path / "report.html"
-    page = Page((tmp_path / "report.html").read_text())
-    assert {"my job", "train.lr", "0.125", "torch", "9.9"} <= set(page.texts)
-
-
-def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
-    write_all(tmp_path, [])
-    with pytest.raises(ValueError, match="holds no finished step"):
-        write_report(tmp_path)
-    with pytest.raises(ValueError, match="path must be given"):
-        write_report(rl([1]))
-
-
-def test_a_long_run_stays_small_and_keeps_its_peaks(tmp_path: Path) -> None:
-    records = full_run(20_000)
-    records[7777]["grad_norm"] = 12345.0
-    path = write_report(records, tmp_path / "r.html")
-    assert path.stat().st_size < 1.5e6
-    assert "12345.0" in path.read_text()
-
-
-def test_every_pair_metric_that_is_drawn_exists() -> None:
-    names = [
-        key.split("/", 1)[1]
-        for panel in PANELS
-        for curve in panel.curves
-        for key in curve.keys
-        if key.startswith(("old/", "current/", "current_old/"))
-    ]
-    assert len(names) > 20
-    unknown = [n for n in names if n not in METRICS and n.removesuffix("_token").removesuffix("_seq") not in SHARES]
-    assert [n for n in unknown if n != "response_length"] == []
-
-
-def test_series_leave_out_what_is_missing_and_what_a_logarithm_cannot_show() -> None:
-    (reward, *_), k3 = PANELS[0:1], next(p for p in PANELS if p.logarithmic)
-    records = [
-        {"step": 1, "reward/mean": 0.5, "old/k3": 0.0},
-        {"step": 2, "reward/mean": None, "old/k3": 1e-4},
-        {"step": 3, "reward/mean": math.nan, "old/k3": -1e-9},
-        {"step": 4, "phase": "warmup", "reward/mean": 0.1},
-        {"step": 5, "phase": "rl", "reward/mean": 0.7},
-    ]
-    assert series(records, reward) == [Series("reward", [1, 5], [0.5, 0.7])]
-    assert series(records, k3) == [Series("old / sampler", [2], [1e-4])]
-    assert series([], reward) == []
-
-
-def test_a_curve_never_mixes_two_keys() -> None:
-    ess = next(p for p in PANELS if p.title == "Effective sample size")
-    records = [{"step": 1, "current/ess_token": 0.1}, {"step": 2, "old/ess_token": 0.9, "current/ess_token": 0.2}]
-    assert series(records, ess)[0] == Series("tokens", [2], [0.9])
-    assert series(records[:1], ess)[0] == Series("tokens", [1], [0.1])
-
-
-@pytest.mark.parametrize(
-    ("records", "value", "note"),
-    [
-        ([{"phase": "warmup", "step": 9, "eval/accuracy": 0.2}, {"step": 0, "eval/accuracy": 0.25},
-          {"step": 1}, {"step": 10, "eval/accuracy": 0.75}], "25.0 % → 75.0 %", "+50.0 points"),
-        ([{"phase": "warmup", "step": 9, "eval/accuracy": 0.2}, {"step": 1}, {"step": 10, "eval/accuracy": 0.1}],
-         "20.0 % → 10.0 %", "-10.0 points"),
-        ([{"step": 10, "eval/accuracy": 0.5}, {"step": 20, "eval/accuracy": 0.75}], "50.0 % → 75.0 %", "+25.0 points"),
-    ],
-)  # fmt: skip
-def test_the_headline_compares_accuracy_before_and_after(records: list[Any], value: str, note: str) -> None:
-    headline = headlines(records)[0]
-    assert (headline.label, headline.value) == ("Held-out accuracy", value)
-    assert headline.note.startswith(note)
-
-
-def test_headlines_sum_up_steps_time_and_speed() -> None:
-    times = [{"step": s, "time/step_s": 1.5, "tokens_per_second": float(s), "old/k3": s * 1e-5} for s in (1, 2, 3, 100)]
-    found = {h.label: h.value for h in headlines([*warmup([1, 2]), *times])}
-    assert found == {"k3 at the end": "1.00e-03", "Steps": "100", "Tokens per second": "2", "Time in steps": "0:06"}
-    assert headlines(warmup([1])) == []
-
-
-def test_points_of_a_line_lie_where_the_axes_say() -> None:
-    chart = svg.line_chart([Series("a", [0, 5, 10], [0.0, 1.0, 0.5])], title="t")
-    (line,) = [attributes for attributes in Page(chart).named("polyline")]
-    points = [tuple(map(float, point.split(","))) for point in str(line["points"]).split()]
-    left, right, top, bottom = svg.LEFT, svg.WIDTH - svg.RIGHT, svg.TOP, svg.HEIGHT - svg.BOTTOM
-    assert points == [(left, bottom), ((left + right) / 2, top), (right, (top + bottom) / 2)]
-
-
-def test_a_decade_is_as_high_as_the_next_on_a_logarithmic_axis() -> None:
-    axis = svg.log_axis(2e-5, 3e-3)
-    assert (axis.low, axis.high) == pytest.approx((1e-5, 1e-2))
-    assert [axis.share(v) for v in (1e-5, 1e-4, 1e-3, 1e-2)] == pytest.approx([0, 1 / 3, 2 / 3, 1])
-
-
-finite = st.floats(-1e9, 1e9, allow_nan=False)
-
-
-@given(finite, st.floats(0, 1e6))
-def test_an_axis_holds_its_values_between_round_ticks(low: float, width: float) -> None:
-    axis = svg.linear_axis(low, low + width)
-    slack = 1e-6 * (axis.high - axis.low)
-    assert axis.low <= low + slack and low + width <= axis.high + slack
-    assert 2 <= len(axis.ticks) <= 9 and all(a < b for a, b in pairwise(axis.ticks))
-
-
-@given(st.floats(1e-12, 1e6), st.floats(1, 1e9))
-def test_a_logarithmic_axis_holds_its_values(low: float, factor: float) -> None:
-    axis = svg.log_axis(low, low * factor)
-    assert axis.low <= low * (1 + 1e-9) and low * factor <= axis.high * (1 + 1e-9)
-    assert 2 <= len(axis.ticks) <= 10
-
-
-def test_a_moving_average_is_centred_and_keeps_the_ends() -> None:
-    assert moving_average([1.0, 2.0, 6.0, 2.0, 9.0], 3) == pytest.approx([1, 3, 10 / 3, 17 / 3, 9])
-    assert moving_average([4.0] * 9, 5) == [4.0] * 9
-
-
-def test_thinning_keeps_order_and_extremes() -> None:
-    values = [math.sin(i / 50) for i in range(10_000)]
-    values[1234], values[4321] = 5.0, -5.0
-    thin = svg.thinned(Series("a", list(range(10_000)), values))
-    assert len(thin.values) <= svg.MAX_POINTS and max(thin.values) == 5.0 and min(thin.values) == -5.0
-    assert all(a < b for a, b in pairwise(thin.steps))
-    assert all(values[step] == value for step, value in zip(thin.steps, thin.values, strict=True))
-
-
-def test_the_picture_draws_the_main_curves(tmp_path: Path) -> None:
-    images = pytest.importorskip("matplotlib.image")
-    write_all(tmp_path, full_run())
-    path = write_curves_png(tmp_path, tmp_path / "curves.png")
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", path.read_bytes()[16:24])
-    assert width > 1500 and height > 700
-    pixels = images.imread(path)[..., :3]
-    # the first curve's blue, in the upper left panel and in the lower right one
-    blue = (abs(pixels - [0x25 / 255, 0x63 / 255, 0xEB / 255]) < 0.02).all(-1)
-    assert blue[: height // 2, : width // 3].any() and blue[height // 2 :, 2 * width // 3 :].any()
-
-
-def test_a_picture_of_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    write_all(tmp_path, warmup([1, 2]))
-    with pytest.raises(ValueError, match="holds no metric that is part of the picture"):
-        write_curves_png(tmp_path, tmp_path / "curves.png")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"matplotlib is not installed: pip install 'megatron-rc\[report\]'"):
-        write_curves_png(tmp_path, tmp_path / "curves.png")

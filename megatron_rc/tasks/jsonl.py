@@ -31,7 +31,7 @@ class JsonlOptions:
     max_prompt_tokens: int = 2048
     """A longer prompt is an error that names its line."""
     seed: int = 1
-    """Every epoch visits all prompts once, in an order drawn from the seed and the epoch's number."""
+    """Every epoch visits all prompts once, in an order drawn from the seed (or train.seed) and the epoch."""
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out_share < 1:

@@ -1,0 +1,65 @@
+"""What one call of correct() asks of the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from correction_book import case
+from operations import OperationCount
+
+from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
+from megatron_rc.correction import correct
+from megatron_rc.metrics import pair_metrics
+
+SEQ_MIS_AND_GEO_MASK = RolloutCorrection(PRESETS["seq-mis"].correction.weight, PRESETS["geo-mask"].correction.reject)
+EVERYTHING = RolloutCorrection(
+    Weight("segment", "clip", 0.5, 2.0),
+    tuple(
+        Rejection(statistic, level, reduce, lower=0.1, upper=9.0, when="negative_advantage")  # type: ignore[arg-type]
+        for statistic in ("ratio", "k2", "k3", "abs_log_ratio", "prob_diff", "surprise")
+        for level in ("token", "sequence", "segment")
+        for reduce in ("sum", "mean", "max", "min")
+    ),
+    normalize="batch",
+)
+
+
+def test_sequence_masking_with_a_geometric_gate_and_all_metrics_takes_at_most_100_operations() -> None:
+    batch = case([40, 60, 50])
+    with OperationCount() as count:
+        correct(*batch.arguments, correction=SEQ_MIS_AND_GEO_MASK, cu_seqlens=batch.cu_seqlens)
+    assert sum(count.operations.values()) <= 100
+    assert not count.waits
+
+
+def test_the_number_of_operations_does_not_grow_with_the_number_of_sequences() -> None:
+    counts = []
+    for lengths in ([7, 5], [3] * 400):
+        batch = case(lengths)
+        with OperationCount() as count:
+            correct(*batch.arguments, correction=SEQ_MIS_AND_GEO_MASK, cu_seqlens=batch.cu_seqlens)
+        counts.append(count.operations)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("correction", [EVERYTHING, *(p.correction for p in PRESETS.values())])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_nothing_waits_for_the_device(correction: RolloutCorrection, per_token: bool) -> None:
+    batch = case([9, 0, 12, 4])
+    if per_token:
+        batch.advantages = batch.train * 0 - 1
+    with OperationCount() as count:
+        corrected = correct(*batch.arguments, correction=correction, **batch.options)
+        metrics = pair_metrics(*batch.arguments, cu_seqlens=batch.cu_seqlens).prefixed("current/")
+        corrected.metrics.merge(corrected.metrics).merge(metrics)
+    assert not count.waits
+
+
+@pytest.mark.parametrize(
+    "wait", ["x.sum().item()", "x[x > 0]", "x.nonzero()", "bool(x.any())", "x.repeat_interleave(n)"]
+)
+def test_the_counter_sees_a_wait(wait: str) -> None:
+    x, n = torch.ones(3), torch.ones(3, dtype=torch.long)
+    with OperationCount() as count:
+        eval(wait, {"x": x, "n": n})
+    assert count.waits

@@ -1,0 +1,183 @@
+"""Over real process groups, correct() and its metrics are those of one process that holds everything."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from correction_book import Case, case
+from distributed import run_ranks
+from torch import Tensor
+
+from megatron_rc.batch import TokenBatch, segments
+from megatron_rc.config import Rejection, RolloutCorrection, Weight
+from megatron_rc.correction import correct
+from megatron_rc.engine import SamplingParams
+from megatron_rc.metrics import pair_metrics
+
+LENGTHS = (7, 0, 30, 5, 1, 16, 9)
+# uneven; of three data-parallel ranks one holds nothing
+CUTS = {2: (0, 2, 7), 3: (0, 3, 3, 7)}
+GATES = (
+    Rejection("k2", "token", upper=0.8),
+    Rejection("ratio", "sequence", "min", lower=0.3),
+    Rejection("surprise", "segment", "max", upper=1.6, when="negative_advantage"),
+    Rejection("k3", "segment", "mean", upper=0.3),
+)
+CORRECTIONS = [
+    RolloutCorrection(Weight("token", "truncate", upper=1.3), normalize="batch"),
+    RolloutCorrection(Weight("sequence", "mask", 0.2, 4.0), GATES[:1], "batch"),
+    RolloutCorrection(Weight("geometric", "clip", 0.9, 1.2), GATES),
+    RolloutCorrection(Weight("segment", "mask", 0.6, 1.6), GATES[2:], "batch"),
+]
+
+
+class Answer(NamedTuple):
+    rows: Tensor
+    """Which rows of the whole batch, [n]."""
+    sequences: list[int]
+    weights: Tensor
+    mask: Tensor
+    bad: Tensor
+    metrics: dict[str, float]
+
+
+def whole_batch() -> Case:
+    batch = case([*LENGTHS], seed=3, density=0.75, gap=0.3)
+    batch.train[batch.mask.nonzero()[[4, 30]]] = torch.nan
+    return batch
+
+
+def as_token_batch(batch: Case) -> TokenBatch:
+    """Its `tokens` are row numbers, so that a context-parallel slice says which rows it holds."""
+    rows = torch.arange(len(batch.mask))
+    ids, count = segments(batch.mask, batch.cu_seqlens)
+    return TokenBatch(
+        tokens=rows, targets=rows, position_ids=rows, loss_mask=batch.mask, rollout_logprobs=batch.rollout,
+        cu_seqlens=batch.cu_seqlens, segment_ids=ids, weight_versions=rows, lengths=LENGTHS, num_segments=count,
+        sampling=SamplingParams(),
+    )  # fmt: skip
+
+
+def answer(local: TokenBatch, sequences: list[int], index: int, dp_group: Any, cp_group: Any) -> Answer:
+    batch, rows = whole_batch(), local.tokens
+    corrected = correct(
+        batch.train[rows],
+        local.rollout_logprobs,
+        local.loss_mask,
+        correction=CORRECTIONS[index],
+        cu_seqlens=local.cu_seqlens,
+        segment_ids=local.segment_ids,
+        num_segments=local.num_segments,
+        advantages=batch.advantages[sequences],
+        statistics={"surprise": batch.statistics["surprise"][rows]},
+        dp_group=dp_group,
+        cp_group=cp_group,
+    )
+    for group in (cp_group, dp_group):
+        if group is not None:
+            corrected.metrics.all_reduce(group)
+    metrics = corrected.metrics.values()
+    return Answer(rows, sequences, corrected.weights, corrected.mask, corrected.bad_sequences, metrics)
+
+
+def data_parallel(rank: int, size: int) -> list[Answer]:
+    sequences = list(range(*CUTS[size][rank : rank + 2]))
+    local = as_token_batch(whole_batch()).select(sequences)
+    return [answer(local, sequences, i, dist.group.WORLD, None) for i in range(len(CORRECTIONS))]
+
+
+def context_parallel(rank: int, cp: int, dp: int) -> list[Answer]:
+    """Neighbouring ranks share sequences; every data-parallel rank holds every dp-th sequence."""
+    cp_groups = [dist.new_group(list(range(d * cp, (d + 1) * cp))) for d in range(dp)]
+    dp_groups = [dist.new_group(list(range(c, dp * cp, cp))) for c in range(cp)]
+    sequences = list(range(rank // cp, len(LENGTHS), dp))
+    local = as_token_batch(whole_batch()).select(sequences).context_slice(cp, rank % cp)
+    groups = dp_groups[rank % cp], cp_groups[rank // cp]
+    return [answer(local, sequences, i, *groups) for i in range(len(CORRECTIONS))]
+
+
+def pair_over_context_parallel(rank: int, size: int) -> dict[str, float]:
+    batch = whole_batch()
+    local = as_token_batch(batch).context_slice(size, rank)
+    arguments = batch.train[local.tokens], local.rollout_logprobs, local.loss_mask
+    pair = pair_metrics(*arguments, cu_seqlens=local.cu_seqlens, cp_group=dist.group.WORLD)
+    return pair.all_reduce(dist.group.WORLD).values()
+
+
+def collectives_of_context_parallelism(rank: int, size: int) -> list[str]:
+    """Names of the collectives called; a bar between calls."""
+    called: list[str] = []
+    originals: dict[str, Any] = {n: getattr(dist, n) for n in ("all_gather_into_tensor", "all_reduce")}
+    batch = whole_batch()
+    local = as_token_batch(batch).context_slice(size, rank)
+    arguments = batch.train[local.tokens], local.rollout_logprobs, local.loss_mask
+    options: dict[str, Any] = {"cu_seqlens": local.cu_seqlens, "cp_group": dist.group.WORLD}
+    for name, original in originals.items():
+        setattr(dist, name, lambda *a, _n=name, _f=original, **k: called.append(_n) or _f(*a, **k))
+    try:
+        pair_metrics(*arguments, **options)
+        called.append("|")
+        correct(*arguments, correction=RolloutCorrection.preset("geo-mask-token-tis"), **options)
+        called.append("|")
+        gate = RolloutCorrection(reject=(Rejection("k2", "segment", upper=1.0),))
+        with pytest.raises(ValueError, match="segment_ids and num_segments must be given with context parallelism"):
+            correct(*arguments, correction=gate, **options)
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return called
+
+
+def everything(rank: int, size: int) -> dict[str, Any]:
+    """One start of the processes for all of it."""
+    if size == 4:
+        return {"CP 2 x DP 2": context_parallel(rank, 2, 2)}
+    return {
+        f"DP {size}": data_parallel(rank, size),
+        f"CP {size}": context_parallel(rank, size, 1),
+        "pair": pair_over_context_parallel(rank, size),
+        "collectives": collectives_of_context_parallelism(rank, size),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> dict[int, list[dict[str, Any]]]:
+    return {size: run_ranks(size, everything, size) for size in (2, 3, 4)}
+
+
+@pytest.mark.parametrize("index", range(len(CORRECTIONS)))
+@pytest.mark.parametrize("layout", ["DP 2", "DP 3", "CP 2", "CP 3", "CP 2 x DP 2"])
+def test_ranks_together_equal_one_process(ranks: dict[int, list[dict[str, Any]]], layout: str, index: int) -> None:
+    batch = whole_batch()
+    whole = answer(as_token_batch(batch), list(range(len(LENGTHS))), index, None, None)
+    assert 0 < whole.mask.sum() < batch.mask.sum()
+    size = 4 if "x" in layout else int(layout[-1])
+    parts: list[Answer] = [rank[layout][index] for rank in ranks[size]]
+    assert sorted(torch.cat([part.rows for part in parts]).tolist()) == list(range(len(batch.mask)))
+    for part in parts:
+        torch.testing.assert_close(part.weights, whole.weights[part.rows], rtol=1e-6, atol=0)
+        assert torch.equal(part.mask, whole.mask[part.rows])
+        assert torch.equal(part.bad, whole.bad[part.sequences])
+        assert part.metrics == pytest.approx(whole.metrics, rel=1e-12, abs=1e-12)
+        assert part.metrics == parts[0].metrics
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_pair_metrics_over_context_parallel_ranks_equal_one_process(
+    ranks: dict[int, list[dict[str, Any]]], size: int
+) -> None:
+    batch = whole_batch()
+    whole = pair_metrics(*batch.arguments, cu_seqlens=batch.cu_seqlens).values()
+    for rank in ranks[size]:
+        assert rank["pair"] == pytest.approx(whole, rel=1e-12, abs=1e-12)
+
+
+def test_context_parallelism_costs_one_collective_for_decisions_and_one_for_metrics(
+    ranks: dict[int, list[dict[str, Any]]],
+) -> None:
+    gather = "all_gather_into_tensor"
+    for rank in ranks[2]:
+        assert rank["collectives"] == [gather, "|", gather, gather, "|"]
