@@ -72,10 +72,36 @@ def train(
 @app.command()
 def settings() -> None:
     """Print every field of the YAML with its type, default and meaning (Markdown)."""
-    from megatron_rc.describe import markdown
+    from megatron_rc import describe
     from megatron_rc.training.arguments import JobSettings
 
-    print("# Settings of `megatron-rc train`\n\nPrinted by `megatron-rc settings`.\n\n" + markdown(JobSettings), end="")
+    print("# Settings of `megatron-rc train`\n\nPrinted by `megatron-rc settings`.\n")
+    print(describe.sections(JobSettings), end="")
+
+
+@app.command()
+def presets() -> None:
+    """Print the correction presets with their settings and sources (Markdown)."""
+    from megatron_rc import describe
+    from megatron_rc.config import PRESETS
+
+    print("# Correction presets\n\nPrinted by `megatron-rc presets`.\n")
+    rows = [(f"`{name}`", describe.changed(p.correction), p.source) for name, p in PRESETS.items()]
+    print(describe.table(("preset", "settings", "source"), rows), end="")
+
+
+@app.command()
+def metrics() -> None:
+    """Print every metric of a pair of policies with its formula (Markdown)."""
+    from megatron_rc import describe
+    from megatron_rc.metrics import METRICS, SHARES
+
+    print("# Metrics\n\nPrinted by `megatron-rc metrics`. `old/` is the trainer before the update against the sampler,")
+    print("`current/` the trainer during the update against the sampler, `current_old/` the former two.\n")
+    print("l = log pi - log mu of a token, rho = e^l; rho(y) = exp sum_t l of a sequence; p = pi, q = mu; w: the final")
+    print("weights.\n")
+    formulas = {**{name: metric.formula for name, metric in METRICS.items()}, **SHARES}
+    print(describe.table(("metric", "formula"), [(f"`{name}`", text) for name, text in formulas.items()]), end="")
 
 
 @app.command()

@@ -7,8 +7,10 @@ import dataclasses
 import inspect
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+from megatron_rc import schema
 
 
 class Field(NamedTuple):
@@ -31,18 +33,27 @@ def describe(cls: Any, prefix: str = "") -> Iterator[Field]:
             yield Field(name, _type_name(hints[field.name]), _default(field), docs.get(field.name, ""))
 
 
-def markdown(cls: Any) -> str:
-    """One table a section of ``cls``."""
-    lines: list[str] = []
-    section = None
+def sections(cls: Any) -> str:
+    """Markdown: one table for each section of ``cls``."""
+    by_section: dict[str, list[tuple[str, ...]]] = {}
     for field in describe(cls):
-        head = field.name.rpartition(".")[0]
-        if head != section:
-            section = head
-            lines += ["", f"## {head or 'job'}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
-        cells = [f"`{field.name}`", f"`{field.type}`", f"`{field.default}`", field.doc]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines[1:]) + "\n"
+        row = (f"`{field.name}`", f"`{field.type}`", f"`{field.default}`", field.doc)
+        by_section.setdefault(field.name.rpartition(".")[0] or "job", []).append(row)
+    header = ("field", "type", "default", "meaning")
+    return "\n".join(f"## {name}\n\n{table(header, rows)}" for name, rows in by_section.items())
+
+
+def changed(value: Any) -> str:
+    """The fields of a dataclass that differ from their defaults, as one line of YAML."""
+    default, given = schema.to_dict(type(value)()), schema.to_dict(value)
+    text = schema.dump_yaml({k: v for k, v in given.items() if v != default[k]}, one_line=True)
+    return f"`{text}`"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; bars inside a cell are escaped."""
+    lines = [header, ["---"] * len(header), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def _docstrings(cls: Any) -> dict[str, str]:

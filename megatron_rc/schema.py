@@ -57,9 +57,11 @@ def load_yaml(path_or_text: str | Path) -> dict[str, Any]:
     return data
 
 
-def dump_yaml(data: dict[str, Any]) -> str:
+def dump_yaml(data: dict[str, Any], *, one_line: bool = False) -> str:
     import yaml
 
+    if one_line:
+        return yaml.safe_dump(data, sort_keys=False, default_flow_style=True, width=10_000).strip()
     return yaml.safe_dump(data, sort_keys=False)
 
 

@@ -1,0 +1,196 @@
+"""MetricSums, and every metric of a pair of policies at sizes where the arithmetic is hard."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from correction_book import by_the_book, case
+
+from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
+from megatron_rc.correction import correct
+from megatron_rc.metrics import METRICS, SHARES, MetricSums, pair_metrics
+
+
+def pair(log_ratios: list[float], lengths: list[int] | None = None, rollout: float = -1.0) -> dict[str, float]:
+    ell = torch.tensor(log_ratios, dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, *(lengths or [len(ell)])]).cumsum(0)
+    mu = torch.full_like(ell, rollout)
+    return pair_metrics(mu + ell, mu, torch.ones_like(ell, dtype=torch.bool), cu_seqlens=cu_seqlens).values()
+
+
+def test_pair_metrics_are_those_of_correct_under_another_name() -> None:
+    batch = case([8, 0, 5, 9], gap=0.5)
+    values = pair_metrics(*batch.arguments, cu_seqlens=batch.cu_seqlens).prefixed("current_old/").values()
+    book = by_the_book(batch, RolloutCorrection()).metrics
+    named = {name.removeprefix("current_old/"): value for name, value in values.items()}
+    assert named == pytest.approx({name: book[name] for name in named}, rel=1e-6, abs=1e-9)
+    assert all(name.startswith("current_old/") for name in values)
+
+
+def test_without_sequences_only_metrics_of_tokens_remain_and_are_the_same() -> None:
+    batch = case([8, 5, 9], gap=0.5)
+    every = pair_metrics(*batch.arguments, cu_seqlens=batch.cu_seqlens).values()
+    tokens = pair_metrics(*batch.arguments, sequences=False).values()
+    assert tokens == {name: every[name] for name in tokens}
+    assert {"k1", "k3", "tv", "ess_token", "prob_correlation", "nonfinite_count", "nonfinite_share"} <= tokens.keys()
+    assert not {"ess_seq", "train_ppl", "response_length", "bad_sequences"} & tokens.keys()
+
+
+def test_every_reported_name_has_a_documented_formula() -> None:
+    batch = case([8, 5, 9])
+    weights = [Weight("token", "truncate"), Weight("geometric", "clip", 0.9, 1.1), Weight("segment", "mask", 0.9, 1.1)]
+    names = set()
+    for weight in weights:
+        correction = RolloutCorrection(
+            weight, (Rejection("k3", "token", upper=0.1), Rejection("k3", "segment", upper=0.1))
+        )
+        names |= correct(*batch.arguments, correction=correction, **batch.options).metrics.values().keys()
+    shares = {name.rsplit("_", 1)[0] for name in names - METRICS.keys()}
+    assert shares - {"rejected_k3_token", "rejected_k3_segment_sum"} == SHARES.keys() - {"rejected_<gate>"}
+    assert names >= METRICS.keys()
+    assert all(metric.formula for metric in METRICS.values()) and all(SHARES.values())
+
+
+def test_equal_policies_have_no_gap_at_all() -> None:
+    values = pair([0.0] * 1000, [400, 600])
+    for name in (
+        "k1",
+        "k3",
+        "k3_pi_mu",
+        "tv",
+        "binary_tv",
+        "chi2_token",
+        "chi2_seq",
+        "rho_std",
+        "f2",
+        "log_ppl_abs_diff",
+    ):
+        assert values[name] == 0
+    assert values["ess_token"] == values["ess_seq"] == values["rho_max"] == values["rho_min"] == 1
+    assert values["suggested_seq_cap"] == pytest.approx(math.sqrt(2))
+
+
+@pytest.mark.parametrize("gap", [1e-2, 1e-4, 1e-6])
+def test_small_divergences_keep_their_digits(gap: float) -> None:
+    # half up, half down: k1 = 0, k3 = cosh(gap) - 1, chi2 = E(rho - 1)^2
+    values = pair([gap, -gap] * 5000, rollout=0.0)
+    assert values["k3"] == pytest.approx(2 * math.sinh(gap / 2) ** 2, rel=1e-6)
+    assert values["k3_pi_mu"] == pytest.approx(gap * math.sinh(gap) - 2 * math.sinh(gap / 2) ** 2, rel=1e-6)
+    assert values["chi2_token"] == pytest.approx((math.expm1(gap) ** 2 + math.expm1(-gap) ** 2) / 2, rel=1e-9)
+    assert values["k1"] == 0
+    assert values["rho_std"] == pytest.approx(math.sinh(gap), rel=1e-6)
+
+
+def test_one_huge_ratio_among_a_million_small_ones() -> None:
+    n, tiny = 1_000_000, math.exp(-15)
+    values = pair([20.0] + [-15.0] * (n - 1), [1] * n)
+    total, squares = math.exp(20) + (n - 1) * tiny, math.exp(40) + (n - 1) * tiny**2
+    for unit in ("token", "seq"):
+        assert values[f"ess_{unit}"] == pytest.approx(total**2 / (n * squares), rel=1e-12)
+        assert values[f"chi2_{unit}"] == pytest.approx((math.expm1(20) ** 2 + (n - 1) * (tiny - 1) ** 2) / n, rel=1e-12)
+    assert values["rho_mean"] == pytest.approx(total / n, rel=1e-12)
+    assert values["rho_max"] == pytest.approx(math.exp(20))
+    assert values["f2"] == 1
+
+
+def test_ratios_that_are_all_tiny_and_equal_have_full_ess() -> None:
+    # (sum (1 + dev))^2 would be rounding here: rho = e^-20 everywhere
+    values = pair([-15.0] * 64, [16] * 4)
+    assert values["ess_token"] == pytest.approx(1, rel=1e-9)
+    assert values["ess_seq"] == pytest.approx(1, rel=1e-9)
+    assert values["clamped_seq"] == 1
+    assert values["clamped_token"] == 0
+
+
+def test_perplexities_average_over_sequences_and_the_absolute_difference_is_also_given_unnormalised() -> None:
+    values = pair([0.1, 0.1, -0.2, -0.2, -0.2, -0.2], [2, 4], rollout=-2.0)
+    assert values["rollout_log_ppl"] == pytest.approx(2)
+    assert values["train_log_ppl"] == pytest.approx((1.9 + 2.2) / 2)
+    assert values["train_ppl"] == pytest.approx((math.exp(1.9) + math.exp(2.2)) / 2)
+    assert values["log_ppl_diff"] == pytest.approx(0.05)
+    assert values["log_ppl_abs_diff"] == pytest.approx(0.15)
+    assert values["log_ppl_abs_diff_sum"] == pytest.approx((0.2 + 0.8) / 2)
+
+
+def test_f2_looks_at_both_sides_and_excludes_the_bound() -> None:
+    assert pair([math.log(2), -math.log(2), 0.7, -0.7, 0.0], rollout=0.0)["f2"] == pytest.approx(0.4)
+
+
+def test_prefixes_keep_pairs_apart_through_merging() -> None:
+    batches = [case([5, 6], seed=seed, gap=0.3) for seed in range(3)]
+    pairs = [pair_metrics(*b.arguments, cu_seqlens=b.cu_seqlens) for b in batches]
+    alone = [p.values() for p in pairs]
+    merged = MetricSums().merge(pairs[0].prefixed("old/")).merge(pairs[1].prefixed("current/")).merge(pairs[2]).values()
+    assert {n: merged[f"old/{n}"] for n in alone[0]} == alone[0]
+    assert {n: merged[f"current/{n}"] for n in alone[1]} == alone[1]
+    assert {n: merged[n] for n in alone[2]} == alone[2]
+
+
+def test_merging_in_any_order_and_grouping_gives_the_same() -> None:
+    batches = [case([5, 6, 2], seed=seed, gap=0.3) for seed in range(5)]
+    sums = [lambda b=b: pair_metrics(*b.arguments, cu_seqlens=b.cu_seqlens) for b in batches]
+    expected = MetricSums()
+    for make in sums:
+        expected.merge(make())
+    shuffled = random.Random(0).sample(sums, 5)
+    left, right = shuffled[0]().merge(shuffled[1]()), shuffled[2]().merge(shuffled[3]()).merge(shuffled[4]())
+    assert left.merge(right).values() == pytest.approx(expected.values(), rel=1e-12)
+
+
+def test_merging_leaves_the_other_side_and_shared_tensors_alone() -> None:
+    one, two = (pair_metrics(*case([5], seed=s, density=1.0).arguments, sequences=False) for s in (0, 1))
+    before, named = two.values(), one.prefixed("old/")
+    kept = named.values()
+    one.merge(two).merge(two)
+    assert two.values() == before
+    assert named.values() == kept
+
+
+def test_means_are_pooled_totals_over_pooled_counts() -> None:
+    def part(total: float, count: float) -> MetricSums:
+        return MetricSums.of_means({"entropy": (torch.tensor(total), torch.tensor(count))})
+
+    assert part(6.0, 2).merge(part(0.0, 4)).values() == {"entropy": 1.0}
+    assert math.isnan(part(0.0, 0).values()["entropy"])
+    both = part(6.0, 2).merge(pair_metrics(*case([4]).arguments, sequences=False))
+    assert both.values()["entropy"] == 3.0
+    assert "k3" in both.values()
+
+
+def test_no_statistics_give_no_values_and_pass_the_check() -> None:
+    assert MetricSums().values() == {}
+    MetricSums().check()
+
+
+def test_the_check_names_the_pair_the_share_and_the_sequences() -> None:
+    batch = case([50, 50], density=1.0)
+    batch.train[7] = math.nan
+    sums = pair_metrics(*batch.arguments, cu_seqlens=batch.cu_seqlens)
+    sums.check()
+    batch.rollout[80] = -math.inf
+    sums = pair_metrics(*batch.arguments, cu_seqlens=batch.cu_seqlens).prefixed("old/")
+    sums.check(max_nonfinite_share=0.02)
+    with pytest.raises(ValueError, match=r"old/nonfinite_share must be <= 0.01, got 2 of 100 .* in 2 sequences"):
+        sums.check()
+
+
+def test_values_are_plain_floats() -> None:
+    batch = case([6, 7], density=1.0)
+    values = correct(*batch.arguments, correction=PRESETS["icepop"].correction, **batch.options).metrics.values()
+    assert all(type(value) is float for value in values.values())
+    json.dumps(values, allow_nan=False)
+
+
+def test_a_whole_fp32_batch_agrees_with_fp64_truth() -> None:
+    lengths = [random.Random(1).randrange(300) for _ in range(40)]
+    batch = case(lengths, gap=3e-3)
+    truth = pair_metrics(batch.train.double(), batch.rollout.double(), batch.mask, cu_seqlens=batch.cu_seqlens).values()
+    found = pair_metrics(*batch.arguments, cu_seqlens=batch.cu_seqlens).values()
+    # only the rounding of the log-probs themselves is left
+    assert found == pytest.approx(truth, rel=1e-3, abs=1e-9)
+    assert found["k3"] == pytest.approx(truth["k3"], rel=1e-5)
+    assert found["chi2_token"] == pytest.approx(truth["chi2_token"], rel=1e-5)
