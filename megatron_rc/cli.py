@@ -133,7 +133,7 @@ def _train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
     """Build everything and run the job on this process."""
     # one a missing optional library, a module and a process; the report lists what is installed
     for category in (UserWarning, FutureWarning):
-        warnings.filterwarnings("ignore", category=category, module="megatron")
+        warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
     from megatron_rc.training import emulation
 
     emulation.emulate_cuda_on_cpu()

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc import reference, sums
-from megatron_rc.config import STATISTICS, Rejection, RolloutCorrection, Unit, Weight
+from megatron_rc.config import STATISTICS, Rejection, RolloutCorrection, Unit
 from megatron_rc.metrics import MetricSums
 from megatron_rc.reference import LogRatio
-from megatron_rc.sums import Statistics, Units
+from megatron_rc.sums import Outcome, Units
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,45 @@ def correct(
             _add_columns(batch, index, gate)
         batch.complete(cp_group)
 
-        value, flags = _weight(batch)
-        flags += [
-            _Flags(f"rejected_{name}", gate.level, _dropped(batch, index, gate), drops=True)
+        weighting = _weight(batch)
+        flags = weighting.flags + [
+            _Flags(f"rejected_{name}", gate.level, _outside(batch, index, gate), drops=True)
             for index, (name, gate) in enumerate(zip(_names(correction.reject), correction.reject, strict=True))
         ]
-        bad = batch.units["sequence"].corrupt
-        mask = _mask(batch, bad, flags)
-        weights = mask.to(ratio.value.dtype) if value is None else value * mask
+        keep = {unit: ~gone for unit, gone in _dropped(batch, flags).items()}
+        mask = ratio.valid
+        for unit, kept in keep.items():
+            mask = mask & batch.to_tokens(unit, kept)
+        if weighting.value is None:
+            weights = mask.to(ratio.value.dtype)
+        else:
+            weights = batch.to_tokens(weighting.unit, weighting.value) * mask
+        if _units(correction) <= {"sequence"}:
+            outcome = Outcome.of_sequences(weighting.value, keep.get("sequence"), batch.units["sequence"])
+        else:
+            judged = {f.name: batch.to_tokens(f.unit, f.flags) & ratio.valid for f in flags if f.unit != "sequence"}
+            outcome = Outcome.of_tokens(weights, mask, judged, offsets, cp_group)
         if correction.normalize == "batch":
-            weights = _normalized(weights, mask, [cp_group, dp_group])
-        metrics = MetricSums(*(tokens | _statistics(batch, weights, mask, flags, cp_group)))
-        return Corrected(weights.view(loss_mask.shape), mask.view(loss_mask.shape), bad, metrics)
+            scale = outcome.scale_to_mean_one(dp_group)
+            weights, outcome = weights * scale.to(weights.dtype), outcome.scaled(scale)
+        whole = sums.sequence_statistics(
+            batch.units["sequence"],
+            outcome,
+            {f.name: f.flags for f in flags if f.unit == "sequence"},
+            correction.log_ratio_bound,
+            counts=sums.is_first_rank(cp_group),
+        )
+        bad = batch.units["sequence"].corrupt
+        return Corrected(weights.view(loss_mask.shape), mask.view(loss_mask.shape), bad, MetricSums(*(tokens | whole)))
+
+
+class _Weighting(NamedTuple):
+    """The bounded rho of every unit before gates."""
+
+    unit: Unit
+    value: Tensor | None
+    """fp32; None is 1."""
+    flags: list[_Flags]
 
 
 class _Flags(NamedTuple):
@@ -215,7 +242,7 @@ def _add_columns(batch: _Batch, index: int, gate: Rejection) -> None:
         batch.sums["advantage", gate.level] = reference.gate_reduce(advantages, valid, "sum", offsets)
 
 
-def _dropped(batch: _Batch, index: int, gate: Rejection) -> Tensor:
+def _outside(batch: _Batch, index: int, gate: Rejection) -> Tensor:
     """[units] bool: outside the bounds of the gate, and subject to it."""
     lower, upper = gate.lower, gate.upper
     if gate.statistic == "ratio":
@@ -230,20 +257,20 @@ def _dropped(batch: _Batch, index: int, gate: Rejection) -> Tensor:
             value = value / batch.units[gate.level].divisor
     else:
         value = batch.log_value(gate.level, gate.reduce)
-    dropped = reference.outside(value, lower, upper, batch.ratio.value.dtype)
+    outside = reference.outside(value, lower, upper, batch.ratio.value.dtype)
     if gate.when == "always":
-        return dropped
+        return outside
     known = batch.advantages.get(gate.level)
-    return dropped & ((batch.sums["advantage", gate.level] if known is None else known) < 0)
+    return outside & ((batch.sums["advantage", gate.level] if known is None else known) < 0)
 
 
-def _weight(batch: _Batch) -> tuple[Tensor | None, list[_Flags]]:
-    """The bounded rho of every token before gates (None: no weight), and which units lie outside its bounds."""
+def _weight(batch: _Batch) -> _Weighting:
     weight = batch.correction.weight
     if weight is None:
-        return None, []
-    unit, dtype = _unit_of(weight), batch.ratio.value.dtype
-    log_value = batch.log_value(unit, "sum" if weight.level == "sequence" else "mean").to(dtype)
+        return _Weighting("token", None, [])
+    unit: Unit = "sequence" if weight.level == "geometric" else weight.level
+    reduce = "sum" if weight.level == "sequence" else "mean"
+    log_value = batch.log_value(unit, reduce).to(batch.ratio.value.dtype)
     value = reference.bounded_ratio(log_value, weight.lower, weight.upper, batch.correction.log_ratio_bound)
     flags = []
     if weight.lower is not None:
@@ -252,60 +279,26 @@ def _weight(batch: _Batch) -> tuple[Tensor | None, list[_Flags]]:
     if weight.upper is not None:
         name = {"truncate": "truncated", "clip": "clipped_high", "mask": "outside_high"}[weight.mode]
         flags.append(_Flags(name, unit, log_value > math.log(weight.upper), weight.mode == "mask"))
-    return batch.to_tokens(unit, value), flags
+    return _Weighting(unit, value, flags)
 
 
-def _mask(batch: _Batch, bad: Tensor, flags: list[_Flags]) -> Tensor:
-    dropped = {"sequence": bad} if any(unit != "token" for unit in _units(batch.correction)) else {}
+def _dropped(batch: _Batch, flags: list[_Flags]) -> dict[str, Tensor]:
+    """unit -> bool, one a unit."""
+    dropped: dict[str, Tensor] = {}
+    if _units(batch.correction) - {"token"}:
+        dropped["sequence"] = batch.units["sequence"].corrupt
     for one in flags:
         if one.drops:
             dropped[one.unit] = dropped[one.unit] | one.flags if one.unit in dropped else one.flags
-    mask = batch.ratio.valid
-    for unit, gone in dropped.items():
-        mask = mask & batch.to_tokens(unit, ~gone)
-    return mask
-
-
-def _normalized(weights: Tensor, mask: Tensor, groups: list[dist.ProcessGroup | None]) -> Tensor:
-    totals = torch.stack([weights.sum(dtype=torch.float64), mask.sum(dtype=torch.float64)])
-    for group in groups:
-        if group is not None:
-            dist.all_reduce(totals, group=group)
-    total, kept = totals.unbind()
-    return weights * torch.where(total > 0, kept / total, torch.ones_like(total)).to(weights.dtype)
-
-
-def _statistics(
-    batch: _Batch, weights: Tensor, mask: Tensor, flags: list[_Flags], cp_group: dist.ProcessGroup | None
-) -> Statistics:
-    """Over sequences: the gap, the final weights, and the shares of tokens and sequences that each bound judged."""
-    sequences = batch.units["sequence"]
-    judged = {one.name: one for one in flags if one.unit != "sequence"}
-    by_token = [batch.to_tokens(one.unit, one.flags) & batch.ratio.valid for one in judged.values()]
-    exact = weights.double()
-    columns = reference.unit_sums([exact, exact.square(), mask, *by_token], batch.offsets["sequence"])
-    (columns,), _ = sums.pool_units([columns], [], cp_group)
-    rows = sums.sequence_rows(sequences, batch.correction.log_ratio_bound)
-    rows |= {"kept_sequences": columns[2] > 0, "all_weight": columns[0] / sequences.divisor}
-    totals = dict(zip(("weight", sums.square_of("weight"), "kept"), columns[:3], strict=True))
-    for name, tokens in zip(judged, columns[3:], strict=True):
-        totals[f"token:{name}"], rows[f"seq:{name}"] = tokens, tokens > 0
-    for one in flags:
-        if one.unit == "sequence":
-            totals[f"token:{one.name}"], rows[f"seq:{one.name}"] = one.flags * sequences.tokens, one.flags
-    whole = sums.sequence_statistics(rows, totals, sequences, sums.is_first_rank(cp_group))
-    smallest = torch.where(mask, weights, weights.new_full((), torch.inf))
-    return whole | Statistics({}, {"weight_max": sums.largest(weights)}, {"weight_min": sums.least(smallest)})
+    return dropped
 
 
 def _units(correction: RolloutCorrection) -> set[str]:
     """Which units the weight and the gates share values over."""
     units: set[str] = {gate.level for gate in correction.reject}
-    return units if correction.weight is None else units | {_unit_of(correction.weight)}
-
-
-def _unit_of(weight: Weight) -> Unit:
-    return "sequence" if weight.level == "geometric" else weight.level
+    if correction.weight is not None:
+        units.add("sequence" if correction.weight.level == "geometric" else correction.weight.level)
+    return units
 
 
 def _names(gates: tuple[Rejection, ...]) -> list[str]:

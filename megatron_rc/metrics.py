@@ -37,7 +37,7 @@ def _mean(total: str, count: str, formula: str) -> Metric:
 
 def _nonnegative(total: Callable[[Sums], float], formula: str) -> Metric:
     # an exact 0 may come out as -1e-18 in the difference of two sums
-    return Metric(formula, lambda s: _per(max(0.0, total(s)), s["tokens"]), "log_ratio_dev")
+    return Metric(formula, lambda s: _per(max(0.0, total(s)), s["tokens"]), "rho_log_ratio")
 
 
 def _std(total: str, square: str, count: str, formula: str) -> Metric:
@@ -67,9 +67,7 @@ def _correlation(s: Sums) -> float:
 METRICS: dict[str, Metric] = {
     "k1": Metric("mean(-l), KL(mu||pi)", lambda s: _per(-s["log_ratio"], s["tokens"]), "log_ratio"),
     "k3": _nonnegative(lambda s: s["dev"] - s["log_ratio"], "mean(e^l - 1 - l), KL(mu||pi)"),
-    "k3_pi_mu": _nonnegative(
-        lambda s: s["log_ratio"] + s["log_ratio_dev"] - s["dev"], "mean(rho l - (rho - 1)), KL(pi||mu)"
-    ),
+    "k3_pi_mu": _nonnegative(lambda s: s["rho_log_ratio"] - s["dev"], "mean(rho l - (rho - 1)), KL(pi||mu)"),
     "tv": Metric("mean|rho - 1| / 2, total variation", lambda s: _per(s["dev_abs"] / 2, s["tokens"]), "dev_abs"),
     "binary_tv": _mean("prob_gap", "tokens", "mean|p - q|"),
     "chi2_token": _mean("square:dev", "tokens", "mean (rho - 1)^2, chi2(pi||mu) of a token"),
@@ -308,5 +306,5 @@ def pair_metrics(
         local = reference.log_ratio_sums(ratio, sums.sequence_offsets(train_logprobs, cu_seqlens))
         (complete,), _ = sums.pool_units([local], [], cp_group)
         units = sums.Units.of(complete)
-        rows = sums.sequence_rows(units, log_ratio_bound)
-        return MetricSums(*(tokens | sums.sequence_statistics(rows, {}, units, sums.is_first_rank(cp_group))))
+        counts = sums.is_first_rank(cp_group)
+        return MetricSums(*(tokens | sums.sequence_statistics(units, None, {}, log_ratio_bound, counts)))

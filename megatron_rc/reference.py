@@ -247,7 +247,8 @@ def log_ratio_sums(ratio: LogRatio, offsets: Tensor) -> Tensor:
 
 def unit_sums(columns: Sequence[Tensor], offsets: Tensor) -> Tensor:
     """[k, U] fp64 sums of k columns [N] over every unit, each with its own accumulator; offsets as above."""
-    table = torch.stack([*columns]).double()
+    # fp64 decides the dtype of the whole table
+    table = torch.stack([columns[0].double(), *columns[1:]])
     return torch.segment_reduce(table, "sum", offsets=offsets.expand(len(table), -1), axis=1, unsafe=True)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rc import reference
 from megatron_rc.reference import LogRatio
 
 _LARGEST_LOG = 80.0
@@ -29,27 +30,29 @@ class Statistics(NamedTuple):
 
 def token_statistics(ratio: LogRatio, bound: float) -> Statistics:
     """Over valid tokens: sums of rho, p = pi, q = mu, dev = rho - 1, l, of squares and products; extremes of rho."""
-    exact = ratio.value.double()
-    ell = exact.clamp(-bound, bound)
-    sums = {
-        "beyond_2": (ratio.value.abs() > math.log(2)).count_nonzero(),
-        "clamped": (exact != ell).count_nonzero(),
-        "log_ratio": ell.sum(),
-    }
-    table = torch.stack([ell, ratio.rollout + exact, ratio.rollout, ell])
+    far = ratio.value.abs()
+    sums = {"beyond_2": (far > math.log(2)).count_nonzero(), "clamped": (far > bound).count_nonzero()}
+    table = _fp64_logs(ratio, bound)
     # rows that are not valid have log 0, hence the product
     rho, p, q = table[:3].exp_().mul_(ratio.valid)
-    dev = table[3].expm1_()
-    smallest = least(torch.where(ratio.valid, rho, rho.new_full((), torch.inf)))
-    sums["log_ratio_dev"] = ell.mul_(dev).sum()
-    sums["p_q"] = (p * q).sum()
+    ell = table[3]
+    sums |= {"log_ratio": ell.sum(), "rho_log_ratio": (rho * ell).sum(), "p_q": (p * q).sum()}
+    dev = ell.expm1_()
     sums["dev_abs"] = torch.linalg.vector_norm(dev, 1)
     sums["prob_gap"] = torch.linalg.vector_norm(p - q, 1)
     names = ("rho", "p", "q", "dev")
     sums |= zip(names, table.sum(1), strict=True)
+    smallest = least(torch.where(ratio.valid, rho, rho.new_full((), torch.inf)))
     extremes = {"rho_max": largest(rho)}, {"rho_min": smallest}
     sums |= zip(map(square_of, names), table.square_().sum(1), strict=True)
     return Statistics(sums, *extremes)
+
+
+def _fp64_logs(ratio: LogRatio, bound: float) -> Tensor:
+    """[4, N]: l clamped, log pi, log mu, l clamped."""
+    ell = ratio.value.double().clamp_(-bound, bound)
+    # in the precision of the log-probs mu + l is pi again
+    return torch.stack([ell, ratio.rollout + ratio.value, ratio.rollout, ell])
 
 
 def token_counts(ratio: LogRatio) -> Statistics:
@@ -81,8 +84,64 @@ class Units(NamedTuple):
         return cls(sums[0], mean, mean_rollout, sums[2], sums[3], divisor, sums[2] < sums[3])
 
 
-def sequence_rows(sequences: Units, bound: float) -> dict[str, Tensor]:
-    """[S] values that metrics average over sequences."""
+class Outcome(NamedTuple):
+    """What the final weights come to in every sequence, complete over context-parallel ranks. [S], fp64."""
+
+    weight: Tensor
+    """Sum of weights."""
+    square: Tensor
+    """Sum of their squares."""
+    kept: Tensor
+    """Kept tokens."""
+    any_kept: Tensor
+    judged: dict[str, Tensor]
+    """name of a bound -> tokens outside it; without the bounds on whole sequences."""
+    smallest: Tensor
+    """0-d, of kept tokens; inf without any."""
+    largest: Tensor
+
+    @classmethod
+    def of_sequences(cls, value: Tensor | None, keep: Tensor | None, sequences: Units) -> Outcome:
+        """Where all tokens of a sequence share weight [S] (None: 1) and fate [S] bool (None: kept)."""
+        kept = sequences.tokens if keep is None else sequences.tokens * keep
+        each = torch.ones_like(kept) if value is None else value
+        weight, any_kept = each * kept, kept > 0
+        smallest = least(torch.where(any_kept, each, each.new_full((), torch.inf)))
+        return cls(weight, weight * each, kept, any_kept, {}, smallest, largest(each * any_kept))
+
+    @classmethod
+    def of_tokens(
+        cls,
+        weights: Tensor,
+        mask: Tensor,
+        judged: Mapping[str, Tensor],
+        offsets: Tensor,
+        cp_group: dist.ProcessGroup | None,
+    ) -> Outcome:
+        """From weights and mask [N], and tokens [N] outside a bound."""
+        exact = weights.double()
+        local = reference.unit_sums([exact, exact.square(), mask, *judged.values()], offsets)
+        (columns,), _ = pool_units([local], [], cp_group)
+        smallest = least(torch.where(mask, weights, weights.new_full((), torch.inf)))
+        outside = dict(zip(judged, columns[3:], strict=True))
+        weight, square, kept = columns[:3]
+        return cls(weight, square, kept, kept > 0, outside, smallest, largest(weights))
+
+    def scale_to_mean_one(self, dp_group: dist.ProcessGroup | None) -> Tensor:
+        """0-d: kept tokens / sum of weights over all data-parallel ranks; 1 where no weight is left."""
+        totals = torch.stack([self.weight, self.kept]).sum(1)
+        if dp_group is not None:
+            dist.all_reduce(totals, group=dp_group)
+        total, kept = totals.unbind()
+        return torch.where(total > 0, kept / total, torch.ones_like(total))
+
+    def scaled(self, scale: Tensor) -> Outcome:
+        weight, square = self.weight * scale, self.square * scale.square()
+        return self._replace(weight=weight, square=square, smallest=self.smallest * scale, largest=self.largest * scale)
+
+
+def gap_rows(sequences: Units, bound: float) -> dict[str, Tensor]:
+    """[S] distances of the policies that metrics average over sequences."""
     mean, rollout_log_ppl = sequences.mean.clamp(-bound, bound), -sequences.mean_rollout
     capped = sequences.total.clamp(-bound, bound)
     logs = torch.stack([capped, rollout_log_ppl, rollout_log_ppl - mean])
@@ -102,25 +161,36 @@ def sequence_rows(sequences: Units, bound: float) -> dict[str, Tensor]:
 
 
 def sequence_statistics(
-    rows: Mapping[str, Tensor], totals: Mapping[str, Tensor], sequences: Units, counts: bool
+    sequences: Units, outcome: Outcome | None, judged: Mapping[str, Tensor], bound: float, counts: bool
 ) -> Statistics:
-    """Sums and sums of squares of `rows` over whole sequences, sums of `totals` over all; extremes of rho(y).
+    """Sums and sums of squares over whole sequences, token counts over all of them, extremes of rho(y).
 
     Args:
-        rows: name -> [S], first seq_rho; only sequences with a loss token and without a corrupt one enter.
-        totals: name -> [S].
+        sequences: those with a loss token and without a corrupt one are whole.
+        outcome: None where there are no weights.
+        judged: name of a bound on whole sequences -> [S] bool, outside it.
         counts: False on all context-parallel ranks but one, which then have nothing to add.
     """
-    counted = (sequences.tokens > 0) & ~sequences.corrupt
-    totals = {**totals, "tokens": sequences.tokens, "loss_tokens": sequences.loss_tokens}
-    everything = torch.stack([*totals.values(), sequences.corrupt])
+    rows = gap_rows(sequences, bound)
+    totals = {"tokens": sequences.tokens, "loss_tokens": sequences.loss_tokens, "bad_sequences": sequences.corrupt}
+    extremes: list[dict[str, Tensor]] = [{}, {}]
+    if outcome is not None:
+        totals |= {"weight": outcome.weight, square_of("weight"): outcome.square, "kept": outcome.kept}
+        rows |= {"kept_sequences": outcome.any_kept, "all_weight": outcome.weight / sequences.divisor}
+        extremes = [{"weight_max": outcome.largest}, {"weight_min": outcome.smallest}]
+        for name, tokens in outcome.judged.items():
+            totals[f"token:{name}"], rows[f"seq:{name}"] = tokens, tokens > 0
+        for name, outside in judged.items():
+            totals[f"token:{name}"], rows[f"seq:{name}"] = outside * sequences.tokens, outside
+    whole = (sequences.tokens > 0) & ~sequences.corrupt
+    everything = torch.stack([*totals.values()])
     if not counts:
-        counted, everything = torch.zeros_like(counted), torch.zeros_like(everything)
-    table = torch.stack([*rows.values(), counted]) * counted
-    sums = dict(zip((*totals, "bad_sequences"), everything.sum(1), strict=True))
+        whole, everything = torch.zeros_like(whole), torch.zeros_like(everything)
+    table = torch.stack([*rows.values(), whole]) * whole
+    sums = dict(zip(totals, everything.sum(1), strict=True))
     sums |= zip((*rows, "sequences"), table.sum(1), strict=True)
     # a quotient by False is inf
-    extremes = {"seq_rho_max": largest(table[0])}, {"seq_rho_min": least(rows["seq_rho"] / counted)}
+    extremes[0]["seq_rho_max"], extremes[1]["seq_rho_min"] = largest(table[0]), least(rows["seq_rho"] / whole)
     sums |= zip((square_of(name) for name in (*rows, "sequences")), table.square_().sum(1), strict=True)
     return Statistics(sums, *extremes)
 

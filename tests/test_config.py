@@ -86,7 +86,11 @@ def test_ppo_on_the_ratio_to_the_sampler_refuses_a_weight_on_top() -> None:
         ("seq-tis", ("sequence", "truncate", None, 2.0), []),
         ("seq-mis", ("sequence", "mask", None, 2.0), []),
         ("geo-mask", None, [("ratio", "sequence", "mean", 0.999, 1.001, "always")]),
-        ("geo-mask-token-tis", ("token", "truncate", None, 2.0), [("ratio", "sequence", "mean", 0.999, 1.001, "always")]),
+        (
+            "geo-mask-token-tis",
+            ("token", "truncate", None, 2.0),
+            [("ratio", "sequence", "mean", 0.999, 1.001, "always")],
+        ),
         ("seq-mask-tis", ("token", "truncate", None, 2.0), [("ratio", "sequence", "mean", 0.999, 1.002, "always")]),
         ("veto", None, [("ratio", "sequence", "min", 1e-4, None, "always")]),
         ("k3-reject", None, [("k3", "sequence", "mean", None, 0.01, "always")]),

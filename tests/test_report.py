@@ -232,7 +232,7 @@ def test_the_fingerprint_names_machine_and_versions() -> None:
     assert next(iter(found)) == "train_dtype"
     assert found["torch"] == torch.__version__
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert f"{torch.get_num_threads()} torch threads" in found["cpu"]
+    assert f"torch threads: {torch.get_num_threads()}" in found["cpu"]
     assert {"device", "memory", "system", "megatron-core", "triton", "transformers", "git_commit"} <= found.keys()
     assert all(isinstance(value, str) and value for value in found.values())
     assert found["apex"] == "not installed" or found["apex"][0].isdigit()

@@ -230,8 +230,8 @@ def test_a_logarithmic_axis_holds_its_values(low: float, factor: float) -> None:
     assert 2 <= len(axis.ticks) <= 10
 
 
-def test_a_moving_average_is_centred_and_keeps_the_ends() -> None:
-    assert moving_average([1.0, 2.0, 6.0, 2.0, 9.0], 3) == pytest.approx([1, 3, 10 / 3, 17 / 3, 9])
+def test_a_moving_average_is_centred_and_takes_what_there_is_at_the_ends() -> None:
+    assert moving_average([1.0, 2.0, 6.0, 2.0, 9.0], 3) == pytest.approx([1.5, 3, 10 / 3, 17 / 3, 5.5])
     assert moving_average([4.0] * 9, 5) == [4.0] * 9
 
 

@@ -21,12 +21,13 @@ from megatron_rc.tasks.reward import load_reward
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint folder with a word-level tokenizer, a chat template and two stop tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     words = ["<unk>", "<s>", "</s>", "<user>", "<end>", "what", "is", "the", *map(str, range(40))]
     model = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     fast = PreTrainedTokenizerFast(tokenizer_object=model, additional_special_tokens=["<user>", "<end>"], **special)
     fast.chat_template = "<user> {{ messages[0]['content'] }} <end>"
@@ -106,11 +107,11 @@ def test_a_held_out_file_must_not_share_prompts_with_the_training_file(make: Any
         make(held_out_path=write_jsonl(tmp_path / "test.jsonl", numbered(5, first=17)))
 
 
-def test_prompts_go_through_the_chat_template_of_the_checkpoint(make: Any) -> None:
+def test_prompts_go_through_the_chat_template_of_the_checkpoint_and_get_no_second_first_token(make: Any) -> None:
     text = make().prompts(0, 1)[0].text
     number = int(text.split()[-1])
     assert make().prompts(0, 1)[0].token_ids == (3, 5, 6, 8 + number, 4)
-    assert make(chat_template="never").prompts(0, 1)[0].token_ids == (5, 6, 8 + number)
+    assert make(chat_template="never").prompts(0, 1)[0].token_ids == (1, 5, 6, 8 + number)
 
 
 def test_a_template_that_is_asked_for_must_exist(make: Any, tmp_path: Path, tokenizer: str) -> None:
@@ -119,7 +120,7 @@ def test_a_template_that_is_asked_for_must_exist(make: Any, tmp_path: Path, toke
     plain = AutoTokenizer.from_pretrained(tokenizer)
     plain.chat_template = None
     plain.save_pretrained(tmp_path / "plain")
-    assert len(make(tokenizer=str(tmp_path / "plain")).prompts(0, 1)[0].token_ids) == 3
+    assert len(make(tokenizer=str(tmp_path / "plain")).prompts(0, 1)[0].token_ids) == 4
     with pytest.raises(ValueError, match="chat_template is 'always', but tokenizer .* has no chat template"):
         make(tokenizer=str(tmp_path / "plain"), chat_template="always")
 

@@ -56,12 +56,12 @@ STEP_SECONDS = Curve("step", ("time/step_s",))
 
 PANELS = (
     Panel(
-        "Reward", "mean of the rollouts", (REWARD,),
+        "Reward", "mean of the step", (REWARD,),
         "What the sampler's answers earned before the update of each step.",
         "rises, then levels off; a sudden fall to zero is a collapse.", noisy=True, in_picture=True,
     ),
     Panel(
-        "Held-out accuracy", "mean sampled reward", (ACCURACY,),
+        "Held-out accuracy", "mean reward", (ACCURACY,),
         "The same reward on problems that are never trained on, sampled at the rollout temperature.",
         "follows the reward; a growing gap below it is memorisation.", in_picture=True,
     ),
@@ -93,9 +93,9 @@ PANELS = (
         "flat and small; it grows with the mismatch even where k3 looks calm.", noisy=True,
     ),
     Panel(
-        "Perplexity", "per sequence",
-        (_pair("trainer", "train_ppl"), _pair("sampler", "rollout_ppl")),
-        "exp of the mean negative log-probability of the sampled answers, by each engine.",
+        "Log-perplexity", "nats per token",
+        (_pair("trainer", "train_log_ppl"), _pair("sampler", "rollout_log_ppl")),
+        "Mean negative log-probability of the sampled answers, by each engine; its exp is the perplexity.",
         "the two curves lie on one another; both fall as the policy becomes sure.",
     ),
     Panel(
@@ -138,7 +138,7 @@ PANELS = (
         "Loss on the demonstrations of the supervised warm-up.", "falls steadily.", phase="warmup", noisy=True,
     ),
     Panel(
-        "Warm-up: held-out accuracy", "mean sampled reward", (ACCURACY,),
+        "Warm-up: held-out accuracy", "mean reward", (ACCURACY,),
         "Where reinforcement learning starts from.", "between 20 % and 50 %, so that groups have mixed rewards.",
         phase="warmup",
     ),
@@ -176,11 +176,15 @@ def series(records: Sequence[Record], panel: Panel) -> list[Series]:
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Mean over the ``window`` values centred on each one; fewer at the ends, symmetrically."""
-    half = window // 2
-    reach = [min(half, i, len(values) - 1 - i) for i in range(len(values))]
-    total = list(itertools.accumulate(values, initial=0.0))
-    return [(total[i + r + 1] - total[i - r]) / (2 * r + 1) for i, r in enumerate(reach)]
+    """Mean over the ``window`` values around each one, as many of them as there are at the ends."""
+    half, total = window // 2, list(itertools.accumulate(values, initial=0.0))
+    spans = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
+    return [(total[end] - total[start]) / (end - start) for start, end in spans]
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The moving average that is drawn on top of a noisy curve."""
+    return moving_average(values, max(5, len(values) // 12))
 
 
 class Headline(NamedTuple):

@@ -26,7 +26,7 @@ def fingerprint(**facts: object) -> dict[str, str]:
     """
     found = {name: str(value) for name, value in facts.items()}
     found |= _device()
-    found["cpu"] = f"{_cpu_model()}, {os.cpu_count()} logical cores, {torch.get_num_threads()} torch threads"
+    found["cpu"] = f"{_cpu_model()}, {os.cpu_count()} logical cores, torch threads: {torch.get_num_threads()}"
     found["memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
     found["system"] = platform.platform()
     found["python"] = platform.python_version()

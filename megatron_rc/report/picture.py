@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_rc.report.curves import PANELS, headlines, moving_average, series
+from megatron_rc.report.curves import PANELS, headlines, series, smoothed
 from megatron_rc.report.log import read_metrics
 from megatron_rc.report.svg import NOISY_FROM, label_of, log_axis
 
@@ -42,13 +42,10 @@ def write_curves_png(folder: str | Path, path: str | Path) -> Path:
         for color, curve in zip(COLORS, found, strict=False):
             faint = panel.noisy and len(curve.values) >= NOISY_FROM
             marker = "o" if len(curve.values) <= 25 else None
-            axes.plot(
-                curve.steps, curve.values, color=color, lw=0.8 if faint else 1.8, alpha=0.4 if faint else 1.0,
-                marker=marker, ms=4, label=curve.label,
-            )  # fmt: skip
             if faint:
-                smooth = moving_average(curve.values, max(5, len(curve.values) // 12))
-                axes.plot(curve.steps, smooth, color=color, lw=2.2)
+                axes.plot(curve.steps, curve.values, color=color, lw=0.8, alpha=0.4)
+            values = smoothed(curve.values) if faint else curve.values
+            axes.plot(curve.steps, values, color=color, lw=1.8, marker=marker, ms=4, label=curve.label)
         if panel.logarithmic:
             axes.set_yscale("log")
             values = [value for curve in found for value in curve.values]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from megatron_rc.report.curves import Series, moving_average
+from megatron_rc.report.curves import Series, smoothed
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 50, 14, 10, 36
@@ -45,8 +45,7 @@ def line_chart(series: Sequence[Series], *, title: str, logarithmic: bool = Fals
         faint = noisy and len(whole.values) >= NOISY_FROM
         parts.append(_line(thin, horizontal, vertical, index, " faint" if faint else ""))
         if faint:
-            window = max(5, len(whole.values) // 12)
-            smooth = thinned(whole._replace(values=moving_average(whole.values, window)))
+            smooth = thinned(whole._replace(values=smoothed(whole.values)))
             parts.append(_line(smooth, horizontal, vertical, index, " mean"))
     rounded = [s._replace(values=[float(f"{v:.5g}") for v in s.values])._asdict() for s in shown]
     hover = {"x": [LEFT, WIDTH - RIGHT, horizontal.low, horizontal.high], "series": rounded}
@@ -65,8 +64,8 @@ def linear_axis(low: float, high: float, *, whole: bool = False) -> Axis:
         whole: ticks are integers, and the ends are those of the data.
     """
     if high - low <= 1e-12 * max(abs(low), abs(high)):
-        margin = 1.0 if whole else abs(high) / 10 or 1.0
-        low, high = (low, high + margin) if whole else (low - margin, high + margin)
+        margin = abs(high) / 10
+        low, high = (low, high + 1.0) if whole or not high else (low - margin, high + margin)
     step = _round_step((high - low) / 6)
     if whole:
         step = max(1.0, math.ceil(step))

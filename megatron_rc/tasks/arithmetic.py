@@ -28,8 +28,8 @@ class ArithmeticOptions:
     """Weight of each level: "3x2" is three terms, no number of more than two digits; 2 to 6 terms, 1 to 3 digits."""
     written_steps: bool = True
     """Demonstrations write every running total (47+38= 77,85.); false: the result alone (47+38= 85.)."""
-    demonstration_error_rate: float = 0.4
-    """Probability of a slip in each step of a demonstration: a forgotten carry or borrow, or a digit one off."""
+    demonstration_error_rate: float = 0.8
+    """Share of demonstrations with a wrong answer: half of them stop one step early, half slip by one or by a carry."""
     held_out: int = 256
     """Number of held-out problems, all different."""
     seed: int = 1
@@ -72,11 +72,12 @@ class ArithmeticTask:
         return [_prompt(terms) for terms in self._held_out]
 
     def demonstrations(self, start: int, count: int) -> list[tuple[list[int], list[int]]]:
-        """(prompt ids, response ids) of a teacher who slips at ``demonstration_error_rate``."""
+        """(prompt ids, response ids); a share of ``demonstration_error_rate`` ends in a wrong answer."""
         pairs = []
         for index in range(start, start + count):
             terms, rng = self._training_problem("demonstration", index)
-            totals = careless_totals(terms, self.options.demonstration_error_rate, rng)
+            careless = rng.random() < self.options.demonstration_error_rate
+            totals = careless_totals(terms, rng) if careless else running_totals(terms)
             written = totals if self.options.written_steps else totals[-1:]
             pairs.append((encode(_text(terms)), encode(",".join(map(str, written)) + STOP_SYMBOL)))
         return pairs
@@ -134,26 +135,23 @@ def running_totals(terms: Sequence[int]) -> list[int]:
     return totals
 
 
-def careless_totals(terms: Sequence[int], error_rate: float, rng: random.Random) -> list[int]:
-    """``running_totals`` of a teacher who slips in each step with probability ``error_rate`` and goes on from there.
+def careless_totals(terms: Sequence[int], rng: random.Random) -> list[int]:
+    """The totals of a teacher in a hurry, who leaves out the last step or slips in one: the last total is wrong.
 
-    A slip in a step that carries or borrows loses the carry or borrow; in another step the digit is one off.
+    A slip loses the carry or borrow of its step; where there is none the digit is one off. The steps after it go on from
+    the wrong total; no number gets more digits than the problem has, where that is possible.
     """
-    totals, total = [], terms[0]
-    for amount in _steps(terms):
-        # a slip may have left less than there is to take away
-        total = max(0, total + amount) if rng.random() >= error_rate else _slip(total, amount, rng)
-        totals.append(total)
-    return totals
-
-
-def _slip(total: int, amount: int, rng: random.Random) -> int:
-    place = 10 ** (len(str(abs(amount))) - 1)
-    right = max(0, total + amount)
-    if right // (10 * place) != total // (10 * place):
-        return right + (-10 * place if amount > 0 else 10 * place)
-    up = right // place % 10 == 0 or (right // place % 10 < 9 and rng.random() < 0.5)
-    return right + place if up else right - place
+    steps, totals = list(_steps(terms)), running_totals(terms)
+    if rng.random() < 0.5:
+        return totals[:-1] or [terms[0]]
+    slip = rng.randrange(len(steps))
+    place = 10 ** (len(str(abs(steps[slip]))) - 1)
+    errors = [place, -place] if rng.random() < 0.5 else [-place, place]
+    if totals[slip] // (10 * place) != (totals[slip] - steps[slip]) // (10 * place):
+        errors.insert(0, -10 * place if steps[slip] > 0 else 10 * place)
+    after, largest = totals[slip:], 10 ** max(len(str(abs(number))) for number in [*terms, *totals]) - 1
+    error = next((e for e in errors if min(after) + e >= 0 and max(after) + e <= largest), place)
+    return totals[:slip] + [total + error for total in after]
 
 
 def _steps(terms: Sequence[int]) -> Iterator[int]:
