@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -14,70 +12,11 @@ import pytest
 import torch
 from distributed import run_ranks
 from hypothesis import given
+from tiny_models import KINDS, LENGTHS, gradients_as_weights, packed_inputs, transformers_model, upstream
 
-from megatron_rc.training import model as model_module
 from megatron_rc.training.arguments import ModelSettings, ParallelSettings
 from megatron_rc.training.attention import PackedCoreAttention, packed_seq_params
-from megatron_rc.training.hf_config import hf_config_dict, moe_layers, padded_vocab_size
-from megatron_rc.training.model import check_layout
-
-DENSE = {
-    "model_type": "qwen3",
-    "vocab_size": 37,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rope_theta": 1e6,
-    "initializer_range": 0.1,
-}
-MOE = DENSE | {
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "dense": DENSE,
-    "tied": DENSE | {"tie_word_embeddings": True},
-    "moe": MOE,
-    "moe-unnormalised-one-dense-layer": MOE | {"norm_topk_prob": False, "mlp_only_layers": [1]},
-}
-LENGTHS = (5, 0, 17, 40, 1, 0)
-
-
-def transformers_model(fields: dict[str, Any], seed: int = 0) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(seed)
-    kwargs = {k: v for k, v in fields.items() if k != "model_type"}
-    moe = fields["model_type"] == "qwen3_moe"
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**kwargs)) if moe else Qwen3ForCausalLM(Qwen3Config(**kwargs))
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data.uniform_(0.5, 1.5)
-    return model
-
-
-def packed_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(ids [1, N], positions [1, N], cu_seqlens)."""
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(0, 37, (1, sum(LENGTHS)), generator=generator)
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    return ids, positions, torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
-
-
-def upstream() -> torch.Tensor:
-    return torch.randn(sum(LENGTHS), 37, generator=torch.Generator().manual_seed(8))
-
-
-def gradients_as_weights(model: Any) -> None:
-    """So that whatever writes weights writes gradients."""
-    for parameter in model.parameters():
-        parameter.data = parameter.grad
+from megatron_rc.training.hf_config import hf_config_dict
 
 
 class _HostReads(torch.utils._python_dispatch.TorchDispatchMode):
@@ -227,36 +166,6 @@ def test_layout_finds_every_row_and_at_most_doubles_them(lengths: list[int]) -> 
     assert len(places) <= short + 2 * sum(n for n in lengths if n > 32)
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"model_type": "llama"}, "model_type"),
-        ({"hiden_size": 64}, "did you mean 'hidden_size'"),
-        ({"hidden_size": "wide"}, "hidden_size"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"attention_dropout": 0.1}, "attention_dropout"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope_type"),
-        ({"vocab_size": 0}, "vocab_size must be >= 1"),
-        ({"num_key_value_heads": 3}, "num_attention_heads must be divisible by num_key_value_heads"),
-        (MOE | {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob"),
-        (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok must be <= num_experts=8"),
-    ],
-)
-def test_an_unsupported_configuration_is_refused_by_field(changed: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        hf_config_dict(ModelSettings(config=DENSE | changed))
-
-
-@pytest.mark.parametrize("text", [None, "{", "[]"])
-def test_an_unreadable_config_json_is_named(text: str | None, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json"):
-        hf_config_dict(ModelSettings(hf_path=str(tmp_path)))
-
-
 def test_rope_theta_is_read_from_either_place(checkpoints: Path, tmp_path: Path) -> None:
     written = json.loads((checkpoints / "dense" / "config.json").read_text())
     assert "rope_theta" not in written and written["rope_parameters"]["rope_theta"] == 1e6
@@ -264,119 +173,3 @@ def test_rope_theta_is_read_from_either_place(checkpoints: Path, tmp_path: Path)
     del written["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(written | {"rope_theta": 5e5, "rope_scaling": None}))
     assert hf_config_dict(ModelSettings(hf_path=str(tmp_path)))["rope_theta"] == 5e5
-
-
-def test_sparse_step_and_dense_layers_choose_the_moe_layers() -> None:
-    fields = MOE | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    expected = ["gate" in dict(layer.mlp.named_children()) for layer in transformers_model(fields).model.layers]
-    assert moe_layers(hf_config_dict(ModelSettings(config=fields))) == expected
-
-
-@pytest.mark.parametrize(
-    ("fields", "parallel", "named"),
-    [
-        (DENSE, {"tensor": 3}, "num_attention_heads must be divisible by parallel.tensor"),
-        (DENSE, {"tensor": 4}, "num_key_value_heads must be divisible by parallel.tensor"),
-        (DENSE | {"intermediate_size": 49}, {"tensor": 2}, "intermediate_size must be divisible by parallel.tensor"),
-        (DENSE, {"pipeline": 3}, "num_hidden_layers must be divisible by parallel.pipeline"),
-        (DENSE, {"expert": 2}, "parallel.expert=2 needs a model with experts"),
-        (MOE, {"expert": 3}, "num_experts must be divisible by parallel.expert"),
-        (MOE, {"tensor": 2}, "parallel.tensor=2 with num_experts=8 needs TransformerEngine"),
-    ],
-)
-def test_a_layout_that_does_not_fit_is_refused_by_field(
-    fields: dict[str, Any], parallel: dict[str, int], named: str
-) -> None:
-    with pytest.raises(ValueError, match=named):
-        check_layout(hf_config_dict(ModelSettings(config=fields)), ParallelSettings(**parallel))
-
-
-def test_context_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = types.SimpleNamespace(is_initialized=lambda: True, get_context_parallel_world_size=lambda: 2)
-    monkeypatch.setattr(model_module, "parallel_state", state)
-    with pytest.raises(ValueError, match="context_parallel_size must be 1"):
-        check_layout(hf_config_dict(ModelSettings(config=DENSE)), ParallelSettings())
-
-
-def test_the_vocabulary_is_padded_to_the_tensor_ranks_only() -> None:
-    assert [padded_vocab_size({"vocab_size": 37}, tp) for tp in (1, 2, 3)] == [37, 38, 39]
-
-
-_WITH_STAND_INS = """
-import importlib, importlib.abc, importlib.machinery, json, sys, types
-import torch
-
-class StandIn(types.ModuleType):
-    __version__ = "2.9.0"
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name[0].islower():
-            return importlib.import_module(f"{self.__name__}.{name}")
-        setattr(self, name, type(name, (torch.nn.Module,), {"__module__": self.__name__}))
-        return getattr(self, name)
-
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in sys.argv[2:]:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-    def create_module(self, spec):
-        return StandIn(spec.name)
-    def exec_module(self, module):
-        pass
-
-sys.meta_path.insert(0, Finder())
-from megatron.core import optimizer
-from megatron_rc.training import groups, model
-from megatron_rc.training.arguments import ParallelSettings
-
-groups.initialize(ParallelSettings(), 1)
-torch.cuda.is_available = lambda: True
-config = model.transformer_config(json.loads(sys.argv[1]), ParallelSettings(), "bf16")
-spec = model.layer_spec(config)
-attention = spec.layer_specs[0].submodules.self_attention.submodules
-print(json.dumps({
-    "adam": optimizer.Adam.__module__,
-    "fusion": config.gradient_accumulation_fusion,
-    "rope": config.apply_rope_fusion,
-    "qkv": attention.linear_qkv.__name__,
-    "attention": attention.core_attention.__name__,
-    "norm": spec.layer_norm.__name__,
-}))
-"""
-
-
-@pytest.mark.parametrize(
-    ("installed", "expected"),
-    [
-        (
-            ["transformer_engine", "transformer_engine_torch", "fused_weight_gradient_mlp_cuda"],
-            {
-                "adam": "transformer_engine.pytorch.optimizers",
-                "fusion": True,
-                "rope": True,
-                "qkv": "TELayerNormColumnParallelLinear",
-                "attention": "TEDotProductAttention",
-                "norm": "TENorm",
-            },
-        ),
-        (
-            ["apex", "amp_C"],
-            {
-                "adam": "apex.optimizers",
-                "fusion": False,
-                "rope": False,
-                "qkv": "ColumnParallelLinear",
-                "attention": "PackedCoreAttention",
-                "norm": "WrappedTorchNorm",
-            },
-        ),
-    ],
-    ids=["TransformerEngine", "Apex"],
-)
-def test_optional_libraries_are_used_where_installed(installed: list[str], expected: dict[str, Any]) -> None:
-    hf = hf_config_dict(ModelSettings(config=DENSE))
-    command = [sys.executable, "-c", _WITH_STAND_INS, json.dumps(hf), *installed]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class MetricsLog:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _keep(self, condition: Any) -> None:
+    def _keep(self, condition: Callable[[tuple[int, int]], bool]) -> None:
         os.close(self._file)
         records = [record for record in read_metrics(self.path) if condition(_position(record))]
         self._last = _position(records[-1]) if records else None

@@ -28,7 +28,7 @@ class ArithmeticOptions:
     """Weight of each level: "3x2" is three terms, no number of more than two digits; 2 to 6 terms, 1 to 3 digits."""
     written_steps: bool = True
     """Demonstrations write every running total (47+38= 77,85.); false: the result alone (47+38= 85.)."""
-    demonstration_error_rate: float = 0.8
+    demonstration_error_rate: float = 0.7
     """Share of demonstrations with a wrong answer: half of them stop one step early, half slip by one or by a carry."""
     held_out: int = 256
     """Number of held-out problems, all different."""
@@ -138,8 +138,8 @@ def running_totals(terms: Sequence[int]) -> list[int]:
 def careless_totals(terms: Sequence[int], rng: random.Random) -> list[int]:
     """The totals of a teacher in a hurry, who leaves out the last step or slips in one: the last total is wrong.
 
-    A slip loses the carry or borrow of its step; where there is none the digit is one off. The steps after it go on from
-    the wrong total; no number gets more digits than the problem has, where that is possible.
+    A slip loses the carry or borrow of its step; where there is none the digit is one off. Later steps go on from the
+    wrong total; no number gets more digits than the problem has, where that is possible.
     """
     steps, totals = list(_steps(terms)), running_totals(terms)
     if rng.random() < 0.5:

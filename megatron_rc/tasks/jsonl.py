@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_rc.tasks import Prompt
-from megatron_rc.tasks.reward import load_reward, score
+from megatron_rc.tasks.reward import describe, load_reward, score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +197,8 @@ def _load_tokenizer(directory: str | None) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"tokenizer: {directory!r} holds no usable tokenizer: {_first_line(error)}") from error
+    except Exception as error:  # a damaged file raises whatever the library that reads it likes to
+        raise ValueError(f"tokenizer: {directory!r} holds no usable tokenizer: {describe(error)}") from error
 
 
 def _stop_token_ids(tokenizer: Any) -> tuple[int, ...]:
@@ -221,7 +221,3 @@ def _uses_template(tokenizer: Any, choice: str) -> bool:
 
 def _first_not_none(first: int | None, second: int) -> int:
     return second if first is None else first
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,67 @@
+"""Small Qwen3 configurations, and the transformers models of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+DENSE = {
+    "model_type": "qwen3",
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rope_theta": 1e6,
+    "initializer_range": 0.1,
+}
+MOE = DENSE | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": DENSE,
+    "tied": DENSE | {"tie_word_embeddings": True},
+    "moe": MOE,
+    "moe-unnormalised-one-dense-layer": MOE | {"norm_topk_prob": False, "mlp_only_layers": [1]},
+}
+
+
+def transformers_model(fields: dict[str, Any], seed: int = 0) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    kwargs = {k: v for k, v in fields.items() if k != "model_type"}
+    moe = fields["model_type"] == "qwen3_moe"
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**kwargs)) if moe else Qwen3ForCausalLM(Qwen3Config(**kwargs))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+    return model
+
+
+LENGTHS = (5, 0, 17, 40, 1, 0)
+
+
+def packed_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids [1, N], positions [1, N], cu_seqlens)."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, 37, (1, sum(LENGTHS)), generator=generator)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    return ids, positions, torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+
+
+def upstream() -> torch.Tensor:
+    return torch.randn(sum(LENGTHS), 37, generator=torch.Generator().manual_seed(8))
+
+
+def gradients_as_weights(model: Any) -> None:
+    """So that whatever writes weights writes gradients."""
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
