@@ -121,9 +121,9 @@ class RolloutCorrection:
         # exp(40) squared is still finite in fp32
         if not 0 < self.log_ratio_bound <= 40:
             raise ValueError(f"log_ratio_bound must be in (0, 40], got {self.log_ratio_bound!r}")
-        if self.normalize == "batch" and self.old == "rollout":
+        if self.normalize == "batch" and self.old != "recompute":
             raise ValueError(
-                "normalize must be 'none' when old is 'rollout': two-policy weights are computed one micro-batch at a "
+                f"normalize must be 'none' when old is {self.old!r}: its weights are computed one micro-batch at a "
                 "time, and a mean over less than the batch would depend on how it was cut"
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ class Corrected:
     """[S] bool: sequences with a corrupt log-prob."""
     metrics: MetricSums
     """Of the tokens of this rank; `metrics.all_reduce` pools them over DP x CP."""
+    correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+    """What was asked for: `policy_loss` refuses what does not go with it."""
 
 
 def correct(
@@ -88,47 +90,26 @@ def correct(
         flat_mask = loss_mask.reshape(-1).bool()
         ratio = reference.log_ratio(train_logprobs.reshape(-1), rollout_logprobs.reshape(-1), flat_mask)
         tokens = sums.token_statistics(ratio, correction.log_ratio_bound)
-        batch = _Batch(correction, ratio, {"sequence": offsets})
-        batch.sums["sequence"] = reference.log_ratio_sums(ratio, offsets)
-        batch.of_token["sequence"] = torch.repeat_interleave(offsets.diff(), output_size=len(flat_mask))
+        batch = _Batch(correction, ratio)
+        batch.add_unit("sequence", offsets, torch.repeat_interleave(offsets.diff(), output_size=len(flat_mask)))
         if "segment" in _units(correction):
-            batch.add_segments(*sums.segments(flat_mask, offsets, segment_ids, num_segments, cp_group))
+            ids, count = sums.segments(flat_mask, offsets, segment_ids, num_segments, cp_group)
+            edges = torch.arange(count + 1, device=ids.device, dtype=ids.dtype)
+            batch.add_unit("segment", torch.searchsorted(ids, edges), ids)
         batch.add_statistics(loss_mask.shape, statistics or {})
         batch.add_advantages(loss_mask.shape, advantages)
-        for index, gate in enumerate(correction.reject):
-            _add_columns(batch, index, gate)
+        batch.add_columns()
         batch.complete(cp_group)
 
-        weighting = _weight(batch)
-        flags = weighting.flags + [
-            _Flags(f"rejected_{name}", gate.level, _outside(batch, index, gate), drops=True)
-            for index, (name, gate) in enumerate(zip(_names(correction.reject), correction.reject, strict=True))
-        ]
-        keep = {unit: ~gone for unit, gone in _dropped(batch, flags).items()}
-        mask = ratio.valid
-        for unit, kept in keep.items():
-            mask = mask & batch.to_tokens(unit, kept)
-        if weighting.value is None:
-            weights = mask.to(ratio.value.dtype)
-        else:
-            weights = batch.to_tokens(weighting.unit, weighting.value) * mask
-        if _units(correction) <= {"sequence"}:
-            outcome = Outcome.of_sequences(weighting.value, keep.get("sequence"), batch.units["sequence"])
-        else:
-            judged = {f.name: batch.to_tokens(f.unit, f.flags) & ratio.valid for f in flags if f.unit != "sequence"}
-            outcome = Outcome.of_tokens(weights, mask, judged, offsets, cp_group)
+        weights, mask, outcome, judged = _decide(batch, cp_group)
         if correction.normalize == "batch":
             scale = outcome.scale_to_mean_one(dp_group)
             weights, outcome = weights * scale.to(weights.dtype), outcome.scaled(scale)
-        whole = sums.sequence_statistics(
-            batch.units["sequence"],
-            outcome,
-            {f.name: f.flags for f in flags if f.unit == "sequence"},
-            correction.log_ratio_bound,
-            counts=sums.is_first_rank(cp_group),
-        )
-        bad = batch.units["sequence"].corrupt
-        return Corrected(weights.view(loss_mask.shape), mask.view(loss_mask.shape), bad, MetricSums(*(tokens | whole)))
+        sequences, first = batch.units["sequence"], sums.is_first_rank(cp_group)
+        whole = sums.sequence_statistics(sequences, outcome, judged, correction.log_ratio_bound, counts=first)
+        metrics = MetricSums(*(tokens | whole))
+        shape = loss_mask.shape
+        return Corrected(weights.view(shape), mask.view(shape), sequences.corrupt, metrics, correction)
 
 
 class _Weighting(NamedTuple):
@@ -156,22 +137,21 @@ class _Batch:
 
     correction: RolloutCorrection
     ratio: LogRatio
-    offsets: dict[str, Tensor]
+    offsets: dict[str, Tensor] = field(default_factory=dict)
     """unit -> [U + 1]."""
     of_token: dict[str, Tensor] = field(default_factory=dict)
     """unit -> [N], which one a token belongs to."""
     statistics: dict[str, Tensor] = field(default_factory=dict)
     advantages: dict[str, Tensor] = field(default_factory=dict)
     """unit -> one a token or one a sequence."""
-    sums: dict[Any, Tensor] = field(default_factory=dict)
-    maxima: dict[Any, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
     units: dict[str, Units] = field(default_factory=dict)
     """unit -> the columns that every call needs, once complete."""
 
-    def add_segments(self, ids: Tensor, count: int) -> None:
-        self.of_token["segment"] = ids
-        self.offsets["segment"] = torch.searchsorted(ids, torch.arange(count + 1, device=ids.device, dtype=ids.dtype))
-        self.sums["segment"] = reference.log_ratio_sums(self.ratio, self.offsets["segment"])
+    def add_unit(self, unit: str, offsets: Tensor, of_token: Tensor) -> None:
+        self.offsets[unit], self.of_token[unit] = offsets, of_token
+        self.sums[unit] = reference.log_ratio_sums(self.ratio, offsets)
 
     def add_statistics(self, shape: torch.Size, statistics: Mapping[str, Tensor]) -> None:
         for gate in self.correction.reject:
@@ -206,6 +186,25 @@ class _Batch:
                 f"got {tuple(advantages.shape)}"
             )
 
+    def add_columns(self) -> None:
+        """What gates on sequences and segments compare, unless it is the sum or mean of l."""
+        valid = self.ratio.valid
+        for index, gate in enumerate(self.correction.reject):
+            if gate.level == "token":
+                continue
+            offsets = self.offsets[gate.level]
+            if gate.statistic != "ratio" or gate.reduce in ("max", "min"):
+                reduce = "sum" if gate.reduce == "mean" else gate.reduce
+                column = reference.gate_reduce(self.statistic(gate.statistic), valid, reduce, offsets)
+                if reduce == "sum":
+                    self.sums[f"gate {index}"] = column
+                else:
+                    # a minimum travels as the maximum of the opposite
+                    self.maxima[f"gate {index}"] = column if reduce == "max" else -column
+            if gate.when == "negative_advantage" and gate.level not in self.advantages:
+                advantages = self.advantages["token"].double()
+                self.sums[f"advantage {gate.level}"] = reference.gate_reduce(advantages, valid, "sum", offsets)
+
     def complete(self, cp_group: dist.ProcessGroup | None) -> None:
         added, largest = sums.pool_units(list(self.sums.values()), list(self.maxima.values()), cp_group)
         self.sums = dict(zip(self.sums, added, strict=True))
@@ -225,34 +224,40 @@ class _Batch:
         return values if unit == "token" else values.index_select(0, self.of_token[unit])
 
 
-def _add_columns(batch: _Batch, index: int, gate: Rejection) -> None:
-    if gate.level == "token":
-        return
-    valid, offsets = batch.ratio.valid, batch.offsets[gate.level]
-    if gate.statistic != "ratio" or gate.reduce in ("max", "min"):
-        reduce = "sum" if gate.reduce == "mean" else gate.reduce
-        column = reference.gate_reduce(batch.statistic(gate.statistic), valid, reduce, offsets)
-        if reduce == "sum":
-            batch.sums[index] = column
-        else:
-            # a minimum travels as the maximum of the opposite
-            batch.maxima[index] = column if reduce == "max" else -column
-    if gate.when == "negative_advantage" and gate.level not in batch.advantages:
-        advantages = batch.advantages["token"].double()
-        batch.sums["advantage", gate.level] = reference.gate_reduce(advantages, valid, "sum", offsets)
+def _decide(batch: _Batch, cp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Outcome, dict[str, Tensor]]:
+    """Weights and mask [N] before normalisation, what they come to, and sequences [S] outside bounds on sequences."""
+    weighting, gates, ratio = _weight(batch), batch.correction.reject, batch.ratio
+    flags = weighting.flags + [
+        _Flags(f"rejected_{name}", gate.level, _outside(batch, f"gate {index}", gate), drops=True)
+        for index, (name, gate) in enumerate(zip(_names(gates), gates, strict=True))
+    ]
+    keep = {unit: ~gone for unit, gone in _dropped(batch, flags).items()}
+    mask = ratio.valid
+    for unit, kept in keep.items():
+        mask = mask & batch.to_tokens(unit, kept)
+    if weighting.value is None:
+        weights = mask.to(ratio.value.dtype)
+    else:
+        weights = batch.to_tokens(weighting.unit, weighting.value) * mask
+    if _units(batch.correction) <= {"sequence"}:
+        outcome = Outcome.of_sequences(weighting.value, keep.get("sequence"), batch.units["sequence"])
+    else:
+        judged = {f.name: batch.to_tokens(f.unit, f.flags) & ratio.valid for f in flags if f.unit != "sequence"}
+        outcome = Outcome.of_tokens(weights, mask, judged, batch.offsets["sequence"], cp_group)
+    return weights, mask, outcome, {f.name: f.flags for f in flags if f.unit == "sequence"}
 
 
-def _outside(batch: _Batch, index: int, gate: Rejection) -> Tensor:
+def _outside(batch: _Batch, column: str, gate: Rejection) -> Tensor:
     """[units] bool: outside the bounds of the gate, and subject to it."""
     lower, upper = gate.lower, gate.upper
     if gate.statistic == "ratio":
         lower, upper = _log(lower), _log(upper)
     if gate.level == "token":
         value = batch.statistic(gate.statistic)
-    elif index in batch.maxima:
-        value = batch.maxima[index] if gate.reduce == "max" else -batch.maxima[index]
-    elif index in batch.sums:
-        value = batch.sums[index]
+    elif column in batch.maxima:
+        value = batch.maxima[column] if gate.reduce == "max" else -batch.maxima[column]
+    elif column in batch.sums:
+        value = batch.sums[column]
         if gate.reduce == "mean":
             value = value / batch.units[gate.level].divisor
     else:
@@ -260,8 +265,10 @@ def _outside(batch: _Batch, index: int, gate: Rejection) -> Tensor:
     outside = reference.outside(value, lower, upper, batch.ratio.value.dtype)
     if gate.when == "always":
         return outside
-    known = batch.advantages.get(gate.level)
-    return outside & ((batch.sums["advantage", gate.level] if known is None else known) < 0)
+    advantage = (
+        batch.advantages[gate.level] if gate.level in batch.advantages else batch.sums[f"advantage {gate.level}"]
+    )
+    return outside & (advantage < 0)
 
 
 def _weight(batch: _Batch) -> _Weighting:

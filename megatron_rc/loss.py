@@ -163,8 +163,6 @@ def policy_loss(
     kl_coef: float = 0.0,
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
-    correction: RolloutCorrection | None = None,
-    rollout_logprobs: Tensor | None = None,
     backend: str = "auto",
 ) -> PolicyLoss:
     """sum_t scale_t [mask_t w_t L_t + kl_coef K_t - entropy_coef H_t] over the tokens of one micro-batch.
@@ -186,19 +184,17 @@ def policy_loss(
         current_logprobs: [N] packed or [B, T] padded, fp32, nats, with gradient.
         old_logprobs: the same shape or None, fp32, nats.
         advantages: the same shape, or [B] in the padded layout (`expand_to_tokens` for the packed one).
-        corrected: weights and mask of these tokens.
+        corrected: weights and mask of these tokens, and the settings that made them.
         scale: the same shape, fp32, from loss_scale; 0 where loss_mask is 0.
         clip_lower, clip_upper, dual_clip: bounds of r, on the scale of r - 1, r - 1 and r.
         reference_logprobs: the same shape, fp32, nats, of the policy to stay close to.
         entropy: the same shape, fp32, nats, with gradient, from vocab_parallel_logprobs.
-        correction: the settings that made `corrected`; refuses what does not go with them.
-        rollout_logprobs: the same shape, fp32, nats; adds the metrics current/ (current against mu).
         backend: "torch" or "auto".
 
     Returns:
         PolicyLoss. The loss of no token at all is 0 and differentiable. Metrics: loss, policy_loss, kl_ref and entropy
         weighted by scale; clip_low, clip_high and dual_clip as shares of kept tokens; pair metrics under current_old/
-        (with old_logprobs) and current/ (with rollout_logprobs).
+        when old_logprobs is given.
 
     Raises:
         ValueError: a shape, bound or missing argument; a weight on the ppo ratio of two policies.
@@ -207,10 +203,9 @@ def policy_loss(
         the ratio in K (DeepSeek-V3.2).
     """
     check_backend(backend)
-    _check_loss_arguments(surrogate, clip_lower, clip_upper, dual_clip, correction, old_logprobs)
+    _check_loss_arguments(surrogate, clip_lower, clip_upper, dual_clip, corrected.correction, old_logprobs)
     tensors = {"scale": scale, "corrected.mask": corrected.mask, "corrected.weights": corrected.weights}
-    optional = {"old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs, "entropy": entropy}
-    optional["reference_logprobs"] = reference_logprobs
+    optional = {"old_logprobs": old_logprobs, "reference_logprobs": reference_logprobs, "entropy": entropy}
     if advantages.dim() == 1 and current_logprobs.dim() == 2:
         advantages = advantages[:, None].expand(len(advantages), current_logprobs.shape[1])
     for name, value in {**tensors, **optional, "advantages": advantages}.items():
@@ -223,7 +218,7 @@ def policy_loss(
     ):
         if coefficient and value is None:
             raise ValueError(f"{name} must be given when its coefficient is {coefficient!r}")
-    bound = (correction or RolloutCorrection()).log_ratio_bound
+    bound = corrected.correction.log_ratio_bound
     detached = current_logprobs.detach()
     old = detached if old_logprobs is None else old_logprobs
     counts = scale != 0
@@ -254,10 +249,9 @@ def policy_loss(
         pooled = {name: (value.detach(), total) for name, value in {"loss": loss, **means}.items()}
         pooled |= {name: ((where & kept).sum(), kept_tokens) for name, where in clipped.items()}
         metrics = MetricSums.of_means(pooled)
-        for prefix, other in (("current_old/", old_logprobs), ("current/", rollout_logprobs)):
-            if other is not None:
-                pair = pair_metrics(detached, other, counts, log_ratio_bound=bound, sequences=False)
-                metrics.merge(pair.prefixed(prefix))
+        if old_logprobs is not None:
+            pair = pair_metrics(detached, old_logprobs, counts, log_ratio_bound=bound, sequences=False)
+            metrics.merge(pair.prefixed("current_old/"))
     return PolicyLoss(loss, metrics)
 
 
@@ -280,17 +274,17 @@ def _check_loss_arguments(
     clip_lower: float,
     clip_upper: float,
     dual_clip: float | None,
-    correction: RolloutCorrection | None,
+    correction: RolloutCorrection,
     old_logprobs: Tensor | None,
 ) -> None:
-    (correction or RolloutCorrection()).check_surrogate(surrogate)
+    correction.check_surrogate(surrogate)
     if not 0 <= clip_lower <= 1 or not clip_upper >= 0:
         raise ValueError(
             f"clip_lower must be in [0, 1] and clip_upper >= 0, got clip_lower={clip_lower!r} clip_upper={clip_upper!r}"
         )
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip must be > 1, got {dual_clip!r}")
-    if correction is not None and (correction.old == "current") != (old_logprobs is None):
+    if (correction.old == "current") != (old_logprobs is None):
         raise ValueError(
             f"old_logprobs must be {'None' if correction.old == 'current' else 'given'} when old is {correction.old!r}"
         )

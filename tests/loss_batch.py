@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected
 from megatron_rc.loss import policy_loss
 from megatron_rc.metrics import MetricSums
@@ -40,8 +41,14 @@ def padded(values: Tensor, lengths: list[int]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(values.split(lengths)), batch_first=True)
 
 
-def corrected_of(batch: dict[str, Tensor]) -> Corrected:
-    return Corrected(batch["weights"], batch["mask"], torch.zeros(1, dtype=torch.bool), MetricSums())
+def corrected_of(batch: dict[str, Tensor], correction: RolloutCorrection | None = None) -> Corrected:
+    return Corrected(
+        batch["weights"],
+        batch["mask"],
+        torch.zeros(1, dtype=torch.bool),
+        MetricSums(),
+        correction or RolloutCorrection(),
+    )
 
 
 def evaluate(batch: dict[str, Tensor], scale: Tensor, **options: Any) -> tuple[Tensor, Tensor, MetricSums]:
@@ -57,7 +64,6 @@ def evaluate(batch: dict[str, Tensor], scale: Tensor, **options: Any) -> tuple[T
         kl_coef=0.2,
         entropy=batch["entropy"],
         entropy_coef=0.1,
-        rollout_logprobs=batch["old"] + 0.01,
         **options,
     )
     loss.backward()

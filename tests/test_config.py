@@ -49,6 +49,7 @@ from megatron_rc.config import PRESETS, STATISTICS, Rejection, RolloutCorrection
         (lambda: RolloutCorrection(log_ratio_bound=0.0), "log_ratio_bound must be in"),
         (lambda: RolloutCorrection(log_ratio_bound=math.inf), "log_ratio_bound must be in"),
         (lambda: RolloutCorrection(normalize="batch", old="rollout"), "normalize must be 'none' when old is 'rollout'"),
+        (lambda: RolloutCorrection(normalize="batch", old="current"), "normalize must be 'none' when old is 'current'"),
     ],
 )
 def test_a_wrong_setting_is_one_sentence_that_names_the_field(make: Any, message: str) -> None:
@@ -143,12 +144,14 @@ WEIGHTS = st.one_of(
         RolloutCorrection,
         weight=WEIGHTS,
         reject=st.lists(GATES, max_size=3).map(tuple),
-        normalize=st.sampled_from(["none", "batch"]),
-        old=st.sampled_from(["recompute", "current"]),
+        old=st.sampled_from(["recompute", "current", "rollout"]),
         log_ratio_bound=st.floats(0.1, 40),
-    )
+    ),
+    normalize=st.sampled_from(["none", "batch"]),
 )
-def test_every_correction_survives_dictionaries_and_yaml(correction: RolloutCorrection) -> None:
+def test_every_correction_survives_dictionaries_and_yaml(correction: RolloutCorrection, normalize: Any) -> None:
+    if correction.old == "recompute":
+        correction = dataclasses.replace(correction, normalize=normalize)
     assert RolloutCorrection.from_dict(correction.to_dict()) == correction
     assert RolloutCorrection.from_yaml(correction.to_yaml()) == correction
 

@@ -24,10 +24,11 @@ EVERYTHING = RolloutCorrection(
 )
 
 
-def test_sequence_masking_with_a_geometric_gate_and_all_metrics_takes_at_most_100_operations() -> None:
+@pytest.mark.parametrize("correction", [SEQ_MIS_AND_GEO_MASK, *(p.correction for p in PRESETS.values())])
+def test_correcting_with_all_metrics_takes_at_most_100_operations(correction: RolloutCorrection) -> None:
     batch = case([40, 60, 50])
     with OperationCount() as count:
-        correct(*batch.arguments, correction=SEQ_MIS_AND_GEO_MASK, cu_seqlens=batch.cu_seqlens)
+        correct(*batch.arguments, correction=correction, **batch.options)
     assert sum(count.operations.values()) <= 100
     assert not count.waits
 

@@ -29,6 +29,7 @@ GATES = (
 CORRECTIONS = [
     RolloutCorrection(Weight("token", "truncate", upper=1.3), normalize="batch"),
     RolloutCorrection(Weight("sequence", "mask", 0.2, 4.0), GATES[:1], "batch"),
+    RolloutCorrection(Weight("sequence", "mask", 0.2, 4.0), GATES[1:2], "batch"),
     RolloutCorrection(Weight("geometric", "clip", 0.9, 1.2), GATES),
     RolloutCorrection(Weight("segment", "mask", 0.6, 1.6), GATES[2:], "batch"),
 ]

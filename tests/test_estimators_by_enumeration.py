@@ -260,7 +260,7 @@ def test_the_kl_term_and_its_gradient_are_those_of_kl_pi_ref_under_both_samplers
         kl = (one.occupancy() * (log_pi.exp() * (log_pi - log_ref)).sum(1)).sum()
         kl.backward()
         result = batch.run(
-            RolloutCorrection(),
+            RolloutCorrection(old="recompute" if old is not None else "current"),
             advantages=torch.zeros(len(batch.which), dtype=torch.float64),
             old=old,
             reference_logprobs=log_ref[batch.context, batch.target],

@@ -22,7 +22,7 @@ from megatron_rc.loss import (
     policy_loss,
     rloo_advantages,
 )
-from megatron_rc.metrics import MetricSums
+from megatron_rc.metrics import MetricSums, pair_metrics
 from megatron_rc.training.arguments import LossSettings, TrainSettings
 from megatron_rc.training.groups import Groups
 from megatron_rc.training.microbatches import Cut, cut, mini_batches
@@ -240,12 +240,17 @@ def _micro_loss(
     entropy: Tensor,
 ) -> tuple[Tensor, MetricSums]:
     have, batch = micro.extras, micro.batch
-    sums = MetricSums()
     old: Tensor | None
-    mu: Tensor | None
     if corrected is not None:
         here = dataclasses.replace(corrected, weights=have["weights"], mask=have["mask"])
-        old, mu = have["old"], batch.rollout_logprobs
+        old = have["old"]
+        sums = pair_metrics(
+            current.detach(),
+            batch.rollout_logprobs,
+            batch.loss_mask,
+            cu_seqlens=batch.cu_seqlens,
+            log_ratio_bound=correction.log_ratio_bound,
+        )
     else:
         here = correct(
             current.detach(),
@@ -257,8 +262,8 @@ def _micro_loss(
             num_segments=batch.num_segments,
             advantages=have["advantages"],
         )
-        sums.merge(here.metrics.prefixed("current/"))
-        old, mu = batch.rollout_logprobs if correction.old == "rollout" else None, None
+        sums = here.metrics
+        old = batch.rollout_logprobs if correction.old == "rollout" else None
     result = policy_loss(
         current,
         old,
@@ -273,10 +278,8 @@ def _micro_loss(
         kl_coef=loss.kl_coef,
         entropy=entropy if loss.entropy_coef else None,
         entropy_coef=loss.entropy_coef,
-        correction=correction,
-        rollout_logprobs=mu,
     )
-    return result.loss, sums.merge(result.metrics)
+    return result.loss, result.metrics.merge(sums.prefixed("current/"))
 
 
 def _pooled(sums: MetricSums | None, groups: Groups, max_nonfinite_share: float) -> dict[str, float]:
