@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -203,16 +202,24 @@ def _segments(values: Tensor, reduce: str, offsets: Tensor) -> Tensor:
 
 
 class LogRatio(NamedTuple):
-    """l = log pi - log mu of every token. All [N], numbers in fp32 (fp64 for fp64 log-probs)."""
+    """l = log pi - log mu of every token, fp32 (fp64 for fp64 log-probs)."""
 
-    value: Tensor
-    """l; -inf where pi is 0 and mu is not; 0 where not valid."""
-    rollout: Tensor
-    """log mu; 0 where not valid."""
+    pair: Tensor
+    """[2, N]: l, which is -inf where pi is 0 and mu is not, and log mu; 0 where not valid."""
     valid: Tensor
-    """bool: loss tokens whose log-probs are not corrupt."""
+    """[N] bool: loss tokens whose log-probs are not corrupt."""
     loss_mask: Tensor
-    """bool."""
+    """[N] bool."""
+
+    @property
+    def value(self) -> Tensor:
+        """[N], l."""
+        return self.pair[0]
+
+    @property
+    def rollout(self) -> Tensor:
+        """[N], log mu."""
+        return self.pair[1]
 
 
 def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> LogRatio:
@@ -227,10 +234,10 @@ def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tenso
     dtype = torch.float64 if torch.float64 in (train_logprobs.dtype, rollout_logprobs.dtype) else torch.float32
     rollout = rollout_logprobs.to(dtype)
     value = train_logprobs.to(dtype) - rollout
-    # value < inf is false for NaN, for +inf of the trainer and for -inf of the sampler
-    valid = loss_mask & (value < torch.inf) & (rollout < torch.inf)
-    zero = value.new_zeros(())
-    return LogRatio(torch.where(valid, value, zero), torch.where(valid, rollout, zero), valid, loss_mask)
+    # the maximum is NaN or inf after NaN, +inf on either side, or -inf from the sampler
+    valid = loss_mask & (torch.maximum(value, rollout) < torch.inf)
+    pair = torch.stack([value, rollout])
+    return LogRatio(torch.where(valid, pair, pair.new_zeros(())), valid, loss_mask)
 
 
 def log_ratio_sums(ratio: LogRatio, offsets: Tensor) -> Tensor:
@@ -242,14 +249,14 @@ def log_ratio_sums(ratio: LogRatio, offsets: Tensor) -> Tensor:
     Returns:
         [4, U] fp64: sum l, sum log mu and number of valid tokens, number of loss tokens.
     """
-    return unit_sums((ratio.value, ratio.rollout, ratio.valid, ratio.loss_mask), offsets)
+    # fp32 counts exactly up to 2^24 tokens a unit
+    counts = torch.stack([ratio.valid, ratio.loss_mask]).float()
+    return torch.cat([unit_sums(ratio.pair.double(), offsets), unit_sums(counts, offsets)])
 
 
-def unit_sums(columns: Sequence[Tensor], offsets: Tensor) -> Tensor:
-    """[k, U] fp64 sums of k columns [N] over every unit, each with its own accumulator; offsets as above."""
-    # fp64 decides the dtype of the whole table
-    table = torch.stack([columns[0].double(), *columns[1:]])
-    return torch.segment_reduce(table, "sum", offsets=offsets.expand(len(table), -1), axis=1, unsafe=True)
+def unit_sums(columns: Tensor, offsets: Tensor) -> Tensor:
+    """[k, U] sums of columns [k, N] over every unit, each with its own accumulator of the columns' dtype."""
+    return torch.segment_reduce(columns, "sum", offsets=offsets.expand(len(columns), -1), axis=1, unsafe=True)
 
 
 def gate_statistic(name: str, ratio: LogRatio) -> Tensor:

@@ -32,27 +32,21 @@ def token_statistics(ratio: LogRatio, bound: float) -> Statistics:
     """Over valid tokens: sums of rho, p = pi, q = mu, dev = rho - 1, l, of squares and products; extremes of rho."""
     far = ratio.value.abs()
     sums = {"beyond_2": (far > math.log(2)).count_nonzero(), "clamped": (far > bound).count_nonzero()}
-    table = _fp64_logs(ratio, bound)
+    # one large table, worked on in place: on a CPU the time goes into memory
+    table = ratio.pair[:, None].expand(-1, 2, -1).to(torch.float64).flatten(0, 1)
+    table[3] += table[0]
+    ell = table[:2].clamp_(-bound, bound)[0]
     # rows that are not valid have log 0, hence the product
-    rho, p, q = table[:3].exp_().mul_(ratio.valid)
-    ell = table[3]
+    rho, q, p = table[1:].exp_().mul_(ratio.valid)
     sums |= {"log_ratio": ell.sum(), "rho_log_ratio": (rho * ell).sum(), "p_q": (p * q).sum()}
     dev = ell.expm1_()
-    sums["dev_abs"] = torch.linalg.vector_norm(dev, 1)
-    sums["prob_gap"] = torch.linalg.vector_norm(p - q, 1)
-    names = ("rho", "p", "q", "dev")
+    sums |= {"dev_abs": torch.linalg.vector_norm(dev, 1), "prob_gap": torch.dist(p, q, 1)}
+    names = ("dev", "rho", "q", "p")
     sums |= zip(names, table.sum(1), strict=True)
     smallest = least(torch.where(ratio.valid, rho, rho.new_full((), torch.inf)))
     extremes = {"rho_max": largest(rho)}, {"rho_min": smallest}
     sums |= zip(map(square_of, names), table.square_().sum(1), strict=True)
     return Statistics(sums, *extremes)
-
-
-def _fp64_logs(ratio: LogRatio, bound: float) -> Tensor:
-    """[4, N]: l clamped, log pi, log mu, l clamped."""
-    ell = ratio.value.double().clamp_(-bound, bound)
-    # in the precision of the log-probs mu + l is pi again
-    return torch.stack([ell, ratio.rollout + ratio.value, ratio.rollout, ell])
 
 
 def token_counts(ratio: LogRatio) -> Statistics:
@@ -120,12 +114,12 @@ class Outcome(NamedTuple):
     ) -> Outcome:
         """From weights and mask [N], and tokens [N] outside a bound."""
         exact = weights.double()
-        local = reference.unit_sums([exact, exact.square(), mask, *judged.values()], offsets)
-        (columns,), _ = pool_units([local], [], cp_group)
+        counts = torch.stack([mask, *judged.values()]).float()
+        local = [reference.unit_sums(table, offsets) for table in (torch.stack([exact, exact.square()]), counts)]
+        ((weight, square), (kept, *outside)), _ = pool_units(local, [], cp_group)
         smallest = least(torch.where(mask, weights, weights.new_full((), torch.inf)))
-        outside = dict(zip(judged, columns[3:], strict=True))
-        weight, square, kept = columns[:3]
-        return cls(weight, square, kept, kept > 0, outside, smallest, largest(weights))
+        judged_tokens = dict(zip(judged, outside, strict=True))
+        return cls(weight, square, kept, kept > 0, judged_tokens, smallest, largest(weights))
 
     def scale_to_mean_one(self, dp_group: dist.ProcessGroup | None) -> Tensor:
         """0-d: kept tokens / sum of weights over all data-parallel ranks; 1 where no weight is left."""
@@ -182,7 +176,8 @@ def sequence_statistics(
             totals[f"token:{name}"], rows[f"seq:{name}"] = tokens, tokens > 0
         for name, outside in judged.items():
             totals[f"token:{name}"], rows[f"seq:{name}"] = outside * sequences.tokens, outside
-    whole = (sequences.tokens > 0) & ~sequences.corrupt
+    # with a token, and not corrupt
+    whole = (sequences.tokens > 0) > sequences.corrupt
     everything = torch.stack([*totals.values()])
     if not counts:
         whole, everything = torch.zeros_like(whole), torch.zeros_like(everything)

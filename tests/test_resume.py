@@ -54,12 +54,21 @@ def resumed_equals_uninterrupted(
     kill_after(config, tmp_path / "killed", phase, step, processes, *arguments)
     killed_at = read_metrics(tmp_path / "killed" / "metrics.jsonl")[-1]
     resumed = finished_job(config, "--set", f"output={tmp_path / 'killed'}", *arguments, processes=processes)
-    assert (killed_at["phase"], killed_at["step"]) < ("rl", job["train"]["steps"])
+    assert (killed_at["phase"], killed_at["step"]) != ("rl", job["train"]["steps"]), "it ended before it was killed"
     assert timeless(resumed) == timeless(whole)
 
 
 def test_a_job_killed_in_reinforcement_learning_resumes_bit_for_bit(tmp_path: Path):
     resumed_equals_uninterrupted(tmp_path, JOB, "rl", 4)
+
+
+def test_a_job_killed_before_its_first_checkpoint_with_optimizer_state_resumes_bit_for_bit(tmp_path: Path):
+    resumed_equals_uninterrupted(tmp_path, JOB, "rl", 1)
+
+
+@pytest.mark.full
+def test_a_job_without_optimizer_state_resumes_bit_for_bit(tmp_path: Path):
+    resumed_equals_uninterrupted(tmp_path, {**JOB, "train": {**JOB["train"], "optimizer": "sgd"}}, "rl", 4)
 
 
 def test_a_job_with_stale_weights_and_a_reference_policy_resumes_bit_for_bit(tmp_path: Path):

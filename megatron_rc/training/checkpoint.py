@@ -57,8 +57,8 @@ def save(folder: Path, policy: Policy, progress: Progress, *, extra: dict[str, t
             from safetensors.torch import save_file
 
             save_file({k: v.contiguous().cpu() for k, v in extra.items()}, str(partial / "extra.safetensors"))
-        shapes = {"vocab_size": policy.hf_config["vocab_size"], "hidden_size": policy.hf_config["hidden_size"]}
-        (partial / STATE).write_text(json.dumps({"progress": asdict(progress), "model": shapes}))
+        state = {"progress": asdict(progress), "phase_updates": policy.phase_updates}
+        (partial / STATE).write_text(json.dumps(state))
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         for old in _complete(folder)[:-keep]:
@@ -73,7 +73,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def read_progress(path: Path) -> Progress:
-    return Progress(**json.loads((path / STATE).read_text())["progress"])
+    return Progress(**_read_state(path)["progress"])
 
 
 def load(path: Path, policy: Policy) -> dict[str, torch.Tensor]:
@@ -85,6 +85,7 @@ def load(path: Path, policy: Policy) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: the checkpoint has tensors of another shape than the model.
     """
+    policy.phase_updates = _read_state(path)["phase_updates"]
     try:
         state = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(path))
     except CheckpointException as error:
@@ -94,7 +95,10 @@ def load(path: Path, policy: Policy) -> dict[str, torch.Tensor]:
         raise ValueError(f"checkpoint {path} does not fit this model: {_first_line(error)}") from None
     for index, chunk in enumerate(policy.chunks):
         chunk.module.load_state_dict(state[f"model{index}"], strict=True)
-    policy.optimizer.load_state_dict(state["optimizer"])
+    if policy.phase_updates:
+        policy.optimizer.load_state_dict(state["optimizer"])
+    else:
+        policy.optimizer.reload_model_params()
     policy.scheduler.load_state_dict(state["scheduler"])
     torch.set_rng_state(state["rng"]["torch"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
@@ -110,13 +114,19 @@ def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for index, chunk in enumerate(policy.chunks):
         state[f"model{index}"] = chunk.module.sharded_state_dict(prefix=f"model{index}." if index else "")
-    model_state = state["model0"] if len(policy.chunks) == 1 else dict(state)
-    state["optimizer"] = policy.optimizer.sharded_state_dict(model_state, is_loading=is_loading)
+    if policy.phase_updates:
+        # before its first update of a phase an optimizer has no state, and none that could be loaded
+        model_state = state["model0"] if len(policy.chunks) == 1 else dict(state)
+        state["optimizer"] = policy.optimizer.sharded_state_dict(model_state, is_loading=is_loading)
     state["scheduler"] = policy.scheduler.state_dict()
     groups = policy.groups
     generators = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
     state["rng"] = ShardedObject("rng", generators, (groups.world_size,), (groups.rank,))
     return state
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    return json.loads((path / STATE).read_text())
 
 
 def _complete(folder: Path) -> list[Path]:
@@ -126,4 +136,5 @@ def _complete(folder: Path) -> list[Path]:
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= 300 else f"{line[:297]}..."

@@ -143,11 +143,11 @@ class Job:
     def _reinforce(self) -> None:
         train = self.settings.train
         while self.progress.step < train.steps:
-            started, updates = time.perf_counter(), self.policy.num_updates
+            started, updates = time.perf_counter(), self.policy.phase_updates
             try:
                 rollouts, result = self._step()
             except SharedError:
-                if self.policy.num_updates == updates:
+                if self.policy.phase_updates == updates:
                     self._save()
                 raise
             self.progress.step += 1

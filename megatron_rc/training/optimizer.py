@@ -43,6 +43,9 @@ def build_optimizer(train: TrainSettings, chunks: list[DistributedDataParallel])
         use_distributed_optimizer=False,
     )
     optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=not torch.cuda.is_available())
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if inner.init_state_fn is None:  # SGD: no state to make room for before loading
+            inner.init_state_fn = lambda *_: None
     for chunk in chunks:
         chunk.config.grad_scale_func = optimizer.scale_loss
     return optimizer

@@ -44,7 +44,8 @@ class Policy:
         self.groups = groups
         self.train = train
         self.device = emulation.device()
-        self.num_updates = 0
+        self.phase_updates = 0
+        """Optimizer steps since start_phase, without those that the fp16 loss scaler skipped."""
         self.hf_config = hf_config_dict(model)
         chunks = build_model(self.hf_config, parallel, train.dtype)
         if model.hf_path:
@@ -61,6 +62,7 @@ class Policy:
 
     def start_phase(self, *, lr: float, min_lr: float, warmup_steps: int, total_steps: int, decay_style: str) -> None:
         """A new optimizer state and learning-rate schedule over ``total_steps`` optimizer steps."""
+        self.phase_updates = 0
         self.optimizer = build_optimizer(self.train, self.chunks)
         self.scheduler = build_scheduler(
             self.optimizer,
@@ -145,9 +147,9 @@ class Policy:
         if before_step:
             before_step(outputs)
         lr = self.lr
-        self.num_updates += 1
         applied, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
+        self.phase_updates += bool(applied)
         return UpdateResult(outputs, float(grad_norm or 0.0), bool(applied), lr)
 
     def _run(
