@@ -124,7 +124,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path,
     with zipfile.ZipFile(wheel) as archive:
         inside = {n for n in archive.namelist() if ".dist-info/" not in n}
     assert {n.split("/")[0] for n in inside} == {"megatron_rc"}
-    package = {p for p in (checkout / "megatron_rc").rglob("*") if p.is_file()}
+    package = {p for p in (checkout / "megatron_rc").rglob("*") if p.is_file() and p.parent.name != "__pycache__"}
     package |= {checkout / "megatron_rc/kernels" / p.name for p in (checkout / "triton_kernels").iterdir()}
     assert inside == {p.relative_to(checkout).as_posix() for p in package}
 
