@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.config import Rejection, RolloutCorrection
+from megatron_rc.config import Rejection, RolloutCorrection, Weight
 
 INF = math.inf
 
@@ -51,6 +51,18 @@ def case(
     # rows without a loss hold rubbish
     train, rollout, surprise = (torch.where(mask, x, torch.nan) for x in (train, rollout, surprise))
     return Case(train.to(dtype), rollout.to(dtype), mask, cu_seqlens, advantages, {"surprise": surprise})
+
+
+def gapped(*log_ratios: float, lengths: list[int] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """train, rollout, mask, cu_seqlens; all tokens count."""
+    train = torch.tensor(log_ratios, dtype=torch.float32)
+    cu_seqlens = torch.tensor([0, *(lengths or [len(train)])]).cumsum(0).to(torch.int32)
+    return train, torch.zeros_like(train), torch.ones_like(train, dtype=torch.bool), cu_seqlens
+
+
+def weight(level: str, mode: str) -> Weight:
+    lower = None if mode == "truncate" else 0.8
+    return Weight(level, mode, lower, 1.3)  # type: ignore[arg-type]
 
 
 @dataclass

@@ -1,0 +1,215 @@
+"""The promises of correct() besides its definition: layouts, repeatability, merging, wrong calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from correction_book import case, gapped, weight
+from torch import Tensor
+
+from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
+from megatron_rc.correction import correct
+
+INF, NAN = math.inf, math.nan
+
+
+def test_rows_without_loss_and_empty_sequences_change_no_metric() -> None:
+    correction = RolloutCorrection(
+        weight("sequence", "mask"), (Rejection("k3", "sequence", "mean", upper=0.05),), "batch"
+    )
+    batch = case([5, 7, 3], density=1.0, gap=0.1)
+    more = case([5, 0, 4, 7, 3, 6], density=1.0)
+    more.mask = torch.tensor([True] * 5 + [False] * 4 + [True] * 10 + [False] * 6)
+    for name in ("train", "rollout"):
+        padded = torch.full((25,), NAN)
+        padded[more.mask] = getattr(batch, name)
+        setattr(more, name, padded)
+    alone = correct(*batch.arguments, correction=correction, cu_seqlens=batch.cu_seqlens)
+    among = correct(*more.arguments, correction=correction, cu_seqlens=more.cu_seqlens)
+    assert 0 < alone.mask.sum() < 15
+    assert among.metrics.values() == pytest.approx(alone.metrics.values(), rel=1e-12)
+    assert torch.equal(among.weights[more.mask], alone.weights)
+
+
+@pytest.mark.parametrize("name", ["seq-mis", "geo-mask-token-tis", "off-policy-sequence-mask"])
+def test_padded_input_gives_what_packed_input_gives(name: str) -> None:
+    lengths = [5, 1, 0, 7, 3]
+    batch = case(lengths, gap=0.6)
+    rows = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+
+    def padded(values: Tensor, filler: float) -> Tensor:
+        out = values.new_full(rows.shape, filler)
+        out[rows] = values
+        return out
+
+    segment = Rejection("surprise", "segment", "max", upper=0.4)
+    preset = RolloutCorrection.preset(name)
+    correction = dataclasses.replace(preset, reject=(*preset.reject, segment))
+    packed = correct(*batch.arguments, correction=correction, **batch.options)
+    options = {"advantages": batch.advantages, "statistics": {"surprise": padded(batch.statistics["surprise"], NAN)}}
+    arguments = [padded(batch.train, NAN), padded(batch.rollout, INF), padded(batch.mask, False)]
+    for advantages in (batch.advantages, batch.advantages[:, None].expand(rows.shape)):
+        found = correct(*arguments, correction=correction, **(options | {"advantages": advantages}))
+        assert found.weights.shape == found.mask.shape == rows.shape
+        assert torch.equal(found.weights[rows], packed.weights)
+        assert torch.equal(found.mask[rows], packed.mask)
+        assert not found.mask[~rows].any()
+        assert torch.equal(found.bad_sequences, packed.bad_sequences)
+        assert found.metrics.values() == pytest.approx(packed.metrics.values(), rel=1e-12, nan_ok=True)
+
+
+def test_given_segments_are_those_found_from_the_mask() -> None:
+    batch = case([9, 8, 7], density=0.6)
+    ids, count = [], -1
+    for i in range(24):
+        begins = batch.mask[i] and (i in (0, 9, 17) or not batch.mask[i - 1])
+        count += int(begins)
+        # rows without a loss hold rubbish
+        ids.append(count if batch.mask[i] else (-7, 999)[i % 2])
+    correction = RolloutCorrection(Weight("segment", "mask", 0.8, 1.3), (Rejection("k3", "segment", "max", upper=0.2),))
+    found = correct(*batch.arguments, correction=correction, **batch.options)
+    given_ids = correct(
+        *batch.arguments, correction=correction, segment_ids=torch.tensor(ids), num_segments=count + 1, **batch.options
+    )
+    assert torch.equal(found.weights, given_ids.weights)
+    assert torch.equal(found.mask, given_ids.mask)
+    assert 0 < found.mask.sum() < batch.mask.sum()
+
+
+def test_a_sequence_does_not_depend_on_its_neighbours_bit_by_bit() -> None:
+    batch = case([400, 3, 900, 50], gap=0.02)
+    loud = dataclasses.replace(batch, train=batch.train.clone())
+    loud.train[:400] *= 1e4
+    correction = RolloutCorrection(Weight("sequence", "clip", 1e-9, 1e9))
+    whole = correct(*batch.arguments, correction=correction, **batch.options)
+    beside = correct(*loud.arguments, correction=correction, **loud.options)
+    alone = correct(*(x[403:1303] for x in batch.arguments), correction=correction, cu_seqlens=torch.tensor([0, 900]))
+    assert torch.equal(whole.weights[403:1303], alone.weights)
+    assert torch.equal(beside.weights[400:], whole.weights[400:])
+
+
+def test_two_calls_agree_bit_by_bit() -> None:
+    batch = case([3000, 5000], gap=0.1)
+    correction = RolloutCorrection(Weight("geometric", "clip", 0.5, 2.0), normalize="batch")
+    first, second = (correct(*batch.arguments, correction=correction, **batch.options) for _ in range(2))
+    assert torch.equal(first.weights, second.weights)
+    assert first.metrics.values() == second.metrics.values()
+
+
+def test_weights_are_detached_and_fp32() -> None:
+    train, rollout, mask, cu_seqlens = gapped(0.3, -0.2)
+    for dtype, expected in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        corrected = correct(
+            train.to(dtype).requires_grad_(), rollout.to(dtype), mask,
+            correction=RolloutCorrection.preset("seq-tis"), cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        assert corrected.weights.dtype == expected
+        assert corrected.mask.dtype == torch.bool
+        assert not corrected.weights.requires_grad
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [4, 2]])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_batch_without_loss_tokens_is_legal(name: str, lengths: list[int]) -> None:
+    batch = case(lengths, density=0.0)
+    corrected = correct(*batch.arguments, correction=RolloutCorrection.preset(name), **batch.options)
+    assert not corrected.mask.any() and not corrected.weights.any()
+    values = corrected.metrics.values()
+    assert math.isnan(values["k3"]) and math.isnan(values["ess_seq"]) and math.isnan(values["response_length"])
+    assert values["nonfinite_count"] == values["bad_sequences"] == 0
+    corrected.metrics.check()
+
+
+def test_merged_micro_batches_equal_the_whole_for_every_cut() -> None:
+    lengths = [3, 0, 5, 2, 6, 4]
+    batch = case(lengths, gap=0.5)
+    batch.train[batch.mask.nonzero()[0]] = NAN
+    correction = RolloutCorrection(
+        Weight("sequence", "mask", 0.7, 2.0), (Rejection("surprise", "segment", "max", upper=1.0),)
+    )
+    whole = correct(*batch.arguments, correction=correction, **batch.options).metrics.values()
+    for cuts in itertools.combinations(range(7), 2):
+        parts = []
+        for a, b in itertools.pairwise((0, *cuts, 6)):
+            rows = slice(sum(lengths[:a]), sum(lengths[:b]))
+            parts.append(
+                correct(
+                    *(x[rows] for x in batch.arguments),
+                    correction=correction,
+                    cu_seqlens=batch.cu_seqlens[a : b + 1] - batch.cu_seqlens[a],
+                    advantages=batch.advantages[a:b],
+                    statistics={"surprise": batch.statistics["surprise"][rows]},
+                ).metrics
+            )
+        merged = parts[0].merge(parts[1]).merge(parts[2]).values()
+        assert merged == pytest.approx(whole, rel=1e-12, nan_ok=True)
+
+
+def test_advantages_of_a_unit_are_those_of_its_loss_tokens() -> None:
+    gate = Rejection("ratio", "sequence", "mean", lower=0.9, when="negative_advantage")
+    # means of 1, -1 and 0: only the second is negative
+    per_token = torch.tensor([-1.0, 3.0, -1.0, NAN, 0.0])
+    train, rollout, mask, cu_seqlens = gapped(-1.0, -1.0, -1.0, -1.0, -1.0, lengths=[2, 2, 1])
+    mask[3] = False
+    corrected = correct(
+        train, rollout, mask, correction=RolloutCorrection(reject=(gate,)), cu_seqlens=cu_seqlens, advantages=per_token
+    )
+    assert corrected.mask.tolist() == [True, True, False, False, True]
+    per_sequence = torch.tensor([0.5, -0.5, 0.0])
+    again = correct(
+        train, rollout, mask, correction=RolloutCorrection(reject=(gate,)), cu_seqlens=cu_seqlens,
+        advantages=per_sequence,
+    )  # fmt: skip
+    assert torch.equal(again.mask, corrected.mask)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backend": "triton"}, "no Triton kernels"),
+        ({"backend": "cuda"}, "backend must be"),
+        ({"cu_seqlens": None}, "cu_seqlens must be given"),
+        ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, r"cu_seqlens must be \[S \+ 1\]"),
+        ({"loss_mask": torch.ones(2, dtype=torch.bool)}, "must have one shape"),
+        ({"rollout_logprobs": torch.zeros(3, 1)}, "must have one shape"),
+        ({"advantages": None}, "advantages must be given"),
+        ({"advantages": torch.zeros(2)}, "advantages must be"),
+        ({"statistics": None}, "statistics must hold 'surprise'"),
+        ({"statistics": {"surprise": torch.zeros(2)}}, r"statistics\['surprise'\] must have the shape"),
+        ({"segment_ids": torch.zeros(3, dtype=torch.int32)}, "must be given together"),
+        ({"segment_ids": torch.zeros(2, dtype=torch.int32), "num_segments": 1}, "segment_ids must have the shape"),
+    ],
+)
+def test_a_wrong_call_is_one_sentence_that_names_the_argument(change: dict[str, Any], message: str) -> None:
+    gates = (
+        Rejection("surprise", "segment", "max", upper=1.0),
+        Rejection("ratio", lower=0.5, when="negative_advantage"),
+    )
+    arguments = {
+        "train_logprobs": torch.zeros(3),
+        "rollout_logprobs": torch.zeros(3),
+        "loss_mask": torch.ones(3, dtype=torch.bool),
+        "correction": RolloutCorrection(reject=gates),
+        "cu_seqlens": torch.tensor([0, 3], dtype=torch.int32),
+        "advantages": torch.zeros(1),
+        "statistics": {"surprise": torch.zeros(3)},
+    }
+    correct(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message) as error:
+        correct(**(arguments | change))  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+
+
+def test_padded_input_refuses_cu_seqlens() -> None:
+    zeros = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="cu_seqlens must be None"):
+        correct(zeros, zeros, zeros.bool(), correction=RolloutCorrection(), cu_seqlens=torch.tensor([0, 6]))
