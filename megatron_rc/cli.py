@@ -62,6 +62,8 @@ def train(
     from megatron_rc.training.arguments import JobSettings
 
     data = schema.load_yaml(config)
+    if isinstance(data.get("correction"), str):
+        data["correction"] = {"preset": data["correction"]}  # so that --set correction.old=... keeps the rest
     for assignment in assignments:
         schema.set_field(data, assignment)
     if "correction" in data:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_rc import reference, sums
 from megatron_rc.config import STATISTICS, Rejection, RolloutCorrection, Unit
+from megatron_rc.logprobs import check_backend
 from megatron_rc.metrics import MetricSums
 from megatron_rc.reference import LogRatio
 from megatron_rc.sums import Outcome, Units
@@ -83,7 +84,7 @@ def correct(
     Source: truncated IS, Yao et al. (fengyao.notion.site/off-policy-rl); masked and geometric forms, szrlee,
         rl-collapse part 3; IcePop, arXiv 2510.18855.
     """
-    _check_backend(backend)
+    check_backend(backend)
     sums.check_shapes(train_logprobs, rollout_logprobs, loss_mask)
     with torch.no_grad():
         offsets = sums.sequence_offsets(train_logprobs, cu_seqlens)
@@ -319,10 +320,3 @@ def _names(gates: tuple[Rejection, ...]) -> list[str]:
 
 def _log(bound: float | None) -> float | None:
     return None if bound is None else math.log(bound)
-
-
-def _check_backend(backend: str) -> None:
-    if backend == "triton":
-        raise ValueError("backend 'triton' is not part of this build: it has no Triton kernels; use 'torch' or 'auto'")
-    if backend not in ("torch", "auto"):
-        raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")

@@ -79,4 +79,6 @@ def _type_name(hint: Any) -> str:
 
 def _default(field: dataclasses.Field[Any]) -> str:
     value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    if value is dataclasses.MISSING:
+        return "required"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
