@@ -109,13 +109,17 @@ def metrics() -> None:
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(help="Output folder of a training job.")],
+    png: Annotated[Path | None, typer.Option(help="Also draw the main curves to this PNG; needs matplotlib.")] = None,
 ) -> None:
     """Write report.html from the metrics of a training job, finished or not."""
     from megatron_rc.report.html import write_report
+    from megatron_rc.report.picture import write_curves_png
 
     if not (folder / "metrics.jsonl").is_file():
         raise ValueError(f"{folder} holds no metrics.jsonl; give the output folder of a training job")
     print(write_report(folder))
+    if png is not None:
+        print(write_curves_png(folder, png))
 
 
 OUTPUTS = (

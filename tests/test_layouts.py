@@ -49,16 +49,16 @@ class Recording:
         theirs = {(r["phase"], r["step"]): r for r in self.metrics}
         warm, warm_one = ours["warmup", 1], theirs["warmup", 1]
         assert warm["cross_entropy"] == pytest.approx(warm_one["cross_entropy"], rel=1e-5)
-        norms = 0
+        norms = []
         for step in range(1, STEPS + 1):
             a, b = ours["rl", step], theirs["rl", step]
             assert a["reward/mean"] == b["reward/mean"] and a["updates"] == b["updates"]
             if b["updates"]:
-                norms += 1
+                norms.append(abs(a["grad_norm"] / b["grad_norm"] - 1))
                 assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4), step
             for metric in ("old/k3", "old/chi2_seq", "old/ess_seq", "old/log_ppl_abs_diff", "entropy"):
                 assert a[metric] == pytest.approx(b[metric], rel=1e-3, abs=1e-6), (step, metric)
-        assert norms >= 5, "too few steps had a group of unequal rewards for the comparison to mean anything"
+        assert len(norms) >= 5, "too few steps had a group of unequal rewards for the comparison to mean anything"
         worst = 0.0
         for step, (mine, one) in enumerate(
             zip(read_dump(self.folder / name / "dump"), read_dump(self.dump), strict=True), start=1
@@ -66,7 +66,11 @@ class Recording:
             for a, b in zip(mine, one, strict=True):
                 assert a["output_ids"] == b["output_ids"] and a["mask"] == b["mask"], step
                 worst = max(worst, *(abs(x - y) for x, y in zip(a["old_logprobs"], b["old_logprobs"], strict=True)))
-        print(f"{name}: largest log-prob difference over {STEPS} steps {worst:.1e}")
+        cross_entropy = abs(warm["cross_entropy"] / warm_one["cross_entropy"] - 1)
+        print(
+            f"{name}: over {STEPS} steps log-probs differ by at most {worst:.1e}, gradient norms by {max(norms):.1e} "
+            f"relative, warm-up cross-entropy by {cross_entropy:.1e} relative"
+        )
         assert worst < 1e-5
 
 
