@@ -53,7 +53,7 @@ class Recording:
         for step in range(1, STEPS + 1):
             a, b = ours["rl", step], theirs["rl", step]
             assert a["reward/mean"] == b["reward/mean"] and a["updates"] == b["updates"]
-            if b["updates"]:
+            if b["updates"] and b["grad_norm"]:  # the gate may drop every sequence of the few groups that are trained
                 norms.append(abs(a["grad_norm"] / b["grad_norm"] - 1))
                 assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4), step
             for metric in ("old/k3", "old/chi2_seq", "old/ess_seq", "old/log_ppl_abs_diff", "entropy"):
