@@ -64,7 +64,7 @@ def finished_job(config: Path, *arguments: str, processes: int = 1) -> list[dict
 
 
 REWARDS = """
-calls = 0
+calls = evaluations = 0
 
 def by_length(prompt, response, answer):
     return float(len(response) % 3)
@@ -73,6 +73,13 @@ def raises_later(prompt, response, answer):
     global calls
     calls += 1
     if calls > 9:
+        raise KeyError("no such grade")
+    return float(len(response) % 3)
+
+def raises_at_the_second_evaluation(prompt, response, answer):
+    global evaluations
+    evaluations += answer == "held out"
+    if evaluations > 1:
         raise KeyError("no such grade")
     return float(len(response) % 3)
 

@@ -36,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "good.jsonl").write_text(
         "\n".join([good] * 4 + [json.dumps({"prompt": f"d {i}", "answer": ""}) for i in range(9)])
     )
+    (folder / "held_out.jsonl").write_text(json.dumps({"prompt": "n o p", "answer": "held out"}))
     (folder / "malformed.jsonl").write_text(f"{good}\n{good}\n{{not json\n")
     save_tiny_checkpoint(folder / "hf")
     return folder
@@ -95,6 +96,13 @@ def ended(folder: Path) -> dict[str, tuple[int, str]]:
         "long prompt": job("x", *jsonl(folder, "good.jsonl", "not_a_number", max_prompt_tokens=1)),
         "reward is NaN": job("nan", *jsonl(folder, "good.jsonl", "not_a_number")),
         "reward raises": job("raises", *jsonl(folder, "good.jsonl", "raises_later")),
+        "evaluation raises": job(
+            "evaluation",
+            *jsonl(
+                folder, "good.jsonl", "raises_at_the_second_evaluation", held_out_path=str(folder / "held_out.jsonl")
+            ),
+            *("train.eval_interval=2", "train.save_interval=100"),
+        ),
         "other shape": job("good", "model.config.hidden_size=64"),
         "no demonstrations": job("x", *jsonl(folder, "good.jsonl", "by_length"), "warmup.steps=1"),
         "not a job": ["report", str(folder / "hf")],
@@ -133,6 +141,7 @@ EXPECTED = {
     "long prompt": "good.jsonl.*2 tokens.*max_prompt_tokens is 1",
     "reward is NaN": "grading:not_a_number.*nan",
     "reward raises": "grading:raises_later.*no such grade",
+    "evaluation raises": "grading:raises_at_the_second_evaluation.*no such grade",
     "other shape": "checkpoint .*good/checkpoints/rl-000003 does not fit this model",
     "no demonstrations": "jsonl task has no demonstrations: warmup.steps must be 0",
     "not a job": "holds no metrics.jsonl",
@@ -152,7 +161,7 @@ def test_the_sentence_names_what_to_mend(ended: dict[str, tuple[int, str]], case
     assert re.search(EXPECTED[case], lines[0]), lines[0]
 
 
-@pytest.mark.parametrize(("output", "steps"), [("raises", 2), ("short", 1), ("corrupt", 1)])
+@pytest.mark.parametrize(("output", "steps"), [("raises", 2), ("evaluation", 2), ("short", 1), ("corrupt", 1)])
 def test_finished_steps_survive_an_error_in_a_later_one(ended: Any, folder: Path, output: str, steps: int):
     records = read_metrics(folder / output / "metrics.jsonl")
     assert [r["step"] for r in records if "reward/mean" in r] == list(range(1, steps + 1))

@@ -136,12 +136,12 @@ class Job:
             self.policy.snapshot_reference()
         self._start_phase()
         self._serve()
-        if self.evaluates:
-            self.observers.record(self.progress, {"eval/accuracy": self._evaluate()})
         self._save()
 
     def _reinforce(self) -> None:
         train = self.settings.train
+        if self.evaluates and self.progress.step == 0:
+            self.observers.record(self.progress, {"eval/accuracy": self._evaluate()})
         while self.progress.step < train.steps:
             started, updates = time.perf_counter(), self.policy.phase_updates
             try:
@@ -154,13 +154,19 @@ class Job:
             self.observers.dump(self.progress.step, rollouts, result, self.groups)
             self.progress.weight_version += 1
             self._serve()
-            metrics = result.metrics
+            metrics, failure = result.metrics, None
             last = self.progress.step == train.steps
             if self.evaluates and (last or self.progress.step % train.eval_interval == 0):
-                metrics["eval/accuracy"] = self._evaluate()
+                try:
+                    metrics["eval/accuracy"] = self._evaluate()
+                except SharedError as error:
+                    failure = error
             metrics["time/step_s"] = time.perf_counter() - started
             metrics["tokens_per_second"] = result.batch.num_tokens / metrics["time/step_s"]
             self.observers.record(self.progress, metrics)
+            if failure:
+                self._save()  # the step itself is finished
+                raise failure
             self._save_when_due()
         self._save()
 
