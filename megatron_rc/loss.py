@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection, Surrogate
 from megatron_rc.logprobs import check_backend
-from megatron_rc.metrics import MetricSums, pair_metrics
+from megatron_rc.metrics import MetricSums
 
 if TYPE_CHECKING:
     from megatron_rc.correction import Corrected
@@ -193,8 +193,8 @@ def policy_loss(
 
     Returns:
         PolicyLoss. The loss of no token at all is 0 and differentiable. Metrics: loss, policy_loss, kl_ref and entropy
-        weighted by scale; clip_low, clip_high and dual_clip as shares of kept tokens; pair metrics under current_old/
-        when old_logprobs is given.
+        weighted by scale; clip_low, clip_high and dual_clip as shares of kept tokens. For current
+        against old there is `pair_metrics`.
 
     Raises:
         ValueError: a shape, bound or missing argument; a weight on the ppo ratio of two policies.
@@ -249,9 +249,6 @@ def policy_loss(
         pooled = {name: (value.detach(), total) for name, value in {"loss": loss, **means}.items()}
         pooled |= {name: ((where & kept).sum(), kept_tokens) for name, where in clipped.items()}
         metrics = MetricSums.of_means(pooled)
-        if old_logprobs is not None:
-            pair = pair_metrics(detached, old_logprobs, counts, log_ratio_bound=bound, sequences=False)
-            metrics.merge(pair.prefixed("current_old/"))
     return PolicyLoss(loss, metrics)
 
 

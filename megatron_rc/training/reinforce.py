@@ -244,13 +244,16 @@ def _micro_loss(
     if corrected is not None:
         here = dataclasses.replace(corrected, weights=have["weights"], mask=have["mask"])
         old = have["old"]
-        sums = pair_metrics(
-            current.detach(),
-            batch.rollout_logprobs,
-            batch.loss_mask,
-            cu_seqlens=batch.cu_seqlens,
-            log_ratio_bound=correction.log_ratio_bound,
-        )
+        sums = MetricSums()
+        for prefix, other in (("current/", batch.rollout_logprobs), ("current_old/", old)):
+            pair = pair_metrics(
+                current.detach(),
+                other,
+                batch.loss_mask,
+                cu_seqlens=batch.cu_seqlens,
+                log_ratio_bound=correction.log_ratio_bound,
+            )
+            sums.merge(pair.prefixed(prefix))
     else:
         here = correct(
             current.detach(),
@@ -262,7 +265,7 @@ def _micro_loss(
             num_segments=batch.num_segments,
             advantages=have["advantages"],
         )
-        sums = here.metrics
+        sums = here.metrics.prefixed("current/")
         old = batch.rollout_logprobs if correction.old == "rollout" else None
     result = policy_loss(
         current,
@@ -279,7 +282,7 @@ def _micro_loss(
         entropy=entropy if loss.entropy_coef else None,
         entropy_coef=loss.entropy_coef,
     )
-    return result.loss, result.metrics.merge(sums.prefixed("current/"))
+    return result.loss, sums.merge(result.metrics)
 
 
 def _pooled(sums: MetricSums | None, groups: Groups, max_nonfinite_share: float) -> dict[str, float]:
