@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from distributed import run_ranks
 from jobs import DENSE, MOE, finished_job, settings_file
 
@@ -124,7 +123,7 @@ def gradient_norms(rank: int, hf_path: str) -> list[float]:
         groups=[r["group"] for r in records],
     )
     place = groups.initialize(ParallelSettings(), 1)
-    for micro_batches in (1, 2, 4):
+    for micro_batches in (1, 2, 4, 40):  # 40: more than there are sequences, so some hold one that must not count
         train = TrainSettings(optimizer="sgd", micro_batches=micro_batches)
         policy = Policy(ModelSettings(hf_path=hf_path), ParallelSettings(), train, place)
         policy.start_phase(lr=0.1, min_lr=0.0, warmup_steps=0, total_steps=10, decay_style="constant")
@@ -142,7 +141,6 @@ def gradient_norms(rank: int, hf_path: str) -> list[float]:
 
 def test_the_gradient_norm_does_not_depend_on_the_number_of_micro_batches(dense: Recording):
     (norms,) = run_ranks(1, gradient_norms, str(dense.hf))
-    print("gradient norms at 1, 2, 4 micro-batches:", norms)
+    print("gradient norms at 1, 2, 4, 40 micro-batches:", norms)
     assert norms[0] > 0
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5) and norms[2] == pytest.approx(norms[0], rel=1e-5)
-    assert torch.tensor(norms).isfinite().all()
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-5)
