@@ -51,7 +51,7 @@ def train(
     assignments: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a field, such as train.steps=20.")
     ] = [],  # noqa: B006 - typer reads the default
-    fresh: Annotated[bool, typer.Option(help="Start anew and delete what the output folder holds.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Start anew, deleting the earlier run in the output folder.")] = False,
     dump: Annotated[bool, typer.Option(help="Write every training batch to OUTPUT/dump as Parquet.")] = False,
 ) -> None:
     """Train a policy with rollout correction; resumes from the newest checkpoint of the output folder.
