@@ -10,11 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from report_records import rl, warmup, write_all
 from rich.console import Console
 
 from megatron_rc.report import display as display_module
@@ -23,20 +23,6 @@ from megatron_rc.report.fingerprint import fingerprint
 from megatron_rc.report.log import MetricsLog, read_metrics
 
 ROOT = Path(__file__).parent.parent
-
-
-def warmup(steps: Sequence[int]) -> list[dict[str, Any]]:
-    return [{"phase": "warmup", "step": s, "cross_entropy": 2 / s} for s in steps]
-
-
-def rl(steps: Sequence[int]) -> list[dict[str, Any]]:
-    return [{"phase": "rl", "step": s, "reward/mean": s / 100, "old/k3": 1e-5 * (s + 1)} for s in steps]
-
-
-def write_all(folder: Path, records: Sequence[dict[str, Any]]) -> None:
-    with MetricsLog(folder, tensorboard=False) as log:
-        for record in records:
-            log.write(record)
 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:

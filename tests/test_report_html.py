@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 import sys
-from collections.abc import Sequence
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -14,27 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from report_records import rl, warmup, write_all
 
 from megatron_rc.metrics import METRICS, SHARES
 from megatron_rc.report import svg
 from megatron_rc.report.curves import PANELS, Series, headlines, moving_average, series
 from megatron_rc.report.html import save_context, write_report
-from megatron_rc.report.log import MetricsLog
 from megatron_rc.report.picture import write_curves_png
-
-
-def warmup(steps: Sequence[int]) -> list[dict[str, Any]]:
-    return [{"phase": "warmup", "step": s, "cross_entropy": 2 / s} for s in steps]
-
-
-def rl(steps: Sequence[int]) -> list[dict[str, Any]]:
-    return [{"phase": "rl", "step": s, "reward/mean": s / 100, "old/k3": 1e-5 * (s + 1)} for s in steps]
-
-
-def write_all(folder: Path, records: Sequence[dict[str, Any]]) -> None:
-    with MetricsLog(folder, tensorboard=False) as log:
-        for record in records:
-            log.write(record)
 
 
 class Page(HTMLParser):

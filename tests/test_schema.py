@@ -53,6 +53,11 @@ def test_what_is_not_a_mapping_of_fields_is_refused(text):
         schema.load_yaml(text)
 
 
+def test_one_long_line_is_yaml_text_and_not_the_name_of_a_file():
+    text = "{task: {options: {path: " + "x" * 400 + "}}}"
+    assert schema.load_yaml(text)["task"]["options"]["path"] == "x" * 400
+
+
 def test_set_reads_the_value_as_yaml_and_makes_missing_sections():
     data = {"train": {"lr": 1.0}}
     for assignment in ("train.steps=7", "rollout.dtype=fp32", "task.options.levels={2x1: 1.0}", "model.hf_path=null"):

@@ -54,7 +54,7 @@ class Display:
             name: of the job.
         """
         self._console = console or Console(highlight=False)
-        self._total, self._name = total_steps, name
+        self._total = total_steps
         self._history: dict[str, deque[float]] = {}
         self._clock: tuple[int, float] | None = None
         self._phase_name, self._phase_total, self._phase_done, self._phase_said = "", 0, 0, 0.0

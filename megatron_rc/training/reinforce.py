@@ -64,11 +64,6 @@ def check_modes(correction: RolloutCorrection, loss: LossSettings, train: TrainS
     correction.check_surrogate(loss.surrogate)
     if correction.old == "recompute":
         return
-    if correction.normalize == "batch":
-        raise ValueError(
-            f"correction.normalize must be 'none' when correction.old is {correction.old!r}: the weights are computed "
-            "one micro-batch at a time"
-        )
     if loss.denominator == "kept":
         raise ValueError(
             f"loss.denominator must be 'original' when correction.old is {correction.old!r}: the kept tokens of the "
