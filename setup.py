@@ -27,9 +27,11 @@ setup(
     packages=[
         "megatron_rc",
         "megatron_rc.analyze",
+        "megatron_rc.doctor",
         "megatron_rc.integrations",
         "megatron_rc.kernels",
         "megatron_rc.moe",
+        "megatron_rc.reference",
         "megatron_rc.report",
         "megatron_rc.rollout",
         "megatron_rc.tasks",

@@ -93,3 +93,23 @@ prepare() {
     echo "$key" >"$stamp"
     say "installed"
 }
+
+# prepare_triton VERSION NUMPY: a second Triton, with the numpy it goes with, in $VENV/triton-VERSION: as much of both as
+# the interpreter needs. Whoever puts that folder first on PYTHONPATH runs with it.
+prepare_triton() {
+    local version="$1" numpy="$2" folder log key
+    folder="$VENV/triton-$version"
+    log="$VENV/install-triton-$version.log"
+    key="triton $version $numpy $("$VENV/bin/python" --version)"
+    if [[ -f "$folder/installed" && "$(<"$folder/installed")" == "$key" ]]; then
+        return
+    fi
+    say "installing triton $version beside the one in .venv (about 500 MB; progress in ${log#"$ROOT"/})"
+    rm -rf "$folder" "$log"
+    logged_pip "$log" install --no-deps --only-binary :all: --target "$folder" "triton==$version" "$numpy" ||
+        die "triton $version could not be installed (see above); it is safe to run this again"
+    # compilers, debuggers and headers of GPUs: a third of it
+    rm -rf "$folder"/triton/backends/nvidia/{bin,lib} "$folder"/triton/backends/*/include \
+        "$folder"/triton/{profiler,FileCheck} "$folder"/triton/_C/libproton.so "$folder/bin"
+    echo "$key" >"$folder/installed"
+}

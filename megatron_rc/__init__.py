@@ -13,16 +13,20 @@ if TYPE_CHECKING:
     from megatron_rc.correction import Corrected, correct
     from megatron_rc.logprobs import vocab_parallel_logprobs
     from megatron_rc.loss import PolicyLoss, loss_scale, policy_loss
+    from megatron_rc.lr_decay import LengthDecayLR
     from megatron_rc.metrics import MetricSums
+    from megatron_rc.surge import SurgeDetector
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Corrected",
+    "LengthDecayLR",
     "MetricSums",
     "PolicyLoss",
     "Rejection",
     "RolloutCorrection",
+    "SurgeDetector",
     "Weight",
     "correct",
     "loss_scale",
@@ -32,10 +36,12 @@ __all__ = [
 
 _MODULE_OF = {
     "Corrected": "correction",
+    "LengthDecayLR": "lr_decay",
     "MetricSums": "metrics",
     "PolicyLoss": "loss",
     "Rejection": "config",
     "RolloutCorrection": "config",
+    "SurgeDetector": "surge",
     "Weight": "config",
     "correct": "correction",
     "loss_scale": "loss",

@@ -140,8 +140,10 @@ def _train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
     # one a missing optional library, a module and a process; the report lists what is installed
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
+    from megatron_rc.backend import set_debug_checks
     from megatron_rc.training import emulation
 
+    set_debug_checks(settings.train.debug_checks)
     emulation.emulate_cuda_on_cpu()
     from megatron_rc.rollout.perturb import perturbed
     from megatron_rc.training import groups as parallel

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc import reference, sums
-from megatron_rc.config import STATISTICS, Rejection, RolloutCorrection, Unit
-from megatron_rc.logprobs import check_backend
+from megatron_rc.backend import use_triton
+from megatron_rc.bounds import gate_bounds, gate_names, shared_units, weight_bound_names, weight_unit
+from megatron_rc.config import Rejection, RolloutCorrection, Unit
+from megatron_rc.correction_inputs import Extras, check_extras, check_pair
 from megatron_rc.metrics import MetricSums
 from megatron_rc.reference import LogRatio
 from megatron_rc.sums import Outcome, Units
@@ -65,40 +67,47 @@ def correct(
         loss_mask: the same shape, bool; rows without it may hold anything.
         correction: what to do.
         cu_seqlens: [S + 1] int32, ending in N; packed layout only.
-        segment_ids: the shape of loss_mask, int, ascending over loss tokens; which turn a token belongs to. Without
-            it turns are the contiguous runs of loss_mask.
+        segment_ids: the shape of loss_mask, int, ascending over loss tokens; which turn a token belongs to, and so
+            which sequence. Without it turns are the contiguous runs of loss_mask.
         num_segments: above every segment id; goes with segment_ids.
         advantages: the shape of loss_mask, or one a sequence; for rejections with when="negative_advantage", which
             look at the sign of a unit's mean.
         statistics: name -> tensor of the shape of loss_mask, for rejections on that name.
         dp_group: data-parallel ranks, for normalize="batch".
         cp_group: ranks that hold other tokens of the same sequences, in the same order.
-        backend: "auto" or "torch".
+        backend: "torch"; "triton", which answers in three launches, a fourth where turns are judged, and one more to
+            normalise (an argument that is not contiguous is copied, a launch each); or "auto": triton where its
+            kernels can take every argument, which excludes fp64.
 
     Returns:
         Corrected, in the layout of the input.
 
     Raises:
-        ValueError: shapes that do not fit; advantages, statistics or segments that `correction` needs and are missing.
+        ValueError: shapes that do not fit; advantages, statistics or segments that `correction` needs and are missing;
+            "triton" with what its kernels cannot take. Under set_debug_checks(True) also cu_seqlens that do not ascend
+            from 0 to N, segment_ids that do not ascend below num_segments, ranks of cp_group that hold other sequences.
 
     Source: truncated IS, Yao et al. (fengyao.notion.site/off-policy-rl); masked and geometric forms, szrlee,
         rl-collapse part 3; IcePop, arXiv 2510.18855.
     """
-    check_backend(backend)
-    sums.check_shapes(train_logprobs, rollout_logprobs, loss_mask)
+    pair = check_pair(train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, cp_group)
+    extras = check_extras(pair, correction, segment_ids, num_segments, advantages, statistics, cp_group)
     with torch.no_grad():
-        offsets = sums.sequence_offsets(train_logprobs, cu_seqlens)
-        flat_mask = loss_mask.reshape(-1).bool()
+        if use_triton(backend, **pair._asdict(), **extras.tensors()):
+            # triton is not installed everywhere
+            from megatron_rc import fused_correction
+
+            return Corrected(*fused_correction.correct(pair, extras, correction, dp_group, cp_group), correction)
+        offsets, flat_mask = pair.offsets, loss_mask.reshape(-1).bool()
         ratio = reference.log_ratio(train_logprobs.reshape(-1), rollout_logprobs.reshape(-1), flat_mask)
         tokens = sums.token_statistics(ratio, correction.log_ratio_bound)
         batch = _Batch(correction, ratio)
         batch.add_unit("sequence", offsets, torch.repeat_interleave(offsets.diff(), output_size=len(flat_mask)))
-        if "segment" in _units(correction):
-            ids, count = sums.segments(flat_mask, offsets, segment_ids, num_segments, cp_group)
+        if "segment" in shared_units(correction):
+            ids, count = sums.segments(flat_mask, offsets, extras.segment_ids, extras.num_segments)
             edges = torch.arange(count + 1, device=ids.device, dtype=ids.dtype)
             batch.add_unit("segment", torch.searchsorted(ids, edges), ids)
-        batch.add_statistics(loss_mask.shape, statistics or {})
-        batch.add_advantages(loss_mask.shape, advantages)
+        batch.add_extras(extras)
         batch.add_columns()
         batch.complete(cp_group)
 
@@ -154,38 +163,15 @@ class _Batch:
         self.offsets[unit], self.of_token[unit] = offsets, of_token
         self.sums[unit] = reference.log_ratio_sums(self.ratio, offsets)
 
-    def add_statistics(self, shape: torch.Size, statistics: Mapping[str, Tensor]) -> None:
-        for gate in self.correction.reject:
-            if gate.statistic in STATISTICS:
-                continue
-            if gate.statistic not in statistics:
-                raise ValueError(
-                    f"statistics must hold {gate.statistic!r}, which a rejection uses, got {sorted(statistics)}"
-                )
-            given = statistics[gate.statistic]
-            if given.shape != shape:
-                raise ValueError(
-                    f"statistics[{gate.statistic!r}] must have the shape of loss_mask, {tuple(shape)}, "
-                    f"got {tuple(given.shape)}"
-                )
-            self.statistics[gate.statistic] = given.reshape(-1).double()
-
-    def add_advantages(self, shape: torch.Size, advantages: Tensor | None) -> None:
-        if all(gate.when == "always" for gate in self.correction.reject):
+    def add_extras(self, extras: Extras) -> None:
+        self.statistics = {name: given.reshape(-1).double() for name, given in extras.statistics.items()}
+        if extras.advantages is None:
             return
-        if advantages is None:
-            raise ValueError("advantages must be given for a rejection with when='negative_advantage'")
-        sequences = len(self.offsets["sequence"]) - 1
-        if advantages.shape == shape:
-            self.advantages["token"] = advantages.reshape(-1)
-        elif tuple(advantages.shape) == (sequences,):
-            self.advantages["sequence"] = advantages
-            self.advantages["token"] = advantages.index_select(0, self.of_token["sequence"])
-        else:
-            raise ValueError(
-                f"advantages must be {tuple(shape)}, one a token, or ({sequences},), one a sequence, "
-                f"got {tuple(advantages.shape)}"
-            )
+        per_token = extras.advantages.reshape(-1)
+        if len(per_token) != len(self.ratio.valid):
+            self.advantages["sequence"] = extras.advantages
+            per_token = extras.advantages.index_select(0, self.of_token["sequence"])
+        self.advantages["token"] = per_token
 
     def add_columns(self) -> None:
         """What gates on sequences and segments compare, unless it is the sum or mean of l."""
@@ -229,8 +215,8 @@ def _decide(batch: _Batch, cp_group: dist.ProcessGroup | None) -> tuple[Tensor, 
     """Weights and mask [N] before normalisation, what they come to, and sequences [S] outside bounds on sequences."""
     weighting, gates, ratio = _weight(batch), batch.correction.reject, batch.ratio
     flags = weighting.flags + [
-        _Flags(f"rejected_{name}", gate.level, _outside(batch, f"gate {index}", gate), drops=True)
-        for index, (name, gate) in enumerate(zip(_names(gates), gates, strict=True))
+        _Flags(name, gate.level, _outside(batch, f"gate {index}", gate), drops=True)
+        for index, (name, gate) in enumerate(zip(gate_names(gates), gates, strict=True))
     ]
     keep = {unit: ~gone for unit, gone in _dropped(batch, flags).items()}
     mask = ratio.valid
@@ -240,7 +226,7 @@ def _decide(batch: _Batch, cp_group: dist.ProcessGroup | None) -> tuple[Tensor, 
         weights = mask.to(ratio.value.dtype)
     else:
         weights = batch.to_tokens(weighting.unit, weighting.value) * mask
-    if _units(batch.correction) <= {"sequence"}:
+    if shared_units(batch.correction) <= {"sequence"}:
         outcome = Outcome.of_sequences(weighting.value, keep.get("sequence"), batch.units["sequence"])
     else:
         judged = {f.name: batch.to_tokens(f.unit, f.flags) & ratio.valid for f in flags if f.unit != "sequence"}
@@ -250,9 +236,7 @@ def _decide(batch: _Batch, cp_group: dist.ProcessGroup | None) -> tuple[Tensor, 
 
 def _outside(batch: _Batch, column: str, gate: Rejection) -> Tensor:
     """[units] bool: outside the bounds of the gate, and subject to it."""
-    lower, upper = gate.lower, gate.upper
-    if gate.statistic == "ratio":
-        lower, upper = _log(lower), _log(upper)
+    lower, upper = gate_bounds(gate)
     if gate.level == "token":
         value = batch.statistic(gate.statistic)
     elif column in batch.maxima:
@@ -276,47 +260,24 @@ def _weight(batch: _Batch) -> _Weighting:
     weight = batch.correction.weight
     if weight is None:
         return _Weighting("token", None, [])
-    unit: Unit = "sequence" if weight.level == "geometric" else weight.level
+    unit = weight_unit(weight)
     reduce = "sum" if weight.level == "sequence" else "mean"
     log_value = batch.log_value(unit, reduce).to(batch.ratio.value.dtype)
     value = reference.bounded_ratio(log_value, weight.lower, weight.upper, batch.correction.log_ratio_bound)
     flags = []
-    if weight.lower is not None:
-        name = "clipped_low" if weight.mode == "clip" else "outside_low"
-        flags.append(_Flags(name, unit, log_value < math.log(weight.lower), weight.mode == "mask"))
-    if weight.upper is not None:
-        name = {"truncate": "truncated", "clip": "clipped_high", "mask": "outside_high"}[weight.mode]
-        flags.append(_Flags(name, unit, log_value > math.log(weight.upper), weight.mode == "mask"))
+    for side, name in weight_bound_names(weight).items():
+        bound = math.log(getattr(weight, side))
+        outside = log_value < bound if side == "lower" else log_value > bound
+        flags.append(_Flags(name, unit, outside, weight.mode == "mask"))
     return _Weighting(unit, value, flags)
 
 
 def _dropped(batch: _Batch, flags: list[_Flags]) -> dict[str, Tensor]:
     """unit -> bool, one a unit."""
     dropped: dict[str, Tensor] = {}
-    if _units(batch.correction) - {"token"}:
+    if shared_units(batch.correction) - {"token"}:
         dropped["sequence"] = batch.units["sequence"].corrupt
     for one in flags:
         if one.drops:
             dropped[one.unit] = dropped[one.unit] | one.flags if one.unit in dropped else one.flags
     return dropped
-
-
-def _units(correction: RolloutCorrection) -> set[str]:
-    """Which units the weight and the gates share values over."""
-    units: set[str] = {gate.level for gate in correction.reject}
-    if correction.weight is not None:
-        units.add("sequence" if correction.weight.level == "geometric" else correction.weight.level)
-    return units
-
-
-def _names(gates: tuple[Rejection, ...]) -> list[str]:
-    """Their names, numbered where they repeat."""
-    names: list[str] = []
-    for gate in gates:
-        same = sum(name == gate.name or name.startswith(f"{gate.name}#") for name in names)
-        names.append(f"{gate.name}#{same + 1}" if same else gate.name)
-    return names
-
-
-def _log(bound: float | None) -> float | None:
-    return None if bound is None else math.log(bound)

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import textwrap
+import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,15 +23,17 @@ class Field(NamedTuple):
 
 
 def describe(cls: Any, prefix: str = "") -> Iterator[Field]:
-    """Fields of ``cls`` and of the dataclasses nested in it, in order."""
+    """Fields of ``cls`` and of the dataclasses nested in it, in order; a nested one that may be null is a row, too."""
     hints = typing.get_type_hints(cls)
     docs = _docstrings(cls)
     for field in dataclasses.fields(cls):
-        name = f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from describe(hints[field.name], name + ".")
-        else:
-            yield Field(name, _type_name(hints[field.name]), _default(field), docs.get(field.name, ""))
+        name, hint = f"{prefix}{field.name}", hints[field.name]
+        options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        nested = [option for option in options if dataclasses.is_dataclass(option)]
+        if nested != [hint]:
+            yield Field(name, _type_name(hint), _default(field), docs.get(field.name, ""))
+        for option in nested:
+            yield from describe(option, name + ".")
 
 
 def sections(cls: Any) -> str:

@@ -50,6 +50,7 @@ class Sample:
     output_ids: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length", "abort"]
+    """abort: it was stopped early and not continued."""
     weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
     """(version, start, end) spans over the output tokens."""
     support: list[list[int]] | None = None
@@ -58,6 +59,12 @@ class Sample:
     """False for output tokens that the sampler did not draw (tool results between turns); None: all drawn."""
     routes: torch.Tensor | None = None
     """[prompt + output - 1, layers, k] expert ids, int32; row i is the routing that predicted token i + 1."""
+    retractions: int = 0
+    """Times the server put the request back in its queue and computed it anew."""
+    rejected: str | None = None
+    """Why this must not be trained on, in the words of a metric name such as 'nan_logprob'; None: it may."""
+    rejected_detail: str = ""
+    """One sentence beside ``rejected`` with what was found; no token and no text of a prompt is in it."""
 
 
 @runtime_checkable
@@ -76,6 +83,8 @@ class RolloutEngine(Protocol):
         on_finished: Callable[[int], None] | None = None,
     ) -> list[Sample]:
         """Sample ``n`` responses a prompt.
+
+        What came back damaged is in the answer too, with ``Sample.rejected`` set; the caller leaves it out.
 
         Args:
             prompts: token ids of each prompt.

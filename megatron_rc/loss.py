@@ -1,82 +1,38 @@
-"""From rewards to the scalar that Megatron differentiates: advantages, the scale of every token, the policy loss."""
+"""The scalar that Megatron differentiates: the scale of every token and the policy loss."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from megatron_rc import reference
+from megatron_rc.advantages import equal_reward_groups, expand_to_tokens, grpo_advantages, rloo_advantages
+from megatron_rc.backend import use_triton
 from megatron_rc.config import RolloutCorrection, Surrogate
-from megatron_rc.logprobs import check_backend
 from megatron_rc.metrics import MetricSums
 
 if TYPE_CHECKING:
     from megatron_rc.correction import Corrected
 
+__all__ = [
+    "Aggregation",
+    "Denominator",
+    "PolicyLoss",
+    "equal_reward_groups",
+    "expand_to_tokens",
+    "grpo_advantages",
+    "loss_scale",
+    "policy_loss",
+    "rloo_advantages",
+]
+
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 Denominator = Literal["original", "kept"]
 _AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-
-
-def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = r_i - mean of the other rewards of its group: REINFORCE with a leave-one-out baseline, unbiased.
-
-    All finite rewards of a group enter the baseline, those of rejected samples too. A sample without a finite reward,
-    or alone in its group, gets 0: there is nothing to compare it with.
-
-    Args:
-        rewards: [S] float.
-        groups: [S] int64, samples of one prompt share a number.
-
-    Returns:
-        [S] fp32, exactly 0 in a group of equal rewards.
-
-    Source: Kool et al. 2019; Ahmadian et al. 2024 (arXiv 2402.14740).
-    """
-    group = _Groups.of(rewards, groups)
-    count, total = group.sums(group.finite), group.sums(group.rewards)
-    others = (total - group.rewards) / (count - 1).clamp(min=1)
-    return torch.where(group.finite & (count > 1), group.rewards - others, 0).float()
-
-
-def grpo_advantages(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
-    """A_i = (r_i - mean) / (std + epsilon) over the finite rewards of its group, std with n - 1 in the denominator.
-
-    Args:
-        rewards, groups: as in rloo_advantages; the same samples get 0.
-        divide_by_std: False leaves r_i - mean (Dr. GRPO).
-        epsilon: in units of the reward.
-
-    Returns:
-        [S] fp32, exactly 0 in a group of equal rewards.
-
-    Source: DeepSeekMath (arXiv 2402.03300); Dr. GRPO (arXiv 2503.20783).
-    """
-    group = _Groups.of(rewards, groups)
-    count = group.sums(group.finite)
-    deviation = torch.where(group.finite, group.rewards - group.sums(group.rewards) / count.clamp(min=1), 0)
-    if divide_by_std:
-        variance = group.sums(deviation.square()) / (count - 1).clamp(min=1)
-        deviation = deviation / (variance.sqrt() + epsilon)
-    return torch.where(count > 1, deviation, 0).float()
-
-
-def equal_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:
-    """[S] bool: the finite rewards of the sample's group are all equal, so that the group teaches nothing.
-
-    True also where a group has one or no finite reward. Args as in rloo_advantages.
-    """
-    group = _Groups.of(rewards, groups)
-    largest = group.reduce(torch.where(group.finite, group.rewards, -torch.inf), "max")
-    smallest = group.reduce(torch.where(group.finite, group.rewards, torch.inf), "min")
-    return largest <= smallest
-
-
-def expand_to_tokens(values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """[S] one value a sequence -> [N] packed: each token gets that of its sequence."""
-    return values.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
 
 
 def loss_scale(
@@ -177,19 +133,19 @@ def policy_loss(
 
     old_logprobs chooses the old policy: log-probs before the update; None, old = current.detach(), r = 1 in value; or
     those of mu, two policies, r = pi / mu. log r and d are clamped to log_ratio_bound before exp. A token whose current
-    log-prob is -inf, or whose old one is not finite, adds nothing. No collective runs here, and nothing waits for the
-    device.
+    log-prob is -inf, or whose old one is not finite, adds nothing. All but current_logprobs and entropy are constants:
+    no gradient flows into them. No collective runs here, and nothing waits for the device.
 
     Args:
         current_logprobs: [N] packed or [B, T] padded, fp32, nats, with gradient.
         old_logprobs: the same shape or None, fp32, nats.
         advantages: the same shape, or [B] in the padded layout (`expand_to_tokens` for the packed one).
-        corrected: weights and mask of these tokens, and the settings that made them.
+        corrected: weights and mask (bool) of these tokens, and the settings that made them.
         scale: the same shape, fp32, from loss_scale; 0 where loss_mask is 0.
         clip_lower, clip_upper, dual_clip: bounds of r, on the scale of r - 1, r - 1 and r.
         reference_logprobs: the same shape, fp32, nats, of the policy to stay close to.
         entropy: the same shape, fp32, nats, with gradient, from vocab_parallel_logprobs.
-        backend: "torch" or "auto".
+        backend: "auto", "torch" or "triton".
 
     Returns:
         PolicyLoss. The loss of no token at all is 0 and differentiable. Metrics: loss, policy_loss, kl_ref and entropy
@@ -197,73 +153,84 @@ def policy_loss(
         against old there is `pair_metrics`.
 
     Raises:
-        ValueError: a shape, bound or missing argument; a weight on the ppo ratio of two policies.
+        ValueError: a shape, dtype, bound or missing argument; a weight on the ppo ratio of two policies.
 
     Source: PPO (arXiv 1707.06347); dual clip (arXiv 1912.09729); clip-higher (DAPO, arXiv 2503.14476);
         the ratio in K (DeepSeek-V3.2).
     """
-    check_backend(backend)
+    tensors: dict[str, Any] = {
+        "current_logprobs": current_logprobs,
+        "old_logprobs": old_logprobs,
+        "advantages": advantages,
+        "corrected.weights": corrected.weights,
+        "corrected.mask": corrected.mask,
+        "scale": scale,
+        "reference_logprobs": reference_logprobs,
+        "entropy": entropy,
+    }
+    fused = use_triton(backend, **tensors)
     _check_loss_arguments(surrogate, clip_lower, clip_upper, dual_clip, corrected.correction, old_logprobs)
-    tensors = {"scale": scale, "corrected.mask": corrected.mask, "corrected.weights": corrected.weights}
-    optional = {"old_logprobs": old_logprobs, "reference_logprobs": reference_logprobs, "entropy": entropy}
-    if advantages.dim() == 1 and current_logprobs.dim() == 2:
-        advantages = advantages[:, None].expand(len(advantages), current_logprobs.shape[1])
-    for name, value in {**tensors, **optional, "advantages": advantages}.items():
-        if value is not None and value.shape != current_logprobs.shape:
-            shape = tuple(current_logprobs.shape)
-            raise ValueError(f"{name} must have the shape {shape} of current_logprobs, got {tuple(value.shape)}")
-    for name, value, coefficient in (
-        ("reference_logprobs", reference_logprobs, kl_coef),
-        ("entropy", entropy, entropy_coef),
-    ):
-        if coefficient and value is None:
+    shape = current_logprobs.shape
+    for name, value in tensors.items():
+        expected = shape[:1] if name == "advantages" and advantages.dim() == 1 else shape
+        if value is not None and value.shape != expected:
+            raise ValueError(f"{name} must have the shape {tuple(shape)} of current_logprobs, got {tuple(value.shape)}")
+    if corrected.mask.dtype != torch.bool:
+        raise ValueError(f"corrected.mask must be bool, got {corrected.mask.dtype}")
+    for name, coefficient in (("reference_logprobs", kl_coef), ("entropy", entropy_coef)):
+        if coefficient and tensors[name] is None:
             raise ValueError(f"{name} must be given when its coefficient is {coefficient!r}")
-    bound = corrected.correction.log_ratio_bound
-    detached = current_logprobs.detach()
-    old = detached if old_logprobs is None else old_logprobs
-    counts = scale != 0
-    usable = counts & old.isfinite() & (detached != -torch.inf)
-    kept = usable & corrected.mask
-    # where comes before every function of a log-prob: what is dropped has a gradient of exactly 0, NaN or not
-    log_ratio = current_logprobs - old
-    clipped: dict[str, Tensor] = {}
-    if surrogate == "ppo":
-        ratio = torch.where(kept, log_ratio, 0).clamp(max=bound).exp()
-        effective, clipped = _clipped_ratio(ratio, advantages, clip_lower, clip_upper, dual_clip)
-        per_token = -advantages * effective
+    settings: dict[str, Any] = {
+        "surrogate": surrogate,
+        "clip_lower": clip_lower,
+        "clip_upper": clip_upper,
+        "dual_clip": dual_clip,
+        "kl_coef": kl_coef,
+        "entropy_coef": entropy_coef,
+        "log_ratio_bound": corrected.correction.log_ratio_bound,
+    }
+    if fused:
+        loss, totals = _FusedPolicyLoss.apply(settings, *tensors.values())
     else:
-        per_token = -advantages * torch.where(kept, current_logprobs, 0)
-    per_token = torch.where(kept, corrected.weights.detach() * per_token, 0)
-    means = {"policy_loss": (scale * per_token).sum()}
-    loss = means["policy_loss"]
-    if reference_logprobs is not None:
-        distance = torch.where(usable, reference_logprobs - current_logprobs, 0).clamp(-bound, bound)
-        ratio = torch.where(usable, log_ratio, 0).clamp(max=bound).exp()
-        means["kl_ref"] = (scale * torch.where(usable, ratio * (distance.expm1() - distance), 0)).sum()
-        loss = loss + kl_coef * means["kl_ref"]
-    if entropy is not None:
-        means["entropy"] = (scale * torch.where(counts, entropy, 0)).sum()
-        loss = loss - entropy_coef * means["entropy"]
-    with torch.no_grad():
-        total, kept_tokens = scale.double().sum(), kept.sum()
-        pooled = {name: (value.detach(), total) for name, value in {"loss": loss, **means}.items()}
-        pooled |= {name: ((where & kept).sum(), kept_tokens) for name, where in clipped.items()}
-        metrics = MetricSums.of_means(pooled)
-    return PolicyLoss(loss, metrics)
+        loss, totals = reference.policy_loss(*tensors.values(), **settings)
+    names = ["loss", "policy_loss"]
+    names += ["kl_ref"] * (reference_logprobs is not None) + ["entropy"] * (entropy is not None)
+    if surrogate == "ppo":
+        names += ["clip_high", "clip_low"] + ["dual_clip"] * (dual_clip is not None)
+    sums = [f"{part}:{name}" for part in ("total", "count") for name in names]
+    return PolicyLoss(loss, MetricSums.of_vector(sums, (), (), totals))
 
 
-def _clipped_ratio(
-    ratio: Tensor, advantages: Tensor, clip_lower: float, clip_upper: float, dual_clip: float | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The ratio as it enters -A r, constant where it is cut off, and where that is."""
-    good, bad = advantages > 0, advantages < 0
-    cut = {"clip_high": (good & (ratio > 1 + clip_upper), 1 + clip_upper)}
-    cut["clip_low"] = (bad & (ratio < 1 - clip_lower), 1 - clip_lower)
-    if dual_clip is not None:
-        cut["dual_clip"] = (bad & (ratio > dual_clip), dual_clip)
-    for where, limit in cut.values():
-        ratio = torch.where(where, limit, ratio)
-    return ratio, {name: where for name, (where, _) in cut.items()}
+class _FusedPolicyLoss(torch.autograd.Function):
+    """The kernels of `reference.policy_loss`; its tensors come in the same order."""
+
+    @staticmethod
+    def forward(ctx: Any, settings: dict[str, Any], *tensors: Any) -> tuple[Tensor, Tensor]:
+        from megatron_rc.kernels.policy_loss import policy_loss_fwd
+
+        current, _, _, _, _, scale, _, entropy = tensors
+        _, by_current, *_, by_entropy = ctx.needs_input_grad
+        loss, totals, coefficients = policy_loss_fwd(*tensors, **settings, with_coefficients=by_current)
+        ctx.save_for_backward(coefficients, scale if by_entropy else None)
+        ctx.gradient = {
+            "entropy_coef": settings["entropy_coef"],
+            "current_dtype": current.dtype,
+            "entropy_dtype": None if entropy is None else entropy.dtype,
+        }
+        ctx.mark_non_differentiable(totals)
+        # or a zero gradient of totals would be filled in every backward
+        ctx.set_materialize_grads(False)
+        return loss, totals
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        from megatron_rc.kernels.policy_loss import policy_loss_bwd
+
+        by_current, by_entropy = None, None
+        if upstream is not None:
+            by_current, by_entropy = policy_loss_bwd(upstream, *ctx.saved_tensors, **ctx.gradient)
+        return (None, by_current, *[None] * 6, by_entropy)
 
 
 def _check_loss_arguments(
@@ -285,38 +252,6 @@ def _check_loss_arguments(
         raise ValueError(
             f"old_logprobs must be {'None' if correction.old == 'current' else 'given'} when old is {correction.old!r}"
         )
-
-
-class _Groups(NamedTuple):
-    """Rewards by group without leaving the device: [S] everywhere, the answer of a group at each of its samples."""
-
-    rewards: Tensor
-    """fp64; 0 where not finite."""
-    finite: Tensor
-    order: Tensor
-    number: Tensor
-    """int64, dense number of the sample's group."""
-    offsets: Tensor
-    """[S + 1], where each group starts in `order`; the unused ones are empty."""
-
-    @classmethod
-    def of(cls, rewards: Tensor, groups: Tensor) -> _Groups:
-        if rewards.dim() != 1 or groups.shape != rewards.shape:
-            raise ValueError(f"rewards and groups must both be [S], got {tuple(rewards.shape)}, {tuple(groups.shape)}")
-        ordered, order = groups.sort(stable=True)
-        sorted_number = torch.cat([ordered.new_zeros(1), (ordered[1:] != ordered[:-1]).cumsum(0)])[: len(groups)]
-        number = torch.empty_like(sorted_number).scatter_(0, order, sorted_number)
-        edges = torch.arange(len(groups) + 1, device=groups.device)
-        finite = rewards.isfinite()
-        offsets = torch.searchsorted(sorted_number, edges)
-        return cls(torch.where(finite, rewards.double(), 0), finite, order, number, offsets)
-
-    def reduce(self, values: Tensor, how: str) -> Tensor:
-        # segment by segment in a fixed order: no atomics; unsafe skips checks that would wait for the device
-        return torch.segment_reduce(values[self.order], how, offsets=self.offsets, unsafe=True)[self.number]
-
-    def sums(self, values: Tensor) -> Tensor:
-        return self.reduce(values.double(), "sum")
 
 
 def _tokens_per_sequence(counted: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -226,49 +226,15 @@ def is_first_rank(group: dist.ProcessGroup | None) -> bool:
     return group is None or dist.get_rank(group) == 0
 
 
-def check_shapes(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> None:
-    shapes = [tuple(t.shape) for t in (train_logprobs, rollout_logprobs, loss_mask)]
-    if len(shapes[0]) not in (1, 2) or len(set(shapes)) != 1:
-        raise ValueError(
-            "train_logprobs, rollout_logprobs and loss_mask must have one shape, [N] packed or [B, T] padded, got "
-            + ", ".join(map(str, shapes))
-        )
-
-
-def sequence_offsets(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """[S + 1] row where each sequence starts once `tokens` ([N] with cu_seqlens, or [B, T] without) is flattened."""
-    if tokens.dim() == 2:
-        if cu_seqlens is not None:
-            raise ValueError("cu_seqlens must be None for padded [B, T] input, whose rows are the sequences")
-        return torch.arange(tokens.shape[0] + 1, device=tokens.device) * tokens.shape[1]
-    if cu_seqlens is None:
-        raise ValueError("cu_seqlens must be given for packed [N] input")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
-        raise ValueError(f"cu_seqlens must be [S + 1], got shape {tuple(cu_seqlens.shape)}")
-    return cu_seqlens
-
-
 def segments(
-    loss_tokens: Tensor,
-    offsets: Tensor,
-    segment_ids: Tensor | None,
-    num_segments: int | None,
-    cp_group: dist.ProcessGroup | None,
+    loss_tokens: Tensor, offsets: Tensor, segment_ids: Tensor | None, num_segments: int | None
 ) -> tuple[Tensor, int]:
     """Ascending segment id of every row, and a bound of their number that is known without asking the device."""
-    if (segment_ids is None) != (num_segments is None):
-        raise ValueError("segment_ids and num_segments must be given together")
     if segment_ids is None or num_segments is None:
-        if cp_group is not None and dist.get_world_size(cp_group) > 1:
-            raise ValueError(
-                "segment_ids and num_segments must be given with context parallelism: a rank sees only parts of turns"
-            )
         starts = torch.zeros(len(loss_tokens) + 1, dtype=torch.bool, device=loss_tokens.device)
         starts = starts.index_fill(0, offsets.long(), True)[:-1]
         begins = loss_tokens & (starts | ~loss_tokens.roll(1))
         # of n tokens at most (n + 1) / 2 start a run
         return (begins.cumsum(0) - 1).clamp(min=0), (len(loss_tokens) + len(offsets)) // 2 + 1
-    if segment_ids.numel() != len(loss_tokens):
-        raise ValueError(f"segment_ids must have the shape of loss_mask, got {tuple(segment_ids.shape)}")
     # rows outside a turn, padding for one, may carry any id: they take that of the turn before
     return torch.where(loss_tokens, segment_ids.reshape(-1), 0).cummax(0).values, num_segments

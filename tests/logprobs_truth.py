@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rc.backend import set_debug_checks
 from megatron_rc.batch import Support
 from megatron_rc.logprobs import vocab_parallel_logprobs
 
 INF = float("inf")
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Without the debug checks, which refuse ids outside the vocabulary and wait for the device."""
+    before = set_debug_checks(False)
+    try:
+        yield
+    finally:
+        set_debug_checks(before)
 
 
 def truth(

@@ -175,7 +175,7 @@ def test_advantages_of_a_unit_are_those_of_its_loss_tokens() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"backend": "triton"}, "no Triton kernels"),
+        ({"backend": "triton"}, "train_logprobs must be on a CUDA device for backend .triton."),
         ({"backend": "cuda"}, "backend must be"),
         ({"cu_seqlens": None}, "cu_seqlens must be given"),
         ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, r"cu_seqlens must be \[S \+ 1\]"),
@@ -213,3 +213,30 @@ def test_padded_input_refuses_cu_seqlens() -> None:
     zeros = torch.zeros(2, 3)
     with pytest.raises(ValueError, match="cu_seqlens must be None"):
         correct(zeros, zeros, zeros.bool(), correction=RolloutCorrection(), cu_seqlens=torch.tensor([0, 6]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seqlens": [0, 2, 5]}, "cu_seqlens must ascend from 0 to the number of tokens, 6, got 0 to 5"),
+        ({"cu_seqlens": [1, 2, 6]}, "cu_seqlens must ascend from 0 to the number of tokens, 6, got 1 to 6"),
+        ({"cu_seqlens": [0, 4, 2, 6]}, "cu_seqlens must ascend .*, which descends after position 1"),
+        ({"segment_ids": [0, 0, 1, 9, 3, 2]}, "segment_ids must ascend over loss tokens"),
+        ({"segment_ids": [0, 0, 1, 9, 2, -1]}, r"segment_ids .* must lie in \[0, num_segments\), .*=4, got -1 to 2"),
+        ({"segment_ids": [0, 0, 1, 9, 2, 4]}, r"segment_ids .* must lie in \[0, num_segments\), .*=4, got 0 to 4"),
+        ({"segment_ids": [0, 0, 0, 9, 2, 3]}, "segment_ids must differ between sequences"),
+    ],
+)
+def test_values_that_only_the_device_knows_are_checked_where_asked(change: dict[str, list[int]], message: str) -> None:
+    zeros = torch.zeros(6)
+    given = {"cu_seqlens": [0, 2, 6], "segment_ids": [0, 0, 1, -7, 2, 3]}
+
+    def call(**integers: list[int]) -> None:
+        correct(
+            zeros, zeros, torch.tensor([1, 1, 1, 0, 1, 1]), correction=RolloutCorrection(Weight("segment")),
+            num_segments=4, **{name: torch.tensor(values) for name, values in integers.items()},
+        )  # fmt: skip
+
+    call(**given)
+    with pytest.raises(ValueError, match=message):
+        call(**(given | change))

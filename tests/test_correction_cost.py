@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from correction_book import case
 from operations import OperationCount
 
+from megatron_rc.backend import set_debug_checks
 from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
 from megatron_rc.correction import correct
 from megatron_rc.metrics import pair_metrics
@@ -22,6 +25,14 @@ EVERYTHING = RolloutCorrection(
     ),
     normalize="batch",
 )
+
+
+@pytest.fixture(autouse=True)
+def _without_debug_checks() -> Iterator[None]:
+    """They wait for the device, and are off unless somebody turns them on."""
+    before = set_debug_checks(False)
+    yield
+    set_debug_checks(before)
 
 
 @pytest.mark.parametrize("correction", [SEQ_MIS_AND_GEO_MASK, *(p.correction for p in PRESETS.values())])

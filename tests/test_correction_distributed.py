@@ -32,6 +32,13 @@ CORRECTIONS = [
     RolloutCorrection(Weight("sequence", "mask", 0.2, 4.0), GATES[1:2], "batch"),
     RolloutCorrection(Weight("geometric", "clip", 0.9, 1.2), GATES),
     RolloutCorrection(Weight("segment", "mask", 0.6, 1.6), GATES[2:], "batch"),
+    RolloutCorrection(
+        reject=(
+            Rejection("abs_log_ratio", "segment", "min", upper=0.25),
+            Rejection("surprise", "sequence", "mean", upper=0.3, when="negative_advantage"),
+            Rejection("prob_diff", "sequence", "max", upper=0.4),
+        )
+    ),
 ]
 
 

@@ -12,12 +12,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOOR = {
-    **dict.fromkeys(("config", "batch", "engine", "reference", "schema", "describe", "kernels"), 0),
-    **dict.fromkeys(("logprobs", "dump"), 1),
-    **dict.fromkeys(("correction", "metrics", "sums", "loss", "lr_decay", "tasks", "report"), 2),
+    **dict.fromkeys(("config", "batch", "backend", "engine", "reference", "schema", "describe", "kernels"), 0),
+    **dict.fromkeys(("logprobs", "row_backends", "dump"), 1),
+    **dict.fromkeys(("correction", "metrics", "sums", "advantages", "loss", "lr_decay", "surge", "tasks", "report"), 2),
+    **dict.fromkeys(("bounds", "correction_inputs", "fused_correction"), 2),
     **dict.fromkeys(("rollout", "moe"), 3),
     "training": 4,
-    **dict.fromkeys(("integrations", "analyze"), 5),
+    **dict.fromkeys(("integrations", "analyze", "doctor"), 5),
     "cli": 6,
     **dict.fromkeys(("__main__", "__init__"), 7),
 }
@@ -119,6 +120,8 @@ def kernel_may_import(imported: str) -> bool:
     top = imported.split(".")[0]
     if imported.startswith("torch.distributed"):
         return False
+    if imported.startswith("megatron_rc.kernels."):
+        return True
     return top in ("torch", "triton") or (top in sys.stdlib_module_names and top not in ("os", "importlib"))
 
 

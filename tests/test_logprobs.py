@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logprobs_truth import INF, logprobs_of, random_logits, random_support, truth
+from logprobs_truth import INF, logprobs_of, random_logits, random_support, truth, unchecked
 from torch import Tensor
 
 from megatron_rc.batch import Support
@@ -72,7 +72,8 @@ def test_any_shape_dtype_stride_and_option_equals_fp64(data: st.DataObject) -> N
         options["vocab_size"] = draw(st.integers(1, width))
     if draw(st.booleans()):
         options["support"] = random_support(targets, width, generator)
-    assert_equals_truth(logits, targets, **options)
+    with unchecked():
+        assert_equals_truth(logits, targets, **options)
 
 
 @pytest.mark.parametrize("with_support", [False, True])
@@ -156,7 +157,8 @@ def test_targets_outside_the_vocabulary_are_minus_infinity_without_gradient() ->
     logits, _ = random_logits(5, 9)
     targets = torch.tensor([-1, -100, 9, 2**40, 7])
     logits.requires_grad_()
-    lp = logprobs_of(logits, targets, vocab_size=7)
+    with unchecked():
+        lp = logprobs_of(logits, targets, vocab_size=7)
     assert lp.tolist() == [-INF] * 5
     lp.backward(torch.randn(5))
     assert logits.grad is not None and (logits.grad == 0).all()

@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from logprobs_truth import INF, logprobs_of, random_logits, random_support
+from logprobs_truth import INF, logprobs_of, random_logits, random_support, unchecked
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rc import logprobs as module
+from megatron_rc import row_backends as module
 from megatron_rc.batch import Support
 from megatron_rc.logprobs import vocab_parallel_logprobs
+
+ZEROS = torch.zeros(5, dtype=torch.int64)
+
+
+def kept(ids: list[int], offsets: list[int]) -> Support:
+    return Support(torch.tensor(ids), torch.tensor(offsets))
 
 
 class Operations(TorchDispatchMode):
@@ -146,23 +152,27 @@ def test_logits_written_to_after_forward_raise_in_backward() -> None:
         lp.sum().backward()
 
 
-def test_arguments_reused_before_backward_change_nothing() -> None:
+@pytest.mark.parametrize("name", ["targets", "temperature", "mask", "ids", "offsets", "logprobs", "entropy"])
+def test_a_tensor_written_to_between_forward_and_backward_raises_there(name: str) -> None:
     logits, targets = random_logits(4, 9)
-    expected, given_logits = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    support = random_support(targets, 9, torch.Generator().manual_seed(1))
     temperature, mask = torch.tensor([0.5, 1, 2, 3]), torch.tensor([True, False, True, True])
-    logprobs_of(expected, targets.clone(), temperature=temperature.clone(), mask=mask.clone()).sum().backward()
-    lp = logprobs_of(given_logits, targets, temperature=temperature, mask=mask)
-    targets.zero_(), temperature.fill_(7), mask.fill_(False)
-    lp.sum().backward()
-    assert expected.grad is not None and given_logits.grad is not None
-    assert torch.equal(expected.grad, given_logits.grad)
+    lp, entropy = vocab_parallel_logprobs(
+        logits.requires_grad_(), targets, temperature=temperature, mask=mask, support=support, with_entropy=True
+    )
+    total = lp.sum() + entropy.sum()
+    tensors = {"targets": targets, "temperature": temperature, "mask": mask, **support._asdict()}
+    tensors |= {"logprobs": lp.detach(), "entropy": entropy.detach()}
+    tensors[name].fill_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
 
 
 @pytest.mark.parametrize("with_support", [False, True])
 def test_nothing_waits_for_the_device(with_support: bool) -> None:
     logits, targets = random_logits(8, 40)
     support = random_support(targets, 40, torch.Generator().manual_seed(1)) if with_support else None
-    with Operations() as operations:
+    with unchecked(), Operations() as operations:
         lp, entropy = vocab_parallel_logprobs(
             logits.requires_grad_(),
             targets,
@@ -188,7 +198,7 @@ def test_bf16_logits_are_never_copied_to_fp32_as_a_whole() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"backend": "triton"}, "backend 'triton' is not part of this build"),
+        ({"backend": "triton"}, "logits must be on a CUDA device for backend 'triton', got cpu"),
         ({"backend": "cuda"}, "backend must be 'auto', 'torch' or 'triton', got 'cuda'"),
         ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
         ({"temperature": torch.ones(3)}, "temperature must have the shape (4,)"),
@@ -197,6 +207,14 @@ def test_bf16_logits_are_never_copied_to_fp32_as_a_whole() -> None:
         ({"vocab_size": 10}, "vocab_size must be between 1 and the 9 ids of all shards, got 10"),
         ({"logits": torch.zeros(4)}, "logits must be floating point [N, V_local]"),
         ({"logits": torch.zeros(4, 9, dtype=torch.int64)}, "logits must be floating point"),
+        ({"targets": torch.zeros(4)}, "targets must be int64 or int32, got torch.float32"),
+        (
+            {"targets": torch.zeros(4, dtype=torch.int64, device="meta")},
+            "targets must be on cpu, where logits are, got",
+        ),
+        ({"mask": torch.zeros(4, device="meta")}, "mask must be on cpu, where logits are, got meta"),
+        ({"support": Support(torch.zeros(0), ZEROS)}, "support.ids must be int64 or int32, got torch.float32"),
+        ({"support": Support(ZEROS, torch.zeros(5))}, "support.offsets must be int64 or int32, got torch.float32"),
         ({"support": Support(torch.zeros(0), torch.zeros(4))}, "support.offsets must have 5 entries for 4 rows"),
         ({"logits": torch.zeros(1, 9).expand(4, 9), "inplace_backward": True}, "inplace_backward must be False"),
     ],
@@ -206,3 +224,30 @@ def test_bad_input_is_named(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as error:
         vocab_parallel_logprobs(**arguments)
     assert str(error.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"targets": torch.tensor([0, 8, 9, 2])}, "targets must lie in [0, 9) where mask is not 0, got 9"),
+        ({"targets": torch.tensor([0, 8, -100, 2])}, "targets must lie in [0, 9) where mask is not 0, got -100"),
+        ({"targets": torch.tensor([0, 6, 7, 2]), "vocab_size": 7}, "targets must lie in [0, 7)"),
+        ({"temperature": torch.tensor([1.0, 2.0, 0.0, 1.0])}, "temperature must be > 0 where mask is not 0, got 0.0"),
+        ({"temperature": torch.tensor([1.0, torch.nan, 1.0, 1.0])}, "temperature must be > 0 where mask is not 0"),
+        ({"support": kept([0, 1, 9, 2], [0, 1, 2, 3, 4])}, "support.ids must lie in [0, 9), got 9"),
+        ({"support": kept([0, -1, 3, 2], [0, 1, 2, 3, 4])}, "support.ids must lie in [0, 9), got -1"),
+        ({"support": kept([0, 1, 2, 3], [0, 1, 2, 3, 3])}, "support.offsets must ascend from 0 to 4"),
+        ({"support": kept([0, 1, 2, 3], [0, 3, 2, 3, 4])}, "support.offsets must ascend from 0 to 4"),
+        ({"support": kept([0, 1, 2, 3], [1, 1, 2, 3, 4])}, "support.offsets must ascend from 0 to 4"),
+    ],
+)
+def test_bad_values_are_named_where_debug_checks_are_on(options: dict[str, Any], sentence: str) -> None:
+    arguments = {"logits": torch.zeros(4, 9), "targets": torch.zeros(4, dtype=torch.int64), **options}
+    with pytest.raises(ValueError) as error:
+        vocab_parallel_logprobs(**arguments)
+    assert str(error.value).startswith(sentence)
+    bad_rows = torch.tensor([True, False, False, True])
+    if "support" not in options:
+        vocab_parallel_logprobs(mask=bad_rows, **arguments)
+        with unchecked():
+            vocab_parallel_logprobs(**arguments)

@@ -245,6 +245,39 @@ def test_padded_layout_takes_advantages_by_sequence() -> None:
     assert in_rows[2].values() == pytest.approx(packed[2].values(), nan_ok=True)
 
 
+def test_all_but_current_and_entropy_are_constants() -> None:
+    batch = {n: v.requires_grad_() if v.is_floating_point() else v for n, v in random_batch([9], 3).items()}
+    scale = batch["loss_mask"].double().requires_grad_()
+    loss, _ = policy_loss(
+        batch["current"],
+        batch["old"],
+        batch["advantages"],
+        corrected_of(batch),
+        scale=scale,
+        reference_logprobs=batch["reference"],
+        kl_coef=0.2,
+        entropy=batch["entropy"],
+        entropy_coef=0.1,
+    )
+    loss.backward()
+    assert {name for name, value in batch.items() if value.grad is not None} == {"current", "entropy"}
+    assert scale.grad is None
+
+
+def test_half_precision_log_probs_are_computed_in_fp32() -> None:
+    batch = {n: v.bfloat16() if v.is_floating_point() else v for n, v in random_batch([40], 3).items()}
+    wide = {n: v.float() if v.is_floating_point() else v for n, v in batch.items()}
+    narrow, expected = (evaluate(part, part["loss_mask"].to(part["old"].dtype)) for part in (batch, wide))
+    torch.testing.assert_close(narrow[0], expected[0])
+    torch.testing.assert_close(narrow[1], expected[1].bfloat16())
+
+
+def test_the_mask_must_be_bool() -> None:
+    one = torch.ones(2)
+    with pytest.raises(ValueError, match=r"^corrected.mask must be bool, got torch.float32$"):
+        policy_loss(one, one, one, Corrected(one, one, one.bool(), MetricSums()), scale=one)
+
+
 def test_the_entropy_metric_is_its_mean_over_the_loss_tokens() -> None:
     batch = random_batch([9], 3)
     values = evaluate(batch, batch["loss_mask"].double())[2].values()
@@ -289,7 +322,7 @@ def test_no_collective_runs_and_nothing_waits_for_the_device() -> None:
         ({"kl_coef": 0.1}, "reference_logprobs must be given"),
         ({"entropy_coef": 0.1}, "entropy must be given"),
         ({"advantages": torch.ones(3)}, "advantages must have the shape (2,) of current_logprobs, got (3,)"),
-        ({"backend": "triton"}, "backend 'triton' is not part of this build"),
+        ({"backend": "triton"}, "current_logprobs must be on a CUDA device for backend 'triton', got cpu"),
     ],
 )
 def test_bad_loss_arguments_are_named(arguments: dict[str, Any], sentence: str) -> None:

@@ -29,6 +29,13 @@ class Panel(NamedTuple):
     phase: str = "rl"
     in_picture: bool = False
     """Also drawn in the PNG."""
+    marked: bool = False
+    """Shows where the length surged and where the learning rate was cut."""
+
+
+class Mark(NamedTuple):
+    step: int
+    label: str
 
 
 class Series(NamedTuple):
@@ -50,6 +57,9 @@ ESS = _pair("ESS", "ess_token")
 MASKED = _pair("masked", "masked_token")
 GRAD_NORM = Curve("gradient norm", ("grad_norm",))
 LEARNING_RATE = Curve("learning rate", ("lr",))
+LR_SCALE = Curve("length-decay scale", ("lr_decay/scale",))
+SURGE_STEP = Curve("surge step", ("lr_decay/surge_step",))
+DECAY_PERIOD = Curve("decay period", ("lr_decay/period",))
 THROUGHPUT = Curve("tokens/s", ("tokens_per_second",))
 CROSS_ENTROPY = Curve("cross-entropy", ("cross_entropy",))
 STEP_SECONDS = Curve("step", ("time/step_s",))
@@ -77,6 +87,7 @@ PANELS = (
         "Response length", "tokens", (LENGTH,),
         "Tokens that the sampler drew per response.",
         "changes slowly; a surge often comes before the gradient noise that ends a run.", noisy=True, in_picture=True,
+        marked=True,
     ),
     Panel(
         "Effective sample size", "fraction of the batch",
@@ -127,7 +138,7 @@ PANELS = (
     ),
     Panel(
         "Learning rate", "per optimizer step", (LEARNING_RATE,),
-        "What the optimizer used at the end of the step.", "as the schedule says.",
+        "What the optimizer used at the end of the step.", "as the schedule says.", marked=True,
     ),
     Panel(
         "Throughput", "tokens per second", (THROUGHPUT,),
@@ -175,6 +186,20 @@ def series(records: Sequence[Record], panel: Panel) -> list[Series]:
     return found
 
 
+def marks(records: Sequence[Record]) -> list[Mark]:
+    """The surge of the response length, and every step at which the length decay cut the learning rate."""
+    rl = [r for r in records if phase_of(r) == "rl"]
+    surges = [v for r in rl if (v := value_of(r, SURGE_STEP)) is not None]
+    found = [Mark(int(surges[-1]), "surge")] if surges else []
+    before = 1.0
+    for record in rl:
+        scale = value_of(record, LR_SCALE)
+        if scale is not None and scale < before:
+            found.append(Mark(int(record["step"]), f"×{scale:.3g}"))
+        before = before if scale is None else scale
+    return found
+
+
 def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Mean over the ``window`` values around each one, as many of them as there are at the ends."""
     half, total = window // 2, list(itertools.accumulate(values, initial=0.0))
@@ -213,6 +238,11 @@ def headlines(records: Sequence[Record]) -> list[Headline]:
     if steps:
         warmup = sum(phase_of(r) == "warmup" for r in records)
         found.append(Headline("Steps", f"{max(steps)}", f"after {warmup} of warm-up" if warmup else "no warm-up"))
+    surges = [v for r in rl if (v := value_of(r, SURGE_STEP)) is not None]
+    periods = [v for r in rl if (v := value_of(r, DECAY_PERIOD)) is not None]
+    if surges:
+        note = f"learning rate halves every {periods[-1]:.0f} steps"
+        found.append(Headline("Response length surged", f"step {surges[-1]:.0f}", note))
     rates = [v for r in rl if (v := value_of(r, THROUGHPUT)) is not None]
     if rates:
         found.append(Headline("Tokens per second", f"{statistics.median(rates):,.0f}", "median step, all processes"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.report.curves import PANELS, Panel, Series, headlines, series
+from megatron_rc.report.curves import PANELS, Mark, Panel, Series, headlines, marks, series
 from megatron_rc.report.log import read_metrics
 from megatron_rc.report.page import SCRIPT, STYLE
 from megatron_rc.report.svg import line_chart
@@ -88,6 +88,7 @@ def _page(
         f'<div class="tile"><b>{escape(h.value)}</b><span>{escape(h.label)}</span><small>{escape(h.note)}</small></div>'
         for h in headlines(records)
     )
+    marked = marks(records)
     note = f'<p class="note">Not measured in this run: {escape(", ".join(absent))}.</p>' if absent else ""
     where = ", ".join(str(fingerprint[key]) for key in ("device", "cpu") if key in fingerprint)
     return (
@@ -97,15 +98,16 @@ def _page(
         f"<header><h1>{escape(name)}</h1>"
         f"<p>Reinforcement learning with rollout correction. {escape(where)}</p></header>"
         f'<section class="tiles">{tiles}</section>'
-        f'<section class="panels">{"".join(_card(*pair) for pair in drawn)}</section>{note}'
+        f'<section class="panels">{"".join(_card(*pair, marked) for pair in drawn)}</section>{note}'
         f"{_table('Settings', dict(_flattened(settings)))}{_table('Machine and versions', fingerprint)}"
         f"</main><script>{SCRIPT}</script></body></html>\n"
     )
 
 
-def _card(panel: Panel, found: Sequence[Series]) -> str:
+def _card(panel: Panel, found: Sequence[Series], marked: Sequence[Mark]) -> str:
     legend = "".join(f'<span><i class="c{i}"></i>{escape(s.label)}</span>' for i, s in enumerate(found))
-    chart = line_chart(found, title=panel.title, logarithmic=panel.logarithmic, noisy=panel.noisy)
+    shown = marked if panel.marked else ()
+    chart = line_chart(found, title=panel.title, logarithmic=panel.logarithmic, noisy=panel.noisy, marks=shown)
     return (
         f"<article><h2>{escape(panel.title)} <small>{escape(panel.unit)}</small></h2>{chart}"
         f'<div class="legend">{legend if len(found) > 1 else ""}</div>'

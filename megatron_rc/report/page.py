@@ -35,6 +35,8 @@ em { font-style: normal; color: var(--text); }
 .grid { stroke: var(--grid); }
 .tick, .cursor { stroke: var(--soft); }
 .cursor { stroke-dasharray: 3 3; }
+line.mark { stroke: var(--c3); stroke-dasharray: 6 3; }
+.chart text.mark { fill: var(--c3); }
 .c0 { --c: var(--c0); } .c1 { --c: var(--c1); } .c2 { --c: var(--c2); } .c3 { --c: var(--c3); } .c4 { --c: var(--c4); }
 .line { fill: none; stroke: var(--c); stroke-width: 1.6; stroke-linejoin: round; }
 .line.faint { stroke-width: 1; opacity: .35; }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_rc.report.curves import PANELS, headlines, series, smoothed
+from megatron_rc.report.curves import PANELS, headlines, marks, series, smoothed
 from megatron_rc.report.log import read_metrics
 from megatron_rc.report.svg import NOISY_FROM, label_of, log_axis
 
@@ -46,6 +46,10 @@ def write_curves_png(folder: str | Path, path: str | Path) -> Path:
                 axes.plot(curve.steps, curve.values, color=color, lw=0.8, alpha=0.4)
             values = smoothed(curve.values) if faint else curve.values
             axes.plot(curve.steps, values, color=color, lw=1.8, marker=marker, ms=4, label=curve.label)
+        for mark in marks(records) if panel.marked else ():
+            axes.axvline(mark.step, color=COLORS[3], lw=1, ls="--")
+            axes.annotate(mark.label, (mark.step, 1), xycoords=("data", "axes fraction"), xytext=(3, -10),
+                          textcoords="offset points", fontsize=8, color=COLORS[3])  # fmt: skip
         if panel.logarithmic:
             axes.set_yscale("log")
             values = [value for curve in found for value in curve.values]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from megatron_rc.report.curves import Series, smoothed
+from megatron_rc.report.curves import Mark, Series, smoothed
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 50, 14, 10, 36
@@ -29,12 +29,20 @@ class Axis(NamedTuple):
         return (value - low) / (high - low)
 
 
-def line_chart(series: Sequence[Series], *, title: str, logarithmic: bool = False, noisy: bool = False) -> str:
+def line_chart(
+    series: Sequence[Series],
+    *,
+    title: str,
+    logarithmic: bool = False,
+    noisy: bool = False,
+    marks: Sequence[Mark] = (),
+) -> str:
     """An SVG element.
 
     Args:
         series: at least one, with at least one point each; values > 0 when logarithmic.
         noisy: draw long series faint, with their moving average on top.
+        marks: labelled vertical lines; those outside the steps of the series are left out.
     """
     horizontal = linear_axis(min(s.steps[0] for s in series), max(s.steps[-1] for s in series), whole=True)
     values = [value for s in series for value in s.values]
@@ -47,6 +55,7 @@ def line_chart(series: Sequence[Series], *, title: str, logarithmic: bool = Fals
         if faint:
             smooth = thinned(whole._replace(values=smoothed(whole.values)))
             parts.append(_line(smooth, horizontal, vertical, index, " mean"))
+    parts += [_mark(mark, horizontal) for mark in marks if horizontal.low <= mark.step <= horizontal.high]
     rounded = [s._replace(values=[float(f"{v:.5g}") for v in s.values])._asdict() for s in shown]
     hover = {"x": [LEFT, WIDTH - RIGHT, horizontal.low, horizontal.high], "series": rounded}
     return (
@@ -133,6 +142,16 @@ def _grid(horizontal: Axis, vertical: Axis) -> str:
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">step</text>')
     return "".join(parts)
+
+
+def _mark(mark: Mark, horizontal: Axis) -> str:
+    x = _x(horizontal, mark.step)
+    # beside the line, on the side that has room
+    side, anchor = (3, "start") if horizontal.share(mark.step) < 0.8 else (-3, "end")
+    return (
+        f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+        f'<text class="mark" x="{x + side:.1f}" y="{TOP + 10}" text-anchor="{anchor}">{escape(mark.label)}</text>'
+    )
 
 
 def _line(series: Series, horizontal: Axis, vertical: Axis, index: int, kind: str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_rc.config import RolloutCorrection
+from megatron_rc.lr_decay import LengthDecaySettings
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -65,9 +66,48 @@ class WarmupSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SGLangSettings:
+    """Servers that sample, and how they are fed and given weights."""
+
+    urls: tuple[str, ...] = ("http://127.0.0.1:30000",)
+    """Address of every server, or of one sglang-router."""
+    concurrency: int = 256
+    """Requests in flight from one trainer process."""
+    timeout_s: float = 600.0
+    """Longest wait for one answer."""
+    retries: int = 3
+    """New attempts of a request that failed, where a retry is safe."""
+    weight_sync: Literal["disk", "tensor", "distributed"] = "disk"
+    """disk: a checkpoint in `sync_dir`. tensor: in the body of requests. distributed: broadcast over NCCL or gloo."""
+    sync_dir: str | None = None
+    """Folder that trainer and servers see under one name, for disk; null: OUTPUT/sync."""
+    bucket_bytes: int = 512 * 1024**2
+    """Weights sent at a time, and the most memory a sync takes beside one tensor."""
+    capture_routes: bool = False
+    """Ask for the experts of every token; the servers need --enable-return-routed-experts."""
+    max_staleness: int | None = None
+    """Reject a response with a token of weights older than this many versions; null: none is."""
+    max_rejected_share: float = 0.05
+    """Stop when a larger share of a step's responses came back damaged."""
+    dump_rejected: bool = False
+    """Write them to OUTPUT/rejected."""
+
+    def __post_init__(self) -> None:
+        if not self.urls:
+            raise ValueError("urls must name at least one server")
+        _at_least(1, concurrency=self.concurrency, bucket_bytes=self.bucket_bytes)
+        _at_least(0, retries=self.retries, max_rejected_share=self.max_rejected_share)
+        _positive(timeout_s=self.timeout_s)
+        if self.max_staleness is not None:
+            _at_least(0, max_staleness=self.max_staleness)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    engine: Literal["hf", "replay"] = "hf"
-    """hf: the embedded transformers engine. replay: the samples recorded by --dump, from `replay_path`."""
+    engine: Literal["hf", "sglang", "replay"] = "hf"
+    """hf: the embedded transformers engine. sglang: servers, see `sglang`. replay: the samples recorded by --dump, from
+    `replay_path`."""
+    sglang: SGLangSettings = field(default_factory=SGLangSettings)
     replay_path: str | None = None
     """Dump folder of an earlier run, for engine replay."""
     prompts_per_step: int = 64
@@ -177,6 +217,10 @@ class TrainSettings:
     """Steps between two checkpoints."""
     keep_checkpoints: int = 2
     """Checkpoints kept; older ones are deleted."""
+    backend: Literal["auto", "torch", "triton"] = "auto"
+    """Of log-probs, correction and loss; auto: the Triton kernels on GPUs, plain PyTorch on CPU."""
+    debug_checks: bool = False
+    """Check token ids, kept ids and sequence offsets on the device, too, which waits for it."""
     save_hf: bool = True
     """At the end write the weights as a Hugging Face checkpoint to OUTPUT/hf."""
 
@@ -207,6 +251,8 @@ class JobSettings:
     correction: RolloutCorrection = field(default_factory=RolloutCorrection)
     loss: LossSettings = field(default_factory=LossSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
+    lr_decay: LengthDecaySettings | None = None
+    """Length-decay learning rate on top of train.lr and its schedule; `{}` switches it on with its defaults."""
 
 
 def _positive(**values: float) -> None:

@@ -31,6 +31,8 @@ class Progress:
     cursor: int = 0
     """Prompts of the training stream already used by reinforcement learning."""
     weight_version: int = 0
+    lr_decay: dict[str, Any] | None = None
+    """State of the length-decay learning rate after the finished steps; None when the job has none."""
 
     @property
     def name(self) -> str:

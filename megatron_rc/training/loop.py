@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import RolloutEngine, SamplingParams
+from megatron_rc.lr_decay import LengthDecayLR
 from megatron_rc.tasks import Task
 from megatron_rc.training import checkpoint
 from megatron_rc.training.arguments import JobSettings
@@ -49,6 +50,7 @@ class Job:
         self.observers = observers
         self.export = export
         self.progress = Progress()
+        self.lr_decay: LengthDecayLR | None = None
         self.saved = ""
         self.checkpoints = Path(settings.output) / "checkpoints"
         self.reference = Path(settings.output) / "reference"
@@ -111,6 +113,18 @@ class Job:
                 total_steps=train.steps * train.mini_batches_per_rollout,
                 decay_style=train.lr_decay_style,
             )
+            self._start_lr_decay()
+
+    def _start_lr_decay(self) -> None:
+        if self.settings.lr_decay is None:
+            return
+        self.lr_decay = self.settings.lr_decay.build(self.settings.train.lr)
+        self.lr_decay.attach(self.policy.scheduler)
+        if self.progress.lr_decay is not None:
+            self.lr_decay.load_state_dict(self.progress.lr_decay)
+            return
+        for _ in range(self.progress.step):  # the job had no length decay so far: these rollouts count, unmeasured
+            self.lr_decay.step(None)
 
     def _warm_up(self) -> None:
         warmup = self.settings.warmup
@@ -151,6 +165,7 @@ class Job:
                     self._save()
                 raise
             self.progress.step += 1
+            self.progress.lr_decay = self.lr_decay.state_dict() if self.lr_decay else None
             self.observers.dump(self.progress.step, rollouts, result, self.groups)
             self.progress.weight_version += 1
             self._serve()
@@ -185,6 +200,7 @@ class Job:
             self.sampling,
             n=n,
             seeds=seeds,
+            max_rejected_share=rollout.sglang.max_rejected_share,
             on_finished=self.observers.advance,
         )
         try:
@@ -202,12 +218,15 @@ class Job:
             loss=self.settings.loss,
             train=train,
             max_nonfinite_share=rollout.max_nonfinite_share,
+            lr_decay=self.lr_decay,
             on_update=lambda: self.observers.advance(1),
         )
         self.progress.cursor += len(prompts)
         result.metrics["time/rollout_s"] = sampled - started
         result.metrics["time/train_s"] = time.perf_counter() - sampled
         versions = batch.weight_versions[batch.loss_mask]
+        if rollout.engine == "sglang":
+            result.metrics |= rollouts.metrics()
         result.metrics["staleness"] = self.progress.weight_version - float(versions.double().mean())
         return rollouts, result
 
@@ -219,7 +238,13 @@ class Job:
     def _evaluate(self) -> float:
         train = self.settings.train
         return held_out_accuracy(
-            self.engine, self.task, self.groups, self.sampling, n=train.eval_samples, seed=train.seed
+            self.engine,
+            self.task,
+            self.groups,
+            self.sampling,
+            n=train.eval_samples,
+            seed=train.seed,
+            max_rejected_share=self.settings.rollout.sglang.max_rejected_share,
         )
 
     def _save_when_due(self) -> None:

@@ -169,6 +169,7 @@ class Policy:
                 vocab_size=self.hf_config["vocab_size"],
                 support=batch.support,
                 with_entropy=with_entropy,
+                backend=self.train.backend,
             )
             logprobs, entropy = result if isinstance(result, tuple) else (result, torch.zeros_like(result))
             value, collected = loss(micro, logprobs, entropy)

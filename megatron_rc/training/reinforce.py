@@ -22,6 +22,7 @@ from megatron_rc.loss import (
     policy_loss,
     rloo_advantages,
 )
+from megatron_rc.lr_decay import LengthDecayLR
 from megatron_rc.metrics import MetricSums, pair_metrics
 from megatron_rc.training.arguments import LossSettings, TrainSettings
 from megatron_rc.training.groups import Groups
@@ -84,12 +85,13 @@ def reinforce_step(
     loss: LossSettings,
     train: TrainSettings,
     max_nonfinite_share: float,
+    lr_decay: LengthDecayLR | None = None,
     on_update: Callable[[], None] | None = None,
 ) -> StepResult:
     """Train on one rollout batch, the same on every process.
 
     Groups whose rewards are all equal are dropped from the update; in three-policy mode they still take part in the
-    old pass, so that mismatch and length are measured on everything that was sampled.
+    old pass, so that mismatch and length are measured on everything that was sampled. ``lr_decay`` sees that length.
 
     Raises:
         SharedError: more than ``max_nonfinite_share`` of the log-probs are not finite.
@@ -106,6 +108,9 @@ def reinforce_step(
     per_token = expand_to_tokens(local.advantages, local.cu_seqlens, local.num_tokens)
 
     metrics = _rollout_metrics(batch, equal)
+    if lr_decay is not None:
+        lr_decay.step(metrics["response_length/mean"])
+        metrics |= lr_decay.metrics()
     old = corrected = None
     if three_policy:
         old, corrected, values = _old_pass(policy, local, micro_batches, per_token, correction, max_nonfinite_share)
@@ -172,6 +177,7 @@ def _old_pass(
         num_segments=local.num_segments,
         advantages=advantages,
         dp_group=groups.data,
+        backend=policy.train.backend,
     )
     sums = MetricSums().merge(corrected.metrics.prefixed("old/"))
     sums.merge(MetricSums.of_means({"entropy": (entropy.sum(), local.loss_mask.sum())}))
@@ -220,7 +226,7 @@ def _update(
 
     return policy.update(
         split_rows(share, numbered, **extras),
-        partial(_micro_loss, corrected, correction, loss),
+        partial(_micro_loss, corrected, correction, loss, policy.train.backend),
         with_entropy=loss.entropy_coef != 0,
         before_step=check,
     )
@@ -230,6 +236,7 @@ def _micro_loss(
     corrected: Corrected | None,
     correction: RolloutCorrection,
     loss: LossSettings,
+    backend: str,
     micro: MicroBatch,
     current: Tensor,
     entropy: Tensor,
@@ -247,6 +254,7 @@ def _micro_loss(
                 batch.loss_mask,
                 cu_seqlens=batch.cu_seqlens,
                 log_ratio_bound=correction.log_ratio_bound,
+                backend=backend,
             )
             sums.merge(pair.prefixed(prefix))
     else:
@@ -259,6 +267,7 @@ def _micro_loss(
             segment_ids=batch.segment_ids,
             num_segments=batch.num_segments,
             advantages=have["advantages"],
+            backend=backend,
         )
         sums = here.metrics.prefixed("current/")
         old = batch.rollout_logprobs if correction.old == "rollout" else None
@@ -276,6 +285,7 @@ def _micro_loss(
         kl_coef=loss.kl_coef,
         entropy=entropy if loss.entropy_coef else None,
         entropy_coef=loss.entropy_coef,
+        backend=backend,
     )
     return result.loss, sums.merge(result.metrics)
 

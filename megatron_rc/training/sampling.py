@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
 from megatron_rc.tasks import Prompt, Task
 from megatron_rc.training import emulation
-from megatron_rc.training.groups import Groups
+from megatron_rc.training.groups import Groups, SharedError
 
 
 @dataclass
 class Rollouts:
-    """All samples of a step, n a prompt and prompt by prompt; the same on every process."""
+    """The good samples of a step, prompt by prompt; the same on every process."""
 
     samples: list[Sample]
     rewards: list[float]
     groups: list[int]
+    """Number of the prompt that each one answers."""
     seeds: list[int]
+    rejected: list[Sample] = field(default_factory=list)
+    """What came back damaged and is not trained on."""
+
+    def metrics(self) -> dict[str, float]:
+        """Shares of all responses that were damaged, in all and by reason, and how often the server retracted one."""
+        total = len(self.samples) + len(self.rejected)
+        reasons = Counter(s.rejected for s in self.rejected)
+        out = {"rollout/rejected": len(self.rejected) / total}
+        out |= {f"rollout/rejected_{reason}": count / total for reason, count in reasons.items()}
+        out["rollout/retractions"] = float(sum(s.retractions for s in (*self.samples, *self.rejected)))
+        return out
 
 
 def seed_of(*parts: int | str) -> int:
@@ -37,12 +50,17 @@ def sample(
     *,
     n: int,
     seeds: Sequence[int],
+    max_rejected_share: float = 0.0,
     on_finished: Callable[[int], None] | None = None,
 ) -> Rollouts:
     """Sample and score ``n`` responses a prompt.
 
+    Args:
+        max_rejected_share: of the responses that may come back damaged; the others are trained on without them.
+
     Raises:
-        SharedError: an engine or a reward function failed on some process; raised on all of them.
+        SharedError: an engine or a reward function failed on some process, or too many responses are damaged; raised
+            on all processes.
     """
     first, last = (len(prompts) * r // groups.world_size for r in (groups.rank, groups.rank + 1))
 
@@ -54,23 +72,49 @@ def sample(
             samples = engine.generate(
                 [p.token_ids for p in share], params, n=n, seeds=seeds[first * n : last * n], on_finished=on_finished
             )
-        repeated = [p for p in share for _ in range(n)]
-        return samples, task.rewards(repeated, [s.output_ids for s in samples])
+        good = [i for i, s in enumerate(samples) if s.rejected is None]
+        return samples, task.rewards([share[i // n] for i in good], [samples[i].output_ids for i in good])
 
     gathered = groups.gather(mine)
+    samples = [s for part, _ in gathered for s in part]
+    rejected = [s for s in samples if s.rejected is not None]
+    _check_rejected(rejected, len(samples), max_rejected_share)
+    good = [i for i, s in enumerate(samples) if s.rejected is None]
     return Rollouts(
-        samples=[s for samples, _ in gathered for s in samples],
+        samples=[samples[i] for i in good],
         rewards=[r for _, rewards in gathered for r in rewards],
-        groups=[i for i in range(len(prompts)) for _ in range(n)],
-        seeds=list(seeds),
+        groups=[i // n for i in good],
+        seeds=[seeds[i] for i in good],
+        rejected=rejected,
+    )
+
+
+def _check_rejected(rejected: Sequence[Sample], total: int, max_share: float) -> None:
+    if not rejected or (len(rejected) <= max_share * total and len(rejected) < total):
+        return
+    reasons = Counter(str(s.rejected) for s in rejected)
+    examples = {str(s.rejected): s.rejected_detail for s in reversed(rejected)}
+    listed = "; ".join(f"{count} {reason} ({examples[reason]})" for reason, count in reasons.most_common())
+    raise SharedError(
+        f"{len(rejected)} of {total} responses came back damaged, rollout.sglang.max_rejected_share is {max_share!r}: "
+        f"{listed}"
     )
 
 
 def held_out_accuracy(
-    engine: RolloutEngine, task: Task, groups: Groups, params: SamplingParams, *, n: int, seed: int
+    engine: RolloutEngine,
+    task: Task,
+    groups: Groups,
+    params: SamplingParams,
+    *,
+    n: int,
+    seed: int,
+    max_rejected_share: float = 0.0,
 ) -> float:
     """Mean reward of ``n`` sampled answers a held-out prompt, with the same seeds at every call."""
     prompts = task.eval_prompts()
     seeds = [seed_of(seed, "eval", i) for i in range(len(prompts) * n)]
-    rewards = sample(engine, task, groups, prompts, params, n=n, seeds=seeds).rewards
+    rewards = sample(
+        engine, task, groups, prompts, params, n=n, seeds=seeds, max_rejected_share=max_rejected_share
+    ).rewards
     return sum(rewards) / len(rewards)

@@ -1,4 +1,4 @@
-"""The mathematics in plain PyTorch: what every kernel is tested against, and the backend of machines without a GPU."""
+"""Log-probs, entropy and their gradient from the logits of one vocabulary shard."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron_rc.reference.segments import segment_reduce
 
 _BLOCK = 1024
 _FLOOR = -1000.0
@@ -137,12 +139,12 @@ def support_statistics(
     Returns:
         [4, N].
     """
-    maximum = _segments(values, "max", offsets)
+    maximum = segment_reduce(values, "max", offsets)
     below = (values - _zero_if_minus_inf(maximum)[rows]).clamp(min=_FLOOR)
     weights = below.exp()
-    sum_exp = _segments(weights, "sum", offsets)
-    shifted = _segments(weights * below, "sum", offsets) if with_entropy else torch.zeros_like(sum_exp)
-    target = _segments(torch.where(is_target, values, -torch.inf), "max", offsets)
+    sum_exp = segment_reduce(weights, "sum", offsets)
+    shifted = segment_reduce(weights * below, "sum", offsets) if with_entropy else torch.zeros_like(sum_exp)
+    target = segment_reduce(torch.where(is_target, values, -torch.inf), "max", offsets)
     return torch.stack([maximum, sum_exp, shifted, target])
 
 
@@ -194,103 +196,3 @@ def _sum_in_order(parts: Tensor) -> Tensor:
     for part in parts[1:]:
         total = total + part
     return total
-
-
-def _segments(values: Tensor, reduce: str, offsets: Tensor) -> Tensor:
-    # unsafe: its checks of the offsets would wait for the device
-    return torch.segment_reduce(values, reduce, offsets=offsets, unsafe=True)
-
-
-class LogRatio(NamedTuple):
-    """l = log pi - log mu of every token, fp32 (fp64 for fp64 log-probs)."""
-
-    pair: Tensor
-    """[2, N]: l, which is -inf where pi is 0 and mu is not, and log mu; 0 where not valid."""
-    valid: Tensor
-    """[N] bool: loss tokens whose log-probs are not corrupt."""
-    loss_mask: Tensor
-    """[N] bool."""
-
-    @property
-    def value(self) -> Tensor:
-        """[N], l."""
-        return self.pair[0]
-
-    @property
-    def rollout(self) -> Tensor:
-        """[N], log mu."""
-        return self.pair[1]
-
-
-def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> LogRatio:
-    """l = train_logprobs - rollout_logprobs, with corruption told apart from pi = 0.
-
-    Corrupt are NaN and +inf on either side, and -inf from the sampler.
-
-    Args:
-        train_logprobs, rollout_logprobs: [N], any float dtype, nats; anything, NaN too, where loss_mask is 0.
-        loss_mask: [N] bool.
-    """
-    dtype = torch.float64 if torch.float64 in (train_logprobs.dtype, rollout_logprobs.dtype) else torch.float32
-    rollout = rollout_logprobs.to(dtype)
-    value = train_logprobs.to(dtype) - rollout
-    # the maximum is NaN or inf after NaN, +inf on either side, or -inf from the sampler
-    valid = loss_mask & (torch.maximum(value, rollout) < torch.inf)
-    pair = torch.stack([value, rollout])
-    return LogRatio(torch.where(valid, pair, pair.new_zeros(())), valid, loss_mask)
-
-
-def log_ratio_sums(ratio: LogRatio, offsets: Tensor) -> Tensor:
-    """Sums over the tokens of every unit (sequence or segment).
-
-    Args:
-        offsets: [U + 1] integers; unit u owns rows offsets[u] to offsets[u + 1].
-
-    Returns:
-        [4, U] fp64: sum l, sum log mu and number of valid tokens, number of loss tokens.
-    """
-    # fp32 counts exactly up to 2^24 tokens a unit
-    counts = torch.stack([ratio.valid, ratio.loss_mask]).float()
-    return torch.cat([unit_sums(ratio.pair.double(), offsets), unit_sums(counts, offsets)])
-
-
-def unit_sums(columns: Tensor, offsets: Tensor) -> Tensor:
-    """[k, U] sums of columns [k, N] over every unit, each with its own accumulator of the columns' dtype."""
-    return torch.segment_reduce(columns, "sum", offsets=offsets.expand(len(columns), -1), axis=1, unsafe=True)
-
-
-def gate_statistic(name: str, ratio: LogRatio) -> Tensor:
-    """[N] fp64 statistic of a Rejection, from unclamped l: ratio (as l), k2, k3, abs_log_ratio, prob_diff."""
-    value = ratio.value.double()
-    if name == "k2":
-        return value.square() / 2
-    if name == "k3":
-        return value.expm1() - value
-    if name == "abs_log_ratio":
-        return value.abs()
-    if name == "prob_diff":
-        rollout = ratio.rollout.double()
-        return (rollout + value).exp() - rollout.exp()
-    assert name == "ratio"
-    return value
-
-
-def gate_reduce(statistic: Tensor, valid: Tensor, reduce: str, offsets: Tensor) -> Tensor:
-    """[U] sum, max or min of an fp64 statistic over the valid tokens of every unit; 0, -inf, inf without any."""
-    neutral = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}[reduce]
-    return _segments(torch.where(valid, statistic, statistic.new_full((), neutral)), reduce, offsets)
-
-
-def outside(value: Tensor, lower: float | None, upper: float | None, dtype: torch.dtype) -> Tensor:
-    """not (lower <= value <= upper); True for NaN.
-
-    Both sides are rounded to `dtype`, that of the log-probs: log 2 stored in fp32 is not above a bound of log 2.
-    """
-    value = value.to(dtype)
-    return value.clamp(lower, upper) != value
-
-
-def bounded_ratio(log_value: Tensor, lower: float | None, upper: float | None, bound: float) -> Tensor:
-    """clamp(rho, lower, upper) with rho = e^l, l clamped to +- bound before exp, and rho = 0 at l = -inf."""
-    rho = log_value.clamp(-bound, bound).exp() * (log_value > -torch.inf)
-    return rho if lower is None and upper is None else rho.clamp(lower, upper)

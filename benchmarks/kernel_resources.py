@@ -1,0 +1,49 @@
+"""Compile every kernel for an H200 (sm_90) without a GPU and write what it uses: benchmarks/results/resources.json.
+
+    python benchmarks/kernel_resources.py
+
+docs/performance.md shows the table; run it again after a kernel or triton_kernels/launch.py has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "benchmarks/results/resources.json"
+TARGET = "sm_90"
+
+
+def launch_table() -> dict[str, list[int]]:
+    from megatron_rc.kernels.launch import LAUNCH
+
+    return {name: list(launch) for name, launch in LAUNCH.items()}
+
+
+def measured() -> dict[str, Any]:
+    """Of every variant of every kernel: registers and spilled bytes a thread, shared bytes a program."""
+    import triton
+    from aot import fresh_cache, kernel_names, resources
+
+    kernels = {}
+    with tempfile.TemporaryDirectory() as folder, fresh_cache(Path(folder)):
+        for name in kernel_names():
+            variants = list(resources(name, TARGET).values())
+            kernels[name] = {
+                "variants": len(variants),
+                "fewest registers": min(variant.registers for variant in variants),
+                "most registers": max(variant.registers for variant in variants),
+                "most spilled": max(variant.spilled for variant in variants),
+                "most shared": max(variant.shared for variant in variants),
+            }
+            print(name, kernels[name], flush=True)
+    return {"triton": triton.__version__, "target": TARGET, "launch": launch_table(), "kernels": kernels}
+
+
+if __name__ == "__main__":
+    sys.path.append(str(ROOT / "tests"))
+    FILE.write_text(json.dumps(measured(), indent=1) + "\n")

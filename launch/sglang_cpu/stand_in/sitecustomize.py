@@ -1,0 +1,54 @@
+"""Runs first in every process of the CPU server: takes out the two pieces that need CUDA and cannot be switched off.
+
+SGLang starts its scheduler and detokenizer as new processes, so this is found on PYTHONPATH and not patched in once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+# torchvision's compiled operators do not load beside the CPU build of torch, and describing them then raises
+sys.modules["torchvision._meta_registrations"] = ModuleType("torchvision._meta_registrations")
+
+PINNED_MEMORY = "sglang.srt.mem_cache.pool_host.common"
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Memory that no GPU reads has nothing to be registered with."""
+
+
+class _UnpinnedLoader(Loader):
+    def __init__(self, original: Loader) -> None:
+        self._original = original
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._original.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._original.exec_module(module)
+        for name in ("_cuda_host_register", "_cuda_host_unregister"):
+            if not hasattr(module, name):
+                raise ImportError(f"{PINNED_MEMORY} has no {name}: this is not the SGLang of requirements.txt")
+            setattr(module, name, _nothing)
+
+
+class _UnpinnedMemory(MetaPathFinder):
+    """Replaces the calls into the CUDA runtime right after the module's body, before anyone imports them from it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != PINNED_MEMORY:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _UnpinnedLoader(spec.loader)
+        return spec
+
+
+sys.meta_path.insert(0, _UnpinnedMemory())

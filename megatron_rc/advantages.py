@@ -1,0 +1,99 @@
+"""From rewards to advantages: the baselines of groups, and one value a sequence handed to its tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
+    """A_i = r_i - mean of the other rewards of its group: REINFORCE with a leave-one-out baseline, unbiased.
+
+    All finite rewards of a group enter the baseline, those of rejected samples too. A sample without a finite reward,
+    or alone in its group, gets 0: there is nothing to compare it with.
+
+    Args:
+        rewards: [S] float.
+        groups: [S] int64, samples of one prompt share a number.
+
+    Returns:
+        [S] fp32, exactly 0 in a group of equal rewards.
+
+    Source: Kool et al. 2019; Ahmadian et al. 2024 (arXiv 2402.14740).
+    """
+    group = _Groups.of(rewards, groups)
+    count, total = group.sums(group.finite), group.sums(group.rewards)
+    others = (total - group.rewards) / (count - 1).clamp(min=1)
+    return torch.where(group.finite & (count > 1), group.rewards - others, 0).float()
+
+
+def grpo_advantages(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
+    """A_i = (r_i - mean) / (std + epsilon) over the finite rewards of its group, std with n - 1 in the denominator.
+
+    Args:
+        rewards, groups: as in rloo_advantages; the same samples get 0.
+        divide_by_std: False leaves r_i - mean (Dr. GRPO).
+        epsilon: in units of the reward.
+
+    Returns:
+        [S] fp32, exactly 0 in a group of equal rewards.
+
+    Source: DeepSeekMath (arXiv 2402.03300); Dr. GRPO (arXiv 2503.20783).
+    """
+    group = _Groups.of(rewards, groups)
+    count = group.sums(group.finite)
+    deviation = torch.where(group.finite, group.rewards - group.sums(group.rewards) / count.clamp(min=1), 0)
+    if divide_by_std:
+        variance = group.sums(deviation.square()) / (count - 1).clamp(min=1)
+        deviation = deviation / (variance.sqrt() + epsilon)
+    return torch.where(count > 1, deviation, 0).float()
+
+
+def equal_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:
+    """[S] bool: the finite rewards of the sample's group are all equal, so that the group teaches nothing.
+
+    True also where a group has one or no finite reward. Args as in rloo_advantages.
+    """
+    group = _Groups.of(rewards, groups)
+    largest = group.reduce(torch.where(group.finite, group.rewards, -torch.inf), "max")
+    smallest = group.reduce(torch.where(group.finite, group.rewards, torch.inf), "min")
+    return largest <= smallest
+
+
+def expand_to_tokens(values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """[S] one value a sequence -> [N] packed: each token gets that of its sequence."""
+    return values.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
+
+
+class _Groups(NamedTuple):
+    """Rewards by group without leaving the device: [S] everywhere, the answer of a group at each of its samples."""
+
+    rewards: Tensor
+    """fp64; 0 where not finite."""
+    finite: Tensor
+    order: Tensor
+    number: Tensor
+    """int64, dense number of the sample's group."""
+    offsets: Tensor
+    """[S + 1], where each group starts in `order`; the unused ones are empty."""
+
+    @classmethod
+    def of(cls, rewards: Tensor, groups: Tensor) -> _Groups:
+        if rewards.dim() != 1 or groups.shape != rewards.shape:
+            raise ValueError(f"rewards and groups must both be [S], got {tuple(rewards.shape)}, {tuple(groups.shape)}")
+        ordered, order = groups.sort(stable=True)
+        sorted_number = torch.cat([ordered.new_zeros(1), (ordered[1:] != ordered[:-1]).cumsum(0)])[: len(groups)]
+        number = torch.empty_like(sorted_number).scatter_(0, order, sorted_number)
+        edges = torch.arange(len(groups) + 1, device=groups.device)
+        finite = rewards.isfinite()
+        offsets = torch.searchsorted(sorted_number, edges)
+        return cls(torch.where(finite, rewards.double(), 0), finite, order, number, offsets)
+
+    def reduce(self, values: Tensor, how: str) -> Tensor:
+        # segment by segment in a fixed order: no atomics; unsafe skips checks that would wait for the device
+        return torch.segment_reduce(values[self.order], how, offsets=self.offsets, unsafe=True)[self.number]
+
+    def sums(self, values: Tensor) -> Tensor:
+        return self.reduce(values.double(), "sum")

@@ -1,0 +1,74 @@
+"""Which backend computes, the Triton kernels or plain PyTorch, and the switch for checks that wait for the device."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("auto", "torch", "triton")
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_debug_checks = False
+
+
+def set_debug_checks(enabled: bool) -> bool:
+    """Turn checks on or off that read values on the device, and so wait for it: off unless turned on.
+
+    They cover target ids, kept ids and their offsets, temperatures, cu_seqlens, segment ids, and whether the ranks of a
+    group agree on the number of rows. Turn them on on every rank or on none: the last one communicates.
+
+    Returns:
+        Whether they were on before.
+    """
+    global _debug_checks
+    before, _debug_checks = _debug_checks, bool(enabled)
+    return before
+
+
+def debug_checks() -> bool:
+    """Whether checks that wait for the device are on."""
+    return _debug_checks
+
+
+def use_triton(backend: str, **tensors: Tensor | None) -> bool:
+    """Whether the Triton kernels compute: they do for "triton", and for "auto" where they can.
+
+    Args:
+        backend: "auto", "torch" or "triton".
+        tensors: every tensor argument by its name; floating point ones must have a dtype the kernels compute in.
+
+    Raises:
+        ValueError: an unknown backend, or "triton" with a tensor that the kernels cannot take.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
+    if backend == "torch":
+        return False
+    obstacle = _obstacle({name: value for name, value in tensors.items() if value is not None})
+    if backend == "triton" and obstacle:
+        raise ValueError(obstacle)
+    return obstacle is None
+
+
+def _obstacle(tensors: dict[str, Tensor]) -> str | None:
+    on_cuda = all(value.is_cuda for value in tensors.values())
+    if find_spec("triton") is None:
+        return "backend must be 'torch' or 'auto': triton is not installed"
+    for name, value in tensors.items():
+        if not on_cuda and not (value.device.type == "cpu" and interpreted()):
+            return (
+                f"{name} must be on a CUDA device for backend 'triton', got {value.device}; "
+                "TRITON_INTERPRET=1 in the environment runs the kernels on CPU, for tests"
+            )
+        if value.is_floating_point() and value.dtype not in _KERNEL_DTYPES:
+            return f"{name} must be bfloat16, float16 or float32 for backend 'triton', got {value.dtype}"
+    return None
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter (TRITON_INTERPRET=1)."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)

@@ -1,0 +1,194 @@
+"""What `correct` and `pair_metrics` are given: whether it fits together, for both backends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rc.backend import debug_checks
+from megatron_rc.bounds import shared_units
+from megatron_rc.config import STATISTICS, RolloutCorrection
+
+
+class Pair(NamedTuple):
+    """Log-probs of two policies, in one of two layouts."""
+
+    train_logprobs: Tensor
+    """[N] or [B, T]."""
+    rollout_logprobs: Tensor
+    loss_mask: Tensor
+    cu_seqlens: Tensor | None
+    """[S + 1] for [N]; None for [B, T], whose rows are the sequences."""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.loss_mask) if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    @property
+    def offsets(self) -> Tensor:
+        """[S + 1], row where each sequence starts once tokens are flattened."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens
+        rows, length = self.loss_mask.shape
+        return torch.arange(rows + 1, device=self.loss_mask.device) * length
+
+
+class Extras(NamedTuple):
+    """What a correction needs besides, and nothing that it does not."""
+
+    segment_ids: Tensor | None
+    """[N] or [B, T]; None where no turn is needed, or where they are the runs of loss_mask."""
+    num_segments: int | None
+    advantages: Tensor | None
+    """Of the shape of loss_mask, or [S]."""
+    statistics: dict[str, Tensor]
+    """Of the shape of loss_mask each, in the order in which the rejections name them."""
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """By the names that errors give them."""
+        named = {f"statistics[{name!r}]": given for name, given in self.statistics.items()}
+        return {"segment_ids": self.segment_ids, "advantages": self.advantages, **named}
+
+
+def check_tokens(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> None:
+    shapes = [tuple(t.shape) for t in (train_logprobs, rollout_logprobs, loss_mask)]
+    if len(shapes[0]) not in (1, 2) or len(set(shapes)) != 1:
+        raise ValueError(
+            "train_logprobs, rollout_logprobs and loss_mask must have one shape, [N] packed or [B, T] padded, got "
+            + ", ".join(map(str, shapes))
+        )
+
+
+def check_pair(
+    train_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor | None,
+    cp_group: dist.ProcessGroup | None,
+) -> Pair:
+    check_tokens(train_logprobs, rollout_logprobs, loss_mask)
+    if train_logprobs.dim() == 2:
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens must be None for padded [B, T] input, whose rows are the sequences")
+    elif cu_seqlens is None:
+        raise ValueError("cu_seqlens must be given for packed [N] input")
+    elif cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        raise ValueError(f"cu_seqlens must be [S + 1], got shape {tuple(cu_seqlens.shape)}")
+    pair = Pair(train_logprobs, rollout_logprobs, loss_mask, cu_seqlens)
+    if debug_checks():
+        if cu_seqlens is not None:
+            _check_ascends_to(cu_seqlens, len(loss_mask))
+        _check_same_on_ranks("cu_seqlens must hold one number of sequences", pair.num_sequences, cp_group)
+    return pair
+
+
+def check_extras(
+    pair: Pair,
+    correction: RolloutCorrection,
+    segment_ids: Tensor | None,
+    num_segments: int | None,
+    advantages: Tensor | None,
+    statistics: Mapping[str, Tensor] | None,
+    cp_group: dist.ProcessGroup | None,
+) -> Extras:
+    if "segment" in shared_units(correction):
+        _check_segments(pair, segment_ids, num_segments, cp_group)
+    else:
+        segment_ids, num_segments = None, None
+    return Extras(
+        segment_ids,
+        num_segments,
+        _needed_advantages(pair, correction, advantages),
+        _needed_statistics(pair.loss_mask.shape, correction, statistics or {}),
+    )
+
+
+def _check_segments(
+    pair: Pair, segment_ids: Tensor | None, num_segments: int | None, cp_group: dist.ProcessGroup | None
+) -> None:
+    if (segment_ids is None) != (num_segments is None):
+        raise ValueError("segment_ids and num_segments must be given together")
+    if segment_ids is None or num_segments is None:
+        if cp_group is not None and dist.get_world_size(cp_group) > 1:
+            raise ValueError(
+                "segment_ids and num_segments must be given with context parallelism: a rank sees only parts of turns"
+            )
+        return
+    if segment_ids.numel() != pair.loss_mask.numel():
+        raise ValueError(f"segment_ids must have the shape of loss_mask, got {tuple(segment_ids.shape)}")
+    if debug_checks():
+        _check_same_on_ranks("num_segments must be one number", num_segments, cp_group)
+        _check_segment_ids(pair, segment_ids, num_segments)
+
+
+def _needed_advantages(pair: Pair, correction: RolloutCorrection, advantages: Tensor | None) -> Tensor | None:
+    if all(gate.when == "always" for gate in correction.reject):
+        return None
+    if advantages is None:
+        raise ValueError("advantages must be given for a rejection with when='negative_advantage'")
+    shape, sequences = pair.loss_mask.shape, pair.num_sequences
+    if advantages.shape != shape and tuple(advantages.shape) != (sequences,):
+        raise ValueError(
+            f"advantages must be {tuple(shape)}, one a token, or ({sequences},), one a sequence, "
+            f"got {tuple(advantages.shape)}"
+        )
+    return advantages
+
+
+def _needed_statistics(
+    shape: torch.Size, correction: RolloutCorrection, statistics: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    needed = {}
+    for name in (gate.statistic for gate in correction.reject if gate.statistic not in STATISTICS):
+        if name not in statistics:
+            raise ValueError(f"statistics must hold {name!r}, which a rejection uses, got {sorted(statistics)}")
+        if statistics[name].shape != shape:
+            raise ValueError(
+                f"statistics[{name!r}] must have the shape of loss_mask, {tuple(shape)}, "
+                f"got {tuple(statistics[name].shape)}"
+            )
+        needed[name] = statistics[name]
+    return needed
+
+
+def _check_ascends_to(cu_seqlens: Tensor, num_tokens: int) -> None:
+    steps = cu_seqlens.diff()
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] != num_tokens or (steps < 0).any():
+        falls = (steps < 0).nonzero().flatten().tolist()
+        raise ValueError(
+            f"cu_seqlens must ascend from 0 to the number of tokens, {num_tokens}, got {int(cu_seqlens[0])} to "
+            f"{int(cu_seqlens[-1])}" + (f", which descends after position {falls[0]}" if falls else "")
+        )
+
+
+def _check_segment_ids(pair: Pair, segment_ids: Tensor, num_segments: int) -> None:
+    loss_tokens = pair.loss_mask.flatten().bool()
+    ids = segment_ids.flatten()[loss_tokens]
+    if not len(ids):
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= num_segments:
+        raise ValueError(
+            f"segment_ids of loss tokens must lie in [0, num_segments), num_segments={num_segments}, "
+            f"got {low} to {high}"
+        )
+    steps = ids.diff()
+    if (steps < 0).any():
+        raise ValueError("segment_ids must ascend over loss tokens")
+    rows = torch.arange(len(loss_tokens), device=ids.device)[loss_tokens]
+    sequences = torch.searchsorted(pair.offsets.long(), rows, right=True)
+    if ((steps == 0) & (sequences.diff() > 0)).any():
+        raise ValueError("segment_ids must differ between sequences, two of which share one")
+
+
+def _check_same_on_ranks(must: str, value: int, group: dist.ProcessGroup | None) -> None:
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    values: list[int | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    if len(set(values)) > 1:
+        raise ValueError(f"{must} on all context-parallel ranks, got {values}")

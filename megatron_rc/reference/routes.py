@@ -1,0 +1,74 @@
+"""Which experts two engines chose for the same tokens, compared as sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_CHUNK_IDS = 2**19
+"""Expert ids compared at a time: what is computed from them stays in the processor's cache."""
+
+
+class RouteComparison(NamedTuple):
+    """Expert sets A and B of N tokens in L layers."""
+
+    overlap: Tensor
+    """[L] int64, experts in both sets, summed over the counted tokens."""
+    differing_tokens: Tensor
+    """[L] int64, counted tokens whose sets differ."""
+    first_differing_layer: Tensor
+    """[N] int32, L where no layer differs; of every token, counted or not."""
+    differing_layers: Tensor
+    """[N] int32, layers whose sets differ; of every token, counted or not."""
+    counted_tokens: Tensor
+    """0-d int64, the number of tokens with mask != 0."""
+
+
+def compare_routes(a: Tensor, b: Tensor, mask: Tensor | None = None) -> RouteComparison:
+    """Where the expert sets of two engines differ: |A & B| and A != B, by layer and by token.
+
+    The mean of |A & B| / K over tokens is overlap / (K counted_tokens).
+
+    Args:
+        a, b: [N, L, K] expert ids, int16, int32 or int64, each of its own dtype and strides; distinct in a row, in any
+            order; negative ids mean no expert and belong to no set, so a row without any equals another such row and
+            differs from one with an expert.
+        mask: [N]; tokens with 0 do not count in the sums over tokens. None: all count.
+
+    Source: the set overlap and the differing layers of a token as in arXiv 2510.11370.
+    """
+    tokens, layers, _ = a.shape
+    counted = torch.ones(tokens, dtype=torch.bool, device=a.device) if mask is None else mask != 0
+    overlap = torch.zeros(layers, dtype=torch.int64, device=a.device)
+    differing_tokens = torch.zeros_like(overlap)
+    first, differing_layers = torch.empty((2, tokens), dtype=torch.int32, device=a.device)
+    layer = torch.arange(layers, dtype=torch.int32, device=a.device)[:, None]
+    for span in _chunks(a):
+        common, differs = _compare(a[span], b[span])
+        torch.amin(torch.where(differs, layer, layers), 0, out=first[span])
+        torch.sum(differs, 0, dtype=torch.int32, out=differing_layers[span])
+        here = counted[span]
+        overlap += (common * here).sum(1)
+        differing_tokens += (differs & here).sum(1)
+    return RouteComparison(overlap, differing_tokens, first, differing_layers, counted.sum())
+
+
+def _chunks(ids: Tensor) -> Iterator[slice]:
+    tokens = max(1, _CHUNK_IDS // max(1, ids[:1].numel()))
+    return (slice(first, first + tokens) for first in range(0, len(ids), tokens))
+
+
+def _compare(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """(experts in both sets, the sets differ), [L, n] each."""
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    # one contiguous plane a slot: comparing planes is several times faster than comparing along a short last dimension
+    a_planes, b_planes = (ids.permute(2, 1, 0).to(dtype, memory_format=torch.contiguous_format) for ids in (a, b))
+    found = a_planes == b_planes[0]
+    for plane in b_planes[1:]:
+        found |= a_planes == plane
+    a_has, b_has = a_planes >= 0, b_planes >= 0
+    common, a_size, b_size = (flags.sum(0, dtype=torch.int16) for flags in (found & a_has, a_has, b_has))
+    return common, (common != a_size) | (common != b_size)

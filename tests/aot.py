@@ -1,0 +1,243 @@
+"""Compile every kernel ahead of time, without a GPU, and read what it costs.
+
+python tests/aot.py    registers, spilled bytes and shared memory of every kernel and target, as a table
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import triton
+from launches import Launch, recorded_launches
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+KERNELS = Path(__file__).parent.parent / "megatron_rc/kernels"
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+"""Bytes of shared memory that one program may use."""
+ONE_TARGET = "sm_90"
+"""Where variants are compiled whose code differs before the target matters."""
+
+
+def kernel_names() -> list[str]:
+    """Every @triton.jit function named *_kernel, read from the source."""
+    return [
+        node.name
+        for path in sorted(KERNELS.glob("*.py"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+    ]
+
+
+def kernel_modules() -> list[ModuleType]:
+    return [importlib.import_module(f"megatron_rc.kernels.{path.stem}") for path in sorted(KERNELS.glob("*.py"))]
+
+
+class _ReadTable(dict[str, Any]):
+    """The launch table; remembers what was read before which launch."""
+
+    def __init__(self, table: dict[str, Any], launches: list[Launch]) -> None:
+        super().__init__(table)
+        self.launches = launches
+        self.reads: list[tuple[int, str]] = []
+
+    def __getitem__(self, name: str) -> Any:
+        self.reads.append((len(self.launches), name))
+        return super().__getitem__(name)
+
+    def entry_of(self, launch: Launch, index: int) -> str | None:
+        """The entry that launch number `index` has the shape of, among those that its launcher read."""
+        last = max((at for at, _ in self.reads if at <= index), default=None)
+        constants = [launch.arguments[p.name] for p in launch.kernel.params if p.is_constexpr]
+        numbers = {1, *(value for value in constants if type(value) is int)}
+        for at, name in self.reads:
+            entry = self.get(name)
+            shape = {"num_warps": entry.num_warps, "num_stages": entry.num_stages}
+            # a block may have two dimensions
+            if at == last and shape.items() <= launch.options.items() and entry.block in _products(numbers):
+                return name
+        return None
+
+
+def _products(numbers: set[int]) -> set[int]:
+    return {a * b for a in numbers for b in numbers}
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What the launchers launch, had they a GPU."""
+
+    launches: list[Launch]
+    entries: set[str]
+    """Of the launch table, those that a kernel was launched with."""
+    off_table: list[str]
+    """Launches whose shape is not what the table says."""
+
+
+def captured(calls: Callable[[], object]) -> Capture:
+    """Records the launches of `calls` on CPU tensors; nothing runs, and what the kernels would fill stays unset."""
+    assert not triton.knobs.runtime.interpret, "TRITON_INTERPRET leaves nothing to compile"
+    modules = kernel_modules()
+    with pytest.MonkeyPatch.context() as patch, triton.knobs.runtime.scope(), recorded_launches() as launches:
+        # the kernels are defined already, and stay compiled ones: this is what lets CPU tensors through
+        triton.knobs.runtime.interpret = True
+        table = _ReadTable(importlib.import_module("megatron_rc.kernels.launch").LAUNCH, launches)
+        for module in modules:
+            if hasattr(module, "LAUNCH"):
+                patch.setattr(module, "LAUNCH", table)
+        calls()
+    entries = [table.entry_of(launch, index) for index, launch in enumerate(launches)]
+    off_table = [f"{one.name} {one.options}" for one, entry in zip(launches, entries, strict=True) if entry is None]
+    return Capture(launches, {entry for entry in entries if entry is not None}, off_table)
+
+
+class Source(NamedTuple):
+    """One kernel, specialised as Triton specialises it at run time, for one target."""
+
+    target: str
+    variant: str
+    source: ASTSource
+    options: Any
+    arguments: str
+
+    def __str__(self) -> str:
+        return f"{self.arguments} {self.options.num_warps} warps, {self.variant}, {self.target}"
+
+    @property
+    def key(self) -> str:
+        return f"{self.source.hash()} {self.options}"
+
+
+def specialised(launch: Launch, target: str) -> Iterator[Source]:
+    """The kernel for these arguments, and for all others that it can be given where its code differs."""
+    yield _specialised("aligned", launch, target)
+    yield _specialised("unaligned", launch, target)
+    if target == ONE_TARGET:
+        # an integer argument of 1 is a constant of the compiled kernel, with other methods than a number on the device
+        ones = _with_integers(launch, 1, lambda name: True)
+        yield _specialised("integers of 1", ones, target)
+        wide = _with_integers(launch, 2**33, lambda name: "stride" in name)
+        yield _specialised("int64 strides", wide, target)
+
+
+def _specialised(variant: str, launch: Launch, target: str) -> Source:
+    kernel, backend = launch.kernel, make_backend(TARGETS[target])
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, _ = bind(**launch.arguments, **launch.options)
+    options, signature, constants, attributes = kernel._pack_args(backend, launch.options, bound, specialization, None)
+    types = ", ".join(f"{name}: {kind}" for name, kind in signature.items() if kind != "constexpr")
+    fixed = ", ".join(f"{name}={launch.arguments[name]!r}" for name, kind in signature.items() if kind == "constexpr")
+    source = ASTSource(kernel, signature, constants, {} if variant == "unaligned" else attributes)
+    return Source(target, variant, source, options, f"{launch.name}({types}; {fixed})")
+
+
+def _with_integers(launch: Launch, value: int, selects: Callable[[str], bool]) -> Launch:
+    """The launch with other values of its integer arguments; constexprs stay."""
+
+    def replaced(name: str, given: Any) -> Any:
+        if isinstance(given, tuple):
+            return tuple(replaced(name, part) for part in given)
+        return value if type(given) is int and selects(name) else given
+
+    runtime = {param.name for param in launch.kernel.params if not param.is_constexpr}
+    changed = {name: replaced(name, launch.arguments[name]) for name in launch.arguments if name in runtime}
+    return replace(launch, arguments=launch.arguments | changed)
+
+
+class Resources(NamedTuple):
+    """What one compiled kernel uses."""
+
+    registers: int
+    """A thread."""
+    spilled: int
+    """Bytes of stack and local memory a thread."""
+    shared: int
+    """Bytes of shared memory a program."""
+
+
+def compiled(source: Source) -> Resources:
+    kernel = triton.compile(source.source, target=TARGETS[source.target], options=source.options.__dict__)
+    if "cubin" in kernel.asm:
+        registers, spilled = _cuda_resources(kernel.asm["cubin"])
+    else:
+        registers, spilled = _hip_resources(kernel.asm["amdgcn"])
+    return Resources(registers, spilled, kernel.metadata.shared)
+
+
+def _cuda_resources(cubin: bytes) -> tuple[int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    functions = re.findall(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", printed)
+    assert functions, printed
+    return max(int(f[0]) for f in functions), sum(int(f[1]) + int(f[2]) for f in functions)
+
+
+def _hip_resources(assembly: str) -> tuple[int, int]:
+    def field(name: str) -> int:
+        return int(re.findall(rf"^\s*\.{name}:\s+(\d+)$", assembly, re.MULTILINE)[0])
+
+    return field("vgpr_count"), field("private_segment_fixed_size")
+
+
+@contextmanager
+def fresh_cache(folder: Path) -> Iterator[None]:
+    """Nothing compiled before counts."""
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(folder)
+        yield
+
+
+@cache
+def capture() -> Capture:
+    from kernel_calls import every_wide_call
+
+    return captured(every_wide_call)
+
+
+def resources(name: str, target: str) -> list[tuple[Source, Resources]]:
+    """Of every different specialisation of one kernel, each compiled once."""
+    unique: dict[str, Source] = {}
+    for launch in capture().launches:
+        if launch.name == name:
+            for source in specialised(launch, target):
+                unique.setdefault(source.key, source)
+    return [(source, compiled(source)) for source in unique.values()]
+
+
+def main() -> None:
+    print(f"triton {triton.__version__}\n")
+    print("| kernel | target | variants | registers a thread | spilled bytes | shared bytes a program |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as folder, fresh_cache(Path(folder)):
+        for name in kernel_names():
+            for target in TARGETS:
+                usual = ("aligned", "unaligned")
+                found = [one for source, one in resources(name, target) if source.variant in usual]
+                registers, spilled, shared = (max(column) for column in zip(*found, strict=True))
+                print(f"| {name} | {target} | {len(found)} | {registers} | {spilled} | {shared} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Batches on which the correction kernels must agree with PyTorch in fp64, and what agreeing means."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_rc.config import Rejection, RolloutCorrection, Weight
+from megatron_rc.correction import Corrected, correct
+from megatron_rc.kernels.launch import LAUNCH
+
+INF, NAN = math.inf, math.nan
+UNIT_BLOCK = 16
+BOUNDS = {  # that split the batches below, and that no value of them comes near
+    "ratio": (0.803, 1.297),
+    "k2": (0.0103, 0.1207),
+    "k3": (0.0103, 0.1207),
+    "abs_log_ratio": (0.1013, 0.5017),
+    "prob_diff": (-0.0611, 0.0507),
+    "surprise": (-0.503, 0.607),
+    "novelty": (-0.203, 0.307),
+}
+LEVELS = ("token", "sequence", "segment")
+
+
+@contextlib.contextmanager
+def small_blocks() -> Iterator[None]:
+    """Many chunks from few tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, block in (
+            *(("unit_sums", UNIT_BLOCK), ("correction", UNIT_BLOCK)),
+            *(("unit_combine", 2), ("metric_sums", 16), ("normalize", 16)),
+        ):
+            patch.setitem(LAUNCH, name, LAUNCH[name]._replace(block=block))
+        yield
+
+
+@dataclass
+class Batch:
+    """Log-probs are multiples of 2^-10, so that log-ratios are the same in fp32 and fp64."""
+
+    train: Tensor
+    rollout: Tensor
+    mask: Tensor
+    cu_seqlens: Tensor | None
+    options: dict[str, Any]
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.train, self.rollout, self.mask
+
+    def double(self) -> Batch:
+        given = {
+            k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in self.options.items()
+        }
+        given["statistics"] = {name: value.double() for name, value in self.options["statistics"].items()}
+        return replace(self, train=self.train.double(), rollout=self.rollout.double(), options=given)
+
+
+def batch_of(
+    lengths: list[int],
+    seed: int = 0,
+    *,
+    gap: float = 0.4,
+    density: float = 0.7,
+    corrupt: float = 0.0,
+    ids: bool = False,
+    per_token: bool = False,
+) -> Batch:
+    """Random tokens for sequences of these lengths; rows without a loss hold rubbish.
+
+    Args:
+        corrupt: share of log-probs that are NaN or infinite.
+        ids: give segment ids, of turns with rows without a loss inside.
+        per_token: advantages of tokens, not of sequences.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    n = sum(lengths)
+
+    def normal(size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    rollout = -(torch.rand(n, generator=generator) * 3 * 1024).round() / 1024
+    train = rollout + (normal(n) * gap * 1024).round() / 1024
+    for side in (train, rollout):
+        odd = torch.rand(n, generator=generator) < corrupt
+        side[odd] = torch.tensor([NAN, INF, -INF])[torch.randint(3, (n,), generator=generator)][odd]
+    mask = torch.rand(n, generator=generator) < density
+    statistics = {"surprise": normal(n), "novelty": normal(n).half()}
+    statistics["surprise"][torch.rand(n, generator=generator) < corrupt] = NAN
+    rubbish = torch.tensor([NAN, INF, -INF, 3.0])[torch.randint(4, (n,), generator=generator)]
+    train, rollout = (torch.where(mask, x, rubbish) for x in (train, rollout))
+    statistics = {name: torch.where(mask, x, rubbish.to(x.dtype)) for name, x in statistics.items()}
+    advantages = normal(n if per_token else len(lengths))
+    options: dict[str, Any] = {"advantages": advantages, "statistics": statistics}
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    if ids:
+        turns = torch.rand(n, generator=generator) < 0.2
+        turns[cu_seqlens[:-1][cu_seqlens[:-1] < n].long()] = True
+        number = turns.cumsum(0)
+        odd = torch.randint(-5, 99, (n,), generator=generator)
+        options |= {"segment_ids": torch.where(mask, number, odd), "num_segments": n + 2}
+    return Batch(train, rollout, mask, cu_seqlens, options)
+
+
+def padded(batch: Batch, rows: int) -> Batch:
+    """The same tokens as rows of one length."""
+    options = dict(batch.options)
+    if len(options["advantages"]) == len(batch.mask):
+        options["advantages"] = options["advantages"].view(rows, -1)
+    options["statistics"] = {name: value.view(rows, -1) for name, value in options["statistics"].items()}
+    train, rollout, mask = (x.view(rows, -1) for x in batch.arguments)
+    return Batch(train, rollout, mask, None, options)
+
+
+@st.composite
+def corrections(draw: st.DrawFn) -> RolloutCorrection:
+    def bounds(name: str) -> dict[str, float | None]:
+        lower, upper = BOUNDS[name]
+        sides = draw(st.sampled_from(["lower", "upper", "both"]))
+        return {"lower": None if sides == "upper" else lower, "upper": None if sides == "lower" else upper}
+
+    weight = None
+    level = draw(st.sampled_from([None, "token", "sequence", "geometric", "segment"]))
+    if level is not None:
+        mode = draw(st.sampled_from(["truncate", "clip", "mask"]))
+        both = {"lower": BOUNDS["ratio"][0], "upper": BOUNDS["ratio"][1]}
+        sides = {"truncate": {"upper": draw(st.sampled_from([1.297, INF]))}, "clip": both, "mask": bounds("ratio")}[
+            mode
+        ]
+        weight = Weight(level, mode, **sides)
+    names = draw(st.lists(st.sampled_from([*BOUNDS]), max_size=4))
+    gates = tuple(
+        Rejection(
+            name,
+            draw(st.sampled_from(LEVELS)),
+            draw(st.sampled_from(["sum", "mean", "max", "min"])),
+            when=draw(st.sampled_from(["always", "negative_advantage"])),
+            **bounds(name),
+        )
+        for name in names
+    )
+    return RolloutCorrection(
+        weight, gates, draw(st.sampled_from(["none", "batch"])), log_ratio_bound=draw(st.sampled_from([20.0, 3.3]))
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    batch = batch_of(
+        draw(st.lists(st.integers(0, 3) | st.sampled_from([15, 16, 17, 40, 70]), min_size=1, max_size=4)),
+        draw(st.integers(0, 999)),
+        gap=draw(st.sampled_from([0.02, 0.4, 0.4, 12.0])),
+        density=draw(st.sampled_from([0.0, 0.7, 0.7, 1.0])),
+        corrupt=draw(st.sampled_from([0.0, 0.0, 0.05])),
+        ids=draw(st.booleans()),
+        per_token=draw(st.booleans()),
+    )
+    if draw(st.booleans()):
+        return batch
+    return padded(batch_of([draw(st.sampled_from([1, 16, 19]))] * 3, draw(st.integers(0, 999)), corrupt=0.03), 3)
+
+
+def assert_agrees(batch: Batch, correction: RolloutCorrection, **groups: Any) -> Corrected:
+    """Mask exactly, weights to twice the error of PyTorch in fp32 and one rounding, metrics to 1e-6."""
+
+    def answer(given: Batch, backend: str) -> Corrected:
+        options = given.options | {"cu_seqlens": given.cu_seqlens, **groups}
+        return correct(*given.arguments, correction=correction, backend=backend, **options)
+
+    found, plain, truth = answer(batch, "triton"), answer(batch, "torch"), answer(batch.double(), "torch")
+    assert found.weights.dtype == torch.float32 and found.mask.dtype == found.bad_sequences.dtype == torch.bool
+    assert found.weights.shape == found.mask.shape == batch.mask.shape
+    assert torch.equal(found.mask, truth.mask)
+    assert torch.equal(found.bad_sequences, truth.bad_sequences)
+    assert not found.weights[~found.mask].any()
+    allowed = 2 * (plain.weights - truth.weights).abs() + 2**-23 * truth.weights
+    assert ((found.weights - truth.weights).abs() <= allowed).all()
+    assert_metrics(found.metrics.values(), truth.metrics.values())
+    return found
+
+
+def assert_metrics(found: dict[str, float], truth: dict[str, float]) -> None:
+    assert found.keys() == truth.keys()
+    for name, value in truth.items():
+        # a correlation of next to equal numbers, or a spread of next to nothing, is rounding
+        slack = 1e-6 if name in ("prob_correlation", "weight_std", "rho_std", "seq_rho_std") else 1e-13
+        assert found[name] == pytest.approx(value, rel=1e-6, abs=slack, nan_ok=True), name

@@ -1,0 +1,55 @@
+"""Routes of two engines, and their comparison with Python sets."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rc.reference import RouteComparison
+
+
+def random_routes(
+    shape: tuple[int, int, int], seed: int = 0, *, experts: int = 12, negatives: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Two [N, L, K] int64 that agree in about half of the rows, as sets, in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, layers, k = shape
+
+    def drawn(width: int) -> Tensor:
+        return torch.rand(tokens, layers, width, generator=generator).argsort(-1)
+
+    a, other = drawn(max(experts, k))[..., :k], drawn(max(experts, k))[..., :k]
+    same = torch.rand(tokens, layers, 1, generator=generator) < 0.5
+    b = torch.where(same, a.gather(-1, drawn(k)), other)
+    hidden = torch.rand(2, *shape, generator=generator) < negatives
+    return torch.where(hidden[0], -1, a), torch.where(hidden[1], -7, b)
+
+
+def compare_sets(a: Tensor, b: Tensor, mask: Tensor | None = None) -> RouteComparison:
+    tokens, layers, _ = a.shape
+    overlap, differing_tokens, first, differing = [0] * layers, [0] * layers, [layers] * tokens, [0] * tokens
+    counted = [True] * tokens if mask is None else [bool(value) for value in mask.tolist()]
+    for token, (a_layers, b_layers) in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
+        for layer, rows in enumerate(zip(a_layers, b_layers, strict=True)):
+            left, right = ({expert for expert in row if expert >= 0} for row in rows)
+            if left != right:
+                differing[token] += 1
+                first[token] = min(first[token], layer)
+            if counted[token]:
+                overlap[layer] += len(left & right)
+                differing_tokens[layer] += left != right
+    return RouteComparison(
+        torch.tensor(overlap),
+        torch.tensor(differing_tokens),
+        torch.tensor(first, dtype=torch.int32),
+        torch.tensor(differing, dtype=torch.int32),
+        torch.tensor(sum(counted)),
+    )
+
+
+def assert_same(found: tuple[Tensor, ...], expected: RouteComparison) -> None:
+    """Equal in value, dtype and shape."""
+    assert len(found) == len(expected)
+    for name, one, other in zip(expected._fields, found, expected, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), name
+        assert torch.equal(one, other), name

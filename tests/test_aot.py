@@ -1,0 +1,55 @@
+"""Every kernel compiles for every GPU it is meant for at the shapes of the launch table, and spills no register."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import aot
+import pytest
+
+from megatron_rc.kernels.launch import LAUNCH
+
+# a note on defaults of later versions
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_afresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with aot.fresh_cache(tmp_path_factory.mktemp("triton")):
+        yield
+
+
+@pytest.mark.parametrize("target", aot.TARGETS)
+@pytest.mark.parametrize("kernel", aot.kernel_names())
+def test_it_compiles_without_spilling_a_register(kernel: str, target: str) -> None:
+    found = aot.resources(kernel, target)
+    assert found, f"tests/kernel_calls.py launches {kernel} nowhere"
+    assert [f"{one.spilled} bytes: {source}" for source, one in found if one.spilled] == []
+    assert [str(source) for source, one in found if one.shared > aot.SHARED_LIMIT[target]] == []
+    assert all(one.registers > 0 for _, one in found)
+
+
+def test_every_entry_of_the_launch_table_is_compiled() -> None:
+    capture = aot.capture()
+    assert capture.off_table == []
+    assert capture.entries == set(LAUNCH)
+
+
+def test_a_kernel_that_spills_is_found() -> None:
+    launch = next(launch for launch in aot.capture().launches if launch.name == "row_gradient_bwd_kernel")
+    starved = replace(launch, options=launch.options | {"maxnreg": 16})
+    source = next(aot.specialised(starved, "sm_90"))
+    assert aot.compiled(source).spilled > 0
+
+
+def test_arguments_are_specialised_as_on_a_gpu() -> None:
+    launch = next(launch for launch in aot.capture().launches if launch.name == "row_gradient_bwd_kernel")
+    aligned, unaligned, ones, wide = (source.source for source in aot.specialised(launch, aot.ONE_TARGET))
+    assert aligned.signature == unaligned.signature
+    divisible = [(index,) for index, name in enumerate(launch.arguments) if aligned.signature[name].startswith("*")]
+    assert all(["tt.divisibility", 16] in aligned.attrs[index] for index in divisible)
+    assert unaligned.attrs == {}
+    free = {param.name for param in launch.kernel.params if not param.do_not_specialize}
+    assert not any(kind in ("i32", "i64") for name, kind in ones.signature.items() if name in free)
+    assert "i64" in wide.signature.values()

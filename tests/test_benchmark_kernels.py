@@ -1,0 +1,230 @@
+"""The benchmark of the kernels runs end to end without a GPU, and docs/performance.md is what its runs say."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+# the modules of the benchmark import each other as a script's neighbours do
+sys.path.append(str(ROOT / "benchmarks"))
+
+import performance_docs  # noqa: E402
+from aot import kernel_names  # noqa: E402
+from kernel_bench import OURS, Bench, checked  # noqa: E402
+from kernel_logits import GradientError  # noqa: E402
+from kernel_model import MOVED, logits_bytes  # noqa: E402
+from kernel_peers import ours  # noqa: E402
+from kernel_plan import TOY, Shape  # noqa: E402
+from kernel_resources import launch_table  # noqa: E402
+from kernel_sweep import Candidate, launch_lines, sweep  # noqa: E402
+from kernel_targets import TARGETS, best_peer, of_head, ratio, rows_of, share  # noqa: E402
+from kernel_timing import reader  # noqa: E402
+from traffic import counted_traffic  # noqa: E402
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.fixture
+def smoke() -> dict[str, Any]:
+    """The committed run of `kernels.py --smoke`."""
+    return json.loads((ROOT / "benchmarks/results/kernels-smoke.json").read_text())
+
+
+@pytest.fixture
+def made_up(smoke: dict[str, Any]) -> dict[str, Any]:
+    """The smoke run as if it came from a GPU: 1 byte a microsecond read and copied, nobody timed yet."""
+    run = copy.deepcopy(smoke)
+    run["device"] |= {"kind": "cuda", "name": "a made-up GPU"}
+    run["ceilings"] = {what: {"best": 1e6} for what in ("read", "copy", "matmul")}
+    return run
+
+
+def test_every_row_runs_without_a_gpu_answers_right_and_is_not_timed(tmp_path: Path, smoke: dict[str, Any]) -> None:
+    out = tmp_path / "kernels-smoke.json"
+    command = [sys.executable, str(ROOT / "benchmarks/kernels.py"), "--smoke", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    # it ends with an error when an answer of ours is wrong
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = json.loads(out.read_text())
+    assert run["device"]["kind"] == "cpu" and run["device"]["interpreted"] and run["seconds"] is None
+    assert [row["kind"] for row in run["rows"]][5:] == ["logits"] * 6
+    assert [row["name"] for row in run["rows"]][:5] == TOY.names and not run["skipped"]
+    for row in run["rows"]:
+        assert OURS in row["providers"] and len(row["providers"]) > 1
+        for name, provider in row["providers"].items():
+            assert provider["state"] == "ran" and provider["correct"] and provider["errors"], (row["name"], name)
+            assert "not_measured" not in provider
+            figures = provider["measured"]
+            timed = [name for name in figures if name.endswith(("_us", "_spread")) or name == "extra_bytes"]
+            assert timed and all(figures[name] is None for name in timed)
+    assert all(rate is None for rates in run["ceilings"].values() for rate in rates.values())
+    peers = run["peers"]
+    assert {OURS, "PyTorch eager", "torch.compile", "Megatron-Core fused"} <= set(peers["present"])
+    assert set(rows_of(run, "logits")[0]["providers"]) == set(peers["present"])
+    assert "flash-attention" in peers["absent"] and all(peers["absent"].values())
+    # what docs/performance.md says of our launches and bytes is what the code does today
+    figures_of = [[row["providers"][OURS]["measured"] for row in one["rows"]] for one in (run, smoke)]
+    assert figures_of[0] == figures_of[1]
+
+
+@pytest.mark.parametrize("key", MOVED)
+def test_the_derived_bytes_are_those_that_the_interpreter_counts(smoke: dict[str, Any], key: str) -> None:
+    kind, _, phase = key.partition(", ")
+    for row in rows_of(smoke, kind):
+        figures = row["providers"][OURS]["measured"]
+        counted = sum(
+            figures.get(f"{name}_bytes") or 0 for name in ([phase] if phase else ["forward", "backward", "call"])
+        )
+        assert 1 <= counted / MOVED[key].total(row) <= 1 + MOVED[key].share, row["name"]
+
+
+def test_performance_md_is_what_the_committed_runs_say() -> None:
+    printed = performance_docs.performance(*performance_docs.committed_runs(), performance_docs.committed_resources())
+    assert (ROOT / "docs/performance.md").read_text() == printed
+
+
+def test_the_committed_resources_are_of_todays_kernels_and_launch_shapes() -> None:
+    found = performance_docs.committed_resources()
+    assert found is not None
+    assert found["launch"] == launch_table(), "run python benchmarks/kernel_resources.py"
+    assert list(found["kernels"]) == kernel_names(), "run python benchmarks/kernel_resources.py"
+    assert all(used["most spilled"] == 0 for used in found["kernels"].values())
+
+
+def test_without_a_gpu_run_its_columns_are_empty_and_the_page_says_so(smoke: dict[str, Any]) -> None:
+    page = performance_docs.performance(None, smoke, None)
+    assert "**No run on a GPU is committed: the columns about a GPU are empty.**" in page
+    assert "| 8 | 65,536 | 18,992 | logprobs, entropy |  |  |  |  |  |  |  |  |  |" in page
+    assert performance_docs.performance(None, None, None).count("\n| ") < page.count("\n| ")
+
+
+def test_of_the_committed_runs_the_newest_of_a_gpu_is_read_and_a_sweep_is_not(tmp_path: Path) -> None:
+    for name, kind, when, row in (
+        ("old", "cuda", "2026-01-01", "logits"),
+        ("new", "cuda", "2026-02-01", "logits"),
+        ("sweep", "cuda", "2026-03-01", "sweep"),
+        ("smoke", "cpu", "2026-04-01", "logits"),
+    ):
+        run = {"device": {"kind": kind}, "when": when, "rows": [{"kind": row}]}
+        (tmp_path / f"kernels-{name}.json").write_text(json.dumps(run))
+    gpu, smoke = performance_docs.committed_runs(tmp_path)
+    assert gpu is not None and smoke is not None
+    assert (gpu["when"], smoke["when"]) == ("2026-02-01", "2026-04-01")
+    assert performance_docs.committed_runs(tmp_path / "nothing") == (None, None)
+
+
+def time_row(row: dict[str, Any], times: dict[str, tuple[float, float]]) -> None:
+    for name, (forward, backward) in times.items():
+        row["providers"][name]["measured"] |= {"forward_us": forward, "backward_us": backward, "extra_bytes": 0.0}
+
+
+def test_a_share_is_the_derived_bytes_over_time_and_bandwidth(made_up: dict[str, Any]) -> None:
+    for row in rows_of(made_up, "logits"):
+        time_row(row, {OURS: (logits_bytes(row, "forward") / 0.95, logits_bytes(row, "backward") / 0.9)})
+        assert share(made_up, row, "forward") == pytest.approx(0.95)
+    assert [TARGETS[0].judge(made_up)[1], TARGETS[1].judge(made_up)[1]] == ["met", "missed"]
+    assert "| 95.0 % |" in performance_docs.performance(made_up, None, None)
+    # one shape without a time is no proof
+    time_row(rows_of(made_up, "logits")[0], {OURS: (None, None)})  # type: ignore[dict-item]
+    assert TARGETS[0].judge(made_up) == (None, "")
+    row = rows_of(made_up, "logits")[-1]
+    time_row(row, {OURS: (1, 2)})
+    assert of_head(made_up, row) == pytest.approx(3 / (2 * row["tokens"] * 4096 * row["columns"]))
+
+
+def test_ours_is_compared_with_the_fastest_peer_that_answers_right_and_knows_shards(made_up: dict[str, Any]) -> None:
+    one, shard = (rows_of(made_up, "logits", outputs="logprobs", tp=tp)[0] for tp in (1, 8))
+    for row in (one, shard):
+        time_row(
+            row,
+            {
+                OURS: (1, 1),
+                "megatron_rc torch": (0.1, 0.1),
+                "torch.compile": (2, 1),
+                "PyTorch eager": (9, 9),
+                "Megatron-Core": (3, 4),
+            },
+        )
+    assert (best_peer(one), ratio(one)) == (("torch.compile", 3), 1.5)
+    assert (best_peer(shard), ratio(shard)) == (("Megatron-Core", 7), 3.5)
+    one["providers"]["torch.compile"]["correct"] = False
+    assert best_peer(one) == ("Megatron-Core", 7)
+    one["providers"][OURS]["correct"] = False
+    assert ratio(one) is None
+
+
+def test_the_correction_is_compared_wall_to_wall(made_up: dict[str, Any]) -> None:
+    row = rows_of(made_up, "correct")[0] | {"tokens": 65_536}
+    made_up["rows"] = [row]
+    row["providers"]["framework recipe"]["measured"]["wall_us"] = 3000.0
+    row["providers"][f"{OURS}, values()"]["measured"]["wall_us"] = 150.0
+    row["providers"][OURS]["measured"] |= {"graph_us": 13.0, "host_us": 100.0}
+    found = {target.text: target.judge(made_up) for target in TARGETS}
+    assert found["`correct` and its metrics as floats, framework recipe's wall time / ours"] == (20.0, "met")
+    assert found["`correct` on 65,536 tokens, replayed as a CUDA graph"] == (13.0, "missed")
+    assert found["`correct` on 65,536 tokens, host time of the eager call"] == (100.0, "met")
+
+
+def test_a_count_needs_no_gpu_and_a_time_does(smoke: dict[str, Any]) -> None:
+    found = {target.text: target.judge(None, smoke) for target in TARGETS}
+    assert found["update path, one rank, launches"] == (5.0, "met")
+    assert all(found[target.text] == (None, "") for target in TARGETS if not target.counted)
+
+
+def test_wrong_nan_and_failing_answers_are_told_apart() -> None:
+    bounds = {"gradient": 1e-3}
+    assert checked(lambda: {"gradient": 1e-4}, bounds)["correct"]
+    assert not checked(lambda: {"gradient": 2e-3}, bounds)["correct"]
+    assert not checked(lambda: {"gradient": float("nan")}, bounds)["correct"]
+
+    def fails() -> dict[str, float]:
+        raise RuntimeError("no such kernel\nand more")
+
+    assert checked(fails, bounds) == {"state": "failed", "reason": "RuntimeError: no such kernel"}
+
+
+def test_the_distance_of_a_gradient_is_measured_in_its_own_rounding() -> None:
+    torch.manual_seed(0)
+    exact, nearest, cut = (
+        torch.randn(50, 40, dtype=torch.float64),
+        GradientError(torch.device("cpu")),
+        GradientError(torch.device("cpu")),
+    )
+    nearest.add(exact.bfloat16(), exact)
+    cut.add((exact.float().view(torch.int32) & -65536).view(torch.float32).bfloat16(), exact)
+    assert nearest.result()["gradient_over_rounding"] == 1
+    # uniform on a whole unit in the last place, against half of one to either side
+    assert cut.result()["gradient_over_rounding"] == pytest.approx(2, rel=0.1)
+
+
+def test_a_sweep_refuses_a_wrong_candidate_restores_the_table_and_prints_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_rc.kernels.launch import LAUNCH
+
+    before, bench = dict(LAUNCH), Bench(torch.device("cpu"), seconds=600)
+    times = iter(range(9, 0, -1))
+    measured = lambda works, seconds: {"": {f"{name}_us": float(next(times)) for name in works[""].phases}}  # noqa: E731
+    monkeypatch.setattr(bench.meter, "interleaved", measured)
+    good, better, broken = Candidate(128, 1, 1), Candidate(256, 2, 3), Candidate(100, 1, 1)
+    row = sweep(bench, [Shape(2, 600, 1)], ours("triton"), [good, better, broken])
+    assert row["best"]["row_statistics"][0] == better._asdict() and len(row["best"]["row_gradient"]) == 2
+    assert list(row["refused"]) == [str(broken)] and before == LAUNCH
+    assert launch_lines(row)[1] == '    "row_gradient": Launch(block=256, num_warps=2, num_stages=3),'
+
+
+def test_the_kernel_that_measures_reading_reads_everything_once() -> None:
+    source = torch.randint(-3, 4, (4096,)).bfloat16()
+    for block, tiles in ((512, 1), (128, 4)):
+        sums = torch.empty(4096 // (block * tiles))
+        with counted_traffic() as traffic:
+            reader(source, sums, block, tiles, warps=1)()
+        torch.testing.assert_close(sums, source.float().view(-1, block * tiles).sum(1), rtol=0, atol=0)
+        assert traffic.loaded.total() == source.nbytes

@@ -1,0 +1,158 @@
+"""The correction kernels against PyTorch in fp64: every decision, every metric, every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fast_interpreter import language_patched_once_a_launch
+from hypothesis import given, settings
+from kernel_correction_data import (
+    UNIT_BLOCK,
+    Batch,
+    assert_agrees,
+    assert_metrics,
+    batch_of,
+    batches,
+    corrections,
+    padded,
+    small_blocks,
+)
+
+from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
+from megatron_rc.correction import Corrected, correct
+from megatron_rc.metrics import pair_metrics
+
+# of rows without a loss, which hold anything
+pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered")]
+
+LENGTHS = [9, 0, 3 * UNIT_BLOCK, 1, UNIT_BLOCK + 1, 0, 70]
+SEGMENTS = RolloutCorrection(
+    Weight("segment", "mask", 0.703, 1.497),
+    (
+        Rejection("k3", "segment", "max", upper=0.63),
+        Rejection("surprise", "segment", "min", lower=-1.23, when="negative_advantage"),
+        Rejection("ratio", "segment", "sum", lower=0.303),
+    ),
+    "batch",
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _many_small_chunks() -> Iterator[None]:
+    with language_patched_once_a_launch(), small_blocks():
+        yield
+
+
+def run(batch: Batch, correction: RolloutCorrection) -> Corrected:
+    options = batch.options | {"cu_seqlens": batch.cu_seqlens}
+    return correct(*batch.arguments, correction=correction, backend="triton", **options)
+
+
+@settings(max_examples=40)
+@given(batch=batches(), correction=corrections())
+def test_any_correction_of_any_batch_is_that_of_pytorch_in_fp64(batch: Batch, correction: RolloutCorrection) -> None:
+    assert_agrees(batch, correction)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_that_of_pytorch_in_fp64(name: str) -> None:
+    assert_agrees(batch_of(LENGTHS, gap=0.1, corrupt=0.004), PRESETS[name].correction)
+
+
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("density", [0.97, 0.5])
+def test_turns_that_end_within_and_beyond_a_chunk_are_joined(ids: bool, density: float) -> None:
+    # of density 0.97 most turns are longer than a chunk, some longer than two
+    batch = batch_of([70, 0, 100, 5], ids=ids, density=density, gap=0.3)
+    assert 0 < assert_agrees(batch, SEGMENTS).mask.sum() < batch.mask.sum()
+
+
+def test_a_turn_is_joined_to_the_same_one_in_the_next_chunk_and_to_no_other() -> None:
+    batch = batch_of([4 * UNIT_BLOCK], density=1.0, gap=0.3)
+    parts = [UNIT_BLOCK, 2 * UNIT_BLOCK, UNIT_BLOCK]
+    batch.options |= {"segment_ids": torch.arange(3).repeat_interleave(torch.tensor(parts)), "num_segments": 3}
+    found = assert_agrees(batch, RolloutCorrection(Weight("segment", "truncate", upper=9.0)))
+    assert [len(part.unique()) for part in found.weights.split(parts)] == [1, 1, 1]
+    assert len(found.weights.unique()) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_log_probs_of_half_precision_are_corrected_in_full(dtype: torch.dtype) -> None:
+    batch = batch_of(LENGTHS)
+    batch.train, batch.rollout = batch.train.to(dtype), batch.rollout.to(dtype)
+    assert_agrees(batch, PRESETS["geo-mask-token-tis"].correction)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32, torch.bfloat16])
+def test_a_loss_mask_of_any_dtype_means_what_is_not_zero(dtype: torch.dtype) -> None:
+    batch = batch_of(LENGTHS)
+    expected = run(batch, SEGMENTS)
+    batch.mask = batch.mask.to(dtype) * 3
+    assert batch.cu_seqlens is not None
+    batch.cu_seqlens = batch.cu_seqlens.long()
+    found = run(batch, SEGMENTS)
+    assert torch.equal(found.weights, expected.weights)
+    assert found.metrics.values() == expected.metrics.values()
+
+
+def test_arguments_that_are_not_contiguous_are_read_right() -> None:
+    batch = padded(batch_of([20] * 3), 3)
+    expected = run(batch, SEGMENTS)
+    batch.train, batch.rollout, batch.mask = (x.t().contiguous().t() for x in batch.arguments)
+    batch.options["advantages"] = batch.options["advantages"][:, None].expand(3, 20)
+    found = run(batch, SEGMENTS)
+    assert not batch.train.is_contiguous()
+    assert torch.equal(found.weights, expected.weights)
+    assert torch.equal(found.mask, expected.mask)
+
+
+@pytest.mark.parametrize("gates", [(Rejection("k2", "sequence", upper=0.3),), SEGMENTS.reject])
+def test_two_calls_agree_bit_by_bit(gates: tuple[Rejection, ...]) -> None:
+    batch = batch_of(LENGTHS, corrupt=0.01)
+    correction = RolloutCorrection(Weight("geometric", "clip", 0.5, 2.0), gates, "batch")
+    first, second = run(batch, correction), run(batch, correction)
+    assert torch.equal(first.weights, second.weights) and torch.equal(first.mask, second.mask)
+    assert first.metrics.values() == pytest.approx(second.metrics.values(), rel=0, abs=0, nan_ok=True)
+
+
+def test_the_sums_of_a_sequence_depend_neither_on_its_neighbours_nor_on_its_place() -> None:
+    correction = RolloutCorrection(Weight("sequence", "clip", 1e-9, 1e9))
+    batch = batch_of([7, 3, 5 * UNIT_BLOCK + 3, 50], gap=0.02, density=1.0)
+    rows = slice(10, 13 + 5 * UNIT_BLOCK)
+    alone = batch_of([5 * UNIT_BLOCK + 3])
+    alone.train, alone.rollout, alone.mask = (x[rows] for x in batch.arguments)
+    whole = run(batch, correction)
+    batch.train[:10] *= 1e4
+    assert torch.equal(whole.weights[rows], run(alone, correction).weights)
+    assert torch.equal(whole.weights[10:], run(batch, correction).weights[10:])
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [4, 20]])
+def test_a_batch_without_loss_tokens_is_legal(lengths: list[int]) -> None:
+    assert_agrees(batch_of(lengths, density=0.0), SEGMENTS)
+
+
+def test_metrics_of_a_pair_are_those_of_pytorch_in_fp64() -> None:
+    batch = batch_of(LENGTHS, gap=0.3, corrupt=0.01)
+    truth = pair_metrics(*batch.double().arguments, cu_seqlens=batch.cu_seqlens, log_ratio_bound=0.77)
+    found = pair_metrics(*batch.arguments, cu_seqlens=batch.cu_seqlens, log_ratio_bound=0.77, backend="triton")
+    assert_metrics(found.values(), truth.values())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("sequences", [False, True])
+def test_metrics_of_a_padded_pair_are_those_of_pytorch_in_fp64(rows: int, sequences: bool) -> None:
+    batch = padded(batch_of([20] * rows, gap=8.0), rows)
+    truth = pair_metrics(*batch.double().arguments, sequences=sequences)
+    assert_metrics(pair_metrics(*batch.arguments, sequences=sequences, backend="triton").values(), truth.values())
+
+
+def test_statistics_of_both_backends_merge() -> None:
+    one, two = batch_of(LENGTHS, 1), batch_of(LENGTHS, 2)
+    parts = [
+        correct(*b.arguments, correction=SEGMENTS, cu_seqlens=b.cu_seqlens, backend=backend, **b.options).metrics
+        for b, backend in ((one, "triton"), (two, "torch"), (one, "torch"), (two, "torch"))
+    ]
+    assert_metrics(parts[0].merge(parts[1]).values(), parts[2].merge(parts[3]).values())

@@ -1,0 +1,87 @@
+"""The promises that correct() makes on every backend, kept by its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from correction_book import case
+from fast_interpreter import language_patched_once_a_launch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_correction_data import UNIT_BLOCK, corrections, small_blocks
+from test_correction import (  # noqa: F401
+    check,
+    test_a_named_statistic_that_is_nan_on_a_loss_token_is_dropped,
+    test_a_ratio_exactly_on_a_bound_is_kept,
+    test_a_token_the_trainer_deems_impossible_has_weight_zero_and_is_not_corrupt,
+    test_asymmetric_bounds_are_on_train_over_rollout,
+    test_batch_normalisation_of_nothing_leaves_zeros,
+    test_corruption_drops_the_token_or_the_sequence,
+    test_gates_compare_unclamped_logs_and_weights_clamped_ones,
+    test_the_weight_comes_before_the_gates_and_normalisation_last,
+)
+from test_correction_contract import (  # noqa: F401
+    test_advantages_of_a_unit_are_those_of_its_loss_tokens,
+    test_given_segments_are_those_found_from_the_mask,
+    test_padded_input_gives_what_packed_input_gives,
+    test_rows_without_loss_and_empty_sequences_change_no_metric,
+    test_values_that_only_the_device_knows_are_checked_where_asked,
+)
+
+from megatron_rc.config import Rejection, RolloutCorrection
+from megatron_rc.correction import correct
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _many_small_chunks() -> Iterator[None]:
+    # "auto" is the kernels here
+    with language_patched_once_a_launch(), small_blocks():
+        yield
+
+
+@settings(max_examples=15)
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, UNIT_BLOCK, 25]), max_size=4),
+    seed=st.integers(0, 999),
+    correction=corrections().filter(lambda c: all(gate.statistic != "novelty" for gate in c.reject)),
+)
+def test_any_correction_follows_its_definition(lengths: list[int], seed: int, correction: RolloutCorrection) -> None:
+    check(case(lengths, seed=seed), correction)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"train_logprobs": torch.zeros(3, dtype=torch.float64)},
+            "train_logprobs must be bfloat16, float16 or float32",
+        ),
+        ({"statistics": {"x": torch.zeros(3, dtype=torch.float64)}}, r"statistics\['x'\] must be bfloat16"),
+        ({"advantages": torch.zeros(1, dtype=torch.float64)}, "advantages must be bfloat16"),
+        ({"backend": "cuda"}, "backend must be"),
+    ],
+)
+def test_what_the_kernels_cannot_take_is_refused_by_name_and_computed_by_pytorch_under_auto(
+    change: dict[str, Any], message: str
+) -> None:
+    gate = Rejection("x", "sequence", "max", upper=1.0, when="negative_advantage")
+    arguments: dict[str, Any] = {
+        "train_logprobs": torch.zeros(3),
+        "rollout_logprobs": torch.zeros(3),
+        "loss_mask": torch.ones(3, dtype=torch.bool),
+        "correction": RolloutCorrection(reject=(gate,)),
+        "cu_seqlens": torch.tensor([0, 3]),
+        "advantages": -torch.ones(1),
+        "statistics": {"x": torch.zeros(3)},
+        "backend": "triton",
+    } | change
+    with pytest.raises(ValueError, match=message) as error:
+        correct(**arguments)
+    assert "\n" not in str(error.value)
+    if "backend" not in change:
+        assert correct(**(arguments | {"backend": "auto"})).mask.all()

@@ -1,0 +1,165 @@
+"""What the correction kernels ask of the device, whatever the batch holds, and where they read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from fast_interpreter import language_patched_once_a_launch
+from kernel_correction_data import assert_agrees, batch_of, small_blocks
+from launches import count_launches, recorded_launches
+from test_kernel_correction import SEGMENTS
+from traffic import counted_traffic
+
+from megatron_rc.backend import set_debug_checks
+from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
+from megatron_rc.correction import correct
+from megatron_rc.kernels.chunks import locate_chunk
+from megatron_rc.metrics import pair_metrics
+
+# of rows without a loss, which hold anything
+pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered")]
+
+
+@pytest.fixture(autouse=True)
+def _as_in_production() -> Iterator[None]:
+    before = set_debug_checks(False)
+    with language_patched_once_a_launch():
+        yield
+    set_debug_checks(before)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_three_launches(name: str) -> None:
+    batch = batch_of([9, 0, 30])
+    call = {"correction": PRESETS[name].correction, "cu_seqlens": batch.cu_seqlens, "backend": "triton"}
+    asked = count_launches(lambda: correct(*batch.arguments, **call, **batch.options))
+    assert asked.total == 3 and not asked.waits and not asked.collectives, asked
+
+
+def test_turns_take_one_launch_more_and_normalising_another() -> None:
+    batch = batch_of([9, 0, 30])
+    call = {"correction": SEGMENTS, "cu_seqlens": batch.cu_seqlens, "backend": "triton"}
+    asked = count_launches(lambda: correct(*batch.arguments, **call, **batch.options))
+    assert asked.total == 5 and not asked.waits, asked
+
+
+def test_metrics_of_a_pair_are_three_launches_and_two_without_sequences() -> None:
+    batch = batch_of([9, 0, 30])
+    for sequences, launches in ((True, 3), (False, 2)):
+        call = {"cu_seqlens": batch.cu_seqlens if sequences else None, "sequences": sequences, "backend": "triton"}
+        asked = count_launches(lambda call=call: pair_metrics(*batch.arguments, **call))
+        assert asked.total == launches and not asked.waits, asked
+
+
+def test_a_sweep_over_bounds_compiles_nothing_anew() -> None:
+    def compiled_in(lower: float, upper: float) -> list[dict[str, object]]:
+        batch = batch_of([9, 0, 30])
+        gates = (Rejection("k3", "sequence", "mean", upper=upper), Rejection("ratio", "token", lower=lower))
+        correction = RolloutCorrection(Weight("token", "clip", lower, upper), gates)
+        with recorded_launches() as launches:
+            correct(
+                *batch.arguments, correction=correction, cu_seqlens=batch.cu_seqlens, backend="triton", **batch.options
+            )
+        return [
+            {p: v for p, v in launch.arguments.items() if isinstance(v, (str, bool, tuple)) and p not in runtime}
+            for launch in launches
+        ]
+
+    runtime = ("bounds", "statistics")
+    assert compiled_in(0.5, 2.0) == compiled_in(0.31, 7.5)
+    assert compiled_in(0.5, 2.0)[1]["GATES"] != ()
+
+
+@pytest.mark.parametrize("ids", [False, True])
+def test_offsets_and_ids_that_are_rubbish_touch_no_foreign_memory(ids: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batch = batch_of([70, 40], ids=ids)
+    batch.options["advantages"] = torch.randn(9, generator=generator)
+    for _ in range(4):
+        if ids:
+            batch.options["segment_ids"] = torch.randint(-200, 200, (110,), generator=generator)
+        cu_seqlens = torch.randint(-300, 300, (10,), generator=generator)
+        with small_blocks(), counted_traffic() as traffic:
+            correct(*batch.arguments, correction=SEGMENTS, cu_seqlens=cu_seqlens, backend="triton", **batch.options)
+        assert traffic.total() > 0
+
+
+def test_a_sequence_of_131072_tokens_and_its_neighbours_are_right() -> None:
+    batch = batch_of([3, 131_072, 0, 1], gap=0.01)
+    correction = RolloutCorrection(
+        Weight("geometric", "clip", 0.5, 2.0), (Rejection("k2", "segment", "max", upper=1e-3),), "batch"
+    )
+    assert_agrees(batch, RolloutCorrection(correction.weight))
+    assert_agrees(batch_of([3, 9000, 0, 1], gap=0.01, density=0.999), correction)
+
+
+@pytest.mark.parametrize("sequences", [300, pytest.param(4200, marks=pytest.mark.full)])
+def test_many_short_sequences_are_right(sequences: int) -> None:
+    lengths = torch.randint(4, (sequences,), generator=torch.Generator().manual_seed(0)).tolist()
+    assert_agrees(batch_of(lengths), RolloutCorrection(Weight("sequence", "mask", 0.803, 1.297)))
+
+
+@triton.jit
+def located_kernel(
+    chunks,  # [n] int64
+    cu_seqlens,  # [S + 1], or None
+    found,  # [n, 4] int64 out
+    num_tokens,
+    row_length,
+    num_sequences,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0)
+    chunk = tl.load(chunks + place)
+    sequence, begin, end, start = locate_chunk(
+        chunk, cu_seqlens, row_length, num_tokens, num_sequences, BLOCK, BLOCK // 4
+    )
+    tl.store(found + 4 * place, sequence)
+    tl.store(found + 4 * place + 1, begin)
+    tl.store(found + 4 * place + 2, end)
+    tl.store(found + 4 * place + 3, start)
+
+
+def expected_chunks(cu_seqlens: torch.Tensor, block: int) -> torch.Tensor:
+    """[chunks, 4]: sequence, its first and last row, first row of the chunk; by walking over the sequences."""
+    first = cu_seqlens // block + torch.arange(len(cu_seqlens))
+    sequence = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), first.diff())
+    begin, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
+    start = begin + (torch.arange(len(sequence)) - first[sequence]) * block
+    return torch.stack([sequence, begin, end, start], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("count", "longest"), [(1, 5000), (1, 0), (7, 300), (70_000, 3), (70_000, 0), (66_000, 5000), (1025, 1024)]
+)
+@pytest.mark.parametrize("block", [16, 1024])
+def test_chunks_cover_every_token_once_and_are_found_by_search(count: int, longest: int, block: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    lengths = torch.randint(longest + 1, (count,), generator=generator)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    table = expected_chunks(cu_seqlens, block)
+    tokens = int(cu_seqlens[-1])
+    assert len(table) == tokens // block + count
+    sizes = (torch.minimum(table[:, 2], table[:, 3] + block) - table[:, 3]).clamp(min=0)
+    assert sizes.sum() == tokens
+    assert torch.equal(torch.zeros(count, dtype=torch.int64).index_add(0, table[:, 0], sizes), lengths)
+    # so a chunk that is not empty begins where the one before it in its sequence ends
+    full = (table[1:, 0] == table[:-1, 0]) & (sizes[1:] > 0)
+    assert (sizes[:-1][full] == block).all()
+
+    asked = torch.cat([torch.tensor([0, len(table) - 1]), torch.randint(len(table), (25,), generator=generator)])
+    found = torch.empty(len(asked), 4, dtype=torch.int64)
+    located_kernel[(len(asked),)](asked, cu_seqlens.int(), found, tokens, 0, count, BLOCK=block)
+    assert torch.equal(found, table[asked])
+
+
+def test_rows_of_one_length_are_found_without_offsets() -> None:
+    table = expected_chunks(torch.arange(301) * 37, 16)
+    asked = torch.arange(0, len(table), 50)
+    found = torch.empty(len(asked), 4, dtype=torch.int64)
+    located_kernel[(len(asked),)](asked, None, found, 300 * 37, 37, 300, BLOCK=16)
+    assert torch.equal(found, table[asked])

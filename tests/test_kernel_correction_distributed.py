@@ -1,0 +1,95 @@
+"""Over real process groups the correction kernels answer as PyTorch does in one process that holds everything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from fast_interpreter import language_patched_once_a_launch
+from kernel_correction_data import small_blocks
+from test_correction_distributed import (
+    CORRECTIONS,
+    LENGTHS,
+    Answer,
+    as_token_batch,
+    context_parallel,
+    data_parallel,
+    pair_over_context_parallel,
+    whole_batch,
+)
+
+from megatron_rc.backend import set_debug_checks
+from megatron_rc.config import RolloutCorrection, Weight
+from megatron_rc.correction import correct
+from megatron_rc.metrics import pair_metrics
+
+pytestmark = pytest.mark.interpreter
+
+
+def everything(rank: int) -> dict[str, Any]:
+    with language_patched_once_a_launch(), small_blocks():
+        return {
+            "DP": data_parallel(rank, 2),
+            "CP": context_parallel(rank, 2, 1),
+            "pair": pair_over_context_parallel(rank, 2),
+            "refusals": refusals(rank),
+        }
+
+
+def refusals(rank: int) -> list[str]:
+    """What ranks that hold other sequences, or count other turns, are told."""
+    zeros, said = torch.zeros(6), []
+    set_debug_checks(True)
+    for cu_seqlens, num_segments in (([0, 6] if rank else [0, 2, 6], 4), ([0, 6], 4 + rank)):
+        try:
+            correct(
+                zeros, zeros, zeros == 0, correction=RolloutCorrection(Weight("segment")),
+                cu_seqlens=torch.tensor(cu_seqlens), segment_ids=zeros.long(), num_segments=num_segments,
+                cp_group=dist.group.WORLD,
+            )  # fmt: skip
+        except ValueError as error:
+            said.append(str(error))
+    set_debug_checks(False)
+    return said
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(2, everything)
+
+
+@pytest.mark.parametrize("index", range(len(CORRECTIONS)))
+@pytest.mark.parametrize("layout", ["DP", "CP"])
+def test_ranks_together_equal_pytorch_in_one_process(ranks: list[dict[str, Any]], layout: str, index: int) -> None:
+    batch = whole_batch()
+    tokens = as_token_batch(batch)
+    whole = correct(
+        *batch.arguments, correction=CORRECTIONS[index], segment_ids=tokens.segment_ids,
+        num_segments=tokens.num_segments, backend="torch", **batch.options,
+    )  # fmt: skip
+    parts: list[Answer] = [rank[layout][index] for rank in ranks]
+    assert sorted(torch.cat([part.rows for part in parts]).tolist()) == list(range(sum(LENGTHS)))
+    expected = whole.metrics.values()
+    for part in parts:
+        torch.testing.assert_close(part.weights, whole.weights[part.rows], rtol=1e-6, atol=0)
+        assert torch.equal(part.mask, whole.mask[part.rows])
+        assert torch.equal(part.bad, whole.bad_sequences[part.sequences])
+        assert part.metrics == pytest.approx(expected, rel=1e-6, abs=1e-12)
+        assert part.metrics == parts[0].metrics
+
+
+def test_metrics_of_a_pair_over_context_parallel_ranks_equal_pytorch_in_one_process(ranks: list[Any]) -> None:
+    batch = whole_batch()
+    whole = pair_metrics(*batch.arguments, cu_seqlens=batch.cu_seqlens, backend="torch").values()
+    for rank in ranks:
+        assert rank["pair"] == pytest.approx(whole, rel=1e-9, abs=1e-12)
+
+
+def test_ranks_that_disagree_are_told_on_what(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        of_sequences, of_segments = rank["refusals"]
+        assert "cu_seqlens must hold one number of sequences on all context-parallel ranks, got [2, 1]" in of_sequences
+        assert "num_segments must be one number on all context-parallel ranks, got [4, 5]" in of_segments

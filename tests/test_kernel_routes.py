@@ -1,0 +1,91 @@
+"""The kernels of the route comparison against Python sets: exact in every integer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from route_sets import assert_same, compare_sets, random_routes
+from torch import Tensor
+from traffic import counted_traffic
+
+from megatron_rc.kernels.compare_routes import compare_routes_fwd
+from megatron_rc.kernels.launch import LAUNCH
+from megatron_rc.reference import compare_routes
+
+pytestmark = pytest.mark.interpreter
+
+DTYPES = (torch.int16, torch.int32, torch.int64)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tiles from few tokens."""
+    monkeypatch.setitem(LAUNCH, "compare_routes", LAUNCH["compare_routes"]._replace(block=4))
+
+
+def arranged(ids: Tensor, layout: str) -> Tensor:
+    if layout == "layers first":
+        return ids.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "slots first":
+        return ids.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    return ids.repeat_interleave(2, 0).repeat_interleave(3, 1)[::2, ::3] if layout == "sliced" else ids
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_shape_dtype_stride_and_mask_equals_sets(data: st.DataObject) -> None:
+    draw = data.draw
+    shape = draw(st.integers(0, 9)), draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 3, 6, 8, 10]))
+    pair = random_routes(shape, draw(st.integers(0, 2**20)), negatives=draw(st.sampled_from([0.0, 0.2, 1.0])))
+    layouts = st.sampled_from(["contiguous", "layers first", "slots first", "sliced"])
+    a, b = (arranged(ids.to(draw(st.sampled_from(DTYPES))), draw(layouts)) for ids in pair)
+    mask_dtype = draw(st.sampled_from([None, torch.bool, torch.int64, torch.float32]))
+    mask = None if mask_dtype is None else (torch.arange(2 * shape[0]) % 3 != 1).to(mask_dtype)[::2]
+    found = compare_routes_fwd(a, b, mask)
+    assert_same(found, compare_sets(a, b, mask))
+    assert_same(found, compare_routes(a, b, mask))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_and_smallest_ids_of_a_dtype(dtype: torch.dtype) -> None:
+    limits = torch.iinfo(dtype)
+    a = torch.tensor([[[limits.max, limits.min]], [[limits.max, 0]], [[limits.max - 1, -1]]], dtype=dtype)
+    b = torch.tensor([[[limits.max, limits.min]], [[0, limits.max]], [[limits.max, -1]]], dtype=dtype)
+    assert_same(compare_routes_fwd(a, b), compare_sets(a, b))
+
+
+def test_ids_that_agree_in_their_low_bits_only_differ() -> None:
+    a, b = torch.tensor([[[5]]], dtype=torch.int16), torch.tensor([[[5 + 2**16]]])
+    assert compare_routes_fwd(a, b)[1].item() == compare_routes_fwd(b, a)[1].item() == 1
+
+
+def test_the_blocks_of_the_launch_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    a, b = random_routes((2 * LAUNCH["compare_routes"].block + 5, 2, 6))
+    mask = torch.arange(len(a)) % 5 != 0
+    assert_same(compare_routes_fwd(a, b, mask), compare_sets(a, b, mask))
+
+
+@pytest.mark.parametrize("far", [0, 1, 2])
+def test_elements_past_two_to_the_31(far: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    pair = random_routes((6, 3, 4))
+    steps = [[12, 4, 1], [4, 24, 1], [3, 1, 18]][far]
+    steps[far] = 2**31 // (pair[0].shape[far] - 1) + 99
+    # pages that nobody touches take no memory; an offset that wraps around is still inside
+    a, b = (torch.empty(2**32 + 999, dtype=torch.int16).as_strided((6, 3, 4), steps, 2**31) for _ in range(2))
+    for view, ids in zip((a, b), pair, strict=True):
+        view.copy_(ids)
+    assert_same(compare_routes_fwd(a, b), compare_sets(*pair))
+
+
+def test_both_engines_are_read_once() -> None:
+    a, b = random_routes((9, 3, 6))
+    with counted_traffic() as traffic:
+        compare_routes_fwd(a.int(), b.short(), torch.ones(9, dtype=torch.bool))
+    read = {
+        place.argument: size for place, size in traffic.loaded.items() if place.kernel == "compare_routes_fwd_kernel"
+    }
+    assert read == {"a": 4 * a.numel(), "b": 2 * b.numel(), "mask": 9}

@@ -1,0 +1,127 @@
+"""What log-probs ask of the device on one process: launches, their shape, nothing besides them, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kernel_rows_data import small_blocks
+from launches import count_launches, recorded_launches
+from logprobs_truth import unchecked
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rc.kernels import row_gradient, row_statistics
+from megatron_rc.logprobs import vocab_parallel_logprobs
+
+pytestmark = pytest.mark.interpreter
+
+FORWARD, BACKWARD = "row_statistics_fwd_kernel", "row_gradient_bwd_kernel"
+
+
+@pytest.fixture(autouse=True)
+def _unfilled_and_unchecked() -> Any:
+    """Filling new memory and checking values are help of the tests' own."""
+    torch.use_deterministic_algorithms(False)
+    with small_blocks(), unchecked():
+        yield
+    torch.use_deterministic_algorithms(True)
+
+
+def plain(rows: tuple[int, ...]) -> dict[str, Any]:
+    return {}
+
+
+def everything(rows: tuple[int, ...]) -> dict[str, Any]:
+    """Temperature, mask and padding; tensors of two dimensions that no view makes flat."""
+    temperature = torch.rand(rows[::-1]).mT + 0.5
+    return {"temperature": temperature, "mask": torch.ones(rows[::-1]).mT, "vocab_size": 60, "with_entropy": True}
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "options"), [((5,), plain), ((4, 3), everything)], ids=["one number", "every option, turned"]
+)
+def test_forward_is_one_launch_and_backward_another(
+    rows: tuple[int, ...], options: Callable[[tuple[int, ...]], dict[str, Any]], inplace: bool
+) -> None:
+    logits = torch.randn(*rows[::-1], 70).transpose(0, -2).bfloat16().requires_grad_()
+    targets = torch.zeros(rows[::-1], dtype=torch.int64).mT if len(rows) == 2 else torch.zeros(rows, dtype=torch.int64)
+    given, results, ups = options(rows), list[Tensor](), list[Tensor]()
+
+    def forward() -> None:
+        found = vocab_parallel_logprobs(logits, targets, backend="triton", inplace_backward=inplace, **given)
+        results.extend(found if isinstance(found, tuple) else [found])
+
+    counted = count_launches(forward)
+    assert counted.kernels == [FORWARD]
+    assert not counted.operations and not counted.collectives and not counted.waits
+    # of a mean, and of a sum over the first axis: one number each for several rows
+    ups += [torch.tensor(0.25).expand(rows), torch.randn(rows[-1]).expand(rows)][: len(results)]
+    counted = count_launches(lambda: torch.autograd.grad(results, logits, ups))
+    assert counted.kernels == [BACKWARD]
+    assert not counted.operations and not counted.collectives and not counted.waits
+
+
+class NewMemory(TorchDispatchMode):
+    """Bytes of every storage that first appears while active: none is given back before the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.storages[result.untyped_storage().data_ptr()] = result.untyped_storage()
+        return result
+
+    def total(self, *given: Tensor) -> int:
+        known = {tensor.untyped_storage().data_ptr() for tensor in given}
+        return sum(storage.nbytes() for place, storage in self.storages.items() if place not in known)
+
+
+def test_log_probs_entropy_and_gradient_take_32_bytes_a_token_beyond_the_logits() -> None:
+    rows = 16
+    logits = torch.randn(rows, 70).bfloat16().requires_grad_()
+    targets = torch.zeros(rows, dtype=torch.int64)
+    with NewMemory() as memory:
+        lp, entropy = vocab_parallel_logprobs(
+            logits, targets, with_entropy=True, inplace_backward=True, backend="triton"
+        )
+        forward = memory.total(logits, targets)
+        # upstream gradients are two more numbers a token
+        (gradient,) = torch.autograd.grad([lp, entropy], logits, [torch.ones_like(lp), torch.ones_like(entropy)])
+    assert gradient.data_ptr() == logits.data_ptr()
+    assert forward == 16 * rows
+    assert memory.total(logits, targets) == 24 * rows
+
+
+def test_rows_lie_on_the_first_axis_of_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda **_: None
+
+    monkeypatch.setattr(row_statistics, "row_statistics_fwd_kernel", Kernel())
+    monkeypatch.setattr(row_gradient, "row_gradient_bwd_kernel", Kernel())
+    logits = torch.zeros(70_000, 2, requires_grad=True)
+    lp = vocab_parallel_logprobs(logits, torch.zeros(70_000, dtype=torch.int64), backend="triton")
+    assert isinstance(lp, Tensor)
+    lp.sum().backward()
+    # the second and the third axis end at 65,535
+    assert grids == [(70_000,)] * 2
+
+
+def test_a_launch_table_entry_is_read_when_a_kernel_is_launched() -> None:
+    logits = torch.randn(1, 300, requires_grad=True)
+    with small_blocks(64), recorded_launches() as launches:
+        lp = vocab_parallel_logprobs(logits, torch.zeros(1, dtype=torch.int64), backend="triton")
+        assert isinstance(lp, Tensor)
+        lp.sum().backward()
+    forward, backward = (launch.arguments for launch in launches)
+    assert forward["LANES"] * forward["VECTOR"] == backward["BLOCK"] == 64

@@ -1,0 +1,91 @@
+"""compare_routes against Python sets: exact, whatever the order, dtype, strides and mask, and within its budget."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from route_sets import assert_same, compare_sets, random_routes
+from torch import Tensor
+
+from megatron_rc.reference import compare_routes, routes
+
+DTYPES = (torch.int16, torch.int32, torch.int64)
+
+
+@given(data=st.data())
+def test_any_shape_dtype_stride_and_mask_equals_sets(data: st.DataObject) -> None:
+    draw = data.draw
+    shape = draw(st.integers(0, 9)), draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 3, 6, 8, 10]))
+    pair = random_routes(shape, draw(st.integers(0, 2**20)), negatives=draw(st.sampled_from([0.0, 0.2, 1.0])))
+    layout = draw(st.sampled_from(["contiguous", "layers first", "sliced"]))
+    a, b = (arranged(ids.to(draw(st.sampled_from(DTYPES))), layout) for ids in pair)
+    mask_dtype = draw(st.sampled_from([None, torch.bool, torch.int64, torch.float32]))
+    mask = None if mask_dtype is None else (torch.arange(shape[0]) % 3 != 1).to(mask_dtype)
+    assert_same(compare_routes(a, b, mask), compare_sets(a, b, mask))
+
+
+def arranged(ids: Tensor, layout: str) -> Tensor:
+    if layout == "layers first":
+        return ids.transpose(0, 1).contiguous().transpose(0, 1)
+    return ids.repeat_interleave(2, 0).repeat_interleave(3, 1)[::2, ::3] if layout == "sliced" else ids
+
+
+def test_the_order_of_the_experts_of_a_row_is_no_difference() -> None:
+    a = torch.tensor([[[3, 1, 2], [5, 9, 0]]])
+    found = compare_routes(a, torch.tensor([[[2, 3, 1], [5, 0, 8]]]))
+    assert found.overlap.tolist() == [3, 2]
+    assert found.differing_tokens.tolist() == [0, 1]
+    assert (found.first_differing_layer.tolist(), found.differing_layers.tolist()) == ([1], [1])
+
+
+def test_negative_ids_are_no_expert_and_equal_none() -> None:
+    a = torch.tensor([[[-1, -1]], [[-1, 4]], [[-1, -2]]])
+    b = torch.tensor([[[-1, -1]], [[-1, -1]], [[4, -9]]])
+    found = compare_routes(a, b)
+    assert found.overlap.tolist() == [0] and found.differing_tokens.tolist() == [2]
+    assert found.differing_layers.tolist() == [0, 1, 1]
+
+
+def test_masked_tokens_have_their_own_answer_but_no_share_in_the_sums() -> None:
+    a, b = torch.zeros(3, 2, 1, dtype=torch.int32), torch.tensor([[[0], [1]], [[1], [1]], [[0], [0]]])
+    found = compare_routes(a, b, torch.tensor([True, False, True]))
+    assert found.first_differing_layer.tolist() == [1, 0, 2] and found.differing_layers.tolist() == [1, 2, 0]
+    assert found.overlap.tolist() == [2, 1] and found.differing_tokens.tolist() == [0, 1]
+    assert found.counted_tokens.item() == 2
+
+
+def test_ids_that_agree_in_their_low_bits_only_differ() -> None:
+    a, b = torch.tensor([[[5]]], dtype=torch.int16), torch.tensor([[[5 + 2**16]]])
+    assert compare_routes(a, b).differing_tokens.item() == compare_routes(b, a).differing_tokens.item() == 1
+
+
+@pytest.mark.parametrize("ids", [1, 7, 60])
+def test_the_cut_into_chunks_changes_nothing(ids: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = random_routes((11, 3, 4))
+    mask = torch.arange(11) % 2
+    monkeypatch.setattr(routes, "_CHUNK_IDS", ids)
+    assert_same(compare_routes(a, b, mask), compare_sets(a, b, mask))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_and_time_stay_within_budget(dtype: torch.dtype) -> None:
+    """At most 4 times the input in all, and 500 ms of 2 cores' time: here on one."""
+    a = torch.randint(0, 128, (65_536, 48, 8), dtype=dtype)
+    compare_routes(a[:4096], a[:4096])
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before, start = memory("VmHWM"), time.process_time()
+    compare_routes(a, a)
+    # of processor time, which other processes do not stretch
+    assert time.process_time() - start < 1.0
+    assert memory("VmHWM") - before <= 2 * a.nbytes
+
+
+def memory(name: str) -> int:
+    """Bytes, from the kernel's account of this process."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])

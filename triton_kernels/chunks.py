@@ -1,0 +1,93 @@
+"""How a batch is cut into chunks, one a program: at most BLOCK tokens of one sequence, counted from its first token.
+
+Sequence s owns chunks c(s) to c(s + 1) - 1 with c(s) = first row // BLOCK + s, some of them empty: that is never less
+than its length needs, no table has to be made, and how many there are depends on the shapes alone. The sums of a
+sequence do not depend on where in the batch it lies.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Tokens(NamedTuple):
+    """A batch as the kernels take it, every tensor contiguous."""
+
+    train_logprobs: Tensor
+    """[N] bf16, fp16 or fp32, nats."""
+    rollout_logprobs: Tensor
+    """[N] bf16, fp16 or fp32, nats."""
+    loss_mask: Tensor
+    """[N], any dtype."""
+    cu_seqlens: Tensor | None
+    """[S + 1] int; None for rows of one length."""
+    row_length: int
+    """Of every sequence where cu_seqlens is None."""
+    num_sequences: int
+    advantages: Tensor | None = None
+    """[N] or [S]; None where nothing needs them."""
+    statistics: tuple[Tensor, ...] = ()
+    """[N] each, what the sources of columns and gates count."""
+    segment_ids: Tensor | None = None
+    """[N] int, ascending over loss tokens; None for the runs of loss_mask."""
+
+    def num_chunks(self, block: int) -> int:
+        return self.loss_mask.numel() // block + self.num_sequences
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of every kernel that walks over tokens."""
+        sizes = {"num_tokens": self.loss_mask.numel(), "num_sequences": self.num_sequences}
+        return self._asdict() | sizes
+
+
+SIZES = ["num_tokens", "num_sequences", "row_length"]
+"""They differ from step to step: none may compile a kernel anew."""
+OF_TOKENS = ["train_logprobs", "rollout_logprobs", "loss_mask", "cu_seqlens", "advantages", "statistics", "segment_ids"]
+"""Slices of a batch among them: nor may their alignment."""
+
+
+@triton.jit
+def sequence_begin(sequence, inside, cu_seqlens, row_length, num_tokens):
+    """First row of a sequence, or of a block of them; a row of the batch whatever cu_seqlens holds."""
+    if cu_seqlens is None:
+        begin = sequence.to(tl.int64) * row_length
+    else:
+        begin = tl.load(cu_seqlens + sequence, mask=inside, other=0).to(tl.int64)
+    return tl.minimum(tl.maximum(begin, 0), num_tokens)
+
+
+@triton.jit
+def first_chunk(sequence, inside, cu_seqlens, row_length, num_tokens, BLOCK: tl.constexpr):
+    return sequence_begin(sequence, inside, cu_seqlens, row_length, num_tokens) // BLOCK + sequence
+
+
+@triton.jit
+def chunks_of_sequence(sequence, inside, cu_seqlens, row_length, num_tokens, BLOCK: tl.constexpr):
+    """(first chunk, first chunk of the next sequence), of a sequence or of a block of them."""
+    first = first_chunk(sequence, inside, cu_seqlens, row_length, num_tokens, BLOCK)
+    return first, first_chunk(sequence + 1, inside, cu_seqlens, row_length, num_tokens, BLOCK)
+
+
+@triton.jit
+def locate_chunk(chunk, cu_seqlens, row_length, num_tokens, num_sequences, BLOCK: tl.constexpr, WAYS: tl.constexpr):
+    """(sequence, its first row, row behind its last, first row of the chunk): the last sequence with c(s) <= chunk.
+
+    A search among WAYS sequences at a time: one step up to WAYS sequences, two up to WAYS^2.
+    """
+    lowest = chunk * 0
+    count = lowest + num_sequences
+    while count > 1:
+        step = (count + WAYS - 1) // WAYS
+        sequence = lowest + tl.arange(0, WAYS) * step
+        inside = sequence < lowest + count
+        begun = inside & (first_chunk(sequence, inside, cu_seqlens, row_length, num_tokens, BLOCK) <= chunk)
+        skipped = tl.maximum(tl.sum(begun.to(tl.int32)) - 1, 0) * step
+        lowest += skipped
+        count = tl.minimum(step, count - skipped)
+    begin = sequence_begin(lowest, True, cu_seqlens, row_length, num_tokens)
+    end = sequence_begin(lowest + 1, True, cu_seqlens, row_length, num_tokens)
+    return lowest, begin, end, begin + (chunk - begin // BLOCK - lowest) * BLOCK

@@ -1,0 +1,328 @@
+"""Importance weights, mask, and the rows that metrics are made of."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .chunks import OF_TOKENS, SIZES, Tokens, locate_chunk
+from .columns import field, finish, merge_all, statistic_of_tokens
+from .launch import LAUNCH
+from .log_ratio import load_log_ratio
+from .metric_rows import (
+    FROM_TOKENS_TO_SEQUENCES,
+    NUM_OF_WEIGHTS,
+    MetricRows,
+    clamp,
+    put,
+    put_outside,
+    put_tokens,
+    put_weights,
+    put_whole_sequence,
+)
+from .segments import BEFORE, segment_slots
+from .unit_sums import SegmentParts
+
+
+class Weighting(NamedTuple):
+    """What is compiled into the kernel of an importance weight."""
+
+    level: str = "none"
+    """Or token, sequence, geometric, segment."""
+    drops: bool = False
+    """Outside of its bounds."""
+    has_lower: bool = False
+    has_upper: bool = False
+    column: int = -1
+    """Of segments: the mean of l."""
+
+
+class Gate(NamedTuple):
+    """What is compiled into the kernel of one gate; the first three fields are those of a column."""
+
+    statistic: str
+    source: int
+    reduce: str
+    level: str
+    column: int
+    """Of its level; -1 for the sum or mean of l of a sequence."""
+    advantages: str
+    """"any"; or those of a "token", or of a "sequence", must be negative."""
+    advantage_column: int
+    """Of its level: the sum of the advantages of tokens."""
+
+
+# where the fields stand, for kernels
+_STATISTIC, _SOURCE, _REDUCE, _LEVEL, _COLUMN, _ADVANTAGES, _ADVANTAGE_COLUMN = map(tl.constexpr, range(7))
+
+
+class Decisions(NamedTuple):
+    """A RolloutCorrection as the kernel takes it."""
+
+    weighting: Weighting
+    gates: tuple[Gate, ...]
+    drops_corrupt_sequences: bool
+    log_ratio_bound: float
+    bounds: tuple[float, ...]
+    """Of the weight: lower, upper, log lower, log upper; then of every gate: lower, upper, as logs for a ratio."""
+
+
+class Corrected(NamedTuple):
+    weights: Tensor | None
+    """[N] fp32, before normalisation."""
+    mask: Tensor | None
+    """[N] bool."""
+    bad_sequences: Tensor | None
+    """[S] bool."""
+    rows: Tensor
+    """[K, chunks] fp64."""
+
+
+@triton.jit
+def _log_ratio_sums(sums, stride, first, last, BLOCK: tl.constexpr):
+    """sum l, sum log mu, valid tokens and loss tokens of units first to last - 1, in a fixed order."""
+    log_ratio = tl.full((), 0.0, tl.float64)
+    rollout = tl.full((), 0.0, tl.float64)
+    tokens = tl.full((), 0.0, tl.float64)
+    loss_tokens = tl.full((), 0.0, tl.float64)
+    for begin in range(first, last, BLOCK):
+        unit = begin + tl.arange(0, BLOCK)
+        inside = unit < last
+        log_ratio += tl.sum(tl.load(sums + unit, mask=inside, other=0.0))
+        rollout += tl.sum(tl.load(sums + stride + unit, mask=inside, other=0.0))
+        tokens += tl.sum(tl.load(sums + 2 * stride + unit, mask=inside, other=0.0))
+        loss_tokens += tl.sum(tl.load(sums + 3 * stride + unit, mask=inside, other=0.0))
+    return log_ratio, rollout, tokens, loss_tokens
+
+
+@triton.jit
+def _of_segments(segment_columns, num_slots, slots, valid, COLUMN: tl.constexpr):
+    here = valid & (slots >= 0) & (slots < num_slots)
+    return tl.load(segment_columns + COLUMN * num_slots + slots, mask=here, other=0.0).to(tl.float64)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "stride", "num_slots", "counts"], do_not_specialize_on_alignment=OF_TOKENS)
+def correction_fwd_kernel(
+    train_logprobs,  # [N]
+    rollout_logprobs,  # [N]
+    loss_mask,  # [N]
+    cu_seqlens,  # [S + 1], or None for rows of row_length
+    advantages,  # [N] or [S], or None
+    statistics,  # a tuple of [N]
+    segment_ids,  # [N], or None for runs of loss_mask
+    sums,  # [4 + C, stride] fp64, of chunks, or of sequences where COMPLETE; None: metrics of tokens only
+    segment_edges,  # [3, chunks] int64, or None without segments
+    segment_columns,  # [G, slots] fp32
+    bounds,  # as Decisions.bounds
+    weights,  # [N] fp32 out, or None: metrics of the pair only
+    mask,  # [N] bool out
+    bad_sequences,  # [S] bool out
+    metrics,  # [K, chunks] fp64 out, as MetricRows
+    num_tokens,
+    num_sequences,
+    row_length,
+    stride,
+    num_slots,
+    counts,  # 0 on all context-parallel ranks but one, for what counts once a sequence
+    LOG_RATIO_BOUND: tl.constexpr,
+    LEVEL: tl.constexpr,  # to WEIGHT_COLUMN: the fields of a Weighting
+    DROPS: tl.constexpr,
+    HAS_LOWER: tl.constexpr,
+    HAS_UPPER: tl.constexpr,
+    WEIGHT_COLUMN: tl.constexpr,
+    GATES: tl.constexpr,  # the fields of every Gate
+    DROPS_CORRUPT_SEQUENCES: tl.constexpr,
+    COMPLETE: tl.constexpr,
+    UNITS: tl.constexpr,  # chunks summed at a time
+    BLOCK: tl.constexpr,
+):
+    """One program a chunk."""
+    chunk = tl.program_id(0).to(tl.int64)
+    chunks = tl.num_programs(0).to(tl.int64)
+    stride = stride.to(tl.int64)
+    num_slots = num_slots.to(tl.int64)
+    sequence, begin, end, start = locate_chunk(
+        chunk, cu_seqlens, row_length, num_tokens, num_sequences, BLOCK, BLOCK // 4
+    )
+    rows = start + tl.arange(0, BLOCK)
+    inside = (rows >= begin) & (rows < end)
+    log_ratio, rollout, valid, loss = load_log_ratio(train_logprobs, rollout_logprobs, loss_mask, rows, inside)
+    bound = tl.full((), LOG_RATIO_BOUND, tl.float64)
+    cell, rho_max, rho_min = put_tokens(metrics + chunk, chunks, log_ratio, rollout, valid, loss, bound)
+
+    if sums is not None:
+        first = sequence
+        last = sequence + 1
+        if not COMPLETE:
+            first = begin // BLOCK + sequence
+            last = end // BLOCK + sequence + 1
+        total, total_rollout, tokens, loss_tokens = _log_ratio_sums(sums, stride, first, last, UNITS)
+        divisor = tl.where(tokens > 0.0, tokens, 1.0)
+        mean = total / divisor
+        corrupt = tokens < loss_tokens
+        whole = (tokens > 0.0) & (corrupt == 0)
+        opens = start == begin
+
+    if weights is not None:
+        tl.store(bad_sequences + sequence, corrupt, mask=opens)
+        slots = rows
+        if segment_edges is not None:
+            slots = segment_slots(rows, inside, loss, loss_mask, segment_ids, begin, start)
+            if segment_ids is None:
+                slots = tl.where(slots == BEFORE, tl.load(segment_edges + 2 * chunks + chunk), slots)
+        # what a sequence shares is judged lane by lane: the interpreter cannot broadcast the truth of one number
+        lanes = tl.full([BLOCK], 0.0, tl.float64)
+        kept = valid
+        if DROPS_CORRUPT_SEQUENCES:
+            kept = kept & (lanes + tokens >= loss_tokens)
+        cell_of_weights = cell
+        cell += NUM_OF_WEIGHTS * chunks
+        to_outcome = (HAS_LOWER + HAS_UPPER + len(GATES) + FROM_TOKENS_TO_SEQUENCES) * chunks
+
+        weight = tl.full((), 1.0, tl.float32)
+        if LEVEL != "none":
+            log_weight = lanes + total
+            if LEVEL == "token":
+                log_weight = log_ratio.to(tl.float64)
+            elif LEVEL == "geometric":
+                log_weight = lanes + mean
+            elif LEVEL == "segment":
+                log_weight = _of_segments(segment_columns, num_slots, slots, valid, WEIGHT_COLUMN)
+            weight = tl.where(log_weight == float("-inf"), 0.0, tl.exp(clamp(log_weight, bound))).to(tl.float32)
+            weight = tl.where(weight < bounds[0], bounds[0], weight)
+            weight = tl.where(weight > bounds[1], bounds[1], weight)
+            log_weight = log_weight.to(tl.float32)
+            within = valid
+            if HAS_LOWER:
+                cell = put_outside(cell, chunks, to_outcome, valid & (log_weight < bounds[2]), whole)
+                within = within & (log_weight >= bounds[2])
+            if HAS_UPPER:
+                cell = put_outside(cell, chunks, to_outcome, valid & (log_weight > bounds[3]), whole)
+                within = within & (log_weight <= bounds[3])
+            if DROPS:
+                kept = kept & within
+
+        for g in tl.static_range(len(GATES)):
+            if field(GATES, g, _LEVEL) == "token":
+                value = statistic_of_tokens(
+                    log_ratio, rollout, valid, rows, statistics, advantages,
+                    field(GATES, g, _STATISTIC), field(GATES, g, _SOURCE),
+                )  # fmt: skip
+            elif field(GATES, g, _LEVEL) == "segment":
+                value = _of_segments(segment_columns, num_slots, slots, valid, field(GATES, g, _COLUMN))
+            elif field(GATES, g, _COLUMN) >= 0:
+                column = sums + field(GATES, g, _COLUMN) * stride
+                value = merge_all(column, first, last, field(GATES, g, _REDUCE), UNITS)
+                value = finish(value, tokens, field(GATES, g, _REDUCE))
+            elif field(GATES, g, _REDUCE) == "mean":
+                value = mean
+            else:
+                value = total
+            value = (lanes + value).to(tl.float32)
+            # true for NaN
+            rejected = ((value >= bounds[4 + 2 * g]) & (value <= bounds[5 + 2 * g])) == 0
+            if field(GATES, g, _ADVANTAGES) == "sequence":
+                advantage = tl.load(advantages + sequence)
+                rejected = rejected & (lanes + advantage < 0)
+            elif field(GATES, g, _ADVANTAGES) == "token":
+                if field(GATES, g, _LEVEL) == "token":
+                    advantage = tl.load(advantages + rows, mask=valid, other=0)
+                elif field(GATES, g, _LEVEL) == "segment":
+                    advantage = _of_segments(
+                        segment_columns, num_slots, slots, valid, field(GATES, g, _ADVANTAGE_COLUMN)
+                    )
+                else:
+                    column = sums + field(GATES, g, _ADVANTAGE_COLUMN) * stride
+                    advantage = merge_all(column, first, last, "sum", UNITS)
+                rejected = rejected & (lanes + advantage < 0)
+            rejected = valid & rejected
+            cell = put_outside(cell, chunks, to_outcome, rejected, whole)
+            kept = kept & (rejected == 0)
+
+        final = tl.where(kept, weight, 0.0)
+        tl.store(weights + rows, final, mask=inside)
+        tl.store(mask + rows, kept, mask=inside)
+        weight_sum, kept_tokens = put_weights(cell_of_weights, chunks, final, kept)
+
+    maxima = (rho_max,)
+    minima = (rho_min,)
+    if sums is not None:
+        cell = put(cell, chunks, ((opens & corrupt & (counts != 0)).to(tl.float64),))
+        counted = opens & whole & (counts != 0)
+        cell, seq_rho = put_whole_sequence(cell, chunks, total, mean, total_rollout / divisor, tokens, counted, bound)
+        maxima += (tl.where(counted, seq_rho, 0.0),)
+        minima += (tl.where(counted, seq_rho, float("inf")),)
+        if weights is not None:
+            outcomes = (tl.where(whole, weight_sum / divisor, 0.0), tl.where(whole, kept_tokens, 0.0))
+            # the sequences outside a bound are written
+            cell = put(cell, chunks, outcomes) + (HAS_LOWER + HAS_UPPER + len(GATES)) * chunks
+            maxima += (tl.max(final),)
+            minima += (tl.min(tl.where(kept, final, float("inf"))),)
+    put(cell, chunks, maxima + minima)
+
+
+def correction_fwd(
+    tokens: Tokens,
+    sums: Tensor | None,
+    segments: SegmentParts | None,
+    decisions: Decisions,
+    rows: MetricRows,
+    *,
+    with_weights: bool,
+    complete: bool,
+    counts: bool,
+) -> Corrected:
+    """Decides on every token, and writes the parts of every metric.
+
+    Args:
+        tokens: the batch.
+        sums: [4 + C, chunks], or [4 + C, S] where `complete`; None for metrics of tokens alone.
+        segments: finished, complete columns of segments.
+        decisions: what to do.
+        rows: the metrics.
+        with_weights: False: only metrics of the pair.
+        complete: `sums` are those of whole sequences.
+        counts: this rank reports what counts once a sequence.
+    """
+    launch = LAUNCH["correction"]
+    # the chunks whose sums it reads are its own
+    assert launch.block == LAUNCH["unit_sums"].block
+    chunks, device, num_tokens = tokens.num_chunks(launch.block), tokens.loss_mask.device, tokens.loss_mask.numel()
+    metrics = torch.empty((rows.count, chunks), dtype=torch.float64, device=device)
+    weights = mask = bad_sequences = None
+    if with_weights:
+        weights = torch.empty(num_tokens, dtype=torch.float32, device=device)
+        mask = torch.empty(num_tokens, dtype=torch.bool, device=device)
+        bad_sequences = torch.empty(tokens.num_sequences, dtype=torch.bool, device=device)
+    correction_fwd_kernel[(chunks,)](
+        **tokens.arguments(),
+        sums=sums,
+        segment_edges=segments and segments.edges,
+        segment_columns=segments and segments.columns,
+        bounds=decisions.bounds,
+        weights=weights,
+        mask=mask,
+        bad_sequences=bad_sequences,
+        metrics=metrics,
+        stride=0 if sums is None else sums.shape[1],
+        num_slots=segments.columns.shape[1] if segments else 0,
+        counts=int(counts),
+        LOG_RATIO_BOUND=decisions.log_ratio_bound,
+        LEVEL=decisions.weighting.level,
+        DROPS=decisions.weighting.drops,
+        HAS_LOWER=decisions.weighting.has_lower,
+        HAS_UPPER=decisions.weighting.has_upper,
+        WEIGHT_COLUMN=decisions.weighting.column,
+        GATES=tuple(map(tuple, decisions.gates)),
+        DROPS_CORRUPT_SEQUENCES=decisions.drops_corrupt_sequences,
+        COMPLETE=complete,
+        UNITS=LAUNCH["unit_combine"].block,
+        BLOCK=launch.block,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    return Corrected(weights, mask, bad_sequences, metrics)

@@ -1,0 +1,44 @@
+"""Log-ratios of two policies and what gates compare, of lanes of tokens."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_log_ratio(train_logprobs, rollout_logprobs, loss_mask, rows, inside):
+    """(l, log mu, valid, loss); l and log mu are fp32, and 0 where a token is not valid."""
+    loss = tl.load(loss_mask + rows, mask=inside, other=0) != 0
+    rollout = tl.load(rollout_logprobs + rows, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(train_logprobs + rows, mask=inside, other=0.0).to(tl.float32) - rollout
+    # false for NaN or +inf on either side, and for -inf from the sampler
+    valid = loss & (value < float("inf")) & (rollout < float("inf"))
+    return tl.where(valid, value, 0.0), tl.where(valid, rollout, 0.0), valid, loss
+
+
+@triton.jit
+def gate_statistic(log_ratio, rollout, NAME: tl.constexpr):
+    """Statistic of a gate from unclamped fp64 l: ratio (as l), k2, k3, abs_log_ratio, prob_diff."""
+    if NAME == "k2":
+        return log_ratio * log_ratio / 2
+    elif NAME == "k3":
+        return expm1(log_ratio, tl.exp(log_ratio)) - log_ratio
+    elif NAME == "abs_log_ratio":
+        return tl.abs(log_ratio)
+    elif NAME == "prob_diff":
+        return tl.exp(rollout + log_ratio) - tl.exp(rollout)
+    else:
+        tl.static_assert(NAME == "ratio")
+        return log_ratio
+
+
+@triton.jit
+def expm1(x, exp_x):
+    """e^x - 1 in fp64 from x and e^x: below 0.1, where the difference cancels, sum_n x^n / n!, n = 1 to 10."""
+    near = tl.abs(x) < 0.1
+    small = tl.where(near, x, 0.0)
+    series = small * 0.0 + 1.0
+    for n in tl.static_range(10, 1, -1):
+        series = 1.0 + small * series * (1.0 / n)
+    return tl.where(near, small * series, exp_x - 1.0)

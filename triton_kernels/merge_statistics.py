@@ -1,0 +1,107 @@
+"""Join the softmax statistics of all vocabulary shards, in rank order: the same bits on every rank."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import LAUNCH
+from .softmax import finish_row, row_offset, row_strides
+
+FLOOR = tl.constexpr(-1000.0)
+"""exp(-1000) is 0 in fp32, so this floor under exponents only keeps 0 * (-inf) from being NaN."""
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_shards", "rows_per_page", "stride_mask_page", "stride_mask"],
+)
+def merge_statistics_fwd_kernel(
+    gathered,  # [R, 4, N] (max z, sum e, sum e (z - max), z[target]) of every shard
+    mask,  # [N] or [B, T], or None
+    logprobs,  # [N] nats
+    entropy,  # [N] nats, if WITH_ENTROPY
+    maximum,  # [N] max z, 0 if that is -inf
+    log_sum,  # [N] log sum e^(z - max)
+    num_rows,
+    num_shards,
+    rows_per_page,
+    stride_mask_page,
+    stride_mask,
+    WITH_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = rows < num_rows
+    # where the next of the four statistics starts
+    step = tl.cast(num_rows, tl.int64)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    target = tl.full([BLOCK], float("-inf"), tl.float32)
+    for shard in range(num_shards):
+        statistics = gathered + tl.cast(shard, tl.int64) * 4 * step + rows
+        top = tl.maximum(top, tl.load(statistics, mask=here, other=0.0))
+        target = tl.maximum(target, tl.load(statistics + 3 * step, mask=here, other=0.0))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros([BLOCK], tl.float32)
+    shifted = tl.zeros([BLOCK], tl.float32)
+    for shard in range(num_shards):
+        statistics = gathered + tl.cast(shard, tl.int64) * 4 * step + rows
+        # a NaN lives on in the sums of its shard
+        down = tl.maximum(tl.load(statistics, mask=here, other=0.0) - base, FLOOR)
+        keep = tl.exp(down)
+        part = tl.load(statistics + step, mask=here, other=0.0)
+        total += keep * part
+        if WITH_ENTROPY:
+            shifted += keep * (tl.load(statistics + 2 * step, mask=here, other=0.0) + down * part)
+
+    row_logprobs, row_entropy, row_maximum, row_log_sum = finish_row(top, total, shifted, target)
+    kept = here
+    if mask is not None:
+        kept = tl.load(mask + row_offset(rows, rows_per_page, stride_mask_page, stride_mask), mask=here, other=0) != 0
+    tl.store(logprobs + rows, tl.where(kept, row_logprobs, 0.0), mask=here)
+    tl.store(maximum + rows, row_maximum, mask=here)
+    tl.store(log_sum + rows, row_log_sum, mask=here)
+    if WITH_ENTROPY:
+        tl.store(entropy + rows, tl.where(kept, row_entropy, 0.0), mask=here)
+
+
+def merge_statistics_fwd(
+    gathered: Tensor, mask: Tensor | None, *, with_entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """logprob = z[target] - M - log S and entropy = log S - U / S of every row, from the statistics of R shards.
+
+    With M = max_r m_r and a_r = e^(m_r - M): S = sum_r a_r s_r, U = sum_r a_r (u_r + (m_r - M) s_r). One launch.
+
+    Args:
+        gathered: [R, 4, N] fp32 contiguous, the statistics of row_statistics_fwd in rank order.
+        mask: [N] or [B, T]; a row with 0 has logprob and entropy 0.
+        with_entropy: compute the entropy.
+
+    Returns:
+        (logprobs, entropy or None, maximum, log_sum), [N] fp32; the last two are 0 for a row without a finite logit.
+    """
+    launch = LAUNCH["merge_statistics"]
+    num_shards, _, num_rows = gathered.shape
+    new = functools.partial(torch.empty, num_rows, dtype=torch.float32, device=gathered.device)
+    logprobs, entropy, maximum, log_sum = new(), new() if with_entropy else None, new(), new()
+    block = min(launch.block, triton.next_power_of_2(max(num_rows, 1)))
+    merge_statistics_fwd_kernel[(triton.cdiv(num_rows, block),)](
+        gathered=gathered,
+        mask=mask,
+        logprobs=logprobs,
+        entropy=entropy,
+        maximum=maximum,
+        log_sum=log_sum,
+        num_rows=num_rows,
+        num_shards=num_shards,
+        rows_per_page=num_rows if mask is None else mask.shape[-1],
+        **row_strides("mask", mask),
+        WITH_ENTROPY=with_entropy,
+        BLOCK=block,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    return logprobs, entropy, maximum, log_sum

@@ -1,0 +1,146 @@
+"""The rows of numbers that metrics are made of, one number a chunk in each: their names, and what fills them.
+
+The names stand in the order in which the kernel writes the rows; sums.py says what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .log_ratio import expm1
+
+OF_TOKENS = (
+    *("beyond_2", "clamped", "log_ratio", "rho_log_ratio", "p_q", "dev_abs", "prob_gap"),
+    *("dev", "square:dev", "rho", "square:rho", "q", "square:q", "p", "square:p", "tokens", "loss_tokens"),
+)
+OF_WEIGHTS = ("weight", "kept", "square:weight")
+OF_SEQUENCES = ("bad_sequences",)
+OF_WHOLE_SEQUENCES = (
+    *("seq_rho", "seq_dev", "rollout_log_ppl", "train_log_ppl", "rollout_ppl", "train_ppl", "mean_abs", "sum_abs"),
+    *("seq_clamped", "sequences"),
+)
+OF_OUTCOMES = ("all_weight", "kept_sequences")
+
+NUM_OF_WEIGHTS = tl.constexpr(len(OF_WEIGHTS))
+FROM_TOKENS_TO_SEQUENCES = tl.constexpr(len(OF_SEQUENCES + OF_WHOLE_SEQUENCES + OF_OUTCOMES))
+"""Rows between the last of the tokens outside a bound and the first of the sequences outside one."""
+_LOG_2 = tl.constexpr(math.log(2))
+_LARGEST_LOG = tl.constexpr(80.0)
+
+
+class MetricRows(NamedTuple):
+    """The rows of one call."""
+
+    added: tuple[str, ...]
+    """Sums over chunks."""
+    once: tuple[str, ...]
+    """Sums, and sums of squares, over sequences: written by the first chunk of each."""
+    outcomes: tuple[str, ...]
+    """The same, but every chunk of a sequence writes a part; all after the first are 1 where any part is not 0."""
+    maxima: tuple[str, ...]
+    minima: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self))
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Names of the sums that are made of them, in order."""
+        of_sequences = self.once + self.outcomes
+        return self.added + of_sequences + tuple(f"square:{name}" for name in of_sequences)
+
+
+def metric_rows(sequences: bool, bounds: tuple[str, ...] | None) -> MetricRows:
+    """Those of tokens, of sequences if asked, and of the final weights with their named bounds unless that is None."""
+    if not sequences:
+        assert bounds is None
+        return MetricRows(OF_TOKENS, (), (), ("rho_max",), ("rho_min",))
+    if bounds is None:
+        maxima, minima = ("rho_max", "seq_rho_max"), ("rho_min", "seq_rho_min")
+        return MetricRows(OF_TOKENS + OF_SEQUENCES, OF_WHOLE_SEQUENCES, (), maxima, minima)
+    return MetricRows(
+        OF_TOKENS + OF_WEIGHTS + tuple(f"token:{name}" for name in bounds) + OF_SEQUENCES,
+        OF_WHOLE_SEQUENCES,
+        OF_OUTCOMES + tuple(f"seq:{name}" for name in bounds),
+        ("rho_max", "seq_rho_max", "weight_max"),
+        ("rho_min", "seq_rho_min", "weight_min"),
+    )
+
+
+@triton.jit
+def put(cell, stride, values):
+    """Writes one number in each of the next rows, and returns where the row after them has its own."""
+    for i in tl.static_range(len(values)):
+        tl.store(cell + i * stride, values[i])
+    return cell + len(values) * stride
+
+
+@triton.jit
+def count(condition):
+    return tl.sum(condition.to(tl.int32)).to(tl.float64)
+
+
+@triton.jit
+def clamp(x, bound):
+    return tl.where(x > bound, bound, tl.where(x < -bound, -bound, x))
+
+
+@triton.jit
+def put_tokens(cell, stride, log_ratio, rollout, valid, loss, bound):
+    """OF_TOKENS; also the largest and the smallest rho."""
+    distance = tl.abs(log_ratio)
+    exact = log_ratio.to(tl.float64)
+    rollout = rollout.to(tl.float64)
+    ell = clamp(exact, bound)
+    exp_ell = tl.exp(ell)
+    dev = expm1(ell, exp_ell)
+    rho = tl.where(valid, exp_ell, 0.0)
+    q = tl.where(valid, tl.exp(rollout), 0.0)
+    p = tl.where(valid, tl.exp(rollout + exact), 0.0)
+    far = (count(distance > _LOG_2), count(distance > bound.to(tl.float32)))
+    products = (tl.sum(ell), tl.sum(rho * ell), tl.sum(p * q), tl.sum(tl.abs(dev)), tl.sum(tl.abs(p - q)))
+    squares = (tl.sum(dev), tl.sum(dev * dev), tl.sum(rho), tl.sum(rho * rho))
+    squares += (tl.sum(q), tl.sum(q * q), tl.sum(p), tl.sum(p * p))
+    cell = put(cell, stride, far + products + squares + (count(valid), count(loss)))
+    return cell, tl.max(rho), tl.min(tl.where(valid, rho, float("inf")))
+
+
+@triton.jit
+def put_weights(cell, stride, weights, kept):
+    """OF_WEIGHTS; also the sum of the weights and the kept tokens."""
+    weights = weights.to(tl.float64)
+    weight = tl.sum(weights)
+    kept_tokens = count(kept)
+    put(cell, stride, (weight, kept_tokens, tl.sum(weights * weights)))
+    return weight, kept_tokens
+
+
+@triton.jit
+def put_outside(cell, stride, to_outcome, outside, whole):
+    """The tokens outside a bound, and in another row those of whole sequences."""
+    tokens = count(outside)
+    tl.store(cell, tokens)
+    tl.store(cell + to_outcome, tl.where(whole, tokens, 0.0))
+    return cell + stride
+
+
+@triton.jit
+def put_whole_sequence(cell, stride, total, mean, mean_rollout, tokens, counted, bound):
+    """OF_WHOLE_SEQUENCES, 0 unless it is counted here; also rho of the sequence."""
+    one = counted.to(tl.float64)
+    capped = clamp(total, bound)
+    mean = clamp(mean, bound)
+    rho = tl.exp(capped)
+    rollout_log_ppl = -mean_rollout
+    train_log_ppl = rollout_log_ppl - mean
+    rollout_ppl = tl.exp(tl.where(rollout_log_ppl > _LARGEST_LOG, _LARGEST_LOG, rollout_log_ppl))
+    train_ppl = tl.exp(tl.where(train_log_ppl > _LARGEST_LOG, _LARGEST_LOG, train_log_ppl))
+    ratios = (one * rho, one * expm1(capped, rho))
+    perplexities = (one * rollout_log_ppl, one * train_log_ppl, one * rollout_ppl, one * train_ppl)
+    distances = (one * tl.abs(mean), one * tl.abs(mean) * tokens)
+    return put(cell, stride, ratios + perplexities + distances + (tl.where(capped != total, one, 0.0), one)), rho

@@ -1,0 +1,313 @@
+"""The policy loss of a micro-batch, its gradient by current log-prob and by entropy, and the sums of its metrics.
+
+Forward is one pass over tiles of tokens and a small sum over the tiles; backward is one pass.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import LAUNCH
+
+# numbers of tokens and slices of a batch differ from step to step: neither may compile the kernel anew
+_OF_TOKENS = [
+    *("current_logprobs", "old_logprobs", "advantages", "weights", "mask", "scales"),
+    *("reference_logprobs", "entropies", "coefficients"),
+]
+
+
+@triton.jit
+def _k3(distance):
+    """e^d - 1 - d, to fp32 accuracy for every d: below 1, where the difference cancels, sum_n d^n / n!, n = 2 to 13."""
+    near = tl.abs(distance) < 1.0
+    small = tl.where(near, distance, 0.0)
+    series = tl.full(distance.shape, 1.0, tl.float32)
+    for n in tl.static_range(13, 2, -1):
+        series = 1.0 + small * series * (1.0 / n)
+    return tl.where(near, 0.5 * small * small * series, tl.exp(distance) - 1.0 - distance)
+
+
+@triton.jit
+def _count(condition):
+    return tl.sum(condition.to(tl.int32)).to(tl.float64)
+
+
+@triton.jit
+def _put(cell, stride, value):
+    tl.store(cell, value)
+    return cell + stride
+
+
+@triton.jit(do_not_specialize=["num_tokens", "row_length"], do_not_specialize_on_alignment=_OF_TOKENS)
+def policy_loss_fwd_kernel(
+    current_logprobs,  # [N]
+    old_logprobs,  # [N], or None for those of current
+    advantages,  # [N], or [N / row_length] with ADVANTAGE_A_ROW
+    weights,  # [N]
+    mask,  # [N] bool
+    scales,  # [N]
+    reference_logprobs,  # [N], or None
+    entropies,  # [N], or None
+    coefficients,  # [N] fp32 out, d loss / d current, or None
+    partials,  # [2 M, tiles] fp64 out, a column a tile; rows as the metrics of policy_loss_fwd
+    num_tokens,
+    row_length,
+    ratio_lower,
+    ratio_upper,
+    dual_clip,  # or None
+    log_ratio_bound,
+    kl_coef,
+    entropy_coef,
+    IS_PPO: tl.constexpr,
+    ADVANTAGE_A_ROW: tl.constexpr,
+    NUM_MEANS: tl.constexpr,  # metrics over the sum of scale
+    NUM_SHARES: tl.constexpr,  # metrics over the number of kept tokens
+    BLOCK: tl.constexpr,
+):
+    """One program a tile. tl.where in place of tl.minimum: it lets NaN through."""
+    tiles = tl.num_programs(0)
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < num_tokens
+    current = tl.load(current_logprobs + tokens, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(scales + tokens, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weights + tokens, mask=inside, other=0.0).to(tl.float32)
+    row = tokens
+    if ADVANTAGE_A_ROW:
+        row = tokens // row_length
+    advantage = tl.load(advantages + row, mask=inside, other=0.0).to(tl.float32)
+    old = current
+    if old_logprobs is not None:
+        old = tl.load(old_logprobs + tokens, mask=inside, other=0.0).to(tl.float32)
+
+    counts = scale != 0.0
+    usable = counts & (tl.abs(old) < float("inf")) & (current != float("-inf"))
+    kept = usable & (tl.load(mask + tokens, mask=inside, other=0) != 0)
+    log_ratio = tl.where(usable, current - old, 0.0)
+    # where log_ratio is clamped, and where it is NaN, the ratio is a constant
+    moves = log_ratio <= log_ratio_bound
+    ratio = tl.exp(tl.where(log_ratio > log_ratio_bound, log_ratio_bound, log_ratio))
+
+    if IS_PPO:
+        high = (advantage > 0.0) & (ratio > ratio_upper)
+        low = (advantage < 0.0) & (ratio < ratio_lower)
+        value = tl.where(high, ratio_upper, tl.where(low, ratio_lower, ratio))
+        cut = high | low
+        if dual_clip is not None:
+            far = (advantage < 0.0) & (ratio > dual_clip)
+            value = tl.where(far, dual_clip, value)
+            cut = cut | far
+        gain = tl.where(kept & moves & ~cut, weight * (-advantage * ratio), 0.0)
+    else:
+        value = tl.where(kept, current, 0.0)
+        gain = tl.where(kept, weight * -advantage, 0.0)
+    policy = tl.sum((scale * tl.where(kept, weight * (-advantage * value), 0.0)).to(tl.float64))
+    loss = policy
+
+    if reference_logprobs is not None:
+        reference = tl.load(reference_logprobs + tokens, mask=inside, other=0.0).to(tl.float32)
+        distance = tl.where(usable, reference - current, 0.0)
+        approaches = (distance >= -log_ratio_bound) & (distance <= log_ratio_bound)
+        distance = tl.where(distance > log_ratio_bound, log_ratio_bound, distance)
+        distance = tl.where(distance < -log_ratio_bound, -log_ratio_bound, distance)
+        k3 = _k3(distance)
+        kl = tl.sum((scale * tl.where(usable, ratio * k3, 0.0)).to(tl.float64))
+        loss += kl_coef * kl
+        # r k3 from the ratio and -r (e^d - 1) from the distance; both together are -r d, without a difference
+        by_ratio = tl.where(moves, ratio * k3, 0.0)
+        by_distance = tl.where(approaches, -ratio * (k3 + distance), 0.0)
+        gain += kl_coef * tl.where(moves & approaches, -ratio * distance, by_ratio + by_distance)
+    if entropies is not None:
+        entropy = tl.load(entropies + tokens, mask=inside, other=0.0).to(tl.float32)
+        entropy_sum = tl.sum((scale * tl.where(counts, entropy, 0.0)).to(tl.float64))
+        loss -= entropy_coef * entropy_sum
+    if coefficients is not None:
+        tl.store(coefficients + tokens, scale * gain, mask=inside)
+
+    cell = _put(partials + tl.program_id(0), tiles, loss)
+    cell = _put(cell, tiles, policy)
+    if reference_logprobs is not None:
+        cell = _put(cell, tiles, kl)
+    if entropies is not None:
+        cell = _put(cell, tiles, entropy_sum)
+    if IS_PPO:
+        cell = _put(cell, tiles, _count(kept & high))
+        cell = _put(cell, tiles, _count(kept & low))
+        if dual_clip is not None:
+            cell = _put(cell, tiles, _count(kept & far))
+    scale_sum = tl.sum(scale.to(tl.float64))
+    for _ in tl.static_range(NUM_MEANS):
+        cell = _put(cell, tiles, scale_sum)
+    kept_count = _count(kept)
+    for _ in tl.static_range(NUM_SHARES):
+        cell = _put(cell, tiles, kept_count)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def policy_loss_reduce_kernel(
+    partials,  # [2 M, tiles] fp64
+    totals,  # [2 M] fp64 out
+    loss,  # [] fp32 out
+    num_tiles,
+    BLOCK: tl.constexpr,
+):
+    """One program a row of partials, in a fixed order."""
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float64)
+    for begin in range(0, num_tiles, BLOCK):
+        tile = begin + tl.arange(0, BLOCK)
+        total += tl.load(partials + row * num_tiles + tile, mask=tile < num_tiles, other=0.0)
+    value = tl.sum(total)
+    tl.store(totals + row, value)
+    if row == 0:
+        tl.store(loss, value.to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_OF_TOKENS)
+def policy_loss_bwd_kernel(
+    upstream,  # [] gradient by the loss
+    coefficients,  # [N] fp32, or None
+    scales,  # [N], or None
+    grad_current,  # [N] out, or None
+    grad_entropy,  # [N] out, or None
+    num_tokens,
+    entropy_coef,
+    BLOCK: tl.constexpr,
+):
+    """One program a tile."""
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < num_tokens
+    by_loss = tl.load(upstream).to(tl.float32)
+    if grad_current is not None:
+        coefficient = tl.load(coefficients + tokens, mask=inside, other=0.0)
+        tl.store(grad_current + tokens, by_loss * coefficient, mask=inside)
+    if grad_entropy is not None:
+        scale = tl.load(scales + tokens, mask=inside, other=0.0).to(tl.float32)
+        gradient = tl.where(scale != 0.0, -by_loss * entropy_coef * scale, 0.0)
+        tl.store(grad_entropy + tokens, gradient, mask=inside)
+
+
+def policy_loss_fwd(
+    current: Tensor,
+    old: Tensor | None,
+    advantages: Tensor,
+    weights: Tensor,
+    mask: Tensor,
+    scale: Tensor,
+    reference_logprobs: Tensor | None,
+    entropy: Tensor | None,
+    *,
+    surrogate: str,
+    clip_lower: float,
+    clip_upper: float,
+    dual_clip: float | None,
+    kl_coef: float,
+    entropy_coef: float,
+    log_ratio_bound: float,
+    with_coefficients: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """sum_t scale_t [mask_t w_t L_t + kl_coef K_t - entropy_coef H_t], its gradient, and the sums of its metrics.
+
+    Args:
+        current: [N] or [B, T], bf16, fp16 or fp32, nats.
+        old: the same shape, or None for current itself.
+        advantages: the same shape, or [B] for [B, T].
+        weights, mask, scale, reference_logprobs, entropy: the same shape; mask is bool.
+        with_coefficients: also compute d loss / d current.
+
+    Returns:
+        The loss, 0-d fp32; [2 M] fp64, the totals of M metrics, then what divides each: loss, policy_loss, kl_ref (with
+        reference_logprobs), entropy (when given) over the sum of scale; for ppo clip_high, clip_low, dual_clip (when
+        set) over the number of kept tokens; and d loss / d current, fp32, contiguous in the shape of current.
+    """
+    is_ppo = surrogate == "ppo"
+    num_means = 2 + (reference_logprobs is not None) + (entropy is not None)
+    num_shares = 2 + (dual_clip is not None) if is_ppo else 0
+    launch = LAUNCH["policy_loss"]
+    # no token at all is one tile that counts nothing
+    tiles = max(1, triton.cdiv(current.numel(), launch.block))
+    rows = 2 * (num_means + num_shares)
+    partials = torch.empty((rows, tiles), dtype=torch.float64, device=current.device)
+    totals = torch.empty(rows, dtype=torch.float64, device=current.device)
+    loss = torch.empty((), dtype=torch.float32, device=current.device)
+    coefficients = None
+    if with_coefficients:
+        coefficients = torch.empty(current.shape, dtype=torch.float32, device=current.device)
+    policy_loss_fwd_kernel[(tiles,)](
+        current_logprobs=current.contiguous(),
+        old_logprobs=None if old is None else old.contiguous(),
+        advantages=advantages.contiguous(),
+        weights=weights.contiguous(),
+        mask=mask.contiguous(),
+        scales=scale.contiguous(),
+        reference_logprobs=None if reference_logprobs is None else reference_logprobs.contiguous(),
+        entropies=None if entropy is None else entropy.contiguous(),
+        coefficients=coefficients,
+        partials=partials,
+        num_tokens=current.numel(),
+        row_length=max(1, current.shape[-1]),
+        ratio_lower=float(1 - clip_lower),
+        ratio_upper=float(1 + clip_upper),
+        dual_clip=None if dual_clip is None else float(dual_clip),
+        log_ratio_bound=float(log_ratio_bound),
+        kl_coef=float(kl_coef),
+        entropy_coef=float(entropy_coef),
+        IS_PPO=is_ppo,
+        ADVANTAGE_A_ROW=advantages.dim() < current.dim(),
+        NUM_MEANS=num_means,
+        NUM_SHARES=num_shares,
+        BLOCK=launch.block,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    policy_loss_reduce_kernel[(rows,)](
+        partials=partials,
+        totals=totals,
+        loss=loss,
+        num_tiles=tiles,
+        BLOCK=launch.block,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    return loss, totals, coefficients
+
+
+def policy_loss_bwd(
+    upstream: Tensor,
+    coefficients: Tensor | None,
+    scale: Tensor | None,
+    *,
+    entropy_coef: float,
+    current_dtype: torch.dtype,
+    entropy_dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:
+    """upstream * coefficients, and -upstream * entropy_coef * scale.
+
+    Args:
+        upstream: 0-d, the gradient by the loss.
+        coefficients: from policy_loss_fwd; None where no gradient by current is wanted.
+        scale: the same shape; None where no gradient by entropy is wanted.
+        current_dtype, entropy_dtype: of the two gradients.
+    """
+    like = coefficients if coefficients is not None else scale
+    assert like is not None
+    grad_current, grad_entropy = (
+        None if source is None else torch.empty(like.shape, dtype=dtype, device=like.device)
+        for source, dtype in ((coefficients, current_dtype), (scale, entropy_dtype))
+    )
+    launch = LAUNCH["policy_loss"]
+    policy_loss_bwd_kernel[(max(1, triton.cdiv(like.numel(), launch.block)),)](
+        upstream=upstream,
+        coefficients=coefficients,
+        scales=None if scale is None else scale.contiguous(),
+        grad_current=grad_current,
+        grad_entropy=grad_entropy,
+        num_tokens=like.numel(),
+        entropy_coef=float(entropy_coef),
+        BLOCK=launch.block,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    return grad_current, grad_entropy

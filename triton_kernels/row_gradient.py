@@ -1,0 +1,185 @@
+"""Gradient of the log-probs and the entropy of every row with respect to the logits of a shard."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import LAUNCH
+from .softmax import LOG2_E, logits_strides, row_offset, row_strides
+
+FLOOR = tl.constexpr(-1000.0)
+"""exp(-1000) is 0 in fp32, so this floor under log p only keeps 0 * (-inf) from being NaN."""
+
+
+@triton.jit
+def _gradient(x, is_target, inverse, top, log_total, at_target, slope, constant, WITH_ENTROPY: tl.constexpr):
+    """The gradient of a tile of logits in fp32: at_target onehot + p (constant + slope log p)."""
+    log_p = x * inverse - top - log_total
+    # before the floor, which would hide a NaN
+    p = tl.exp2(log_p * LOG2_E)
+    if WITH_ENTROPY:
+        gradient = p * (constant + slope * tl.maximum(log_p, FLOOR))
+    else:
+        gradient = p * constant
+    # onehot - p, and not the sum of two rounded gradients: where p is almost 1 the difference is all there is
+    return tl.where(is_target, gradient + at_target, gradient)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("start", "rows_per_page", "stride_targets_page", "stride_targets"),
+        *("stride_temperature_page", "stride_temperature", "stride_mask_page", "stride_mask"),
+        *("stride_grad_logprobs_page", "stride_grad_logprobs", "stride_grad_entropy_page", "stride_grad_entropy"),
+    ]
+)
+def row_gradient_bwd_kernel(
+    out,  # [N, V_local] or [B, T, V_local] gradient, may be the logits
+    logits,  # [N, V_local] or [B, T, V_local]
+    targets,  # [N] or [B, T] global ids
+    temperature,  # a number, or [N] or [B, T]
+    mask,  # [N] or [B, T], or None
+    logprobs,  # [N] nats, of the whole vocabulary, like the next three
+    entropy,  # [N] nats, or None without grad_entropy
+    maximum,  # [N] max z
+    log_sum,  # [N] log sum e^(z - max)
+    grad_logprobs,  # [N] or [B, T], or None
+    grad_entropy,  # [N] or [B, T], or None
+    start,
+    num_valid,
+    width,
+    rows_per_page,
+    stride_out_page,
+    stride_out_row,
+    stride_out_column,
+    stride_logits_page,
+    stride_logits_row,
+    stride_logits_column,
+    stride_targets_page,
+    stride_targets,
+    stride_temperature_page,
+    stride_temperature,
+    stride_mask_page,
+    stride_mask,
+    stride_grad_logprobs_page,
+    stride_grad_logprobs,
+    stride_grad_entropy_page,
+    stride_grad_entropy,
+    TEMPERATURE_PER_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    WITH_ENTROPY: tl.constexpr = grad_entropy is not None
+    at_target = tl.full([], 0.0, tl.float32)
+    if grad_logprobs is not None:
+        place = row_offset(row, rows_per_page, stride_grad_logprobs_page, stride_grad_logprobs)
+        at_target = tl.load(grad_logprobs + place).to(tl.float32)
+        at_target = tl.where(tl.load(logprobs + row) == float("-inf"), 0.0, at_target)
+    active = at_target != 0
+    slope = tl.full([], 0.0, tl.float32)
+    constant = at_target
+    if WITH_ENTROPY:
+        place = row_offset(row, rows_per_page, stride_grad_entropy_page, stride_grad_entropy)
+        slope = tl.load(grad_entropy + place).to(tl.float32)
+        active = active | (slope != 0)
+        constant += slope * tl.load(entropy + row)
+    if mask is not None:
+        active = active & (tl.load(mask + row_offset(row, rows_per_page, stride_mask_page, stride_mask)) != 0)
+    # a row without gradient has no columns to read: all of it is written as zeros
+    valid = tl.where(active, num_valid, 0)
+    if TEMPERATURE_PER_ROW:
+        place = row_offset(row, rows_per_page, stride_temperature_page, stride_temperature)
+        divisor = tl.load(temperature + place, mask=active, other=1.0).to(tl.float32)
+    else:
+        divisor = tl.cast(temperature, tl.float32)
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), divisor)
+    at_target *= inverse
+    slope *= -inverse
+    constant *= -inverse
+    top = tl.load(maximum + row)
+    log_total = tl.load(log_sum + row)
+    # a column, or no column of this shard, which 32 bits tell apart: where the id is in no shard, at_target is 0
+    target = tl.load(targets + row_offset(row, rows_per_page, stride_targets_page, stride_targets)).to(tl.int64) - start
+    target = target.to(tl.int32)
+
+    columns = tl.arange(0, BLOCK)
+    read = logits + row_offset(row, rows_per_page, stride_logits_page, stride_logits_row)
+    read += columns.to(tl.int64) * stride_logits_column
+    write = out + row_offset(row, rows_per_page, stride_out_page, stride_out_row)
+    write += columns.to(tl.int64) * stride_out_column
+    whole = valid // BLOCK * BLOCK
+    for begin in range(0, whole, BLOCK):
+        x = tl.load(read + tl.cast(begin, tl.int64) * stride_logits_column).to(tl.float32)
+        is_target = columns == target - begin
+        gradient = _gradient(x, is_target, inverse, top, log_total, at_target, slope, constant, WITH_ENTROPY)
+        tl.store(write + tl.cast(begin, tl.int64) * stride_out_column, gradient.to(out.dtype.element_ty))
+    for begin in range(whole, width, BLOCK):
+        here = begin + columns < valid
+        x = tl.load(read + tl.cast(begin, tl.int64) * stride_logits_column, mask=here, other=float("-inf")).to(
+            tl.float32
+        )
+        is_target = columns == target - begin
+        gradient = _gradient(x, is_target, inverse, top, log_total, at_target, slope, constant, WITH_ENTROPY)
+        gradient = tl.where(here, gradient, 0.0).to(out.dtype.element_ty)
+        tl.store(write + tl.cast(begin, tl.int64) * stride_out_column, gradient, mask=begin + columns < width)
+
+
+def row_gradient_bwd(
+    out: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    *,
+    start: int,
+    num_valid: int,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    maximum: Tensor,
+    log_sum: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> None:
+    """Write [g (onehot - p) - g_H p (log p + entropy)] / temperature, with log p = z - maximum - log_sum, to ``out``.
+
+    One launch; fp32 inside, rounded once. Exactly 0, and without a look at the logits, in rows with mask 0 and in
+    rows whose upstream gradients are 0; exactly 0 in columns from num_valid on. g counts as 0 where logprob is -inf.
+
+    Args:
+        out: in the shape of logits, any float dtype and strides; may be the logits themselves.
+        logits, targets, temperature, mask, start, num_valid: as in row_statistics_fwd.
+        logprobs, entropy, maximum, log_sum: [N] or [B, T] fp32 contiguous, of the whole vocabulary; the entropy is
+            read where grad_entropy is given.
+        grad_logprobs, grad_entropy: [N] or [B, T], g and g_H, any strides; None: 0.
+    """
+    launch = LAUNCH["row_gradient"]
+    width = logits.shape[-1]
+    row_gradient_bwd_kernel[(targets.numel(),)](
+        out=out,
+        logits=logits,
+        targets=targets,
+        temperature=temperature,
+        mask=mask,
+        logprobs=logprobs,
+        entropy=entropy if grad_entropy is not None else None,
+        maximum=maximum,
+        log_sum=log_sum,
+        grad_logprobs=grad_logprobs,
+        grad_entropy=grad_entropy,
+        start=start,
+        num_valid=num_valid,
+        width=width,
+        rows_per_page=targets.shape[-1],
+        **logits_strides("out", out),
+        **logits_strides("logits", logits),
+        **row_strides("targets", targets),
+        **row_strides("temperature", temperature),
+        **row_strides("mask", mask),
+        **row_strides("grad_logprobs", grad_logprobs),
+        **row_strides("grad_entropy", grad_entropy),
+        TEMPERATURE_PER_ROW=isinstance(temperature, Tensor),
+        BLOCK=min(launch.block, triton.next_power_of_2(width)),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )

@@ -1,0 +1,195 @@
+"""Softmax statistics of every row of a vocabulary shard, in one pass over its logits."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import LAUNCH
+from .softmax import LOG2_E, finish_row, logits_strides, row_offset, row_strides
+
+FLOOR = tl.constexpr(-1e30)
+"""Below any difference of logits that counts: its exponential is 0, but 0 times it is not NaN."""
+VECTOR_BYTES = 16
+
+
+@triton.jit
+def _join(x, maximum, total, shifted, scale, WITH_ENTROPY: tl.constexpr):
+    """Add a tile of logits [LANES, VECTOR] to the statistics [LANES] of the tiles before it.
+
+    Every lane has a maximum of its own, so nothing crosses lanes, and warps do not wait for each other, until the row
+    ends. Differences are taken before they are divided by the temperature: they are exact for close logits.
+    """
+    joined = tl.maximum(maximum, tl.max(x, 1))
+    base = tl.where(joined == float("-inf"), 0.0, joined)
+    # a NaN lives on in total: weights are NaN before the floor could hide it
+    down = tl.maximum(maximum - base, FLOOR)
+    keep = tl.exp2(down * scale)
+    below = x - base[:, None]
+    weights = tl.exp2(below * scale)
+    if WITH_ENTROPY:
+        shifted = keep * (shifted + down * total) + tl.sum(weights * tl.maximum(below, FLOOR), 1)
+    return joined, keep * total + tl.sum(weights, 1), shifted
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("start", "rows_per_page", "stride_targets_page", "stride_targets"),
+        *("stride_temperature_page", "stride_temperature", "stride_mask_page", "stride_mask"),
+    ]
+)
+def row_statistics_fwd_kernel(
+    logits,  # [N, V_local] or [B, T, V_local]
+    targets,  # [N] or [B, T] global ids
+    temperature,  # a number, or [N] or [B, T]
+    mask,  # [N] or [B, T], or None
+    statistics,  # [4, N] max z, sum e, sum e (z - max), z[target]; None if MERGED
+    logprobs,  # [N] nats, if MERGED
+    entropy,  # [N] nats, if MERGED and WITH_ENTROPY
+    maximum,  # [N] max z, 0 if that is -inf, if MERGED
+    log_sum,  # [N] log sum e^(z - max), if MERGED
+    start,
+    num_valid,
+    rows_per_page,
+    stride_logits_page,
+    stride_logits_row,
+    stride_logits_column,
+    stride_targets_page,
+    stride_targets,
+    stride_temperature_page,
+    stride_temperature,
+    stride_mask_page,
+    stride_mask,
+    TEMPERATURE_PER_ROW: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    MERGED: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    row = tl.program_id(0)
+    kept = row >= 0
+    if mask is not None:
+        kept = tl.load(mask + row_offset(row, rows_per_page, stride_mask_page, stride_mask)) != 0
+    # a row that does not count has no columns: neither its logits nor its temperature are read
+    valid = tl.where(kept, num_valid, 0)
+    if TEMPERATURE_PER_ROW:
+        place = row_offset(row, rows_per_page, stride_temperature_page, stride_temperature)
+        divisor = tl.load(temperature + place, mask=kept, other=1.0).to(tl.float32)
+    else:
+        divisor = tl.cast(temperature, tl.float32)
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), divisor)
+    scale = inverse * LOG2_E
+
+    BLOCK: tl.constexpr = LANES * VECTOR
+    first = logits + row_offset(row, rows_per_page, stride_logits_page, stride_logits_row)
+    columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    tile = first + columns.to(tl.int64) * stride_logits_column
+    top = tl.full([LANES], float("-inf"), tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    shifted = tl.zeros([LANES], tl.float32)
+    whole = valid // BLOCK * BLOCK
+    for begin in range(0, whole, BLOCK):
+        x = tl.load(tile + tl.cast(begin, tl.int64) * stride_logits_column).to(tl.float32)
+        top, total, shifted = _join(x, top, total, shifted, scale, WITH_ENTROPY)
+    rest = tile + tl.cast(whole, tl.int64) * stride_logits_column
+    x = tl.load(rest, mask=whole + columns < valid, other=float("-inf")).to(tl.float32)
+    top, total, shifted = _join(x, top, total, shifted, scale, WITH_ENTROPY)
+
+    row_top = tl.max(top, 0)
+    base = tl.where(row_top == float("-inf"), 0.0, row_top)
+    down = tl.maximum(top - base, FLOOR)
+    keep = tl.exp2(down * scale)
+    row_total = tl.sum(keep * total, 0)
+    row_shifted = tl.sum(keep * (shifted + down * total), 0) * inverse
+
+    column = tl.load(targets + row_offset(row, rows_per_page, stride_targets_page, stride_targets)).to(tl.int64) - start
+    here = (column >= 0) & (column < valid)
+    target = tl.load(first + column * stride_logits_column, mask=here, other=float("-inf")).to(tl.float32) * inverse
+    row_top *= inverse
+    if MERGED:
+        row_logprob, row_entropy, row_top, row_log_sum = finish_row(row_top, row_total, row_shifted, target)
+        tl.store(logprobs + row, tl.where(kept, row_logprob, 0.0))
+        tl.store(maximum + row, row_top)
+        tl.store(log_sum + row, row_log_sum)
+        if WITH_ENTROPY:
+            tl.store(entropy + row, tl.where(kept, row_entropy, 0.0))
+    else:
+        rows = tl.num_programs(0).to(tl.int64)
+        tl.store(statistics + row, row_top)
+        tl.store(statistics + rows + row, row_total)
+        tl.store(statistics + 2 * rows + row, row_shifted)
+        tl.store(statistics + 3 * rows + row, target)
+
+
+def row_statistics_fwd(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    *,
+    start: int,
+    num_valid: int,
+    with_entropy: bool,
+    merged: bool,
+) -> Tensor | tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Max z, sum e^(z - max), sum e^(z - max) (z - max) and z[target] of every row, z = logits / temperature.
+
+    One launch. The statistics are -inf, 0, 0, -inf for a row without a finite logit and for one with mask 0.
+
+    Args:
+        logits: [N, V_local] or [B, T, V_local] bf16, fp16 or fp32, any strides.
+        targets: [N] or [B, T] int64 or int32, global ids.
+        temperature: a number, or [N] or [B, T].
+        mask: [N] or [B, T]; of a row with 0 no logit is read.
+        start: global id of the first column.
+        num_valid: columns from here on do not exist.
+        with_entropy: compute the third statistic, else it is 0.
+        merged: this shard is the whole vocabulary: return what merge_statistics_fwd makes of it.
+
+    Returns:
+        [4, N] fp32; or (logprobs, entropy, maximum, log_sum), fp32 in the shape of targets.
+    """
+    launch = LAUNCH["row_statistics"]
+    rows = targets.shape
+    block = min(launch.block, triton.next_power_of_2(logits.shape[-1]))
+    vector = min(VECTOR_BYTES // logits.element_size(), block)
+    new = functools.partial(torch.empty, dtype=torch.float32, device=logits.device)
+    statistics = outputs = None
+    if merged:
+        outputs = new(rows), new(rows) if with_entropy else None, new(rows), new(rows)
+    else:
+        statistics = new(4, targets.numel())
+    logprobs, entropy, maximum, log_sum = outputs or (None,) * 4
+    row_statistics_fwd_kernel[(targets.numel(),)](
+        logits=logits,
+        targets=targets,
+        temperature=temperature,
+        mask=mask,
+        statistics=statistics,
+        logprobs=logprobs,
+        entropy=entropy,
+        maximum=maximum,
+        log_sum=log_sum,
+        start=start,
+        num_valid=num_valid,
+        rows_per_page=rows[-1],
+        **logits_strides("logits", logits),
+        **row_strides("targets", targets),
+        **row_strides("temperature", temperature),
+        **row_strides("mask", mask),
+        TEMPERATURE_PER_ROW=isinstance(temperature, Tensor),
+        WITH_ENTROPY=with_entropy,
+        MERGED=merged,
+        LANES=block // vector,
+        VECTOR=vector,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    if outputs is not None:
+        return outputs
+    assert statistics is not None
+    return statistics

@@ -1,0 +1,72 @@
+"""Which tokens of a chunk share a segment, and their sums.
+
+A segment's columns are kept at its slot: its id where ids are given, else a row of its first chunk that no other
+segment takes. The first and the last segment of a chunk may go on in other chunks: their parts wait for unit_combine.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .columns import finish, reduce_tokens
+
+NOWHERE = tl.constexpr(-2)
+"""Slot of the first and last segment of a chunk without a loss token."""
+BEFORE = tl.constexpr(-1)
+"""Slot of a segment that began in an earlier chunk, as far as this one can tell."""
+_HIGHEST = tl.constexpr(2**62)
+
+
+@triton.jit
+def segment_slots(rows, inside, loss, loss_mask, segment_ids, begin, start):
+    """Slot of every loss token, ascending; begin and start are the first rows of the sequence and of the chunk."""
+    if segment_ids is None:
+        follows = tl.load(loss_mask + rows - 1, mask=inside & (rows > begin), other=0) != 0
+        begun = tl.cumsum((loss & (follows == 0)).to(tl.int32), 0)
+        slots = tl.where(begun > 0, start + begun - 1, BEFORE)
+    else:
+        slots = tl.load(segment_ids + rows, mask=loss, other=0).to(tl.int64)
+    return slots
+
+
+@triton.jit
+def edge_slots(slots, loss):
+    """Those of the first and of the last segment of the chunk."""
+    first = tl.min(tl.where(loss, slots, _HIGHEST))
+    return tl.where(first == _HIGHEST, NOWHERE, first), tl.max(tl.where(loss, slots, NOWHERE))
+
+
+@triton.jit
+def put_segment(column, slot, num_slots, value, count, among, REDUCE: tl.constexpr, FINISHED: tl.constexpr):
+    if FINISHED:
+        value = finish(value, count, REDUCE)
+    inside = among & (slot >= 0) & (slot < num_slots)
+    tl.store(column + slot, value.to(column.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def segment_sums(
+    values,  # fp64 lanes
+    valid,
+    slots,
+    first,
+    last,
+    loss,
+    head,  # where the part of the first segment of the chunk goes
+    chunks,  # elements from there to that of the last one
+    column,  # [slots]
+    num_slots,
+    REDUCE: tl.constexpr,
+    FINISHED: tl.constexpr,
+):
+    """One column of every segment of the chunk, one after the other: a chunk holds few turns."""
+    slot = first
+    while (slot <= last) & (slot != NOWHERE):
+        here = valid & (slots == slot)
+        value = reduce_tokens(values, here, REDUCE)
+        count = tl.sum(here.to(tl.int32)).to(tl.float64)
+        tl.store(head, value, mask=slot == first)
+        tl.store(head + chunks, value, mask=slot == last)
+        put_segment(column, slot, num_slots, value, count, (slot > first) & (slot < last), REDUCE, FINISHED)
+        slot = tl.min(tl.where(loss & (slots > slot), slots, _HIGHEST))
