@@ -54,7 +54,7 @@ setup(
         "typer",
     ],
     extras_require={
-        "sglang": ["httpx"],
+        "sglang": ["aiohttp"],
         "te": ["transformer-engine[pytorch]"],
         "report": ["matplotlib", "tensorboard"],
         "math": ["math-verify"],

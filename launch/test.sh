@@ -7,7 +7,7 @@ usage() {
     cat <<'TEXT'
 usage: bash launch/test.sh [--full] [pytest arguments]
 
-Makes .venv when it is missing, installs, then runs ruff, mypy and pytest. Paths are relative to the repository.
+Makes .venv and .venv-sglang when they are missing, installs, then runs ruff, mypy and pytest. Paths are relative to the repository.
 Without pytest arguments the kernels also run with the oldest Triton supported, installed beside .venv's own.
   --full   also the tests marked full (slow, large)
   --help   this text
@@ -24,6 +24,7 @@ triton_version() { python -c 'import triton; print(triton.__version__)'; }
 
 cd "$ROOT"
 prepare test dev,report,math,sglang
+bash launch/sglang_cpu/install.sh
 PATH="$VENV/bin:$PATH"
 
 say "ruff check"

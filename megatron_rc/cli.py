@@ -1,26 +1,20 @@
-"""The megatron-rc command: train, report, tasks."""
+"""The megatron-rc command: train, report, doctor, and what documents them."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_rc import schema
+from megatron_rc import job, schema
+from megatron_rc.job import quiet_imports
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megatron_rc.engine import RolloutEngine
-    from megatron_rc.tasks import Task
     from megatron_rc.training.arguments import JobSettings
-    from megatron_rc.training.policy import Policy
 
 app = typer.Typer(
     help="Rollout correction for Megatron.",
@@ -58,6 +52,11 @@ def train(
 
     Several processes: torchrun --standalone --nproc_per_node 2 -m megatron_rc train CONFIG
     """
+    job.train(job_settings(config, assignments), fresh=fresh, dump=dump)
+
+
+def job_settings(config: Path, assignments: Iterable[str] = ()) -> JobSettings:
+    """The settings of a YAML file with ``key=value`` assignments on top, as `train` takes them."""
     from megatron_rc.config import RolloutCorrection
     from megatron_rc.training.arguments import JobSettings
 
@@ -68,7 +67,41 @@ def train(
         schema.set_field(data, assignment)
     if "correction" in data:
         data["correction"] = RolloutCorrection.expand(data["correction"])
-    _train(schema.from_dict(JobSettings, data), fresh=fresh, dump=dump)
+    return schema.from_dict(JobSettings, data)
+
+
+@app.command()
+def plan(
+    config: Annotated[Path, typer.Argument(help="YAML of a training job.")],
+    assignments: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a field.")] = [],  # noqa: B006 - typer reads the default
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 2,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of each.")] = 8,
+    serve_gpus: Annotated[int, typer.Option(help="The last so many GPUs serve, the others train.")] = 8,
+    server_tp: Annotated[int, typer.Option(help="GPUs that share one server's model.")] = 1,
+    gpu_memory: Annotated[float, typer.Option(help="GiB of one GPU.")] = 80.0,
+    server_share: Annotated[float, typer.Option(help="Of a serving GPU that SGLang takes.")] = 0.85,
+    host: Annotated[list[str], typer.Option(help="Address of a node, in order; repeat it.")] = [],  # noqa: B006
+) -> None:
+    """Check a job's layout on a cluster, estimate the memory of its GPUs, and print each node's commands."""
+    quiet_imports()
+    from megatron_rc.training.cluster import Cluster, Places
+    from megatron_rc.training.plan import describe, make_plan
+
+    cluster = Cluster(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        serve_gpus=serve_gpus,
+        server_tensor=server_tp,
+        gpu_memory=gpu_memory,
+        server_share=server_share,
+    )
+    hosts = host or [f"node{rank}" for rank in range(nodes)]
+    if len(hosts) != nodes:
+        raise ValueError(f"--host must name all of the {nodes} nodes or none, got {len(hosts)}")
+    found = make_plan(job_settings(config, assignments), cluster)
+    arguments = [word for assignment in assignments for word in ("--set", assignment)]
+    print(describe(found, Places(str(config), hosts, ("--master-addr", hosts[0]), arguments)))
+    found.check_memory()
 
 
 @app.command()
@@ -122,85 +155,38 @@ def report(
         print(write_curves_png(folder, png))
 
 
-OUTPUTS = (
-    "settings.yaml",
-    "fingerprint.json",
-    "metrics.jsonl",
-    "report.html",
-    "checkpoints",
-    "reference",
-    "hf",
-    "dump",
-    "tensorboard",
-)
+@app.command()
+def doctor(
+    sglang: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="An SGLang server or sglang-router; may be repeated.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML of the job; names the servers, too.")] = None,
+    hf_path: Annotated[str | None, typer.Option(help="Directory of the trained model, instead of the YAML's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every finding as JSON.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for one answer.")] = 60.0,
+) -> None:
+    """Compare live rollout servers with the trainer: every known source of mismatch, and how to mend it.
 
+    Exit status: 0 nothing wrong (warnings allowed), 1 errors found, 2 a server or a setting could not be read.
+    """
+    from rich.console import Console
 
-def _train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
-    """Build everything and run the job on this process."""
-    # one a missing optional library, a module and a process; the report lists what is installed
-    for category in (UserWarning, FutureWarning):
-        warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
-    from megatron_rc.backend import set_debug_checks
-    from megatron_rc.training import emulation
+    from megatron_rc.doctor import display
+    from megatron_rc.doctor.facts import Facts, read_trainer
+    from megatron_rc.doctor.registry import worst
+    from megatron_rc.doctor.sglang_checks import SGLANG
+    from megatron_rc.doctor.sglang_probe import read_servers
 
-    set_debug_checks(settings.train.debug_checks)
-    emulation.emulate_cuda_on_cpu()
-    from megatron_rc.rollout.perturb import perturbed
-    from megatron_rc.training import groups as parallel
-    from megatron_rc.training.loop import Job
-    from megatron_rc.training.model import hf_config_dict
-    from megatron_rc.training.observers import Observers
-    from megatron_rc.training.policy import Policy
-    from megatron_rc.training.reinforce import check_modes
-
-    check_modes(settings.correction, settings.loss, settings.train)
-    task = _task(settings, hf_config_dict(settings.model))
-    folder, rollout = Path(settings.output), settings.rollout
-    with parallel.initialized(settings.parallel, settings.train.seed) as groups:
-        if fresh and groups.is_writer:
-            _delete_outputs(folder)
-        policy = Policy(settings.model, settings.parallel, settings.train, groups)
-        engine = _engine(settings, policy)
-
-        def export(version: int) -> Iterable[tuple[str, Tensor]]:
-            return perturbed(policy.export(), quantize=rollout.quantize, amplify=rollout.amplify, version=version)
-
-        with Observers(settings, writer=groups.is_writer, dumps=dump) as observers:
-            Job(settings, groups, policy, engine, task, observers, export=export).run(resume=not fresh)
-        engine.close()
-
-
-def _delete_outputs(folder: Path) -> None:
-    """Delete what a job writes, and nothing else that lies in its folder."""
-    for name in OUTPUTS:
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def _task(settings: JobSettings, hf_config: dict[str, Any]) -> Task:
-    from megatron_rc.tasks.registry import build_task
-
-    chosen = settings.task
-    task = build_task(chosen.kind, chosen.options, seed=settings.train.seed, tokenizer=settings.model.hf_path)
-    if task.vocab_size > hf_config["vocab_size"]:
-        raise ValueError(
-            f"the tokenizer of task {chosen.kind!r} has {task.vocab_size} ids, the model's vocab_size is "
-            f"{hf_config['vocab_size']}"
-        )
-    return task
-
-
-def _engine(settings: JobSettings, policy: Policy) -> RolloutEngine:
-    from megatron_rc.rollout.hf import HFEngine
-    from megatron_rc.rollout.perturb import StaleEngine
-    from megatron_rc.rollout.replay import ReplayEngine
-
-    rollout = settings.rollout
-    if rollout.engine == "replay":
-        assert rollout.replay_path is not None
-        return ReplayEngine(rollout.replay_path)
-    engine = HFEngine(policy.hf_config, dtype=rollout.dtype, device=policy.device)
-    return StaleEngine(engine, rollout.staleness) if rollout.staleness else engine
+    trainer = read_trainer(config, hf_path)
+    urls = sglang or (trainer.job.rollout.sglang.urls if trainer.job else ())
+    if not urls:
+        raise ValueError("give the servers to look at with --sglang URL, or a job's YAML with --config")
+    found = {f"{SGLANG.subject} {s.url}": SGLANG.run(Facts(s, trainer)) for s in read_servers(urls, timeout)}
+    if as_json:
+        print(display.to_json(found))
+    else:
+        console = Console(highlight=False)
+        for subject, findings in found.items():
+            display.show(subject, findings, console=console)
+    if any(worst(findings) == "error" for findings in found.values()):
+        raise typer.Exit(1)

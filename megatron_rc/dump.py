@@ -98,6 +98,26 @@ class DumpWriter:
         return path
 
 
+class RejectedWriter:
+    """Writes ``folder/step-000012.jsonl``: every response of a step that came back damaged, with the reason."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, step: int, samples: Sequence[Sample]) -> Path:
+        path = self.folder / f"step-{step:06d}.jsonl"
+        fields = [{name: getattr(s, name) for name in _OF_REJECTED} for s in samples]
+        path.write_text("".join(json.dumps(row) + "\n" for row in fields))
+        return path
+
+
+_OF_REJECTED = (
+    *("rejected", "rejected_detail", "prompt_ids", "output_ids", "logprobs", "finish_reason", "weight_versions"),
+    "retractions",
+)
+
+
 def dump_table(
     step: int,
     batch: TokenBatch,

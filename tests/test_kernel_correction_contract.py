@@ -44,7 +44,7 @@ def _many_small_chunks() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=15)
+@settings(max_examples=12)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, UNIT_BLOCK, 25]), max_size=4),
     seed=st.integers(0, 999),

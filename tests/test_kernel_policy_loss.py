@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launches import count_launches, recorded_launches
-from loss_batch import corrected_of, random_batch
+from policy_loss_data import PER_TOKEN, Result, evaluate, tokens
 from torch import Tensor
 
 from megatron_rc import reference
-from megatron_rc.config import RolloutCorrection
 from megatron_rc.kernels.launch import LAUNCH
 from megatron_rc.kernels.policy_loss import policy_loss_fwd
-from megatron_rc.loss import policy_loss
-from megatron_rc.metrics import MetricSums
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -26,7 +22,6 @@ pytestmark = [
 ]
 INF, NAN = float("inf"), float("nan")
 BLOCK = 16
-PER_TOKEN = ("current", "old", "advantages", "weights", "reference", "entropy")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,17 +29,6 @@ def _many_tiles_from_few_tokens() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(LAUNCH, "policy_loss", LAUNCH["policy_loss"]._replace(block=BLOCK))
         yield
-
-
-def tokens(n: int, seed: int = 0, spread: float = 0.4) -> dict[str, Tensor]:
-    """n tokens in fp32, `scale` included; spread is that of the log-ratios, in nats."""
-    batch = random_batch([n], seed)
-    for name in ("old", "reference"):
-        batch[name] = batch["current"] + spread * (batch[name] - batch["current"])
-    del batch["cu_seqlens"]
-    generator = torch.Generator().manual_seed(seed)
-    batch["scale"] = batch["loss_mask"] * (0.5 + torch.rand(n, generator=generator)) / max(1, n)
-    return {name: value.float() if value.is_floating_point() else value for name, value in batch.items()}
 
 
 def plant(batch: dict[str, Tensor], seed: int, *, loud: bool) -> None:
@@ -66,46 +50,6 @@ def plant(batch: dict[str, Tensor], seed: int, *, loud: bool) -> None:
     if loud:
         for name in ("current", "reference", "entropy", "weights"):
             batch[name][some(everywhere, 0.1)] = [NAN, INF][seed % 2]
-
-
-class Result(NamedTuple):
-    loss: Tensor
-    by_current: Tensor
-    by_entropy: Tensor | None
-    metrics: MetricSums
-
-
-def evaluate(
-    batch: dict[str, Tensor],
-    backend: str,
-    *,
-    dtype: torch.dtype = torch.float32,
-    old: Any = "recompute",
-    upstream: float = 1.0,
-    parts: tuple[str, ...] = ("reference", "entropy"),
-    **options: Any,
-) -> Result:
-    given = {n: v.detach().to(dtype, copy=True) if v.is_floating_point() else v for n, v in batch.items()}
-    current = given["current"].requires_grad_()
-    entropy = given["entropy"].requires_grad_() if "entropy" in parts else None
-    if entropy is None:
-        options.pop("entropy_coef", None)
-    if "reference" not in parts:
-        options.pop("kl_coef", None)
-    loss, metrics = policy_loss(
-        current,
-        None if old == "current" else given["old"],
-        given["advantages"],
-        corrected_of(given, RolloutCorrection(old=old)),
-        scale=given["scale"],
-        reference_logprobs=given["reference"] if "reference" in parts else None,
-        entropy=entropy,
-        backend=backend,
-        **options,
-    )
-    (loss * upstream).backward()
-    assert current.grad is not None
-    return Result(loss.detach(), current.grad, None if entropy is None else entropy.grad, metrics)
 
 
 def magnitudes(batch: dict[str, Tensor], truth: Result, **options: Any) -> tuple[dict[str, float], Tensor]:
@@ -282,88 +226,3 @@ def test_the_number_of_tiles_changes_sums_by_fp64_rounding_alone(monkeypatch: py
         assert coefficients is not None and torch.equal(other[2], coefficients)
     expected = reference.policy_loss(*arguments, **options)[1]
     torch.testing.assert_close(totals, expected, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_forward_is_two_launches_and_backward_one(padded: bool) -> None:
-    batch = tokens(40, 1)
-    if padded:
-        batch = {name: value.view(4, 10) for name, value in batch.items()} | {"advantages": torch.ones(4)}
-    current, entropy = batch["current"].requires_grad_(), batch["entropy"].requires_grad_()
-    scale, corrected = batch["scale"], corrected_of(batch)
-    options: dict[str, Any] = dict(reference_logprobs=batch["reference"], kl_coef=0.2, entropy=entropy)
-    results = []
-
-    def forward() -> None:
-        result = policy_loss(
-            current, batch["old"], batch["advantages"], corrected, scale=scale, entropy_coef=0.1, **options
-        )
-        results.append(result.loss)
-
-    upstream = torch.tensor(2.0)
-    counted = count_launches(forward)
-    assert counted.kernels == ["policy_loss_fwd_kernel", "policy_loss_reduce_kernel"]
-    assert counted.total == 2 and not counted.collectives and not counted.waits, counted
-    counted = count_launches(lambda: torch.autograd.grad(results[0], (current, entropy), upstream))
-    assert counted.kernels == ["policy_loss_bwd_kernel"]
-    assert counted.total == 1 and not counted.collectives and not counted.waits, counted
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0)])
-@pytest.mark.parametrize("surrogate", ["ppo", "reinforce"])
-def test_no_token_at_all_gives_a_differentiable_zero(shape: tuple[int, ...], surrogate: str) -> None:
-    batch = {name: value.view(shape) for name, value in tokens(0).items()}
-    if len(shape) == 2:
-        batch["advantages"] = torch.ones(shape[0])
-    result = evaluate(batch, "triton", kl_coef=0.2, entropy_coef=0.1, surrogate=surrogate)
-    assert result.loss.item() == 0 and result.by_current.shape == shape
-    expected = evaluate(batch, "torch", kl_coef=0.2, entropy_coef=0.1, surrogate=surrogate)
-    assert result.metrics.values() == pytest.approx(expected.metrics.values(), nan_ok=True)
-
-
-def test_only_current_and_entropy_have_gradients_and_each_alone_if_asked() -> None:
-    for backend in ("triton", "torch"):
-        batch = {n: v.requires_grad_() if v.is_floating_point() else v for n, v in tokens(20, 4).items()}
-        full = evaluate(batch, backend, kl_coef=0.2, entropy_coef=0.1)
-        batch["current"] = batch["current"].detach()
-        loss, _ = policy_loss(
-            batch["current"],
-            batch["old"],
-            batch["advantages"],
-            corrected_of(batch),
-            scale=batch["scale"],
-            reference_logprobs=batch["reference"],
-            kl_coef=0.2,
-            entropy=batch["entropy"],
-            entropy_coef=0.1,
-            backend=backend,
-        )
-        loss.backward()
-        assert full.by_entropy is not None and torch.equal(batch["entropy"].grad, full.by_entropy)
-        assert all(batch[name].grad is None for name in ("old", "advantages", "weights", "scale", "reference"))
-
-
-def test_without_a_gradient_no_coefficient_is_written() -> None:
-    batch = tokens(20, 4)
-    with recorded_launches() as launches:
-        loss, metrics = policy_loss(
-            batch["current"], batch["old"], batch["advantages"], corrected_of(batch), scale=batch["scale"]
-        )
-    assert not loss.requires_grad and launches[0].arguments["coefficients"] is None
-    differentiable = evaluate(batch, "triton", parts=())
-    assert torch.equal(loss, differentiable.loss) and metrics.values() == differentiable.metrics.values()
-
-
-def test_metrics_of_both_backends_merge() -> None:
-    batch = tokens(20, 4)
-    options: dict[str, Any] = dict(kl_coef=0.2, entropy_coef=0.1, dual_clip=1.5)
-    fused, plain = (evaluate(batch, backend, **options).metrics for backend in ("triton", "torch"))
-    before = plain.values()
-    assert fused.merge(plain).values() == pytest.approx(before, rel=1e-6, abs=1e-6)
-
-
-def test_fp64_goes_to_torch_or_is_refused_by_name() -> None:
-    batch = {n: v.double() if v.is_floating_point() else v for n, v in tokens(4).items()}
-    assert evaluate(batch, "auto", dtype=torch.float64).loss.dtype == torch.float64
-    with pytest.raises(ValueError, match="current_logprobs must be bfloat16, float16 or float32 .* got torch.float64"):
-        evaluate(batch, "triton", dtype=torch.float64)

@@ -292,7 +292,7 @@ def correction_fwd(
     # the chunks whose sums it reads are its own
     assert launch.block == LAUNCH["unit_sums"].block
     chunks, device, num_tokens = tokens.num_chunks(launch.block), tokens.loss_mask.device, tokens.loss_mask.numel()
-    metrics = torch.empty((rows.count, chunks), dtype=torch.float64, device=device)
+    metrics = torch.empty((rows.num_rows, chunks), dtype=torch.float64, device=device)
     weights = mask = bad_sequences = None
     if with_weights:
         weights = torch.empty(num_tokens, dtype=torch.float32, device=device)

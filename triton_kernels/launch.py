@@ -20,6 +20,7 @@ LAUNCH: dict[str, Launch] = {
     "row_gradient": Launch(block=4096, num_warps=8, num_stages=1),
     "support_statistics": Launch(block=128, num_warps=1, num_stages=2),
     "support_gradient": Launch(block=128, num_warps=1, num_stages=2),
+    # unit_sums and correction cut a batch into the same chunks: one block
     "unit_sums": Launch(block=1024, num_warps=4, num_stages=1),
     "unit_combine": Launch(block=32, num_warps=4, num_stages=1),
     "correction": Launch(block=1024, num_warps=4, num_stages=1),

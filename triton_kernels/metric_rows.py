@@ -45,7 +45,7 @@ class MetricRows(NamedTuple):
     minima: tuple[str, ...]
 
     @property
-    def count(self) -> int:
+    def num_rows(self) -> int:
         return sum(map(len, self))
 
     @property

@@ -104,7 +104,7 @@ def metric_sums_fwd(tokens: Tokens, cells: Tensor, rows: MetricRows, outcomes: T
     complete = outcomes is not None
     if outcomes is None:
         outcomes = outcome_rows(cells, rows)
-    metric_sums_fwd_kernel[(rows.count,)](
+    metric_sums_fwd_kernel[(rows.num_rows,)](
         cu_seqlens=tokens.cu_seqlens,
         rows=cells,
         outcomes=outcomes,

@@ -77,6 +77,10 @@ class SGLangSettings:
     """Longest wait for one answer."""
     retries: int = 3
     """New attempts of a request that failed, where a retry is safe."""
+    backoff_s: float = 1.0
+    """Mean wait before the first of them; it doubles with each."""
+    partial: bool = True
+    """Continue a response that was stopped before its end, instead of rejecting it."""
     weight_sync: Literal["disk", "tensor", "distributed"] = "disk"
     """disk: a checkpoint in `sync_dir`. tensor: in the body of requests. distributed: broadcast over NCCL or gloo."""
     sync_dir: str | None = None
@@ -97,7 +101,7 @@ class SGLangSettings:
             raise ValueError("urls must name at least one server")
         _at_least(1, concurrency=self.concurrency, bucket_bytes=self.bucket_bytes)
         _at_least(0, retries=self.retries, max_rejected_share=self.max_rejected_share)
-        _positive(timeout_s=self.timeout_s)
+        _positive(timeout_s=self.timeout_s, backoff_s=self.backoff_s)
         if self.max_staleness is not None:
             _at_least(0, max_staleness=self.max_staleness)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc import schema
-from megatron_rc.dump import DumpWriter
+from megatron_rc.dump import DumpWriter, RejectedWriter
 from megatron_rc.report.display import Display
 from megatron_rc.report.fingerprint import fingerprint
 from megatron_rc.report.html import save_context, write_report
@@ -35,6 +35,8 @@ class Observers:
         self._display = Display(settings.train.steps, settings.name) if writer else None
         self._log = MetricsLog(folder) if writer else None
         self._dumps = DumpWriter(folder / "dump") if writer and dumps else None
+        keeps_rejected = writer and settings.rollout.sglang.dump_rejected
+        self._rejected = RejectedWriter(folder / "rejected") if keeps_rejected else None
         self._folder = folder
         if writer:
             facts = fingerprint(train_dtype=settings.train.dtype, rollout_dtype=settings.rollout.dtype)
@@ -83,7 +85,9 @@ class Observers:
         self.message(f"resumed from {checkpoint}")
 
     def dump(self, step: int, rollouts: Rollouts, result: StepResult, groups: Groups) -> None:
-        """Write the training batch of ``step``; a collective of all processes when dumps are on."""
+        """Write what was rejected at ``step`` where asked for, and its training batch, a collective, when dumps are on."""
+        if self._rejected and rollouts.rejected:
+            self._rejected.write(step, rollouts.rejected)
         if not self._dumping:
             return
         shares = groups.gather(result.whole_rows)

@@ -1,0 +1,186 @@
+"""How the nodes of a job find each other: a line of JSON each way over one TCP connection from every node to node 0.
+
+A member says hello, then which servers it runs; node 0 answers with all servers once everybody has. The connection then
+stays: its end, or a message, tells the others that a node has failed or that the job is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import time
+from typing import Any
+
+
+class NodeFailure(Exception):
+    """Another node cannot go on, or does not answer."""
+
+
+class _Peer:
+    """The other end of a connection, read without blocking."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self.socket, self.name = connection, name
+        self._buffer = b""
+        connection.settimeout(30)
+
+    def send(self, message: dict[str, Any]) -> None:
+        try:
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise NodeFailure(f"{self.name} is gone ({error.strerror or error})") from None
+
+    def receive(self, wait: float) -> dict[str, Any] | None:
+        """The next message, or None when none comes within ``wait`` seconds."""
+        deadline = time.monotonic() + wait
+        while b"\n" not in self._buffer:
+            if not select.select([self.socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return None
+            try:
+                data = self.socket.recv(65536)
+            except OSError as error:
+                raise NodeFailure(f"{self.name} is gone ({error.strerror or error})") from None
+            if not data:
+                raise NodeFailure(f"{self.name} ended before the job did")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):
+            raise NodeFailure(f"{self.name} sent something else than a message")
+        if "failed" in message:
+            raise NodeFailure(f"{self.name}: {message['failed']}")
+        return message
+
+
+class Leader:
+    """Node 0."""
+
+    def __init__(self, port: int, nodes: int, job: str, timeout: float) -> None:
+        """
+        Args:
+            job: what all nodes must have been started with alike.
+            timeout: seconds that the other nodes have to come.
+        """
+        self._nodes, self._job, self._timeout, self._port = nodes, job, timeout, port
+        self._members: dict[int, _Peer] = {}
+        try:
+            self._listener = socket.create_server(("", port), backlog=nodes)
+        except OSError as error:
+            raise NodeFailure(
+                f"port {port} cannot be listened on ({error.strerror}); --master-port takes another number"
+            ) from None
+
+    def gather(self, urls: list[str]) -> list[str]:
+        """Every node's servers, in the order of nodes."""
+        deadline = time.monotonic() + self._timeout
+        while len(self._members) < self._nodes - 1:
+            self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                self._admit(_Peer(self._listener.accept()[0], "a node"))
+            except TimeoutError:
+                missing = sorted(set(range(1, self._nodes)) - set(self._members))
+                raise NodeFailure(
+                    f"node {', '.join(map(str, missing))} did not come to port {self._port} within "
+                    f"{self._timeout:g} s; the same script must run on every node"
+                ) from None
+        every = {0: urls}
+        while len(every) < self._nodes:
+            for rank, peer in self._members.items():
+                if rank not in every and (message := peer.receive(0.1)):
+                    every[rank] = message["urls"]
+        together = [url for rank in range(self._nodes) for url in every[rank]]
+        for peer in self._members.values():
+            peer.send({"urls": together})
+        return together
+
+    def _admit(self, peer: _Peer) -> None:
+        hello = peer.receive(10)
+        if hello is None or "rank" not in hello:
+            peer.socket.close()  # a port scanner, or a health check
+            return
+        rank = hello["rank"]
+        refusal = None
+        if hello.get("job") != self._job:
+            refusal = f"node {rank} was started with other options than node 0"
+        elif rank in self._members or not 1 <= rank < self._nodes:
+            refusal = f"--node-rank {rank} was given to two nodes, or is not one of 0 to {self._nodes - 1}"
+        if refusal:
+            peer.send({"failed": refusal})
+            raise NodeFailure(refusal)
+        peer.name = f"node {rank}"
+        self._members[rank] = peer
+
+    def watch(self, wait: float) -> bool:
+        """Wait; raises NodeFailure as soon as another node fails. Never True: node 0 says when the job is done."""
+        deadline = time.monotonic() + wait
+        while True:
+            by_socket = {peer.socket: peer for peer in self._members.values()}
+            left = max(0.0, deadline - time.monotonic())
+            for ready in select.select(list(by_socket), [], [], left)[0]:
+                message = by_socket[ready].receive(0)
+                if message and "finished" in message:
+                    del self._members[message["finished"]]
+            if time.monotonic() >= deadline:
+                return False
+
+    def finish(self, failure: str | None) -> None:
+        """Tell everybody that the job is done, or why not."""
+        for peer in self._members.values():
+            with contextlib.suppress(NodeFailure):  # the others are still to be told
+                peer.send({"done": True} if failure is None else {"failed": failure})
+        self._listener.close()
+
+
+class Member:
+    """Any other node."""
+
+    def __init__(self, host: str, port: int, rank: int, job: str, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                connection = socket.create_connection((host, port), timeout=5)
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise NodeFailure(
+                        f"node 0 does not answer at {host}:{port} after {timeout:g} s ({error.strerror or error}); "
+                        "is the script running there, and --master-addr right?"
+                    ) from None
+                time.sleep(0.3)
+        self._leader, self._rank = _Peer(connection, "node 0"), rank
+        self._leader.send({"rank": rank, "job": job})
+
+    def gather(self, urls: list[str]) -> list[str]:
+        self._leader.send({"urls": urls})
+        while (message := self._leader.receive(3600)) is None:
+            pass
+        return list(message["urls"])
+
+    def watch(self, wait: float) -> bool:
+        """Wait; True when node 0 says that the job is done, NodeFailure when it or another node fails."""
+        message = self._leader.receive(wait)
+        return message is not None and "done" in message
+
+    def finish(self, failure: str | None) -> None:
+        """Tell node 0 that this one is done, or why not; it may have ended before."""
+        with contextlib.suppress(NodeFailure):
+            self._leader.send({"finished": self._rank} if failure is None else {"failed": failure})
+        self._leader.socket.close()
+
+
+class Alone:
+    """A job of one node."""
+
+    def gather(self, urls: list[str]) -> list[str]:
+        return urls
+
+    def watch(self, wait: float) -> bool:
+        time.sleep(wait)
+        return False
+
+    def finish(self, failure: str | None) -> None: ...

@@ -1,0 +1,1 @@
+"""Checks that compare a rollout server or a host codebase with a trainer before anything trains."""

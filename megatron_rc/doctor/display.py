@@ -1,0 +1,70 @@
+"""Findings on a terminal, in a log and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_rc.doctor.registry import Finding
+
+STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "good": "green"}
+ORDER = tuple(STYLES)
+
+
+def show(subject: str, findings: Sequence[Finding], *, console: Console) -> None:
+    """Print what is to be mended, gravest first, then what could not be decided, then what is good.
+
+    A terminal gets a table, anything else one or two plain lines a finding.
+
+    Args:
+        subject: what was checked, such as "SGLang server http://127.0.0.1:30000".
+    """
+    console.print(f"{subject}: {summary(findings)}", markup=False, soft_wrap=True)
+    decided = sorted((f for f in findings if f.decided and f.status != "good"), key=lambda f: ORDER.index(f.status))
+    missing = sorted((f for f in findings if not f.decided), key=lambda f: (f.found, f.fix))
+    undecided = [
+        Finding(", ".join(f.check for f in same), "note", f"not decided: {found}", fix, decided=False)
+        for (found, fix), same in ((key, list(group)) for key, group in groupby(missing, lambda f: (f.found, f.fix)))
+    ]
+    good = [f for f in findings if f.status == "good"]
+    if console.is_terminal:
+        console.print(_table([*decided, *undecided, *good]))
+        return
+    for finding in (*decided, *undecided):
+        console.print(f"{finding.status:<8}{finding.check}: {_sentence(finding.found)}", markup=False, soft_wrap=True)
+        if finding.fix:
+            console.print(f"{'':<8}fix: {finding.fix}", markup=False, soft_wrap=True)
+    for finding in good:
+        console.print(f"{'good':<8}{finding.check}: {_sentence(finding.found)}", markup=False, soft_wrap=True)
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """Such as '1 error, 2 warnings, 3 notes, 20 good'."""
+    counts = {status: sum(f.status == status for f in findings) for status in ORDER}
+    named = [f"{n} {status}{'s' if n > 1 and status != 'good' else ''}" for status, n in counts.items() if n]
+    return ", ".join(named)
+
+
+def to_json(results: Mapping[str, Sequence[Finding]]) -> str:
+    """An object with the findings of each subject, all of them in the order of the registry."""
+    return json.dumps({subject: [f.to_dict() for f in findings] for subject, findings in results.items()}, indent=2)
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("", no_wrap=True)
+    table.add_column("check", max_width=24)
+    table.add_column("found and fix", ratio=1)
+    for f in findings:
+        text = escape(_sentence(f.found)) + (f"\n[bold]fix:[/] {escape(f.fix)}" if f.fix else "")
+        table.add_row(f"[{STYLES[f.status]}]{f.status}[/]", escape(f.check), text)
+    return table
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith(".") else f"{text}."

@@ -1,0 +1,227 @@
+"""What is known of a rollout server and of the trainer that will use it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rc import schema
+from megatron_rc.config import RolloutCorrection
+from megatron_rc.doctor.registry import Known, Undecided
+from megatron_rc.training.arguments import JobSettings, ModelSettings
+from megatron_rc.training.hf_config import hf_config_dict
+
+GIVE_TRAINER = "Give the trainer's settings with --config job.yaml."
+GIVE_MODEL = "Give the trainer's model with --config job.yaml or --hf-path DIR."
+RUN_BESIDE = "Run doctor where the server's model directory can be read."
+
+
+@dataclass(frozen=True)
+class ProbeAnswer:
+    """What a server answered to one request of doctor's own."""
+
+    prompt_tokens: int
+    """Tokens the request held."""
+    body: Mapping[str, Any] | None = None
+    """The decoded answer; None when it was refused."""
+    refusal: str = ""
+    """Why it was refused, one sentence."""
+    rejection: str = ""
+    """Why a job would not train on this answer, one sentence."""
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self._known("output_ids")
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        return self._known("meta_info")
+
+    def _known(self, name: str) -> Any:
+        if self.body is None:
+            raise Undecided(f"the probe request was refused: {self.refusal}")
+        if name not in self.body:
+            raise Undecided(f"the server's answer to the probe request has no {name}")
+        return self.body[name]
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """Answers of one SGLang server, and the files of its model where they can be read."""
+
+    url: str
+    server_info: Mapping[str, Any]
+    """Answer of /server_info: the resolved server flags."""
+    model_info: Mapping[str, Any]
+    """Answer of /model_info."""
+    context_length: int | None = None
+    """Tokens of prompt and response together, from /v1/models."""
+    paths: tuple[str, ...] | None = None
+    """Endpoints the server has; None when it does not list them."""
+    request_fields: tuple[str, ...] | None = None
+    """Fields that /generate knows; the server ignores any other silently."""
+    model_config: Mapping[str, Any] | None = None
+    """config.json of the served model; None when it cannot be read here."""
+    generation_config: Mapping[str, Any] | None = None
+    """generation_config.json of the served model; empty when the readable model has none."""
+    is_paused: bool = False
+    probes: Mapping[str, ProbeAnswer] = field(default_factory=dict)
+
+    @property
+    def flags(self) -> Known:
+        return Known(self.server_info, "the server", fix="Serve with a tested SGLang version.")
+
+    @property
+    def model(self) -> Known:
+        return Known(self.model_info, "the server", fix="Serve with a tested SGLang version.")
+
+    @property
+    def config(self) -> Known:
+        """Comparable fields of the served model's configuration."""
+        fields = None if self.model_config is None else comparable(self.model_config)
+        return Known(fields, "the server's config.json", fix=RUN_BESIDE)
+
+    @property
+    def generation(self) -> Known:
+        return Known(self.generation_config, "the server's generation_config.json", fix=RUN_BESIDE)
+
+    @property
+    def has_experts(self) -> bool:
+        if self.model_config is not None:
+            return bool(self.config.get("num_experts"))
+        return "moe" in str(self.model["model_type"])
+
+    def probe(self, name: str) -> ProbeAnswer:
+        if self.is_paused:
+            raise Undecided("a paused server answers no probe request", "POST /continue_generation, then try again.")
+        if name not in self.probes:
+            raise Undecided(f"the {name} probe request was not sent")
+        return self.probes[name]
+
+
+@dataclass(frozen=True)
+class TrainerFacts:
+    """The trainer's settings, its model, and what its task will send."""
+
+    job: JobSettings | None = None
+    hf_config: Mapping[str, Any] | None = None
+    """Hugging Face configuration of the trained model, defaults filled in."""
+    generation_config: Mapping[str, Any] | None = None
+    task_vocab_size: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response for the task."""
+    longest_prompt: int | None = None
+    """Tokens, over the first step's prompts and the held-out ones."""
+
+    @property
+    def settings(self) -> JobSettings:
+        if self.job is None:
+            raise Undecided("the trainer's settings are not known", GIVE_TRAINER)
+        return self.job
+
+    @property
+    def config(self) -> Known:
+        """Comparable fields of the trained model's configuration."""
+        fields = None if self.hf_config is None else comparable(self.hf_config)
+        return Known(fields, "the trainer's model configuration", fix=GIVE_MODEL)
+
+    @property
+    def truncates(self) -> bool:
+        rollout = self.settings.rollout
+        return rollout.top_p < 1 or rollout.top_k != -1
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and the longest response."""
+        if self.longest_prompt is None:
+            raise Undecided("the trainer's prompts are not known", GIVE_TRAINER)
+        return self.longest_prompt + self.settings.rollout.max_new_tokens
+
+
+@dataclass(frozen=True)
+class Facts:
+    server: ServerFacts
+    trainer: TrainerFacts = field(default_factory=TrainerFacts)
+
+
+def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A Hugging Face configuration with one name a quantity, whichever transformers version wrote it."""
+    rope = config.get("rope_parameters")
+    if not rope:
+        rope = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
+    fields = {k: v for k, v in config.items() if not k.startswith("rope_") and k != "num_local_experts"}
+    fields |= {"rope_type": rope.get("type", "default"), **{k: v for k, v in rope.items() if k != "type"}}
+    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
+    fields["num_experts"] = experts or 0
+    if not fields.get("head_dim") and "hidden_size" in fields and "num_attention_heads" in fields:
+        fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
+    fields["dtype"] = config.get("dtype") or config.get("torch_dtype")
+    return fields
+
+
+def eos_ids(*configs: Mapping[str, Any] | None) -> set[int]:
+    """All end tokens that the configurations name."""
+    found: set[int] = set()
+    for config in configs:
+        value = (config or {}).get("eos_token_id")
+        found |= set(value) if isinstance(value, list) else set() if value is None else {value}
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, or None when there is no such file.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_trainer(config: Path | None, hf_path: str | None) -> TrainerFacts:
+    """What the trainer's YAML and model directory tell.
+
+    Args:
+        config: the YAML of `megatron-rc train`; None: no settings are known.
+        hf_path: model directory; None: that of the YAML.
+
+    Raises:
+        ValueError: a setting, model or task that the trainer would refuse, too.
+    """
+    if config is None:
+        if hf_path is None:
+            return TrainerFacts()
+        model = ModelSettings(hf_path=hf_path)
+        return TrainerFacts(hf_config=hf_config_dict(model), generation_config=_generation_config(hf_path))
+    from megatron_rc.tasks.registry import build_task
+
+    data = schema.load_yaml(config)
+    if "correction" in data:
+        data["correction"] = RolloutCorrection.expand(data["correction"])
+    if hf_path is not None:
+        data["model"] = {**(data.get("model") or {}), "hf_path": hf_path}
+    job = schema.from_dict(JobSettings, data)
+    task = build_task(job.task.kind, job.task.options, seed=job.train.seed, tokenizer=job.model.hf_path)
+    prompts = [*task.prompts(0, job.rollout.prompts_per_step), *task.eval_prompts()]
+    return TrainerFacts(
+        job=job,
+        hf_config=hf_config_dict(job.model),
+        generation_config=_generation_config(job.model.hf_path),
+        task_vocab_size=task.vocab_size,
+        stop_token_ids=task.stop_token_ids,
+        longest_prompt=max((len(p.token_ids) for p in prompts), default=0),
+    )
+
+
+def _generation_config(hf_path: str | None) -> dict[str, Any] | None:
+    return read_json(Path(hf_path) / "generation_config.json") if hf_path else None

@@ -1,0 +1,140 @@
+"""Asks live SGLang servers what the checks compare; nothing is changed on a server."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rc.doctor.facts import ProbeAnswer, ServerFacts, read_json
+from megatron_rc.doctor.sglang_answers import KEPT, NEW_TOKENS
+from megatron_rc.engine import SamplingParams
+from megatron_rc.rollout.sglang_answer import Rejection, Request, RouteShape
+from megatron_rc.rollout.sglang_http import Server, ServerError
+from megatron_rc.rollout.sglang_pool import Pool
+
+PROMPT = (1, 2, 3, 2)
+"""Ids that every vocabulary has: an id outside it would end the server."""
+_LISTED = 5
+_NO_LIMIT = 1 << 31
+"""Any id counts as one of the vocabulary."""
+
+
+def read_servers(urls: Sequence[str], timeout_s: float) -> list[ServerFacts]:
+    """Facts of every server, those behind a router each by itself.
+
+    Args:
+        urls: of servers and routers.
+        timeout_s: of one request.
+
+    Raises:
+        ValueError: a server cannot be reached, or what answers is no SGLang server; one sentence.
+    """
+    pool = Pool(urls, concurrency=1, timeout_s=timeout_s)
+    try:
+        return [_read(server, timeout_s) for server in pool.servers]
+    except ServerError as error:
+        raise ValueError(str(error)) from None
+    finally:
+        pool.close()
+
+
+def _read(server: Server, timeout_s: float) -> ServerFacts:
+    if not isinstance(server.info, dict) or "model_path" not in server.info:
+        raise ValueError(f"{server.url} does not answer /server_info as an SGLang server does")
+    config, generation_config = _model_files(server.info, server.model)
+    paths, fields = _api(_optional(server, "/openapi.json", timeout_s))
+    is_paused = _is_paused(server, timeout_s)
+    routes = RouteShape.of(config) if config and server.info.get("enable_return_routed_experts") else None
+    return ServerFacts(
+        url=server.url,
+        server_info=server.info,
+        model_info=server.model,
+        context_length=_context_length(_optional(server, "/v1/models", timeout_s)),
+        paths=paths,
+        request_fields=fields,
+        model_config=config,
+        generation_config=generation_config,
+        is_paused=is_paused,
+        probes={} if is_paused else _probes(server, routes, timeout_s),
+    )
+
+
+def _probes(server: Server, routes: RouteShape | None, timeout_s: float) -> dict[str, ProbeAnswer]:
+    asked = {
+        "plain": SamplingParams(NEW_TOKENS),
+        "cool": SamplingParams(1, temperature=0.5),
+        "truncated": SamplingParams(NEW_TOKENS, top_p=0.9, top_k=KEPT),
+    }
+    return {name: _probe(server, params, routes, timeout_s) for name, params in asked.items()}
+
+
+def _probe(server: Server, params: SamplingParams, routes: RouteShape | None, timeout_s: float) -> ProbeAnswer:
+    """What a request of a job brings, with the likeliest tokens listed on top."""
+    request = Request(uuid.uuid4().hex, PROMPT, (), params, _NO_LIMIT, None, routes, newest_version=-1)
+    body = request.body()
+    body["sampling_params"]["ignore_eos"] = True
+    # a server without the flag for routes, or of a model without experts, ignores the field
+    body |= {"top_logprobs_num": _LISTED, "return_routed_experts": True}
+    try:
+        answer = server.post("/generate", body, timeout_s)
+    except ServerError as error:
+        if error.status is None:
+            raise
+        return ProbeAnswer(len(PROMPT), refusal=str(error))
+    if not isinstance(answer, dict):
+        return ProbeAnswer(len(PROMPT), refusal="the answer is not one JSON object")
+    try:
+        request.piece(answer)
+    except Rejection as rejection:
+        return ProbeAnswer(len(PROMPT), answer, rejection=f"{rejection.reason}, {rejection}")
+    return ProbeAnswer(len(PROMPT), answer)
+
+
+def _is_paused(server: Server, timeout_s: float) -> bool:
+    try:
+        server.get("/ready", timeout_s)
+    except ServerError as error:
+        if error.status == 503:
+            return True
+        if error.status != 404:
+            raise
+    return False
+
+
+def _optional(server: Server, path: str, timeout_s: float) -> Any:
+    """The answer, or None where the server has no such path."""
+    try:
+        return server.get(path, timeout_s)
+    except ServerError as error:
+        if error.status != 404:
+            raise
+        return None
+
+
+def _context_length(models: Any) -> int | None:
+    listed = models.get("data") if isinstance(models, dict) else None
+    return listed[0].get("max_model_len") if listed else None
+
+
+def _api(schema: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+    """(paths, fields of /generate) of an OpenAPI description."""
+    if not isinstance(schema, dict) or "paths" not in schema:
+        return None, None
+    request = schema.get("components", {}).get("schemas", {}).get("GenerateReqInput", {}).get("properties")
+    return tuple(schema["paths"]), None if request is None else tuple(request)
+
+
+def _model_files(
+    info: Mapping[str, Any], model: Mapping[str, Any]
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """config.json with the server's overrides and generation_config.json, where this machine has them."""
+    # after an update from disk /model_info names the folder of the update, which may be gone
+    for folder in (model.get("model_path"), info["model_path"]):
+        config = read_json(Path(str(folder)) / "config.json")
+        if config is not None:
+            config |= json.loads(info.get("json_model_override_args") or "{}")
+            return config, read_json(Path(str(folder)) / "generation_config.json") or {}
+    return None, None

@@ -1,0 +1,171 @@
+"""From settings to a running job: which task, which engine, and how the processes agree."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_rc.engine import RolloutEngine
+    from megatron_rc.tasks import Task
+    from megatron_rc.training.arguments import JobSettings
+    from megatron_rc.training.groups import Groups
+    from megatron_rc.training.policy import Policy
+    from megatron_rc.training.probe import Probe
+
+
+def quiet_imports() -> None:
+    """Without what megatron-core says on import: one warning a missing library, module and process."""
+    for category in (UserWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
+
+
+OUTPUTS = (
+    "settings.yaml",
+    "fingerprint.json",
+    "metrics.jsonl",
+    "report.html",
+    "checkpoints",
+    "reference",
+    "hf",
+    "dump",
+    "rejected",
+    "sync",
+    "tensorboard",
+)
+
+
+def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
+    """Build everything and run the job on this process."""
+    quiet_imports()
+    from megatron_rc.backend import set_debug_checks
+    from megatron_rc.training import emulation
+
+    set_debug_checks(settings.train.debug_checks)
+    emulation.emulate_cuda_on_cpu()
+    from megatron_rc.rollout.perturb import perturbed
+    from megatron_rc.training import groups as parallel
+    from megatron_rc.training.loop import Job
+    from megatron_rc.training.model import hf_config_dict
+    from megatron_rc.training.observers import Observers
+    from megatron_rc.training.policy import Policy
+    from megatron_rc.training.reinforce import check_modes
+
+    check_modes(settings.correction, settings.loss, settings.train)
+    task = _task(settings, hf_config_dict(settings.model))
+    folder, rollout = Path(settings.output), settings.rollout
+    with parallel.initialized(settings.parallel, settings.train.seed) as groups:
+        if fresh and groups.is_writer:
+            _delete_outputs(folder)
+        policy = Policy(settings.model, settings.parallel, settings.train, groups)
+        probe = _probe(settings, policy)
+        engine = _engine(settings, policy, groups, probe)
+
+        def export(version: int) -> Iterable[tuple[str, Tensor]]:
+            if probe:
+                probe.refresh()
+            return perturbed(policy.export(), quantize=rollout.quantize, amplify=rollout.amplify, version=version)
+
+        with Observers(settings, writer=groups.is_writer, dumps=dump) as observers:
+            Job(settings, groups, policy, engine, task, observers, export=export).run(resume=not fresh)
+        engine.close()
+
+
+def _delete_outputs(folder: Path) -> None:
+    """Delete what a job writes, and nothing else that lies in its folder."""
+    for name in OUTPUTS:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _task(settings: JobSettings, hf_config: dict[str, Any]) -> Task:
+    from megatron_rc.tasks.registry import build_task
+
+    chosen = settings.task
+    task = build_task(chosen.kind, chosen.options, seed=settings.train.seed, tokenizer=settings.model.hf_path)
+    if task.vocab_size > hf_config["vocab_size"]:
+        raise ValueError(
+            f"the tokenizer of task {chosen.kind!r} has {task.vocab_size} ids, the model's vocab_size is "
+            f"{hf_config['vocab_size']}"
+        )
+    return task
+
+
+def _engine(settings: JobSettings, policy: Policy, groups: Groups, probe: Probe | None) -> RolloutEngine:
+    from megatron_rc.rollout.hf import HFEngine
+    from megatron_rc.rollout.perturb import StaleEngine
+    from megatron_rc.rollout.replay import ReplayEngine
+
+    rollout = settings.rollout
+    engine: RolloutEngine
+    if rollout.engine == "replay":
+        assert rollout.replay_path is not None
+        return ReplayEngine(rollout.replay_path)
+    if rollout.engine == "sglang":
+        engine = _sglang_engine(settings, policy, groups, probe)
+    else:
+        engine = HFEngine(policy.hf_config, dtype=rollout.dtype, device=policy.device)
+    return StaleEngine(engine, rollout.staleness) if rollout.staleness else engine
+
+
+def _probe(settings: JobSettings, policy: Policy) -> Probe | None:
+    """What proves the servers' weights, where they are to serve what is trained and no knob changes it on the way."""
+    rollout = settings.rollout
+    if rollout.engine != "sglang" or rollout.quantize != "none" or rollout.amplify or rollout.staleness:
+        return None
+    from megatron_rc.rollout.sglang_control import probe_prompt
+    from megatron_rc.training.probe import Probe
+
+    return Probe(policy, probe_prompt(policy.hf_config["vocab_size"], policy.hf_config["max_position_embeddings"]))
+
+
+def _sglang_engine(settings: JobSettings, policy: Policy, groups: Groups, probe: Probe | None) -> RolloutEngine:
+    from megatron_rc.rollout.sglang import SGLangEngine
+    from megatron_rc.rollout.sglang_sync import weight_sync
+
+    chosen = settings.rollout.sglang
+
+    def agree(error: str | None) -> None:
+        def mine() -> None:
+            if error is not None:
+                raise ValueError(error)
+
+        groups.gather(mine)
+
+    sync = weight_sync(
+        chosen.weight_sync,
+        policy.hf_config,
+        bucket_bytes=chosen.bucket_bytes,
+        sync_dir=chosen.sync_dir or Path(settings.output) / "sync",
+        timeout_s=chosen.timeout_s,
+        probe=probe.logprobs if probe else None,
+    )
+    made: list[RolloutEngine] = []
+
+    def connect() -> None:
+        engine = SGLangEngine(
+            chosen.urls,
+            policy.hf_config,
+            sync=sync,
+            agree=agree,
+            writer=groups.is_writer,
+            concurrency=chosen.concurrency,
+            timeout_s=chosen.timeout_s,
+            retries=chosen.retries,
+            backoff_s=chosen.backoff_s,
+            return_routes=chosen.capture_routes,
+            max_staleness=chosen.max_staleness,
+            partial=chosen.partial,
+        )
+        made.append(engine)
+
+    groups.gather(connect)
+    return made[0]

@@ -1,0 +1,264 @@
+"""SGLang servers as the rollout engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.rollout.sglang_answer import Piece, RouteShape
+from megatron_rc.rollout.sglang_http import Server
+from megatron_rc.rollout.sglang_pool import Pool
+from megatron_rc.rollout.sglang_run import Limits, Response, Run
+from megatron_rc.rollout.sglang_sync import WeightSync, update_servers
+
+_CONTROL_S = 30.0
+_BELOW_CONTEXT = 4
+"""max_req_input_len of a server plus this bounds prompt and response together; longer responses it cuts silently."""
+
+
+class SGLangEngine:
+    """RolloutEngine over one or many SGLang servers, or the workers of an sglang-router.
+
+    Token ids in, token ids out. The log-probs of an answer are those of the distribution it was drawn from: after the
+    temperature, and renormalised over the kept ids under top-p/top-k. SGLang takes top-p over the mass of the whole
+    distribution, also when top-k is active. A response depends on its seed only where all servers run with
+    --enable-deterministic-inference.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        hf_config: dict[str, Any],
+        *,
+        sync: WeightSync,
+        agree: Callable[[str | None], None],
+        writer: bool,
+        concurrency: int,
+        timeout_s: float,
+        retries: int,
+        backoff_s: float,
+        return_routes: bool,
+        max_staleness: int | None,
+        partial: bool,
+    ) -> None:
+        """Connect to the servers; their weights are version -1 until ``update_weights``.
+
+        Args:
+            urls: of servers and routers. A router's workers are asked directly.
+            hf_config: content of the trained model's config.json.
+            sync: how the writer brings weights to the servers; closed with the engine.
+            agree: called by every process at the end of an update; raises on all when one passes a sentence.
+            writer: this process sends the weights; one does.
+            concurrency: requests of this process in flight.
+            timeout_s: of one generation request. What a request that takes longer has drawn is kept.
+            retries: further attempts at a response after failures of server or network.
+            backoff_s: mean wait before the first of them; it doubles with each.
+            return_routes: ask for the routes of every token.
+            max_staleness: responses with a token from weights older than this many versions are rejected; None: none.
+            partial: a response that is aborted before its end is continued: at once when the server aborted it, by
+                the next ``generate`` with the same prompt and seed when ``abort`` did.
+
+        Raises:
+            ValueError: a server that cannot be reached or cannot do what is asked, in one sentence.
+        """
+        if concurrency < 1 or retries < 0:
+            raise ValueError(f"concurrency must be >= 1 and retries >= 0, got {concurrency!r} and {retries!r}")
+        if not timeout_s > 0 or not backoff_s > 0:
+            raise ValueError(f"timeout_s and backoff_s must be > 0, got {timeout_s!r} and {backoff_s!r}")
+        self.weight_version = -1
+        self._hf_config = hf_config
+        self._sync, self._agree, self._writer = sync, agree, writer
+        self._limits = Limits(concurrency, timeout_s, retries, backoff_s, partial, max_staleness)
+        self._routes = RouteShape.of(hf_config) if return_routes else None
+        if return_routes and self._routes is None:
+            raise ValueError("return_routes needs a mixture-of-experts model; hf_config names no experts")
+        self._run: Run | None = None
+        self._kept: dict[tuple[Any, ...], Piece] = {}
+        self._pool = Pool(urls, concurrency=concurrency, timeout_s=min(timeout_s, _CONTROL_S))
+        try:
+            for server in self._pool.servers:
+                self._check_server(server)
+        except ValueError:
+            self._pool.close()
+            raise
+        self._send_seeds = all(server.info.get("enable_deterministic_inference") for server in self._pool.servers)
+
+    def check_sampling(self, params: SamplingParams) -> None:
+        """Raise ValueError when the servers cannot sample this way and say what they did."""
+        if not params.truncates:
+            return
+        if params.top_k == -1:
+            raise ValueError(
+                f"top_p={params.top_p!r} needs a finite top_k, too: SGLang returns the kept ids of top-k sampling "
+                "alone; set top_k to 1000, for instance, and top_p cuts what it cuts"
+            )
+        for server in self._pool.servers:
+            limit = server.info.get("sampling_mask_max_tokens")
+            if limit is None:
+                raise ValueError(
+                    f"{server.url} returns no kept ids, which top_p or top_k need; SGLang 0.5.23 does, or set "
+                    "top_p=1 and top_k=-1"
+                )
+            if params.top_k > limit:
+                raise ValueError(
+                    f"top_k must be <= {limit}, the --sampling-mask-max-tokens of {server.url}, got {params.top_k!r}"
+                )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int,
+        seeds: Sequence[int],
+        on_finished: Callable[[int], None] | None = None,
+    ) -> list[Sample]:
+        """Sample ``n`` responses a prompt; the contract is RolloutEngine.generate.
+
+        Every response is in the answer once, in order. What failed for good carries the reason in ``rejected``:
+        length_mismatch, phantom_logprob, nan_logprob, positive_logprob, missing_support, support_mismatch,
+        missing_routes, routes_bytes, retracted_with_routes, stale_version, unknown_version, empty_output,
+        bad_answer, server_error, timeout, aborted.
+
+        Raises:
+            ValueError: no server is left in rotation; an empty prompt, an id outside the vocabulary, a prompt that with
+                max_new_tokens is longer than a server takes, top-p without a finite top-k, another number of seeds.
+        """
+        rows = [[int(token) for token in prompt] for prompt in prompts]
+        self._pool.require_rotation()
+        self.check_sampling(params)
+        self._check_request(rows, params, n, seeds)
+        keys = [(tuple(rows[i // n]), seed, *_distribution(params)) for i, seed in enumerate(seeds)]
+        responses = [
+            Response(rows[i // n], seed, i // n, self._taken_up(keys[i], params)) for i, seed in enumerate(seeds)
+        ]
+        run = self._run = Run(
+            self._pool,
+            responses,
+            params,
+            self._limits,
+            vocab_size=self._hf_config["vocab_size"],
+            routes=self._routes,
+            send_seeds=self._send_seeds,
+            version=self.weight_version,
+        )
+        reported = 0
+
+        def report() -> None:
+            nonlocal reported
+            ended = run.ended
+            if on_finished is not None and ended > reported:
+                on_finished(ended - reported)
+            reported = ended
+
+        try:
+            self._pool.run(run.all(), report)
+        finally:
+            self._run = None
+        samples = []
+        for key, response in zip(keys, responses, strict=True):
+            assert response.sample is not None
+            samples.append(response.sample)
+            if self._limits.partial and response.sample.rejected == "aborted" and response.piece.output_ids:
+                self._kept[key] = response.piece
+        return samples
+
+    def abort(self) -> None:
+        """Let a ``generate`` that runs in another thread end soon: finished samples, and the rest rejected "aborted".
+
+        With ``partial`` the tokens of unfinished responses are kept, and continued when they are asked for again.
+        """
+        run = self._run
+        if run is not None:
+            self._pool.soon(run.stop)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Serve ``weights`` as ``version``; every process calls it and takes all weights, the writer sends them.
+
+        Raises:
+            ValueError: no server took them, from ``agree`` on every process.
+        """
+        error, remaining = None, iter(weights)
+        if self._writer:
+            try:
+                update_servers(self._pool, self._sync, remaining, version)
+            except ValueError as failure:
+                error = str(failure)
+            self._pool.disown()
+        for _ in remaining:
+            pass
+        self._agree(error)
+        self._pool.take_versions(str(version), put_back=not self._writer)
+        self.weight_version = version
+        oldest = None if self._limits.max_staleness is None else version - self._limits.max_staleness
+        if oldest is not None:
+            self._kept = {key: piece for key, piece in self._kept.items() if piece.weight_versions[0][0] >= oldest}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Nothing to take up: the trainer sends the weights anew."""
+
+    def close(self) -> None:
+        """Leave no thread and no connection behind."""
+        try:
+            self._sync.close()
+        finally:
+            self._pool.close()
+
+    def _taken_up(self, key: tuple[Any, ...], params: SamplingParams) -> Piece:
+        piece = self._kept.get(key)
+        if piece is None or len(piece.output_ids) >= params.max_new_tokens:
+            return Piece()
+        return self._kept.pop(key)
+
+    def _check_server(self, server: Server) -> None:
+        if server.info.get("preferred_sampling_params"):
+            raise ValueError(f"{server.url} was started with --preferred-sampling-params, which change what is asked")
+        expected, found = self._hf_config.get("model_type"), server.model.get("model_type")
+        if expected and found and expected != found:
+            raise ValueError(f"{server.url} serves a model of type {found!r}, the trained one is of type {expected!r}")
+        if self._routes is not None and not server.info.get("enable_return_routed_experts"):
+            raise ValueError(f"{server.url} returns no routes: start it with --enable-return-routed-experts")
+
+    def _check_request(self, prompts: list[list[int]], params: SamplingParams, n: int, seeds: Sequence[int]) -> None:
+        if n < 1:
+            raise ValueError(f"n must be >= 1, got {n!r}")
+        if len(seeds) != len(prompts) * n:
+            raise ValueError(f"seeds must hold one seed a response ({len(prompts)} x {n}), got {len(seeds)}")
+        vocabulary, limit = self._hf_config["vocab_size"], self._longest()
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompt {index} is empty")
+            if min(prompt) < 0 or max(prompt) >= vocabulary:
+                # a server would not refuse it: it would die
+                raise ValueError(f"prompt {index} has an id outside the vocabulary of {vocabulary}")
+            if limit is not None and len(prompt) + params.max_new_tokens > limit:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens, which with max_new_tokens={params.max_new_tokens} is "
+                    f"longer than the {limit} tokens that the servers take (--context-length, --max-total-tokens)"
+                )
+
+    def _longest(self) -> int | None:
+        limits = [
+            server.info["max_req_input_len"] + _BELOW_CONTEXT
+            for server in self._pool.rotation
+            if server.info.get("max_req_input_len")
+        ]
+        if context := self._hf_config.get("max_position_embeddings"):
+            limits.append(context)
+        return min(limits, default=None)
+
+
+def alone(error: str | None) -> None:
+    """``agree`` of a process that has no others to agree with."""
+    if error is not None:
+        raise ValueError(error)
+
+
+def _distribution(params: SamplingParams) -> tuple[Any, ...]:
+    return params.temperature, params.top_p, params.top_k, params.stop_token_ids

@@ -1,0 +1,282 @@
+"""What /generate is asked, and what it answers, checked."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rc.engine import SamplingParams
+from megatron_rc.rollout.sglang_http import without_tokens
+
+_POSITIVE_BY_ROUNDING = 1e-5
+"""nats; a log-softmax whose one large term is the whole sum may end this far above 0."""
+_ROUTE_TYPES = {4: np.int32, 2: np.uint16, 1: np.uint8}
+
+
+class Rejection(Exception):
+    """An answer that must not be trained on: the name of the reason and one sentence, without tokens."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.output_ids: list[int] = []
+        """All of the response that is known."""
+
+
+class RouteShape(NamedTuple):
+    """Of the routes of one token."""
+
+    layers: int
+    top_k: int
+    experts: int
+
+    @classmethod
+    def of(cls, hf_config: Mapping[str, Any]) -> RouteShape | None:
+        """None for a model without experts."""
+        experts = hf_config.get("num_experts") or hf_config.get("num_local_experts")
+        if not experts or not hf_config.get("num_experts_per_tok"):
+            return None
+        return cls(hf_config["num_hidden_layers"], hf_config["num_experts_per_tok"], experts)
+
+
+@dataclass
+class Piece:
+    """Tokens drawn by one request, or by several that continued each other."""
+
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: Literal["stop", "length", "abort"] = "abort"
+    weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
+    support: list[list[int]] | None = None
+    routes: Tensor | None = None
+    retractions: int = 0
+
+    def __add__(self, then: Piece) -> Piece:
+        """``then`` was drawn after these tokens; the versions of its tokens move behind theirs."""
+        if not self.output_ids:
+            return then
+        if not then.output_ids:
+            return Piece(**{**vars(self), "finish_reason": then.finish_reason})
+        drawn = len(self.output_ids)
+        spans = list(self.weight_versions)
+        for version, start, end in then.weight_versions:
+            if spans[-1][0] == version:
+                spans[-1] = (version, spans[-1][1], drawn + end)
+            else:
+                spans.append((version, drawn + start, drawn + end))
+        return Piece(
+            self.output_ids + then.output_ids,
+            self.logprobs + then.logprobs,
+            then.finish_reason,
+            spans,
+            None if self.support is None or then.support is None else self.support + then.support,
+            None if self.routes is None or then.routes is None else torch.cat([self.routes, then.routes]),
+            self.retractions + then.retractions,
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One POST of /generate for one response."""
+
+    rid: str
+    prompt_ids: Sequence[int]
+    drawn: Sequence[int]
+    """Tokens of the response that earlier requests drew."""
+    params: SamplingParams
+    vocab_size: int
+    seed: int | None
+    """None where the server does not honour seeds."""
+    routes: RouteShape | None
+    """None where routes are not wanted."""
+    newest_version: int
+    """-1 before the first weight update."""
+
+    @property
+    def budget(self) -> int:
+        return self.params.max_new_tokens - len(self.drawn)
+
+    @property
+    def first_route(self) -> int:
+        """The row of routes from which on they are new: the one that predicts the next token."""
+        return len(self.prompt_ids) + len(self.drawn) - 1 if self.drawn else 0
+
+    def body(self) -> dict[str, Any]:
+        """Every sampling field that a server may have other defaults for is stated."""
+        params = self.params
+        sampling: dict[str, Any] = {
+            "n": 1,
+            "max_new_tokens": self.budget,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": 0.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": list(params.stop_token_ids),
+        }
+        if self.seed is not None:
+            sampling["sampling_seed"] = self.seed
+        body: dict[str, Any] = {
+            "rid": self.rid,
+            "input_ids": [*self.prompt_ids, *self.drawn],
+            "sampling_params": sampling,
+            "return_logprob": True,
+        }
+        if params.truncates:
+            body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
+        if self.routes is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": self.first_route}
+        return body
+
+    def _known_ids(self, answer: Any) -> list[int]:
+        """The drawn tokens and those of a damaged answer, as far as they are tokens."""
+        ids = answer.get("output_ids") if isinstance(answer, dict) else None
+        good = isinstance(ids, list) and all(type(i) is int and 0 <= i < self.vocab_size for i in ids)
+        return [*self.drawn, *ids] if good and ids else list(self.drawn)
+
+    def piece(self, answer: Any) -> Piece:
+        """Check an answer.
+
+        Raises:
+            Rejection: with the reason by name.
+        """
+        try:
+            return self._piece(answer)
+        except Rejection as error:
+            rejection = error
+        except (TypeError, KeyError, IndexError, AttributeError) as error:
+            rejection = Rejection("bad_answer", f"the answer lacks a field or has a wrong type ({error!r:.80})")
+        rejection.output_ids = self._known_ids(answer)
+        raise rejection from None
+
+    def _piece(self, answer: Any) -> Piece:
+        if not isinstance(answer, dict):
+            raise Rejection("bad_answer", f"the answer is a {type(answer).__name__}, not an object")
+        ids, meta = answer["output_ids"], answer["meta_info"]
+        finish = meta["finish_reason"]
+        kind = finish["type"]
+        if meta["id"] != self.rid:
+            raise Rejection("bad_answer", "the answer names another request")
+        if kind not in ("stop", "length", "abort"):
+            raise Rejection("bad_answer", f"the finish reason is {kind!r:.40}")
+        if kind == "abort" and finish.get("status_code") is not None:
+            raise Rejection("server_error", f"the server gave up: {without_tokens(finish.get('message'))}")
+        entries = meta.get("output_token_logprobs")
+        if not ids:
+            if entries:
+                raise Rejection("phantom_logprob", f"{len(entries)} log-probs came back without a token")
+            if kind != "abort":
+                raise Rejection("empty_output", f"no token came back, finish reason {kind}")
+            return Piece()
+        self._check_tokens(ids, meta)
+        logprobs = self._logprobs(ids, entries)
+        support = None
+        if self.params.truncates:
+            support, logprobs = self._support(ids, meta)
+        retractions = int(meta["num_retractions"]) if "num_retractions" in meta else 0
+        routes = self._routes(len(ids), retractions, meta) if self.routes is not None else None
+        return Piece(ids, logprobs, kind, self._versions(len(ids), meta), support, routes, retractions)
+
+    def _check_tokens(self, ids: Any, meta: Mapping[str, Any]) -> None:
+        if set(map(type, ids)) != {int}:
+            raise Rejection("bad_answer", "output_ids holds something else than integers")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            raise Rejection("bad_answer", f"an output id lies outside the vocabulary of {self.vocab_size}")
+        if len(ids) > self.budget:
+            raise Rejection("bad_answer", f"{len(ids)} tokens came back, {self.budget} were asked for")
+        sent = len(self.prompt_ids) + len(self.drawn)
+        # absent from answers about requests that were aborted before they ran
+        for name, expected in (("prompt_tokens", sent), ("completion_tokens", len(ids))):
+            if meta.get(name, expected) != expected:
+                raise Rejection("bad_answer", f"{name} is {meta[name]!r:.20}, expected {expected}")
+
+    def _logprobs(self, ids: Sequence[int], entries: Any) -> list[float]:
+        if entries is None or len(entries) != len(ids):
+            found = 0 if entries is None else len(entries)
+            raise Rejection("length_mismatch", f"{found} log-probs came back for {len(ids)} tokens")
+        if [entry[1] for entry in entries] != ids:
+            raise Rejection("bad_answer", "the log-probs belong to other tokens than output_ids")
+        return _checked_logprobs([entry[0] for entry in entries])
+
+    def _support(self, ids: Sequence[int], meta: Mapping[str, Any]) -> tuple[list[list[int]], list[float]]:
+        kept, values = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
+        if not kept or not values:
+            raise Rejection("missing_support", "no kept ids came back though top-p or top-k was active")
+        if len(kept) != len(ids) or len(values) != len(ids):
+            raise Rejection(
+                "support_mismatch", f"{len(kept)} sets of kept ids and {len(values)} log-probs for {len(ids)} tokens"
+            )
+        for token, row in zip(ids, kept, strict=True):
+            if token not in row or len(set(row)) != len(row):
+                raise Rejection("support_mismatch", "a token is not among its kept ids, or they repeat")
+            if min(row) < 0 or max(row) >= self.vocab_size:
+                raise Rejection("support_mismatch", f"a kept id lies outside the vocabulary of {self.vocab_size}")
+        return kept, _checked_logprobs(values)
+
+    def _routes(self, outputs: int, retractions: int, meta: Mapping[str, Any]) -> Tensor:
+        assert self.routes is not None
+        if retractions:
+            raise Rejection("retracted_with_routes", "the routes were overwritten when the request was computed anew")
+        text = meta.get("routed_experts")
+        if not text:
+            raise Rejection("missing_routes", "no routes came back")
+        rows = len(self.prompt_ids) + len(self.drawn) + outputs - 1 - self.first_route
+        values = rows * self.routes.layers * self.routes.top_k
+        try:
+            data = base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError):
+            raise Rejection("bad_answer", "the routes are not base64") from None
+        item = _ROUTE_TYPES.get(len(data) // values)
+        if len(data) % values or item is None:
+            raise Rejection("routes_bytes", f"routes have {len(data)} bytes, expected {values} expert ids")
+        routes = np.frombuffer(data, item).astype(np.int32).reshape(rows, self.routes.layers, self.routes.top_k)
+        if routes.min() < 0 or routes.max() >= self.routes.experts:
+            raise Rejection("bad_answer", f"routes name an expert outside of {self.routes.experts}")
+        return torch.from_numpy(routes)
+
+    def _versions(self, outputs: int, meta: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+        spans = meta.get("weight_versions")
+        if not spans:
+            spans = [{"version": meta["weight_version"], "start": 0, "end": outputs}]
+        found, end = [], 0
+        for span in spans:
+            if span["start"] != end or span["end"] < end:
+                raise Rejection("bad_answer", "the weight versions do not cover the tokens one after the other")
+            end = span["end"]
+            if end > span["start"]:
+                found.append((self._version(span["version"]), span["start"], end))
+        if end != outputs:
+            raise Rejection("bad_answer", f"the weight versions cover {end} of {outputs} tokens")
+        return found
+
+    def _version(self, name: Any) -> int:
+        if isinstance(name, str) and name.isascii() and name.isdigit():
+            if self.newest_version < 0 or int(name) <= self.newest_version:
+                return int(name)
+        elif self.newest_version < 0:
+            return -1
+        raise Rejection("unknown_version", f"the weights are called {name!r:.40}, the newest are {self.newest_version}")
+
+
+def _checked_logprobs(values: list[Any]) -> list[float]:
+    types = set(map(type, values)) - {float, int}
+    # JSON knows no NaN: servers write null for it
+    if types == {type(None)}:
+        raise Rejection("nan_logprob", "a log-prob is null")
+    if types:
+        raise Rejection("bad_answer", "a log-prob is not a number")
+    if not all(map(math.isfinite, values)):
+        raise Rejection("nan_logprob", "a log-prob is NaN or infinite")
+    if max(values) > _POSITIVE_BY_ROUNDING:
+        raise Rejection("positive_logprob", f"a log-prob is {max(values):.3g}, above 0")
+    return values

@@ -1,0 +1,114 @@
+"""What a weight update asks of a server beside the weights: pause, session, flush, version, checksum, probe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from megatron_rc.rollout.sglang_http import Server, ServerError
+
+T = TypeVar("T")
+
+
+def on_every(servers: Iterable[Server], call: Callable[[Server], T]) -> tuple[dict[str, T], dict[str, str]]:
+    """``call`` all servers at once.
+
+    Returns:
+        results and, of those that failed, one sentence why; both by url.
+    """
+    results, failures = dict[str, T](), dict[str, str]()
+    everyone = list(servers)
+    if not everyone:
+        return results, failures
+    with ThreadPoolExecutor(len(everyone), thread_name_prefix="sglang") as threads:
+        for server, future in [(server, threads.submit(call, server)) for server in everyone]:
+            try:
+                results[server.url] = future.result()
+            except (ServerError, ValueError) as error:
+                failures[server.url] = str(error)
+    return results, failures
+
+
+def begin_update(server: Server, timeout_s: float) -> bool:
+    """Open the session that tensor and distributed updates need; False on servers older than it (before 2026-06)."""
+    try:
+        server.post("/begin_weight_update", {}, timeout_s)
+    except ServerError as error:
+        if error.status == 404:
+            return False
+        if error.status != 400:
+            raise
+        # a trainer that died during an update left a session open
+        server.post("/end_weight_update", {}, timeout_s)
+        server.post("/begin_weight_update", {}, timeout_s)
+    return True
+
+
+def set_version(server: Server, version: str, timeout_s: float) -> None:
+    # by default this aborts every request, also those that a retracting pause means to continue
+    body = {"new_version": version, "abort_all_requests": False}
+    server.post("/update_weight_version", body, timeout_s)
+
+
+def read_version(server: Server, timeout_s: float) -> str:
+    """The name that the server gives to its weights; old servers say it under another path."""
+    try:
+        answer = _fields(server.get("/model_info", timeout_s))
+    except ServerError as error:
+        if error.status != 404:
+            raise
+        answer = {}
+    if "weight_version" not in answer:
+        answer = _fields(server.get("/get_weight_version", timeout_s))
+    return str(answer.get("weight_version"))
+
+
+def checksums(server: Server, timeout_s: float) -> list[dict[str, str]] | None:
+    """Of every rank, the checksum of each tensor by the server's name for it; None where it cannot compute them."""
+    try:
+        answer = _fields(server.post("/weights_checker", {"action": "checksum"}, timeout_s))
+    except ServerError as error:
+        if error.status in (400, 404):
+            return None
+        raise
+    ranks = [rank.get("checksums") for rank in answer.get("ranks") or []]
+    return ranks if ranks and all(ranks) else None
+
+
+def _fields(answer: Any) -> dict[str, Any]:
+    if not isinstance(answer, dict):
+        raise ValueError(f"it answered with a {type(answer).__name__} where fields with names were due")
+    return answer
+
+
+def probe_prompt(vocab_size: int, context: int) -> list[int]:
+    """Token ids over the whole vocabulary, the same for every server and every update.
+
+    Without the last id: SGLang names it 0 among the log-probs of a prompt.
+    """
+    return [(7919 * i * i + 104729 * i + 1) % (vocab_size - 1) for i in range(min(32, context - 1))]
+
+
+def prompt_logprobs(server: Server, prompt: Sequence[int], timeout_s: float) -> list[float]:
+    """log mu(prompt[t] | prompt[:t]), nats, at temperature 1, of t = 1 .. len(prompt) - 1.
+
+    Raises:
+        ValueError: the answer holds another number of them or a value that no log-prob can have.
+    """
+    body = {
+        "input_ids": list(prompt),
+        # 0 new tokens would do, but some versions answer it with a log-prob of a token that does not exist
+        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    meta = _fields(server.post("/generate", body, timeout_s)).get("meta_info") or {}
+    entries = meta.get("input_token_logprobs") or []
+    if [entry[1] for entry in entries] != list(prompt):
+        raise ValueError("the probe prompt came back without a log-prob for each of its tokens")
+    values = [entry[0] for entry in entries[1:]]
+    if not all(isinstance(value, float) and math.isfinite(value) and value <= 1e-6 for value in values):
+        raise ValueError("the probe prompt has a log-prob that is positive or not finite")
+    return values

@@ -1,0 +1,263 @@
+"""Weight sync by broadcast: trainer and servers join a torch.distributed group of their own, NCCL or gloo."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from megatron_rc.rollout.sglang_buckets import Bucket, buckets
+from megatron_rc.rollout.sglang_control import on_every
+from megatron_rc.rollout.sglang_http import Server, ServerError
+
+_POLL_SECONDS = 0.002
+_DESTROY_SECONDS = 10.0
+
+
+class _Group(NamedTuple):
+    name: str
+    handle: dist.ProcessGroup
+    urls: frozenset[str]
+
+
+class GroupSync:
+    """Broadcast bucket by bucket to all servers at once.
+
+    When a server fails inside the group, the group is broken up, joined anew without it, and the same bucket is sent
+    again: a bucket may be loaded twice. Servers that cannot leave a broken broadcast fail with it.
+    """
+
+    bracketed = True
+
+    def __init__(
+        self, *, bucket_bytes: int, timeout_s: float, join_timeout_s: float = 60.0, master_address: str | None = None
+    ) -> None:
+        """
+        Args:
+            bucket_bytes: held once on the trainer and once on every server.
+            timeout_s: of one bucket.
+            join_timeout_s: until all have joined.
+            master_address: of this process, as the servers see it; None: of the interface that leads to each server.
+        """
+        self._bucket_bytes, self._timeout_s, self._join_timeout_s = bucket_bytes, timeout_s, join_timeout_s
+        self._master_address = master_address
+        self._group: _Group | None = None
+        self._servers: list[Server] = []
+
+    def refusal(self, info: Mapping[str, Any]) -> str | None:
+        for field, size in [("dp_size", 1 if info.get("enable_dp_attention") else info.get("dp_size")),
+                            ("pp_size", info.get("pp_size"))]:  # fmt: skip
+            if int(size or 1) > 1:
+                return f"it runs {field}={size}, which the server supports by weight_sync=disk, not distributed"
+        return None
+
+    def send(self, servers: Sequence[Server], weights: Iterator[tuple[str, Tensor]], version: int) -> dict[str, str]:
+        """Sentences of the servers that failed, by url; the others have all the weights."""
+        failures: dict[str, str] = {}
+        backend = _backend(servers)
+        device = torch.device("cpu" if backend == "gloo" else torch.cuda.current_device())
+        try:
+            for bucket in buckets(weights, self._bucket_bytes, device):
+                failures |= self._deliver([s for s in servers if s.url not in failures], bucket, backend)
+                if len(failures) == len(servers):
+                    break
+        except BaseException:
+            self._leave()
+            raise
+        return failures
+
+    def _deliver(self, servers: Sequence[Server], bucket: Bucket, backend: str) -> dict[str, str]:
+        failures: dict[str, str] = {}
+        # the first failure may come from a server that restarted and left the group: all get a second chance
+        chance = True
+        while live := [server for server in servers if server.url not in failures]:
+            found = self._join(live, backend) or self._broadcast(live, bucket)
+            if not found:
+                break
+            self._leave(tell=[server for server in live if server.url not in found])
+            if not chance:
+                failures |= found
+            chance = False
+        return failures
+
+    def close(self) -> None:
+        """Break up the group on both sides."""
+        self._leave(tell=self._servers)
+
+    def _join(self, servers: Sequence[Server], backend: str) -> dict[str, str]:
+        """Form the group of ``servers``, unless it stands; sentences of those that failed."""
+        urls = frozenset(server.url for server in servers)
+        if self._group is not None and self._group.urls == urls:
+            return {}
+        self._leave(tell=self._servers)
+        # joining waits for all: whoever is gone is found before
+        gone = on_every(servers, lambda s: s.get("/model_info", self._join_timeout_s))[1]
+        if gone:
+            return gone
+        sizes = [int(server.info.get("tp_size") or 1) for server in servers]
+        offsets = {server.url: 1 + sum(sizes[:i]) for i, server in enumerate(servers)}
+        # never used twice: a server that missed the end of a group keeps its name
+        name = f"weights-{uuid.uuid4().hex}"
+        store = dist.TCPStore(
+            "127.0.0.1",
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self._join_timeout_s),
+        )
+
+        def ask(server: Server) -> None:
+            body = {
+                "master_address": self._master_address or _address_towards(server.url),
+                "master_port": store.port,
+                "rank_offset": offsets[server.url],
+                "world_size": 1 + sum(sizes),
+                "group_name": name,
+                "backend": backend,
+            }
+            server.post("/init_weights_update_group", body, self._join_timeout_s)
+
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(on_every, servers, ask)
+            try:
+                handle = _join_group(store, name, 1 + sum(sizes), backend, self._join_timeout_s, self._timeout_s)
+            except RuntimeError as error:
+                failures = asked.result()[1]
+                sentence = f"not all servers joined the group within {self._join_timeout_s:g} s: {error}"
+                return failures or dict.fromkeys(urls, sentence)
+            failures = asked.result()[1]
+        self._group, self._servers = _Group(name, handle, urls), list(servers)
+        return failures
+
+    def _broadcast(self, servers: Sequence[Server], bucket: Bucket) -> dict[str, str]:
+        assert self._group is not None
+        group = self._group
+        body = {
+            "names": bucket.names,
+            "dtypes": [str(bucket.dtype).removeprefix("torch.")] * len(bucket.names),
+            "shapes": [list(shape) for shape in bucket.shapes],
+            "group_name": group.name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        threads = ThreadPoolExecutor(len(servers))
+        try:
+            asked = {
+                server.url: threads.submit(server.post, "/update_weights_from_distributed", body, self._timeout_s)
+                for server in servers
+            }
+            broken = _broadcast(bucket.data, group.handle, list(asked.values()), self._timeout_s)
+            if broken is not None:
+                # whoever still waits in the broadcast is let go before its answer is waited for
+                self._leave()
+                _outlive(group.handle, self._timeout_s)
+            failures = {url: sentence for url, future in asked.items() if (sentence := _error(future))}
+            if broken is not None:
+                _destroy([server for server in servers if server.url not in failures], group.name)
+            return failures or (dict.fromkeys(asked, broken) if broken is not None else {})
+        finally:
+            threads.shutdown()
+
+    def _leave(self, tell: Sequence[Server] = ()) -> None:
+        """Break up the group here, and on the servers that are to be told."""
+        if self._group is None:
+            return
+        group, self._group, self._servers = self._group, None, []
+        group.handle.abort()
+        dist.destroy_process_group(group.handle)
+        _destroy(tell, group.name)
+
+
+def _destroy(servers: Sequence[Server], name: str) -> None:
+    # a server that fails at it has nothing to lose: the name is not used again
+    on_every(servers, lambda s: s.post("/destroy_weights_update_group", {"group_name": name}, _DESTROY_SECONDS))
+
+
+def _backend(servers: Sequence[Server]) -> str:
+    devices = {str(server.info.get("device", "cuda")) for server in servers}
+    if devices == {"cpu"}:
+        return "gloo"
+    if devices == {"cuda"} and torch.cuda.is_available():
+        return "nccl"
+    raise ValueError(
+        f"weight_sync=distributed needs servers on CPUs, or servers and a trainer on CUDA devices; the servers run on "
+        f"{', '.join(sorted(devices))}"
+    )
+
+
+def _address_towards(url: str) -> str:
+    where = urlsplit(url)
+    assert where.hostname is not None
+    family, kind, _, _, address = socket.getaddrinfo(where.hostname, where.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as sock:
+        # of a datagram socket this sends nothing: it only chooses the interface
+        sock.connect(address)
+        return str(sock.getsockname()[0])
+
+
+def _join_group(
+    store: dist.Store, name: str, world_size: int, backend: str, join_timeout_s: float, timeout_s: float
+) -> dist.ProcessGroup:
+    """Rank 0 of a group beside torch.distributed's default one, built the way the servers build theirs.
+
+    torch has no public call for a group of processes that share no default group.
+    """
+    handle, _ = distributed_c10d._new_process_group_helper(
+        world_size,
+        0,
+        [],
+        distributed_c10d.Backend(backend),
+        distributed_c10d.PrefixStore(name, store),
+        group_name=distributed_c10d.GroupName(name),
+        timeout=timedelta(seconds=join_timeout_s),
+    )
+    distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), handle)
+    distributed_c10d._world.pg_group_ranks[handle] = {rank: rank for rank in range(world_size)}
+    return handle
+
+
+def _broadcast(data: Tensor, handle: dist.ProcessGroup, asked: Sequence[Future[Any]], timeout_s: float) -> str | None:
+    """None once the broadcast is done; a sentence when it cannot be any more."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        work = dist.broadcast(data, src=0, group=handle, async_op=True)
+        assert work is not None
+        while not work.is_completed():
+            if any(_failed(future) for future in asked):
+                return "another server failed during the broadcast"
+            if time.monotonic() > deadline:
+                return f"the broadcast was not over after {timeout_s:g} s"
+            time.sleep(_POLL_SECONDS)
+        work.wait()
+    except RuntimeError as error:
+        return f"the broadcast failed: {error}"
+    return None
+
+
+def _outlive(handle: dist.ProcessGroup, seconds: float) -> None:
+    """Keep a broken group until its last broadcast timed out: gloo cannot cancel it, and freeing waits for it."""
+    threading.Thread(target=lambda kept: time.sleep(seconds), args=(handle,), daemon=True).start()
+
+
+def _failed(future: Future[Any]) -> bool:
+    return future.done() and _error(future) is not None
+
+
+def _error(future: Future[Any]) -> str | None:
+    error = future.exception()
+    if error is None:
+        return None
+    if not isinstance(error, ServerError):
+        raise error
+    return str(error)

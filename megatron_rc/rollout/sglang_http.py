@@ -1,0 +1,230 @@
+"""HTTP to SGLang servers: one event loop in a thread of its own, asked from that loop or from blocking code."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import threading
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+if TYPE_CHECKING:
+    import aiohttp
+
+T = TypeVar("T")
+
+_TICK_S = 0.1
+_CLEAN_UP_S = 5.0
+_LONGEST_PAUSE_S = 30.0
+_KEEP_ALIVE_S = 2.0
+"""Servers drop connections that idle 5 s; one that is dropped while a request travels fails it."""
+_LARGE_BODY = 1 << 20
+_HEADERS = {"Content-Type": "application/json"}
+
+
+class ServerError(Exception):
+    """A request that a server did not answer, or answered with an error; the sentence holds no token and no text."""
+
+    def __init__(
+        self,
+        status: int | None,
+        sentence: str,
+        *,
+        reason: Literal["server_error", "timeout", "bad_answer"] = "server_error",
+        connected: bool = True,
+    ) -> None:
+        """
+        Args:
+            status: of HTTP; None when no answer came.
+            reason: what a response that is given up on because of this is rejected for.
+            connected: False when the server cannot have seen the request.
+        """
+        super().__init__(sentence)
+        self.status = status
+        self.reason = reason
+        self.connected = connected
+
+    @property
+    def passing(self) -> bool:
+        """The same request may succeed later, or elsewhere."""
+        return self.status is None or self.status in (200, 408, 429) or self.status >= 500
+
+
+class Background:
+    """An event loop in a thread, and the HTTP session in it; ``close`` leaves neither behind."""
+
+    def __init__(self) -> None:
+        try:
+            import aiohttp  # noqa: F401 - here, so that it is missed before a thread starts
+        except ModuleNotFoundError:
+            raise ValueError("SGLang servers are asked with aiohttp: pip install 'megatron-rc[sglang]'") from None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-http", daemon=True)
+        self._thread.start()
+        self.session: aiohttp.ClientSession = self.run(_open_session())
+
+    def run(self, work: Coroutine[Any, Any, T], tick: Callable[[], None] | None = None) -> T:
+        """Do ``work`` in the loop and wait for it in this thread.
+
+        When waiting ends early (KeyboardInterrupt, an exception of ``tick``) the work is cancelled first.
+
+        Args:
+            tick: called in this thread ten times a second, and once after the end.
+        """
+        ended, tasks = threading.Event(), list[asyncio.Task[T]]()
+
+        def start() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda _: ended.set())
+
+        if self._loop.is_closed():
+            work.close()
+            raise ValueError("the engine is closed")
+        self._loop.call_soon_threadsafe(start)
+        try:
+            while not ended.wait(_TICK_S):
+                if tick is not None:
+                    tick()
+        except BaseException:
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            ended.wait(_CLEAN_UP_S)
+            raise
+        if tick is not None:
+            tick()
+        return tasks[0].result()
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """``call`` in the loop, without waiting for it."""
+        self._loop.call_soon_threadsafe(call)
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        self.run(_end_everything(self.session))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _end_everything(session: aiohttp.ClientSession) -> None:
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    await session.close()
+
+
+async def _open_session() -> aiohttp.ClientSession:
+    import aiohttp
+
+    return aiohttp.ClientSession(
+        # the engine bounds the requests in flight; control requests must not queue behind them
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=None),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+        headers=_HEADERS,
+    )
+
+
+class Server:
+    """One SGLang server."""
+
+    def __init__(self, url: str, background: Background) -> None:
+        self.url = url
+        self.info: dict[str, Any] = {}
+        """Answer of /server_info when connected."""
+        self.model: dict[str, Any] = {}
+        """Answer of /model_info when connected."""
+        self.out: str | None = None
+        """One sentence why it is out of rotation; None while it is in."""
+        self.running = 0
+        """Generations that wait for it."""
+        self.failures = 0
+        """In a row, those of requests that were in flight together counted as one."""
+        self.resting_until = 0.0
+        """Time of the loop before which other servers are asked first."""
+        self._background = background
+
+    def failed(self, now: float, pause_s: float) -> None:
+        """Let it rest for ``pause_s``, twice as long after every further failure."""
+        if now >= self.resting_until:
+            self.resting_until = now + doubled(pause_s, self.failures)
+            self.failures += 1
+
+    def answered(self) -> None:
+        self.failures, self.resting_until = 0, 0.0
+
+    def get(self, path: str, timeout_s: float) -> Any:
+        """The answer, for blocking code.
+
+        Raises:
+            ServerError: no answer within the time, a lost connection, a status of 400 or more, broken JSON.
+        """
+        return self._background.run(self.ask(path, None, timeout_s))
+
+    def post(self, path: str, body: Any, timeout_s: float) -> Any:
+        """The answer to ``body`` sent as JSON; otherwise as ``get``."""
+        return self._background.run(self.ask(path, json.dumps(body).encode(), timeout_s))
+
+    async def ask(self, path: str, body: bytes | None, timeout_s: float | None) -> Any:
+        """The answer, for code in the loop: decoded JSON, or text where the server says it is text.
+
+        Args:
+            body: JSON of a POST; None: GET.
+            timeout_s: to the last byte of the answer; None: until the task is cancelled.
+
+        Raises:
+            ServerError: as in ``get``.
+        """
+        import aiohttp
+
+        data: Any = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY else body
+        method = "GET" if body is None else "POST"
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._background.session.request(method, self.url + path, data=data) as answer,
+            ):
+                content = await answer.read()
+        except TimeoutError:
+            sentence = f"{self.url}{path} did not answer within {timeout_s:g} s"
+            raise ServerError(None, sentence, reason="timeout") from None
+        except aiohttp.ClientConnectorError:
+            raise ServerError(None, f"{self.url} refuses connections", connected=False) from None
+        except (aiohttp.ClientError, OSError) as error:
+            sentence = f"{self.url}{path} lost the connection ({type(error).__name__})"
+            raise ServerError(None, sentence) from None
+        if answer.status >= 400:
+            message = _message(content)
+            raise ServerError(answer.status, f"{self.url}{path} answered {answer.status}{message and ': '}{message}")
+        if answer.content_type != "application/json":
+            return content.decode(errors="replace")
+        try:
+            return json.loads(content)
+        except ValueError:
+            sentence = f"{self.url}{path} answered JSON that does not decode"
+            raise ServerError(answer.status, sentence, reason="bad_answer") from None
+
+
+def doubled(pause_s: float, times: int) -> float:
+    """``pause_s`` doubled so often, in bounds."""
+    return min(_LONGEST_PAUSE_S, pause_s * 2 ** min(times, 30))
+
+
+def without_tokens(message: Any) -> str:
+    """A server's words, shortened; what may be a list of token ids is left out."""
+    return re.sub(r"[\[{][^\]}]*[\]}]*", "[...]", str(message))[:200]
+
+
+def _message(content: bytes) -> str:
+    try:
+        answer = json.loads(content)
+    except ValueError:
+        return ""
+    if not isinstance(answer, dict):
+        return ""
+    error = answer.get("error") or answer.get("message") or answer.get("detail") or ""
+    return without_tokens(error.get("message", "") if isinstance(error, dict) else error)

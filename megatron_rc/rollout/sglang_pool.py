@@ -1,0 +1,168 @@
+"""The servers of an engine: found by url or through a router, asked in turn, taken out of rotation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from megatron_rc.rollout import sglang_control as control
+from megatron_rc.rollout.sglang_http import Background, Server, ServerError
+
+T = TypeVar("T")
+
+_REACH_S = 5.0
+_OWN_SHARE = 1.25
+
+
+class Pool:
+    """Connected servers.
+
+    A router's url stands for its workers, and these are asked directly: sglang-router 0.3.2 drops the request fields
+    for kept ids and routes, cannot abort, pause or update one worker, and repeats failed generations by itself.
+    """
+
+    def __init__(self, urls: Sequence[str], *, concurrency: int, timeout_s: float) -> None:
+        """Connect to every server.
+
+        Args:
+            urls: of servers and routers, such as http://10.0.0.1:30000.
+            concurrency: generations in flight, over all servers.
+            timeout_s: of every request made here.
+
+        Raises:
+            ValueError: a server or router does not answer as one, named in one sentence.
+        """
+        if not urls:
+            raise ValueError("urls must name at least one SGLang server or router")
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"urls must start with http:// or https://, got {url!r}")
+        self._concurrency, self._timeout_s = concurrency, timeout_s
+        self._background = Background()
+        try:
+            self.servers: list[Server] = self.run(self._connect([url.rstrip("/") for url in urls]))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def rotation(self) -> list[Server]:
+        """Servers that are asked for generations."""
+        return [server for server in self.servers if server.out is None]
+
+    def take_out(self, server: control.Server, reason: str) -> None:
+        """Send it no more prompts, until it is put back."""
+        self._of(server).out = reason
+
+    def put_back(self, server: control.Server) -> None:
+        self._of(server).out = None
+
+    def require_rotation(self) -> None:
+        """Raise ValueError, with the reasons, when no server is left."""
+        if not self.rotation:
+            reasons = "; ".join(f"{server.url}: {server.out}" for server in self.servers)
+            raise ValueError(f"no SGLang server is left in rotation ({reasons})")
+
+    def pick(self, group: int, *, avoid: Server | None = None) -> Server | None:
+        """The server for one generation, or None.
+
+        Samples of one prompt go to the same server, which has the prompt in its cache, while its load is below
+        _OWN_SHARE of an even one. Servers that failed a moment ago, and ``avoid``, are asked when there are no others.
+        """
+        rotation, now = self.rotation, asyncio.get_running_loop().time()
+        if not rotation:
+            return None
+        others = [server for server in rotation if server is not avoid] or rotation
+        awake = [server for server in others if server.resting_until <= now] or others
+        home = awake[group % len(awake)]
+        if home.running < math.ceil(_OWN_SHARE * self._concurrency / len(awake)):
+            return home
+        return min(awake, key=lambda server: server.running)
+
+    def take_versions(self, version: str, *, put_back: bool) -> None:
+        """Read every server's weight version; those that name another one, or do not answer, leave the rotation.
+
+        Args:
+            put_back: the servers that were out and name this version return.
+        """
+
+        async def read(server: Server) -> None:
+            try:
+                found = (await server.ask("/model_info", None, self._timeout_s)).get("weight_version")
+            except ServerError as error:
+                server.out = server.out or str(error)
+                return
+            if found != version:
+                server.out = server.out or f"it serves weights {found!r} and not {version!r}"
+            elif put_back:
+                server.out = None
+
+        self.run(_all(map(read, self.servers)))
+
+    def disown(self) -> None:
+        """Rename the weights of servers that are out, so that other processes do not take them for good ones."""
+        body = json.dumps({"new_version": "out-of-rotation", "abort_all_requests": True}).encode()
+
+        async def rename(server: Server) -> None:
+            with contextlib.suppress(ServerError):  # one that is gone serves nothing
+                await server.ask("/update_weight_version", body, min(self._timeout_s, _REACH_S))
+
+        self.run(_all(map(rename, [server for server in self.servers if server.out is not None])))
+
+    def run(self, work: Coroutine[Any, Any, T], tick: Callable[[], None] | None = None) -> T:
+        """``Background.run``."""
+        return self._background.run(work, tick)
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """``Background.soon``."""
+        self._background.soon(call)
+
+    def close(self) -> None:
+        self._background.close()
+
+    def _of(self, server: control.Server) -> Server:
+        return next(own for own in self.servers if own.url == server.url)
+
+    async def _connect(self, urls: Sequence[str]) -> list[Server]:
+        try:
+            found = await asyncio.gather(*map(self._workers, urls))
+            # of a data-parallel server a router lists every rank, as url@rank
+            unique = dict.fromkeys(url.partition("@")[0].rstrip("/") for workers in found for url in workers)
+            return list(await asyncio.gather(*map(self._connected, unique)))
+        except ServerError as error:
+            raise ValueError(f"cannot use the SGLang server: {error}") from None
+
+    async def _workers(self, url: str) -> list[str]:
+        """Urls behind ``url``, which is its own when it is no router."""
+        try:
+            answer = await Server(url, self._background).ask("/workers", None, self._timeout_s)
+        except ServerError as error:
+            if error.status in (404, 405):
+                return [url]
+            raise
+        workers = answer.get("workers") if isinstance(answer, dict) else None
+        if not workers:
+            raise ValueError(f"the router {url} has no workers")
+        for worker in workers:
+            kind = worker.get("worker_type", "regular")
+            if kind != "regular" or not worker["url"].startswith(("http://", "https://")):
+                raise ValueError(f"worker {worker['url']} of router {url} is of type {kind!r}; only HTTP workers that "
+                                 "generate by themselves can be used")  # fmt: skip
+        return [worker["url"] for worker in workers]
+
+    async def _connected(self, url: str) -> Server:
+        server = Server(url, self._background)
+        server.info, server.model = await asyncio.gather(
+            server.ask("/server_info", None, self._timeout_s), server.ask("/model_info", None, self._timeout_s)
+        )
+        if not isinstance(server.info, dict) or "weight_version" not in server.model:
+            raise ValueError(f"{url} does not say its weight version; SGLang 0.5.20 or newer is needed")
+        return server
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    await asyncio.gather(*work)

@@ -1,0 +1,153 @@
+"""Proofs that a server holds the weights sent: names, checksums and the log-probs of a probe prompt.
+
+The version that a server reads back proves nothing: it accepts tensors with unknown names, and checkpoints that lack
+half of the tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+Checksums = list[dict[str, str]]
+"""Of every rank of a server, by the server's name of the tensor."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FUSED = (
+    (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."),
+    (re.compile(r"\.experts\.\d+\.(gate|up)_proj\.weight$"), ".experts.w13_weight"),
+    (re.compile(r"\.experts\.\d+\.down_proj\.weight$"), ".experts.w2_weight"),
+    (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
+)
+
+
+class Ledger:
+    """What was sent: the first update that a server proved fixes names and shapes, later ones must equal it."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[str, torch.Size] = {}
+        self._sums: dict[str, int] = {}
+
+    def open(self) -> Delivery:
+        """Follow one update."""
+        return Delivery(self._shapes)
+
+    def changed(self, delivery: Delivery) -> set[str]:
+        """Names whose values certainly differ from those last accepted; some that differ may be absent.
+
+        Raises:
+            ValueError: tensors of the first update are missing.
+        """
+        missing = [name for name in self._shapes if name not in delivery.shapes]
+        if missing:
+            raise ValueError(
+                f"the update lacks {len(missing)} of the {len(self._shapes)} tensors of the first one, such as "
+                f"{missing[0]}"
+            )
+        if not delivery.shapes:
+            raise ValueError("the update holds no tensor")
+        sums = delivery.sums()
+        return {name for name, value in sums.items() if name in self._sums and value != self._sums[name]}
+
+    def accept(self, delivery: Delivery) -> None:
+        """Servers hold this update now."""
+        self._shapes, self._sums = dict(delivery.shapes), delivery.sums()
+
+
+class Delivery:
+    """The tensors of one update, seen one by one."""
+
+    def __init__(self, expected: Mapping[str, torch.Size]) -> None:
+        self.shapes: dict[str, torch.Size] = {}
+        self._expected = expected
+        self._sums: list[Tensor] = []
+
+    def see(self, name: str, tensor: Tensor) -> None:
+        """Raise ValueError before a tensor is sent that would damage the server: a wrong shape ends its process."""
+        if name in self.shapes:
+            raise ValueError(f"the update holds {name} twice")
+        if self._expected and name not in self._expected:
+            raise ValueError(f"the update holds {name}, which the first one did not")
+        if self._expected and tensor.shape != self._expected[name]:
+            raise ValueError(
+                f"the update holds {name} of shape {list(tensor.shape)}, the first one {list(self._expected[name])}"
+            )
+        self.shapes[name] = tensor.shape
+        # a change may cancel in the sum: it proves that values differ, never that they are equal
+        self._sums.append(tensor.view(_INTEGERS[tensor.itemsize]).sum(dtype=torch.int64))
+
+    def sums(self) -> dict[str, int]:
+        return dict(zip(self.shapes, torch.stack(self._sums).tolist(), strict=True))
+
+
+def server_name(name: str) -> str:
+    """The server's tensor that a checkpoint's tensor is part of: it fuses q/k/v, gate/up, and experts."""
+    for pattern, fused in _FUSED:
+        if pattern.search(name):
+            return pattern.sub(fused, name)
+    return name
+
+
+def not_sent(names: Iterable[str], held: Checksums) -> str | None:
+    """A sentence when a server holds a tensor of which no part was sent."""
+    filled = {server_name(name) for name in names}
+    if "model.embed_tokens.weight" in filled:
+        # tied word embeddings: some servers list the head beside the embedding that it is
+        filled.add("lm_head.weight")
+    # a draft model beside the policy has weights of its own
+    own = {name for rank in held for name in rank if not name.startswith("draft")}
+    unfilled = sorted(own - filled)
+    if not unfilled:
+        return None
+    return f"it holds {len(unfilled)} tensors that the update did not fill, such as {unfilled[0]}"
+
+
+def not_taken(changed: Iterable[str], before: Checksums, after: Checksums) -> str | None:
+    """A sentence when new values were sent for a tensor and the server's is as it was."""
+    sent = {server_name(name) for name in changed}
+    # a rank's own part may be equal where another rank's is not
+    new = {
+        name
+        for rank_before, rank_after in zip(before, after, strict=True)
+        for name, value in rank_after.items()
+        if rank_before.get(name) != value
+    }
+    same = sorted(name for name in sent - new if any(name in rank for rank in after))
+    return f"{len(same)} of its tensors kept their old values, such as {same[0]}" if same else None
+
+
+def odd_ones_out(held: Mapping[str, Checksums]) -> dict[str, str]:
+    """Servers whose checksums differ from those of most others, with a sentence; all of them when there is no majority.
+
+    Args:
+        held: by url, of servers that are cut alike.
+    """
+    contents = {url: tuple(tuple(sorted(rank.items())) for rank in ranks) for url, ranks in held.items()}
+    counted = Counter(contents.values()).most_common(2)
+    if len(counted) < 2:
+        return {}
+    right = None if counted[0][1] == counted[1][1] else counted[0][0]
+    model = next(url for url, content in contents.items() if content == counted[0][0])
+    failures = {}
+    for url, content in contents.items():
+        if content != right:
+            other = model if url != model else next(u for u in contents if contents[u] != content)
+            failures[url] = f"its weights differ from those of {other}{_first_difference(held[url], held[other])}"
+    return failures
+
+
+def _first_difference(one: Checksums, other: Checksums) -> str:
+    for a, b in zip(one, other, strict=False):
+        differing = [name for name in a.keys() | b.keys() if a.get(name) != b.get(name)]
+        if differing:
+            return f", first in {min(differing)}"
+    return ""
+
+
+def mean_difference(values: Sequence[float], expected: Sequence[float]) -> float:
+    """mean_t |values[t] - expected[t]|, nats."""
+    return sum(abs(a - b) for a, b in zip(values, expected, strict=True)) / len(expected)

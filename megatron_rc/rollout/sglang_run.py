@@ -1,0 +1,251 @@
+"""One call of generate: every prompt ends exactly once, as a finished, an unfinished or a rejected sample."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.rollout.sglang_answer import Piece, Rejection, Request, RouteShape
+from megatron_rc.rollout.sglang_http import Server, ServerError, doubled
+from megatron_rc.rollout.sglang_pool import Pool
+
+_ABORT_GRACE_S = 5.0
+"""An aborted request answers after the step that the server is at; one that does not answer by then is given up on."""
+_WATCH_S = 0.25
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How patient a run is."""
+
+    concurrency: int
+    timeout_s: float
+    retries: int
+    backoff_s: float
+    partial: bool
+    max_staleness: int | None
+
+
+@dataclass
+class Response:
+    """One sample in the making."""
+
+    prompt_ids: Sequence[int]
+    seed: int
+    group: int
+    """Number of its prompt."""
+    piece: Piece = field(default_factory=Piece)
+    sample: Sample | None = None
+
+    def end(self, rejected: str | None = None, detail: str = "", output_ids: list[int] | None = None) -> None:
+        assert self.sample is None
+        piece = self.piece
+        self.sample = Sample(
+            prompt_ids=list(self.prompt_ids),
+            output_ids=piece.output_ids if output_ids is None else output_ids,
+            logprobs=piece.logprobs,
+            finish_reason=piece.finish_reason,
+            weight_versions=piece.weight_versions,
+            support=piece.support,
+            routes=piece.routes,
+            retractions=piece.retractions,
+            rejected=rejected,
+            rejected_detail=detail,
+        )
+
+
+@dataclass
+class Flight:
+    """A request that waits for its answer; times are the loop's."""
+
+    server: Server
+    rid: str
+    task: asyncio.Task[Any]
+    late_at: float
+    give_up_at: float
+    given_up: bool = False
+    abort: asyncio.Task[None] | None = None
+
+
+class Run:
+    """Responses on their way; made in any thread, done in the pool's loop."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        responses: Sequence[Response],
+        params: SamplingParams,
+        limits: Limits,
+        *,
+        vocab_size: int,
+        routes: RouteShape | None,
+        send_seeds: bool,
+        version: int,
+    ) -> None:
+        self.responses = responses
+        self.ended = 0
+        self._pool, self._params, self._limits = pool, params, limits
+        self._vocab_size, self._routes, self._send_seeds, self._version = vocab_size, routes, send_seeds, version
+        self._flying: dict[str, Flight] = {}
+        self._stopping = asyncio.Event()
+        self._errands: set[asyncio.Task[None]] = set()
+        self._grace_s = min(_ABORT_GRACE_S, limits.timeout_s)
+
+    async def all(self) -> None:
+        """End every response."""
+        queue = iter(self.responses)
+        workers = [self._work(queue) for _ in range(min(self._limits.concurrency, len(self.responses)))]
+        watch = asyncio.create_task(self._watch())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for worker in workers:
+                    group.create_task(worker)
+        finally:
+            watch.cancel()
+            if self._errands:
+                await asyncio.wait(self._errands, timeout=_WATCH_S)
+                for errand in self._errands:
+                    errand.cancel()
+
+    def stop(self) -> None:
+        """End the responses with the tokens they have; called in the loop."""
+        self._stopping.set()
+        give_up_at = asyncio.get_running_loop().time() + self._grace_s
+        for flight in self._flying.values():
+            flight.give_up_at = min(flight.give_up_at, give_up_at)
+        self._abort_late()
+
+    async def _work(self, queue: Iterator[Response]) -> None:
+        for response in queue:
+            await self._respond(response)
+            self.ended += 1
+
+    async def _respond(self, response: Response) -> None:
+        """Ask until the response has ended; failures and aborts without a new token use up the retries."""
+        failures, reason, detail = 0, "server_error", "no server is left in rotation"
+        loop, server = asyncio.get_running_loop(), None
+        while not self._stopping.is_set():
+            server = self._pool.pick(response.group, avoid=server if failures else None)
+            if server is None:
+                return response.end(reason, detail)
+            request, passing = self._request(response), True
+            try:
+                piece, late = await self._attempt(server, request)
+            except ServerError as error:
+                reason, detail, passing = error.reason, str(error), error.passing
+                server.failed(loop.time(), self._limits.backoff_s)
+            except Rejection as rejection:
+                if rejection.reason != "unknown_version":
+                    return response.end(rejection.reason, str(rejection), rejection.output_ids)
+                # a server that was started anew: nothing it answers counts until the next update
+                self._pool.take_out(server, str(rejection))
+                reason, detail = rejection.reason, str(rejection)
+            else:
+                server.answered()
+                response.piece += piece
+                if piece.finish_reason != "abort":
+                    return self._finish(response)
+                if len(response.piece.output_ids) == self._params.max_new_tokens:
+                    response.piece.finish_reason = "length"
+                    return self._finish(response)
+                reason, detail = ("timeout", "no time was left") if late else ("aborted", "the server aborted it")
+                if self._stopping.is_set():
+                    break
+                if not self._limits.partial:
+                    return response.end(reason, detail)
+                if piece.output_ids and not late:
+                    continue
+            if self._stopping.is_set():
+                break
+            failures += 1
+            if not passing or failures > self._limits.retries:
+                return response.end(reason, detail)
+            await self._rest(failures)
+        response.end("aborted", "it was stopped by abort()")
+
+    def _finish(self, response: Response) -> None:
+        oldest = min(version for version, _, _ in response.piece.weight_versions)
+        allowed = self._limits.max_staleness
+        if allowed is not None and self._version - oldest > allowed:
+            return response.end("stale_version", f"drawn by weights {oldest}, {self._version} are the newest")
+        return response.end()
+
+    def _request(self, response: Response) -> Request:
+        return Request(
+            # ids of equal length: a server aborts every id that begins with the one it is given
+            rid=uuid.uuid4().hex,
+            prompt_ids=response.prompt_ids,
+            drawn=response.piece.output_ids,
+            params=self._params,
+            vocab_size=self._vocab_size,
+            seed=response.seed if self._send_seeds else None,
+            routes=self._routes,
+            newest_version=self._version,
+        )
+
+    async def _attempt(self, server: Server, request: Request) -> tuple[Piece, bool]:
+        """What was drawn, and whether it is what an abort after the time limit left."""
+        task, start = asyncio.current_task(), asyncio.get_running_loop().time()
+        assert task is not None
+        late_at = start + self._limits.timeout_s
+        flight = self._flying[request.rid] = Flight(server, request.rid, task, late_at, late_at + self._grace_s)
+        server.running += 1
+        try:
+            body = json.dumps(request.body()).encode()
+            answer = await server.ask("/generate", body, None)
+            # checked in the step that decoded it: many decoded answers at once are much to do for the garbage collector
+            return request.piece(answer), asyncio.get_running_loop().time() >= late_at
+        except ServerError as error:
+            if error.status is None and error.connected:
+                self._abort(flight)
+            raise
+        except asyncio.CancelledError:
+            self._abort(flight)
+            if not flight.given_up or task.uncancel():
+                raise
+            sentence = f"{server.url}/generate did not answer within {self._limits.timeout_s:g} s"
+            raise ServerError(None, sentence, reason="timeout") from None
+        finally:
+            server.running -= 1
+            del self._flying[request.rid]
+
+    async def _watch(self) -> None:
+        """Abort requests that are late; give up on those that do not even answer that."""
+        while True:
+            await asyncio.sleep(min(_WATCH_S, self._limits.timeout_s / 4))
+            self._abort_late()
+
+    def _abort_late(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for flight in self._flying.values():
+            if now >= flight.give_up_at and not flight.given_up:
+                flight.given_up = True
+                flight.task.cancel()
+            elif now >= flight.late_at or self._stopping.is_set():
+                # again and again: a request that was still on its way to the server missed the first one
+                self._abort(flight)
+
+    async def _rest(self, failures: int) -> None:
+        """Wait longer after every failure, by chance so that not all come back at once; stop() ends it."""
+        pause = doubled(self._limits.backoff_s, failures - 1) * random.uniform(0.5, 1.5)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), pause)
+
+    def _abort(self, flight: Flight) -> None:
+        if flight.abort is None or flight.abort.done():
+            flight.abort = asyncio.create_task(_abort(flight.server, flight.rid, self._grace_s))
+            self._errands.add(flight.abort)
+            flight.abort.add_done_callback(self._errands.discard)
+
+
+async def _abort(server: Server, rid: str, timeout_s: float) -> None:
+    """Best effort: a server that is gone has forgotten it, others notice the lost connection later."""
+    with contextlib.suppress(ServerError):
+        await server.ask("/abort_request", json.dumps({"rid": rid}).encode(), timeout_s)

@@ -1,0 +1,256 @@
+"""The update protocol: new weights on every server, proved, or the server out of rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_rc.rollout import sglang_control as control
+from megatron_rc.rollout.sglang_buckets import cast, server_dtype
+from megatron_rc.rollout.sglang_control import on_every
+from megatron_rc.rollout.sglang_disk import DiskSync
+from megatron_rc.rollout.sglang_group import GroupSync
+from megatron_rc.rollout.sglang_http import Server
+from megatron_rc.rollout.sglang_pool import Pool
+from megatron_rc.rollout.sglang_proof import Checksums, Ledger, mean_difference, not_sent, not_taken, odd_ones_out
+from megatron_rc.rollout.sglang_tensor import TensorSync
+
+T = TypeVar("T")
+
+PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
+"""Mean |difference| of the probe's log-probs, nats: above the rounding of a dtype, far below that of wrong tensors."""
+
+
+_REACH_SECONDS = 30.0
+_GIVE_UP_SECONDS = 5.0
+_CUT = ("tp_size", "pp_size", "ep_size", "dp_size", "device", "quantization")
+"""Fields of /server_info: servers in which they are equal hold their tensors in equal pieces."""
+
+
+class Transport(Protocol):
+    """One way of bringing tensors to servers that are paused."""
+
+    bracketed: bool
+    """Sends between begin_weight_update and end_weight_update."""
+
+    def refusal(self, info: Mapping[str, Any]) -> str | None:
+        """A sentence when a server with this /server_info cannot be served this way."""
+        ...
+
+    def send(self, servers: Sequence[Server], weights: Iterator[tuple[str, Tensor]], version: int) -> dict[str, str]:
+        """Bring all ``weights``; sentences of the servers that failed, by url. The others have all of them."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class WeightSync:
+    """How a trainer's writer updates its servers, and what it knows of them since the last update."""
+
+    transport: Transport
+    hf_config: Mapping[str, Any]
+    pause_mode: Literal["abort", "retract"] = "abort"
+    """abort: running requests come back with the tokens they have. retract: they go on afterwards."""
+    timeout_s: float = 600.0
+    """Of one call to a server."""
+    probe: Callable[[list[int]], list[float]] | None = None
+    """The trainer's log-probs of a prompt: log pi(prompt[t] | prompt[:t]) of t >= 1, nats, at temperature 1, by the
+    weights just sent. Called once an update in the writing process alone, after all weights were taken."""
+    probe_tolerance: float | None = None
+    """Mean |difference|, nats; None: PROBE_TOLERANCE of the servers' dtype."""
+    ledger: Ledger = field(default_factory=Ledger)
+    known: dict[str, tuple[str, Checksums]] = field(default_factory=dict)
+    """By url: version and checksums after the last update that the server passed."""
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+def weight_sync(
+    way: Literal["disk", "tensor", "distributed"],
+    hf_config: Mapping[str, Any],
+    *,
+    bucket_bytes: int = 512 * 2**20,
+    sync_dir: str | Path | None = None,
+    master_address: str | None = None,
+    timeout_s: float = 600.0,
+    pause_mode: Literal["abort", "retract"] = "abort",
+    probe: Callable[[list[int]], list[float]] | None = None,
+) -> WeightSync:
+    """Choose a transport by name.
+
+    Args:
+        hf_config: content of the servers' config.json.
+        bucket_bytes: weights on their way at once; of disk, in one file.
+        sync_dir: of disk: a folder of this job alone which servers and trainer see under the same path.
+        master_address: of distributed: this process as the servers see it; None: found out.
+    """
+    transport: Transport
+    if way == "disk":
+        if sync_dir is None:
+            raise ValueError("rollout.sglang.weight_sync=disk needs rollout.sglang.sync_dir")
+        transport = DiskSync(sync_dir, hf_config, shard_bytes=bucket_bytes, timeout_s=timeout_s)
+    elif way == "tensor":
+        transport = TensorSync(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    elif way == "distributed":
+        transport = GroupSync(bucket_bytes=bucket_bytes, timeout_s=timeout_s, master_address=master_address)
+    else:
+        raise ValueError(f"rollout.sglang.weight_sync must be disk, tensor or distributed, got {way!r}")
+    return WeightSync(transport, hf_config, pause_mode, timeout_s, probe)
+
+
+def update_servers(pool: Pool, sync: WeightSync, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    """Bring ``weights`` to all servers and serve them as ``version``.
+
+    Pause, rename the weights to "unproved-<version>", send, flush the cache, compare checksums, rename to
+    str(version), read back, continue, probe. A server that fails anywhere is left paused and out of rotation, and the
+    next update tries it again; what it may still answer carries a version that is not a number. Only a failing
+    probe is found after the server continued: the samples it returned until then carry the new version.
+
+    Every tensor is rounded to the servers' dtype once, here. All of ``weights`` are taken whatever happens, for other
+    processes take part in making them.
+
+    Args:
+        weights: (Hugging Face name, full tensor), one at a time; the same names in every update.
+
+    Raises:
+        ValueError: no server is left, each named with its reason; or the weights are not those of the first update.
+    """
+    remaining = iter(weights)
+    update = _Update(pool, sync, version)
+    try:
+        update.run(remaining)
+    except BaseException as error:
+        update.give_up(dict.fromkeys((server.url for server in update.live), f"the update broke off: {error}"))
+        raise
+    finally:
+        for _ in remaining:
+            pass
+
+
+class _Update:
+    def __init__(self, pool: Pool, sync: WeightSync, version: int) -> None:
+        self.sync, self.version, self.unproved = sync, version, f"unproved-{version}"
+        self.live = list(pool.servers)
+        self.reasons: dict[str, str] = {}
+        self.timeout_s = sync.timeout_s
+
+    def run(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        sync, timeout_s = self.sync, self.timeout_s
+        self.drop({s.url: sentence for s in self.live if (sentence := sync.transport.refusal(s.info))})
+        # a server that is gone is found without waiting for as long as an update may take
+        reach_s = min(timeout_s, _REACH_SECONDS)
+        versions = self.step("reading its version", lambda s: control.read_version(s, reach_s))
+        self.step("pausing", lambda s: s.post("/pause_generation", {"mode": sync.pause_mode}, timeout_s))
+        self.step("naming", lambda s: control.set_version(s, self.unproved, timeout_s))
+        dtype = self.common_dtype()
+        delivery = sync.ledger.open()
+        bracketed = {}
+        if sync.transport.bracketed:
+            bracketed = self.step("opening the update", lambda s: control.begin_update(s, timeout_s))
+        self.drop(sync.transport.send(self.live, cast(weights, dtype, delivery.see), self.version))
+        changed = sync.ledger.changed(delivery)
+        self.step("closing the update", lambda s: bracketed.get(s.url) and s.post("/end_weight_update", {}, timeout_s))
+        self.step("flushing", lambda s: s.post("/flush_cache", {}, timeout_s))
+        held = self.step("computing checksums", lambda s: control.checksums(s, timeout_s))
+        self.compare({url: sums for url, sums in held.items() if sums}, versions, set(delivery.shapes), changed)
+        self.step("naming", self.name_and_read_back)
+        self.step("continuing", lambda s: s.post("/continue_generation", {}, timeout_s))
+        self.compare_probe(self.step("probing", self.probe), dtype)
+        sync.ledger.accept(delivery)
+        for server in self.live:
+            sums = held[server.url]
+            sync.known.pop(server.url, None)
+            if sums:
+                sync.known[server.url] = (str(self.version), sums)
+            server.out = None
+
+    def step(self, doing: str, call: Callable[[Server], T]) -> dict[str, T]:
+        results, failures = on_every(self.live, call)
+        self.drop({url: f"{doing} failed: {sentence}" for url, sentence in failures.items()})
+        return results
+
+    def drop(self, failures: Mapping[str, str]) -> None:
+        """Go on without these servers, as long as there are others."""
+        self.give_up(failures)
+        if not self.live:
+            listed = "; ".join(f"{url}: {sentence}" for url, sentence in self.reasons.items())
+            raise ValueError(f"no SGLang server took the weights of version {self.version}: {listed}")
+
+    def give_up(self, failures: Mapping[str, str]) -> None:
+        failed = [server for server in self.live if server.url in failures]
+        for server in failed:
+            self.live.remove(server)
+            self.reasons[server.url] = failures[server.url]
+            self.sync.known.pop(server.url, None)
+            server.out = f"update to version {self.version}: {failures[server.url]}"
+        # a probe fails after the server continued under its new name; one that is gone has nothing to lose
+        give_up_s = min(self.timeout_s, _GIVE_UP_SECONDS)
+        on_every(failed, lambda s: s.post("/pause_generation", {"mode": "abort"}, give_up_s))
+        on_every(failed, lambda s: control.set_version(s, self.unproved, give_up_s))
+
+    def common_dtype(self) -> torch.dtype:
+        dtypes = {server.url: server_dtype(server.info, self.sync.hf_config) for server in self.live}
+        if len(set(dtypes.values())) > 1:
+            listed = ", ".join(f"{url}: {str(dtype).removeprefix('torch.')}" for url, dtype in dtypes.items())
+            raise ValueError(f"all SGLang servers must run with the same --dtype, got {listed}")
+        return next(iter(dtypes.values()))
+
+    def compare(
+        self, held: Mapping[str, Checksums], versions: Mapping[str, str], names: set[str], changed: set[str]
+    ) -> None:
+        failures: dict[str, str] = {}
+        for server in self.live:
+            if server.url not in held or server.info.get("quantization"):
+                continue
+            sentence = not_sent(names, held[server.url])
+            known_version, before = self.sync.known.get(server.url, ("", []))
+            # a server that was started anew, or updated by someone else, has no known weights to compare with
+            if sentence is None and known_version == versions[server.url] and len(before) == len(held[server.url]):
+                sentence = not_taken(changed, before, held[server.url])
+            if sentence is not None:
+                failures[server.url] = sentence
+        self.drop(failures)
+        alike: dict[tuple[str, ...], dict[str, Checksums]] = {}
+        for server in self.live:
+            if server.url in held:
+                cut = tuple(str(server.info.get(field)) for field in _CUT)
+                alike.setdefault(cut, {})[server.url] = held[server.url]
+        self.drop({url: why for group in alike.values() for url, why in odd_ones_out(group).items()})
+
+    def name_and_read_back(self, server: Server) -> None:
+        control.set_version(server, str(self.version), self.timeout_s)
+        found = control.read_version(server, self.timeout_s)
+        if found != str(self.version):
+            raise ValueError(f"it was named {self.version} and reads back {found!r}")
+
+    def prompt(self) -> list[int]:
+        config = self.sync.hf_config
+        return control.probe_prompt(config["vocab_size"], config.get("max_position_embeddings", 32))
+
+    def probe(self, server: Server) -> list[float]:
+        return control.prompt_logprobs(server, self.prompt(), self.timeout_s)
+
+    def compare_probe(self, found: Mapping[str, list[float]], dtype: torch.dtype) -> None:
+        sync = self.sync
+        tolerance = PROBE_TOLERANCE[dtype] if sync.probe_tolerance is None else sync.probe_tolerance
+        if sync.probe is not None:
+            expected, whose = sync.probe(self.prompt()), "the trainer's"
+        else:
+            expected, whose = [median(values) for values in zip(*found.values(), strict=True)], "the servers' median"
+        failures = {}
+        for url, values in found.items():
+            difference = mean_difference(values, expected)
+            # written so that NaN fails
+            if not difference <= tolerance:
+                failures[url] = (
+                    f"the log-probs of its probe prompt are {difference:.2g} nats from {whose}, above {tolerance:g}"
+                )
+        self.drop(failures)

@@ -1,0 +1,260 @@
+"""What a trainer GPU and a server GPU hold, in bytes, from the configuration alone.
+
+Parameters, gradients and optimizer state are counted exactly. Activations are those that autograd saves, tensor by
+tensor, as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4), for the layers that model.py configures: grouped
+queries, SwiGLU, RMSNorm, no dropout, the scores of attention not stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_rc.training.arguments import Dtype, JobSettings, ParallelSettings
+from megatron_rc.training.hf_config import moe_layers, padded_vocab_size
+from megatron_rc.training.hf_names import Parameter, parameters
+
+GIB = 1024**3
+BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+RESERVED = 4 * GIB
+"""Of every trainer GPU, an allowance: CUDA context, NCCL buffers, matrix-product workspaces, allocator gaps."""
+
+_ROW_BYTES = 32
+"""fp32 numbers and ids that log-probs, entropy and their gradient keep a row."""
+
+_TORCH_CHUNKS = 3 * 16 * 1024**2
+"""Without the Triton kernels logits become fp32 16 MiB at a time; two and a little were seen at once."""
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes of one trainer GPU."""
+
+    weights: int
+    gradients: int
+    """fp32 whatever the model's dtype: the reduction over data-parallel ranks is (training/optimizer.py)."""
+    optimizer: int
+    """fp32 copy of the weights unless they are fp32, two fp32 moments for Adam; every data-parallel rank has all."""
+    saved_weights: int
+    """The trained weights, set aside while the reference policy of a KL penalty runs."""
+    activations: int
+    """Saved for backward by all micro-batches in flight."""
+    logits: int
+    """Logits, their gradient, the head's weight gradient, and what log-probs keep; on the last stage."""
+    backward: int
+    """Gradients flowing through the widest layer: of its output and of its input."""
+    step: int
+    """What Adam without a fused kernel holds during its step: the root of the second moment."""
+    reserved: int = RESERVED
+
+    @property
+    def resident(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.reserved
+
+    @property
+    def total(self) -> int:
+        """Peak: backward and the optimizer's step never overlap."""
+        passes = self.saved_weights + self.activations + self.logits + self.backward
+        return self.resident + max(passes, self.step)
+
+
+@dataclass(frozen=True)
+class ServerMemory:
+    """Bytes of one GPU that serves."""
+
+    weights: int
+    kv_cache: int
+    """What is left of the share that SGLang takes."""
+    kv_token: int
+    """Keys and values of one token."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the cache holds at once."""
+        return max(0, self.kv_cache) // self.kv_token
+
+
+def parameter_count(hf: dict[str, Any]) -> int:
+    """Parameters of the whole model; a tied head is the embedding and counts once."""
+    shapes = {tensor.name: tensor.shape for parameter in parameters(hf) for tensor in parameter.tensors}
+    return sum(_product(shape) for shape in shapes.values())
+
+
+def local_parameters(hf: dict[str, Any], parallel: ParallelSettings, stage: int) -> int:
+    """Parameters of one rank of pipeline stage ``stage``.
+
+    Args:
+        hf: from ``hf_config_dict``.
+        stage: 0 to parallel.pipeline - 1; all ranks of a stage hold equally many.
+    """
+    # with expert parallelism a rank holds whole experts, a share of their number; else a share of each
+    expert_share = parallel.expert if parallel.expert > 1 else parallel.tensor
+    total = 0
+    for parameter in parameters(hf):
+        if not _on_stage(parameter, hf, parallel, stage):
+            continue
+        for tensor in parameter.tensors:
+            shape = list(tensor.shape)
+            if parameter.layer is None and tensor.split == 0:
+                shape[0] = padded_vocab_size(hf, parallel.tensor)
+            size = _product(tuple(shape))
+            if parameter.expert is not None:
+                size //= expert_share
+            elif tensor.split is not None:
+                size //= parallel.tensor
+            total += size
+    return total
+
+
+def _on_stage(parameter: Parameter, hf: dict[str, Any], parallel: ParallelSettings, stage: int) -> bool:
+    last = parallel.pipeline - 1
+    if parameter.layer is not None:
+        return parameter.layer // (hf["num_hidden_layers"] // parallel.pipeline) == stage
+    if parameter.megatron[0].startswith("embedding"):
+        return stage == 0
+    if parameter.megatron[0].startswith("output_layer") and hf["tie_word_embeddings"] and last == 0:
+        return False  # the embedding's own tensor; a later stage has a copy of it
+    return stage == last
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def saved_per_token(
+    hf: dict[str, Any], parallel: ParallelSettings, dtype: Dtype, *, moe: bool, fused: bool = True
+) -> float:
+    """Bytes that one layer saves for backward, a token, without TransformerEngine (which saves less).
+
+    With h hidden, q and k the widths of queries and keys of this rank, f the inner width of this rank, b bytes a
+    number (k = kept experts times their inner width for a mixture)::
+
+        2 (norm(h) + b h) + norm(q) + norm(k) + rope + 5 b q + 4 heads + 3 b f
+
+    Every linear layer and norm saves its input, attention its four operands and the log-sum of its scores. The tokens
+    of a micro-batch are taken to be one sequence, and to be spread evenly over expert-parallel ranks.
+
+    Args:
+        moe: a mixture-of-experts layer.
+        fused: the kernels of a GPU: a norm saves its input, SwiGLU the two halves it joins. False: those of a CPU,
+            where a norm saves two fp32 copies and SwiGLU every intermediate value.
+    """
+    b, t = BYTES[dtype], parallel.tensor
+    hidden, head = hf["hidden_size"], hf["head_dim"]
+    heads, groups = hf["num_attention_heads"] // t, hf["num_key_value_heads"] // t
+    queries, keys = heads * head, groups * head
+    # rows are split over tensor-parallel ranks too (sequence parallelism) when the model has experts
+    rows = 1 / t if any(moe_layers(hf)) else 1.0
+
+    def norm(width: int, count: int) -> float:
+        return (b if fused else 8) * width + 4 * count
+
+    qk = norm(queries, heads) + norm(keys, groups)
+    if fused or dtype == "fp32":
+        # the key's norm keeps a view of the joint projection, which stays as a whole; the query's keeps a copy
+        qk += b * (queries + keys)
+    rope = 2 * 2 * head * b
+    saved = rows * 2 * (norm(hidden, 1) + b * hidden) + qk + rope + 5 * b * queries + 4 * heads
+    if not moe:
+        inner = hf["intermediate_size"] // t
+        return saved + (3 if fused else 5) * b * inner
+    kept, experts = hf["num_experts_per_tok"], hf["num_experts"]
+    inner = hf["moe_intermediate_size"] // (1 if parallel.expert > 1 else t)
+    # ids, probabilities, the map of who goes where and its sorted form
+    routing = 8 * kept + 4 * kept + experts + 4 * experts + 8 * kept
+    swiglu = kept * ((3 if fused else 6) * b * inner + 4)
+    return saved + rows * routing + kept * hidden * b + swiglu
+
+
+def activation_bytes(
+    hf: dict[str, Any],
+    parallel: ParallelSettings,
+    dtype: Dtype,
+    *,
+    tokens: int,
+    stage: int,
+    fused: bool = True,
+    recompute: bool = False,
+) -> int:
+    """Bytes that one micro-batch of ``tokens`` saves on a rank of ``stage``, without logits.
+
+    Args:
+        recompute: of every layer only its input is kept, and one layer's worth during its backward; model.py does not
+            configure it, so this is what could be won.
+    """
+    b, last = BYTES[dtype], stage == parallel.pipeline - 1
+    count = hf["num_hidden_layers"] // parallel.pipeline
+    mine = moe_layers(hf)[stage * count : (stage + 1) * count]
+    layers = [saved_per_token(hf, parallel, dtype, moe=moe, fused=fused) for moe in mine]
+    hidden = hf["hidden_size"] / (parallel.tensor if any(moe_layers(hf)) else 1)
+    a_token = len(layers) * b * hidden + max(layers) if recompute else sum(layers)
+    a_token += 16 + (8 if stage == 0 else 0)  # where rows stand in padded blocks; token ids
+    if last:
+        a_token += (b if fused else 8) * hidden + 4 + b * hidden  # final norm, and the head's input
+    return round(tokens * a_token)
+
+
+def trainer_memory(
+    settings: JobSettings, hf: dict[str, Any], *, tokens: int, stage: int, micro_batches: int, recompute: bool = False
+) -> TrainerMemory:
+    """Bytes of a GPU of pipeline stage ``stage``.
+
+    Args:
+        tokens: of the largest micro-batch.
+        micro_batches: of one optimizer step; as many as there are stages from this one on are in flight (1F1B).
+    """
+    parallel, train = settings.parallel, settings.train
+    dtype, b = train.dtype, BYTES[train.dtype]
+    count = local_parameters(hf, parallel, stage)
+    adam, last = train.optimizer == "adam", stage == parallel.pipeline - 1
+    in_flight = min(parallel.pipeline - stage, micro_batches)
+    saved = activation_bytes(hf, parallel, dtype, tokens=tokens, stage=stage, recompute=recompute)
+    vocabulary = padded_vocab_size(hf, parallel.tensor) // parallel.tensor
+    logits = tokens * (2 * b * vocabulary + _ROW_BYTES) + vocabulary * hf["hidden_size"] * b
+    if train.backend == "torch":
+        logits += _TORCH_CHUNKS
+    return TrainerMemory(
+        weights=b * count,
+        gradients=4 * count,
+        optimizer=count * ((0 if dtype == "fp32" else 4) + (8 if adam else 0)),
+        saved_weights=b * count if settings.loss.kl_coef else 0,
+        activations=in_flight * saved,
+        logits=logits if last else 0,
+        backward=2 * b * tokens * _widest(hf, parallel),
+        step=4 * count if adam else 0,
+    )
+
+
+def _widest(hf: dict[str, Any], parallel: ParallelSettings) -> int:
+    """Numbers a token of the widest activation of a layer."""
+    t = parallel.tensor
+    widths = [(hf["num_attention_heads"] + 2 * hf["num_key_value_heads"]) * hf["head_dim"] // t]
+    if not all(moe_layers(hf)):
+        widths.append(2 * hf["intermediate_size"] // t)
+    if any(moe_layers(hf)):
+        widths.append(hf["num_experts_per_tok"] * max(hf["hidden_size"], 2 * hf["moe_intermediate_size"]))
+    return max(widths)
+
+
+def server_memory(hf: dict[str, Any], dtype: Dtype, *, tensor: int, gpu: int, share: float) -> ServerMemory:
+    """Bytes of a GPU of a server that ``tensor`` GPUs share.
+
+    Args:
+        gpu: bytes of the GPU.
+        share: of it that SGLang takes for weights and cache (--mem-fraction-static).
+    """
+    b = BYTES[dtype]
+    # a server has one copy of tied embeddings; norms and routers, which every GPU holds, weigh next to nothing
+    weights = -(-parameter_count(hf) * b // tensor)
+    groups = max(1, hf["num_key_value_heads"] // tensor)
+    kv_token = 2 * hf["num_hidden_layers"] * groups * hf["head_dim"] * b
+    return ServerMemory(weights, round(share * gpu) - weights, kv_token)
+
+
+def by_name(memory: TrainerMemory) -> dict[str, int]:
+    """Field name -> bytes, without those that are 0."""
+    return {f.name: value for f in fields(memory) if (value := getattr(memory, f.name))}

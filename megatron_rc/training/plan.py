@@ -1,0 +1,229 @@
+"""Whether a job can be cut over a cluster and fits its GPUs, and what a dry run prints about it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rc import schema
+from megatron_rc.tasks.registry import OPTIONS
+from megatron_rc.training import memory
+from megatron_rc.training.arguments import JobSettings, ModelSettings
+from megatron_rc.training.cluster import Cluster, Command, Places, servers_of, trainer_of
+from megatron_rc.training.hf_config import hf_config_dict, moe_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A job on a cluster, checked."""
+
+    settings: JobSettings
+    cluster: Cluster
+    hf: dict[str, Any] = field(repr=False)
+
+    @property
+    def data_size(self) -> int:
+        parallel = self.settings.parallel
+        return self.cluster.train_gpus // (parallel.tensor * parallel.pipeline)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens."""
+        task = self.settings.task
+        options = schema.from_dict(OPTIONS[task.kind], dict(task.options), where="task.options")
+        if task.kind == "jsonl":
+            return int(options.max_prompt_tokens)
+        sizes = [level.split("x") for level in options.levels]
+        return max(int(terms) * (int(digits) + 1) for terms, digits in sizes)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.longest_prompt + self.settings.rollout.max_new_tokens
+
+    @property
+    def micro_batch(self) -> tuple[int, int]:
+        """(tokens of the largest micro-batch, micro-batches of an optimizer step when all responses are longest)."""
+        train, rollout = self.settings.train, self.settings.rollout
+        sequences = rollout.prompts_per_step * rollout.samples_per_prompt
+        share = -(-sequences // (train.mini_batches_per_rollout * self.data_size))
+        if train.micro_batches:
+            return -(-share // train.micro_batches) * self.longest, train.micro_batches
+        tokens = min(max(train.max_tokens_per_microbatch, self.longest), share * self.longest)
+        return tokens, -(-share * self.longest // tokens)
+
+    def trainer_memory(self, *, recompute: bool = False) -> list[memory.TrainerMemory]:
+        """Of a GPU of every pipeline stage."""
+        tokens, count = self.micro_batch
+        return [
+            memory.trainer_memory(
+                self.settings, self.hf, tokens=tokens, stage=stage, micro_batches=count, recompute=recompute
+            )
+            for stage in range(self.settings.parallel.pipeline)
+        ]
+
+    def server_memory(self) -> memory.ServerMemory:
+        cluster = self.cluster
+        return memory.server_memory(
+            self.hf,
+            self.settings.train.dtype,
+            tensor=cluster.server_tensor,
+            gpu=round(cluster.gpu_memory * memory.GIB),
+            share=cluster.server_share,
+        )
+
+    def check_memory(self) -> None:
+        """Raises ValueError when the estimate says that the job does not fit."""
+        limit = self.cluster.gpu_memory * memory.GIB
+        for stage, found in enumerate(self.trainer_memory()):
+            if found.total > limit:
+                raise ValueError(
+                    f"a trainer GPU of pipeline stage {stage} needs about {found.total / memory.GIB:.1f} GiB of "
+                    f"{self.cluster.gpu_memory:g} (--gpu-memory): more parallel.tensor, pipeline or expert, fewer "
+                    "train.max_tokens_per_microbatch or rollout.max_new_tokens, or larger GPUs"
+                )
+        if self.cluster.serve_gpus and (server := self.server_memory()).tokens < self.longest:
+            raise ValueError(
+                f"a serving GPU holds {server.weights / memory.GIB:.1f} GiB of weights and a cache of "
+                f"{server.tokens:,} tokens, less than one sequence of {self.longest:,}: raise --server-tp"
+            )
+
+
+def make_plan(settings: JobSettings, cluster: Cluster) -> Plan:
+    """Check that ``settings`` can be cut over ``cluster``.
+
+    Raises:
+        ValueError: one sentence naming the fields or options that do not go together.
+    """
+    # here, so that whoever asks can first silence what megatron-core says on import
+    from megatron_rc.training import groups
+    from megatron_rc.training.model import check_layout
+
+    plan = Plan(settings=settings, cluster=cluster, hf=_hf_config(settings.model))
+    parallel, rollout, hf = settings.parallel, settings.rollout, plan.hf
+    if cluster.serve_gpus and rollout.engine != "sglang":
+        raise ValueError(f"--serve-gpus must be 0 when rollout.engine is {rollout.engine!r}, got {cluster.serve_gpus}")
+    if cluster.serve_gpus and settings.model.hf_path is None:
+        raise ValueError("model.hf_path must name a checkpoint, which is what the servers serve")
+    groups.check_layout(parallel, cluster.train_gpus)
+    check_layout(hf, parallel)
+    for rank, node in enumerate(cluster.layout):
+        if node.training % parallel.tensor:
+            raise ValueError(
+                f"parallel.tensor must divide the GPUs that train on a node, got {parallel.tensor} and "
+                f"{node.training} on node {rank}"
+            )
+    if cluster.serve_gpus:
+        _check_server(hf, cluster.server_tensor)
+    if plan.longest > hf["max_position_embeddings"]:
+        raise ValueError(
+            f"rollout.max_new_tokens={rollout.max_new_tokens} after a prompt of {plan.longest_prompt} tokens is "
+            f"longer than the model's context (max_position_embeddings) of {hf['max_position_embeddings']}"
+        )
+    return plan
+
+
+def _check_server(hf: dict[str, Any], tensor: int) -> None:
+    sizes = ["num_attention_heads", "moe_intermediate_size" if any(moe_layers(hf)) else "intermediate_size"]
+    for name in sizes:
+        if hf[name] % tensor:
+            raise ValueError(f"{name} must be divisible by --server-tp, got {hf[name]} and {tensor}")
+    shared = hf["num_key_value_heads"]
+    if shared % tensor and tensor % shared:
+        raise ValueError(f"--server-tp must divide num_key_value_heads or be a multiple, got {tensor} and {shared}")
+
+
+def _hf_config(model: ModelSettings) -> dict[str, Any]:
+    """Of the checkpoint where there is one, else as the settings give it; both must be the same model."""
+    if model.hf_path is None or (model.config and not (Path(model.hf_path) / "config.json").is_file()):
+        return hf_config_dict(ModelSettings(config=model.config))
+    found = hf_config_dict(ModelSettings(hf_path=model.hf_path))
+    if model.config:
+        stated = hf_config_dict(ModelSettings(config=model.config))
+        for name in model.config:
+            if name in found and found[name] != stated[name]:
+                raise ValueError(
+                    f"{model.hf_path} is not the model of model.config: its {name} is {found[name]!r}, "
+                    f"not {stated[name]!r}"
+                )
+    return found
+
+
+def describe(plan: Plan, places: Places) -> str:
+    """What a dry run prints: the layout, GiB a GPU, and each node's commands."""
+    lines = [*_layout_lines(plan, places), "", *_memory_lines(plan)]
+    if plan.cluster.serve_gpus:
+        lines += ["", *_server_lines(plan)]
+    every = [servers_of(plan.cluster, plan.settings, rank, places) for rank in range(plan.cluster.nodes)]
+    urls = [url for servers in every for url, _ in servers]
+    for rank, servers in enumerate(every):
+        trainer = trainer_of(plan.cluster, plan.settings, rank, places, urls)
+        commands = [command for _, command in servers] + ([trainer] if trainer else [])
+        lines += ["", f"node {rank} ({places.hosts[rank]}) starts:"]
+        lines += [f"  {_shown(command)}" for command in commands]
+    return "\n".join(lines)
+
+
+def _shown(command: Command) -> str:
+    return " ".join([*(f"{k}={v}" for k, v in command.environment.items()), shlex.join(command.words)])
+
+
+def _layout_lines(plan: Plan, places: Places) -> list[str]:
+    hf, parallel, rollout, cluster = plan.hf, plan.settings.parallel, plan.settings.rollout, plan.cluster
+    tokens, micro_batches = plan.micro_batch
+    model = Path(plan.settings.model.hf_path or "random weights").name
+    lines = [
+        f"model     {model}: {memory.parameter_count(hf):,} parameters, {hf['num_hidden_layers']} layers, "
+        f"{plan.settings.train.dtype}",
+        f"trainer   {cluster.train_gpus} GPUs = tensor {parallel.tensor} x pipeline {parallel.pipeline} x data "
+        f"{plan.data_size}" + (f", experts over {parallel.expert}" if any(moe_layers(hf)) else ""),
+        f"step      {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt}, a prompt of at most "
+        f"{plan.longest_prompt:,} and a response of at most {rollout.max_new_tokens:,} tokens",
+        f"          at most {micro_batches} micro-batches of at most {tokens:,} tokens an optimizer step and rank",
+    ]
+    for rank, node in enumerate(cluster.layout):
+        uses = [f"GPUs {_span(range(node.training))} train"] if node.training else []
+        if node.serving:
+            count = len(node.servers)
+            uses.append(
+                f"GPUs {_span(range(node.training, node.gpus))} serve "
+                f"({count} server{'s' * (count > 1)} of {node.server_tensor})"
+            )
+        lines.append(f"node {rank:<4} {places.hosts[rank]}: {', '.join(uses)}")
+    return lines
+
+
+def _span(gpus: range) -> str:
+    return str(gpus[0]) if len(gpus) == 1 else f"{gpus[0]}-{gpus[-1]}"
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    stages, recomputed = plan.trainer_memory(), plan.trainer_memory(recompute=True)
+    lines = ["GiB of a trainer GPU" + "".join(f"{f'stage {i}':>10}" for i in range(len(stages)))]
+
+    def row(name: str, values: list[int]) -> str:
+        return f"  {name:<18}" + "".join(f"{value / memory.GIB:10.1f}" for value in values)
+
+    for name in memory.by_name(stages[0]) | memory.by_name(stages[-1]):
+        lines.append(row(name.replace("_", " "), [getattr(stage, name) for stage in stages]))
+    lines.append(row("peak", [stage.total for stage in stages]) + f"   of {plan.cluster.gpu_memory:g}")
+    lines.append(row("(with recompute)", [stage.total for stage in recomputed]) + "   not configured by this trainer")
+    lines.append("  peak = weights, gradients, optimizer, reserved + the larger of the optimizer's step and the rest")
+    return lines
+
+
+def _server_lines(plan: Plan) -> list[str]:
+    server, rollout = plan.server_memory(), plan.settings.rollout
+    servers = sum(len(node.servers) for node in plan.cluster.layout)
+    wanted = -(-rollout.prompts_per_step * rollout.samples_per_prompt // servers)
+    return [
+        "GiB of a serving GPU",
+        f"  {'weights':<18}{server.weights / memory.GIB:10.1f}",
+        f"  {'cache':<18}{server.kv_cache / memory.GIB:10.1f}   {server.tokens:,} tokens of "
+        f"{server.kv_token / 1024:.0f} KiB: {server.tokens // plan.longest} longest sequences at once "
+        f"of the {wanted} that a step sends to a server",
+        f"  {'together':<18}{(server.weights + server.kv_cache) / memory.GIB:10.1f}   "
+        f"of {plan.cluster.gpu_memory:g} (--mem-fraction-static {plan.cluster.server_share:g})",
+    ]

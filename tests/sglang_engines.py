@@ -1,0 +1,43 @@
+"""The SGLang engine as tests want it: patient for seconds, not for minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from faulty_answers import EXPERTS, LAYERS, TOP_K, VOCABULARY
+
+from megatron_rc.rollout.sglang import SGLangEngine, alone
+from megatron_rc.rollout.sglang_sync import weight_sync
+
+MODEL: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": LAYERS,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "max_position_embeddings": 256,
+    "torch_dtype": "float32",
+}
+
+
+@contextmanager
+def sglang_engine(*urls: str, model: dict[str, Any] = MODEL, **changes: Any) -> Iterator[SGLangEngine]:
+    settings: dict[str, Any] = {
+        "sync": weight_sync("tensor", model, timeout_s=10),
+        "agree": alone,
+        "writer": True,
+        "concurrency": 64,
+        "timeout_s": 20.0,
+        "retries": 2,
+        "backoff_s": 0.02,
+        "return_routes": False,
+        "max_staleness": None,
+        "partial": True,
+    }
+    engine = SGLangEngine(urls, model, **settings | changes)
+    try:
+        yield engine
+    finally:
+        engine.close()

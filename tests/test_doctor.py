@@ -1,0 +1,165 @@
+"""The registry of checks, how findings are printed, and what never leaves doctor."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from doctor_facts import RECORDED, good, server, trainer, with_answer
+from refusals import outcome
+from rich.console import Console
+
+from megatron_rc import schema
+from megatron_rc.doctor import display
+from megatron_rc.doctor.facts import Facts, read_trainer
+from megatron_rc.doctor.registry import Finding, Known, Outcome, Registry, Undecided, bad, worst
+from megatron_rc.doctor.registry import good as fine
+from megatron_rc.doctor.sglang_checks import SGLANG
+
+
+def numbers() -> Registry[int]:
+    registry: Registry[int] = Registry("number")
+
+    @registry.check("small", compares="a number against 3", severity="warning", fix="Take a smaller one.")
+    def small(number: int) -> Outcome:
+        if number == 0:
+            raise Undecided("there is no number", "Give one.")
+        if number > 9:
+            return bad(f"{number} is far too large", severity="error", fix="Start again.")
+        return fine(f"{number} is small") if number < 3 else bad(f"{number} is too large")
+
+    return registry
+
+
+@pytest.mark.parametrize(
+    ("number", "finding"),
+    [
+        (1, ("good", "1 is small", "", True)),
+        (5, ("warning", "5 is too large", "Take a smaller one.", True)),
+        (10, ("error", "10 is far too large", "Start again.", True)),
+        (0, ("note", "there is no number", "Give one.", False)),
+    ],
+)
+def test_a_registry_serves_facts_of_any_kind(number: int, finding: tuple[str, str, str, bool]) -> None:
+    (found,) = numbers().run(number)
+    assert (found.status, found.found, found.fix, found.decided) == finding
+    assert (found.check, found.compares) == ("small", "a number against 3")
+
+
+def test_registries_join_in_order_and_refuse_a_name_twice() -> None:
+    other: Registry[int] = Registry("other")
+    other.check("odd", compares="", severity="note", fix="")(lambda number: fine("odd"))
+    assert [check.name for check in Registry.joined("both", other, numbers())] == ["odd", "small"]
+    with pytest.raises(AssertionError, match="two checks are called 'small'"):
+        Registry.joined("both", numbers(), numbers())
+
+
+def test_a_fact_that_is_missing_is_named() -> None:
+    with pytest.raises(Undecided, match="the server does not tell dtype"):
+        Known({}, "the server")["dtype"]
+    with pytest.raises(Undecided, match="the server is not known"):
+        Known(None, "the server").get("dtype")
+
+
+def test_the_worst_finding_decides() -> None:
+    findings = [Finding("a", "note", ""), Finding("b", "error", ""), Finding("c", "warning", "")]
+    assert worst(findings) == "error"
+    assert worst([*findings[:1], *findings[2:]]) == "warning"
+    assert worst([]) == "good"
+
+
+FINDINGS = [
+    Finding("fits", "good", "all of it fits"),
+    Finding("seeds", "note", "seeds are ignored", "Add --seeds."),
+    Finding("first", "note", "the trainer is not known", "Give --config.", decided=False),
+    Finding("second", "note", "the trainer is not known", "Give --config.", decided=False),
+    Finding("dtype", "warning", "the server computes in [bf16]", "Add --dtype float32."),
+    Finding("vocabulary", "error", "37 ids and 41", "Serve the other."),
+]
+
+
+def printed(terminal: bool, findings: list[Finding] = FINDINGS) -> str:
+    said = io.StringIO()
+    console = Console(file=said, force_terminal=terminal, width=100, highlight=False, color_system=None)
+    display.show("SGLang server http://a:1", findings, console=console)
+    return said.getvalue()
+
+
+def test_plain_output_has_the_gravest_first_and_joins_what_lacks_the_same_fact() -> None:
+    assert printed(terminal=False).splitlines() == [
+        "SGLang server http://a:1: 1 error, 1 warning, 3 notes, 1 good",
+        "error   vocabulary: 37 ids and 41.",
+        "        fix: Serve the other.",
+        "warning dtype: the server computes in [bf16].",
+        "        fix: Add --dtype float32.",
+        "note    seeds: seeds are ignored.",
+        "        fix: Add --seeds.",
+        "note    first, second: not decided: the trainer is not known.",
+        "        fix: Give --config.",
+        "good    fits: all of it fits.",
+    ]
+
+
+def test_a_terminal_shows_the_same_findings_in_a_table() -> None:
+    said = printed(terminal=True)
+    rows = [line.split()[0] for line in said.splitlines()[2:] if not line.startswith(" ")]
+    assert rows == ["error", "warning", "note", "note", "good"]
+    assert "[bf16]" in said and "fix: Give --config." in said
+
+
+def test_json_holds_every_finding() -> None:
+    read = json.loads(display.to_json({"a": FINDINGS}))
+    assert [Finding(**fields) for fields in read["a"]] == FINDINGS
+
+
+def test_no_token_of_a_prompt_or_an_answer_is_printed() -> None:
+    secret = 987654321
+    facts = good()
+    for probe in ("plain", "truncated"):
+        asked = facts.server.probes[probe].meta
+        entries = [[-1.0, secret, None] for _ in asked["output_token_logprobs"]]
+        facts = with_answer(facts, probe, [secret] * 8, output_token_logprobs=entries,
+                            output_token_sampling_mask=[[secret]] * 8)  # fmt: skip
+        broken = with_answer(facts, probe, [secret] * 7)
+        for case in (facts, broken):
+            findings = SGLANG.run(case)
+            assert str(secret) not in display.to_json({"a": findings}) + printed(False, findings)
+
+
+def test_a_bad_server_is_told_from_a_good_one() -> None:
+    suited = trainer(RECORDED["bad_dense"]["model_config"], {"temperature": 0.7, "top_p": 0.9, "top_k": 64})
+    findings = {f.check: f.status for f in SGLANG.run(Facts(server("bad_dense"), suited))}
+    assert {name for name, status in findings.items() if status == "error"} == {
+        "temperature", "kept-ids", "sampling-defaults", "routes",
+    }  # fmt: skip
+    assert worst(SGLANG.run(good())) == "note"
+
+
+def test_the_trainer_is_read_from_its_yaml_with_its_longest_prompt(tmp_path: Path) -> None:
+    config = tmp_path / "job.yaml"
+    model = {k: v for k, v in RECORDED["good_moe"]["model_config"].items() if k != "architectures"}
+    fields = {"model": {"config": model}, "rollout": {"top_k": 8}, "correction": "token-tis",
+              "task": {"options": {"levels": {"2x1": 1.0}, "held_out": 3}}}  # fmt: skip
+    config.write_text(schema.dump_yaml(fields))
+    facts = read_trainer(config, None)
+    assert facts.truncates and facts.longest_prompt == len("6-3=")
+    assert facts.config["num_experts"] == 8 and facts.stop_token_ids
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--sglang", "http://127.0.0.1:9"], "http://127.0.0.1:9 refuses connections"),
+        (["--sglang", "127.0.0.1:9"], "urls must start with http://"),
+        (["--hf-path", "{folder}"], "has no config.json"),
+        (["--config", "{folder}/none.yaml"], "no such file"),
+        ([], "--sglang URL"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence_and_status_2(arguments: list[str], sentence: str, tmp_path: Path) -> None:
+    status, said = outcome(["doctor", *(a.format(folder=tmp_path) for a in arguments)])
+    assert status == 2
+    (line,) = said.splitlines()
+    assert sentence in line

@@ -1,0 +1,291 @@
+"""What a dry run says about parameters and memory, against models that were really built."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from tiny_models import DENSE, KINDS, MOE
+
+from megatron_rc.cli import job_settings
+from megatron_rc.training import memory
+from megatron_rc.training.arguments import JobSettings, LossSettings, ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.training.cluster import Cluster
+from megatron_rc.training.hf_config import hf_config_dict
+from megatron_rc.training.plan import Plan, make_plan
+
+LAUNCH = Path(__file__).parent.parent / "launch"
+PUBLISHED = {"train_qwen3_4b_2x8": 4_022_468_096, "train_qwen3_30b_a3b_2x8": 30_532_122_624}
+
+
+def cluster_of_script(name: str) -> Cluster:
+    """What launch/NAME.sh assumes unless told otherwise."""
+    written = re.search(r'^defaults="nodes=\$\{NNODES:-(\d+)\} (.*)"$', (LAUNCH / f"{name}.sh").read_text(), re.M)
+    assert written
+    given = {key: int(value) for key, value in (word.split("=") for word in written[2].split())}
+    return Cluster(nodes=int(written[1]), server_tensor=given.pop("server_tp"), **given)
+
+
+RECIPES = {name: cluster_of_script(name) for name in PUBLISHED}
+FOUR = {"num_hidden_layers": 4}
+LAYOUTS: list[tuple[str, dict[str, Any], dict[str, int]]] = [
+    ("dense", DENSE, {"tensor": 2}),
+    ("dense", DENSE | FOUR, {"pipeline": 2}),
+    ("tied", KINDS["tied"] | FOUR, {"pipeline": 2}),
+    ("tied", KINDS["tied"], {"tensor": 2}),
+    ("moe", MOE, {"expert": 2}),
+    ("moe", MOE | FOUR | {"mlp_only_layers": [1]}, {"pipeline": 2}),
+]
+TOKENS = 48
+
+
+def saved_by_autograd(model: Any, dtype: str) -> int:
+    """Bytes of everything but parameters that a forward pass over one sequence keeps for backward."""
+    from megatron_rc.training.attention import packed_seq_params
+
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage().data_ptr()
+        if storage not in parameters:
+            kept.setdefault(storage, tensor)  # alive, so that no other storage gets its address
+        return tensor
+
+    ids, positions = torch.arange(TOKENS)[None] % 37, torch.arange(TOKENS)[None]
+    packed = packed_seq_params(torch.tensor([0, TOKENS], dtype=torch.int32), TOKENS, [TOKENS])
+    options = {} if dtype == "fp32" else {"fp32_output": False}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(ids, positions, None, packed_seq_params=packed, **options)
+    logits.float().sum().backward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for child in children for tensor in tensors_of(child)]
+
+
+def built(rank: int, train: TrainSettings, hf: dict[str, Any], parallel: ParallelSettings) -> dict[str, int]:
+    """Bytes of this rank's weights, gradients and optimizer after a step, and its number of parameters."""
+    from megatron_rc.training.model import build_model
+    from megatron_rc.training.optimizer import build_optimizer, wrap_ddp
+
+    chunks = wrap_ddp(build_model(hf, parallel, train.dtype), train.dtype)
+    optimizer = build_optimizer(train, chunks)
+    found = {}
+    if parallel == ParallelSettings():
+        found["activations"] = saved_by_autograd(chunks[0].module, train.dtype)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.main_grad.fill_(0.1)
+    optimizer.step()
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    buffers = [b.grad_data for chunk in chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    inner = [o.optimizer for o in getattr(optimizer, "chained_optimizers", [optimizer])]
+    weights = {p.data_ptr() for p in parameters}
+    state = [t for o in inner for t in tensors_of(list(o.state.values())) if t.dim()]  # the step's number has none
+    state += [p for o in inner for group in o.param_groups for p in group["params"] if p.data_ptr() not in weights]
+    found["count"] = sum(p.numel() for p in parameters)
+    for name, tensors in {"weights": parameters, "gradients": buffers, "optimizer": state}.items():
+        found[name] = sum(t.numel() * t.element_size() for t in tensors)
+    return found
+
+
+def every_layout(rank: int) -> list[dict[str, int]]:
+    from megatron_rc.training import groups
+
+    found = []
+    for _, fields, layout in LAYOUTS:
+        parallel = ParallelSettings(**layout)
+        groups.initialize(parallel, seed=1)
+        hf = hf_config_dict(ModelSettings(config=fields))
+        found.append(built(rank, TrainSettings(dtype="bf16"), hf, parallel))
+    groups.initialize(ParallelSettings(), seed=1)
+    for fields, train in STATES:
+        found.append(built(rank, train, hf_config_dict(ModelSettings(config=fields)), ParallelSettings()))
+    return found
+
+
+STATES = [
+    (DENSE, TrainSettings(dtype="bf16")),
+    (DENSE | FOUR, TrainSettings(dtype="fp32")),
+    (MOE, TrainSettings(dtype="bf16", optimizer="sgd")),
+    (MOE | {"mlp_only_layers": [1]}, TrainSettings(dtype="fp16")),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[list[dict[str, int]]]:
+    return run_ranks(2, every_layout)
+
+
+def estimate(fields: dict[str, Any], train: TrainSettings, layout: dict[str, int], stage: int) -> Any:
+    settings = JobSettings(parallel=ParallelSettings(**layout), train=train)
+    hf = hf_config_dict(ModelSettings(config=fields))
+    return memory.trainer_memory(settings, hf, tokens=TOKENS, stage=stage, micro_batches=1)
+
+
+def test_parameters_and_state_are_those_of_the_real_ranks_in_every_layout(ranks: Any) -> None:
+    for case, (kind, fields, layout) in enumerate(LAYOUTS):
+        hf = hf_config_dict(ModelSettings(config=fields))
+        for rank in range(2):
+            real, stage = ranks[rank][case], rank if "pipeline" in layout else 0
+            assert memory.local_parameters(hf, ParallelSettings(**layout), stage) == real["count"], (kind, layout)
+            said = estimate(fields, TrainSettings(dtype="bf16"), layout, stage)
+            for name in ("weights", "gradients", "optimizer"):
+                assert getattr(said, name) == real[name], (kind, layout, name)
+
+
+def test_state_is_that_of_every_precision_and_optimizer(ranks: Any) -> None:
+    for (fields, train), real in zip(STATES, ranks[0][len(LAYOUTS) :], strict=True):
+        said = estimate(fields, train, {}, 0)
+        for name in ("weights", "gradients", "optimizer"):
+            assert getattr(said, name) == real[name], (train.dtype, train.optimizer, name)
+
+
+def test_activations_are_what_autograd_saves_to_the_byte(ranks: Any) -> None:
+    for (fields, train), real in zip(STATES, ranks[0][len(LAYOUTS) :], strict=True):
+        hf = hf_config_dict(ModelSettings(config=fields))
+        said = memory.activation_bytes(hf, ParallelSettings(), train.dtype, tokens=TOKENS, stage=0, fused=False)
+        assert said == real["activations"], train.dtype
+
+
+def recipe(name: str, *assignments: str, **cluster: Any) -> Plan:
+    return make_plan(
+        job_settings(LAUNCH / f"{name}.yaml", assignments), dataclasses.replace(RECIPES[name], **cluster)
+    )  # fmt: skip
+
+
+def test_the_recipes_are_the_published_models_and_fit_their_gpus() -> None:
+    for name, count in PUBLISHED.items():
+        plan = recipe(name)
+        assert memory.parameter_count(plan.hf) == count
+        plan.check_memory()
+        assert plan.cluster.train_gpus == plan.cluster.serve_gpus == 8
+
+
+def test_the_4b_recipe_has_the_hyper_parameters_of_the_paper() -> None:
+    job = recipe("train_qwen3_4b_2x8").settings
+    rollout, loss, train = job.rollout, job.loss, job.train
+    assert (rollout.engine, rollout.prompts_per_step, rollout.samples_per_prompt) == ("sglang", 64, 16)
+    assert (rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k) == (8192, 1.0, 1.0, -1)
+    assert (loss.advantage, loss.clip_lower, loss.clip_upper, loss.kl_coef) == ("rloo", 0.2, 0.28, 0.0)
+    assert (train.lr, train.weight_decay, train.clip_grad) == (1e-6, 0.01, 1.0)
+    assert (train.dtype, train.optimizer, train.mini_batches_per_rollout) == ("bf16", "adam", 1)
+    assert job.correction.weight is not None
+    assert (job.correction.weight.level, job.correction.weight.upper, job.correction.reject) == ("token", 2.0, ())
+    assert job.lr_decay is not None and job.lr_decay.min_lr_ratio == 0.1
+
+
+def test_memory_by_hand() -> None:
+    plan = recipe("train_qwen3_4b_2x8")
+    (found,) = plan.trainer_memory()
+    half = (4_022_468_096 - 36 * (2 * 2560 + 2 * 128) - 2560) // 2 + 36 * (2 * 2560 + 2 * 128) + 2560
+    assert (found.weights, found.gradients, found.optimizer) == (2 * half, 4 * half, 12 * half)
+    vocabulary = 151_936 // 2
+    assert found.logits == 10_240 * (vocabulary * 4 + 32) + vocabulary * 2560 * 2
+    # norms and what follows them; q, k and the joint projection; rope; attention and its output; SwiGLU
+    layer = 2 * (4 * 2560 + 4) + 2 * (2048 + 512 + 2048 + 512) + 4 * (16 + 4)
+    layer += 4 * 2 * 128 + 5 * 2 * 2048 + 4 * 16 + 6 * 4864
+    assert found.activations == 10_240 * (36 * layer + 24 + 4 * 2560 + 4)
+    assert found.total == found.resident + found.activations + found.logits + found.backward
+    server = plan.server_memory()
+    assert server.weights == 2 * 4_022_468_096 and server.kv_token == 2 * 36 * 8 * 128 * 2
+    assert server.tokens == (round(0.85 * 80 * 1024**3) - server.weights) // server.kv_token
+
+
+def test_terms_that_depend_on_settings() -> None:
+    tensor = recipe("train_qwen3_4b_2x8")
+    base = tensor.trainer_memory()[0]
+    kl = dataclasses.replace(tensor.settings, loss=LossSettings(kl_coef=0.1))
+    torch_path = dataclasses.replace(tensor.settings, train=dataclasses.replace(tensor.settings.train, backend="torch"))
+    assert dataclasses.replace(tensor, settings=kl).trainer_memory()[0].saved_weights == base.weights
+    assert dataclasses.replace(tensor, settings=torch_path).trainer_memory()[0].logits == base.logits + 48 * 1024**2
+    assert tensor.trainer_memory(recompute=True)[0].activations < base.activations / 5
+    # the first of two stages keeps two micro-batches of half the layers
+    first, last = recipe("train_qwen3_4b_2x8", "parallel.pipeline=2").trainer_memory()
+    assert first.activations == pytest.approx(base.activations, rel=0.01) and last.activations < 0.51 * base.activations
+    assert first.logits == 0 and last.logits == base.logits
+    # without rows to reduce, a step is what peaks
+    little = dataclasses.replace(base, activations=0, logits=0, backward=0)
+    assert little.total == base.resident + base.step
+
+
+def test_micro_batches_of_a_step() -> None:
+    assert recipe("train_qwen3_4b_2x8").micro_batch == (10_240, 256)
+    assert recipe("train_qwen3_4b_2x8", "train.max_tokens_per_microbatch=20480").micro_batch == (20_480, 128)
+    assert recipe("train_qwen3_4b_2x8", "train.micro_batches=100").micro_batch == (3 * 10_240, 100)
+    small = recipe("train_qwen3_4b_2x8", "task={kind: arithmetic}", "rollout.max_new_tokens=16")
+    assert small.longest == 6 * 2 + 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "cluster", "sentence"),
+    [
+        ((), {"serve_gpus": 16}, "--serve-gpus must leave at least one of the 16 GPUs to the trainer, got 16"),
+        ((), {"nodes": 0}, "--nodes must be >= 1, got 0"),
+        ((), {"server_tensor": 3}, "--server-tp must divide the GPUs that serve on a node, got 3 and 8 on node 1"),
+        ((), {"serve_gpus": 9}, "parallel.tensor * parallel.pipeline = 2 must divide the number of processes, got 7"),
+        ((), {"serve_gpus": 4, "nodes": 1, "gpu_memory": 0}, "--gpu-memory must be > 0 GiB, got 0"),
+        (("parallel.tensor=5",), {"serve_gpus": 6}, "num_attention_heads must be divisible by parallel.tensor"),
+        (("parallel.tensor=16",), {"serve_gpus": 0}, "num_key_value_heads must be divisible by parallel.tensor"),
+        (("parallel.pipeline=8",), {"serve_gpus": 0}, "num_hidden_layers must be divisible by parallel.pipeline"),
+        (("parallel.expert=2",), {}, "parallel.expert=2 needs a model with experts, this one has none"),
+        (
+            ("parallel.tensor=4",),
+            {"gpus_per_node": 6, "serve_gpus": 4},
+            "parallel.tensor must divide the GPUs that train on a node, got 4 and 6 on node 0",
+        ),
+        (("rollout.max_new_tokens=40000",), {}, "rollout.max_new_tokens=40000 after a prompt of 2048 tokens is longer"),
+        (("rollout.engine=hf",), {}, "--serve-gpus must be 0 when rollout.engine is 'hf', got 8"),
+        (("model.hf_path=null",), {}, "model.hf_path must name a checkpoint, which is what the servers serve"),
+        (("model.config=null", "model.config={}"), {}, "model.hf_path='checkpoints/Qwen3-4B' has no config.json"),
+        (
+            ("model.config.intermediate_size=9724",),
+            {"server_tensor": 8},
+            "intermediate_size must be divisible by --ser",
+        ),
+        (
+            ("model.config.num_attention_heads=24", "model.config.num_key_value_heads=6"),
+            {"server_tensor": 4},
+            "--server-tp must divide num_key_value_heads or be a multiple, got 4 and 6",
+        ),
+    ],
+)
+def test_what_does_not_divide_is_refused_in_one_sentence(
+    changes: tuple[str, ...], cluster: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=".") as caught:
+        recipe("train_qwen3_4b_2x8", *changes, **cluster)
+    assert sentence in str(caught.value)
+
+
+def test_experts_and_heads_of_the_mixture_are_checked_too() -> None:
+    name = "train_qwen3_30b_a3b_2x8"
+    with pytest.raises(ValueError, match="parallel.tensor=2 with num_experts=128 needs TransformerEngine"):
+        recipe(name, "parallel.tensor=2")
+    with pytest.raises(ValueError, match="parallel.expert=8 must divide the processes of a pipeline stage, got 4"):
+        recipe(name, "parallel.expert=8")
+    with pytest.raises(ValueError, match="num_experts must be divisible by parallel.expert, got 128 and 3"):
+        recipe(name, "parallel.expert=3", "parallel.pipeline=1", serve_gpus=10, server_tensor=1)
+
+
+def test_a_job_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"stage 0 needs about 1\d\d\.\d GiB of 80 \(--gpu-memory\)"):
+        recipe("train_qwen3_4b_2x8", "parallel.tensor=1").check_memory()
+    with pytest.raises(ValueError, match="less than one sequence of 6,144: raise --server-tp"):
+        recipe("train_qwen3_30b_a3b_2x8", server_share=0.204).check_memory()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "hidden_size": 1024}')
+    with pytest.raises(ValueError, match=f"{tmp_path} is not the model of model.config: its hidden_size is 1024, not"):
+        recipe("train_qwen3_4b_2x8", f"model.hf_path={tmp_path}", "model.config={model_type: qwen3, hidden_size: 2560}")

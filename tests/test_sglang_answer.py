@@ -1,0 +1,212 @@
+"""Answers of /generate: what is asked, what is taken over, and the name of every reason not to."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import faulty_answers as faulty
+import numpy as np
+import pytest
+import torch
+from faulty_sglang import FaultySglang
+
+from megatron_rc.engine import SamplingParams
+from megatron_rc.rollout.sglang_answer import Piece, Rejection, Request, RouteShape
+from megatron_rc.rollout.sglang_http import without_tokens
+
+ROUTES = RouteShape(faulty.LAYERS, faulty.TOP_K, faulty.EXPERTS)
+PROMPT = [3, 4, 5]
+PLAIN = SamplingParams(max_new_tokens=6, temperature=0.7)
+KEPT = SamplingParams(max_new_tokens=6, top_k=4, top_p=0.9)
+SERVER = FaultySglang()
+
+
+def request(
+    params: SamplingParams = PLAIN,
+    *,
+    drawn: Sequence[int] = (),
+    routes: RouteShape | None = None,
+    seed: int | None = None,
+    newest: int = -1,
+) -> Request:
+    return Request("f" * 32, PROMPT, drawn, params, faulty.VOCABULARY, seed, routes, newest)
+
+
+def answer(asked: Request, damage: str | None = None, *, count: int | None = None, aborted: bool = False) -> Any:
+    """As JSON carries it."""
+    good = SERVER.answer_of(asked.body(), asked.budget if count is None else count, aborted=aborted)
+    return json.loads(json.dumps(faulty.damaged(good, damage) if damage else good))
+
+
+def reason_of(asked: Request, given: Any) -> str:
+    with pytest.raises(Rejection) as rejection:
+        asked.piece(given)
+    assert str(rejection.value)
+    return rejection.value.reason
+
+
+def test_logprobs_are_those_of_the_server_unchanged() -> None:
+    piece = request().piece(answer(request()))
+    assert piece.output_ids == faulty.tokens_after(PROMPT, 6)
+    assert piece.logprobs == [faulty.logprob_of(token) for token in piece.output_ids]
+    assert (piece.finish_reason, piece.weight_versions, piece.support) == ("length", [(-1, 0, 6)], None)
+
+
+def test_under_top_k_the_logprobs_are_the_renormalised_ones_beside_the_kept_ids() -> None:
+    piece = request(KEPT).piece(answer(request(KEPT)))
+    assert piece.logprobs == [faulty.logprob_of(token) / 2 for token in piece.output_ids]
+    assert piece.support == [faulty.kept_ids(token) for token in piece.output_ids]
+
+
+@pytest.mark.parametrize("item", [np.int32, np.uint16, np.uint8])
+def test_routes_are_decoded_whatever_the_size_of_an_expert_id(item: type) -> None:
+    asked = request(routes=ROUTES)
+    given = answer(asked)
+    expected = faulty.routes_of(range(len(PROMPT) + 6 - 1))
+    given["meta_info"]["routed_experts"] = base64.b64encode(expected.astype(item).tobytes()).decode()
+    routes = asked.piece(given).routes
+    assert routes is not None and routes.dtype == torch.int32
+    assert torch.equal(routes, torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason", "params", "with_routes"),
+    [
+        ("extra_logprob", "length_mismatch", PLAIN, False),
+        ("missing_logprobs", "length_mismatch", PLAIN, False),
+        ("phantom", "phantom_logprob", PLAIN, False),
+        ("empty", "empty_output", PLAIN, False),
+        ("nan", "nan_logprob", PLAIN, False),
+        ("-inf", "nan_logprob", PLAIN, False),
+        ("null", "nan_logprob", PLAIN, False),
+        ("text", "bad_answer", PLAIN, False),
+        ("positive", "positive_logprob", PLAIN, False),
+        ("other_token", "bad_answer", PLAIN, False),
+        ("outside_vocabulary", "bad_answer", PLAIN, False),
+        ("prompt_tokens", "bad_answer", PLAIN, False),
+        ("completion_tokens", "bad_answer", PLAIN, False),
+        ("too_many", "bad_answer", PLAIN, False),
+        ("other_request", "bad_answer", PLAIN, False),
+        ("list", "bad_answer", PLAIN, False),
+        ("no_meta", "bad_answer", PLAIN, False),
+        ("strange_finish", "bad_answer", PLAIN, False),
+        ("gap_in_versions", "bad_answer", PLAIN, False),
+        ("no_support", "missing_support", KEPT, False),
+        ("short_support", "support_mismatch", KEPT, False),
+        ("foreign_support", "support_mismatch", KEPT, False),
+        ("repeated_support", "support_mismatch", KEPT, False),
+        ("no_routes", "missing_routes", PLAIN, True),
+        ("short_routes", "routes_bytes", PLAIN, True),
+        ("wild_routes", "bad_answer", PLAIN, True),
+        ("retracted", "retracted_with_routes", PLAIN, True),
+    ],
+)
+def test_every_damage_is_rejected_by_its_name(
+    damage: str, reason: str, params: SamplingParams, with_routes: bool
+) -> None:
+    asked = request(params, routes=ROUTES if with_routes else None)
+    asked.piece(answer(asked))
+    assert reason_of(asked, answer(asked, damage)) == reason
+
+
+def test_a_retraction_without_routes_is_counted_and_kept() -> None:
+    assert request().piece(answer(request(), "retracted")).retractions == 1
+
+
+@pytest.mark.parametrize("name", ["default", "8", "unproved-7", "", None, 7, "-1"])
+def test_after_an_update_only_versions_up_to_the_newest_count(name: Any) -> None:
+    given = answer(request())
+    given["meta_info"]["weight_versions"][0]["version"] = name
+    assert reason_of(request(newest=7), given) == "unknown_version"
+    assert request().piece(given).weight_versions[0][0] == (8 if name == "8" else -1)
+
+
+def test_versions_of_a_response_are_kept_per_token() -> None:
+    given = answer(request())
+    given["meta_info"]["weight_versions"] = [
+        {"version": "4", "start": 0, "end": 2},
+        {"version": "5", "start": 2, "end": 2},
+        {"version": "7", "start": 2, "end": 6},
+    ]
+    assert request(newest=7).piece(given).weight_versions == [(4, 0, 2), (7, 2, 6)]
+
+
+def test_a_server_that_names_one_version_alone_means_all_tokens() -> None:
+    given = answer(request())
+    del given["meta_info"]["weight_versions"]
+    given["meta_info"]["weight_version"] = "3"
+    assert request(newest=3).piece(given).weight_versions == [(3, 0, 6)]
+
+
+@pytest.mark.parametrize("params", [PLAIN, KEPT])
+def test_a_continued_response_equals_one_that_was_never_aborted(params: SamplingParams) -> None:
+    whole = request(params, routes=ROUTES).piece(answer(request(params, routes=ROUTES)))
+    first = request(params, routes=ROUTES)
+    piece = first.piece(answer(first, count=2, aborted=True))
+    assert piece.finish_reason == "abort"
+    nothing = request(params, drawn=piece.output_ids, routes=ROUTES)
+    piece += nothing.piece(answer(nothing, count=0, aborted=True))
+    second = request(params, drawn=piece.output_ids, routes=ROUTES)
+    assert second.body()["sampling_params"]["max_new_tokens"] == 4
+    # the fault server, like a real one, draws by what came before, so the prompt it sees holds the two tokens
+    piece += second.piece(answer(second))
+    assert torch.equal(whole.routes, piece.routes)  # type: ignore[arg-type]
+    assert vars(whole) | {"routes": None} == vars(piece) | {"routes": None}
+
+
+def test_versions_of_a_continuation_move_behind_the_tokens_before_it() -> None:
+    first = Piece([1, 2], [-1.0, -1.0], "abort", [(3, 0, 2)])
+    same, other = Piece([4], [-1.0], "length", [(3, 0, 1)]), Piece([4], [-1.0], "length", [(5, 0, 1)])
+    assert (first + same).weight_versions == [(3, 0, 3)]
+    assert (first + other).weight_versions == [(3, 0, 2), (5, 2, 3)]
+
+
+def test_routes_of_a_continuation_keep_the_rows_that_drew_the_first_tokens() -> None:
+    asked = request(drawn=[7, 8], routes=ROUTES)
+    assert asked.body()["routed_experts_start_len"] == len(PROMPT) + 2 - 1
+    assert len(asked.piece(answer(asked)).routes) == 4  # type: ignore[arg-type]
+
+
+def test_an_answer_about_a_request_aborted_in_the_queue_holds_nothing() -> None:
+    finish = {"type": "abort", "message": "Abort in waiting queue"}
+    given = {
+        "text": "",
+        "output_ids": [],
+        "meta_info": {"id": "f" * 32, "finish_reason": finish, "weight_version": "3"},
+    }
+    assert request(routes=ROUTES).piece(given) == Piece()
+
+
+def test_an_abort_that_the_server_calls_an_error_is_one() -> None:
+    given = answer(request(), count=2, aborted=True)
+    given["meta_info"]["finish_reason"] |= {"status_code": 400, "message": "Sampling support exceeds 4096"}
+    assert reason_of(request(), given) == "server_error"
+
+
+def test_every_sampling_field_with_another_default_on_some_server_is_stated() -> None:
+    sampling = request(seed=5).body()["sampling_params"]
+    neutral = {"n": 1, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert sampling.items() >= (neutral | {"frequency_penalty": 0.0, "presence_penalty": 0.0}).items()
+    assert sampling["sampling_seed"] == 5 and sampling["temperature"] == 0.7
+    assert "sampling_seed" not in request().body()["sampling_params"]
+
+
+@pytest.mark.parametrize(
+    ("output", "known"),
+    [([1, 2], [9, 1, 2]), ([1, 37], [9]), ([1, -1], [9]), ([1, "2"], [9]), (None, [9]), ([], [9])],
+)
+def test_a_rejection_keeps_the_tokens_as_far_as_they_are_tokens(output: Any, known: list[int]) -> None:
+    asked = request(drawn=[9])
+    given = answer(asked, "other_request") | {"output_ids": output}
+    with pytest.raises(Rejection) as rejection:
+        asked.piece(given)
+    assert rejection.value.output_ids == known
+
+
+def test_no_token_is_in_a_servers_message() -> None:
+    message = "bad input_ids [[3, 4, 5], [17, 18]] in {'prompt': 'secret'} of 300 tokens"
+    assert without_tokens(message) == "bad input_ids [...], [...] in [...] of 300 tokens"
+    assert "17" not in without_tokens("cut off [3, 4, [17, 18")

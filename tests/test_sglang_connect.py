@@ -1,0 +1,201 @@
+"""Connecting to SGLang servers and routers, what is refused before a request is sent, and rotation after updates."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from faulty_answers import tokens_after
+from faulty_sglang import FaultySglang
+from sglang_engines import MODEL, sglang_engine
+
+from megatron_rc.engine import RolloutEngine, SamplingParams
+from megatron_rc.rollout.sglang_sync import weight_sync
+
+PARAMS = SamplingParams(max_new_tokens=8)
+WEIGHTS = [("model.norm.weight", torch.ones(4))]
+
+
+def refused(*urls: str, **changes: Any) -> str:
+    before = set(threading.enumerate())
+    with pytest.raises(ValueError) as error, sglang_engine(*urls, **changes):
+        pass
+    assert set(threading.enumerate()) == before
+    return str(error.value)
+
+
+def test_the_engine_is_a_rollout_engine() -> None:
+    with FaultySglang() as server, sglang_engine(server.url) as engine:
+        assert isinstance(engine, RolloutEngine)
+
+
+def test_what_cannot_work_is_refused_by_one_sentence_that_names_the_server() -> None:
+    with FaultySglang() as server:
+        url = server.url
+        server.info["enable_return_routed_experts"] = False
+        assert refused(url, return_routes=True) == (
+            f"{url} returns no routes: start it with --enable-return-routed-experts"
+        )
+        assert "type 'qwen3_moe', the trained one is of type 'qwen3'" in refused(
+            url, model=MODEL | {"model_type": "qwen3"}
+        )
+        assert "mixture-of-experts" in refused(url, model={"vocab_size": 37}, return_routes=True)
+        server.info["preferred_sampling_params"] = {"top_k": 3}
+        assert "--preferred-sampling-params" in refused(url)
+        server.broken["/model_info"] = 500
+        assert refused(url).endswith(f"{url}/model_info answered 500: told to answer 500")
+        server.die()
+        assert refused(url).endswith(f"{url} refuses connections")
+    assert refused("127.0.0.1:3") == "urls must start with http:// or https://, got '127.0.0.1:3'"
+    assert refused() == "urls must name at least one SGLang server or router"
+    assert "concurrency" in refused("http://127.0.0.1:3", concurrency=0)
+
+
+def test_without_aiohttp_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    assert refused("http://127.0.0.1:3").endswith("pip install 'megatron-rc[sglang]'")
+
+
+def test_importing_the_package_or_the_engine_does_not_import_aiohttp() -> None:
+    code = "import sys, megatron_rc.rollout.sglang; assert 'aiohttp' not in sys.modules, 'imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "sentence"),
+    [
+        ([[3], []], PARAMS, "prompt 1 is empty"),
+        ([[3], [3, 37]], PARAMS, "prompt 1 has an id outside the vocabulary of 37"),
+        ([[3], [-1]], PARAMS, "prompt 1 has an id outside the vocabulary of 37"),
+        ([[3] * 247], PARAMS, "prompt 0 has 247 tokens, which with max_new_tokens=8 is longer than the 254 tokens"),
+        ([[3]], SamplingParams(top_p=0.9), "top_p=0.9 needs a finite top_k"),
+        ([[3]], SamplingParams(top_k=5000), "top_k must be <= 4096, the --sampling-mask-max-tokens of "),
+    ],
+)
+def test_a_request_that_would_harm_or_be_refused_is_not_sent(
+    prompts: list[list[int]], params: SamplingParams, sentence: str
+) -> None:
+    with FaultySglang() as server, sglang_engine(server.url) as engine:
+        with pytest.raises(ValueError, match=sentence):
+            engine.generate(prompts, params, n=1, seeds=range(len(prompts)))
+        with pytest.raises(ValueError, match="seeds must hold one seed a response"):
+            engine.generate([[3]], PARAMS, n=2, seeds=[1])
+        assert not server.asked
+
+
+def test_servers_that_return_no_kept_ids_sample_without_top_k_only() -> None:
+    with FaultySglang(info={"sampling_mask_max_tokens": None}) as server, sglang_engine(server.url) as engine:
+        engine.check_sampling(PARAMS)
+        with pytest.raises(ValueError, match=f"{server.url} returns no kept ids"):
+            engine.check_sampling(SamplingParams(top_k=4))
+
+
+def test_a_router_stands_for_its_workers_which_are_asked_directly() -> None:
+    with FaultySglang() as one, FaultySglang() as two:
+        # every rank of a data-parallel server is a worker of its own to a router
+        workers = [f"{one.url}@0", f"{one.url}@1", two.url]
+        with FaultySglang(workers=workers) as router, sglang_engine(router.url, two.url) as engine:
+            samples = engine.generate([[1, 2], [3, 4]], PARAMS, n=2, seeds=range(4))
+            assert [s.output_ids for s in samples[::2]] == [tokens_after(p, 8) for p in ([1, 2], [3, 4])]
+            assert len(one.asked) == len(two.asked) == 2 and set(router.calls) == {"/workers"}
+    with FaultySglang(workers=[]) as router:
+        assert refused(router.url) == f"the router {router.url} has no workers"
+
+
+@pytest.mark.parametrize("honoured", [True, False])
+def test_seeds_are_sent_where_all_servers_honour_them(honoured: bool) -> None:
+    on, maybe = {"enable_deterministic_inference": True}, {"enable_deterministic_inference": honoured}
+    with FaultySglang(info=on) as one, FaultySglang(info=maybe) as two, sglang_engine(one.url, two.url) as engine:
+        engine.generate([[1, 2], [3, 4]], PARAMS, n=1, seeds=[5, 6])
+        sent = [body["sampling_params"].get("sampling_seed") for body in one.asked + two.asked]
+        assert sent == ([5, 6] if honoured else [None, None])
+
+
+def test_responses_of_weights_beyond_the_allowed_staleness_are_rejected() -> None:
+    with FaultySglang() as server, sglang_engine(server.url, max_staleness=1) as engine:
+        engine.update_weights(WEIGHTS, 3)
+        for version, rejected in (("3", None), ("2", None), ("1", "stale_version"), ("4", "unknown_version")):
+            server.version = version
+            (sample,) = engine.generate([[1, 2]], PARAMS, n=1, seeds=[0])
+            assert sample.rejected == rejected
+
+
+def test_a_server_restarted_with_old_weights_is_out_until_the_next_update() -> None:
+    with FaultySglang() as one, FaultySglang() as two, sglang_engine(one.url, two.url) as engine:
+        engine.update_weights(WEIGHTS, 1)
+        one.die()
+        one.listen(version="default")
+        samples = engine.generate([[i, i] for i in range(30)], PARAMS, n=1, seeds=range(30))
+        assert all(s.rejected is None and s.weight_versions == [(1, 0, 8)] for s in samples)
+        seen = len(one.asked)
+        engine.generate([[1, 2]], PARAMS, n=4, seeds=range(4))
+        assert len(one.asked) == seen
+        engine.update_weights(WEIGHTS, 2)
+        engine.generate([[i, i] for i in range(30)], PARAMS, n=1, seeds=range(30))
+        assert len(one.asked) > seen
+
+
+def test_the_only_server_restarted_with_old_weights_ends_in_rejections_then_in_an_error() -> None:
+    with FaultySglang() as server, sglang_engine(server.url) as engine:
+        engine.update_weights(WEIGHTS, 1)
+        server.die()
+        server.listen(version="default")
+        samples = engine.generate([[i, i] for i in range(9)], PARAMS, n=1, seeds=range(9))
+        assert {s.rejected for s in samples} <= {"unknown_version", "server_error"} and samples[0].rejected
+        with pytest.raises(ValueError, match=f"no SGLang server is left in rotation .{server.url}: the weights are"):
+            engine.generate([[1, 2]], PARAMS, n=1, seeds=[0])
+
+
+@pytest.mark.parametrize("failure", ["dies", "has other log-probs"])
+def test_a_server_that_fails_during_an_update_is_out_for_every_process(failure: str) -> None:
+    told: list[str | None] = []
+    sync = weight_sync("tensor", MODEL, timeout_s=10, probe=lambda prompt: [-1.0] * (len(prompt) - 1))
+    with FaultySglang() as good, FaultySglang() as bad:
+        urls = good.url, bad.url
+        with sglang_engine(*urls, sync=sync, agree=told.append) as writer, sglang_engine(*urls, writer=False) as reader:
+            taken = iter(WEIGHTS)
+            if failure == "dies":
+                bad.broken["/update_weights_from_tensor"] = "die"
+            else:
+                bad.probe_logprob = -2.0
+            writer.update_weights(WEIGHTS, 1)
+            bad.listen()
+            reader.update_weights(taken, 1)
+            assert next(taken, None) is None, "a reader takes all weights, for making them is a collective"
+            assert told == [None] and writer.weight_version == reader.weight_version == 1
+            for engine in (writer, reader):
+                assert [server.url for server in engine._pool.rotation] == [good.url]
+            bad.broken.clear()
+            bad.probe_logprob = -1.0
+            writer.update_weights(WEIGHTS, 2)
+            reader.update_weights(WEIGHTS, 2)
+            assert len(writer._pool.rotation) == len(reader._pool.rotation) == 2
+
+
+def test_a_writer_that_finds_no_server_takes_all_weights_and_tells_the_others() -> None:
+    told: list[str | None] = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from WEIGHTS
+        told.append("all taken")
+
+    with FaultySglang() as server, sglang_engine(server.url, agree=told.append) as engine:
+        server.die()
+        engine.update_weights(weights(), 1)
+        assert told[0] == "all taken" and told[1] is not None and server.url in told[1]
+
+
+def test_a_closed_engine_leaves_no_thread_and_says_that_it_is_closed() -> None:
+    before = set(threading.enumerate())
+    with FaultySglang() as server:
+        with sglang_engine(server.url) as engine:
+            engine.generate([[1, 2]], PARAMS, n=1, seeds=[0])
+            engine.close()
+        with pytest.raises(ValueError, match="the engine is closed"):
+            engine.generate([[1, 2]], PARAMS, n=1, seeds=[0])
+    assert set(threading.enumerate()) == before

@@ -1,0 +1,216 @@
+"""The SGLang engine against real servers on this machine's CPU: what it returns is what the model says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from sglang_engines import sglang_engine
+from sglang_server import MODELS, SglangServer, shared_server
+
+from megatron_rc.batch import TokenBatch
+from megatron_rc.engine import Sample, SamplingParams
+
+CLOSE = 2e-5
+PROMPTS = [[3, 4, 5, 6, 7], [9] * 30, [11], [2, 30, 17], [36, 35], [5, 4, 3, 2]]
+EOS = MODELS["dense"]["eos_token_id"]
+"""Of the checkpoint: the servers stop there whatever is asked."""
+
+
+@pytest.fixture(params=["dense", "moe"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def server(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    with shared_server(kind, tmp_path_factory) as running:
+        yield running
+
+
+class Truth:
+    """The served model in fp32 by transformers."""
+
+    def __init__(self, kind: str, seed: int = 0) -> None:
+        self.model = tiny_models.transformers_model(MODELS[kind], seed).float().eval()
+
+    def logits(self, sample: Sample) -> torch.Tensor:
+        """[outputs, V] fp64, of the rows that drew the output."""
+        ids = sample.prompt_ids + sample.output_ids
+        with torch.no_grad():
+            return self.model(torch.tensor([ids])).logits[0, len(sample.prompt_ids) - 1 : -1].double()
+
+    def logprobs(self, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+        """[outputs] of the output, over the kept ids where there are some."""
+        scaled = self.logits(sample) / temperature
+        for row, kept in zip(scaled, sample.support or [], strict=False):
+            dropped = torch.ones_like(row, dtype=torch.bool)
+            dropped[kept] = False
+            row[dropped] = -torch.inf
+        return scaled.log_softmax(-1).gather(-1, torch.tensor(sample.output_ids)[:, None])[:, 0]
+
+    def routes(self, sample: Sample) -> torch.Tensor:
+        """[tokens - 1, layers, k], the experts in descending order of their router's score."""
+        ids = sample.prompt_ids + sample.output_ids
+        with torch.no_grad():
+            scores = self.model(torch.tensor([ids]), output_router_logits=True).router_logits
+        k = self.model.config.num_experts_per_tok
+        return torch.stack([layer.topk(k).indices[:-1] for layer in scores], 1).to(torch.int32)
+
+
+def assert_of(truth: Truth, sample: Sample, temperature: float = 1.0) -> None:
+    assert sample.rejected is None, sample.rejected_detail
+    assert (torch.tensor(sample.logprobs).double() - truth.logprobs(sample, temperature)).abs().max() < CLOSE
+    if sample.routes is not None:
+        assert torch.equal(sample.routes, truth.routes(sample))
+
+
+def with_model(server: SglangServer, kind: str, **changes: Any) -> Any:
+    return sglang_engine(server.url, model=MODELS[kind], return_routes=kind == "moe", timeout_s=60.0, **changes)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_and_routes_are_those_of_the_model(server: SglangServer, kind: str, temperature: float) -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=temperature, stop_token_ids=(20, 21))
+    finished: list[int] = []
+    with with_model(server, kind) as engine:
+        samples = engine.generate(PROMPTS, params, n=3, seeds=range(18), on_finished=finished.append)
+    assert sum(finished) == 18
+    assert [sample.prompt_ids for sample in samples] == [prompt for prompt in PROMPTS for _ in range(3)]
+    truth = Truth(kind)
+    for sample in samples:
+        assert_of(truth, sample, temperature)
+        assert (sample.routes is None) == (kind == "dense")
+        stopped = sample.output_ids[-1] in (20, 21, EOS)
+        assert sample.finish_reason == ("stop" if stopped else "length")
+        assert not set(sample.output_ids[:-1]) & {20, 21, EOS} and (stopped or len(sample.output_ids) == 12)
+    batch = TokenBatch.from_samples(samples, params)
+    assert int(batch.loss_mask.sum()) == sum(len(sample.output_ids) for sample in samples)
+
+
+def test_under_top_p_and_top_k_the_logprobs_are_those_of_the_kept_ids(server: SglangServer, kind: str) -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=0.5, top_k=9, top_p=0.6)
+    with with_model(server, kind) as engine:
+        samples = engine.generate(PROMPTS, params, n=2, seeds=range(12))
+    truth = Truth(kind)
+    sizes = set()
+    for sample in samples:
+        assert_of(truth, sample, 0.5)
+        assert sample.support is not None
+        probabilities = (truth.logits(sample) / 0.5).softmax(-1)
+        for row, kept in zip(probabilities, sample.support, strict=True):
+            ordered, order = row.sort(descending=True)
+            before = ordered.cumsum(0) - ordered
+            # over the mass of the whole distribution; a set that ends within rounding of the edge is not judged
+            if (before - 0.6).abs().min() > 1e-5:
+                assert set(kept) == set(order[(before <= 0.6) & (torch.arange(len(row)) < 9)].tolist())
+            sizes.add(len(kept))
+    assert len(sizes) > 1, "top-p never cut"
+    TokenBatch.from_samples(samples, params)
+
+
+def once_something_is_finished(call: Callable[[], Any]) -> Callable[[int], None]:
+    """on_finished that calls, in a thread of its own, when the first responses have ended."""
+    threads: list[threading.Thread] = []
+
+    def on_finished(count: int) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=call))
+            threads[0].start()
+
+    return on_finished
+
+
+def test_an_aborted_response_is_continued_as_if_it_had_never_stopped(server: SglangServer, kind: str) -> None:
+    # more of them than can end before the abort
+    params, prompts = SamplingParams(max_new_tokens=200), [PROMPTS[i % 6] for i in range(2000)]
+    with with_model(server, kind, concurrency=8) as engine:
+        stop = once_something_is_finished(engine.abort)
+        first = engine.generate(prompts, params, n=1, seeds=range(2000), on_finished=stop)
+        assert {sample.rejected for sample in first} == {None, "aborted"}
+        begun = [i for i, sample in enumerate(first) if sample.rejected and sample.output_ids]
+        assert begun and len(begun) <= 8
+        again = engine.generate([prompts[i] for i in begun], params, n=1, seeds=begun)
+    truth = Truth(kind)
+    for i, sample in zip(begun, again, strict=True):
+        assert sample.output_ids[: len(first[i].output_ids)] == first[i].output_ids
+        assert len(sample.output_ids) > len(first[i].output_ids)
+        assert_of(truth, sample)
+    for sample in first:
+        if sample.rejected is None:
+            assert_of(truth, sample)
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract"])
+def test_a_pause_by_the_server_leaves_spans_of_both_versions(server: SglangServer, kind: str, mode: str) -> None:
+    def pause_and_rename() -> None:
+        for path, body in (
+            ("/pause_generation", {"mode": mode}),
+            ("/update_weight_version", {"new_version": "7", "abort_all_requests": False}),
+            ("/continue_generation", {}),
+        ):
+            status, answer = server.call(path, body)
+            assert status == 200, answer
+
+    params, prompts = SamplingParams(max_new_tokens=200), [PROMPTS[i % 6] for i in range(32)]
+    with with_model(server, kind, concurrency=8) as engine:
+        pause = once_something_is_finished(pause_and_rename)
+        samples = engine.generate(prompts, params, n=1, seeds=range(32), on_finished=pause)
+    mixed = [sample for sample in samples if len(sample.weight_versions) > 1]
+    truth = Truth(kind)
+    for sample in samples:
+        if sample.rejected is None:
+            assert_of(truth, sample)
+    if mode == "retract":
+        retracted = [sample for sample in samples if sample.retractions or sample.rejected]
+        # routes that were computed anew are not those that drew the tokens
+        assert {sample.rejected for sample in retracted} == {None if kind == "dense" else "retracted_with_routes"}
+        assert retracted
+    else:
+        assert mixed and not any(sample.rejected for sample in samples)
+    for sample in mixed:
+        (old, start, middle), (new, same, end) = sample.weight_versions
+        assert (old, start, new, end) == (-1, 0, 7, len(sample.output_ids)) and 0 < middle == same < end
+
+
+def test_after_an_update_the_logprobs_are_those_of_the_new_weights(server: SglangServer, kind: str) -> None:
+    new = Truth(kind, seed=5)
+    params = SamplingParams(max_new_tokens=12)
+    with with_model(server, kind, max_staleness=0) as engine:
+        engine.update_weights(hf_weights(new.model), 3)
+        samples = engine.generate(PROMPTS, params, n=2, seeds=range(12))
+    assert all(sample.weight_versions == [(3, 0, len(sample.output_ids))] for sample in samples)
+    for sample in samples:
+        assert_of(new, sample)
+
+
+def hf_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """As checkpoints name them: one tensor per expert."""
+    for name, tensor in model.state_dict().items():
+        base = name.rpartition(".")[0]
+        for expert, fused in enumerate(tensor if ".experts." in name else ()):
+            if name.endswith("gate_up_proj"):
+                gate, up = fused.chunk(2)
+                yield f"{base}.{expert}.gate_proj.weight", gate.contiguous()
+                yield f"{base}.{expert}.up_proj.weight", up.contiguous()
+            else:
+                yield f"{base}.{expert}.down_proj.weight", fused
+        if ".experts." not in name:
+            yield name, tensor
+
+
+@pytest.mark.parametrize("kind", ["dense"])
+def test_the_longest_request_is_the_longest_that_the_server_does_not_cut(server: SglangServer, kind: str) -> None:
+    prompt = [3, 4, 5, 6, 7]
+    whole = server.generate(prompt, {"max_new_tokens": 249, "ignore_eos": True})
+    cut = server.generate(prompt, {"max_new_tokens": 250, "ignore_eos": True})
+    assert len(whole["output_ids"]) == len(cut["output_ids"]) == 249
+    with with_model(server, kind) as engine:
+        with pytest.raises(ValueError, match="longer than the 254 tokens"):
+            engine.generate([prompt], SamplingParams(max_new_tokens=250), n=1, seeds=[0])
+        (sample,) = engine.generate([prompt], SamplingParams(max_new_tokens=249), n=1, seeds=[0])
+        assert sample.rejected is None

@@ -1,0 +1,222 @@
+"""Weight updates on a real SGLang server: every way gives the log-probs of the new weights, to running requests too."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from sglang_server import MODELS, SglangServer, shared_server
+
+from megatron_rc.rollout.sglang_pool import Pool
+from megatron_rc.rollout.sglang_sync import update_servers, weight_sync
+
+PROMPT = [3, 4, 5, 6, 7]
+LONG = {"temperature": 1.0, "max_new_tokens": 200, "ignore_eos": True}
+UNROUNDED = 2e-5
+"""fp32 on both sides, nats."""
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    with shared_server("dense", tmp_path_factory) as found:
+        yield found
+
+
+class Trainer:
+    """One server, and models of seeds 0 (what it was started with), 1 and 2."""
+
+    def __init__(self, server: SglangServer, kind: str, way: Any, folder: Path, **options: Any) -> None:
+        self.server, self.kind = server, kind
+        self.config = json.loads((Path(server.model) / "config.json").read_text())
+        self.pool = Pool([server.url], concurrency=4, timeout_s=60)
+        self.sync = weight_sync(way, self.config, bucket_bytes=20_000, sync_dir=folder, timeout_s=60, **options)
+        self.models: dict[int, Any] = {}
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sync.close()
+        self.pool.close()
+
+    def model(self, seed: int) -> Any:
+        if seed not in self.models:
+            self.models[seed] = tiny_models.transformers_model(MODELS[self.kind], seed).float().eval()
+        return self.models[seed]
+
+    def weights(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """As a checkpoint names them: transformers fuses the experts that checkpoints and servers hold one by one."""
+        for name, tensor in self.model(seed).state_dict().items():
+            if name.endswith(".experts.gate_up_proj"):
+                for expert, fused in enumerate(tensor):
+                    for part, half in zip(("gate", "up"), fused.chunk(2), strict=True):
+                        yield name.replace("gate_up_proj", f"{expert}.{part}_proj.weight"), half
+            elif name.endswith(".experts.down_proj"):
+                for expert, down in enumerate(tensor):
+                    yield name.replace("down_proj", f"{expert}.down_proj.weight"), down
+            else:
+                yield name, tensor
+
+    def update(self, seed: int, version: int) -> None:
+        update_servers(self.pool, self.sync, self.weights(seed), version)
+
+    def probe(self, seed: int) -> Any:
+        return lambda prompt: self.logprobs(seed, prompt)[1:]
+
+    def logprobs(self, seed: int, ids: list[int]) -> list[float]:
+        """log p(ids[t] | ids[:t]), and 0 at t = 0."""
+        with torch.no_grad():
+            rows = self.model(seed)(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        return [0.0, *rows[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()]
+
+    def distance(self, seed: int, answer: Any, start: int = 0, end: int | None = None) -> float:
+        """max |server - model of seed| over output tokens start..end, nats."""
+        expected = self.logprobs(seed, PROMPT + answer["output_ids"])[len(PROMPT) :][start:end]
+        found = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]][start:end]
+        assert found
+        return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+
+    def sampled(self) -> Any:
+        return self.server.generate(PROMPT, {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True})
+
+
+def counted(trainer: Trainer, path: str) -> list[str]:
+    """The calls to ``path`` from now on."""
+    (server,), calls = trainer.pool.servers, list[str]()
+    post = server.post
+
+    def counting(asked: str, body: Any, timeout_s: float) -> Any:
+        calls.extend([asked] * (asked == path))
+        return post(asked, body, timeout_s)
+
+    server.post = counting  # type: ignore[method-assign]
+    return calls
+
+
+@pytest.mark.parametrize("way", ["disk", "tensor", "distributed"])
+def test_after_an_update_the_log_probs_are_those_of_the_new_weights(server, tmp_path, way):
+    with Trainer(server, "dense", way, tmp_path) as trainer:
+        assert trainer.distance(0, trainer.sampled()) < UNROUNDED
+        loads = counted(trainer, {"disk": "/update_weights_from_disk"}.get(way, f"/update_weights_from_{way}"))
+        for version, seed in [(1, 1), (2, 2), (3, 2), (4, 0)]:
+            trainer.sync.probe = trainer.probe(seed)
+            trainer.update(seed, version)
+            answer = trainer.sampled()
+            assert trainer.distance(seed, answer) < UNROUNDED
+            assert trainer.distance((seed + 1) % 3, answer) > 1e-2, "another model's would pass, too"
+            assert answer["meta_info"]["weight_versions"] == [{"version": str(version), "start": 0, "end": 12}]
+        if way == "disk":
+            (folder,) = tmp_path.iterdir()
+            assert len(list(folder.glob("*.safetensors"))) >= 3
+        else:
+            assert len(loads) >= 4 * 3, "an update must take several buckets to mean anything"
+
+
+def test_a_mixture_of_experts_is_updated_expert_by_expert(tmp_path_factory, tmp_path):
+    with (
+        shared_server("moe", tmp_path_factory) as server,
+        Trainer(server, "moe", "tensor", tmp_path) as trainer,
+    ):
+        for version, seed in [(1, 1), (2, 0)]:
+            trainer.sync.probe = trainer.probe(seed)
+            trainer.update(seed, version)
+            answer = trainer.sampled()
+            assert trainer.distance(seed, answer) < UNROUNDED
+            assert answer["meta_info"]["weight_version"] == str(version)
+        # of one expert alone the server's fused tensor changes
+        name = "model.layers.1.mlp.experts.gate_up_proj"
+        trainer.model(0).state_dict()[name][5] += 0.5
+        trainer.sync.probe = trainer.probe(0)
+        trainer.update(0, 3)
+
+
+def in_thread(trainer: Trainer, sampling: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(trainer.server.generate(PROMPT, sampling)))
+    thread.start()
+    return thread, answers
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract"])
+def test_requests_during_an_update_end_with_the_versions_that_drew_their_tokens(server, tmp_path, mode):
+    with Trainer(server, "dense", "tensor", tmp_path, pause_mode=mode) as trainer:
+        trainer.update(1, 1)
+        running, begun = in_thread(trainer, LONG)
+        waiting: list[tuple[threading.Thread, list[Any]]] = []
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in trainer.weights(2):
+                if not waiting:
+                    waiting.append(in_thread(trainer, {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True}))
+                    time.sleep(0.3)
+                    assert not waiting[0][1], "a request that is sent during the update is held"
+                yield name, tensor
+
+        while server.call("/v1/loads?include=core")[1]["loads"][0]["num_running_reqs"] == 0:
+            time.sleep(0.01)
+        update_servers(trainer.pool, trainer.sync, weights(), 2)
+        for thread in (running, waiting[0][0]):
+            thread.join(60)
+        (held,) = waiting[0][1]
+        assert held["meta_info"]["weight_versions"] == [{"version": "2", "start": 0, "end": 12}]
+        assert trainer.distance(2, held) < UNROUNDED
+        (first,) = begun
+        spans = [(s["version"], s["start"], s["end"]) for s in first["meta_info"]["weight_versions"]]
+        cut = spans[0][2]
+        assert spans[0] == ("1", 0, cut) and 0 < cut < 200
+        assert trainer.distance(1, first, 0, cut) < UNROUNDED
+        if mode == "abort":
+            assert first["meta_info"]["finish_reason"]["type"] == "abort" and len(spans) == 1
+        else:
+            assert spans[1:] == [("2", cut, 200)]
+            assert trainer.distance(2, first, cut) < UNROUNDED
+
+
+@pytest.mark.parametrize("way", ["disk", "tensor"])
+def test_a_server_that_accepts_half_of_the_tensors_is_found_by_its_checksums_and_paused(server, tmp_path, way):
+    with Trainer(server, "dense", way, tmp_path) as trainer:
+        half = ((name, tensor) for name, tensor in trainer.weights(1) if ".layers.1." not in name)
+        with pytest.raises(ValueError, match="8 tensors that the update did not fill, such as model.layers.1."):
+            update_servers(trainer.pool, trainer.sync, half, 1)
+        assert "did not fill" in str(trainer.pool.servers[0].out)
+        assert server.call("/model_info")[1]["weight_version"] == "unproved-1"
+        assert server.call("/ready")[0] == 503, "it must not answer with mixed weights"
+        trainer.update(1, 2)
+        assert trainer.pool.servers[0].out is None
+        assert trainer.distance(1, trainer.sampled()) < UNROUNDED
+
+
+def test_a_tensor_that_the_server_holds_under_another_name_is_not_taken_for_sent(server, tmp_path):
+    with Trainer(server, "dense", "tensor", tmp_path) as trainer:
+        renamed = ((name.replace("model.norm", "model.final_norm"), t) for name, t in trainer.weights(1))
+        with pytest.raises(ValueError, match=r"1 tensors that the update did not fill, such as model.norm.weight"):
+            update_servers(trainer.pool, trainer.sync, renamed, 1)
+
+
+def test_the_probe_tells_the_weights_of_the_trainer_from_others(server, tmp_path):
+    with Trainer(server, "dense", "tensor", tmp_path) as trainer:
+        trainer.sync.probe = trainer.probe(2)
+        with pytest.raises(ValueError, match=r"its probe prompt are .* nats from the trainer's"):
+            trainer.update(1, 1)
+        assert server.call("/ready")[0] == 503
+        assert server.call("/model_info")[1]["weight_version"] == "unproved-1"
+
+
+def test_a_folder_that_the_server_does_not_see_is_refused_and_the_old_weights_stay(server, tmp_path, monkeypatch):
+    with Trainer(server, "dense", "disk", tmp_path) as trainer:
+        (connected,) = trainer.pool.servers
+        post = connected.post
+
+        def elsewhere(path: str, body: Any, timeout_s: float) -> Any:
+            return post(path, body | {"model_path": "/elsewhere/weights"} if "model_path" in body else body, timeout_s)
+
+        monkeypatch.setattr(connected, "post", elsewhere)
+        with pytest.raises(ValueError, match=r"update_weights_from_disk answered 400"):
+            trainer.update(1, 1)
