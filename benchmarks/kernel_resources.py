@@ -24,22 +24,29 @@ def launch_table() -> dict[str, list[int]]:
     return {name: list(launch) for name, launch in LAUNCH.items()}
 
 
+def used_by(kernel: str) -> dict[str, int]:
+    """Over all variants of a kernel: registers and spilled bytes a thread, shared bytes a program."""
+    from aot import resources
+
+    variants = [used for _, used in resources(kernel, TARGET)]
+    return {
+        "variants": len(variants),
+        "fewest registers": min(used.registers for used in variants),
+        "most registers": max(used.registers for used in variants),
+        "most spilled": max(used.spilled for used in variants),
+        "most shared": max(used.shared for used in variants),
+    }
+
+
 def measured() -> dict[str, Any]:
-    """Of every variant of every kernel: registers and spilled bytes a thread, shared bytes a program."""
+    """What every kernel uses, and with which launch shapes and compiler."""
     import triton
-    from aot import fresh_cache, kernel_names, resources
+    from aot import fresh_cache, kernel_names
 
     kernels = {}
     with tempfile.TemporaryDirectory() as folder, fresh_cache(Path(folder)):
         for name in kernel_names():
-            variants = list(resources(name, TARGET).values())
-            kernels[name] = {
-                "variants": len(variants),
-                "fewest registers": min(variant.registers for variant in variants),
-                "most registers": max(variant.registers for variant in variants),
-                "most spilled": max(variant.spilled for variant in variants),
-                "most shared": max(variant.shared for variant in variants),
-            }
+            kernels[name] = used_by(name)
             print(name, kernels[name], flush=True)
     return {"triton": triton.__version__, "target": TARGET, "launch": launch_table(), "kernels": kernels}
 

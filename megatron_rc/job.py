@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,16 +65,17 @@ def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
             _delete_outputs(folder)
         policy = Policy(settings.model, settings.parallel, settings.train, groups)
         probe = _probe(settings, policy)
-        engine = _engine(settings, policy, groups, probe)
 
         def export(version: int) -> Iterable[tuple[str, Tensor]]:
             if probe:
                 probe.refresh()
             return perturbed(policy.export(), quantize=rollout.quantize, amplify=rollout.amplify, version=version)
 
-        with Observers(settings, writer=groups.is_writer, dumps=dump) as observers:
+        with (
+            closing(_engine(settings, policy, groups, probe)) as engine,
+            Observers(settings, writer=groups.is_writer, dumps=dump) as observers,
+        ):
             Job(settings, groups, policy, engine, task, observers, export=export).run(resume=not fresh)
-        engine.close()
 
 
 def _delete_outputs(folder: Path) -> None:

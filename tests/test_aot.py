@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import aot
 import pytest
 
 from megatron_rc.kernels.launch import LAUNCH
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
+import kernel_resources
 
 # a note on defaults of later versions
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -28,6 +35,12 @@ def test_it_compiles_without_spilling_a_register(kernel: str, target: str) -> No
     assert [f"{one.spilled} bytes: {source}" for source, one in found if one.spilled] == []
     assert [str(source) for source, one in found if one.shared > aot.SHARED_LIMIT[target]] == []
     assert all(one.registers > 0 for _, one in found)
+
+
+def test_the_committed_resources_are_what_the_compiler_says() -> None:
+    committed = json.loads(kernel_resources.FILE.read_text())["kernels"]
+    kernel = "normalize_fwd_kernel"
+    assert kernel_resources.used_by(kernel) == committed[kernel], "run python benchmarks/kernel_resources.py"
 
 
 def test_every_entry_of_the_launch_table_is_compiled() -> None:

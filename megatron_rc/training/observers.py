@@ -85,7 +85,7 @@ class Observers:
         self.message(f"resumed from {checkpoint}")
 
     def dump(self, step: int, rollouts: Rollouts, result: StepResult, groups: Groups) -> None:
-        """Write what was rejected at ``step`` where asked for, and its training batch, a collective, when dumps are on."""
+        """Write what was rejected at ``step`` where asked for, and its batch, a collective, when dumps are on."""
         if self._rejected and rollouts.rejected:
             self._rejected.write(step, rollouts.rejected)
         if not self._dumping:
