@@ -49,9 +49,13 @@ def environment() -> dict[str, str]:
 
 
 def run_job(config: Path, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run a job to its end, whatever its exit status."""
+    """Run a job to its end, whatever its exit status; modules beside its settings can be imported."""
     return subprocess.run(
-        command(config, *arguments, processes=processes), env=environment(), capture_output=True, text=True, timeout=300
+        command(config, *arguments, processes=processes),
+        env={**environment(), "PYTHONPATH": f"{ROOT}:{config.parent}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -89,17 +93,32 @@ def not_a_number(prompt, response, answer):
 """Reward functions for a module that the jobs import."""
 
 
-def save_tiny_checkpoint(path: Path, model: dict[str, Any] = DENSE) -> None:
-    """A random Qwen3 of transformers with a tokenizer of letters."""
+def save_tokenizer(path: Path) -> None:
+    """A tokenizer of 19 ids: letters between spaces."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     words = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnop"]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
     fast.save_pretrained(path)
+
+
+def save_tiny_checkpoint(path: Path, model: dict[str, Any] = DENSE) -> None:
+    """A random Qwen3 of transformers with a tokenizer of letters."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    save_tokenizer(path)
     Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in model.items() if k != "model_type"})).save_pretrained(path)
+
+
+def letters_task(folder: Path) -> dict[str, Any]:
+    """Prompts of three letters, rewarded by the length of the answer; writes its files."""
+    (folder / "grading.py").write_text(REWARDS)
+    lines = [json.dumps({"prompt": " ".join("abcdefghijklmnop"[i : i + 3]), "answer": "a"}) for i in range(12)]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    return {"kind": "jsonl", "options": {"path": str(folder / "data.jsonl"), "reward": "grading:by_length"}}
 
 
 def train(config: Path, output: Path, *assignments: str) -> list[str]:

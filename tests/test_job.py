@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jobs import REWARDS, run_together, save_tiny_checkpoint, settings_file, train
+from jobs import letters_task, run_together, save_tiny_checkpoint, settings_file, train
 from safetensors.torch import load_file
 
 from megatron_rc.dump import read_dump
@@ -45,13 +44,8 @@ CASES: dict[str, list[str]] = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("jobs")
-    (folder / "grading.py").write_text(REWARDS)
     save_tiny_checkpoint(folder / "hf")
-    lines = [json.dumps({"prompt": " ".join("abcdefghijklmnop"[i : i + 3]), "answer": "a"}) for i in range(12)]
-    (folder / "data.jsonl").write_text("\n".join(lines))
-    options = {"path": str(folder / "data.jsonl"), "reward": "grading:by_length"}
-    task = {"kind": "jsonl", "options": options}
-    config = settings_file(folder, {**JOB, "model": {"hf_path": str(folder / "hf")}, "task": task})
+    config = settings_file(folder, {**JOB, "model": {"hf_path": str(folder / "hf")}, "task": letters_task(folder)})
     commands = [[*train(config, folder / name, *chosen), "--dump"] for name, chosen in CASES.items()]
     for name, (status, said) in zip(CASES, run_together(commands, folder), strict=True):
         assert status == 0, f"{name}: {said}"

@@ -1,0 +1,96 @@
+"""Whole jobs on the rollouts of a real SGLang server, and what a job says of a server that it cannot use."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import ROOT, finished_job, letters_task, run_together, save_tokenizer, settings_file, train
+from sglang_server import shared_server
+
+from megatron_rc.dump import read_dump
+
+SCRIPT = ROOT / "launch/train_sglang_cpu.sh"
+
+
+def job(folder: Path, served: str, **changes: Any) -> Path:
+    """Settings of a job that trains a copy of the served model, which gets a tokenizer."""
+    shutil.copytree(served, folder / "hf")
+    save_tokenizer(folder / "hf")
+    data = {
+        "model": {"hf_path": str(folder / "hf")},
+        "task": letters_task(folder),
+        "rollout": {
+            "engine": "sglang",
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_new_tokens": 8,
+            "sglang": {"timeout_s": 60, "bucket_bytes": 20_000},
+        },
+        "train": {"steps": 2, "dtype": "fp32", "lr": 1e-2, "eval_interval": 100, "save_interval": 100},
+    }
+    for section, fields in changes.items():
+        data[section] = {**data.get(section, {}), **fields}
+    return settings_file(folder, data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "sync", "routes"), [("dense", "tensor", "tensor", False), ("moe", "expert", "distributed", True)]
+)
+def test_a_job_trains_on_a_servers_rollouts_and_sends_it_every_version(
+    kind: str, layout: str, sync: str, routes: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with shared_server(kind, tmp_path_factory) as server:
+        config = job(tmp_path, server.model, parallel={layout: 2})
+        chosen = [f"rollout.sglang.urls=['{server.url}']", f"rollout.sglang.weight_sync={sync}"]
+        chosen += [f"rollout.sglang.capture_routes={str(routes).lower()}", f"output={tmp_path / 'out'}"]
+        arguments = [word for assignment in chosen for word in ("--set", assignment)]
+        steps = [m for m in finished_job(config, "--dump", *arguments, processes=2) if m["step"] > 0]
+        status, answer = server.call("/model_info")
+    assert (status, answer["weight_version"]) == (200, "2")
+    # the second batch was drawn by the weights of the first update: only with them are its log-probs the trainer's
+    assert [m["step"] for m in steps] == [1, 2] and all(m["old/k3"] < 1e-8 for m in steps)
+    assert all(m["rollout/rejected"] == 0 for m in steps) and steps[0]["grad_norm"] > 0
+    batches = list(read_dump(tmp_path / "out/dump"))
+    drew = [{span["version"] for row in batch for span in row["weight_versions"]} for batch in batches]
+    assert drew == [{0}, {1}]
+
+
+def test_a_server_that_cannot_be_used_is_one_sentence(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with shared_server("dense", tmp_path_factory) as server:
+        config, url = job(tmp_path, server.model), f"rollout.sglang.urls=['{server.url}']"
+        sentences = {
+            "names no experts": [url, "rollout.sglang.capture_routes=true"],
+            "needs a finite top_k": [url, "rollout.top_p=0.9"],
+            "http://127.0.0.1:9": ["rollout.sglang.urls=['http://127.0.0.1:9']"],
+        }
+        answers = run_together([train(config, tmp_path / "out", *chosen) for chosen in sentences.values()], tmp_path)
+    for sentence, (status, said) in zip(sentences, answers, strict=True):
+        assert status == 2 and sentence in said
+        assert "Traceback" not in said and "Unclosed" not in said
+
+
+def test_wrong_arguments_of_the_script_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").touch()
+    for arguments, sentence in {
+        ("--steps", "many"): "--steps takes a whole number, got 'many'",
+        ("--sync", "mail"): "--sync takes disk, tensor or distributed, got 'mail'",
+        ("--fast",): "unknown argument '--fast'",
+        ("--out", str(tmp_path)): "is not empty and holds no earlier run",
+    }.items():
+        done = subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True)
+        assert done.returncode != 0 and sentence in done.stderr + done.stdout
+    done = subprocess.run(["bash", str(SCRIPT), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "--moe" in done.stdout
+
+
+@pytest.mark.full
+def test_the_script_trains_against_a_server_that_it_starts_and_stops(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", str(SCRIPT), "--moe", "--steps", "2", "--out", str(tmp_path / "run")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert (tmp_path / "run/train/report.html").exists() and "stopped the server" in done.stdout + done.stderr
