@@ -4,7 +4,8 @@
 
 Both ways keep 256 requests in flight at a small server in another process and decode every answer; the bare library
 stops there, the engine also checks each token and makes samples. Rounds alternate in one process, so that a busy
-machine slows both. Memory is the growth of the peak of a process of its own, from the connected engine on.
+machine slows both; CPU time is that of this process, without the server. Memory is the growth of the peak of a process
+of its own, from the connected engine on.
 """
 
 from __future__ import annotations
@@ -16,21 +17,24 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from typing import Any
 
 import aiohttp
-from faulty_answers import EXPERTS, LAYERS, TOP_K, VOCABULARY
-from sglang_engines import MODEL, sglang_engine
 
-from megatron_rc.engine import SamplingParams
-from megatron_rc.rollout.sglang import SGLangEngine
-from megatron_rc.rollout.sglang_answer import Request, RouteShape
+ROOT = Path(__file__).parent.parent
+# the server is that of the tests
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from faulty_answers import EXPERTS, LAYERS, TOP_K, VOCABULARY  # noqa: E402
+from sglang_engines import MODEL, sglang_engine  # noqa: E402
+
+from megatron_rc.engine import SamplingParams  # noqa: E402
+from megatron_rc.rollout.sglang import SGLangEngine  # noqa: E402
+from megatron_rc.rollout.sglang_answer import Request, RouteShape  # noqa: E402
 
 STREAMS = 256
 
@@ -51,17 +55,23 @@ def prompts_of(count: int) -> list[list[int]]:
     return [[i // 37 % 37, i % 37] * 64 for i in range(count)]
 
 
-async def bare(url: str, prompts: list[list[int]], params: SamplingParams, routes: RouteShape | None) -> int:
+def bodies_of(prompts: list[list[int]], params: SamplingParams, routes: RouteShape | None) -> Iterator[Any]:
+    """What the engine asks about ``prompts``, one request each."""
+    for prompt in prompts:
+        yield Request(uuid.uuid4().hex, prompt, (), params, VOCABULARY, None, routes, -1).body()
+
+
+async def bare(url: str, bodies: Iterator[Any]) -> int:
     """The same requests without the engine; returns the number of tokens."""
-    rows, tokens = iter(prompts), 0
+    tokens = 0
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def stream() -> None:
             nonlocal tokens
-            for prompt in rows:
-                request = Request(uuid.uuid4().hex, prompt, (), params, VOCABULARY, None, routes, -1)
-                async with session.post(url + "/generate", json=request.body()) as answer:
-                    tokens += len((await answer.json())["output_ids"])
+            for body in bodies:
+                async with session.post(url + "/generate", json=body) as answer:
+                    decoded = await answer.json()
+                tokens += len(decoded["output_ids"])
 
         await asyncio.gather(*(stream() for _ in range(STREAMS)))
     return tokens
@@ -73,9 +83,16 @@ def bridged(engine: SGLangEngine, prompts: list[list[int]], params: SamplingPara
     return sum(len(sample.output_ids) for sample in samples)
 
 
-def peak_mb() -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+def peak_growth_mb(work: Callable[[], object]) -> float:
+    """How far the largest memory of this process rises above the present one during ``work``."""
+
+    def peak_kb() -> int:
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = peak_kb()
+    work()
+    return (peak_kb() - before) / 1024
 
 
 def main() -> None:
@@ -92,22 +109,21 @@ def main() -> None:
     routes = RouteShape(LAYERS, TOP_K, EXPERTS) if options.routes else None
     if options.memory:
         with sglang_engine(options.memory, model=model, concurrency=STREAMS, return_routes=options.routes) as engine:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-            before = peak_mb()
-            bridged(engine, prompts, params)
-            print(peak_mb() - before)
+            print(peak_growth_mb(lambda: bridged(engine, prompts, params)))
         return
     with server(options.token_seconds) as url:
         seconds: dict[str, list[float]] = {"bare": [], "bridge": []}
+        cpu_seconds: dict[str, list[float]] = {"bare": [], "bridge": []}
         with sglang_engine(url, model=model, concurrency=STREAMS, return_routes=options.routes) as engine:
             for turn in range(2 * options.rounds):
                 way = ("bare", "bridge", "bridge", "bare")[turn % 4]
-                started = time.perf_counter()
+                started, cpu_started = time.perf_counter(), time.process_time()
                 if way == "bare":
-                    tokens = asyncio.run(bare(url, prompts, params, routes))
+                    tokens = asyncio.run(bare(url, bodies_of(prompts, params, routes)))
                 else:
                     tokens = bridged(engine, prompts, params)
                 seconds[way].append(time.perf_counter() - started)
+                cpu_seconds[way].append(time.process_time() - cpu_started)
                 assert tokens == options.requests * options.tokens
         memory = subprocess.run(
             [sys.executable, __file__, *sys.argv[1:], "--memory", url], check=True, capture_output=True, text=True
@@ -120,6 +136,8 @@ def main() -> None:
         "bare_s": round(median(seconds["bare"]), 3),
         "bridge_s": round(median(seconds["bridge"]), 3),
         "ratio": round(median(seconds["bridge"]) / median(seconds["bare"]), 3),
+        "bare_cpu_s": round(median(cpu_seconds["bare"]), 3),
+        "bridge_cpu_s": round(median(cpu_seconds["bridge"]), 3),
         "memory_mb": round(float(memory.stdout), 1),
     }
     print(json.dumps(result))

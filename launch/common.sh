@@ -113,3 +113,16 @@ prepare_triton() {
         "$folder"/triton/{profiler,FileCheck} "$folder"/triton/_C/libproton.so "$folder/bin"
     echo "$key" >"$folder/installed"
 }
+
+# prepare_megatron_training VERSION...: wheels of megatron-core that hold megatron.training, in $VENV/megatron-training. They
+# are for a newer Python than .venv's: tests unpack them.
+prepare_megatron_training() {
+    local version folder="$VENV/megatron-training" log="$VENV/install-megatron-training.log"
+    for version in "$@"; do
+        compgen -G "$folder/megatron_core-$version-*.whl" >/dev/null && continue
+        say "downloading megatron-core $version (2 MB)"
+        logged_pip "$log" download --no-deps --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
+            --platform manylinux_2_24_x86_64 -d "$folder" "megatron-core==$version" ||
+            say "no wheel of megatron-core $version was found: the tests that read it are skipped"
+    done
+}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_rc.config import Rejection, RolloutCorrection, Weight
     from megatron_rc.correction import Corrected, correct
+    from megatron_rc.integrations.patching import Patch, patch
     from megatron_rc.logprobs import vocab_parallel_logprobs
     from megatron_rc.loss import PolicyLoss, loss_scale, policy_loss
     from megatron_rc.lr_decay import LengthDecayLR
@@ -23,6 +24,7 @@ __all__ = [
     "Corrected",
     "LengthDecayLR",
     "MetricSums",
+    "Patch",
     "PolicyLoss",
     "Rejection",
     "RolloutCorrection",
@@ -30,6 +32,7 @@ __all__ = [
     "Weight",
     "correct",
     "loss_scale",
+    "patch",
     "policy_loss",
     "vocab_parallel_logprobs",
 ]
@@ -38,6 +41,7 @@ _MODULE_OF = {
     "Corrected": "correction",
     "LengthDecayLR": "lr_decay",
     "MetricSums": "metrics",
+    "Patch": "integrations.patching",
     "PolicyLoss": "loss",
     "Rejection": "config",
     "RolloutCorrection": "config",
@@ -45,6 +49,7 @@ _MODULE_OF = {
     "Weight": "config",
     "correct": "correction",
     "loss_scale": "loss",
+    "patch": "integrations.patching",
     "policy_loss": "loss",
     "vocab_parallel_logprobs": "logprobs",
 }

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -57,17 +57,30 @@ def train(
 
 def job_settings(config: Path, assignments: Iterable[str] = ()) -> JobSettings:
     """The settings of a YAML file with ``key=value`` assignments on top, as `train` takes them."""
-    from megatron_rc.config import RolloutCorrection
-    from megatron_rc.training.arguments import JobSettings
+    return job.settings_of(schema.load_yaml(config), assignments)
 
-    data = schema.load_yaml(config)
-    if isinstance(data.get("correction"), str):
-        data["correction"] = {"preset": data["correction"]}  # so that --set correction.old=... keeps the rest
-    for assignment in assignments:
-        schema.set_field(data, assignment)
-    if "correction" in data:
-        data["correction"] = RolloutCorrection.expand(data["correction"])
-    return schema.from_dict(JobSettings, data)
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def patch(
+    script: Annotated[Path, typer.Argument(help="Training script of the host, such as train_rl.py.")],
+    arguments: Annotated[list[str], typer.Argument(help="Its own flags, passed on untouched.")] = [],  # noqa: B006
+    rc_preset: Annotated[str | None, typer.Option(help="Correction preset, in the place of the YAML's.")] = None,
+    rc_config: Annotated[Path | None, typer.Option(help="YAML with `correction:` and `lr_decay:`.")] = None,
+    rc_set: Annotated[
+        list[str], typer.Option(metavar="KEY=VALUE", help="Override a field, such as correction.weight.upper=3.")
+    ] = [],  # noqa: B006
+    rc_lr_decay: Annotated[
+        bool, typer.Option("--rc-lr-decay", help="Length-decay learning rate with the defaults.")
+    ] = False,
+    rc_host: Annotated[str, typer.Option(help="Codebase to patch; auto: the only one importable.")] = "auto",
+) -> None:
+    """Run the training script of another codebase with rollout correction patched into it; docs/patching.md.
+
+    torchrun --nproc_per_node 8 -m megatron_rc patch --rc-preset geo-mask-token-tis train_rl.py FLAGS
+    """
+    from megatron_rc.integrations.run_script import patch_settings, run_script
+
+    run_script(script, arguments, patch_settings(rc_config, rc_preset, rc_lr_decay, rc_set), host=rc_host)
 
 
 @app.command()
@@ -105,6 +118,48 @@ def plan(
 
 
 @app.command()
+def grid(
+    config: Annotated[Path, typer.Argument(help="YAML of the grid: job, axes, seeds; docs/moe.md explains one.")],
+    only: Annotated[list[str], typer.Option(metavar="AXIS=CHOICE,...", help="These choices alone.")] = [],  # noqa: B006
+    seeds: Annotated[str, typer.Option(help="Seeds in place of the YAML's, such as 1,2,3.")] = "",
+    output: Annotated[str, typer.Option(help="Folder in place of the YAML's.")] = "",
+    assignments: Annotated[
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a field of all jobs.")
+    ] = [],  # noqa: B006
+    warm: Annotated[
+        bool, typer.Option("--warm", help="Only make and name the checkpoints that cells start from.")
+    ] = False,
+    table: Annotated[bool, typer.Option("--table", help="Run nothing; write the table of what is finished.")] = False,
+) -> None:
+    """Train one job for every choice on every axis of a grid, and write their table and picture.
+
+    Resumes: finished cells stay. The same command in a second terminal takes a share of the cells.
+    """
+    quiet_imports()
+    from megatron_rc import grid as grids
+    from megatron_rc.report.grid import read_run, write_grid
+
+    data: dict[str, Any] = schema.load_yaml(config)
+    if seeds:
+        data["seeds"] = [int(seed) for seed in seeds.split(",") if seed.strip().isdigit()]
+    if output:
+        data["output"] = output
+    chosen = schema.from_dict(grids.GridSettings, data | {"arguments": assignments})
+    if warm:
+        return print(*grids.warm(chosen), sep="\n")
+    pairs = [word.partition("=") for word in only]
+    todo = grids.cells(chosen, {axis: names.split(",") for axis, _, names in pairs})
+    failed = {} if table else grids.run(chosen, todo, lambda said: print(said, file=sys.stderr, flush=True))
+    done = [cell for cell in grids.cells(chosen) if cell.finished()]
+    if not done:
+        raise ValueError(f"no cell of {chosen.output} is finished" + "".join(f"; {k}: {v}" for k, v in failed.items()))
+    for path in write_grid([read_run(c.choices, c.seed, c.folder) for c in done], Path(chosen.output)):
+        print(path)
+    if failed:
+        raise ValueError("failed: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
+
+
+@app.command()
 def settings() -> None:
     """Print every field of the YAML with its type, default and meaning (Markdown)."""
     from megatron_rc import describe
@@ -130,6 +185,7 @@ def metrics() -> None:
     """Print every metric of a pair of policies with its formula (Markdown)."""
     from megatron_rc import describe
     from megatron_rc.metrics import METRICS, SHARES
+    from megatron_rc.moe.shift import EXPERT_SHIFT, EXPERT_SHIFT_LISTS
 
     print("# Metrics\n\nPrinted by `megatron-rc metrics`. `old/` is the trainer before the update against the sampler,")
     print("`current/` the trainer during the update against the sampler, `current_old/` the former two.\n")
@@ -137,6 +193,10 @@ def metrics() -> None:
     print("weights.\n")
     formulas = {**{name: metric.formula for name, metric in METRICS.items()}, **SHARES}
     print(describe.table(("metric", "formula"), [(f"`{name}`", text) for name, text in formulas.items()]), end="")
+    print("\n## Expert shift\n\nOf a model with experts, with `moe.record`. S, S': the experts of a token in a layer")
+    print("by the two engines (a decision), k their number; a token is shifted when one of its decisions differs.\n")
+    routes = {**EXPERT_SHIFT, **EXPERT_SHIFT_LISTS}
+    print(describe.table(("metric", "formula"), [(f"`{name}`", text) for name, text in routes.items()]), end="")
 
 
 @app.command()
@@ -157,31 +217,41 @@ def report(
 
 @app.command()
 def doctor(
+    flags: Annotated[
+        list[str] | None, typer.Argument(metavar="-- FLAGS", help="Flags of the --host, after --.")
+    ] = None,
     sglang: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="An SGLang server or sglang-router; may be repeated.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML of the job; names the servers, too.")] = None,
     hf_path: Annotated[str | None, typer.Option(help="Directory of the trained model, instead of the YAML's.")] = None,
+    host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Codebase to be patched, such as megatron-lm; auto.")
+    ] = None,
+    flags_file: Annotated[
+        Path | None, typer.Option(help="File with the --host's flags, or the script that starts it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every finding as JSON.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for one answer.")] = 60.0,
 ) -> None:
-    """Compare live rollout servers with the trainer: every known source of mismatch, and how to mend it.
+    """Compare live rollout servers with the trainer, and codebases with what patch knows: every known trap and its fix.
+
+    Servers: --sglang URL or --config. Codebases: --host NAME, then -- and the flags of its script; with neither, this
+    Python and every codebase that is known. Nothing of a codebase is imported.
 
     Exit status: 0 nothing wrong (warnings allowed), 1 errors found, 2 a server or a setting could not be read.
     """
     from rich.console import Console
 
     from megatron_rc.doctor import display
-    from megatron_rc.doctor.facts import Facts, read_trainer
+    from megatron_rc.doctor.host_checks import examine_hosts
     from megatron_rc.doctor.registry import worst
-    from megatron_rc.doctor.sglang_checks import SGLANG
-    from megatron_rc.doctor.sglang_probe import read_servers
+    from megatron_rc.doctor.sglang_checks import examine_servers
 
-    trainer = read_trainer(config, hf_path)
-    urls = sglang or (trainer.job.rollout.sglang.urls if trainer.job else ())
-    if not urls:
-        raise ValueError("give the servers to look at with --sglang URL, or a job's YAML with --config")
-    found = {f"{SGLANG.subject} {s.url}": SGLANG.run(Facts(s, trainer)) for s in read_servers(urls, timeout)}
+    asks_servers = bool(sglang or config or hf_path)
+    found = examine_servers(sglang, config, hf_path, timeout) if asks_servers else {}
+    if host or flags or flags_file or not asks_servers:
+        found |= examine_hosts(host or (), flags or (), flags_file)
     if as_json:
         print(display.to_json(found))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import warnings
 from collections.abc import Iterable
@@ -24,6 +25,26 @@ def quiet_imports() -> None:
     """Without what megatron-core says on import: one warning a missing library, module and process."""
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
+
+
+def settings_of(data: dict[str, Any], assignments: Iterable[str] = ()) -> JobSettings:
+    """The settings of a job from the content of its YAML, with ``key=value`` assignments on top.
+
+    Raises:
+        ValueError: one sentence naming the field.
+    """
+    from megatron_rc import schema
+    from megatron_rc.config import RolloutCorrection
+    from megatron_rc.training.arguments import JobSettings
+
+    data = copy.deepcopy(data)
+    if isinstance(data.get("correction"), str):
+        data["correction"] = {"preset": data["correction"]}  # so that --set correction.old=... keeps the rest
+    for assignment in assignments:
+        schema.set_field(data, assignment)
+    if "correction" in data:
+        data["correction"] = RolloutCorrection.expand(data["correction"])
+    return schema.from_dict(JobSettings, data)
 
 
 OUTPUTS = (
@@ -114,7 +135,9 @@ def _engine(settings: JobSettings, policy: Policy, groups: Groups, probe: Probe 
     if rollout.engine == "sglang":
         engine = _sglang_engine(settings, policy, groups, probe)
     else:
-        engine = HFEngine(policy.hf_config, dtype=rollout.dtype, device=policy.device)
+        engine = HFEngine(
+            policy.hf_config, dtype=rollout.dtype, device=policy.device, return_routes=settings.moe.wants_routes
+        )
     return StaleEngine(engine, rollout.staleness) if rollout.staleness else engine
 
 
@@ -163,7 +186,7 @@ def _sglang_engine(settings: JobSettings, policy: Policy, groups: Groups, probe:
             timeout_s=chosen.timeout_s,
             retries=chosen.retries,
             backoff_s=chosen.backoff_s,
-            return_routes=chosen.capture_routes,
+            return_routes=chosen.capture_routes or settings.moe.wants_routes,
             max_staleness=chosen.max_staleness,
             partial=chosen.partial,
         )

@@ -64,6 +64,10 @@ class LengthDecayLR:
         self._fixed_period = decay_period
         self._attached: list[_Attachment] = []
 
+    def __repr__(self) -> str:
+        period = f"decay_period={self.decay_period}, min_lr_ratio={self.min_lr_ratio:g}"
+        return f"LengthDecayLR({self.initial_lr:g}, {period})"
+
     @property
     def rollouts(self) -> int:
         """Rollouts so far: the number, 1-based, of the one that ``lr`` is for; 0 before the first."""

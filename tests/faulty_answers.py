@@ -66,8 +66,6 @@ def damaged(answer: dict[str, Any], damage: str) -> Any:
         del answer["meta_info"]
     elif damage == "strange_finish":
         meta["finish_reason"] = {"type": "tired"}
-    elif damage == "old_version":
-        meta["weight_versions"] = [{"version": "default", "start": 0, "end": len(output)}]
     elif damage == "gap_in_versions":
         meta["weight_versions"][0]["start"] = 1
     elif damage == "retracted":

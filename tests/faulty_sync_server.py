@@ -277,7 +277,9 @@ def _serve(connection: Any) -> None:
 @contextmanager
 def servers_in_processes(count: int) -> Iterator[list[str]]:
     """Urls of servers in processes of their own: a torch.distributed group has one member a process."""
-    context = mp.get_context("spawn")
+    # forked from one process that has imported torch, instead of importing it in each
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["safetensors.torch"])
     pipes = [context.Pipe() for _ in range(count)]
     processes = [context.Process(target=_serve, args=(theirs,), daemon=True) for _, theirs in pipes]
     for process in processes:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
 
 ROOT = Path(__file__).parent.parent
 SERVE = ROOT / "launch/sglang_cpu/serve.sh"
@@ -67,6 +68,20 @@ def save_checkpoint(path: Path, kind: str, seed: int = 0) -> Path:
     return path
 
 
+def checkpoint_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of a transformers model, which fuses the experts that checkpoints and servers name one by one."""
+    for name, tensor in model.state_dict().items():
+        if name.endswith(".experts.gate_up_proj"):
+            for expert, fused in enumerate(tensor):
+                for part, half in zip(("gate", "up"), fused.chunk(2), strict=True):
+                    yield name.replace("gate_up_proj", f"{expert}.{part}_proj.weight"), half
+        elif name.endswith(".experts.down_proj"):
+            for expert, down in enumerate(tensor):
+                yield name.replace("down_proj", f"{expert}.down_proj.weight"), down
+        else:
+            yield name, tensor
+
+
 @contextmanager
 def sglang_server(
     model: str | Path, *flags: str, env: Mapping[str, str] | None = None, owner: int | None = None
@@ -93,12 +108,17 @@ def shared_server(kind: str, factory: pytest.TempPathFactory) -> Iterator[Sglang
     state = folder / f"sglang-{kind}.json"
     with open(folder / f"sglang-{kind}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        server = SglangServer(**json.loads(state.read_text())) if state.exists() else None
+        known = json.loads(state.read_text()) if state.exists() else {}
+        if known is None:
+            pytest.fail(f"the shared {kind} server did not start for an earlier test")
+        server = SglangServer(**known) if known else None
         if server is None or not _restored(server):
             if server is not None:
                 _stop(Path(server.log))
             model, log = folder / f"sglang-{kind}-model", folder / f"sglang-{kind}.log"
             save_checkpoint(model, kind)
+            # what is left when it does not start: the next test need not wait for that again
+            state.write_text("null")
             server = _start(model, log, (), None, os.getppid() if worker else os.getpid())
             state.write_text(json.dumps(asdict(server)))
         yield server

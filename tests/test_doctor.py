@@ -155,7 +155,7 @@ def test_the_trainer_is_read_from_its_yaml_with_its_longest_prompt(tmp_path: Pat
         (["--sglang", "127.0.0.1:9"], "urls must start with http://"),
         (["--hf-path", "{folder}"], "has no config.json"),
         (["--config", "{folder}/none.yaml"], "no such file"),
-        ([], "--sglang URL"),
+        (["--host", "none"], "host must be 'auto'"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence_and_status_2(arguments: list[str], sentence: str, tmp_path: Path) -> None:

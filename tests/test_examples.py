@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,32 @@ import torch
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
-def test_an_example_learns(example: Path):
+@cache
+def printed(example: Path) -> str:
+    """What an example prints; each is run once."""
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    rewards = [float(found) for found in re.findall(r"reward ([\d.]+)", done.stdout)]
+    return done.stdout
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_an_example_learns(example: Path):
+    rewards = [float(found) for found in re.findall(r"reward ([\d.]+)", printed(example))]
     assert rewards[-1] > rewards[0] + 0.2
+
+
+def test_a_loop_that_exists_is_corrected_by_one_line_and_left_alone_when_only_measured():
+    alone = printed(ROOT / "examples/existing_loop.py").splitlines()
+    before, after = printed(ROOT / "examples/patch_existing_loop.py").split("after: ")
+    # measuring changes no loss, learning rate or reward
+    assert [line for line in before.splitlines() if line.startswith("step")] == alone
+    rates = {int(step): rate for step, rate in re.findall(r"step (\d+): .*LR ([\d.e-]+)", after)}
+    assert [rates[step] for step in (1, 10, 20, 30, 40)] == ["1.0e-02", "1.0e-02", "5.0e-03", "5.0e-03", "2.5e-03"]
+    numbers = r"k3 ([\d.]+), ESS ([\d.]+), largest weight ([\d.]+)"
+    (measured,), (acted,) = re.findall(numbers, before), re.findall(numbers, after)
+    assert measured[1:] == ("1.0000", "1.000") and float(measured[0]) > 1e-4
+    assert float(acted[1]) < 1 < float(acted[2]) <= 2
+    assert "existing-loop, restored" in after
 
 
 def test_the_code_of_the_readme_runs():

@@ -19,7 +19,7 @@ FLOOR = {
     **dict.fromkeys(("rollout", "moe"), 3),
     "training": 4,
     **dict.fromkeys(("integrations", "analyze", "doctor"), 5),
-    **dict.fromkeys(("cli", "job"), 6),
+    **dict.fromkeys(("cli", "grid", "job"), 6),
     **dict.fromkeys(("__main__", "__init__"), 7),
 }
 STRANGERS = ({"training", "rollout"}, {"integrations", "analyze"})

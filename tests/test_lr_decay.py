@@ -324,3 +324,7 @@ def test_a_wide_surge_is_located_within_8_steps(peak: float, at: int, drift: flo
 
 def test_flat_curves_raise_no_alarm() -> None:
     assert surge_steps(length_curves(1000, 400, peak=1000.0, seed=3)) == [None] * 1000
+
+
+def test_it_prints_what_it_will_do() -> None:
+    assert repr(LengthDecayLR(1e-6, decay_period=204)) == "LengthDecayLR(1e-06, decay_period=204, min_lr_ratio=0.1)"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +56,14 @@ def test_what_cannot_work_is_refused_by_one_sentence_that_names_the_server() -> 
     assert refused("127.0.0.1:3") == "urls must start with http:// or https://, got '127.0.0.1:3'"
     assert refused() == "urls must name at least one SGLang server or router"
     assert "concurrency" in refused("http://127.0.0.1:3", concurrency=0)
+
+
+def test_a_server_that_takes_connections_and_never_answers_is_given_up_after_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started = time.monotonic()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert refused(url, timeout_s=0.5).endswith(f"{url}/workers did not answer within 0.5 s")
+        assert 0.5 <= time.monotonic() - started < 5
 
 
 def test_without_aiohttp_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +174,8 @@ def test_a_server_that_fails_during_an_update_is_out_for_every_process(failure: 
             else:
                 bad.probe_logprob = -2.0
             writer.update_weights(WEIGHTS, 1)
-            bad.listen()
+            if failure == "dies":
+                bad.listen()
             reader.update_weights(taken, 1)
             assert next(taken, None) is None, "a reader takes all weights, for making them is a collective"
             assert told == [None] and writer.weight_version == reader.weight_version == 1

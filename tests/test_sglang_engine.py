@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 import torch
 from sglang_engines import sglang_engine
-from sglang_server import MODELS, SglangServer, shared_server
+from sglang_server import MODELS, SglangServer, checkpoint_weights, shared_server
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams
@@ -181,26 +181,11 @@ def test_after_an_update_the_logprobs_are_those_of_the_new_weights(server: Sglan
     new = Truth(kind, seed=5)
     params = SamplingParams(max_new_tokens=12)
     with with_model(server, kind, max_staleness=0) as engine:
-        engine.update_weights(hf_weights(new.model), 3)
+        engine.update_weights(checkpoint_weights(new.model), 3)
         samples = engine.generate(PROMPTS, params, n=2, seeds=range(12))
     assert all(sample.weight_versions == [(3, 0, len(sample.output_ids))] for sample in samples)
     for sample in samples:
         assert_of(new, sample)
-
-
-def hf_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """As checkpoints name them: one tensor per expert."""
-    for name, tensor in model.state_dict().items():
-        base = name.rpartition(".")[0]
-        for expert, fused in enumerate(tensor if ".experts." in name else ()):
-            if name.endswith("gate_up_proj"):
-                gate, up = fused.chunk(2)
-                yield f"{base}.{expert}.gate_proj.weight", gate.contiguous()
-                yield f"{base}.{expert}.up_proj.weight", up.contiguous()
-            else:
-                yield f"{base}.{expert}.down_proj.weight", fused
-        if ".experts." not in name:
-            yield name, tensor
 
 
 @pytest.mark.parametrize("kind", ["dense"])

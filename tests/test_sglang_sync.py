@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from sglang_server import MODELS, SglangServer, shared_server
+from sglang_server import MODELS, SglangServer, checkpoint_weights, shared_server
 
 from megatron_rc.rollout.sglang_pool import Pool
 from megatron_rc.rollout.sglang_sync import update_servers, weight_sync
@@ -52,17 +52,7 @@ class Trainer:
         return self.models[seed]
 
     def weights(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """As a checkpoint names them: transformers fuses the experts that checkpoints and servers hold one by one."""
-        for name, tensor in self.model(seed).state_dict().items():
-            if name.endswith(".experts.gate_up_proj"):
-                for expert, fused in enumerate(tensor):
-                    for part, half in zip(("gate", "up"), fused.chunk(2), strict=True):
-                        yield name.replace("gate_up_proj", f"{expert}.{part}_proj.weight"), half
-            elif name.endswith(".experts.down_proj"):
-                for expert, down in enumerate(tensor):
-                    yield name.replace("down_proj", f"{expert}.down_proj.weight"), down
-            else:
-                yield name, tensor
+        return checkpoint_weights(self.model(seed))
 
     def update(self, seed: int, version: int) -> None:
         update_servers(self.pool, self.sync, self.weights(seed), version)
@@ -119,10 +109,11 @@ def test_after_an_update_the_log_probs_are_those_of_the_new_weights(server, tmp_
             assert len(loads) >= 4 * 3, "an update must take several buckets to mean anything"
 
 
-def test_a_mixture_of_experts_is_updated_expert_by_expert(tmp_path_factory, tmp_path):
+@pytest.mark.parametrize("way", ["disk", "tensor", "distributed"])
+def test_a_mixture_of_experts_is_updated_expert_by_expert(tmp_path_factory, tmp_path, way):
     with (
         shared_server("moe", tmp_path_factory) as server,
-        Trainer(server, "moe", "tensor", tmp_path) as trainer,
+        Trainer(server, "moe", way, tmp_path) as trainer,
     ):
         for version, seed in [(1, 1), (2, 0)]:
             trainer.sync.probe = trainer.probe(seed)

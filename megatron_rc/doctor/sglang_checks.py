@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
-from megatron_rc.doctor.facts import Facts
-from megatron_rc.doctor.registry import Registry
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rc.doctor.facts import Facts, read_trainer
+from megatron_rc.doctor.registry import Finding, Registry
 from megatron_rc.doctor.sglang_answers import ANSWERS
 from megatron_rc.doctor.sglang_model import MODEL
+from megatron_rc.doctor.sglang_probe import read_servers
 from megatron_rc.doctor.sglang_sampling import SAMPLING
 from megatron_rc.doctor.sglang_serving import SERVING
 
 SGLANG: Registry[Facts] = Registry.joined("SGLang server", SERVING, MODEL, SAMPLING, ANSWERS)
+
+
+def examine_servers(
+    urls: Sequence[str] | None, config: Path | None, hf_path: str | None, timeout: float
+) -> dict[str, list[Finding]]:
+    """Findings of every server, under its name.
+
+    Args:
+        urls: servers and routers; None: those of ``config``.
+        config: YAML of the job.
+        hf_path: directory of the trained model, instead of the YAML's.
+        timeout: seconds to wait for one answer.
+
+    Raises:
+        ValueError: no server is named, or one of these cannot be read.
+    """
+    trainer = read_trainer(config, hf_path)
+    chosen = urls or (trainer.job.rollout.sglang.urls if trainer.job else ())
+    if not chosen:
+        raise ValueError("give the servers to look at with --sglang URL, or a job's YAML with --config")
+    return {f"{SGLANG.subject} {s.url}": SGLANG.run(Facts(s, trainer)) for s in read_servers(chosen, timeout)}

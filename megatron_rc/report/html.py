@@ -10,8 +10,10 @@ from typing import Any
 
 from megatron_rc import schema
 from megatron_rc.report.curves import PANELS, Mark, Panel, Series, headlines, marks, series
+from megatron_rc.report.heat_map import heat_map
 from megatron_rc.report.log import read_metrics
 from megatron_rc.report.page import SCRIPT, STYLE
+from megatron_rc.report.route_curves import ROUTE_PANELS, HeatMap, heat_maps, measured_routes
 from megatron_rc.report.svg import line_chart
 
 SETTINGS_FILE, FINGERPRINT_FILE = "settings.yaml", "fingerprint.json"
@@ -82,8 +84,9 @@ def _fingerprint_of(folder: Path) -> Mapping[str, Any]:
 def _page(
     name: str, records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], fingerprint: Mapping[str, Any]
 ) -> str:
-    drawn = [(panel, found) for panel in PANELS if (found := series(records, panel))]
-    absent = [panel.title for panel in PANELS if panel not in [p for p, _ in drawn]]
+    panels = PANELS + (ROUTE_PANELS if measured_routes(records) else ())
+    drawn = [(panel, found) for panel in panels if (found := series(records, panel))]
+    absent = [panel.title for panel in panels if panel not in [p for p, _ in drawn]]
     tiles = "".join(
         f'<div class="tile"><b>{escape(h.value)}</b><span>{escape(h.label)}</span><small>{escape(h.note)}</small></div>'
         for h in headlines(records)
@@ -98,7 +101,8 @@ def _page(
         f"<header><h1>{escape(name)}</h1>"
         f"<p>Reinforcement learning with rollout correction. {escape(where)}</p></header>"
         f'<section class="tiles">{tiles}</section>'
-        f'<section class="panels">{"".join(_card(*pair, marked) for pair in drawn)}</section>{note}'
+        f'<section class="panels">{"".join(_card(*pair, marked) for pair in drawn)}'
+        f"{''.join(map(_map_card, heat_maps(records)))}</section>{note}"
         f"{_table('Settings', dict(_flattened(settings)))}{_table('Machine and versions', fingerprint)}"
         f"</main><script>{SCRIPT}</script></body></html>\n"
     )
@@ -112,6 +116,13 @@ def _card(panel: Panel, found: Sequence[Series], marked: Sequence[Mark]) -> str:
         f"<article><h2>{escape(panel.title)} <small>{escape(panel.unit)}</small></h2>{chart}"
         f'<div class="legend">{legend if len(found) > 1 else ""}</div>'
         f"<p>{escape(panel.meaning)} <em>Healthy: {escape(panel.healthy)}</em></p></article>"
+    )
+
+
+def _map_card(found: HeatMap) -> str:
+    return (
+        f"<article><h2>{escape(found.title)} <small>{escape(found.unit)}</small></h2>{heat_map(found)}"
+        f"<p>{escape(found.meaning)}</p></article>"
     )
 
 

@@ -39,7 +39,8 @@ class MetricsLog:
         """Append one step.
 
         Args:
-            record: ``step``, ``phase`` (rl when missing) and metric values; NaN and infinities are stored as null.
+            record: ``step``, ``phase`` (rl when missing) and metric values, which are numbers or lists of them; NaN
+                and infinities are stored as null.
         """
         position = _position(record)
         if self._last is not None and position <= self._last:
@@ -163,7 +164,9 @@ def _order(phase: str) -> int:
 
 
 def _storable(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """JSON has no NaN and no infinity; what comes in lists is drawn, which takes 5 digits."""
+    if isinstance(value, list):
+        return [_storable(float(f"{v:.5g}") if isinstance(v, float) else v) for v in value]
     if isinstance(value, str | bool | int) or value is None:
         return value
     number = float(value)

@@ -30,8 +30,9 @@ em { font-style: normal; color: var(--text); }
 .legend { font-size: 12.5px; color: var(--soft); display: flex; flex-wrap: wrap; gap: 0 14px; }
 .legend i { display: inline-block; width: 14px; height: 3px; border-radius: 2px; margin-right: 5px;
   vertical-align: middle; background: var(--c); }
-.chart { width: 100%; height: auto; display: block; }
-.chart text { font-size: 12px; fill: var(--soft); }
+.chart, .map { width: 100%; height: auto; display: block; }
+.map image { image-rendering: pixelated; }
+.chart text, .map text { font-size: 12px; fill: var(--soft); }
 .grid { stroke: var(--grid); }
 .tick, .cursor { stroke: var(--soft); }
 .cursor { stroke-dasharray: 3 3; }

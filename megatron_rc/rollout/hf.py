@@ -9,12 +9,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import DynamicCache
 
 from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.rollout.hf_model import build_model, weight_slots
+from megatron_rc.rollout.hf_routes import RouteCapture
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ARCHITECTURES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM)}
 _COMPACT_SHARE = 1 / 8
 """Finished rows leave the batch once they are this share of it: copying the cache costs about a tenth of a step."""
 
@@ -34,6 +35,7 @@ class HFEngine:
         dtype: Literal["fp32", "bf16", "fp16"],
         device: torch.device | str,
         max_batch: int = 256,
+        return_routes: bool = False,
     ) -> None:
         """Build the model with random weights; they are version -1 until ``update_weights``.
 
@@ -41,9 +43,10 @@ class HFEngine:
             hf_config: content of a Hugging Face config.json with model_type qwen3 or qwen3_moe.
             dtype: of weights, activations, cache and logits; log-probs are fp32 always.
             max_batch: responses decoded at once.
+            return_routes: answer with the experts of every token, of a model that has experts.
 
         Raises:
-            ValueError: another model_type or dtype, sliding-window attention, max_batch < 1.
+            ValueError: another model_type or dtype, sliding-window attention, max_batch < 1, routes of a dense model.
         """
         if dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
@@ -52,8 +55,9 @@ class HFEngine:
         self.device = torch.device(device)
         self.max_batch = max_batch
         self.weight_version = -1
-        self._model = _build_model(hf_config, _DTYPES[dtype], self.device)
-        self._slots = _weight_slots(self._model)
+        self._model = build_model(hf_config, _DTYPES[dtype], self.device)
+        self._slots = weight_slots(self._model)
+        self._routes = RouteCapture(self._model) if return_routes else None
 
     def generate(
         self,
@@ -146,6 +150,8 @@ class HFEngine:
     ) -> list[Sample]:
         rows, steps = len(prompts), params.max_new_tokens
         cache = DynamicCache(config=self._model.config)
+        if self._routes:
+            self._routes.start(rows, max(map(len, prompts)) + steps - 1)
         logits, visible, positions = self._prefill(prompts, steps, cache)
         uniforms = _uniforms(seeds, steps).to(self.device)
         stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=self.device)
@@ -178,6 +184,8 @@ class HFEngine:
             mask = visible[:, None, None, : prompt_width + step + 1]
             with _fast_single_query_attention(self.device):
                 logits = self._forward(ids[:, None], positions[:, None] + step, mask, cache)
+            if self._routes:
+                self._routes.keep(live, prompt_width + step)
         return self._samples(prompts, params, tokens, logprobs, support)
 
     def _prefill(
@@ -203,6 +211,8 @@ class HFEngine:
         positions = (columns[:width] - (width - lengths)[:, None]).clamp(min=0)
         logits = self._forward(ids, positions, mask, cache)
         rows = torch.tensor(which, device=self.device)
+        if self._routes:
+            self._routes.keep(torch.arange(len(rows), device=self.device), 0, of=rows)
         cache.batch_select_indices(rows)
         return logits[rows], visible[rows], lengths[rows]
 
@@ -226,8 +236,9 @@ class HFEngine:
         support: list[list[Tensor]],
     ) -> list[Sample]:
         samples = []
-        stops = set(params.stop_token_ids)
-        for prompt, ids, values, kept in zip(prompts, tokens.tolist(), logprobs.tolist(), support, strict=True):
+        stops, width = set(params.stop_token_ids), max(map(len, prompts))
+        columns = zip(prompts, tokens.tolist(), logprobs.tolist(), support, strict=True)
+        for row, (prompt, ids, values, kept) in enumerate(columns):
             # rows that ended before the batch was compacted hold draws after their stop token
             length = next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids))
             samples.append(
@@ -237,7 +248,8 @@ class HFEngine:
                     logprobs=values[:length],
                     finish_reason="stop" if ids[length - 1] in stops else "length",
                     weight_versions=[(self.weight_version, 0, length)],
-                    support=[row.tolist() for row in kept[:length]] if params.truncates else None,
+                    support=[one.tolist() for one in kept[:length]] if params.truncates else None,
+                    routes=self._routes.of(row, width - len(prompt), width + length - 1) if self._routes else None,
                 )
             )
         return samples
@@ -310,35 +322,3 @@ def _uniforms(seeds: Sequence[int], count: int) -> Tensor:
     """[len(seeds), count] fp64 in [0, 1): row i is the stream of seeds[i], drawn on the CPU for every device alike."""
     generator = torch.Generator()
     return torch.stack([torch.rand(count, dtype=torch.float64, generator=generator.manual_seed(s)) for s in seeds])
-
-
-def _build_model(hf_config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
-    model_type = hf_config.get("model_type")
-    if model_type not in _ARCHITECTURES:
-        raise ValueError(f"model_type must be one of {', '.join(_ARCHITECTURES)}, got {model_type!r}")
-    config_class, model_class = _ARCHITECTURES[model_type]
-    config = config_class(**{key: value for key, value in hf_config.items() if key != "model_type"})
-    if config.use_sliding_window:
-        raise ValueError("use_sliding_window must be false: the engine attends to the whole context")
-    # the caller's random state is not the engine's to advance
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-        model = model_class._from_config(config, attn_implementation="sdpa", dtype=dtype)
-    return model.eval().requires_grad_(False)
-
-
-def _weight_slots(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Where each checkpoint tensor goes; transformers fuses the experts that checkpoints store one by one."""
-    slots: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        experts = name.rpartition(".")[0]
-        if name.endswith(".experts.gate_up_proj"):
-            half = parameter.shape[1] // 2
-            for expert, fused in enumerate(parameter.detach()):
-                slots[f"{experts}.{expert}.gate_proj.weight"] = fused[:half]
-                slots[f"{experts}.{expert}.up_proj.weight"] = fused[half:]
-        elif name.endswith(".experts.down_proj"):
-            for expert, down in enumerate(parameter.detach()):
-                slots[f"{experts}.{expert}.down_proj.weight"] = down
-        else:
-            slots[name] = parameter.detach()
-    return slots

@@ -15,7 +15,7 @@ from megatron_rc.rollout.sglang_run import Limits, Response, Run
 from megatron_rc.rollout.sglang_sync import WeightSync, update_servers
 
 _CONTROL_S = 30.0
-_BELOW_CONTEXT = 4
+BELOW_CONTEXT = 4
 """max_req_input_len of a server plus this bounds prompt and response together; longer responses it cuts silently."""
 
 
@@ -245,7 +245,7 @@ class SGLangEngine:
 
     def _longest(self) -> int | None:
         limits = [
-            server.info["max_req_input_len"] + _BELOW_CONTEXT
+            server.info["max_req_input_len"] + BELOW_CONTEXT
             for server in self._pool.rotation
             if server.info.get("max_req_input_len")
         ]

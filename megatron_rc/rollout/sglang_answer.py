@@ -154,7 +154,7 @@ class Request:
             return self._piece(answer)
         except Rejection as error:
             rejection = error
-        except (TypeError, KeyError, IndexError, AttributeError) as error:
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
             rejection = Rejection("bad_answer", f"the answer lacks a field or has a wrong type ({error!r:.80})")
         rejection.output_ids = self._known_ids(answer)
         raise rejection from None
@@ -217,6 +217,8 @@ class Request:
                 "support_mismatch", f"{len(kept)} sets of kept ids and {len(values)} log-probs for {len(ids)} tokens"
             )
         for token, row in zip(ids, kept, strict=True):
+            if set(map(type, row)) != {int}:
+                raise Rejection("bad_answer", "the kept ids of a token are not integers")
             if token not in row or len(set(row)) != len(row):
                 raise Rejection("support_mismatch", "a token is not among its kept ids, or they repeat")
             if min(row) < 0 or max(row) >= self.vocab_size:

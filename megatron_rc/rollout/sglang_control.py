@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -29,6 +29,16 @@ def on_every(servers: Iterable[Server], call: Callable[[Server], T]) -> tuple[di
             except (ServerError, ValueError) as error:
                 failures[server.url] = str(error)
     return results, failures
+
+
+def unreachable(info: Mapping[str, Any], way: str, *fields: str) -> str | None:
+    """A sentence when a server with this /server_info has parts, counted by ``fields``, that ``way`` does not reach."""
+    for field in fields:
+        # with attention alone data-parallel there is one model
+        whole = field == "dp_size" and info.get("enable_dp_attention")
+        if int(info.get(field) or 1) > 1 and not whole:
+            return f"it runs {field}={info[field]}, which the server supports by weight_sync=disk, not {way}"
+    return None
 
 
 def begin_update(server: Server, timeout_s: float) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megatron_rc.rollout.sglang_buckets import Bucket, buckets
-from megatron_rc.rollout.sglang_control import on_every
+from megatron_rc.rollout.sglang_control import on_every, unreachable
 from megatron_rc.rollout.sglang_http import Server, ServerError
 
 _POLL_SECONDS = 0.002
@@ -56,11 +56,7 @@ class GroupSync:
         self._servers: list[Server] = []
 
     def refusal(self, info: Mapping[str, Any]) -> str | None:
-        for field, size in [("dp_size", 1 if info.get("enable_dp_attention") else info.get("dp_size")),
-                            ("pp_size", info.get("pp_size"))]:  # fmt: skip
-            if int(size or 1) > 1:
-                return f"it runs {field}={size}, which the server supports by weight_sync=disk, not distributed"
-        return None
+        return unreachable(info, "distributed", "dp_size", "pp_size")
 
     def send(self, servers: Sequence[Server], weights: Iterator[tuple[str, Tensor]], version: int) -> dict[str, str]:
         """Sentences of the servers that failed, by url; the others have all the weights."""

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from megatron_rc.rollout import sglang_control as control
 from megatron_rc.rollout.sglang_http import Background, Server, ServerError
 
 T = TypeVar("T")
@@ -53,13 +52,6 @@ class Pool:
     def rotation(self) -> list[Server]:
         """Servers that are asked for generations."""
         return [server for server in self.servers if server.out is None]
-
-    def take_out(self, server: control.Server, reason: str) -> None:
-        """Send it no more prompts, until it is put back."""
-        self._of(server).out = reason
-
-    def put_back(self, server: control.Server) -> None:
-        self._of(server).out = None
 
     def require_rotation(self) -> None:
         """Raise ValueError, with the reasons, when no server is left."""
@@ -123,9 +115,6 @@ class Pool:
 
     def close(self) -> None:
         self._background.close()
-
-    def _of(self, server: control.Server) -> Server:
-        return next(own for own in self.servers if own.url == server.url)
 
     async def _connect(self, urls: Sequence[str]) -> list[Server]:
         try:

@@ -19,6 +19,8 @@ from megatron_rc.rollout.sglang_pool import Pool
 _ABORT_GRACE_S = 5.0
 """An aborted request answers after the step that the server is at; one that does not answer by then is given up on."""
 _WATCH_S = 0.25
+_LAST_ABORTS_S = 2.0
+"""How long the end of a run waits for aborts that are on their way."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Run:
         finally:
             watch.cancel()
             if self._errands:
-                await asyncio.wait(self._errands, timeout=_WATCH_S)
+                await asyncio.wait(self._errands, timeout=_LAST_ABORTS_S)
                 for errand in self._errands:
                     errand.cancel()
 
@@ -145,8 +147,8 @@ class Run:
                 if rejection.reason != "unknown_version":
                     return response.end(rejection.reason, str(rejection), rejection.output_ids)
                 # a server that was started anew: nothing it answers counts until the next update
-                self._pool.take_out(server, str(rejection))
                 reason, detail = rejection.reason, str(rejection)
+                server.out = detail
             else:
                 server.answered()
                 response.piece += piece

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.rollout.sglang_buckets import Bucket, buckets
-from megatron_rc.rollout.sglang_control import on_every
+from megatron_rc.rollout.sglang_control import on_every, unreachable
 from megatron_rc.rollout.sglang_http import Server
 
 
@@ -35,7 +35,7 @@ class TensorSync:
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
 
     def refusal(self, info: Mapping[str, Any]) -> str | None:
-        return _replicas(info, "tensor")
+        return unreachable(info, "tensor", "dp_size")
 
     def send(self, servers: Sequence[Server], weights: Iterator[tuple[str, Tensor]], version: int) -> dict[str, str]:
         """Sentences of the servers that failed, by url; the others have all the weights."""
@@ -59,12 +59,6 @@ class TensorSync:
 
     def close(self) -> None:
         """Nothing is kept between updates."""
-
-
-def _replicas(info: Mapping[str, Any], way: str) -> str | None:
-    if int(info.get("dp_size") or 1) > 1 and not info.get("enable_dp_attention"):
-        return f"it runs dp_size={info['dp_size']} replicas, which the server supports by weight_sync=disk, not {way}"
-    return None
 
 
 def _serialized(bucket: Bucket) -> str:

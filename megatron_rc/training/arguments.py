@@ -180,6 +180,26 @@ class LossSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoeSettings:
+    """Routes of a mixture-of-experts model, in the trainer and in the sampler."""
+
+    record: bool = False
+    """Record the experts that the trainer's routers choose, and report how far they are from the sampler's."""
+    replay: Literal["none", "R2", "R3"] = "none"
+    """R2: the update passes use the experts that the trainer chose before the update. R3: every pass uses those of the
+    sampler."""
+
+    @property
+    def active(self) -> bool:
+        return self.record or self.replay != "none"
+
+    @property
+    def wants_routes(self) -> bool:
+        """The sampler is to return its routes."""
+        return self.record or self.replay == "R3"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     steps: int = 100
     """Rollout steps of reinforcement learning."""
@@ -253,6 +273,7 @@ class JobSettings:
     warmup: WarmupSettings = field(default_factory=WarmupSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+    moe: MoeSettings = field(default_factory=MoeSettings)
     loss: LossSettings = field(default_factory=LossSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     lr_decay: LengthDecaySettings | None = None

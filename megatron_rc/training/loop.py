@@ -19,6 +19,7 @@ from megatron_rc.training.groups import Groups, SharedError
 from megatron_rc.training.observers import Observers
 from megatron_rc.training.policy import Policy
 from megatron_rc.training.reinforce import StepResult, reinforce_step
+from megatron_rc.training.routing import make_routing
 from megatron_rc.training.sampling import Rollouts, held_out_accuracy, sample, seed_of
 from megatron_rc.training.supervised import demonstration_batch, supervised_step
 
@@ -49,6 +50,14 @@ class Job:
         self.task = task
         self.observers = observers
         self.export = export
+        self.routing = make_routing(
+            settings.moe,
+            settings.correction,
+            policy.modules,
+            policy.hf_config,
+            groups,
+            backend=settings.train.backend,
+        )
         self.progress = Progress()
         self.lr_decay: LengthDecayLR | None = None
         self.saved = ""
@@ -207,6 +216,8 @@ class Job:
             batch = TokenBatch.from_samples(
                 rollouts.samples, self.sampling, rewards=rollouts.rewards, groups=rollouts.groups
             )
+            if self.routing:
+                self.routing.check(rollouts.samples, batch)
         except ValueError as error:
             raise SharedError(str(error)) from None  # every process holds the same samples
         sampled = time.perf_counter()
@@ -219,6 +230,7 @@ class Job:
             train=train,
             max_nonfinite_share=rollout.max_nonfinite_share,
             lr_decay=self.lr_decay,
+            routing=self.routing,
             on_update=lambda: self.observers.advance(1),
         )
         self.progress.cursor += len(prompts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,10 @@ class MicroBatch:
 
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, Any]]
 """(micro-batch, logprobs [n], entropy [n]) -> (scalar loss, anything to collect)."""
+AroundForward = Callable[[int, MicroBatch], AbstractContextManager[None]]
+"""(number of the model chunk, micro-batch) -> a context around its forward pass."""
+Around = Callable[[Sequence[MicroBatch], bool], AbstractContextManager[AroundForward]]
+"""(micro-batches, forward only) -> a context around one schedule."""
 
 
 class Policy:
@@ -110,8 +115,11 @@ class Policy:
         for parameter, value in zip(self._parameters(), values, strict=True):
             parameter.copy_(value)
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
+    def logprobs(self, micro_batches: Sequence[MicroBatch], *, around: Around | None = None) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies without gradient.
+
+        Args:
+            around: put around the schedule and its forward passes.
 
         Returns:
             ([N], [N]) fp32 nats over the rows of ``micro_batches``, on the last pipeline stage; empty elsewhere.
@@ -121,7 +129,7 @@ class Policy:
             return logprobs.new_zeros(()), (logprobs, entropy)
 
         with torch.no_grad():
-            outputs = self._run(micro_batches, collect, with_entropy=True, forward_only=True)
+            outputs = self._run(micro_batches, collect, with_entropy=True, forward_only=True, around=around)
         if not outputs:
             empty = torch.zeros(0, device=self.device)
             return empty, empty
@@ -134,16 +142,18 @@ class Policy:
         *,
         with_entropy: bool,
         before_step: Callable[[list[Any]], None] | None = None,
+        around: Around | None = None,
     ) -> UpdateResult:
         """One optimizer step on the sum of ``loss`` over all micro-batches of all data-parallel ranks.
 
         Args:
             before_step: sees what ``loss`` collected; raising there leaves the weights as they were.
+            around: put around the schedule and its forward passes.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = self._run(micro_batches, loss, with_entropy=with_entropy, forward_only=False)
+        outputs = self._run(micro_batches, loss, with_entropy=with_entropy, forward_only=False, around=around)
         if before_step:
             before_step(outputs)
         lr = self.lr
@@ -153,7 +163,13 @@ class Policy:
         return UpdateResult(outputs, float(grad_norm or 0.0), bool(applied), lr)
 
     def _run(
-        self, micro_batches: Sequence[MicroBatch], loss: LossFunction, *, with_entropy: bool, forward_only: bool
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossFunction,
+        *,
+        with_entropy: bool,
+        forward_only: bool,
+        around: Around | None,
     ) -> list[Any]:
         # megatron multiplies a two-tuple loss by cp / micro-batches and gradients by 1 / (dp * cp); cp is 1 here
         undo = len(micro_batches) * self.groups.data_size
@@ -178,27 +194,29 @@ class Policy:
         def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             micro = next(iterator)
             batch = micro.batch
-            output = model(
-                input_ids=batch.tokens[None],
-                position_ids=batch.position_ids[None],
-                attention_mask=None,
-                packed_seq_params=packed_seq_params(batch.cu_seqlens, max(batch.lengths), batch.lengths),
-                **({} if self.train.dtype == "fp32" else {"fp32_output": False}),
-            )
+            with around_forward(self.chunks.index(model), micro) if around_forward else nullcontext():
+                output = model(
+                    input_ids=batch.tokens[None],
+                    position_ids=batch.position_ids[None],
+                    attention_mask=None,
+                    packed_seq_params=packed_seq_params(batch.cu_seqlens, max(batch.lengths), batch.lengths),
+                    **({} if self.train.dtype == "fp32" else {"fp32_output": False}),
+                )
             return output, partial(loss_function, micro)
 
         for chunk in self.chunks:
             chunk.train(not forward_only)
         schedule = get_forward_backward_func()
-        return schedule(
-            forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=self.chunks,
-            num_microbatches=len(micro_batches),
-            seq_length=max(m.batch.num_tokens for m in micro_batches),
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        with around(micro_batches, forward_only) if around else nullcontext() as around_forward:
+            return schedule(
+                forward_step_func=forward_step,
+                data_iterator=iter(micro_batches),
+                model=self.chunks,
+                num_microbatches=len(micro_batches),
+                seq_length=max(m.batch.num_tokens for m in micro_batches),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
 
 
 @dataclass

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,20 +15,16 @@ from torch import Tensor
 from megatron_rc.batch import TokenBatch
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
-from megatron_rc.loss import (
-    equal_reward_groups,
-    expand_to_tokens,
-    grpo_advantages,
-    loss_scale,
-    policy_loss,
-    rloo_advantages,
-)
+from megatron_rc.loss import equal_reward_groups, expand_to_tokens, grpo_advantages, loss_scale, rloo_advantages
 from megatron_rc.lr_decay import LengthDecayLR
-from megatron_rc.metrics import MetricSums, pair_metrics
+from megatron_rc.metrics import MetricSums
+from megatron_rc.moe.shift import ShiftSums
 from megatron_rc.training.arguments import LossSettings, TrainSettings
 from megatron_rc.training.groups import Groups
+from megatron_rc.training.micro_loss import Collected, micro_loss
 from megatron_rc.training.microbatches import Cut, cut, mini_batches
-from megatron_rc.training.policy import MicroBatch, Policy, UpdateResult, split_rows
+from megatron_rc.training.policy import Policy, UpdateResult, split_rows
+from megatron_rc.training.routing import Routing, StepRoutes
 from megatron_rc.training.shares import local_share
 
 ADVANTAGES = {"rloo": rloo_advantages, "grpo": grpo_advantages}
@@ -35,7 +32,8 @@ ADVANTAGES = {"rloo": rloo_advantages, "grpo": grpo_advantages}
 
 @dataclass
 class StepResult:
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
+    """Numbers, and lists of them for what is measured a layer or a position."""
     batch: TokenBatch
     """The whole rollout batch, with advantages; the same on every process."""
     local: TokenBatch
@@ -86,12 +84,14 @@ def reinforce_step(
     train: TrainSettings,
     max_nonfinite_share: float,
     lr_decay: LengthDecayLR | None = None,
+    routing: Routing | None = None,
     on_update: Callable[[], None] | None = None,
 ) -> StepResult:
     """Train on one rollout batch, the same on every process.
 
     Groups whose rewards are all equal are dropped from the update; in three-policy mode they still take part in the
     old pass, so that mismatch and length are measured on everything that was sampled. ``lr_decay`` sees that length.
+    ``routing`` records and replays the routes of every pass.
 
     Raises:
         SharedError: more than ``max_nonfinite_share`` of the log-probs are not finite.
@@ -105,6 +105,7 @@ def reinforce_step(
     cuts, updates = _divide(batch, equal, train, groups.data_size, with_dropped=three_policy)
     local, micro_batches = local_share(batch, cuts, groups.data_rank, policy.device)
     assert local.advantages is not None
+    routes = routing.start(local) if routing else None
     per_token = expand_to_tokens(local.advantages, local.cu_seqlens, local.num_tokens)
 
     metrics = _rollout_metrics(batch, equal)
@@ -113,14 +114,18 @@ def reinforce_step(
         metrics |= lr_decay.metrics()
     old = corrected = None
     if three_policy:
-        old, corrected, values = _old_pass(policy, local, micro_batches, per_token, correction, max_nonfinite_share)
+        old, corrected, values = _old_pass(
+            policy, local, micro_batches, per_token, correction, max_nonfinite_share, routes
+        )
         metrics |= values
-    results: list[UpdateResult] = []
+    results: list[_Update] = []
     for part in micro_batches[:updates]:
-        results.append(_update(policy, local, part, per_token, old, corrected, correction, loss, max_nonfinite_share))
+        results.append(
+            _update(policy, local, part, per_token, old, corrected, correction, loss, max_nonfinite_share, routes)
+        )
         if on_update:
             on_update()
-    metrics |= _update_metrics(results, groups)
+    metrics |= _update_metrics(results, groups, "current_old/" if three_policy else "current/")
     chosen = [s for division in cuts for micro_batch in division.shares[groups.data_rank] for s in micro_batch]
     return StepResult(metrics, batch, local, chosen, old, corrected)
 
@@ -160,11 +165,14 @@ def _old_pass(
     advantages: Tensor,
     correction: RolloutCorrection,
     max_nonfinite_share: float,
-) -> tuple[Tensor | None, Corrected | None, dict[str, float]]:
+    routes: StepRoutes | None,
+) -> tuple[Tensor | None, Corrected | None, dict[str, Any]]:
     """log pi before the update, and the correction over all local tokens; on the last pipeline stage."""
     groups = policy.groups
-    parts = split_rows(local, [sequences for part in micro_batches for sequences in part])
-    old, entropy = policy.logprobs(parts)
+    tables = routes.tables() if routes else {}
+    parts = split_rows(local, [sequences for part in micro_batches for sequences in part], **tables)
+    old, entropy = policy.logprobs(parts, around=routes.around if routes else None)
+    shift = routes.after_old_pass(local, old) if routes else None
     if not groups.last_stage:
         return None, None, _pooled(None, groups, max_nonfinite_share)
     corrected = correct(
@@ -176,12 +184,20 @@ def _old_pass(
         segment_ids=local.segment_ids,
         num_segments=local.num_segments,
         advantages=advantages,
+        statistics={} if shift is None else {"route_shift": shift.route_shift},
         dp_group=groups.data,
         backend=policy.train.backend,
     )
     sums = MetricSums().merge(corrected.metrics.prefixed("old/"))
     sums.merge(MetricSums.of_means({"entropy": (entropy.sum(), local.loss_mask.sum())}))
-    return old, corrected, _pooled(sums, groups, max_nonfinite_share)
+    return old, corrected, _pooled(sums, groups, max_nonfinite_share, {"old/": shift.sums} if shift else {})
+
+
+@dataclass
+class _Update:
+    result: UpdateResult
+    sums: MetricSums
+    shift: ShiftSums | None
 
 
 def _update(
@@ -194,8 +210,9 @@ def _update(
     correction: RolloutCorrection,
     loss: LossSettings,
     max_nonfinite_share: float,
-) -> UpdateResult:
-    """One optimizer step on the sequences of ``micro_batches``; collects a MetricSums a micro-batch."""
+    routes: StepRoutes | None,
+) -> _Update:
+    """One optimizer step on the sequences of ``micro_batches``."""
     groups, three_policy = policy.groups, correction.old == "recompute"
     first, last = micro_batches[0][0], micro_batches[-1][-1]
     rows = slice(sum(local.lengths[:first]), sum(local.lengths[: last + 1]))
@@ -220,85 +237,46 @@ def _update(
         reference = policy.reference_logprobs(split_rows(share, numbered))
         extras["reference"] = reference if groups.last_stage else None
 
-    def check(outputs: list[MetricSums]) -> None:
+    def check(outputs: list[Collected]) -> None:
         if not three_policy:
-            _pooled(_merged(outputs) if groups.last_stage else None, groups, max_nonfinite_share)
+            _pooled(_merged([o.sums for o in outputs]) if groups.last_stage else None, groups, max_nonfinite_share)
 
-    return policy.update(
-        split_rows(share, numbered, **extras),
-        partial(_micro_loss, corrected, correction, loss, policy.train.backend),
+    result = policy.update(
+        split_rows(share, numbered, **extras, **(routes.tables(rows) if routes else {})),
+        partial(micro_loss, corrected, correction, loss, policy.train.backend),
         with_entropy=loss.entropy_coef != 0,
         before_step=check,
+        around=routes.around if routes else None,
     )
+    sums = _merged([o.sums for o in result.outputs])
+    if routes is None or not groups.last_stage:
+        return _Update(result, sums, None)
+    current = torch.cat([o.logprobs for o in result.outputs])
+    shift, replayed = routes.after_update(share, rows, current, None if old is None else old[rows])
+    return _Update(result, sums.merge(replayed), shift.sums if shift else None)
 
 
-def _micro_loss(
-    corrected: Corrected | None,
-    correction: RolloutCorrection,
-    loss: LossSettings,
-    backend: str,
-    micro: MicroBatch,
-    current: Tensor,
-    entropy: Tensor,
-) -> tuple[Tensor, MetricSums]:
-    have, batch = micro.extras, micro.batch
-    old: Tensor | None
-    if corrected is not None:
-        here = dataclasses.replace(corrected, weights=have["weights"], mask=have["mask"])
-        old = have["old"]
-        sums = MetricSums()
-        for prefix, other in (("current/", batch.rollout_logprobs), ("current_old/", old)):
-            pair = pair_metrics(
-                current.detach(),
-                other,
-                batch.loss_mask,
-                cu_seqlens=batch.cu_seqlens,
-                log_ratio_bound=correction.log_ratio_bound,
-                backend=backend,
-            )
-            sums.merge(pair.prefixed(prefix))
-    else:
-        here = correct(
-            current.detach(),
-            batch.rollout_logprobs,
-            batch.loss_mask,
-            correction=correction,
-            cu_seqlens=batch.cu_seqlens,
-            segment_ids=batch.segment_ids,
-            num_segments=batch.num_segments,
-            advantages=have["advantages"],
-            backend=backend,
-        )
-        sums = here.metrics.prefixed("current/")
-        old = batch.rollout_logprobs if correction.old == "rollout" else None
-    result = policy_loss(
-        current,
-        old,
-        have["advantages"],
-        here,
-        scale=have["scale"],
-        surrogate=loss.surrogate,
-        clip_lower=loss.clip_lower,
-        clip_upper=loss.clip_upper,
-        dual_clip=loss.dual_clip,
-        reference_logprobs=have.get("reference"),
-        kl_coef=loss.kl_coef,
-        entropy=entropy if loss.entropy_coef else None,
-        entropy_coef=loss.entropy_coef,
-        backend=backend,
-    )
-    return result.loss, sums.merge(result.metrics)
+def _pooled(
+    sums: MetricSums | None,
+    groups: Groups,
+    max_nonfinite_share: float,
+    shifts: Mapping[str, ShiftSums] | None = None,
+) -> dict[str, Any]:
+    """Values over all data-parallel ranks of the last pipeline stage (``sums`` is None elsewhere), on every process.
 
+    Args:
+        shifts: prefix of their names -> expert shift.
+    """
 
-def _pooled(sums: MetricSums | None, groups: Groups, max_nonfinite_share: float) -> dict[str, float]:
-    """Values over all data-parallel ranks of the last pipeline stage (``sums`` is None elsewhere), on every process."""
-
-    def values() -> dict[str, float]:
+    def values() -> dict[str, Any]:
         if sums is None:
             return {}
         sums.all_reduce(groups.data)
         sums.check(max_nonfinite_share)
-        return sums.values()
+        out: dict[str, Any] = sums.values()
+        for prefix, shift in (shifts or {}).items():
+            out |= {prefix + name: value for name, value in shift.all_reduce(groups.data).values().items()}
+        return out
 
     return groups.gather(values)[-1]
 
@@ -325,13 +303,17 @@ def _rollout_metrics(batch: TokenBatch, equal: Sequence[bool]) -> dict[str, floa
     }
 
 
-def _update_metrics(results: Sequence[UpdateResult], groups: Groups) -> dict[str, float]:
+def _update_metrics(updates: Sequence[_Update], groups: Groups, shift_prefix: str) -> dict[str, Any]:
     """Means over the optimizer steps of this rollout; nothing was updated when every group had equal rewards."""
-    metrics = {"updates": float(len(results)), "grad_norm": math.nan, "lr": math.nan}
-    if not results:
+    metrics: dict[str, Any] = {"updates": float(len(updates)), "grad_norm": math.nan, "lr": math.nan}
+    if not updates:
         return metrics
-    sums = _merged([found for result in results for found in result.outputs]) if groups.last_stage else None
-    metrics |= _pooled(sums, groups, max_nonfinite_share=1.0)
+    sums = _merged([update.sums for update in updates]) if groups.last_stage else None
+    shifts = [update.shift for update in updates if update.shift is not None]
+    for other in shifts[1:]:
+        shifts[0].merge(other)
+    metrics |= _pooled(sums, groups, 1.0, {shift_prefix: shifts[0]} if shifts else {})
+    results = [update.result for update in updates]
     metrics["grad_norm"] = sum(r.grad_norm for r in results) / len(results)
     metrics["lr"] = results[-1].lr
     metrics["skipped_updates"] = float(sum(not r.applied for r in results))

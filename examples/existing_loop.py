@@ -1,0 +1,137 @@
+"""A small RL loop on Megatron-Core as somebody may have it: nothing in here knows how to correct a rollout.
+
+    python examples/existing_loop.py
+
+A GPTModel learns to repeat its prompt. The sampler holds the weights in 5 bits, a rollout engine that saves memory, so
+what it samples from is not quite what is trained. examples/patch_existing_loop.py patches this file as it stands.
+"""
+
+# ruff: noqa: E402 - on a machine without CUDA the emulation comes first, before Megatron-Core defines its fusions
+from __future__ import annotations
+
+from megatron_rc.training import emulation
+
+emulation.emulate_cuda_on_cpu()
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+VOCABULARY, END, LENGTH = 8, 7, 5
+PROMPTS, SAMPLES = 14, 8
+LR = 1e-2
+
+
+def build_model() -> GPTModel:
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+    spec = get_gpt_layer_local_spec()
+    return GPTModel(config, spec, VOCABULARY, LENGTH + 1, position_embedding_type="rope").to(emulation.device())
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=LR,
+        min_lr=0.0,
+        lr_warmup_steps=0,
+        lr_decay_steps=1000,
+        lr_decay_style="constant",
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+
+
+def grpo_loss(
+    current_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """All [B, T]. The loop has the sampler's log-probs at hand, and does nothing with them."""
+    ratio = (current_logprobs - old_logprobs).exp()
+    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+    return -(gain * mask).sum() / mask.sum()
+
+
+def next_logits(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor:
+    """[B, T] -> [B, T, V]."""
+    rows = tokens.shape[1]
+    future = torch.ones(1, 1, rows, rows, dtype=torch.bool, device=tokens.device).triu(1)
+    return model(tokens, torch.arange(rows, device=tokens.device).expand_as(tokens), future).float()
+
+
+@torch.no_grad()
+def take_weights(sampler: GPTModel, model: GPTModel) -> None:
+    """Copy the weights in 5 bits, with one scale a tensor."""
+    for mine, theirs in zip(sampler.parameters(), model.parameters(), strict=True):
+        scale = theirs.abs().max().clamp(min=1e-6) / 15
+        mine.copy_((theirs / scale).round() * scale)
+
+
+@torch.no_grad()
+def sample(sampler: GPTModel, prompts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens [B, T + 1] with the prompt in front, log-probs of the sampled ones [B, T], and which of them count."""
+    tokens, logprobs = prompts[:, None], []
+    for _ in range(LENGTH):
+        step = next_logits(sampler, tokens)[:, -1].log_softmax(-1)
+        chosen = torch.multinomial(step.exp(), 1)
+        tokens, logprobs = torch.cat([tokens, chosen], 1), [*logprobs, step.gather(1, chosen)]
+    ended = (tokens[:, 1:] == END).cumsum(1)
+    return tokens, torch.cat(logprobs, 1), ended - (tokens[:, 1:] == END).long() == 0
+
+
+def train(steps: int = 40) -> None:
+    torch.manual_seed(0)
+    model, sampler = build_model(), build_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR)
+    scheduler = make_scheduler(optimizer)
+    for step in range(1, steps + 1):
+        take_weights(sampler, model)
+        prompts = torch.randint(0, END, (PROMPTS,), device=emulation.device()).repeat_interleave(SAMPLES)
+        tokens, rollout_logprobs, mask = sample(sampler, prompts)
+        rewards = ((tokens[:, 1:] == prompts[:, None]) & mask).float().mean(1)
+        groups = rewards.view(PROMPTS, SAMPLES)
+        advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).view(-1, 1)
+
+        logits = next_logits(model, tokens[:, :-1])
+        logprobs = -F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view_as(mask)
+        loss = grpo_loss(logprobs, logprobs.detach(), rollout_logprobs, advantages.expand_as(logprobs), mask)
+        optimizer.zero_grad()
+        loss.backward()
+        lr = optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        scheduler.step(1)
+        if step % 10 == 0 or step == 1:
+            print(f"step {step}: reward {rewards.mean():.2f}, loss {loss:+.4f}, LR {lr:.1e}")
+
+
+def start() -> None:
+    """What a launcher does once a process."""
+    torch.set_num_threads(1)  # tensors this small are not worth a second one
+    dist.init_process_group(emulation.backend(), store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+
+
+if __name__ == "__main__":
+    start()
+    train()

@@ -1,0 +1,96 @@
+"""One line puts rollout correction and the length decay into a loop that exists, and takes them out again.
+
+    python examples/patch_existing_loop.py
+
+The loop is examples/existing_loop.py, a GPTModel of Megatron-Core with a GRPO loss of its own, and it stays as it is.
+What `patch` replaces in a codebase that it does not know is said once, in a Host. Half a minute on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import existing_loop  # isort: skip - it starts the emulation of CUDA
+from torch import Tensor
+
+from megatron_rc import LengthDecayLR, MetricSums, RolloutCorrection, correct, patch
+from megatron_rc.integrations.hosts import HOSTS, Host, Symbol
+
+
+@dataclass
+class Session:
+    """What one patch of the loop knows."""
+
+    correction: RolloutCorrection
+    lr_decay: LengthDecayLR | None
+    seen: MetricSums = field(default_factory=MetricSums)
+    schedulers: list[Any] = field(default_factory=list)
+
+    def release(self) -> None:
+        """Called when the patch is undone: the learning rate is the scheduler's own again."""
+        for scheduler in self.schedulers:
+            assert self.lr_decay is not None
+            self.lr_decay.detach(scheduler)
+        m = self.seen.values()
+        print(f"k3 {m['k3']:.5f}, ESS {m['ess_token_final']:.4f}, largest weight {m['weight_max']:.3f} over all steps")
+
+
+def make_loss(original: Callable[..., Tensor], session: Session) -> Callable[..., Tensor]:
+    def grpo_loss(current: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        corrected = correct(old, rollout, mask, correction=session.correction, advantages=advantages)
+        corrected.metrics.check()
+        session.seen.merge(corrected.metrics)
+        if session.lr_decay is not None:  # the loop takes one optimizer step a rollout
+            session.lr_decay.step(corrected.metrics.values()["response_length"])
+        # 0 where a token is rejected; the loop's denominator still counts it
+        return original(current, old, rollout, advantages * corrected.weights, mask)
+
+    return grpo_loss
+
+
+def make_scheduler(original: Callable[..., Any], session: Session) -> Callable[..., Any] | None:
+    if session.lr_decay is None:
+        return None
+    decay = session.lr_decay
+
+    def attached(optimizer: Any) -> Any:
+        scheduler = original(optimizer)
+        decay.attach(scheduler)
+        session.schedulers.append(scheduler)
+        return scheduler
+
+    return attached
+
+
+LOSS = "current_logprobs, old_logprobs, rollout_logprobs, advantages, mask"
+HOSTS["existing-loop"] = Host(
+    name="existing-loop",
+    module="existing_loop",
+    symbols=(
+        Symbol("existing_loop", "grpo_loss", LOSS, make_loss, "weights the advantages, and steps the length decay"),
+        Symbol("existing_loop", "make_scheduler", "optimizer", make_scheduler, "attaches the length decay"),
+    ),
+    versions=(),
+    read_version=lambda: None,
+    prepare=lambda correction, lr_decay: Session(correction or RolloutCorrection(), lr_decay),
+    release=Session.release,
+    differences=("the run stops when more than 1 % of a step's log-probs are NaN or infinite",),
+)
+
+
+def main() -> None:
+    existing_loop.start()
+    print("before: the loop as it is, only measured")
+    with patch("existing-loop", correction=RolloutCorrection()):
+        existing_loop.train()
+    print("after: corrected, with the length decay")
+    decay = LengthDecayLR(existing_loop.LR, decay_period=20)
+    with patch("existing-loop", correction=RolloutCorrection.preset("token-tis"), lr_decay=decay) as patched:
+        existing_loop.train()
+    print(patched.report())
+
+
+if __name__ == "__main__":
+    main()

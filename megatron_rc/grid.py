@@ -1,0 +1,189 @@
+"""A grid of training jobs, one for every choice on every axis and every seed; resumable, shared among processes."""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import itertools
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_rc import job, schema
+from megatron_rc.report.log import read_metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridSettings:
+    """The YAML of `megatron-rc grid`."""
+
+    job: dict[str, Any]
+    """Fields of a training job that all have in common."""
+    axes: dict[str, dict[str, dict[str, Any]]]
+    """Axis -> choice -> dotted field of the job -> value."""
+    seeds: tuple[int, ...] = (1,)
+    """Every cell is run with each of them as train.seed."""
+    output: str = "runs/grid"
+    launcher: str = ""
+    """What starts a job of several processes, such as `torchrun --nproc_per_node 8`; empty: this process runs it."""
+    keep_weights: bool = False
+    """Keep the checkpoints of finished cells."""
+    arguments: tuple[str, ...] = field(default=())
+    """`--set` of the command line, for every job."""
+
+    def __post_init__(self) -> None:
+        if not self.seeds:
+            raise ValueError("seeds must name at least one seed")
+        for axis, choices in self.axes.items():
+            if not choices:
+                raise ValueError(f"axes.{axis} must have at least one choice")
+
+
+class Cell(NamedTuple):
+    choices: dict[str, str]
+    seed: int
+    folder: Path
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return f"{'-'.join(self.choices.values())} seed {self.seed}"
+
+    def finished(self) -> bool:
+        metrics = self.folder / "metrics.jsonl"
+        records = read_metrics(metrics) if metrics.is_file() else []
+        return bool(records) and records[-1]["step"] >= self.steps
+
+
+def cells(grid: GridSettings, only: Mapping[str, Sequence[str]] | None = None) -> list[Cell]:
+    """The cells of a grid, the last axis fastest; with ``only``, those of the named choices.
+
+    Raises:
+        ValueError: ``only`` names an axis or a choice that the grid lacks, or a job's settings are wrong.
+    """
+    only = only or {}
+    for axis, names in only.items():
+        if axis not in grid.axes:
+            raise ValueError(f"the grid has no axis {axis!r}{schema.nearest(axis, grid.axes)}")
+        for name in set(names) - set(grid.axes[axis]):
+            raise ValueError(f"axis {axis!r} has no choice {name!r}; it has {', '.join(grid.axes[axis])}")
+    columns = [[name for name in choices if name in only.get(axis, choices)] for axis, choices in grid.axes.items()]
+    found = []
+    for names in itertools.product(*columns):
+        choices = dict(zip(grid.axes, names, strict=True))
+        steps = job.settings_of(_fields(grid, choices), grid.arguments).train.steps
+        folder = Path(grid.output) / "-".join(names)
+        found += [Cell(choices, seed, folder / f"seed-{seed}", steps) for seed in grid.seeds]
+    return found
+
+
+def warm(grid: GridSettings) -> list[Path]:
+    """The checkpoint of every seed that its cells start from; none for a job without a warm-up."""
+    common = job.settings_of(grid.job, grid.arguments)
+    return [_warmed(grid, seed) for seed in grid.seeds] if common.warmup.steps else []
+
+
+def run(grid: GridSettings, todo: Sequence[Cell], tell: Callable[[str], None]) -> dict[str, str]:
+    """Run every cell that is not finished and that no other process is running; wait for those of the others.
+
+    Start the same command in several terminals, or again after a crash: a cell goes on from its newest checkpoint.
+
+    Args:
+        tell: called with a sentence of progress.
+
+    Returns:
+        why, by the name of the cell, of those that failed.
+    """
+    failed: dict[str, str] = {}
+    while left := [cell for cell in todo if cell.name not in failed and not cell.finished()]:
+        idle = True
+        for cell in left:
+            with _claimed(cell.folder) as mine:
+                if not mine or cell.finished():
+                    continue
+                idle, started = False, time.monotonic()
+                try:
+                    _run_cell(grid, cell)
+                except ValueError as error:
+                    failed[cell.name] = str(error)
+                took = f"{time.monotonic() - started:.0f} s"
+                done = sum(other.finished() for other in todo)
+                tell(f"{done}/{len(todo)} {cell.name}: {failed.get(cell.name, took)}")
+        if idle:
+            time.sleep(1.0)
+    return failed
+
+
+def _run_cell(grid: GridSettings, cell: Cell) -> None:
+    data = _fields(grid, cell.choices)
+    common = job.settings_of(data, grid.arguments)
+    changes: dict[str, Any] = {"output": str(cell.folder), "train.seed": cell.seed}
+    if common.warmup.steps:
+        changes |= {"model": {"hf_path": str(_warmed(grid, cell.seed))}, "warmup.steps": 0}
+    _train(grid, _changed(data, changes), cell.folder)
+    if not grid.keep_weights:
+        for name in ("checkpoints", "hf", "sync"):
+            shutil.rmtree(cell.folder / name, ignore_errors=True)
+
+
+def _warmed(grid: GridSettings, seed: int) -> Path:
+    """The checkpoint after the warm-up, which all cells of a seed start from."""
+    folder = Path(grid.output) / "warm" / f"seed-{seed}"
+    with _claimed(folder, wait=True):
+        if not (folder / "hf/config.json").is_file():
+            changes = {"output": str(folder), "train.seed": seed, "train.steps": 0, "rollout.engine": "hf"}
+            data = _changed(grid.job, changes)
+            data.pop("moe", None)
+            _train(grid, data, folder)
+    return folder / "hf"
+
+
+def _train(grid: GridSettings, data: dict[str, Any], folder: Path) -> None:
+    settings = job.settings_of(data, grid.arguments)
+    with open(folder / "log.txt", "a") as log:
+        if not grid.launcher:
+            with redirect_stdout(log), redirect_stderr(log):
+                job.train(settings, fresh=False, dump=False)
+            return
+        config = folder / "job.yaml"
+        config.write_text(schema.dump_yaml(schema.to_dict(settings)))
+        command = [*shlex.split(grid.launcher), "-m", "megatron_rc", "train", str(config)]
+        if subprocess.run(command, stdout=log, stderr=log).returncode:
+            raise ValueError(f"the job failed; {log.name} says why")
+
+
+def _fields(grid: GridSettings, choices: Mapping[str, str]) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    for axis, choice in choices.items():
+        changes |= grid.axes[axis][choice]
+    return _changed(grid.job, changes)
+
+
+def _changed(data: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    data = copy.deepcopy(data)
+    for dotted, value in changes.items():
+        *path, last = dotted.split(".")
+        inner = data
+        for name in path:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+    return data
+
+
+@contextmanager
+def _claimed(folder: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Whether this process may work in ``folder``; the claim ends with the block, or with the process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True

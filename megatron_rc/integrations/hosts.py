@@ -1,0 +1,38 @@
+"""The host codebases that `patch` and `megatron-rc doctor` know."""
+
+from __future__ import annotations
+
+from megatron_rc.integrations import megatron_lm, megatron_training, slime_hosts
+from megatron_rc.integrations.symbols import Found, Host, Symbol, inspect_symbols
+
+__all__ = ["HOSTS", "Found", "Host", "Symbol", "detect", "host_named", "inspect_symbols"]
+
+HOSTS: dict[str, Host] = {
+    host.name: host for host in (megatron_lm.HOST, megatron_training.HOST, slime_hosts.SLIME, slime_hosts.MILES)
+}
+"""By name. A module of this table defines HOST and imports nothing of its host before `make` or `prepare` runs."""
+
+
+def detect() -> list[Host]:
+    """Hosts that could be imported here, found without importing them, in the order of HOSTS."""
+    return [host for host in HOSTS.values() if host.is_importable()]
+
+
+def host_named(name: str) -> Host:
+    """The host of that name; "auto" is the only importable one, not counting those that it contains.
+
+    Raises:
+        ValueError: an unknown name; "auto" with no host or several.
+    """
+    if name in HOSTS:
+        return HOSTS[name]
+    known = ", ".join(map(repr, HOSTS))
+    if name != "auto":
+        raise ValueError(f"host must be 'auto' or one of {known}, got {name!r}")
+    importable = detect()
+    contained = {inner for host in importable for inner in host.contains}
+    candidates = [host for host in importable if host.name not in contained]
+    if len(candidates) != 1:
+        found = ", ".join(repr(host.name) for host in candidates) or "none of them"
+        raise ValueError(f"host must be named, one of {known}: here Python could import {found}")
+    return candidates[0]

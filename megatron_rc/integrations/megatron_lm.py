@@ -1,0 +1,123 @@
+"""The host megatron-lm: megatron/rl and train_rl.py of the Megatron-LM repository."""
+
+from __future__ import annotations
+
+from megatron_rc.integrations import megatron_lm_logprobs as logprobs
+from megatron_rc.integrations import megatron_lm_loss as loss
+from megatron_rc.integrations import megatron_lm_rollouts as rollouts
+from megatron_rc.integrations import megatron_lm_session as session
+from megatron_rc.integrations.megatron_version import megatron_core_version
+from megatron_rc.integrations.symbols import Host, Symbol
+
+RL = "megatron.rl.rl_utils"
+PACKING = "megatron.rl.sequence_packing_utils"
+TRAINING = "megatron.training.training"
+
+SYMBOLS = (
+    Symbol(
+        TRAINING,
+        "setup_model_and_optimizer",
+        "model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, pg_collection=None",
+        session.make_setup,
+        "refuses flags under which rollouts cannot be corrected, before the model is built",
+    ),
+    Symbol(
+        TRAINING,
+        "get_optimizer_param_scheduler",
+        "optimizer",
+        session.make_scheduler,
+        "attaches the length decay and keeps its state in the checkpoint",
+    ),
+    Symbol(
+        TRAINING,
+        "train_step",
+        "forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func, "
+        "iteration=None, pg_collection=None, p2p_communicator=None",
+        loss.make_train_step,
+        "one denominator for all tokens of the step; metrics in the host's log",
+    ),
+    Symbol(
+        RL,
+        "get_logprobs",
+        "model, tokens, position_ids, no_grad=False, sequence_packing=False, packed_seq_params=None",
+        logprobs.make_get_logprobs,
+        "logits stay sharded over tensor-parallel ranks",
+    ),
+    Symbol(
+        RL,
+        "selective_log_softmax",
+        "logits, index",
+        logprobs.make_selective_log_softmax,
+        "vocabulary-parallel log-probs in fp32, at the sampling temperature",
+    ),
+    Symbol(
+        RL,
+        "compute_logprobs_batch",
+        "model, data_loader, forward_backward_func, packing_context, trajs_batch_size, seq_length, "
+        "logprobs_batch_size, decoder_seq_length, dtype, pp_group, is_correction, collect_non_loss_data=False",
+        logprobs.make_compute_logprobs_batch,
+        "log-probs before the update in fp32",
+    ),
+    Symbol(
+        RL,
+        "prepare_data_for_update",
+        "model, ref_state_dict, rollouts, tokenizer, sequence_packing, is_correction, request_ledger",
+        rollouts.make_prepare_data,
+        "corrects the whole rollout batch once; gives the length decay its mean response length",
+    ),
+    Symbol(
+        RL,
+        "calculate_grpo_loss",
+        "current_logprobs, old_logprobs, ref_logprobs, advantages, clamp_eps_lower, clamp_eps_upper, kl_beta, "
+        "entropy_weight, inference_logprobs=None, is_truncation_coef=None, seq_starts=None, seq_lengths=None",
+        loss.make_calculate_grpo_loss,
+        "weights and mask of the correction on the policy-gradient term",
+    ),
+    Symbol(
+        RL,
+        "align_unpacked_inference_logprobs",
+        "inference_logprobs, old_logprobs_for_data, generation_masks, group_stats",
+        rollouts.make_align_unpacked,
+        "marks rollout log-probs that the sampler did not tell",
+    ),
+    Symbol(
+        RL,
+        "_pad_nonnull_with_zeros",
+        "data, max_len",
+        rollouts.make_pad_nonnull,
+        "marks rollout log-probs that the sampler did not tell",
+    ),
+    Symbol(
+        PACKING,
+        "pack_inference_logprobs",
+        "inference_logprobs, packing_info, generation_masks, bin_size",
+        rollouts.make_pack_inference_logprobs,
+        "marks rollout log-probs that the sampler did not tell",
+    ),
+)
+
+DIFFERENCES = (
+    "log-probs are computed and kept in fp32, also of a bf16 model, whose own are bf16",
+    "log-probs are those at --rl-default-temperature; the host's are those at temperature 1",
+    "every token of a training step has the same weight in the loss; the host averages the means of micro-batches "
+    "(unless --calculate-per-token-loss)",
+    "a generated token whose rollout log-prob is missing is in no statistic, gate or weight, and its policy-gradient "
+    "term is uncorrected (dropped in a sequence of which nothing else is kept); the host takes its log-prob as 0 under "
+    "--rl-use-sequence-packing",
+    "a sequence or token with a NaN or infinite log-prob is dropped, and above 1 % of them the run stops",
+    "the importance weight is that of the correction, its log clamped to log_ratio_bound; the host's is unbounded "
+    "without --rl-importance-sampling-truncation-coef, which is refused",
+)
+
+HOST = Host(
+    name="megatron-lm",
+    module=RL,
+    symbols=SYMBOLS,
+    versions=("0.20",),
+    read_version=megatron_core_version,
+    prepare=session.prepare,
+    release=session.Session.release,
+    tested="commit d98e8a64ddf3 of NVIDIA/Megatron-LM",
+    differences=DIFFERENCES,
+    contains=("megatron-training",),
+)

@@ -1,0 +1,79 @@
+"""Log-probs of megatron/rl from vocabulary-sharded logits, in fp32 and at the sampling temperature."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.integrations.megatron_lm_session import LogitShards, Session
+from megatron_rc.integrations.symbols import Function
+from megatron_rc.logprobs import vocab_parallel_logprobs
+
+
+def make_get_logprobs(original: Function, session: Session) -> Function | None:
+    """get_logprobs, whose forward pass leaves the logits on the rank that computed them.
+
+    Packing and context parallelism stay the host's own: it cuts and shifts the tokens, and what it then asks for is
+    selective_log_softmax of logits and ids, which is replaced for as long as this call lasts.
+    """
+    if session.correction is None:
+        return None
+
+    def get_logprobs(model: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.core.utils import get_attr_wrapped_model
+        from megatron.training.global_vars import get_args
+
+        session.logits = LogitShards(
+            get_attr_wrapped_model(model, "pg_collection").tp, get_args().rl_default_temperature
+        )
+        hook = model.register_forward_pre_hook(_keep_shards, with_kwargs=True)
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            hook.remove()
+            session.logits = None
+
+    return get_logprobs
+
+
+def _keep_shards(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    kwargs["runtime_gather_output"] = False
+    if "fp32_output" in kwargs:
+        # the copy that Float16Module would make; log-probs are fp32 from logits of any dtype
+        kwargs["fp32_output"] = False
+    return args, kwargs
+
+
+def make_selective_log_softmax(original: Function, session: Session) -> Function | None:
+    """selective_log_softmax, of shards inside get_logprobs and the host's own elsewhere."""
+    if session.correction is None:
+        return None
+
+    def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
+        if session.logits is None:
+            return original(logits, index)
+        logprobs = vocab_parallel_logprobs(
+            logits, index, tp_group=session.logits.tp_group, temperature=session.logits.temperature
+        )
+        assert isinstance(logprobs, Tensor)
+        return logprobs
+
+    return selective_log_softmax
+
+
+def make_compute_logprobs_batch(original: Function, session: Session) -> Function | None:
+    """compute_logprobs_batch, which expects and sends log-probs in fp32 whatever the model's dtype."""
+    if session.correction is None:
+        return None
+    signature = inspect.signature(original)
+
+    def compute_logprobs_batch(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.arguments["dtype"] = torch.float32
+        session.num_rows = call.arguments["trajs_batch_size"]
+        return original(*call.args, **call.kwargs)
+
+    return compute_logprobs_batch

@@ -1,0 +1,131 @@
+"""The GRPO loss of megatron/rl with the weights of a rollout correction, and the denominator of a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.integrations.megatron_lm_rollouts import RolloutRows, corrected_rows
+from megatron_rc.integrations.megatron_lm_session import Session
+from megatron_rc.integrations.symbols import Function
+
+LOG_PREFIX = "rc/"
+
+
+def make_calculate_grpo_loss(original: Function, session: Session) -> Function | None:
+    """calculate_grpo_loss, whose policy-gradient term is weighted by what prepare_data_for_update left in its slot.
+
+    loss = w PG + kl_beta KL - entropy_weight H, where the host's own function computes PG, KL and H: PG with neither of
+    the other terms, and of tokens of weight 0 from a ratio of 1, so that what is rejected can be neither infinite nor
+    NaN. With old="rollout" the slot holds log mu, the ratio is pi / mu, and w comes from the gates on pi / mu.
+    """
+    correction = session.correction
+    if correction is None:
+        return None
+
+    def calculate_grpo_loss(
+        current_logprobs: Tensor,
+        old_logprobs: Tensor,
+        ref_logprobs: Tensor,
+        advantages: Tensor,
+        clamp_eps_lower: float,
+        clamp_eps_upper: float,
+        kl_beta: float,
+        entropy_weight: float,
+        inference_logprobs: Tensor | None = None,
+        is_truncation_coef: float | None = None,
+        seq_starts: Sequence[int] | None = None,
+        seq_lengths: Sequence[int] | None = None,
+    ) -> tuple[Tensor, ...]:
+        if inference_logprobs is None:
+            raise ValueError("add --rl-inference-logprobs-is-correction: the loss was given no rollout log-probs")
+        weights, session.micro_batch_log = inference_logprobs, {}
+        if correction.old == "rollout":
+            starts = None if seq_starts is None or seq_lengths is None else [list(seq_starts)[: len(seq_lengths)]]
+            told = ~inference_logprobs.isnan()
+            of_sequences = advantages if starts is None or starts[0] else advantages.new_zeros(1)
+            rows = RolloutRows(old_logprobs, inference_logprobs, torch.ones_like(told), of_sequences, starts)
+            current = current_logprobs.detach()
+            corrected, weights = corrected_rows(current, rows, correction)
+            session.micro_batch_log = _two_policy_log(current, inference_logprobs, corrected.mask.view_as(told), told)
+            old_logprobs = torch.where(told, inference_logprobs, old_logprobs)
+        call = partial(
+            original,
+            ref_logprobs=ref_logprobs,
+            advantages=advantages,
+            clamp_eps_lower=clamp_eps_lower,
+            clamp_eps_upper=clamp_eps_upper,
+            seq_starts=seq_starts,
+            seq_lengths=seq_lengths,
+        )
+        _, kl_term, ratios, entropy_term, above, below = call(
+            current_logprobs, old_logprobs, kl_beta=kl_beta, entropy_weight=entropy_weight
+        )
+        kept = weights > 0
+        gradient_term, *_ = call(
+            torch.where(kept, current_logprobs, 0), torch.where(kept, old_logprobs, 0), kl_beta=0.0, entropy_weight=0.0
+        )
+        loss = weights * gradient_term + kl_beta * kl_term - entropy_weight * entropy_term
+        return loss, kl_term, ratios, entropy_term, above, below
+
+    return calculate_grpo_loss
+
+
+def _two_policy_log(current: Tensor, rollout: Tensor, kept: Tensor, told: Tensor) -> dict[str, Tensor]:
+    log_ratio = torch.where(told, current - rollout, 0)
+    tokens = told.sum().float()
+    sums = {"current/k3": log_ratio.expm1().sub(log_ratio).sum(), "current/masked_token": tokens - kept.sum()}
+    return {name: torch.stack([total, tokens]) for name, total in sums.items()}
+
+
+def make_train_step(original: Function, session: Session) -> Function | None:
+    """train_step, in which every token of the step weighs the same and the metrics of the correction are logged.
+
+    The host divides the loss of a micro-batch by its own number of tokens, then by the number of micro-batches, and
+    averages gradients over data-parallel ranks. The loss function given to it here undoes that and divides by the
+    tokens of all micro-batches and ranks; with --calculate-per-token-loss the host does so itself.
+    """
+    if session.correction is None:
+        return None
+
+    def train_step(forward_step_func: Function, *args: Any, **kwargs: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        factor = None if get_args().calculate_per_token_loss else _tokens_to_step(session)
+
+        @wraps(forward_step_func)
+        def forward_step(*step_args: Any, **step_kwargs: Any) -> Any:
+            output, loss_func = forward_step_func(*step_args, **step_kwargs)
+            return output, partial(_logged_loss, loss_func, factor, {**session.rollout_log, **session.micro_batch_log})
+
+        return original(forward_step, *args, **kwargs)
+
+    return train_step
+
+
+def _tokens_to_step(session: Session) -> Tensor:
+    """0-d fp32: what turns the summed loss of a micro-batch into its share of the step, as the host rescales it."""
+    from megatron.core import mpu
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    count, ranks = get_num_microbatches(), mpu.get_data_parallel_world_size()
+    of_step = [session.tokens[(session.micro_batch + i) % len(session.tokens)] for i in range(count)]
+    session.micro_batch += count
+    tokens = torch.tensor(float(sum(of_step)), device=torch.cuda.current_device())
+    torch.distributed.all_reduce(tokens, group=mpu.get_data_parallel_group())
+    return count * ranks / tokens.clamp(min=1)
+
+
+def _logged_loss(
+    loss_func: Function, factor: Tensor | None, pairs: dict[str, Tensor], output_tensor: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    loss, tokens, log = loss_func(output_tensor)
+    log = log | {LOG_PREFIX + name: pair.to(loss.device) for name, pair in pairs.items()}
+    if factor is None:
+        return loss, tokens, log
+    # the host divides by the tokens that it is told of
+    return loss * factor, torch.ones_like(tokens), log

@@ -1,0 +1,241 @@
+"""The correction of a whole rollout batch of megatron/rl, computed where its log-probs are first all known."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rc.config import RolloutCorrection
+from megatron_rc.correction import Corrected, correct
+from megatron_rc.integrations.megatron_lm_session import Session
+from megatron_rc.integrations.symbols import Function
+
+LOGGED = (
+    *("k1", "k3", "chi2_token", "chi2_seq", "ess_token", "ess_seq", "ess_token_final", "rho_max", "f2"),
+    *("log_ppl_abs_diff", "weight_mean", "masked_token", "masked_seq", "nonfinite_share"),
+)
+"""Metrics of the rollout batch that join the host's log line, which prints every name it is given."""
+
+
+class RolloutRows(NamedTuple):
+    """The rollout batch of one rank: rows, or bins under packing, of T - 1 log-probs each."""
+
+    old_logprobs: Tensor
+    """[rows, T - 1]."""
+    rollout_logprobs: Tensor
+    """[rows, T - 1]; NaN where the sampler told none."""
+    loss_mask: Tensor
+    """[rows, T - 1], bool."""
+    advantages: Tensor
+    """[S], one a sequence; [rows] without packing."""
+    starts: list[list[int]] | None
+    """Where the sequences of each bin start; None without packing."""
+
+
+def corrected_rows(
+    train_logprobs: Tensor, rows: RolloutRows, correction: RolloutCorrection, dp_group: Any = None
+) -> tuple[Corrected, Tensor]:
+    """`correct` in the layout of megatron/rl.
+
+    A generated token whose rollout log-prob is missing belongs to no statistic and no unit. Its weight is 1, and 0 in a
+    sequence of which no other token is kept.
+
+    Args:
+        train_logprobs: [rows, T - 1], fp32, nats.
+        dp_group: for normalize="batch".
+
+    Returns:
+        Corrected, flat under packing, and the weights [rows, T - 1].
+    """
+    known = rows.loss_mask & ~rows.rollout_logprobs.isnan()
+    cu_seqlens = None if rows.starts is None else bin_offsets(rows.starts, rows.loss_mask.shape[1], known.device)
+    shape = rows.loss_mask.shape if cu_seqlens is None else (-1,)
+    corrected = correct(
+        train_logprobs.view(shape),
+        rows.rollout_logprobs.view(shape),
+        known.view(shape),
+        correction=correction,
+        cu_seqlens=cu_seqlens,
+        advantages=rows.advantages.to(train_logprobs.dtype),
+        dp_group=dp_group,
+    )
+    if cu_seqlens is None:
+        kept_sequence = corrected.mask.any(1, keepdim=True).expand_as(known)
+    else:
+        lengths = cu_seqlens.long().diff()
+        total = torch.cat([cu_seqlens.new_zeros(1, dtype=torch.int64), corrected.mask.cumsum(0)])
+        kept = total[cu_seqlens.long()].diff() > 0
+        kept_sequence = torch.repeat_interleave(kept, lengths, output_size=known.numel()).view_as(known)
+    missing = rows.loss_mask & ~known
+    weights = torch.where(missing, kept_sequence.to(corrected.weights.dtype), corrected.weights.view_as(known))
+    return corrected, weights
+
+
+def bin_offsets(starts: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
+    """cu_seqlens of bins laid end to end; the rows after a sequence, none of which has loss, are counted as its own."""
+    firsts = [row * width + start for row, of_bin in enumerate(starts) for start in (of_bin or [0])]
+    return torch.tensor([*firsts, len(starts) * width], dtype=torch.int32, device=device)
+
+
+def make_prepare_data(original: Function, session: Session) -> Function:
+    """prepare_data_for_update, after which the slot of the rollout log-probs holds what the loss needs of them.
+
+    That is the weight of every token; in the two-policy mode the rollout log-probs, NaN where there is none.
+    """
+
+    signature = inspect.signature(original)
+
+    def prepare_data_for_update(*args: Any, **kwargs: Any) -> Any:
+        from megatron.core import mpu
+        from megatron.rl.rl_utils import get_rl_runtime_state
+
+        iterator, group_stats, examples = original(*args, **kwargs)
+        if session.correction is not None:
+            packing = get_rl_runtime_state().packing_context
+            group = mpu.get_data_parallel_group()
+            if packing is not None:
+                _correct_bins(session, packing, group)
+            else:
+                iterator = _correct_micro_batches(session, iterator, group)
+            session.micro_batch = 0
+        if session.attached is not None:
+            rollouts = signature.bind(*args, **kwargs).arguments["rollouts"]
+            session.attached.decay.step(mean_response_length(rollouts))
+        return iterator, group_stats, examples
+
+    return prepare_data_for_update
+
+
+def _correct_bins(session: Session, packing: Any, dp_group: Any) -> None:
+    info, device = packing.packing_info, packing.old_logprobs.device
+    if getattr(packing, "packed_inference_logprobs", None) is None:
+        raise ValueError(_NO_LOGPROBS)
+    rows = RolloutRows(
+        packing.old_logprobs.float(),
+        packing.packed_inference_logprobs.to(device),
+        packing.packed_loss_mask[:, 1:].bool().to(device),
+        _sequence_advantages(packing.bin_advantages, device),
+        # the host adds the end of the last sequence to the starts of a bin
+        [list(info.seq_starts[b])[: len(sequences)] for b, sequences in enumerate(info.bin_seq_indices)],
+    )
+    packing.packed_inference_logprobs = _slot(session, rows, dp_group)
+    session.tokens = rows.loss_mask.sum(1).tolist()
+
+
+def _sequence_advantages(bin_advantages: Sequence[Tensor], device: torch.device) -> Tensor:
+    """[S]; an empty bin counts as one sequence."""
+    parts = [of_bin.to(device) if len(of_bin) else torch.zeros(1, device=device) for of_bin in bin_advantages]
+    return torch.cat([part.float() for part in parts])
+
+
+def _correct_micro_batches(session: Session, iterator: Any, dp_group: Any) -> Any:
+    """The iterator over the same micro-batches, whose last tensor is the slot."""
+    batches: list[list[Tensor]] = []
+    while sum(len(batch[0]) for batch in batches) < session.num_rows:
+        batches.append(list(next(iterator)))
+    _, advantages, old_logprobs, loss_mask, _, _, rollout_logprobs = map(torch.cat, zip(*batches, strict=True))
+    device = advantages.device
+    rows = RolloutRows(
+        old_logprobs.float().to(device),
+        rollout_logprobs.to(device),
+        loss_mask[:, 1:].bool().to(device),
+        advantages.float(),
+        None,
+    )
+    sizes = [len(batch[0]) for batch in batches]
+    slots = _slot(session, rows, dp_group).to(rollout_logprobs.device).split(sizes)
+    session.tokens = [int(part.sum()) for part in rows.loss_mask.split(sizes)]
+    return type(iterator)(itertools.cycle([[*batch[:-1], slot] for batch, slot in zip(batches, slots, strict=True)]))
+
+
+def _slot(session: Session, rows: RolloutRows, dp_group: Any) -> Tensor:
+    """[rows, T - 1] for the loss; leaves the metrics of the batch in the session."""
+    assert session.correction is not None
+    corrected, weights = corrected_rows(rows.old_logprobs, rows, session.correction, dp_group)
+    counts = torch.stack([(rows.loss_mask & ~rows.rollout_logprobs.isnan()).sum(), rows.loss_mask.sum()]).double()
+    torch.distributed.all_reduce(counts, group=dp_group)
+    known, total = counts.tolist()
+    if total and not known:
+        raise ValueError(_NO_LOGPROBS)
+    metrics = corrected.metrics.all_reduce(dp_group)
+    metrics.check()
+    values = {name: value for name, value in metrics.values().items() if name in LOGGED}
+    values["missing"] = 1 - known / max(total, 1)
+    device = rows.old_logprobs.device
+    session.rollout_log = {f"old/{name}": torch.tensor([value, 1.0], device=device) for name, value in values.items()}
+    if session.correction.old == "rollout":
+        return rows.rollout_logprobs.masked_fill(~rows.loss_mask, torch.nan)
+    return weights
+
+
+_NO_LOGPROBS = (
+    "no token of the rollout batch has a rollout log-prob: add --rl-inference-logprobs-is-correction, and sample with "
+    "an agent whose rollouts are TokenRollout"
+)
+
+
+def mean_response_length(rollouts: Sequence[Sequence[Any]]) -> float | None:
+    """Mean number of generated tokens over the groups of a rollout batch, which every rank holds whole.
+
+    Rollouts without a generation mask tell no length and are left out: failed episodes, and text without tokens.
+    """
+    lengths = [
+        sum(map(sum, rollout.generation_mask))
+        for group in rollouts
+        for rollout in group
+        if getattr(rollout, "generation_mask", None)
+    ]
+    return sum(lengths) / len(lengths) if lengths else None
+
+
+def make_pad_nonnull(original: Function, session: Session) -> Function | None:
+    """_pad_nonnull_with_zeros, which pads with NaN: a log-prob of 0 would be a probability of 1."""
+    if session.correction is None:
+        return None
+
+    def _pad_nonnull_with_zeros(data: Sequence[Tensor | None], max_len: int) -> Tensor:
+        padded = original(data, max_len).clone()
+        for row, logprobs in zip(padded, data, strict=True):
+            row[0 if logprobs is None else len(logprobs) :] = torch.nan
+        return padded
+
+    return _pad_nonnull_with_zeros
+
+
+def make_pack_inference_logprobs(original: Function, session: Session) -> Function | None:
+    """pack_inference_logprobs, which marks what the sampler did not tell as not filled, and as NaN."""
+    if session.correction is None:
+        return None
+
+    def pack_inference_logprobs(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        packed, filled = original(*args, **kwargs)
+        filled = filled & ~packed.isnan()
+        return packed.masked_fill(~filled, torch.nan), filled
+
+    return pack_inference_logprobs
+
+
+def make_align_unpacked(original: Function, session: Session) -> Function | None:
+    """align_unpacked_inference_logprobs, with NaN for what the sampler did not tell."""
+    if session.correction is None:
+        return None
+
+    def align_unpacked_inference_logprobs(
+        inference_logprobs: Sequence[Tensor | None],
+        old_logprobs_for_data: Tensor,
+        generation_masks: Tensor,
+        group_stats: Any,
+    ) -> Tensor:
+        aligned = original(inference_logprobs, old_logprobs_for_data, generation_masks, group_stats)
+        for row, logprobs, generated in zip(aligned, inference_logprobs, generation_masks, strict=True):
+            targets = generated.nonzero().flatten() - 1
+            untold = targets[0 if logprobs is None else len(logprobs) :]
+            row[untold[(untold >= 0) & (untold < len(row))]] = torch.nan
+        return aligned
+
+    return align_unpacked_inference_logprobs

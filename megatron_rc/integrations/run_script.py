@@ -1,0 +1,81 @@
+"""Run the training script of a host in this process, patched before its first line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from megatron_rc import schema
+from megatron_rc.config import RolloutCorrection
+from megatron_rc.integrations.patching import patch
+from megatron_rc.lr_decay import LengthDecaySettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchSettings:
+    """What `patch` is asked for, as a YAML file has it."""
+
+    correction: RolloutCorrection | None = None
+    """How rollouts are corrected: a preset name, or fields with or without `preset`; null leaves the host's loss."""
+    lr_decay: LengthDecaySettings | None = None
+    """Length-decay learning rate; null keeps the host's schedule, {} takes every default."""
+
+
+def patch_settings(
+    config: Path | None = None, preset: str | None = None, lr_decay: bool = False, assignments: Iterable[str] = ()
+) -> PatchSettings:
+    """From a YAML file, with a preset in the place of its correction, a length decay where the file has none, and
+    ``key=value`` assignments on top.
+
+    Raises:
+        ValueError: no such file or preset, or a wrong field, named.
+    """
+    data = schema.load_yaml(config) if config is not None else {}
+    if preset is not None:
+        data["correction"] = preset
+    if lr_decay:
+        data["lr_decay"] = data.get("lr_decay") or {}
+    if isinstance(data.get("correction"), str):
+        data["correction"] = {"preset": data["correction"]}
+    for assignment in assignments:
+        schema.set_field(data, assignment)
+    if "correction" in data:
+        data["correction"] = RolloutCorrection.expand(data["correction"])
+    return schema.from_dict(PatchSettings, data)
+
+
+def run_script(script: Path, arguments: Sequence[str], settings: PatchSettings, *, host: str = "auto") -> None:
+    """`python script arguments...` with a patched host; the host is restored when the script ends.
+
+    The script runs as __main__, with its folder first on sys.path as Python would have it, and what it imports by value
+    is patched because it is imported later. Rank 0 prints `Patch.report()` first.
+
+    Raises:
+        ValueError: no such script, or as `patch`.
+    """
+    if not script.is_file():
+        raise ValueError(f"no such script: {str(script)!r}")
+    path = script.resolve()
+    module = ModuleType("__main__")
+    module.__file__ = str(path)
+    caller, argv, search = sys.modules["__main__"], sys.argv, list(sys.path)
+    sys.path.insert(0, str(path.parent))
+    try:
+        with patch(host, correction=settings.correction, lr_decay=settings.lr_decay) as patched:
+            if os.environ.get("RANK", "0") == "0":
+                print(patched.report(), flush=True)
+            # a checkpoint saved by worker processes is saved by children that run this file again
+            sys.modules["__main__"], sys.argv = module, [str(script), *arguments]
+            try:
+                exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+            except ValueError:
+                # the script's own, which Python would show whole; a ValueError of this function is one sentence
+                traceback.print_exc()
+                sys.exit(1)
+    finally:
+        sys.modules["__main__"], sys.argv, sys.path[:] = caller, argv, search

@@ -1,0 +1,58 @@
+"""The length decay of a host that builds Megatron's OptimizerParamScheduler, kept in the host's own checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
+
+CHECKPOINT_KEY = "megatron_rc_length_decay"
+
+
+class SchedulerDecay:
+    """A length decay attached to a scheduler that was just built, before the host loads its checkpoint into it.
+
+    The state of the decay travels inside the scheduler's state_dict under `CHECKPOINT_KEY`. Megatron reads its own keys
+    of that dictionary only, so a checkpoint written with the decay loads without it. A checkpoint without the key, of a
+    run that had no decay, leaves the decay at its first rollout.
+
+    Args:
+        opt_param_scheduler: Megatron's OptimizerParamScheduler.
+        lr_decay: settings take the scheduler's max_lr as initial learning rate.
+
+    Raises:
+        ValueError: as `LengthDecayLR.attach`.
+    """
+
+    def __init__(self, opt_param_scheduler: Any, lr_decay: LengthDecayLR | LengthDecaySettings) -> None:
+        if isinstance(lr_decay, LengthDecaySettings):
+            lr_decay = lr_decay.build(opt_param_scheduler.max_lr)
+        self.decay: LengthDecayLR = lr_decay
+        """Step it once a rollout."""
+        self.decay.attach(opt_param_scheduler)
+        self._scheduler = opt_param_scheduler
+        self._own_state, self._load_own_state = opt_param_scheduler.state_dict, opt_param_scheduler.load_state_dict
+        self._of_instance = {n: vars(opt_param_scheduler)[n] for n in _METHODS if n in vars(opt_param_scheduler)}
+        opt_param_scheduler.state_dict, opt_param_scheduler.load_state_dict = self._state_dict, self._load_state_dict
+
+    def undo(self) -> None:
+        """Give the scheduler its own learning rate, state_dict and load_state_dict back.
+
+        Raises:
+            ValueError: as `LengthDecayLR.detach`.
+        """
+        self.decay.detach(self._scheduler)
+        for name in _METHODS:
+            del vars(self._scheduler)[name]
+        vars(self._scheduler).update(self._of_instance)
+
+    def _state_dict(self) -> dict[str, Any]:
+        return {**self._own_state(), CHECKPOINT_KEY: self.decay.state_dict()}
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._load_own_state(state_dict)
+        if CHECKPOINT_KEY in state_dict:
+            self.decay.load_state_dict(state_dict[CHECKPOINT_KEY])
+
+
+_METHODS = ("state_dict", "load_state_dict")

@@ -1,0 +1,140 @@
+"""The hosts slime and miles: what `doctor` looks at, and which flags `patch` answers with."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from megatron_rc import schema
+from megatron_rc.config import RolloutCorrection
+from megatron_rc.integrations.slime_settings import KEY, flag
+from megatron_rc.integrations.symbols import Host, Symbol
+from megatron_rc.lr_decay import LengthDecaySettings
+
+_DIFFERENCES = (
+    "a token with a NaN or infinite log-prob leaves the policy-gradient term, alone or with its sequence; the host's "
+    "loss becomes NaN (slime), or counts it with ratio 1 (miles)",
+    "log-ratios are clamped to +-log_ratio_bound (20) before exp",
+    "rejected tokens leave the policy-gradient term alone: entropy and KL terms and denominators count all loss tokens",
+    "loss: entropy under --rollout-top-p is that of the kept ids, as the log-probs are; slime takes the whole "
+    "vocabulary",
+)
+
+
+def _read(name: str, module: str, parameters: str) -> Symbol:
+    """A function around the hooks, whose parameters tell whether the host still is the one they were made for."""
+    return Symbol(module, name, parameters, lambda original, context: None, "not replaced: it surrounds the hooks")
+
+
+_LOSS = "args, batch, logits, sum_of_sample_mean"
+_TIS = "args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs"
+_STEP = "args, rollout_id, step_id, data_iterator, model, optimizer, opt_param_scheduler, num_microbatches"
+
+
+def _host(name: str, symbols: tuple[Symbol, ...], tested: str, *, whole_rollouts: bool) -> Host:
+    def read_version() -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            # it usually runs from its source tree
+            return None
+
+    def prepare(correction: RolloutCorrection | None, lr_decay: Any) -> Any:
+        flags, fields = recipe(correction, lr_decay, whole_rollouts=whole_rollouts)
+        raise ValueError(
+            f"{name} trains in Ray processes of its own, which patch cannot reach: give it the flags "
+            f"{' '.join(flags)}, with {schema.dump_yaml({KEY: fields}, one_line=True)} in rc.yaml"
+        )
+
+    return Host(name, name, symbols, (), read_version, prepare, tested, _DIFFERENCES)
+
+
+def recipe(
+    correction: RolloutCorrection | None, lr_decay: LengthDecaySettings | None, *, whole_rollouts: bool
+) -> tuple[list[str], dict[str, Any]]:
+    """(flags of the host, fields of the key megatron_rc) for a correction and a learning rate decay.
+
+    Args:
+        whole_rollouts: whether the host has a hook that sees them; slime does.
+
+    Raises:
+        ValueError: no hook of the host can do it.
+    """
+    flags, fields, hooks = ["--custom-config-path rc.yaml"], dict[str, Any](), ["check"]
+    if correction is not None:
+        fields["correction"] = correction.to_dict()
+        hooks.append(_hook_for(correction))
+        flags += {"tis": ["--use-tis"], "loss": ["--loss-type custom_loss"]}.get(hooks[-1], [])
+        flags += ["--use-rollout-logprobs"] * (correction.old == "rollout")
+    if lr_decay is not None:
+        if not isinstance(lr_decay, LengthDecaySettings):
+            raise ValueError(f"lr_decay must be LengthDecaySettings where flags are set, got {lr_decay!r}")
+        fields["lr_decay"] = schema.to_dict(lr_decay)
+        if correction is None and lr_decay.decay_period is None:
+            hooks.append("rollout_data" if whole_rollouts else "pg_loss_reducer")
+            fields |= {} if whole_rollouts else {"aggregation": "seq-mean-token-mean"}
+        hooks.append("before_train_step")
+    if "rollout_data" in hooks and not whole_rollouts:
+        raise ValueError("normalize must be 'none': no hook of this host sees a whole rollout before its update")
+    return flags + [flag(hook) for hook in hooks], fields
+
+
+def _hook_for(correction: RolloutCorrection) -> str:
+    """The simplest hook that can do it."""
+    if correction.normalize == "batch":
+        return "rollout_data"
+    judges_advantages = any(gate.when == "negative_advantage" for gate in correction.reject)
+    return "loss" if judges_advantages or correction.old != "recompute" else "tis"
+
+
+SLIME = _host(
+    "slime",
+    (
+        _read("load_function", "slime.utils.misc", "path"),
+        _read("policy_loss_function", "slime.backends.megatron_utils.loss", _LOSS),
+        _read("vanilla_tis_function", "slime.backends.megatron_utils.loss", _TIS),
+        _read(
+            "get_logits_and_tokens_offset_with_cp",
+            "slime.backends.megatron_utils.cp_utils",
+            "total_length, response_length",
+        ),
+        _read(
+            "get_batch",
+            "slime.backends.megatron_utils.data",
+            "data_iterator, keys, pad_multiplier=128, allgather_cp=False",
+        ),
+        _read(
+            "train_one_step",
+            "slime.backends.megatron_utils.model",
+            f"{_STEP}, step_global_batch_size, microbatch_pbar=None",
+        ),
+        _read(
+            "MegatronTrainRayActor.train_actor",
+            "slime.backends.megatron_utils.actor",
+            "self, rollout_id, rollout_data, external_data=None",
+        ),
+    ),
+    "commit 624b824a898a",
+    whole_rollouts=True,
+)
+
+MILES = _host(
+    "miles",
+    (
+        _read("load_function", "miles.utils.misc", "path, *, sync_required=False"),
+        _read("policy_loss_function", "miles.backends.training_utils.loss_hub.losses", _LOSS),
+        _read("vanilla_tis_function", "miles.backends.training_utils.loss_hub.corrections", _TIS),
+        _read(
+            "get_logits_and_tokens_offset_with_cp",
+            "miles.backends.training_utils.cp_utils",
+            "total_length, response_length, qkv_format='thd', max_seq_len=None, cp_rank=None, cp_size=None",
+        ),
+        _read(
+            "train_one_step",
+            "miles.backends.megatron_utils.model",
+            f"{_STEP}, num_rollouts, witness_info, attempt, ft_test_action_executor=None",
+        ),
+    ),
+    "commit 31f1ca961a94",
+    whole_rollouts=False,
+)

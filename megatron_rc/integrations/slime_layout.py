@@ -1,0 +1,160 @@
+"""Where the response tokens of a micro-batch lie on this rank: slime and miles keep one list entry a sample."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rc import sums
+
+
+class Parallel(NamedTuple):
+    """This process in the host's Megatron."""
+
+    tp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
+    cp_rank: int
+    cp_size: int
+    dp_group: dist.ProcessGroup
+    """Without context parallelism."""
+    dp_cp_group: dist.ProcessGroup
+    last_stage: bool
+
+
+def parallel() -> Parallel:
+    """Read Megatron's parallel state."""
+    from megatron.core import parallel_state
+
+    return Parallel(
+        tp_group=_plain(parallel_state.get_tensor_model_parallel_group()),
+        cp_group=_plain(parallel_state.get_context_parallel_group()),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
+        dp_group=_plain(parallel_state.get_data_parallel_group(with_context_parallel=False)),
+        dp_cp_group=_plain(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+    )
+
+
+def _plain(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    # slime wraps its groups, to rebuild them after sleep; functions of torch.distributed that were imported before it
+    # patched them do not know the wrapper
+    return getattr(group, "group", group)
+
+
+class Span(NamedTuple):
+    """Consecutive response tokens of one sample on this rank."""
+
+    sample: int
+    first: int
+    """Of the response, counted from its first token."""
+    stop: int
+    row: int
+    """Of the local logits that predict the first token."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The spans of all samples, in order; together they are the packed layout [N] of the host's per-token lists."""
+
+    spans: tuple[Span, ...]
+    counts: tuple[int, ...]
+    """Response tokens of every sample on this rank."""
+    rows: int
+    """Of the local logits, without the padding at their end."""
+    prompts: tuple[int, ...]
+    """Tokens before the response of every sample."""
+
+    @classmethod
+    def of(
+        cls,
+        total_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        padded_lengths: Sequence[int] | None,
+        cp_rank: int,
+        cp_size: int,
+    ) -> Layout:
+        """From the host's lengths, in tokens; ``padded_lengths`` are miles's max_seq_lens for padded batches.
+
+        With context parallelism a sequence is cut into 2 cp_size chunks of ceil(length / (2 cp_size)), and a rank has
+        chunks cp_rank and 2 cp_size - 1 - cp_rank.
+        """
+        spans, counts, row = [], [], 0
+        for sample, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
+            length = total if padded_lengths is None else padded_lengths[sample]
+            chunk, chunks = length, [0]
+            if cp_size > 1:
+                chunk, chunks = math.ceil(length / (2 * cp_size)), [cp_rank, 2 * cp_size - 1 - cp_rank]
+            # the row that predicts the first token of the response
+            shift = total - response - 1
+            counts.append(0)
+            for number in chunks:
+                begin = number * chunk
+                first, stop = max(begin, shift), min(begin + chunk, total - 1)
+                if first < stop:
+                    spans.append(Span(sample, first - shift, stop - shift, row + first - begin))
+                    counts[-1] += stop - first
+                row += chunk
+        prompts = [total - response for total, response in zip(total_lengths, response_lengths, strict=True)]
+        return cls(tuple(spans), tuple(counts), row, tuple(prompts))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+    def cu_seqlens(self, device: torch.device) -> Tensor:
+        """[S + 1] int32."""
+        return torch.tensor([0, *self.counts], device=device).cumsum(0).to(torch.int32)
+
+    def local(self, responses: Sequence[Tensor]) -> Tensor:
+        """One tensor [response_length] a sample -> [N], what of them lies on this rank."""
+        return torch.cat([responses[0][:0], *(responses[s.sample][s.first : s.stop] for s in self.spans)])
+
+    def targets(self, tokens: Sequence[Tensor]) -> Tensor:
+        """Prompt and response tokens of every sample -> [N], the response tokens on this rank."""
+        return self.local([ids[prompt:] for ids, prompt in zip(tokens, self.prompts, strict=True)])
+
+    def logits_rows(self, device: torch.device) -> Tensor:
+        """[N] int64: the row of the local logits that predicts each token."""
+        parts = [torch.arange(s.row, s.row + s.stop - s.first, device=device) for s in self.spans]
+        return torch.cat([torch.arange(0, device=device), *parts])
+
+    def segments(self, loss_masks: Sequence[Tensor]) -> tuple[Tensor, int]:
+        """([N] turn of every token, a bound of their number), numbered over the whole responses."""
+        masks = torch.cat([mask.bool() for mask in loss_masks])
+        lengths = [len(mask) for mask in loss_masks]
+        offsets = torch.tensor([0, *lengths], device=masks.device).cumsum(0)
+        ids, bound = sums.segments(masks, offsets, None, None)
+        return self.local(ids.split(lengths)), bound
+
+    def joined(self, name: str, values: Sequence[Tensor] | None, remedy: str) -> Tensor:
+        """[N] from the host's list ``values`` of per-token tensors.
+
+        Raises:
+            ValueError: there is none, or one of another length than the sample has tokens here.
+        """
+        if values is None or any(value is None for value in values):
+            raise ValueError(f"{name} must be in every sample of the batch: {remedy}")
+        for sample, (value, count) in enumerate(zip(values, self.counts, strict=True)):
+            if tuple(value.shape) != (count,):
+                raise ValueError(f"{name} of sample {sample} must be [{count}] on this rank, got {tuple(value.shape)}")
+        return torch.cat([*values])
+
+
+def layout_of(
+    args: Namespace,
+    ranks: Parallel,
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    max_seq_lens: Sequence[int] | None,
+) -> Layout:
+    """The layout of a micro-batch or rollout of the host."""
+    padded = max_seq_lens if getattr(args, "qkv_format", "thd") == "bshd" else None
+    return Layout.of(total_lengths, response_lengths, padded, ranks.cp_rank, ranks.cp_size)

@@ -1,0 +1,175 @@
+"""The hook of --custom-loss-function-path: vocabulary-sharded logits to the corrected loss, without a softmax."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.batch import Support
+from megatron_rc.integrations.slime_checks import refuse_loss
+from megatron_rc.integrations.slime_layout import Layout, Parallel, layout_of, parallel
+from megatron_rc.integrations.slime_lengths import LENGTHS
+from megatron_rc.integrations.slime_reducer import reducer
+from megatron_rc.integrations.slime_settings import SlimeSettings, in_advantages, names, read
+from megatron_rc.integrations.slime_tokens import NO_ROLLOUT_LOGPROBS, correct_tokens, measuring, token_metrics
+from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.loss import policy_loss
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+def loss(
+    args: Namespace, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Reduce
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The host's PPO loss with entropy and KL terms, corrected, in place of its policy_loss_function.
+
+    reduce(w L) - entropy_coef reduce'(H) + kl_loss_coef reduce'(K): L is `policy_loss` with the host's clip bounds, w
+    the weights of `correct`, reduce' the host's reducer over all loss tokens, and reduce the same or pg_loss_reducer.
+    Log-probs and entropy come from the local shard of the logits by one tensor-parallel collective.
+
+    Args:
+        args: the host's arguments, with the key megatron_rc.
+        batch: the host's micro-batch: unconcat_tokens, total_lengths, response_lengths, loss_masks, advantages,
+            rollout_log_probs, log_probs and the like, one list entry a sample.
+        logits: [1, T, V_local] (miles padded: [B, T, V_local]), fp32 or bf16, before temperature.
+        sum_of_sample_mean: the host's reducer, [N] -> 0-d.
+
+    Returns:
+        (loss, name -> 0-d of the host's log).
+
+    Raises:
+        ValueError: what this hook cannot do, naming the flag or field to change; missing log-probs.
+    """
+    settings = read(args)
+    refuse_loss(args, settings)
+    correction = settings.correction
+    LENGTHS.record(batch["response_lengths"])
+    ranks = parallel()
+    lengths = batch["total_lengths"], batch["response_lengths"]
+    layout = layout_of(args, ranks, *lengths, batch.get("max_seq_lens"))
+    rollout = layout.joined("rollout_log_probs", batch.get("rollout_log_probs"), NO_ROLLOUT_LOGPROBS)
+    old: Tensor | None = rollout if correction.old == "rollout" else None
+    if correction.old == "recompute":
+        old = layout.joined("log_probs", batch.get("log_probs"), "--compute-advantages-and-returns must be on")
+    advantages = torch.cat([*batch["advantages"]])
+    loss_mask = layout.local(batch["loss_masks"]).bool()
+
+    current, entropy = _logprobs(args, batch, logits, layout, ranks, loss_mask, settings)
+    train = current.detach() if correction.old != "recompute" or old is None else old
+    applied = measuring(correction) if in_advantages(args, settings) else correction
+    corrected = correct_tokens(layout, ranks, train, rollout, batch["loss_masks"], applied, advantages)
+    reduce = sum_of_sample_mean
+    if names(args, "pg_loss_reducer"):
+        reduce = reducer(args, *lengths, batch["loss_masks"])
+    clip = {"clip_lower": args.eps_clip, "clip_upper": args.eps_clip_high}
+    scale = _scale(reduce, current)
+    dual_clip = getattr(args, "eps_clip_c", None)
+    policy = policy_loss(current, old, advantages, corrected, scale=scale, dual_clip=dual_clip, **clip)
+
+    # a masked row may hold anything, and 0 times NaN is NaN
+    log_ratio = torch.where(loss_mask, (current - (train if old is None else old)).detach(), 0)
+    metrics = token_metrics(train, rollout, loss_mask, corrected)
+    metrics["train_rollout_logprob_abs_diff"] = metrics["rc/k1"].abs()
+    metrics["pg_clipfrac"] = _clipped(log_ratio.exp(), advantages, args.eps_clip, args.eps_clip_high)
+    metrics["ppo_kl"] = -log_ratio
+    log = {name: sum_of_sample_mean(values) for name, values in metrics.items()}
+    log["pg_loss"] = policy.loss.detach().clone()
+    total = policy.loss
+    if entropy is not None:
+        entropy_loss = sum_of_sample_mean(entropy)
+        log["entropy_loss"] = entropy_loss.detach().clone()
+        if args.entropy_coef:
+            total = total - args.entropy_coef * entropy_loss
+    if args.use_kl_loss:
+        reference = layout.joined("ref_log_probs", batch.get("ref_log_probs"), "--ref-load must be set")
+        kl_loss = sum_of_sample_mean(_kl(args, current, train if old is None else old, reference, loss_mask))
+        log["kl_loss"] = kl_loss.detach().clone()
+        total = total + args.kl_loss_coef * kl_loss
+    log["loss"] = total.detach().clone()
+    return total, log
+
+
+def _logprobs(
+    args: Namespace,
+    batch: Mapping[str, Any],
+    logits: Tensor,
+    layout: Layout,
+    ranks: Parallel,
+    loss_mask: Tensor,
+    settings: SlimeSettings,
+) -> tuple[Tensor, Tensor | None]:
+    """[N] log-probs, 0 where loss_mask is 0, and the entropy, where the host asks for it; with gradient."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    rows = layout.logits_rows(logits.device)
+    targets = torch.zeros(len(flat), dtype=torch.int64, device=logits.device)
+    targets = targets.index_copy(0, rows, layout.targets(batch["unconcat_tokens"]).long())
+    # rows without a loss token cost nothing
+    counted = torch.zeros(len(flat), dtype=torch.bool, device=logits.device).index_copy(0, rows, loss_mask)
+    with_entropy = bool(args.entropy_coef) or getattr(args, "observe_training_entropy", True)
+    found = vocab_parallel_logprobs(
+        flat,
+        targets,
+        tp_group=ranks.tp_group,
+        temperature=args.rollout_temperature,
+        mask=counted,
+        support=_support(args, batch, layout, len(flat), logits.device),
+        with_entropy=with_entropy,
+        inplace_backward=settings.inplace_backward,
+    )
+    logprobs, entropy = found if isinstance(found, tuple) else (found, None)
+    return logprobs.index_select(0, rows), None if entropy is None else entropy.index_select(0, rows)
+
+
+def _support(
+    args: Namespace, batch: Mapping[str, Any], layout: Layout, num_rows: int, device: torch.device
+) -> Support | None:
+    """The kept ids that slime records for every response token under top-p, on the rows of the local logits."""
+    if args.rollout_top_p == 1:
+        return None
+    ids, offsets = (batch.get(f"rollout_top_p_token_{part}") for part in ("ids", "offsets"))
+    if ids is None or offsets is None:
+        raise ValueError(
+            f"--rollout-top-p must be 1 where a batch has no kept ids (miles records none), got {args.rollout_top_p}"
+        )
+    # they are on the host: every one is read once to fill the rows in between with nothing
+    parts, counts = [], torch.zeros(num_rows, dtype=torch.int64)
+    for span in layout.spans:
+        edges = torch.as_tensor(offsets[span.sample])[span.first : span.stop + 1].long().cpu()
+        parts.append(torch.as_tensor(ids[span.sample])[int(edges[0]) : int(edges[-1])].long())
+        counts[span.row : span.row + span.stop - span.first] = edges.diff()
+    kept = torch.cat([torch.zeros(0, dtype=torch.int64), *(part.cpu() for part in parts)])
+    return Support(kept, torch.cat([counts.new_zeros(1), counts.cumsum(0)])).to(device)
+
+
+def _scale(reduce: Reduce, like: Tensor) -> Tensor:
+    """[N] what a linear reducer multiplies each token by: its gradient."""
+    # its own hooks, or under --recompute-loss-function the whole loss would be recomputed for what the reducer saved
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+        at = torch.zeros_like(like, requires_grad=True)
+        (scale,) = torch.autograd.grad(reduce(at), at)
+    return scale
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, lower: float, upper: float) -> Tensor:
+    """[N] 1 where the clip of PPO cuts the gradient off."""
+    return ((advantages > 0) & (ratio > 1 + upper) | (advantages < 0) & (ratio < 1 - lower)).float()
+
+
+def _kl(args: Namespace, current: Tensor, old: Tensor, reference: Tensor, loss_mask: Tensor) -> Tensor:
+    """[N] the host's estimate of KL(pi||ref) by --kl-loss-type, times current / old under --use-unbiased-kl."""
+    gap = torch.where(loss_mask, current - reference, 0)
+    if args.kl_loss_type == "k1":
+        kl = gap
+    elif args.kl_loss_type == "k2":
+        kl = gap.square() / 2
+    elif args.kl_loss_type in ("k3", "low_var_kl"):
+        kl = torch.expm1(-gap) + gap
+    else:
+        raise ValueError(f"--kl-loss-type must be k1, k2, k3 or low_var_kl, got {args.kl_loss_type!r}")
+    if args.use_unbiased_kl:
+        kl = kl * torch.where(loss_mask, current - old, 0).exp()
+    return kl.clamp(-10, 10) if args.kl_loss_type == "low_var_kl" else kl

@@ -1,0 +1,120 @@
+"""The hook of --custom-megatron-before-train-step-hook-path: the length-decay learning rate."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from megatron_rc.integrations.slime_checks import refuse_before_train_step
+from megatron_rc.integrations.slime_lengths import LENGTHS
+from megatron_rc.integrations.slime_settings import SlimeSettings, read
+from megatron_rc.lr_decay import LengthDecayLR
+
+STATE_FILE = "megatron_rc_lr_decay.json"
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Run:
+    decay: LengthDecayLR
+    rollout_id: int
+    """The last one that the decay has begun."""
+    states: dict[str, dict[str, Any]]
+    """rollout_id -> state of the decay, of this rollout and those before."""
+
+
+_runs: WeakKeyDictionary[Any, _Run] = WeakKeyDictionary()
+
+
+def before_train_step(
+    args: Namespace,
+    rollout_id: int,
+    step_id: int,
+    model: Sequence[torch.nn.Module],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+) -> None:
+    """Step the decay once a rollout, before its first optimizer step; a critic keeps its learning rate.
+
+    The length is the mean over the samples of the global batch that the host trains on: of this rollout where
+    rollout_data is set, else of the one before, from the hooks of the loss. The state after every rollout is kept in
+    megatron_rc_lr_decay.json beside the checkpoints of --save, and read from --load when a run resumes.
+
+    Args:
+        args: the host's arguments, with the key megatron_rc.
+        rollout_id, step_id: number of the rollout, and of the optimizer step inside it.
+        model, optimizer, opt_param_scheduler: Megatron's.
+
+    Raises:
+        ValueError: no lr_decay, or no hook that sees lengths; a run that resumes without the state of the decay.
+    """
+    settings = read(args)
+    refuse_before_train_step(args, settings)
+    is_critic = getattr(args, "loss_type", None) == "value_loss"
+    if step_id != 0 or is_critic or opt_param_scheduler is None:
+        return
+    length = LENGTHS.take(rollout_id, next(model[0].parameters()).device)
+    if rollout_id < settings.lr_decay_start:
+        return
+    if opt_param_scheduler not in _runs:
+        _runs[opt_param_scheduler] = _begin(args, settings, rollout_id, opt_param_scheduler)
+    run = _runs[opt_param_scheduler]
+    if rollout_id <= run.rollout_id:
+        # miles repeats a rollout whose update it had to discard
+        return
+    before = run.decay.scale
+    for _ in range(run.rollout_id + 1, rollout_id):
+        run.decay.step(None)
+    run.decay.step(length)
+    run.rollout_id = rollout_id
+    _save(args, run)
+    if run.decay.scale != before and _is_first_rank():
+        surge = run.decay.detector.surge_step
+        _logger.info("rollout %d: learning rate x %g, surge at rollout %s", rollout_id, run.decay.scale, surge)
+
+
+def _begin(args: Namespace, settings: SlimeSettings, rollout_id: int, scheduler: Any) -> _Run:
+    assert settings.lr_decay is not None
+    decay = settings.lr_decay.build(scheduler.max_lr)
+    states: dict[str, dict[str, Any]] = {}
+    if rollout_id > settings.lr_decay_start:
+        folder = getattr(args, "load", None)
+        file = Path(folder or "") / STATE_FILE
+        found = json.loads(file.read_text()) if folder and file.is_file() else {}
+        if str(rollout_id - 1) not in found:
+            raise ValueError(
+                f"megatron_rc.lr_decay needs its state after rollout {rollout_id - 1} in {STATE_FILE} of --load "
+                f"{folder}: load the run that had it, or set megatron_rc.lr_decay_start to {rollout_id}"
+            )
+        states = {number: state for number, state in found.items() if int(number) < rollout_id}
+        decay.load_state_dict(states[str(rollout_id - 1)])
+    decay.attach(scheduler)
+    return _Run(decay, rollout_id - 1, states)
+
+
+def _save(args: Namespace, run: _Run) -> None:
+    run.states[str(run.rollout_id)] = run.decay.state_dict()
+    folder = getattr(args, "save", None)
+    if folder is None or not _is_first_rank():
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    file = Path(folder) / STATE_FILE
+    written = file.with_suffix(".json.new")
+    written.write_text(json.dumps(run.states))
+    # a run that is killed here keeps the old file
+    os.replace(written, file)
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

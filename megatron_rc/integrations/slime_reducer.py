@@ -1,0 +1,65 @@
+"""The hook of --custom-pg-loss-reducer-function-path: how the losses of tokens become one number."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rc.integrations.slime_checks import refuse_pg_loss_reducer
+from megatron_rc.integrations.slime_layout import Layout, parallel
+from megatron_rc.integrations.slime_lengths import LENGTHS
+from megatron_rc.integrations.slime_settings import read
+
+
+def pg_loss_reducer(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[Tensor],
+    calculate_per_token_loss: bool,
+) -> Callable[[Tensor], Tensor]:
+    """sum over samples of what `aggregation` makes of one; the host divides by its rollouts of the step.
+
+    With T_i loss tokens in the whole response i: seq-mean-token-mean sum_t x_t / max(T_i, 1); seq-mean-token-sum
+    sum_t x_t; seq-mean-token-sum-norm sum_t x_t / rollout_max_response_len; token-mean sum_t x_t, which the host
+    divides by the tokens of the step. Rejected tokens are part of T_i.
+
+    Args:
+        total_lengths, response_lengths: tokens of every sample.
+        loss_masks: one [response_length] a sample.
+        calculate_per_token_loss: of the host.
+
+    Returns:
+        [N], tokens of this rank -> 0-d.
+
+    Raises:
+        ValueError: megatron_rc.aggregation is missing or does not go with --calculate-per-token-loss.
+    """
+    from megatron.training.global_vars import get_args
+
+    LENGTHS.record(response_lengths)
+    return reducer(get_args(), total_lengths, response_lengths, loss_masks)
+
+
+def reducer(
+    args: Namespace, total_lengths: Sequence[int], response_lengths: Sequence[int], loss_masks: Sequence[Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """`pg_loss_reducer` with the host's arguments given."""
+    settings = read(args)
+    refuse_pg_loss_reducer(args, settings)
+    ranks = parallel()
+    if ranks.cp_size > 1 and getattr(args, "qkv_format", "thd") == "bshd":
+        raise ValueError(
+            "--qkv-format must be thd for pg_loss_reducer with context parallelism: it is not told the padded lengths"
+        )
+    layout = Layout.of(total_lengths, response_lengths, None, ranks.cp_rank, ranks.cp_size)
+    scales = [mask.float() for mask in loss_masks]
+    if settings.aggregation == "seq-mean-token-mean":
+        scales = [scale / scale.sum().clamp(min=1) for scale in scales]
+    elif settings.aggregation == "seq-mean-token-sum-norm":
+        scales = [scale / args.rollout_max_response_len for scale in scales]
+    scale = layout.local(scales)
+    # a masked token may hold anything
+    return lambda losses: torch.where(scale > 0, losses * scale, 0).sum()

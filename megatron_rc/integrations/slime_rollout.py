@@ -1,0 +1,62 @@
+"""The hook of slime's --rollout-data-postprocess-path: correct a whole rollout before its update."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from typing import Any
+
+import torch
+
+from megatron_rc.integrations.slime_checks import refuse_rollout_data
+from megatron_rc.integrations.slime_layout import layout_of, parallel
+from megatron_rc.integrations.slime_lengths import LENGTHS
+from megatron_rc.integrations.slime_settings import in_advantages, read
+from megatron_rc.integrations.slime_tokens import NO_ROLLOUT_LOGPROBS, correct_tokens
+
+
+def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
+    """Multiply the weights into the advantages, once over all samples of this rank; rejected tokens get 0.
+
+    A policy-gradient loss is proportional to its advantage, w L(A) = L(w A) for w >= 0, PPO with its clips, GSPO and
+    CISPO too, so every loss of the host is corrected; entropy and KL terms and denominators stay. Metrics are pooled
+    over DP x CP and put beside the data as rc/<name>, which slime logs as rollout/rc/<name>. Response lengths are kept
+    for before_train_step.
+
+    Args:
+        args: the host's arguments, with the key megatron_rc.
+        rollout_id: number of the rollout.
+        rollout_data: the host's rollout on this rank, changed in place on the last pipeline stage.
+
+    Raises:
+        ValueError: what this hook cannot do, naming the flag or field to change; missing log-probs; more than
+            max_nonfinite_share of the log-probs are not finite, on every rank of the last stage.
+    """
+    if rollout_id is None or rollout_data is None:
+        raise ValueError(
+            "--rollout-data-postprocess-path must be unset on miles, which gives that hook no rollout: "
+            "use the hooks tis, loss or pg_loss_reducer"
+        )
+    settings = read(args)
+    refuse_rollout_data(args, settings)
+    LENGTHS.record_rollout(rollout_id, rollout_data["response_lengths"])
+    ranks = parallel()
+    if not in_advantages(args, settings) or not ranks.last_stage:
+        return
+    lengths = rollout_data["total_lengths"], rollout_data["response_lengths"]
+    layout = layout_of(args, ranks, *lengths, None)
+    remedy = "with one train step a rollout slime leaves them out unless --get-mismatch-metrics is set"
+    train = layout.joined("log_probs", rollout_data.get("log_probs"), remedy)
+    rollout = layout.joined("rollout_log_probs", rollout_data.get("rollout_log_probs"), NO_ROLLOUT_LOGPROBS)
+    advantages = layout.joined("advantages", rollout_data.get("advantages"), "--compute-advantages-and-returns")
+    corrected = correct_tokens(
+        layout, ranks, train, rollout, rollout_data["loss_masks"], settings.correction, advantages
+    )
+    corrected.metrics.all_reduce(ranks.dp_cp_group)
+    corrected.metrics.check(settings.max_nonfinite_share)
+    weighted = torch.where(corrected.mask, advantages * corrected.weights, 0)
+    # not in place: returns may be the same tensors
+    rollout_data["advantages"] = list(weighted.split(layout.counts))
+    for name, value in corrected.metrics.values().items():
+        if not math.isnan(value):
+            rollout_data[f"rc/{name}"] = torch.tensor(value)

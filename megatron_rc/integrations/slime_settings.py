@@ -1,0 +1,90 @@
+"""What slime and miles are told under the key megatron_rc of the YAML file that --custom-config-path names."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from megatron_rc import schema
+from megatron_rc.config import RolloutCorrection
+from megatron_rc.loss import Aggregation
+from megatron_rc.lr_decay import LengthDecaySettings
+
+KEY = "megatron_rc"
+
+HOOKS = {
+    "tis": "custom_tis_function_path",
+    "loss": "custom_loss_function_path",
+    "pg_loss_reducer": "custom_pg_loss_reducer_function_path",
+    "rollout_data": "rollout_data_postprocess_path",
+    "before_train_step": "custom_megatron_before_train_step_hook_path",
+    "check": "custom_megatron_init_path",
+}
+"""Function of megatron_rc.integrations.slime -> the argument of the host that names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlimeSettings:
+    """The fields of the key megatron_rc; examples/slime_rc.yaml has them all."""
+
+    correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+    """How rollouts are corrected: a preset name, or fields with or without `preset`."""
+    aggregation: Aggregation | None = None
+    """What pg_loss_reducer makes of the tokens' losses; needed by that hook alone."""
+    max_nonfinite_share: float = 0.01
+    """Largest share of NaN or infinite log-probs in a rollout before rollout_data stops the run."""
+    inplace_backward: bool = False
+    """Let `loss` write the gradient of the logits into the logits."""
+    lr_decay: LengthDecaySettings | None = None
+    """Length-decay learning rate, for before_train_step."""
+    lr_decay_start: int = 0
+    """The rollout_id that is the first of the decay; those before it keep the host's learning rate."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_nonfinite_share <= 1:
+            raise ValueError(f"max_nonfinite_share must be in [0, 1], got {self.max_nonfinite_share!r}")
+        if self.lr_decay_start < 0:
+            raise ValueError(f"lr_decay_start must be >= 0, got {self.lr_decay_start!r}")
+
+
+def read(args: Namespace) -> SlimeSettings:
+    """The settings of a run, from the host's arguments, which carry every key of its YAML file.
+
+    Raises:
+        ValueError: no such key, or a field that is wrong, by name.
+    """
+    found = getattr(args, KEY, None)
+    if not isinstance(found, dict):
+        raise ValueError(f"{KEY} must be a mapping in the YAML file of --custom-config-path, got {found!r}")
+    # a hook reads them once a micro-batch
+    return _parsed(json.dumps(found, sort_keys=True))
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str) -> SlimeSettings:
+    data: dict[str, Any] = json.loads(text)
+    if "correction" in data:
+        data["correction"] = RolloutCorrection.expand(data["correction"])
+    return schema.from_dict(SlimeSettings, data, where=KEY)
+
+
+def names(args: Namespace, hook: str) -> bool:
+    """Whether an argument of the host names this hook of ours."""
+    return getattr(args, HOOKS[hook], None) == _path(hook)
+
+
+def flag(hook: str) -> str:
+    """The flag that names a hook of ours, and its value."""
+    return f"--{HOOKS[hook].replace('_', '-')} {_path(hook)}"
+
+
+def _path(hook: str) -> str:
+    return f"megatron_rc.integrations.slime.{hook}"
+
+
+def in_advantages(args: Namespace, settings: SlimeSettings) -> bool:
+    """Whether rollout_data has multiplied the weights into the advantages, so that no other hook applies them."""
+    return names(args, "rollout_data") and settings.correction.old == "recompute"

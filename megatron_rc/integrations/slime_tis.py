@@ -1,0 +1,66 @@
+"""The hook of --custom-tis-function-path: weights on the host's own policy-gradient loss."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.integrations.slime_checks import refuse_tis
+from megatron_rc.integrations.slime_layout import layout_of, parallel
+from megatron_rc.integrations.slime_lengths import LENGTHS
+from megatron_rc.integrations.slime_settings import in_advantages, read
+from megatron_rc.integrations.slime_tokens import NO_ROLLOUT_LOGPROBS, correct_tokens, measuring, token_metrics
+
+
+def tis(
+    args: Namespace,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor] | None,
+    loss_masks: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    max_seq_lens: Sequence[int] | None = None,
+    parallel_state: Any = None,
+) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]:
+    """weights * pg_loss, with 0 at rejected tokens, under --use-tis; metrics alone under --get-mismatch-metrics.
+
+    The masks are returned as they came: the host also reduces its entropy and KL terms with them, and those count
+    rejected tokens. Denominators stay those of all loss tokens.
+
+    Args:
+        args: the host's arguments, with the key megatron_rc.
+        pg_loss: [N] fp32, nats; response tokens of this rank, samples one after another.
+        train_log_probs, rollout_log_probs: one [tokens on this rank] fp32 a sample, nats.
+        loss_masks: one [response_length] a sample.
+        total_lengths, response_lengths: tokens of every sample.
+        max_seq_lens, parallel_state: of miles.
+
+    Returns:
+        (pg_loss [N], loss_masks, name -> [N]).
+
+    Raises:
+        ValueError: what this hook cannot do, naming the flag or field to change; missing rollout log-probs.
+    """
+    settings = read(args)
+    refuse_tis(args, settings)
+    if parallel_state is not None and args.rollout_top_p != 1:
+        raise ValueError(f"--rollout-top-p must be 1 on miles, which records no kept ids, got {args.rollout_top_p}")
+    LENGTHS.record(response_lengths)
+    ranks = parallel()
+    layout = layout_of(args, ranks, total_lengths, response_lengths, max_seq_lens)
+    train = layout.joined("train_log_probs", train_log_probs, "the host computes them").detach()
+    rollout = layout.joined("rollout_log_probs", rollout_log_probs, NO_ROLLOUT_LOGPROBS)
+    weigh = args.use_tis and not in_advantages(args, settings)
+    correction = settings.correction if weigh else measuring(settings.correction)
+    corrected = correct_tokens(layout, ranks, train, rollout, loss_masks, correction, None)
+    metrics = token_metrics(train, rollout, layout.local(loss_masks).bool(), corrected)
+    if weigh:
+        # not a product alone: 0 times an infinite loss is NaN
+        pg_loss = torch.where(corrected.mask, pg_loss * corrected.weights, 0)
+    return pg_loss, loss_masks, metrics

@@ -1,0 +1,69 @@
+"""Routes of two engines compared: by layer and by token in one pass, and decision by decision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_rc import reference
+from megatron_rc.backend import use_triton
+from megatron_rc.reference import RouteComparison
+
+_CHUNK_IDS = 2**19
+"""Expert ids looked at in detail at a time; bounds the memory of everything computed from them."""
+
+
+def check_routes(name: str, routes: Tensor) -> None:
+    """Refuse what is not a table of expert ids.
+
+    Raises:
+        ValueError: not [N, L, k], or another dtype than int16, int32 or int64.
+    """
+    if routes.ndim != 3:
+        raise ValueError(f"{name} must be [tokens, layers, k], got shape {tuple(routes.shape)}")
+    if routes.dtype not in (torch.int16, torch.int32, torch.int64):
+        raise ValueError(f"{name} must be int16, int32 or int64, got {routes.dtype}")
+
+
+def compare_routes(a: Tensor, b: Tensor, mask: Tensor | None = None, *, backend: str = "auto") -> RouteComparison:
+    """Where the expert sets of two engines differ: |A & B| and A != B, summed over tokens and found for every token.
+
+    Args:
+        a, b: [N, L, k] expert ids, int16, int32 or int64; distinct in a row, in any order; negative: no expert.
+        mask: [N]; tokens with 0 do not count in the sums over tokens. None: all count.
+        backend: "torch", "triton" or "auto".
+
+    Returns:
+        RouteComparison; exact, whatever the backend.
+
+    Raises:
+        ValueError: tables of different shapes or of no integer dtype.
+
+    Source: the set overlap and the differing layers of a token as in arXiv 2510.11370.
+    """
+    check_routes("a", a)
+    check_routes("b", b)
+    if a.shape != b.shape:
+        raise ValueError(f"a and b must have the same shape, got {tuple(a.shape)} and {tuple(b.shape)}")
+    if use_triton(backend, a=a, b=b, mask=mask):
+        # triton is not installed everywhere
+        from megatron_rc.kernels.compare_routes import compare_routes_fwd
+
+        return RouteComparison(*compare_routes_fwd(a, b, mask))
+    return reference.compare_routes(a, b, mask)
+
+
+def chunks(ids: Tensor) -> Iterator[slice]:
+    """Spans of tokens of [N, L, k] ``ids`` that are looked at together."""
+    tokens = max(1, _CHUNK_IDS // max(1, ids[:1].numel()))
+    return (slice(first, first + tokens) for first in range(0, max(1, len(ids)), tokens))
+
+
+def overlap(a: Tensor, b: Tensor) -> Tensor:
+    """|A & B| of every decision: [n, L] int16 from [n, L, k] ids, distinct in a row."""
+    found = torch.zeros(a.shape, dtype=torch.bool, device=a.device)
+    for other in b.to(a.dtype).unbind(-1):
+        found |= a == other[..., None]
+    return (found & (a >= 0)).sum(-1, dtype=torch.int16)

@@ -1,0 +1,54 @@
+"""What two routers thought of the experts: distance of their gate weights, divergence of their distributions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rc.moe.tables import RouteTable
+
+
+def gate_weights(logprobs: Tensor, *, normalized: bool) -> Tensor:
+    """[..., k] fp64 gates of the chosen experts from the router's log-probs of them.
+
+    g = softmax over the chosen when normalised, else exp(log-prob).
+    """
+    return logprobs.double().softmax(-1) if normalized else logprobs.double().exp()
+
+
+def gate_distance(mine: RouteTable, theirs: RouteTable) -> Tensor:
+    """sum_e |g(e) - g'(e)| over all experts, a gate being 0 outside of the chosen ones.
+
+    The other engine's gates are its own where its log-probs are known; else those that this table's router would give
+    to its experts, and what is measured is the change of the experts alone.
+
+    Returns:
+        [n, L] fp64.
+    """
+    assert mine.logprobs is not None and mine.reference_logprobs is not None
+    known = mine.reference_logprobs if theirs.logprobs is None else theirs.logprobs
+    g, other = (gate_weights(part, normalized=mine.shape.normalized) for part in (mine.logprobs, known))
+    at_mine, unmatched = torch.zeros_like(g), torch.zeros_like(g[..., 0])
+    for ids, weight in zip(theirs.ids.to(mine.ids.dtype).unbind(-1), other.unbind(-1), strict=True):
+        same = mine.ids == ids[..., None]
+        at_mine += same * weight[..., None]
+        unmatched += weight * ~same.any(-1)
+    return (g - at_mine).abs().sum(-1) + unmatched
+
+
+def router_kl(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p||q) of two routers, over k experts and one cell for all others: a lower bound of that over all experts.
+
+    sum_i p_i (log p_i - log q_i) + p_rest (log p_rest - log q_rest), rest = 1 - sum_i
+
+    Args:
+        p, q: [..., k] fp32, nats: log-probs of the same k experts by each router.
+
+    Returns:
+        [...] fp64; exact when k is the number of experts.
+    """
+    p, q = p.double(), q.double()
+    # rounding may leave the rest at -1e-8: the smallest fp32 step below 1 stands for none
+    rest_p, rest_q = ((1 - part.exp().sum(-1)).clamp(min=2**-24) for part in (p, q))
+    inside = (p.exp() * (p - q)).sum(-1)
+    return inside + rest_p * (rest_p.log() - rest_q.log())

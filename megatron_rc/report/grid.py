@@ -1,0 +1,157 @@
+"""A grid of runs as one table, one CSV and one picture."""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_rc.report.curves import phase_of
+from megatron_rc.report.log import read_metrics
+from megatron_rc.report.picture import COLORS
+
+
+class Column(NamedTuple):
+    title: str
+    keys: tuple[str, ...]
+    """Metrics of a step; the first that a run has."""
+    form: str = "{:.2g}"
+    last: bool = False
+    """The last value instead of the mean over steps."""
+
+
+COLUMNS = (
+    Column("k3 before the update", ("old/k3",)),
+    Column("k3 in the update", ("current/k3",)),
+    Column("decisions that differ", ("old/route_any_diff",), "{:.2%}"),
+    Column("tokens touched", ("old/route_tokens_touched",), "{:.1%}"),
+    Column("abs log-ratio, shifted tokens", ("old/abs_log_ratio_shifted",)),
+    Column("abs log-ratio, others", ("old/abs_log_ratio_unshifted",)),
+    Column("dropped tokens", ("old/masked_token",), "{:.1%}"),
+    Column("replayed-vs-live disagreement", ("replay/disagreement",), "{:.2%}"),
+    Column("gradient norm", ("grad_norm",)),
+    Column("held-out", ("eval/accuracy",), "{:.1%}", last=True),
+)
+DRAWN = COLUMNS[1]
+
+
+class Run(NamedTuple):
+    """One seed of one cell."""
+
+    choices: Mapping[str, str]
+    """Axis -> choice."""
+    seed: int
+    values: dict[str, float]
+    """Title of a column -> value; NaN where the run did not measure it."""
+
+
+def read_run(choices: Mapping[str, str], seed: int, folder: Path) -> Run:
+    """A run from its metrics.jsonl."""
+    records = [r for r in read_metrics(folder / "metrics.jsonl") if phase_of(r) == "rl"]
+    return Run(choices, seed, {column.title: _value(records, column) for column in COLUMNS})
+
+
+def _value(records: Sequence[Mapping[str, Any]], column: Column) -> float:
+    for key in column.keys:
+        values = [float(r[key]) for r in records if isinstance(r.get(key), int | float)]
+        if values:
+            return values[-1] if column.last else statistics.fmean(values)
+    return math.nan
+
+
+def write_grid(runs: Sequence[Run], folder: Path) -> list[Path]:
+    """Write table.md, runs.csv and, where matplotlib is installed, grid.png into ``folder``; their paths."""
+    assert runs, "a grid without a finished run has no table"
+    written = [_write_csv(runs, folder / "runs.csv"), folder / "table.md"]
+    written[1].write_text(table(runs))
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return written
+    return [*written, draw(runs, folder / "grid.png")]
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Markdown, one row a cell: mean over seeds, and half the range of them."""
+    columns = [c for c in COLUMNS if any(not math.isnan(run.values[c.title]) for run in runs)]
+    axes = list(runs[0].choices)
+    lines = ["| " + " | ".join([*axes, *(c.title for c in columns)]) + " |", "|---" * (len(axes) + len(columns)) + "|"]
+    for choices, members in _by_cell(runs).items():
+        shown = [_shown([run.values[c.title] for run in members], c.form) for c in columns]
+        lines.append("| " + " | ".join([*choices, *shown]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(values: Sequence[float], form: str) -> str:
+    known = [v for v in values if not math.isnan(v)]
+    if not known:
+        return ""
+    mean = form.format(statistics.fmean(known))
+    return mean if len(known) == 1 else f"{mean} ± {form.format((max(known) - min(known)) / 2)}"
+
+
+def _by_cell(runs: Sequence[Run]) -> dict[tuple[str, ...], list[Run]]:
+    found: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        found.setdefault(tuple(run.choices.values()), []).append(run)
+    return found
+
+
+def _write_csv(runs: Sequence[Run], path: Path) -> Path:
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*runs[0].choices, "seed", *(c.title for c in COLUMNS)])
+        for run in runs:
+            writer.writerow([*run.choices.values(), run.seed, *(run.values[c.title] for c in COLUMNS)])
+    return path
+
+
+def draw(runs: Sequence[Run], path: Path, column: Column = DRAWN) -> Path:
+    """One number of every cell, mean and range over seeds: the first axis across, the fourth down, the second by
+    colour, the third along the panels."""
+    from matplotlib.figure import Figure
+
+    names = [*runs[0].choices, *[""] * 4][:4]
+    across, colour, along, down = ([*dict.fromkeys(run.choices.get(name, "") for run in runs)] for name in names)
+    figure = Figure(figsize=(3.6 * len(across) + 0.6, 2.9 * len(down) + 0.8), layout="constrained", facecolor="white")
+    panels = figure.subplots(len(down), len(across), sharey=True, squeeze=False)
+    for row, lower in enumerate(down):
+        for place, upper in enumerate(across):
+            axes = panels[row][place]
+            for number, chosen in enumerate(colour):
+                groups = [
+                    [
+                        run.values[column.title]
+                        for run in runs
+                        if [run.choices.get(name, "") for name in names] == [upper, chosen, step, lower]
+                    ]
+                    for step in along
+                ]
+                _dots(axes, groups, number, len(colour), chosen)
+            axes.set_yscale("log")
+            axes.set_xticks(range(len(along)), along, fontsize=8)
+            title = [f"{names[0]} {upper}"] + ([f"{names[3]} {lower}"] if names[3] else [])
+            axes.set_title(", ".join(title).replace("_", " "), fontsize=10)
+            axes.grid(axis="y", alpha=0.25)
+    panels[0][0].legend(title=names[1], fontsize=8, title_fontsize=8)
+    figure.supylabel(column.title, fontsize=10)
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _dots(axes: Any, groups: Sequence[Sequence[float]], number: int, count: int, label: str) -> None:
+    """Mean and range of each group, beside those of the other colours."""
+    shown = [(x, [v for v in group if v > 0]) for x, group in enumerate(groups)]
+    shown = [(x, values) for x, values in shown if values]
+    if not shown:
+        return
+    means = [statistics.fmean(values) for _, values in shown]
+    low = [mean - min(values) for mean, (_, values) in zip(means, shown, strict=True)]
+    high = [max(values) - mean for mean, (_, values) in zip(means, shown, strict=True)]
+    shift = (number - (count - 1) / 2) * 0.16
+    places = [x + shift for x, _ in shown]
+    color = COLORS[number % len(COLORS)]
+    axes.errorbar(places, means, yerr=[low, high], fmt="o", ms=4, capsize=2, color=color, label=label)

@@ -1,0 +1,44 @@
+"""The transformers model that the embedded engine samples from, and where each checkpoint tensor goes in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+_ARCHITECTURES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM)}
+
+
+def build_model(hf_config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
+    """A Qwen3 or Qwen3-MoE with random weights; raises ValueError for another model or sliding-window attention."""
+    model_type = hf_config.get("model_type")
+    if model_type not in _ARCHITECTURES:
+        raise ValueError(f"model_type must be one of {', '.join(_ARCHITECTURES)}, got {model_type!r}")
+    config_class, model_class = _ARCHITECTURES[model_type]
+    config = config_class(**{key: value for key, value in hf_config.items() if key != "model_type"})
+    if config.use_sliding_window:
+        raise ValueError("use_sliding_window must be false: the engine attends to the whole context")
+    # the caller's random state is not the engine's to advance
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        model = model_class._from_config(config, attn_implementation="sdpa", dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def weight_slots(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Where each checkpoint tensor goes; transformers fuses the experts that checkpoints store one by one."""
+    slots: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        experts = name.rpartition(".")[0]
+        if name.endswith(".experts.gate_up_proj"):
+            half = parameter.shape[1] // 2
+            for expert, fused in enumerate(parameter.detach()):
+                slots[f"{experts}.{expert}.gate_proj.weight"] = fused[:half]
+                slots[f"{experts}.{expert}.up_proj.weight"] = fused[half:]
+        elif name.endswith(".experts.down_proj"):
+            for expert, down in enumerate(parameter.detach()):
+                slots[f"{experts}.{expert}.down_proj.weight"] = down
+        else:
+            slots[name] = parameter.detach()
+    return slots

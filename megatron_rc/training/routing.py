@@ -1,0 +1,307 @@
+"""Routes of the trained policy over the groups of a job: recorded, compared with the sampler's, and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rc.batch import TokenBatch
+from megatron_rc.config import RolloutCorrection
+from megatron_rc.engine import Sample
+from megatron_rc.metrics import MetricSums
+from megatron_rc.moe.compare import compare_routes
+from megatron_rc.moe.replay import RoutedSchedule
+from megatron_rc.moe.routers import routers_of
+from megatron_rc.moe.shift import ExpertShift, expert_shift
+from megatron_rc.moe.slicing import join_rows, local_rows, take_rows
+from megatron_rc.moe.tables import (
+    MoeShape,
+    RouteTable,
+    check_replayable,
+    check_samples,
+    last_rows,
+    sampler_table,
+)
+from megatron_rc.training import emulation
+from megatron_rc.training.arguments import MoeSettings
+from megatron_rc.training.groups import Groups
+from megatron_rc.training.hf_config import moe_layers
+from megatron_rc.training.policy import AroundForward, MicroBatch
+
+
+def moe_shape(hf: dict[str, Any]) -> MoeShape:
+    """Raises ValueError for a model without experts."""
+    layers = tuple(i for i, has_experts in enumerate(moe_layers(hf)) if has_experts)
+    if not layers:
+        raise ValueError("moe.record and moe.replay need a model with experts, this one has none")
+    return MoeShape(
+        hf["num_hidden_layers"], layers, hf["num_experts_per_tok"], hf["num_experts"], bool(hf["norm_topk_prob"])
+    )
+
+
+def check_routing(settings: MoeSettings, correction: RolloutCorrection) -> None:
+    """Refuse combinations that need routes nobody has.
+
+    Raises:
+        ValueError: naming the fields to change.
+    """
+    if settings.replay == "R2" and correction.old != "recompute":
+        raise ValueError(
+            f"correction.old must be 'recompute' when moe.replay is 'R2', which replays the routes of that pass, "
+            f"got {correction.old!r}"
+        )
+    if _judges_routes(correction) and (not settings.record or correction.old != "recompute"):
+        raise ValueError(
+            "a rejection on 'route_shift' needs moe.record=true and correction.old='recompute': it compares the "
+            f"routes of that pass with the sampler's, got {settings.record!r} and {correction.old!r}"
+        )
+
+
+def _judges_routes(correction: RolloutCorrection) -> bool:
+    return any(gate.statistic == "route_shift" for gate in correction.reject)
+
+
+class Routing:
+    """What a job keeps from step to step: the routers of this process, and where those of the others are."""
+
+    def __init__(
+        self,
+        settings: MoeSettings,
+        correction: RolloutCorrection,
+        modules: Sequence[torch.nn.Module],
+        hf_config: dict[str, Any],
+        groups: Groups,
+        *,
+        backend: str,
+    ) -> None:
+        """A collective of all processes.
+
+        Args:
+            modules: the model chunks of this process, in the order of the schedule.
+            backend: of `compare_routes`.
+
+        Raises:
+            ValueError: a model without experts, or routers that cannot be recorded.
+        """
+        self.settings, self.groups, self.backend = settings, groups, backend
+        self.needs_routes = settings.replay == "R3" or _judges_routes(correction)
+        self.shape = moe_shape(hf_config)
+        self.chunks = [routers_of(module) for module in modules]
+        mine = [layer for routers in self.chunks for layer in routers]
+        stages: list[list[int]] = [[] for _ in range(dist.get_world_size(groups.pipeline))]
+        dist.all_gather_object(stages, mine, group=groups.pipeline)
+        self.stages = stages
+        """Layers with experts of every pipeline stage, in the order in which it records them."""
+        split = any(r.config.sequence_parallel for routers in self.chunks for r in routers.values())
+        self.tensor_size = dist.get_world_size(groups.tensor) if split else 1
+        self.tensor_rank = dist.get_rank(groups.tensor) if split else 0
+
+    def check(self, samples: Sequence[Sample], batch: TokenBatch) -> None:
+        """Refuse samples whose routes are missing, damaged, or not those of this model.
+
+        Args:
+            batch: of ``samples``, on the host.
+
+        Raises:
+            ValueError: naming the sample, or what was expected.
+        """
+        check_samples(samples)
+        if batch.routes is not None:
+            sampler_table(batch.routes[:0], batch.cu_seqlens[:1], self.shape)
+            if self.settings.replay == "R3":
+                check_replayable(batch.routes, batch.lengths, self.shape)
+        elif self.needs_routes:
+            raise ValueError(
+                "moe.replay='R3' and a rejection on 'route_shift' need the routes of every sample, and the sampler "
+                "returned none: rollout.engine 'hf' and 'sglang' return them, 'replay' does not"
+            )
+
+    def start(self, local: TokenBatch) -> StepRoutes:
+        """The routes of one rollout batch, of which ``local`` are the sequences of this rank."""
+        routes = local.routes
+        return StepRoutes(self, None if routes is None else sampler_table(routes, local.cu_seqlens, self.shape))
+
+    def rows(self, tokens: int, rank: int) -> Tensor:
+        """Rows of a micro-batch of ``tokens`` that the routers of a tensor-parallel rank see."""
+        return local_rows((tokens,), tensor_size=self.tensor_size, tensor_rank=rank)
+
+    def local(self, ids: Tensor) -> Tensor:
+        """[n, L, k]: what this process's routers see of the routes of one micro-batch."""
+        return ids if self.tensor_size == 1 else take_rows(ids, self.rows(len(ids), self.tensor_rank), self.shape)
+
+    def gathered(self, schedule: RoutedSchedule, sizes: Sequence[int], names: Sequence[str]) -> RouteTable:
+        """The rows of all micro-batches in all layers, on every process of the model; a collective of them.
+
+        Args:
+            sizes: tokens of each micro-batch.
+            names: fields of RouteTable that were recorded.
+        """
+        here = schedule.table() if any(self.chunks) else None
+        parts = {}
+        for name in names:
+            mine = None if here is None else getattr(here, name)
+            if mine is not None and self.tensor_size > 1:
+                mine = self._all_rows(mine, sizes)
+            parts[name] = self._all_layers(mine, name, sum(sizes))
+        return RouteTable(self.shape, **parts)
+
+    def _all_rows(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
+        everyone = [torch.empty_like(mine) for _ in range(self.tensor_size)]
+        # as bytes: NCCL knows no int16
+        _bytes = partial(torch.Tensor.view, dtype=torch.uint8)
+        dist.all_gather([*map(_bytes, everyone)], _bytes(mine.contiguous()), group=self.groups.tensor)
+        shares = [-(-size // self.tensor_size) for size in sizes]
+        micro_batches = zip(sizes, *(part.split(shares) for part in everyone), strict=True)
+        rows = {size: [self.rows(size, rank) for rank in range(self.tensor_size)] for size in sizes}
+        return torch.cat([join_rows(parts, rows[size], size) for size, *parts in micro_batches])
+
+    def _all_layers(self, mine: Tensor | None, name: str, tokens: int) -> Tensor:
+        if len(self.stages) == 1:
+            columns = [mine]
+        else:
+            own, columns = dist.get_rank(self.groups.pipeline), []
+            for stage, layers in enumerate(self.stages):
+                part = mine if stage == own else self._empty(name, tokens, len(layers))
+                if part is not None and layers:
+                    source = dist.get_global_rank(self.groups.pipeline, stage)
+                    part = part.contiguous()
+                    dist.broadcast(part.view(torch.uint8), source, group=self.groups.pipeline)
+                    columns.append(part)
+        recorded = [layer for layers in self.stages for layer in layers]
+        assert recorded == list(self.shape.layers), "a stage holds consecutive layers: it has one chunk"
+        return torch.cat([part for part in columns if part is not None], 1)
+
+    def _empty(self, name: str, tokens: int, layers: int) -> Tensor:
+        tail = () if name == "margins" else (self.shape.top_k,)
+        dtype = self.shape.dtype if name == "ids" else torch.float32
+        return torch.empty(tokens, layers, *tail, dtype=dtype, device=emulation.device())
+
+
+def make_routing(
+    settings: MoeSettings,
+    correction: RolloutCorrection,
+    modules: Sequence[torch.nn.Module],
+    hf_config: dict[str, Any],
+    groups: Groups,
+    *,
+    backend: str,
+) -> Routing | None:
+    """Routing where ``settings`` ask for it, a collective of all processes; raises as `check_routing` and Routing."""
+    check_routing(settings, correction)
+    if not settings.active:
+        return None
+    return Routing(settings, correction, modules, hf_config, groups, backend=backend)
+
+
+@dataclass
+class StepRoutes:
+    """The routes of one rollout batch on its way through the old pass and the update passes."""
+
+    routing: Routing
+    sampler: RouteTable | None
+    """Of the local rows; None where the sampler returned none."""
+    old: RouteTable | None = None
+    """What the trainer chose before the update, for the local rows."""
+    recorded: RouteTable | None = None
+    """Of the schedule that ran last, for the rows of its micro-batches."""
+
+    def tables(self, rows: slice = slice(None)) -> dict[str, Tensor | None]:
+        """What the micro-batches of these local rows must carry: the routes to replay, and those to compare with."""
+        settings = self.routing.settings
+        replay = {"none": None, "R2": self.old, "R3": self.sampler}[settings.replay]
+        other = (self.old or self.sampler) if settings.record else None
+        return {
+            "route_target": None if replay is None else replay.ids[rows],
+            "route_reference": None if other is None else other.ids[rows],
+        }
+
+    @contextmanager
+    def around(self, micro_batches: Sequence[MicroBatch], forward_only: bool) -> Iterator[AroundForward]:
+        """Record one schedule, replaying what its micro-batches carry; a collective of the model's processes."""
+        routing, detail = self.routing, self.routing.settings.record
+        with RoutedSchedule(routing.chunks, routing.shape, forward_only=forward_only, detail=detail) as schedule:
+
+            def forward(chunk: int, micro: MicroBatch) -> Any:
+                given = (micro.extras.get(f"route_{name}") for name in ("target", "reference"))
+                target, reference = (None if ids is None else routing.local(ids) for ids in given)
+                return schedule.forward(chunk, target=target, reference=reference)
+
+            yield forward
+        names = ["ids", *(("logprobs", "margins") if detail else ())]
+        if "route_reference" in micro_batches[0].extras:
+            names.append("reference_logprobs")
+        self.recorded = routing.gathered(schedule, [micro.batch.num_tokens for micro in micro_batches], names)
+
+    def after_old_pass(self, local: TokenBatch, old_logprobs: Tensor) -> ExpertShift | None:
+        """Keep the recorded routes as the old ones; their shift from the sampler's where it is asked for.
+
+        Args:
+            old_logprobs: [N] on the last pipeline stage; elsewhere it is not looked at and nothing comes back.
+        """
+        self.old = self.recorded
+        return self._shift(self.sampler, local, old_logprobs, local.rollout_logprobs)
+
+    def after_update(
+        self, share: TokenBatch, rows: slice, logprobs: Tensor, old_logprobs: Tensor | None
+    ) -> tuple[ExpertShift | None, MetricSums]:
+        """The shift of the routes of an update pass from the old ones, or the sampler's where there was no old pass.
+
+        Args:
+            share: the sequences of the update, local rows ``rows``.
+            logprobs: [n] current ones, of these rows; as in `after_old_pass`.
+
+        Returns:
+            (the shift, metrics of the replay: its share of all rows, and how often the routers chose otherwise).
+        """
+        other = self.old or self.sampler
+        before = share.rollout_logprobs if old_logprobs is None else old_logprobs
+        shift = self._shift(None if other is None else other[rows], share, logprobs, before)
+        return shift, self._replayed(share, rows)
+
+    def _shift(
+        self, other: RouteTable | None, batch: TokenBatch, logprobs: Tensor, before: Tensor
+    ) -> ExpertShift | None:
+        routing = self.routing
+        if other is None or not routing.settings.record or not routing.groups.last_stage:
+            return None
+        assert self.recorded is not None
+        return expert_shift(
+            self.recorded,
+            other,
+            batch.loss_mask,
+            log_ratio=logprobs - before,
+            positions=response_positions(batch),
+            backend=routing.backend,
+        )
+
+    def _replayed(self, share: TokenBatch, rows: slice) -> MetricSums:
+        target, routing = self.tables(rows)["route_target"], self.routing
+        if target is None or not routing.groups.last_stage:
+            return MetricSums()
+        assert self.recorded is not None
+        live = compare_routes(self.recorded.ids, target, share.loss_mask, backend=routing.backend)
+        decisions = live.counted_tokens * len(routing.shape.layers)
+        real = torch.ones_like(share.loss_mask)
+        if routing.settings.replay == "R3":
+            real = ~last_rows(share.cu_seqlens, share.num_tokens)
+        return MetricSums.of_means(
+            {
+                "replay/share": (real.sum(), real.new_tensor(len(real), dtype=torch.int64)),
+                "replay/disagreement": (live.differing_tokens.sum(), decisions),
+            }
+        )
+
+
+def response_positions(batch: TokenBatch) -> Tensor:
+    """[N] int64: loss tokens of the sequence before each row."""
+    before = batch.loss_mask.cumsum(0) - batch.loss_mask.long()
+    starts = batch.cu_seqlens[:-1].long().clamp(max=max(0, batch.num_tokens - 1))
+    lengths = batch.cu_seqlens.diff().long()
+    return before - before[starts].repeat_interleave(lengths, output_size=batch.num_tokens)

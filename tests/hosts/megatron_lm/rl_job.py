@@ -1,0 +1,214 @@
+"""train_rl.py of Megatron-LM on CPU: its own rollout preparation, forward step, loss and training step.
+
+What needs a GPU is stood in for: the inference engine by rollouts whose tokens and log-probs are drawn here, attention
+over packed sequences by a block-diagonal one. Everything else is the source tree's. It takes the flags of train_rl.py:
+
+    torchrun --nproc_per_node 2 -m megatron_rc patch --rc-preset token-tis rl_job.py FLAGS
+
+RL_JOB_CASES, JSON of name -> Case, runs several in turn, each patched for itself. The last rank writes what it saw to
+the JSON file that RL_JOB_OUT names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_model_config
+from megatron.inference.utils import add_inference_args
+from megatron.rl import rl_utils
+from megatron.rl.types import RolloutGroup, TokenRollout
+from megatron.training import global_vars, training
+from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+from train_rl import forward_step
+
+from megatron_rc import patch, schema
+from megatron_rc.integrations.run_script import PatchSettings
+from megatron_rc.training import emulation
+from megatron_rc.training.attention import PackedCoreAttention, PackedSelfAttention, packed_seq_params
+
+VOCABULARY = 30
+PAD, EOD, PROMPT = 1, 2, 3
+
+
+class Attention(PackedSelfAttention):
+    """From the packed sequences as TransformerEngine is told of them."""
+
+    def forward(self, hidden_states: Any, attention_mask: Any, **inputs: Any) -> Any:
+        packed: PackedSeqParams = inputs["packed_seq_params"]
+        inputs["packed_seq_params"] = packed_seq_params(packed.cu_seqlens_q, packed.max_seqlen_q)
+        return super().forward(hidden_states, attention_mask, **inputs)
+
+
+class Accepting(MegatronModule):
+    """train_rl.py always passes fp32_output, which only Float16Module takes."""
+
+    def __init__(self, config: Any, model: Any) -> None:
+        super().__init__(config)
+        self.module, self.pg_collection = model, model.pg_collection
+
+    def forward(self, *args: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        self.module.set_input_tensor(tensor)
+
+
+def provide_model(pre_process: bool = True, post_process: bool = True, **_: Any) -> Any:
+    args = global_vars.get_args()
+    config = core_transformer_config_from_args(args)
+    spec = get_gpt_layer_local_spec(normalization=args.normalization)
+    spec.submodules.self_attention.module = Attention
+    spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.seq_length,
+        pre_process=pre_process,
+        post_process=post_process,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    return model if args.bf16 else Accepting(config, model)
+
+
+@dataclass
+class Case:
+    """One training run."""
+
+    patch: dict[str, Any] | None = None
+    """PatchSettings, to be patched in for this run alone."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the host that differ from its command line."""
+    length: int | None = None
+    """Of every answer, so that micro-batches weigh the same to the host; None: 3 to 11 tokens."""
+    untold: int = 0
+    """Log-probs that the sampler leaves out at the end of every answer."""
+
+
+def rollouts(groups: int, size: int, seed: int, case: Case) -> list[RolloutGroup]:
+    """Random answers to random prompts, with log-probs near those of a uniform policy."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def one() -> TokenRollout:
+        length = case.length or int(torch.randint(3, 12, (), generator=draw))
+        tokens = torch.randint(EOD + 1, VOCABULARY, (PROMPT + length - 1,), generator=draw).tolist()
+        logprobs = (torch.randn(length, generator=draw) * 0.3 - 3.4).tolist()
+        return TokenRollout(
+            trajectory=[[*tokens, EOD]],
+            reward=float(torch.rand((), generator=draw)),
+            generation_mask=[[False] * PROMPT + [True] * length],
+            logprobs=[logprobs[: length - case.untold]],
+            env_id="arithmetic",
+        )
+
+    return [RolloutGroup(rollouts=[one() for _ in range(size)]) for _ in range(groups)]
+
+
+class Stream:
+    """A CUDA stream of a machine that computes in order."""
+
+    def wait_stream(self, other: Any) -> None: ...
+
+
+def start() -> Any:
+    """Arguments, process groups and globals, as initialize_megatron makes them on a GPU."""
+    args = parse_args(add_inference_args)
+    args.tokenizer_type, args.padded_vocab_size, args.vocab_size = None, VOCABULARY + 2, VOCABULARY
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(major=9)  # type: ignore[assignment]
+    validate_args(args, {})
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    emulation.emulate_cuda_on_cpu()
+    torch.cuda.Stream = torch.cuda.current_stream = lambda *args, **kwargs: Stream()  # type: ignore[misc, assignment]
+    torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment]
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    global_vars.set_global_variables(args, build_tokenizer=False)
+    tokenizer = SimpleNamespace(eod=EOD, pad=PAD, bos=None, library="none", vocab_size=VOCABULARY, detokenize=str)
+    global_vars._GLOBAL_TOKENIZER = tokenizer
+    return args
+
+
+def watch_logits(widths: set[int]) -> None:
+    """Note the last dimension of every tensor that goes through a tensor-parallel gather of that dimension."""
+    from megatron.core.tensor_parallel import layers
+
+    own = layers.gather_from_tensor_model_parallel_region
+
+    def gather(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        gathered = own(tensor, *args, **kwargs)
+        widths.add(gathered.shape[-1])
+        return gathered
+
+    layers.gather_from_tensor_model_parallel_region = gather
+
+
+def train(args: Any, case: Case) -> dict[str, Any]:
+    """A few steps from the same weights, and what was logged."""
+    seeds = iter(range(1000))
+    rl_utils.get_environment_rollouts = lambda model, inference, optimizer, groups, size: (
+        rollouts(groups, size, next(seeds), case),
+        {},
+    )
+    rl_utils.maybe_log_training_metrics = lambda **_: None
+    torch.manual_seed(1)
+    model, optimizer, scheduler = training.setup_model_and_optimizer(ModelType.encoder_or_decoder, provide_model)
+    config = get_model_config(model[0])
+    config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
+    reference = {name: value.clone() if value is not None else None for name, value in model[0].state_dict().items()}
+    iterator, steps = None, []
+    for iteration in range(args.train_iters):
+        with torch.no_grad():
+            iterator = rl_utils.get_grpo_data_iterator(
+                model, None, optimizer, iteration, reference,
+                grpo_iterations=args.grpo_iterations, grpo_prompts_per_step=args.grpo_prompts_per_step,
+                grpo_group_size=args.grpo_group_size, global_batch_size=args.global_batch_size,
+                sequence_packing=args.rl_use_sequence_packing, is_correction=args.rl_inference_logprobs_is_correction,
+                buffered_rollouts=iterator,
+            )  # fmt: skip
+        log, *_, grad_norm, _, _ = training.train_step(
+            forward_step, iterator, model, optimizer, scheduler, config,
+            get_forward_backward_func(), iteration=iteration,
+        )  # fmt: skip
+        rate = max(group["lr"] for group in optimizer.param_groups)
+        steps.append({"log": {k: float(v) for k, v in log.items()}, "grad_norm": float(grad_norm), "lr": rate})
+    return {"steps": steps, "weights": [float(parameter.double().norm()) for parameter in model[0].parameters()]}
+
+
+def main() -> None:
+    args, gathered = start(), set[int]()
+    watch_logits(gathered)
+    results = {}
+    for name, fields in json.loads(os.environ.get("RL_JOB_CASES", '{"alone": {}}')).items():
+        case = Case(**fields)
+        gathered.clear()
+        own = {argument: getattr(args, argument) for argument in case.args}
+        vars(args).update(case.args)
+        settings = schema.from_dict(PatchSettings, case.patch or {})
+        given = {"correction": settings.correction, "lr_decay": settings.lr_decay}
+        with patch("megatron-lm", **given) if case.patch else nullcontext():
+            results[name] = {**train(args, case), "gathered": sorted(gathered)}
+        vars(args).update(own)
+    if dist.get_rank() == dist.get_world_size() - 1:  # of the last pipeline stage
+        with open(os.environ["RL_JOB_OUT"], "w") as file:
+            json.dump(results, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The patch points of megatron.training."""

@@ -1,0 +1,21 @@
+"""The arguments of the process."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+args = Namespace(
+    perform_rl_step=True,
+    rl_inference_logprobs_is_correction=True,
+    rl_importance_sampling_truncation_coef=None,
+    rl_default_temperature=1.0,
+    rl_default_top_p=0,
+    rl_default_top_k=-1,
+    inference_dynamic_batching_logprobs_mode="raw_logprobs",
+    cuda_graph_impl="none",
+    calculate_per_token_loss=False,
+)
+
+
+def get_args() -> Namespace:
+    return args

@@ -1,0 +1,36 @@
+"""Imports by value, and a forward step in the layouts of train_rl.py."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.rl.rl_utils import calculate_grpo_loss, get_logprobs, get_rl_runtime_state
+from torch import Tensor
+
+
+def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    pair = torch.stack([(output_tensor * loss_mask).sum(), loss_mask.sum()])
+    return pair[0].clone(), pair[1].int(), {"lm loss": pair.detach()}
+
+
+def forward_step(data_iterator: Any, model: Any, loss_only: bool = False) -> Any:
+    packing, batch = get_rl_runtime_state().packing_context, next(data_iterator)
+    starts = lengths = None
+    if packing is None:
+        tokens, advantages, old, loss_mask, _, reference, slot = batch
+        loss_mask = loss_mask[:, 1:]
+    else:
+        row, info = int(batch), packing.packing_info
+        starts, lengths = info.seq_starts[row], [info.seq_lengths[i] for i in info.bin_seq_indices[row]]
+        one = slice(row, row + 1)
+        tokens, old, reference = packing.packed_trajs[one], packing.old_logprobs[one], packing.ref_logprobs[one]
+        loss_mask, advantages = packing.packed_loss_mask[one, 1:], packing.bin_advantages[row]
+        slot = packing.packed_inference_logprobs[one]
+    current = get_logprobs(model, tokens, None, no_grad=False)
+    loss, *_ = calculate_grpo_loss(
+        current, old, reference, advantages, 0.2, 0.3, 0.0, 0.0, inference_logprobs=slot, seq_starts=starts,
+        seq_lengths=lengths,
+    )  # fmt: skip
+    return loss, partial(loss_func, loss_mask)

@@ -1,0 +1,158 @@
+"""What slime and miles hand to a hook: arguments and the layouts of a micro-batch on one context-parallel rank.
+
+Written from the layouts alone, by enumerating which rank holds which position of a sequence.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+VOCAB = 12
+SHAPES = ((3, 5), (1, 1), (9, 2), (2, 8))
+"""(prompt, response) tokens of four samples; with two ranks, one of them has no response token of the third."""
+
+
+def arguments(**changes: Any) -> Namespace:
+    """Those that a hook of ours may read, with slime's defaults, and the key of the YAML file."""
+    values: dict[str, Any] = {
+        **dict.fromkeys(("use_tis", "get_mismatch_metrics", "use_rollout_logprobs", "use_opsm", "use_opd"), False),
+        **dict.fromkeys(("use_kl_loss", "use_unbiased_kl", "calculate_per_token_loss", "allgather_cp"), False),
+        **dict.fromkeys(("custom_tis_function_path", "custom_pg_loss_reducer_function_path"), None),
+        **dict.fromkeys(("custom_loss_function_path", "custom_megatron_init_path", "save_debug_train_data"), None),
+        **dict.fromkeys(("rollout_data_postprocess_path", "custom_megatron_before_train_step_hook_path"), None),
+        **{"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None, "entropy_coef": 0.0, "kl_loss_coef": 0.0},
+        **{"kl_loss_type": "k1", "tis_clip": 2.0, "tis_clip_low": 0.0, "loss_type": "policy_loss"},
+        **{"rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": -1, "log_probs_chunk_size": -1},
+        **{"advantage_estimator": "grpo", "context_parallel_size": 1, "recompute_loss_function": False},
+        **{"rollout_batch_size": 2, "n_samples_per_prompt": 2, "global_batch_size": 4, "num_steps_per_rollout": None},
+        **{"rollout_max_response_len": 16, "load": None, "save": None, "train_backend": "megatron"},
+        "megatron_rc": {},
+    }
+    return Namespace(**{**values, **changes})
+
+
+MILES = {
+    **{"qkv_format": "thd", "true_on_policy_mode": False, "skip_actor_forward_only": False},
+    **{"observe_training_entropy": True, "dump_details": None, "vocab_size": None},
+}
+"""Arguments that miles has besides."""
+
+
+@dataclass
+class Rollout:
+    """Samples as no rank has them: whole; every list has one tensor a sample."""
+
+    tokens: list[Tensor]
+    prompts: list[int]
+    loss_masks: list[Tensor]
+    """[response] int32: a hole makes two turns of a long response."""
+    logits: list[Tensor]
+    """[total, VOCAB], row t predicts token t + 1."""
+    values: dict[str, list[Tensor]]
+    """log_probs, rollout_log_probs, ref_log_probs and advantages, [response]."""
+
+    @property
+    def totals(self) -> list[int]:
+        return [len(ids) for ids in self.tokens]
+
+    @property
+    def responses(self) -> list[int]:
+        return [len(mask) for mask in self.loss_masks]
+
+    def denominators(self) -> Tensor:
+        return torch.stack([mask.sum() for mask in self.loss_masks]).float()
+
+
+def rollout(seed: int, shapes: Sequence[tuple[int, int]] = SHAPES, spread: float = 0.4) -> Rollout:
+    """Random samples: old and rollout log-probs lie near the policy of the logits, ``spread`` apart."""
+    random = np.random.RandomState(seed)  # its stream is the same in every version of numpy
+
+    def normal(*shape: int) -> Tensor:
+        return torch.from_numpy(random.standard_normal(shape).astype(np.float32))
+
+    tokens, masks, logits = [], [], []
+    values: dict[str, list[Tensor]] = {n: [] for n in ("log_probs", "rollout_log_probs", "ref_log_probs", "advantages")}
+    for prompt, response in shapes:
+        ids = torch.from_numpy(random.randint(0, VOCAB, prompt + response))
+        tokens.append(ids)
+        mask = torch.ones(response, dtype=torch.int32)
+        mask[response // 2 : response // 2 + (response > 4)] = 0
+        masks.append(mask)
+        logits.append(normal(prompt + response, VOCAB))
+        policy = logits[-1].log_softmax(-1)[prompt - 1 : -1].gather(1, ids[prompt:, None]).squeeze(1)
+        for name in ("log_probs", "rollout_log_probs", "ref_log_probs"):
+            values[name].append(policy + spread * normal(response))
+        values["advantages"].append(normal(1).expand(response).contiguous())
+    return Rollout(tokens, [prompt for prompt, _ in shapes], masks, logits, values)
+
+
+def positions(length: int, cp_rank: int, cp_size: int) -> list[int]:
+    """Positions of a sequence on a rank, those of the padding to 2 cp_size equal chunks too, in their order there."""
+    if cp_size == 1:
+        return list(range(length))
+    chunk = -(-length // (2 * cp_size))
+    mine = {cp_rank: 0, 2 * cp_size - 1 - cp_rank: 1}
+    held = [p for p in range(2 * cp_size * chunk) if p // chunk in mine]
+    return sorted(held, key=lambda p: (mine[p // chunk], p))
+
+
+def held(prompt: int, total: int, length: int, cp_rank: int, cp_size: int) -> list[int]:
+    """Response tokens, counted from 0, whose logits a rank holds: token t is predicted at position t - 1."""
+    return [p + 1 - prompt for p in positions(length, cp_rank, cp_size) if prompt - 1 <= p < total - 1]
+
+
+def micro_batch(whole: Rollout, cp_rank: int = 0, cp_size: int = 1, padded: int | None = None) -> dict[str, Any]:
+    """The host's batch on a rank, with the logits [1, T + 3, VOCAB] under "logits"; padded: miles's [B, T, VOCAB]."""
+    lengths = [padded or total for total in whole.totals]
+    rows = []
+    for logits, length in zip(whole.logits, lengths, strict=True):
+        where = positions(length, cp_rank, cp_size)
+        filled = torch.cat([logits, torch.full((2 * cp_size * length, VOCAB), 7.0)])
+        rows.append(filled[torch.tensor(where)])
+    logits = torch.stack(rows) if padded else torch.cat([*rows, torch.full((3, VOCAB), -3.0)])[None]
+    local = {
+        name: [
+            value[torch.tensor(held(prompt, total, length, cp_rank, cp_size), dtype=torch.int64)]
+            for value, prompt, total, length in zip(each, whole.prompts, whole.totals, lengths, strict=True)
+        ]
+        for name, each in whole.values.items()
+    }
+    return {
+        **local,
+        "unconcat_tokens": whole.tokens,
+        "total_lengths": whole.totals,
+        "response_lengths": whole.responses,
+        "loss_masks": whole.loss_masks,
+        "rollout_mask_sums": whole.denominators(),
+        "max_seq_lens": lengths if padded else None,
+        "logits": logits,
+    }
+
+
+def local_masks(whole: Rollout, cp_rank: int, cp_size: int, padded: int | None = None) -> list[Tensor]:
+    samples = zip(whole.loss_masks, whole.prompts, whole.totals, strict=True)
+    return [
+        mask[torch.tensor(held(prompt, total, padded or total, cp_rank, cp_size), dtype=torch.int64)]
+        for mask, prompt, total in samples
+    ]
+
+
+def sum_of_sample_mean(
+    whole: Rollout, cp_rank: int = 0, cp_size: int = 1, *, per_token: bool = False, padded: int | None = None
+) -> Callable[[Tensor], Tensor]:
+    """The host's reducer: the sum over samples of sum(x mask) / denominator, or of sum(x mask) alone."""
+    masks = local_masks(whole, cp_rank, cp_size, padded)
+    divisors = torch.ones(len(masks)) if per_token else whole.denominators().clamp(min=1)
+
+    def reduce(x: Tensor) -> Tensor:
+        parts = x.split([len(mask) for mask in masks])
+        return torch.stack([(p * m).sum() / d for p, m, d in zip(parts, masks, divisors, strict=True)]).sum()
+
+    return reduce

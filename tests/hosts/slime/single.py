@@ -1,0 +1,25 @@
+"""One process without process groups in the place of Megatron's parallel state."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_rc.integrations import slime_layout, slime_loss, slime_reducer, slime_rollout, slime_tis
+from megatron_rc.integrations.slime_layout import Parallel
+
+_READERS = (slime_layout, slime_loss, slime_reducer, slime_rollout, slime_tis)
+
+
+def alone(monkeypatch: pytest.MonkeyPatch, args: Any = None, **ranks: Any) -> None:
+    """Every hook finds itself alone, unless ``ranks`` says where; Megatron's get_args returns ``args``."""
+    nobody: dict[str, Any] = dict.fromkeys(("tp_group", "cp_group", "dp_group", "dp_cp_group"))
+    place = Parallel(**{**nobody, "cp_rank": 0, "cp_size": 1, "last_stage": True, **ranks})
+    for module in _READERS:
+        monkeypatch.setattr(module, "parallel", lambda: place)
+    for name in ("megatron", "megatron.training", "megatron.training.global_vars"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["megatron.training.global_vars"].get_args = lambda: args  # type: ignore[attr-defined]

@@ -1,0 +1,87 @@
+"""The real slime and miles: their modules imported from a source tree, with what they import and do not use stubbed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+VARIABLES = {"slime": "SLIME_DIR", "miles": "MILES_DIR"}
+UNUSED = ("ray", "httpx", "torch_memory_saver", "wandb", "sglang", "sglang_router", "pybase64")
+
+
+class _Unused(MetaPathFinder, Loader):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in UNUSED else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module: Any = MagicMock(name=spec.name)
+        module.__path__, module.__spec__ = [], spec
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def folder(host: str) -> Path | None:
+    """The source tree of a host, as its variable names it."""
+    return Path(os.environ[VARIABLES[host]]) if os.environ.get(VARIABLES[host]) else None
+
+
+def modules(host: str) -> Namespace:
+    """policy_loss_function, reducer(batch, args), tis and set_up() of the real host; for a process of its own."""
+    # what is not installed here is looked for last
+    if not any(isinstance(finder, _Unused) for finder in sys.meta_path):
+        sys.meta_path.append(_Unused())
+    sys.path.insert(0, str(folder(host)))
+    if host == "slime":
+        from slime.backends.megatron_utils import cp_utils, loss
+
+        def reducer(batch: dict[str, Any], args: Namespace) -> Any:
+            return cp_utils.get_sum_of_sample_mean(
+                batch["total_lengths"],
+                batch["response_lengths"],
+                batch["loss_masks"],
+                batch["rollout_mask_sums"],
+                args.calculate_per_token_loss,
+            )
+
+        return Namespace(policy_loss=loss.policy_loss_function, reducer=reducer, set_up=lambda: None)
+
+    from megatron.core import parallel_state
+    from miles.backends.training_utils import cp_utils, parallel
+    from miles.backends.training_utils.loss_hub import losses
+    from miles.utils.ft_utils.process_group_utils import GroupInfo
+
+    def info(group: Any) -> Any:
+        return GroupInfo(rank=group.rank(), size=group.size(), group=group)
+
+    def set_up() -> None:
+        alone = GroupInfo(rank=0, size=1, group=None)
+        groups = {
+            "intra_dp": info(parallel_state.get_data_parallel_group()),
+            "intra_dp_cp": info(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+            "cp": info(parallel_state.get_context_parallel_group()),
+            "tp": info(parallel_state.get_tensor_model_parallel_group()),
+            **dict.fromkeys(("pp", "ep", "etp", "indep_dp"), alone),
+        }
+        parallel.set_parallel_state(parallel.ParallelState(**groups))
+
+    def miles_reducer(batch: dict[str, Any], args: Namespace) -> Any:
+        return cp_utils.get_sum_of_sample_mean(
+            batch["total_lengths"],
+            batch["response_lengths"],
+            batch["loss_masks"],
+            args.calculate_per_token_loss,
+            args.qkv_format,
+            batch["max_seq_lens"],
+            denominators=batch["rollout_mask_sums"],
+        )
+
+    return Namespace(policy_loss=losses.policy_loss_function, reducer=miles_reducer, set_up=set_up)

@@ -1,0 +1,58 @@
+"""A trainer's side of a weight update, against servers that misbehave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from faulty_sync_server import CONFIG, FaultySyncServer, weights_of
+
+from megatron_rc.rollout.sglang_pool import Pool
+from megatron_rc.rollout.sglang_sync import WeightSync, update_servers, weight_sync
+
+PATH = {"disk": "/update_weights_from_disk", "tensor": "/update_weights_from_tensor"}
+"""The ways in which servers in threads of one process can be updated."""
+
+
+class Job:
+    """A trainer's side: a pool, a sync, and the seeds of weights sent."""
+
+    def __init__(self, urls: list[str], way: Any, folder: Path, **options: Any) -> None:
+        self.pool = Pool(urls, concurrency=4, timeout_s=10)
+        self.sync: WeightSync = weight_sync(
+            way, CONFIG, bucket_bytes=600, sync_dir=folder, **{"timeout_s": 5.0, **options}
+        )
+        self.taken = 0
+
+    def stream(self, seed: int, without: str = "", instead: dict[str, torch.Tensor] | None = None) -> Iterator[Any]:
+        for name, tensor in (weights_of(seed) | (instead or {})).items():
+            self.taken += 1
+            if name != without:
+                yield name, tensor
+
+    def update(self, seed: int, version: int, **changes: Any) -> None:
+        update_servers(self.pool, self.sync, self.stream(seed, **changes), version)
+
+    @property
+    def out(self) -> list[str | None]:
+        return [server.out for server in self.pool.servers]
+
+
+def holds(server: FaultySyncServer, seed: int) -> bool:
+    return all(torch.equal(server.weights[name], tensor) for name, tensor in weights_of(seed).items())
+
+
+def started(
+    stack: ExitStack, way: str, folder: Path, count: int = 2, info: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """(job, server, ...), which end with ``stack``."""
+    servers = [FaultySyncServer(info).start() for _ in range(count)]
+    for server in servers:
+        stack.callback(server.die)
+    job = Job([server.url for server in servers], way, folder, **options)
+    stack.callback(job.pool.close)
+    stack.callback(job.sync.close)
+    return job, *servers

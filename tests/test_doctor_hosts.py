@@ -1,0 +1,187 @@
+"""What doctor says of codebases that patch knows, and of the Python that would run them."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+from refusals import outcome
+
+from megatron_rc.doctor.host_checks import ENVIRONMENT, check_host, examine_hosts
+from megatron_rc.doctor.host_facts import Environment, read_environment, read_hosts
+from megatron_rc.doctor.registry import Finding, worst
+from megatron_rc.integrations.hosts import HOSTS
+
+STUB = Path(__file__).parent / "hosts/megatron_training"
+HOST = "megatron-training"
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on sys.path with the files of megatron-core 0.19.2 that doctor reads."""
+    for file, text in {
+        "core/__init__.py": "raise RuntimeError('doctor imports nothing of a host')",
+        "core/package_info.py": "MAJOR = 0\nMINOR = 19\nPATCH = 2\nPRE_RELEASE = ''\n",
+        "core/datasets/Makefile": "default:\n",
+        "training/__init__.py": "raise RuntimeError('doctor imports nothing of a host')",
+        "training/training.py": (STUB / "megatron/training/training.py").read_text(),
+    }.items():
+        path = tmp_path / "megatron" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path / "megatron"
+
+
+def found(name: str = HOST) -> dict[str, Finding]:
+    (facts,) = read_hosts([name], None)
+    return {finding.check: finding for finding in check_host(facts)}
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """Exit status and stdout of doctor."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        status, errors = outcome(["doctor", *arguments])
+    return status, said.getvalue() + errors
+
+
+def test_a_host_that_suits_the_patch_is_good_and_nothing_of_it_is_imported(stub: Path) -> None:
+    findings = found()
+    assert {f.status for f in findings.values() if f.decided} == {"good"}
+    assert "0.19.2" in findings["version"].found
+    step = findings["megatron.training.training.train_step"]
+    assert "takes (forward_step_func, data_iterator, model, optimizer," in step.found and "pools" in step.found
+    assert "megatron.training" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "sentence"),
+    [
+        (("training/training.py", "iteration=None", "step=None"), "train_step", "but the patch was made for"),
+        (("training/training.py", "def train_step", "def one_step"), "train_step", "is missing from"),
+        (("core/package_info.py", "MINOR = 19", "MINOR = 16"), "version", "0.16.2, and patch knows 0.17, 0.18"),
+    ],
+)
+def test_what_the_patch_was_not_made_for_is_an_error(
+    stub: Path, change: tuple[str, str, str], check: str, sentence: str
+) -> None:
+    file, before, after = change
+    text = (stub / file).read_text()
+    (stub / file).write_text(text.replace(before, after))
+    (finding,) = [f for name, f in found().items() if name.endswith(check)]
+    assert finding.status == "error" and sentence in finding.found and finding.fix
+
+
+def test_a_wheel_without_the_makefile_that_training_runs_is_a_warning(stub: Path) -> None:
+    (stub / "core/datasets/Makefile").unlink()
+    finding = found()["dataset-helpers"]
+    assert finding.status == "warning" and "no Makefile" in finding.found and "compile_helpers" in finding.fix
+
+
+def test_a_host_that_is_not_here_is_an_error_only_when_it_was_asked_for() -> None:
+    assert found("miles")["importable"].status == "error"
+    findings = examine_hosts([], [], None)
+    assert list(findings) == ["Python environment", *(f"host {name}" for name in HOSTS)]
+    assert [(f.check, f.status) for f in findings["host miles"]] == [("importable", "note")]
+    assert "radixark/miles" in findings["host miles"][0].fix
+
+
+def test_flags_that_were_not_given_leave_their_checks_undecided(stub: Path) -> None:
+    undecided = {f.found for f in found().values() if not f.decided}
+    assert undecided == {"the host's flags are not known"}
+
+
+LIBRARIES: dict[str, Any] = {
+    "torch": "2.13",
+    "triton": "3.9",
+    "transformer_engine": "2.20",
+    "apex": "0.1",
+    "flash_attn": "2.8",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "status", "sentence"),
+    [
+        ({}, "apex", "good", "NVIDIA Apex 0.1"),
+        ({"apex_kernels": False}, "apex", "warning", "is not NVIDIA's"),
+        ({"libraries": {**LIBRARIES, "apex": None}}, "apex", "note", "NVIDIA Apex is missing"),
+        ({"libraries": {**LIBRARIES, "transformer_engine": None}}, "transformer-engine", "note", "context parallelism"),
+        ({"libraries": {**LIBRARIES, "flash_attn": None}}, "flash-attn", "note", "packed sequences"),
+        ({"megatron_core": None}, "megatron-core", "error", "not installed"),
+        ({"megatron_core": "0.15.3"}, "megatron-core", "warning", "0.15.3 is none of 0.16"),
+        ({"megatron_core": "0.19.0rc1"}, "megatron-core", "good", "0.19.0rc1"),
+    ],
+)
+def test_what_a_python_lacks(changes: dict[str, Any], check: str, status: str, sentence: str) -> None:
+    facts = Environment(**{"megatron_core": "0.19.2", "libraries": LIBRARIES, "apex_kernels": True} | changes)
+    (finding,) = [f for f in ENVIRONMENT.run(facts) if f.check == check]
+    assert finding.status == status and sentence in finding.found
+    assert bool(finding.fix) == (status != "good")
+
+
+def test_this_python_is_read_as_it_is() -> None:
+    here = read_environment()
+    assert here.megatron_core == "0.16.1" and here.libraries["transformer_engine"] is None
+    assert str(here.libraries["torch"]).startswith("2.") and worst(ENVIRONMENT.run(here)) == "note"
+
+
+def test_doctor_alone_shows_this_python_and_every_host() -> None:
+    status, said = run()
+    assert status == 0
+    for subject in ("Python environment", *(f"host {name}" for name in HOSTS)):
+        assert f"\n{subject}: " in f"\n{said}"
+
+
+def test_errors_are_status_1_and_json_has_them(stub: Path) -> None:
+    status, said = run("--host", HOST, "--json", "--", "--cuda-graph-impl", "full_iteration")
+    assert status == 1
+    errors = [f["check"] for f in json.loads(said)[f"host {HOST}"] if f["status"] == "error"]
+    assert errors == ["full-iteration-graph"]
+    assert run("--host", HOST, "--", "--cuda-graph-impl", "local")[0] == 0
+
+
+def test_flags_come_from_a_file_or_a_launch_script(stub: Path, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    comment = "# not now: --moe-enable-routing-replay --moe-router-fusion"
+    script.write_text(f"{comment}\ntorchrun train.py \\\n  --cuda-graph-impl=full_iteration \\\n  $MORE\n")
+    status, said = run("--host", HOST, "--flags-file", str(script))
+    assert status == 1 and "error   full-iteration-graph" in said and "flags may hide in $MORE" in said
+    assert "good    router-fusion: no routes are replayed" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--host", "megatron"], "host must be 'auto' or one of 'megatron-lm'"),
+        (["--", "--lr", "1"], "flags need exactly one --host"),
+        (["--host", HOST, "--flags-file", "{folder}/none.sh"], "flags_file must be a file"),
+        (["--host", HOST, "--flags-file", "{folder}/open.sh"], "cannot be split into words"),
+        (["--host", HOST, "--flags-file", "{folder}/open.sh", "--", "--lr"], "not both"),
+        (
+            ["--host", "megatron-lm", "--", "--rl-default-temperature", "hot"],
+            "--rl-default-temperature must be a number",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence_and_status_2(arguments: list[str], sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "open.sh").write_text("echo 'open")
+    status, said = outcome(["doctor", *(a.format(folder=tmp_path) for a in arguments)])
+    assert status == 2
+    (line,) = said.splitlines()
+    assert sentence in line
+
+
+def test_looking_at_hosts_imports_no_megatron() -> None:
+    code = (
+        "import sys; from megatron_rc.doctor.host_checks import examine_hosts; examine_hosts([], [], None);"
+        "sys.exit(any(m.partition('.')[0] in ('megatron', 'transformer_engine') for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -1,0 +1,167 @@
+"""Every known trap in the flags of a host, with the flags that have it and with those that do not."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_rc.doctor.host_checks import TRAPS
+from megatron_rc.doctor.host_facts import HostFacts, read_hosts
+from megatron_rc.doctor.host_flags import Flags
+from megatron_rc.doctor.registry import Finding
+
+LM, TRAINING = "megatron-lm", "megatron-training"
+REPLAY = "--moe-enable-routing-replay"
+RL = "--perform-rl-step --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 2"
+PATCHED = (
+    "-m megatron_rc patch --rc-preset token-tis train_rl.py --perform-rl-step --rl-inference-logprobs-is-correction"
+)
+PROCESSED = "--inference-dynamic-batching-logprobs-mode processed_logprobs"
+TIS = "--custom-tis-function-path my.tis"
+OURS = "--custom-tis-function-path megatron_rc.integrations.slime.tis"
+
+
+def facts(host: str, flags: str) -> HostFacts:
+    (read,) = read_hosts([host], Flags(flags.split()))
+    return replace(read, is_importable=True)
+
+
+def traps(host: str, flags: str) -> dict[str, Finding]:
+    return {finding.check: finding for finding in TRAPS[host].run(facts(host, flags))}
+
+
+TRAPPED = [
+    (LM, "router-fusion", f"{RL} --moe-router-fusion {REPLAY}", "error", "silently ignored"),
+    ("slime", "router-fusion", "--moe-router-fusion --use-rollout-routing-replay", "error", "silently ignored"),
+    (TRAINING, "replay-and-recompute", f"{REPLAY} --recompute-granularity full", "warning", "routes anew"),
+    (
+        TRAINING,
+        "replay-and-recompute",
+        f"{REPLAY} --recompute-granularity=full --num-virtual-stages-per-pipeline-rank 2",
+        "error",
+        "first in, first out",
+    ),
+    (TRAINING, "replay-and-mtp", f"{REPLAY} --mtp-num-layers 1", "warning", "--mtp-num-layers"),
+    ("miles", "router-dtype", "--num-experts 128", "warning", "ties"),
+    ("miles", "shell-variables", "${MODEL_ARGS[@]} --lr 1", "note", "${MODEL_ARGS[@]}"),
+    (TRAINING, "full-iteration-graph", "--cuda-graph-impl full_iteration", "error", "without calling it"),
+    (TRAINING, "full-iteration-graph", "--cuda-graph-impl local --cuda-graph-scope full_iteration", "error", "without"),
+    (LM, "rl-step", "", "error", "no rollout"),
+    (LM, "rollout-logprobs", "--perform-rl-step", "error", "do not reach the loss"),
+    (LM, "rollout-logprobs", f"{RL} --no-rl-inference-logprobs-is-correction", "error", "do not reach the loss"),
+    (
+        LM,
+        "temperature",
+        f"{RL} --rl-default-temperature 0.7",
+        "error",
+        "sampled at temperature 0.7, while get_logprobs",
+    ),
+    (LM, "temperature", f"{PATCHED} --rl-default-temperature 0.7", "error", "raw_logprobs, those at temperature 1"),
+    (LM, "top-p-top-k", f"{RL} --rl-default-top-p 0.9", "error", "does not tell which ids"),
+    (LM, "top-p-top-k", f"{RL} --rl-default-top-k 20", "error", "does not tell which ids"),
+    (LM, "ratio-bound", "--rl-inference-logprobs-is-correction", "warning", "no upper bound"),
+    (LM, "ratio-bound", f"{PATCHED} --rl-importance-sampling-truncation-coef 2", "error", "on top of the correction's"),
+    (LM, "packed-logprobs", f"{RL} --rl-use-sequence-packing", "warning", "log-prob 0"),
+    (LM, "gathered-logits", f"{RL} --tensor-model-parallel-size 4", "warning", "each of the 4 tensor-parallel"),
+    (LM, "captured-denominator", f"{PATCHED} --cuda-graph-impl full_iteration", "error", "first batch"),
+    (LM, "replayed-routes", f"{RL} {REPLAY}", "warning", "never hands routes"),
+    (LM, "stale-policies", f"{RL} --rl-partial-rollouts", "note", "several versions"),
+    ("slime", "ratio-counted-twice", "--use-tis --use-rollout-logprobs", "error", "already is pi / mu"),
+    ("slime", "temperature", "--rollout-temperature 0", "error", "greedy"),
+    ("slime", "top-p-top-k", "--rollout-top-k 50", "error", "top-k"),
+    ("miles", "top-p-top-k", "--rollout-top-p 0.95", "error", "top-p"),
+    ("slime", "tis-function", TIS, "error", "never called"),
+    ("slime", "tis-function", f"{TIS} --get-mismatch-metrics", "note", "metrics alone"),
+    ("miles", "loss-function", "--custom-loss-function-path my.loss", "error", "--loss-type policy_loss"),
+    ("slime", "hooks", f"{OURS} --use-tis", "error", "megatron_rc must be a mapping"),
+]
+
+
+@pytest.mark.parametrize(("host", "check", "flags", "status", "sentence"), TRAPPED)
+def test_a_trap_is_found_and_has_a_fix(host: str, check: str, flags: str, status: str, sentence: str) -> None:
+    finding = traps(host, flags)[check]
+    assert (finding.status, finding.decided) == (status, True)
+    assert sentence in finding.found and finding.fix
+
+
+FREE = [
+    (LM, f"{RL} {REPLAY}", {"replayed-routes"}),
+    (LM, f"{RL} --moe-router-fusion --recompute-granularity full --mtp-num-layers 1 --num-experts 8", {"router-dtype"}),
+    (LM, f"{RL} --num-experts 8 --moe-router-dtype fp32 --rl-default-top-p 1 --rl-default-top-k 0", set()),
+    (LM, f"{PATCHED} --rl-use-sequence-packing --tensor-model-parallel-size 8", set()),
+    (LM, f"{PATCHED} --rl-default-temperature 0.7 {PROCESSED}", set()),
+    (LM, f"{RL} --cuda-graph-impl full_iteration --no-rl-partial-rollouts", set()),
+    (TRAINING, f"{REPLAY} --recompute-granularity selective", set()),
+    ("slime", f"--use-tis {TIS} --rollout-top-p 0.95 --rollout-temperature 0.8", set()),
+    ("miles", "--loss-type custom_loss --custom-loss-function-path my.loss --use-rollout-logprobs", set()),
+]
+
+
+@pytest.mark.parametrize(("host", "flags", "trapped"), FREE)
+def test_flags_without_a_trap_are_good(host: str, flags: str, trapped: set[str]) -> None:
+    found = traps(host, flags)
+    assert {name for name, f in found.items() if f.status != "good"} - {"dataset-helpers"} == trapped
+
+
+def test_every_trap_is_tried() -> None:
+    tried = {check for _, check, *_ in TRAPPED} | {"dataset-helpers", "batch-normalised-weights"}
+    assert {check.name for registry in TRAPS.values() for check in registry} == tried
+
+
+def test_keys_of_the_yaml_file_of_slime_are_read(tmp_path: Path) -> None:
+    config = tmp_path / "rc.yaml"
+    config.write_text("tis_batch_normalize: true\nmegatron_rc: {correction: token-tis}\n")
+    given = f"--use-tis {OURS} --custom-config-path {config}"
+    found = traps("slime", given)
+    assert found["batch-normalised-weights"].status == "warning" and found["hooks"].status == "good"
+    config.write_text("megatron_rc: {correction: {preset: token-tis, normalize: batch}}\n")
+    found = traps("slime", given)
+    assert found["batch-normalised-weights"].status == "good"
+    assert found["hooks"].status == "error" and "normalize" in found["hooks"].found
+    config.unlink()
+    assert not traps("slime", given)["hooks"].decided
+
+
+def test_a_value_that_the_shell_would_fill_in_is_undecided() -> None:
+    finding = traps(LM, f"{RL} --rl-default-temperature $TEMPERATURE")["temperature"]
+    assert not finding.decided and "$TEMPERATURE" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--lr 1 --lr 2", 2.0),
+        ("--lr=3", 3.0),
+        ("--lr -4", -4.0),
+        ("torchrun --nproc_per_node 8 train.py --wd 1", 5.0),
+        ("--lr", 5.0),
+    ],
+)
+def test_flags_are_read_as_argparse_reads_them(words: str, expected: float) -> None:
+    assert Flags(words.split()).number("lr", 5.0) == expected
+
+
+def test_underscores_and_negations_name_the_same_flag() -> None:
+    flags = Flags(["--use_tis", "--rl-partial-rollouts", "--no-rl-partial-rollouts", "--no-x", "--x"])
+    assert "use-tis" in flags and "rl-partial-rollouts" not in flags and "x" in flags
+
+
+SOURCES = {"MEGATRON_LM_DIR": (LM, TRAINING), "SLIME_DIR": ("slime",), "MILES_DIR": ("miles",)}
+
+
+@pytest.mark.parametrize("variable", SOURCES)
+def test_the_flags_of_the_traps_exist_in_the_host(variable: str) -> None:
+    if variable not in os.environ:
+        pytest.skip(f"{variable} does not name a checkout")
+    folder = Path(os.environ[variable])
+    files = [path for part in ("argument", "config") for path in folder.rglob(f"*{part}*.py")]
+    text = "".join(path.read_text() for path in files)
+    # slime and miles take Megatron's own flags, too; those of patch are ours
+    elsewhere = ("--rc-", *(("--moe-", "--num-experts") if LM not in SOURCES[variable] else ()))
+    flags = " ".join(flags for host, _, flags, *_ in TRAPPED if host in SOURCES[variable]).split()
+    for name in {word.partition("=")[0] for word in flags if word.startswith("--") and not word.startswith(elsewhere)}:
+        plain = name.removeprefix("--").removeprefix("no-")
+        assert f"--{plain}" in text or plain.replace("-", "_") in text, name

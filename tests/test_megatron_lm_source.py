@@ -1,0 +1,131 @@
+"""Training steps of a real Megatron-LM tree on CPU, its own and patched; MEGATRON_LM_DIR names the tree."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hosts.megatron_lm import sources
+
+JOB = Path(sources.__file__).parent / "rl_job.py"
+FLAGS = shlex.split("""
+--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --max-position-embeddings 24
+--micro-batch-size 1 --global-batch-size 8 --train-iters 2 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant
+--perform-rl-step --grpo-prompts-per-step 2 --grpo-group-size 4 --grpo-iterations 1
+--rl-inference-logprobs-is-correction --transformer-impl local --no-rope-fusion --normalization RMSNorm
+--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization
+--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+--no-persist-layer-norm --distributed-backend gloo --eval-iters 0
+""")
+GATHERED_VOCABULARY = 32
+
+TIS = {"correction": {"weight": {"upper": 1.2}}}
+PACKED = {"rl_use_sequence_packing": True}
+NO_WEIGHT, ITS_TIS = {"rl_inference_logprobs_is_correction": False}, {"rl_importance_sampling_truncation_coef": 1.2}
+CASES: dict[str, dict[str, Any]] = {
+    # answers of one length: to the host, too, all tokens weigh the same
+    "host": {"args": NO_WEIGHT, "length": 6},
+    "none": {"patch": {"correction": {}}, "length": 6},
+    "host, packed": {"args": {**NO_WEIGHT, **PACKED}, "length": 6},
+    "none, packed": {"patch": {"correction": {}}, "args": PACKED, "length": 6},
+    "host, truncation": {"args": ITS_TIS, "length": 6},
+    "truncation": {"patch": TIS, "length": 6},
+    "host, truncation, packed": {"args": {**ITS_TIS, **PACKED}, "length": 6},
+    "truncation, packed": {"patch": TIS, "args": PACKED, "length": 6},
+    "host again": {"args": NO_WEIGHT, "length": 6},
+    # answers of several lengths, whose last log-prob the sampler leaves out
+    "any length": {"patch": TIS, "untold": 1},
+    "any length, packed": {"patch": TIS, "args": PACKED, "untold": 1},
+    "two policies": {"patch": {"correction": {"old": "rollout"}, "lr_decay": {"decay_period": 1}}},
+    "two policies, packed": {
+        "patch": {"correction": {"old": "rollout"}, "lr_decay": {"decay_period": 1}},
+        "args": PACKED,
+    },
+}
+SPLITS = {"TP1": (1, []), "TP2": (2, ["--tensor-model-parallel-size", "2"]), "DP2": (2, [])}
+SPLITS["PP2"] = (2, ["--pipeline-model-parallel-size", "2"])
+
+
+def launch(ranks: int, before: list[str], flags: list[str], cases: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What the job wrote; `before` stands between torchrun's own arguments and the job's flags."""
+    path = os.pathsep.join(map(str, (sources.STUB.parent / "stand_in", sources.tree())))
+    with TemporaryDirectory() as folder:
+        environment = {**os.environ, "PYTHONPATH": path, "RL_JOB_OUT": f"{folder}/out", "NO_VCS_VERSION": "1"}
+        environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | ({"RL_JOB_CASES": json.dumps(cases)} if cases else {})
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        command = [sys.executable, "-W", "ignore", *torchrun, *before, *FLAGS, *flags]
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return {**json.loads(Path(folder, "out").read_text()), "output": done.stdout}
+
+
+@cache
+def results(split: str) -> dict[str, Any]:
+    ranks, flags = SPLITS[split]
+    return launch(ranks, [str(JOB)], flags, CASES)
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for left, right in zip(one["steps"], other["steps"], strict=True):
+        assert left["log"]["lm loss"] == pytest.approx(right["log"]["lm loss"], rel=1e-5, abs=1e-6)
+        assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-5)
+    assert one["weights"] == pytest.approx(other["weights"], rel=1e-6)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("split", SPLITS)
+def test_patched_training_is_the_hosts_own_where_it_should_be(split: str) -> None:
+    found = results(split)
+    for name in ("host", "host, packed", "host, truncation", "host, truncation, packed"):
+        ours = name.replace("host, truncation", "truncation").replace("host", "none")
+        same(found[ours], found[name])
+    same(found["host again"], found["host"])
+    assert found["truncation"]["weights"] != pytest.approx(found["none"]["weights"], rel=1e-6)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("split", SPLITS)
+def test_packing_and_data_parallelism_do_not_change_the_step(split: str) -> None:
+    found = results(split)
+    for name in ("any length", "two policies"):
+        same(found[name], found[f"{name}, packed"])
+        if split == "DP2":
+            same(found[name], results("TP1")[name])
+    assert found["any length"]["steps"][0]["log"]["rc/old/missing"] > 0
+    assert [step["lr"] for step in found["two policies"]["steps"]] == [5e-4, 2.5e-4]
+
+
+@pytest.mark.timeout(900)
+def test_no_patched_case_gathers_the_vocabulary() -> None:
+    for name, found in results("TP2").items():
+        if name != "output":
+            assert (GATHERED_VOCABULARY in found["gathered"]) == name.startswith("host"), name
+
+
+@pytest.mark.timeout(900)
+def test_a_bf16_model_has_fp32_logprobs_and_trains() -> None:
+    cases = {"any": {"patch": TIS}, "any, packed": {"patch": TIS, "args": PACKED}}
+    found = launch(1, [str(JOB)], ["--bf16"], cases)
+    for step in (found["any"]["steps"][0], found["any, packed"]["steps"][0]):
+        # the policy before the update against itself, in the same precision
+        assert step["log"]["rl/pi_over_pi_old"] == pytest.approx(1.0, abs=1e-6)
+        assert 0 < step["grad_norm"] < 10
+
+
+@pytest.mark.timeout(900)
+def test_the_command_patches_a_script_that_runs_as_main() -> None:
+    options = ["--rc-preset", "token-tis", "--rc-set", "correction.weight.upper=1.2", "--rc-host", "megatron-lm"]
+    found = launch(2, ["-m", "megatron_rc", "patch", *options, str(JOB)], SPLITS["TP2"][1])
+    assert (
+        found["output"].startswith("megatron-lm 0.20.0, patched") or "\nmegatron-lm 0.20.0, patched" in found["output"]
+    )
+    assert found["alone"]["gathered"] == []
+    assert 0 < found["alone"]["steps"][0]["log"]["rc/old/weight_mean"] < 1.2

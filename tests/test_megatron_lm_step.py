@@ -1,0 +1,238 @@
+"""A rollout batch and a training step of the patched megatron-lm: one denominator, sharded logits, the length decay."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from hosts.megatron_lm import sources
+from hosts.megatron_lm.ranks import VOCABULARY, WIDTH, Cut, Model, Rollout, rollouts, run
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from megatron_rc import LengthDecayLR, Rejection, RolloutCorrection, Weight, correct
+from megatron_rc.integrations import megatron_lm_session as session
+from megatron_rc.integrations.megatron_lm import HOST
+from megatron_rc.integrations.megatron_lm_loss import _logged_loss
+from megatron_rc.integrations.megatron_lm_rollouts import mean_response_length
+from megatron_rc.integrations.run_script import PatchSettings
+
+CORRECTION = RolloutCorrection(
+    Weight("token", "truncate", upper=1.2),
+    (Rejection("ratio", "sequence", "mean", lower=0.5, upper=1.5, when="negative_advantage"),),
+    normalize="batch",
+)
+TEMPERATURES = [1.0, 0.7]
+PACKED = [[[0, 2], [], [1], [3]]]
+CUTS = [Cut(rows=1), Cut(rows=2), Cut(rows=4), Cut(bins=PACKED)]
+HALVES = [Cut(rows=1), Cut(rows=2), Cut(bins=[[[0, 1], []], [[1], [0]]])]
+
+
+def by_hand(correction: RolloutCorrection) -> tuple[Tensor, dict[str, float]]:
+    """Gradient of -sum_t w_t A log pi_t / T over all tokens, and k3, from the four rollouts one by one."""
+    model, made = Model(), [rollout for group in rollouts() for rollout in group]
+    shape = (len(made), WIDTH - 1)
+    tokens, rollout_logprobs = torch.zeros(len(made), WIDTH, dtype=torch.long), torch.full(shape, torch.nan)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for row, one in enumerate(made):
+        assert one.generation_mask is not None and one.logprobs is not None
+        length, prompt, told = len(one.trajectory[0]), one.generation_mask[0].index(True), one.logprobs[0]
+        tokens[row, :length] = torch.tensor(one.trajectory[0])
+        rollout_logprobs[row, prompt - 1 : prompt - 1 + len(told)] = torch.tensor(told)
+        mask[row, prompt - 1 : length - 1] = True
+    current = model.table[tokens[:, :-1]].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    advantages, known = torch.tensor([one.reward for one in made]), mask & ~rollout_logprobs.isnan()
+    corrected = correct(current.detach(), rollout_logprobs, known, correction=correction, advantages=advantages)
+    weights = corrected.weights.clone()
+    assert (mask & ~known).sum() == 1 and corrected.mask[1].any()
+    weights[mask & ~known] = 1.0
+    (-weights * advantages[:, None] * current * mask).sum().div(mask.sum()).backward()
+    assert model.table.grad is not None
+    return model.table.grad, corrected.metrics.values()
+
+
+@cache
+def ranks(count: int) -> list[dict[str, Any]]:
+    """What `count` ranks answer; two of them also share a vocabulary."""
+    cuts, settings = {1: CUTS, 2: HALVES}[count], PatchSettings(correction=CORRECTION)
+    if count == 1:
+        return run_ranks(1, run, cuts, settings, [], [])
+    with TemporaryDirectory() as folder:
+        folders = [sources.STUB] + ([sources.cut_out(sources.tree(), Path(folder))] if sources.named() else [])
+        return run_ranks(2, run, cuts, settings, folders, TEMPERATURES)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_step_is_that_of_the_whole_batch_however_it_is_cut(count: int) -> None:
+    gradient, metrics = by_hand(CORRECTION)
+    assert gradient.abs().max() > 0.01 and 0 < metrics["masked_token"] < 1
+    for rank in ranks(count):
+        assert len(rank["steps"]) >= 3
+        for outcome in rank["steps"]:
+            torch.testing.assert_close(outcome["gradient"], gradient, rtol=1e-5, atol=1e-7)
+            log = outcome["log"]
+            for name in ("k3", "chi2_seq", "ess_token", "masked_token", "weight_mean"):
+                assert log[f"rc/old/{name}"] == pytest.approx(metrics[name], rel=1e-5), name
+            assert log["rc/old/missing"] == pytest.approx(1 / 17)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_logprobs_come_from_sharded_logits_at_the_sampling_temperature(temperature: float) -> None:
+    tokens = torch.randint(0, VOCABULARY, (3, WIDTH), generator=torch.Generator().manual_seed(7))
+    table = Model().table.detach().double() / temperature
+    expected = table[tokens[:, :-1]].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    of_hosts = [rank["logprobs"][temperature] for rank in ranks(2)]
+    for first, second in zip(*of_hosts, strict=True):
+        for one in (first, second):
+            (own, own_gradient, own_gathers), (found, gradient, gathers) = one["host"], one["patched"]
+            assert (own_gathers, gathers) == (1, 0)
+            torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+            if temperature == 1:
+                torch.testing.assert_close(found, own, rtol=1e-6, atol=1e-6)
+                torch.testing.assert_close(gradient, own_gradient, rtol=1e-5, atol=1e-6)
+        assert torch.equal(first["patched"][0], second["patched"][0])
+
+
+def test_logprobs_of_a_bf16_model_are_fp32_and_the_host_takes_them() -> None:
+    tokens = torch.randint(0, VOCABULARY, (3, WIDTH), generator=torch.Generator().manual_seed(7))
+    model, state = Model(dtype=torch.bfloat16), session.Session(RolloutCorrection(), None)
+    made = {symbol.name: symbol.make for symbol in HOST.symbols}
+    with sources.imported(sources.STUB) as host:
+        rl = host.rl_utils
+        for name in ("get_logprobs", "selective_log_softmax", "compute_logprobs_batch"):
+            setattr(rl, name, made[name](getattr(rl, name), state))
+        found = rl.compute_logprobs_batch(
+            model, tokens, None, None, 3, WIDTH, 1, None, dtype=torch.bfloat16, pp_group=None, is_correction=True
+        )
+        outside = rl.selective_log_softmax(model.table[tokens[:, :-1]], tokens[:, 1:])
+    expected = model.table[tokens[:, :-1]].float().log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    assert found.dtype == torch.float32 and outside.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_with_per_token_loss_the_host_divides_itself() -> None:
+    pair = {"rc": torch.tensor([3.0, 1.0])}
+    own = (torch.tensor(6.0), torch.tensor(4), {"lm loss": torch.tensor([6.0, 4.0])})
+    loss, tokens, log = _logged_loss(lambda output: own, None, pair, torch.zeros(1))
+    assert (loss, tokens, set(log)) == (own[0], own[1], {"lm loss", "rc/rc"})
+    loss, tokens, _ = _logged_loss(lambda output: own, torch.tensor(0.5), pair, torch.zeros(1))
+    assert (float(loss), int(tokens)) == (3.0, 1)
+
+
+def arguments(**changes: Any) -> Namespace:
+    values = {
+        **{"perform_rl_step": True, "rl_inference_logprobs_is_correction": True, "cuda_graph_impl": "none"},
+        **{"rl_importance_sampling_truncation_coef": None, "rl_default_temperature": 1.0, "rl_default_top_p": 0},
+        **{"rl_default_top_k": -1, "inference_dynamic_batching_logprobs_mode": "raw_logprobs"},
+    }
+    return Namespace(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"perform_rl_step": False}, "--perform-rl-step"),
+        ({"rl_inference_logprobs_is_correction": False}, "--rl-inference-logprobs-is-correction"),
+        ({"rl_importance_sampling_truncation_coef": 2.0}, "--rl-importance-sampling-truncation-coef"),
+        ({"rl_default_top_p": 0.9}, "--rl-default-top-p"),
+        ({"rl_default_top_k": 20}, "--rl-default-top-k"),
+        ({"rl_default_temperature": 0.7}, "--inference-dynamic-batching-logprobs-mode processed_logprobs"),
+        ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl full_iteration"),
+    ],
+)
+def test_flags_that_cannot_be_honoured_are_named_before_the_model_is_built(changes: dict[str, Any], flag: str) -> None:
+    with sources.imported(sources.STUB) as host:
+        from megatron.training import global_vars
+
+        global_vars.args = arguments(**changes)
+        setup = session.make_setup(host.training.setup_model_and_optimizer, session.Session(RolloutCorrection(), None))
+        with pytest.raises(ValueError, match=flag):
+            setup(None, lambda: pytest.fail("the model was built"))
+
+
+def test_a_temperature_with_processed_logprobs_and_top_p_of_1_are_honoured() -> None:
+    fine = {"rl_default_temperature": 0.7, "inference_dynamic_batching_logprobs_mode": "processed_logprobs"}
+    session.check_arguments(arguments(**fine, rl_default_top_p=1), RolloutCorrection())
+
+
+def test_a_length_decay_alone_does_not_ask_for_rollout_logprobs() -> None:
+    session.check_arguments(arguments(rl_inference_logprobs_is_correction=False, rl_default_top_p=0.9), None)
+
+
+@pytest.mark.parametrize(
+    ("correction", "sentence"),
+    [
+        (RolloutCorrection(Weight(), old="rollout"), "weight must be None when old is 'rollout'"),
+        (RolloutCorrection(old="current"), "old must be 'recompute' or 'rollout'"),
+        (RolloutCorrection(reject=(Rejection("surprise", upper=1.0),)), "statistic 'surprise' is not known"),
+    ],
+)
+def test_a_correction_that_the_host_cannot_honour_is_refused(correction: RolloutCorrection, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        HOST.prepare(correction, None)
+
+
+def test_the_length_decay_takes_the_mean_length_of_the_batch_once_a_rollout_and_lets_go_of_the_scheduler() -> None:
+    decay = LengthDecayLR(1e-3, decay_period=2)
+    state = session.Session(None, decay)
+    with sources.imported(sources.STUB) as host:
+        make = session.make_scheduler(host.training.get_optimizer_param_scheduler, state)
+        assert make is not None
+        parameter = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([{"params": [parameter]}], lr=1.0)
+        scheduler: OptimizerParamScheduler = make(optimizer)
+        prepare = HOST.symbols[[symbol.name for symbol in HOST.symbols].index("prepare_data_for_update")].make(
+            lambda rollouts: (iter(()), None, {}), state
+        )
+        assert prepare is not None
+        rates = []
+        for _ in range(4):
+            prepare(rollouts=rollouts())
+            rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [1e-3, 5e-4, 5e-4, 2.5e-4]
+    assert decay.detector.measured == 4
+    saved = scheduler.state_dict()
+    HOST.release(state)
+    assert optimizer.param_groups[0]["lr"] == 1e-3 and scheduler.state_dict() != saved
+    assert not {"get_lr", "state_dict", "load_state_dict"} & set(vars(scheduler))
+
+
+def test_the_mean_response_length_counts_generated_tokens_of_every_turn_and_no_failed_episode() -> None:
+    turns = Rollout([[1, 2], [1, 2, 3, 4]], [[False, True], [False, False, False, True]], None, 0.0)
+    failed, text = Rollout([], None, None, 0.0), Rollout([[1]], None, None, 0.0)
+    assert mean_response_length([*rollouts(), [turns], [failed, text]]) == (2 + 5 + 7 + 3 + 2) / 5
+    assert mean_response_length([[failed, text]]) is None
+
+
+def test_untold_logprobs_are_nan_after_padding_packing_and_aligning(tmp_path: Path) -> None:
+    folders = [sources.STUB] + ([sources.cut_out(sources.tree(), tmp_path)] if sources.named() else [])
+    told = [torch.tensor([-1.0, -2.0]), None]
+    generated = torch.tensor([[False, True, True, True, False], [False] * 5])
+    info = Namespace(bin_seq_indices=[[1], [0]], seq_starts=[[0, 5], [0, 4]], seq_lengths=[4, 5])
+    state = session.Session(RolloutCorrection(), None)
+    for folder in folders:
+        with sources.imported(folder) as host:
+            made = {symbol.name: symbol.make for symbol in HOST.symbols}
+            pad = made["_pad_nonnull_with_zeros"](host.rl_utils._pad_nonnull_with_zeros, state)
+            pack = made["pack_inference_logprobs"](host.sequence_packing_utils.pack_inference_logprobs, state)
+            align = made["align_unpacked_inference_logprobs"](host.rl_utils.align_unpacked_inference_logprobs, state)
+            assert pad is not None and pack is not None and align is not None
+            stats = Namespace()
+            padded = pad(told, 5)
+            packed, filled = pack(padded, info, generated, 5)
+            aligned = align(told, torch.full((2, 4), -0.5), generated, stats)
+        nan = math.nan
+        for found, expected in (
+            (padded, [[-1, -2, nan, nan, nan], [nan] * 5]),
+            (packed, [[nan] * 4, [-1, -2, nan, nan]]),
+            (aligned, [[-1, -2, nan, -0.5], [-0.5] * 4]),
+        ):
+            torch.testing.assert_close(found, torch.tensor(expected), equal_nan=True)
+        assert filled.tolist() == [[False] * 4, [True, True, False, False]]

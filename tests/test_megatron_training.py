@@ -1,0 +1,306 @@
+"""The host megatron-training: a stub of its functions around real process groups and the real scheduler."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from megatron.core import parallel_state
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from training_host import STUB, Optimizer, batch, forward_step, run_micro_batches, sft_step, stub_host, train
+
+from megatron_rc import LengthDecayLR, RolloutCorrection, patch
+from megatron_rc.integrations.scheduler_decay import CHECKPOINT_KEY
+from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.training.arguments import ParallelSettings
+from megatron_rc.training.groups import initialized
+
+HOST = "megatron-training"
+NONE = RolloutCorrection()
+TIS = RolloutCorrection.preset("token-tis")
+LN2 = math.log(2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups() -> Iterator[None]:
+    with initialized(ParallelSettings(), seed=0):
+        yield
+
+
+@pytest.fixture
+def training() -> Iterator[Any]:
+    with stub_host() as module:
+        yield module
+
+
+def decay(period: int = 1) -> LengthDecayLR:
+    return LengthDecayLR(1e-3, decay_period=period)
+
+
+def test_metrics_are_pooled_over_micro_batches_and_not_averaged(training: Any) -> None:
+    with patch(HOST, correction=NONE):
+        ((log,), _, _) = train(training, [[batch(LN2), batch(0.0, 0.0, 0.0)]])
+    # rho = 2, 1, 1, 1: (sum rho)^2 / (n sum rho^2) = 25 / 28, where the mean over micro-batches is 1
+    assert log["rc/ess_token"] == pytest.approx(25 / 28)
+    assert log["rc/rho_max"] == pytest.approx(2)
+    assert log["rc/k3"] == pytest.approx((2 - 1 - LN2) / 4)
+    assert log["rc/response_length"] == 2
+
+
+def test_the_loss_function_gets_the_weights_of_the_patch_and_one_without_it(training: Any) -> None:
+    steps = [[batch(math.log(5), -LN2)]]
+    with patch(HOST, correction=TIS):
+        ((log,), _, _) = train(training, steps)
+    assert log["pg loss"] == pytest.approx((2 + 0.5) / 2)
+    assert log["rc/truncated_token"] == 0.5
+    ((log,), _, _) = train(training, steps)
+    assert log == {"pg loss": 1.0}
+
+
+def test_measuring_alone_leaves_the_loss_as_it_is(training: Any) -> None:
+    steps = [[batch(0.7, -0.2), batch(1.3)]]
+    ((alone,), _, _) = train(training, steps)
+    with patch(HOST, correction=NONE):
+        ((measured,), _, _) = train(training, steps)
+    assert measured["pg loss"] == alone["pg loss"] and len(measured) > len(alone)
+
+
+def test_an_optimizer_step_already_has_the_rate_of_its_own_rollout(training: Any) -> None:
+    with patch(HOST, lr_decay=decay(period=2)):
+        logs, optimizer, _ = train(training, [[batch(0.0)]] * 5)
+    assert optimizer.used == [1e-3, 5e-4, 5e-4, 2.5e-4, 2.5e-4]
+    assert [log["lr_decay/scale"] for log in logs] == [1.0, 0.5, 0.5, 0.25, 0.25]
+
+
+def test_later_steps_of_a_rollout_keep_its_rate(training: Any) -> None:
+    with patch(HOST, lr_decay=decay(period=2)):
+        _, optimizer, _ = train(
+            training, [[batch(0.0)], [batch(0.0, new=False)], [batch(0.0)], [batch(0.0, new=False)]]
+        )
+    assert optimizer.used == [1e-3, 1e-3, 5e-4, 5e-4]
+
+
+def test_settings_take_the_rate_of_the_scheduler(training: Any) -> None:
+    with patch(HOST, lr_decay=LengthDecaySettings(decay_period=1)):
+        _, optimizer, _ = train(training, [[batch(0.0)]])
+    assert optimizer.used == [5e-4]
+
+
+def test_the_decay_sees_the_mean_length_of_all_sampled_responses(training: Any) -> None:
+    seen = decay(period=9)
+    with patch(HOST, lr_decay=seen):
+        train(training, [[batch(0.0), batch(0.0, 0.0, 0.0)]])
+        assert seen.state_dict()["fast_average"] == pytest.approx(0.2 * math.log(2))
+    seen = decay(period=9)
+    with patch(HOST, lr_decay=seen):
+        # 10, 20 and 60 were sampled, and only one response was worth training on
+        train(training, [[batch(0.0, lengths=[10, 20]), batch(0.0, lengths=[60])]])
+    assert seen.state_dict()["fast_average"] == pytest.approx(0.2 * math.log(30))
+
+
+def test_of_a_step_that_is_run_again_the_last_run_counts(training: Any) -> None:
+    seen, runs = decay(), iter([[batch(LN2)], [batch(0.0, 0.0)]])
+
+    def doubted(*, data_iterator: Any, **others: Any) -> Any:
+        return run_micro_batches(data_iterator=next(runs), **others)
+
+    with patch(HOST, correction=NONE, lr_decay=seen):
+        ((log,), _, _) = train(training, [[]], schedule=doubted, runs=2)
+    assert log["rc/rho_max"] == 1 and log["rc/response_length"] == 2 and seen.rollouts == 1
+
+
+def test_a_step_that_leaves_before_its_optimizer_counts_no_rollout(training: Any) -> None:
+    # it is done again after the restart
+    seen = decay()
+    with patch(HOST, lr_decay=seen):
+        assert train(training, [[batch(0.0)]], exits=True)[0] == [{}]
+    assert seen.rollouts == 0
+
+
+def test_evaluation_is_corrected_and_not_counted(training: Any) -> None:
+    seen = decay()
+    with patch(HOST, correction=TIS, lr_decay=seen):
+        train(training, [[batch(0.0)]])
+        assert training.train_step.rollouts.step is None
+        (loss,) = run_micro_batches(
+            forward_step_func=forward_step, data_iterator=[batch(math.log(5))], model=None, forward_only=True
+        )
+        assert loss["pg loss"][0] == 2 and seen.rollouts == 1
+        ((log,), _, _) = train(training, [[batch(0.0)]])
+    assert log["rc/rho_max"] == 1 and seen.rollouts == 2
+
+
+def test_the_patch_is_nested_and_undone_exactly(training: Any) -> None:
+    before = dict(vars(training))
+    shared = decay()
+    with patch(HOST, lr_decay=shared):
+        inside = dict(vars(training))
+        changed = {name for name in before if inside[name] is not before[name]}
+        assert changed == {"get_optimizer_param_scheduler", "train_step"}
+        with patch(HOST, lr_decay=shared):
+            assert dict(vars(training)) == inside
+        assert dict(vars(training)) == inside
+        _, optimizer, scheduler = train(training, [[batch(0.0)]])
+        assert optimizer.param_groups[0]["lr"] == 5e-4
+    assert dict(vars(training)) == before
+    assert not {"get_lr", "state_dict", "load_state_dict"} & vars(scheduler).keys()
+    assert "step" not in vars(optimizer) and optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_a_step_that_the_host_itself_has_replaced_stays(training: Any) -> None:
+    class Graphed(Optimizer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step = self.own = partial(Optimizer.step, self)  # type: ignore[method-assign]
+
+    optimizer = Graphed()
+    with patch(HOST, correction=NONE):
+        scheduler = training.get_optimizer_param_scheduler(optimizer)
+        arguments = (forward_step, [batch(0.0)], [None], optimizer, scheduler)
+        config = type("Config", (), {"runs": 1, "exits": False})
+        training.train_step(*arguments, config, run_micro_batches)
+    assert optimizer.step is optimizer.own and optimizer.used == [1e-3]
+
+
+def test_the_host_s_checkpoint_carries_the_decay(training: Any) -> None:
+    steps = [[batch(0.0)]] * 6
+    with patch(HOST, lr_decay=decay(period=2)):
+        _, whole, _ = train(training, steps)
+    with patch(HOST, lr_decay=decay(period=2)):
+        _, _, scheduler = train(training, steps[:3])
+        saved = scheduler.state_dict()
+    assert saved[CHECKPOINT_KEY]["rollouts"] == 3
+
+    resumed = decay(period=2)
+    with patch(HOST, lr_decay=resumed):
+        optimizer = Optimizer()
+        scheduler = training.get_optimizer_param_scheduler(optimizer)
+        scheduler.load_state_dict(saved)
+        assert optimizer.param_groups[0]["lr"] == whole.used[2] and resumed.rollouts == 3
+    own = training.get_optimizer_param_scheduler(Optimizer())
+    own.load_state_dict(saved)
+    assert own.num_steps == 3 and CHECKPOINT_KEY not in own.state_dict()
+    with patch(HOST, lr_decay=decay(period=2)):
+        scheduler = training.get_optimizer_param_scheduler(Optimizer())
+        scheduler.load_state_dict(own.state_dict())  # of a run without the decay
+        assert scheduler.state_dict()[CHECKPOINT_KEY]["rollouts"] == 0
+    assert type(own).state_dict is OptimizerParamScheduler.state_dict
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "forward", "sentence"),
+    [
+        ({"correction": TIS}, [batch(0.0)], sft_step, "no loss function called correct_micro_batch"),
+        ({"lr_decay": decay()}, [batch(0.0, new=False)], forward_step, "new_rollout=True"),
+        ({"correction": TIS}, [batch(0.0, math.nan)], forward_step, "nonfinite_share must be <= 0.01, got 1 of 2"),
+    ],
+)
+def test_a_step_is_refused_before_its_optimizer(
+    training: Any, settings: dict[str, Any], data: list[Any], forward: Any, sentence: str
+) -> None:
+    with patch(HOST, **settings):
+        optimizer = Optimizer()
+        arguments = (forward, data, [None], optimizer, training.get_optimizer_param_scheduler(optimizer))
+        config = type("Config", (), {"runs": 1, "exits": False})
+        with pytest.raises(ValueError, match=sentence):
+            training.train_step(*arguments, config, run_micro_batches)
+        assert optimizer.used == [] and "step" not in vars(optimizer)
+
+
+def test_what_cannot_be_honoured_is_refused_by_name(training: Any) -> None:
+    with pytest.raises(ValueError, match="normalize must be 'none' with host 'megatron-training'"):
+        patch(HOST, correction=RolloutCorrection(TIS.weight, normalize="batch"))
+    with pytest.raises(ValueError, match="old must be 'recompute' or 'current' with a weight"):
+        patch(HOST, correction=RolloutCorrection(TIS.weight, old="rollout"))
+    with patch(HOST, correction=TIS), pytest.raises(ValueError, match="--cuda-graph-impl"):
+        train(training, [[batch(0.0)]], schedule=FullCudaGraphWrapper.__new__(FullCudaGraphWrapper))
+    with patch(HOST, lr_decay=LengthDecayLR(1e-5)), pytest.raises(ValueError, match="initial_lr must be the max_lr"):
+        train(training, [])
+
+
+def test_the_parameters_of_train_step_are_those_of_the_version(tmp_path: Path) -> None:
+    file = "megatron/training/training.py"
+    older = (STUB / file).read_text().replace("    pg_collection=None,\n    p2p_communicator=None,\n", "")
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(older)
+    with stub_host(tmp_path, "0.18.2") as module, patch(HOST, correction=TIS):
+        assert train(module, [[batch(math.log(5))]])[0][0]["pg loss"] == 2
+    with stub_host(tmp_path, "0.19.0"), pytest.raises(ValueError, match="train_step takes .*patch was made for"):
+        patch(HOST, correction=TIS)
+    with stub_host(STUB, "0.16.1"), pytest.raises(ValueError, match="must be of version 0.17 or .* found 0.16.1"):
+        patch(HOST, correction=TIS)
+
+
+def test_the_recipe_of_the_docs_corrects_and_decays(training: Any) -> None:
+    page = (Path(__file__).parent.parent / "docs/patching.md").read_text().split("\n## megatron.training\n")[1]
+    recipe = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert recipe is not None and len(recipe[1].strip().splitlines()) <= 10
+    found: list[Any] = []
+
+    def forward(data: Any, model: Any) -> dict[str, Any]:
+        gaps = next(data)["gaps"]
+        rows = torch.zeros_like(gaps)
+        given["loss_func"](rows - 1, rows - 1 - gaps, rows, rows == 0, rows - 1)
+        return {"pg loss": torch.ones(2)}
+
+    def pretrain(*arguments: Any) -> None:
+        found.append(train(training, [[batch(math.log(5))]], forward))
+
+    given: dict[str, Any] = {"pretrain": pretrain}
+    exec(recipe[1], given)
+    (((log,), optimizer, _),) = found
+    assert log["rc/weight_mean"] == 2 and optimizer.used == [1e-3]
+    assert log["lr_decay/scale"] == 1 and "rc/k3" in log
+
+
+LAYOUTS = {"dp": {}, "pp": {"pipeline_model_parallel_size": 2}, "cp": {"context_parallel_size": 2}}
+SEQUENCES = (([LN2, 0.3, -0.4, 0.1], [10]), ([0.0, 1.2, -1.0, 0.5], [30]))
+"""Log-ratios of two sequences, and how long the response was."""
+Told = tuple[dict[str, float], list[float], float, str]
+
+
+def _rank(rank: int) -> dict[str, Told]:
+    told = {}
+    for layout, sizes in LAYOUTS.items():
+        parallel_state.initialize_model_parallel(**sizes)
+        whole = [batch(*gaps, lengths=lengths) for gaps, lengths in SEQUENCES]
+        halves = [batch(*gaps[2 * rank : 2 * rank + 2], lengths=lengths) for gaps, lengths in SEQUENCES]
+        data = {"dp": [whole[rank]], "pp": whole, "cp": halves}[layout]
+        told[layout] = _told(data, forward_step)
+        if layout == "dp":
+            told["dp, one rank silent"] = _told(data, forward_step if rank == 0 else sft_step)
+        parallel_state.destroy_model_parallel()
+    return told
+
+
+def _told(data: list[Any], forward: Any) -> Told:
+    """What one step logged, the rates it used, the length that the decay saw, and why it was refused."""
+    seen = decay()
+    with stub_host() as module, patch(HOST, correction=NONE, lr_decay=seen):
+        try:
+            (log,), optimizer, _ = train(module, [data], forward)
+        except ValueError as refused:
+            return {}, [], math.nan, str(refused)
+    log.pop("pg loss", None)
+    return log, optimizer.used, math.exp(seen.state_dict()["fast_average"] / 0.2), ""
+
+
+def test_every_layout_pools_to_the_same_metrics_and_rate_or_refuses_on_all_ranks() -> None:
+    expected, *_ = _told([batch(*gaps, lengths=lengths) for gaps, lengths in SEQUENCES], forward_step)
+    ranks = run_ranks(2, _rank)
+    for layout in LAYOUTS:
+        for rank, told in enumerate(ranks):
+            log, used, length, error = told[layout]
+            assert (used, length, error) == ([5e-4], pytest.approx(20), ""), layout
+            # only the last stage logs
+            assert log == ({} if (layout, rank) == ("pp", 0) else pytest.approx(expected, rel=1e-6)), layout
+    for told in ranks:
+        assert "on every data-parallel rank in a step, or on none" in told["dp, one rank silent"][-1]

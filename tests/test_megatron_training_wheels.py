@@ -1,0 +1,101 @@
+"""megatron.training as the wheels of megatron-core ship it: its signatures, and `pretrain` itself, patched, on CPU.
+
+The wheels are of Python 3.12 and up, so no environment of 3.11 has them installed. They are unpacked from the folder
+that MEGATRON_CORE_WHEELS names, .venv/megatron-training by default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from megatron_rc.integrations import megatron_training
+from megatron_rc.integrations.symbols import definition, parameters_of
+
+ROOT = Path(__file__).parent.parent
+FOLDER = Path(os.environ.get("MEGATRON_CORE_WHEELS", ROOT / ".venv/megatron-training"))
+WHEELS = {path.name.split("-")[1]: path for path in sorted(FOLDER.glob("megatron_core-*.whl"))}
+MISSING = f"no wheel of megatron-core >= 0.17 in {FOLDER} (pip download --no-deps --python-version 3.12 megatron-core)"
+FLAGS = shlex.split(
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 4 --lr 1e-3 --min-lr 0 --lr-decay-style constant "
+    "--tokenizer-type NullTokenizer --vocab-size 63 --transformer-impl local --distributed-backend gloo "
+    "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
+    "--no-gradient-accumulation-fusion --no-persist-layer-norm --use-cpu-initialization --no-rope-fusion "
+    "--position-embedding-type rope --attention-softmax-in-fp32 --no-check-for-nan-in-loss-and-grad "
+    "--dataloader-type external --log-interval 1 --eval-iters 0 --eval-interval 1000 --exit-interval 4"
+)
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Version -> folder that goes onto sys.path."""
+    if not WHEELS:
+        pytest.skip(MISSING)
+    folder = tmp_path_factory.mktemp("wheels")
+    for version, wheel in WHEELS.items():
+        zipfile.ZipFile(wheel).extractall(folder / version)
+    return {version: folder / version for version in WHEELS}
+
+
+def test_the_wheels_have_the_signatures_of_the_table(unpacked: dict[str, Path]) -> None:
+    for version, folder in unpacked.items():
+        host = megatron_training.host(version)
+        assert version.rpartition(".")[0] in host.versions
+        for symbol in host.symbols:
+            node = definition(folder / f"{symbol.module.replace('.', '/')}.py", symbol.name)
+            assert node is not None and parameters_of(node) == symbol.parameters, (version, symbol.name)
+
+
+def pretrain(folder: Path, settings: dict[str, object] | None, *flags: str) -> str:
+    """What tests/pretrain_job.py prints on the megatron-core of a folder."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/pretrain_job.py"), json.dumps(settings), *FLAGS, *flags],
+        env=os.environ | alone | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def logged(printed: str, name: str) -> list[float]:
+    """A number of every iteration's log line."""
+    return [float(found) for found in re.findall(rf"iteration +\d+/.*\| {re.escape(name)}: ([-+.\dE]+) \|", printed)]
+
+
+SETTINGS = {"correction": "token-tis", "lr": 1e-3, "decay_period": 2}
+
+
+def test_pretrain_of_the_newest_wheel_logs_the_correction_and_decays(unpacked: dict[str, Path]) -> None:
+    printed = pretrain(list(unpacked.values())[-1], SETTINGS)
+    assert logged(printed, "learning rate") == [1e-3, 5e-4, 5e-4, 2.5e-4]
+    k3 = logged(printed, "rc/k3")
+    assert len(k3) == 4 and all(0.02 < value < 0.1 for value in k3)  # the sampler's log-probs are off by N(0, 0.3^2)
+    assert len(logged(printed, "rc/response_length")) == 4
+    assert max(logged(printed, "rc/truncated_token")) > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", WHEELS or ["none"])
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_a_restarted_pretrain_goes_on_with_the_decay(
+    unpacked: dict[str, Path], version: str, form: str, tmp_path: Path
+) -> None:
+    whole = pretrain(unpacked[version], SETTINGS)
+    save = ("--save", str(tmp_path), "--save-interval", "1", "--exit-interval", "1")
+    first = pretrain(unpacked[version], SETTINGS, "--ckpt-format", form, *save)
+    rest = pretrain(unpacked[version], SETTINGS, "--ckpt-format", form, "--load", str(tmp_path))
+    assert logged(first + rest, "learning rate") == logged(whole, "learning rate") == [1e-3, 5e-4, 5e-4, 2.5e-4]
+    alone = pretrain(unpacked[version], None)
+    assert logged(alone, "learning rate") == [1e-3] * 4 and "rc/k3" not in alone

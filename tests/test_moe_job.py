@@ -1,0 +1,64 @@
+"""Whole jobs with moe settings through the command line: what they report, and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import DENSE, MOE, run_together, settings_file, train
+
+from megatron_rc.report.log import read_metrics
+
+JOB: dict[str, Any] = {
+    "model": {"config": MOE},
+    "task": {"options": {"levels": {"2x1": 1.0}, "held_out": 3}},
+    "rollout": {"prompts_per_step": 6, "samples_per_prompt": 8, "max_new_tokens": 6, "amplify": 0.3},
+    "train": {"steps": 2, "lr": 1e-2, "eval_interval": 100, "mini_batches_per_rollout": 2},
+    "warmup": {"steps": 80, "lr": 5e-3},
+}
+GATE = "correction={reject: [{statistic: route_shift, level: sequence, reduce: mean, upper: 0.05}]}"
+CASES = {
+    "recorded": ["moe.record=true", GATE],
+    "R3": ["moe={record: true, replay: R3}", "train.dtype=bf16", "correction=icepop"],
+}
+REFUSED = {
+    "dense": (["moe.record=true", f"model.config={DENSE}"], "a model with experts, this one has none"),
+    "gate": ([GATE], "needs moe.record=true and correction.old='recompute'"),
+    "R2": (["moe.replay=R2", "correction.old=rollout"], "correction.old must be 'recompute' when moe.replay is 'R2'"),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, str]]]:
+    folder = tmp_path_factory.mktemp("moe-jobs")
+    config = settings_file(folder, JOB)
+    wanted = {**CASES, **{f"refused {name}": chosen for name, (chosen, _) in REFUSED.items()}}
+    return folder, run_together([train(config, folder / name, *chosen) for name, chosen in wanted.items()], folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_job_reports_how_far_the_experts_moved(case: str, jobs: tuple[Path, list[tuple[int, str]]]) -> None:
+    folder, done = jobs
+    status, said = done[list(CASES).index(case)]
+    assert status == 0, said
+    records = [r for r in read_metrics(folder / case) if r["phase"] == "rl" and r["step"]]
+    assert len(records) == 2
+    for record in records:
+        assert 0 < record["old/route_any_diff"] < 1 and record["old/route_layers"] == [0, 1]
+        assert len(record["old/route_any_diff_by_layer"]) == 2
+    updated = [record for record in records if record["updates"]]
+    assert updated and all(record["current_old/route_kl"] > -1e-9 for record in updated)
+    assert all(("replay/share" in record) == (case != "recorded") for record in updated)
+    if case == "recorded":
+        assert 0 < records[0]["old/rejected_route_shift_sequence_mean_seq"] <= 1
+    text = (folder / case / "report.html").read_text()
+    assert "Expert overlap" in text and "Load change of every expert" in text
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_cannot_work_are_refused_in_one_sentence(
+    case: str, jobs: tuple[Path, list[tuple[int, str]]]
+) -> None:
+    status, said = jobs[1][len(CASES) + list(REFUSED).index(case)]
+    assert status == 2 and REFUSED[case][1] in said, said

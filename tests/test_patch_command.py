@@ -1,0 +1,166 @@
+"""megatron-rc patch: the script runs as Python would run it, patched, with its own flags; the recipes of the docs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_rc import RolloutCorrection
+from megatron_rc.cli import app
+from megatron_rc.integrations import hosts
+from megatron_rc.integrations.hosts import HOSTS, Host, Symbol
+from megatron_rc.integrations.megatron_lm import DIFFERENCES, HOST
+from megatron_rc.integrations.run_script import PatchSettings, patch_settings, run_script
+from megatron_rc.lr_decay import LengthDecaySettings
+
+ROOT = Path(__file__).parent.parent
+DOCS = (ROOT / "docs" / "patching.md").read_text()
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from plain_host import loss
+import beside
+
+if __name__ == "__main__":
+    main = sys.modules["__main__"]
+    seen = {"loss": loss(), "argv": sys.argv, "file": __file__, "path": sys.path[0], "main": main.loss is loss}
+    Path(beside.FOLDER, "seen.json").write_text(json.dumps(seen))
+    if "--fail" in sys.argv:
+        raise ValueError("of the script")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script beside a module of its own, and a host named megatron-lm with one function."""
+    (tmp_path / "plain_host.py").write_text("def loss():\n    return 'host'\n")
+    (tmp_path / "train_rl.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text(f"FOLDER = {str(tmp_path)!r}\n")
+
+    def make(original: Any, context: Any) -> Any:
+        return lambda: f"{context.correction} {context.lr_decay}"
+
+    host = Host(
+        "megatron-lm",
+        "plain_host",
+        (Symbol("plain_host", "loss", "", make, "ours"),),
+        (),
+        lambda: None,
+        lambda correction, lr_decay: SimpleNamespace(correction=correction, lr_decay=lr_decay),
+    )
+    monkeypatch.setattr(hosts, "HOSTS", {"megatron-lm": host})
+    for name in ("plain_host", "beside"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path / "train_rl.py"
+
+
+def seen(script: Path) -> dict[str, Any]:
+    return json.loads((script.parent / "seen.json").read_text())
+
+
+def test_the_script_is_main_with_its_own_argv_and_folder_and_everything_is_put_back(script: Path) -> None:
+    before = (sys.modules["__main__"], list(sys.argv), list(sys.path))
+    correction = RolloutCorrection.preset("token-tis")
+    run_script(script, ["--lr", "1e-6", "--rc-preset", "its-own"], PatchSettings(correction=correction))
+    assert seen(script) == {
+        "loss": f"{correction} None",
+        "argv": [str(script), "--lr", "1e-6", "--rc-preset", "its-own"],
+        "file": str(script),
+        "path": str(script.parent),
+        "main": True,
+    }
+    assert before == (sys.modules["__main__"], sys.argv, sys.path)
+    assert sys.modules["plain_host"].loss() == "host"
+
+
+def test_flags_after_the_script_are_the_scripts_and_those_before_are_ours(script: Path) -> None:
+    (script.parent / "rc.yaml").write_text(
+        "correction: {preset: icepop, normalize: batch}\nlr_decay: {decay_period: 204}\n"
+    )
+    arguments = ["patch", "--rc-config", str(script.parent / "rc.yaml"), "--rc-set", "correction.weight.upper=4.0"]
+    done = CliRunner().invoke(app, [*arguments, str(script), "--lr", "1e-6", "-h", "--rc-set", "x=1"])
+    assert done.exit_code == 0, done.output
+    expected = RolloutCorrection.from_dict({"preset": "icepop", "normalize": "batch", "weight": {"upper": 4.0}})
+    found = seen(script)
+    assert found["loss"] == f"{expected} {LengthDecaySettings(decay_period=204)}"
+    assert found["argv"][1:] == ["--lr", "1e-6", "-h", "--rc-set", "x=1"]
+    assert "plain_host.loss: ours" in done.output
+
+
+def test_an_error_of_the_script_is_shown_whole(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run_script(script, ["--fail"], PatchSettings(correction=RolloutCorrection()))
+    assert stopped.value.code == 1
+    error = capsys.readouterr().err
+    assert 'raise ValueError("of the script")' in error and "train_rl.py" in error
+    assert sys.modules["plain_host"].loss() == "host"
+
+
+def test_a_missing_script_is_one_sentence() -> None:
+    with pytest.raises(ValueError, match="no such script: 'absent.py'"):
+        run_script(Path("absent.py"), [], PatchSettings(correction=RolloutCorrection()))
+
+
+def test_settings_come_from_the_file_the_preset_and_assignments_in_that_order(tmp_path: Path) -> None:
+    file = tmp_path / "rc.yaml"
+    file.write_text("correction: icepop\nlr_decay: {min_lr_ratio: 0.2}\n")
+    assert patch_settings(file).correction == RolloutCorrection.preset("icepop")
+    found = patch_settings(file, "token-tis", True, ["correction.normalize=batch", "lr_decay.decay_period=9"])
+    weight = RolloutCorrection.preset("token-tis").weight
+    assert found.correction == RolloutCorrection(weight, normalize="batch")
+    assert found.lr_decay == LengthDecaySettings(min_lr_ratio=0.2, decay_period=9)
+    assert patch_settings(lr_decay=True) == PatchSettings(lr_decay=LengthDecaySettings())
+    assert patch_settings() == PatchSettings()
+    with pytest.raises(ValueError, match="unknown field 'correktion'; did you mean 'correction'"):
+        patch_settings(assignments=["correktion=none"])
+
+
+def recipe(heading: str, language: str) -> str:
+    """The first block of that language under a heading of docs/patching.md."""
+    section = DOCS[DOCS.index(f"\n## {heading}") :]
+    found = re.search(rf"```{language}\n(.*?)```", section, re.DOTALL)
+    assert found is not None and len(found[1].strip().splitlines()) <= 10
+    return found[1]
+
+
+def test_the_recipe_of_the_command_runs(script: Path) -> None:
+    (command,) = [
+        line for line in recipe("Megatron-LM", "bash").replace("\\\n", " ").splitlines() if "torchrun" in line
+    ]
+    words = shlex.split(command)
+    words = words[words.index("megatron_rc") + 1 :]
+    place = words.index("train_rl.py")
+    done = CliRunner().invoke(app, [*words[:place], str(script), *words[place + 1 :]])
+    assert done.exit_code == 0, done.output
+    assert seen(script)["argv"][1:] == words[place + 1 :]
+    assert seen(script)["loss"].startswith(str(RolloutCorrection.preset("geo-mask-token-tis")))
+
+
+def test_the_recipe_in_python_runs_and_undoes_itself(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(script.parent)
+    exec(recipe("Megatron-LM", "python"), {})
+    assert sys.modules["plain_host"].loss() == "host"
+
+
+def test_the_docs_have_every_symbol_and_every_intended_difference() -> None:
+    text = " ".join(DOCS.split())
+    for symbol in HOST.symbols:
+        assert f"`{symbol.name}`" in text, symbol.name
+    for difference in DIFFERENCES:
+        assert difference in text, difference
+    for name in HOSTS:
+        assert f'patch("{name}"' in text, name
+
+
+def test_the_command_needs_no_host_to_explain_itself() -> None:
+    done = subprocess.run([sys.executable, "-m", "megatron_rc", "patch", "-h"], capture_output=True, text=True)
+    assert done.returncode == 0 and "--rc-preset" in done.stdout

@@ -1,0 +1,310 @@
+"""patch(): what is replaced, what is refused before anything is, and that undoing leaves no trace."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_rc import Patch, RolloutCorrection, patch
+from megatron_rc.integrations import hosts
+from megatron_rc.integrations.hosts import Host, Symbol, inspect_symbols
+from megatron_rc.integrations.symbols import find_module
+from megatron_rc.lr_decay import LengthDecaySettings
+
+NONE = RolloutCorrection()
+SOURCE = """
+import functools
+
+def logged(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+    return wrapper
+
+def loss(x, scale=1.0, *, mask=None):
+    return "host loss"
+
+@logged
+def decorated(x):
+    return "host decorated"
+
+class Scheduler:
+    def step(self, increment: int) -> str:
+        return "host step"
+"""
+SYMBOLS = {"loss": "x, scale=1.0, *, mask=None", "decorated": "x", "Scheduler.step": "self, increment"}
+
+
+def make(original: Any, context: Any) -> Any:
+    context.originals.append(original)
+
+    def ours(*args: Any, **kwargs: Any) -> str:
+        return "ours, not " + original(*args, **kwargs)
+
+    return ours
+
+
+def host(**changes: Any) -> Host:
+    fields: dict[str, Any] = {
+        "name": "tiny",
+        "module": "tiny_host.core",
+        "symbols": tuple(Symbol("tiny_host.core", *names, make, f"makes {names[0]} ours") for names in SYMBOLS.items()),
+        "versions": ("1.2",),
+        "read_version": lambda: "1.2.3",
+        "prepare": lambda correction, lr_decay: SimpleNamespace(originals=[], released=0),
+        "differences": ("it answers otherwise",),
+    }
+    return Host(**{**fields, **changes})
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package with a module that is patched, and one that imports from it by value."""
+    package = tmp_path / "tiny_host"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "core.py").write_text(SOURCE)
+    (package / "user.py").write_text("from tiny_host.core import Scheduler, decorated, loss\n")
+    (package / "late.py").write_text("from tiny_host.core import loss\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(hosts, "HOSTS", {"tiny": host()})
+    yield package
+    for name in [name for name in sys.modules if name.split(".")[0] == "tiny_host"]:
+        del sys.modules[name]
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(f"tiny_host.{name}")
+
+
+def use(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    monkeypatch.setattr(hosts, "HOSTS", {"tiny": host(**changes)})
+
+
+def bindings() -> dict[str, Any]:
+    """Every name that a patch of the tiny host could touch."""
+    core, user = module("core"), module("user")
+    return {
+        **{f"core.{name}": vars(core)[name] for name in ("loss", "decorated")},
+        **{f"user.{name}": vars(user)[name] for name in ("loss", "decorated")},
+        "step": vars(core.Scheduler)["step"],
+    }
+
+
+def test_functions_methods_and_names_imported_by_value_are_replaced_and_restored_exactly() -> None:
+    before = bindings()
+    patched = patch("tiny", correction=NONE)
+    assert module("core").loss(1) == module("user").loss(1) == "ours, not host loss"
+    assert module("user").decorated(1) == "ours, not host decorated"
+    assert module("user").Scheduler().step(1) == "ours, not host step"
+    assert not set(map(id, before.values())) & set(map(id, bindings().values()))
+    patched.undo()
+    assert bindings() == before
+
+
+def test_a_module_imported_while_patched_is_restored_too() -> None:
+    with patch("tiny", correction=NONE):
+        assert module("late").loss(1) == "ours, not host loss"
+    assert module("late").loss is module("core").loss
+    assert module("late").loss(1) == "host loss"
+
+
+def test_another_function_of_the_same_name_is_left_alone(files: Path) -> None:
+    (files / "other.py").write_text("def loss(x):\n    return 'another'\n")
+    other = module("other")
+    with patch("tiny", correction=NONE):
+        assert other.loss(1) == "another"
+
+
+def test_patching_again_with_equal_settings_nests_and_wraps_nothing_twice() -> None:
+    before = bindings()
+    outer = patch("tiny", correction=NONE)
+    once = bindings()
+    with patch("tiny", correction=RolloutCorrection()) as inner:
+        assert bindings() == once
+        outer.undo()
+        assert inner.active and not outer.active
+        assert bindings() == once
+    assert bindings() == before
+
+
+def test_undoing_twice_counts_once() -> None:
+    outer, inner = patch("tiny", correction=NONE), patch("tiny", correction=NONE)
+    inner.undo()
+    inner.undo()
+    assert module("core").loss(1) == "ours, not host loss"
+    outer.undo()
+    assert module("core").loss(1) == "host loss"
+
+
+def test_other_settings_on_a_patched_host_are_refused() -> None:
+    with patch("tiny", correction=NONE):
+        with pytest.raises(ValueError, match="already patched with other settings"):
+            patch("tiny", correction=RolloutCorrection.preset("token-tis"))
+        with pytest.raises(ValueError, match="already patched with other settings"):
+            patch("tiny", correction=NONE, lr_decay=LengthDecaySettings())
+    patch("tiny", correction=RolloutCorrection.preset("token-tis")).undo()
+
+
+def test_leaving_the_block_by_an_exception_restores() -> None:
+    before = bindings()
+    with pytest.raises(KeyError), patch("tiny", correction=NONE):
+        raise KeyError
+    assert bindings() == before
+
+
+def test_a_symbol_that_make_answers_none_for_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    symbols = tuple(
+        Symbol("tiny_host.core", name, text, lambda original, context: None, "") for name, text in SYMBOLS.items()
+    )
+    use(monkeypatch, symbols=symbols)
+    before = bindings()
+    with patch("tiny", correction=NONE) as patched:
+        assert bindings() == before
+        assert "loss" not in patched.report()
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (SOURCE.replace("def loss(x", "def cost(x"), "tiny_host.core.loss is missing"),
+        (SOURCE.replace("class Scheduler", "class Schedule"), "tiny_host.core.Scheduler.step is missing"),
+        (SOURCE.replace("scale=1.0", "scale=2.0"), r"loss takes \(x, scale=2.0, \*, mask=None\)"),
+        (SOURCE.replace("increment: int", "increment: int, wait"), r"step takes \(self, increment, wait\)"),
+    ],
+)
+def test_a_missing_or_changed_symbol_is_named_before_anything_is_replaced(
+    files: Path, source: str, sentence: str
+) -> None:
+    (files / "core.py").write_text(source)
+    before = dict(vars(module("core")))
+    with pytest.raises(ValueError, match=sentence):
+        patch("tiny", correction=NONE)
+    assert dict(vars(module("core"))) == before
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_symbol_that_somebody_else_replaced_is_refused(monkeypatch: pytest.MonkeyPatch, hidden: bool) -> None:
+    own = module("core").loss
+
+    def foreign(*args: Any, **kwargs: Any) -> str:
+        return "foreign"
+
+    monkeypatch.setattr(module("core"), "loss", functools.wraps(own)(foreign) if hidden else foreign)
+    with pytest.raises(ValueError, match=r"tiny_host.core.loss is not the function of .*somebody else"):
+        patch("tiny", correction=NONE)
+    assert module("core").decorated(1) == "host decorated"
+
+
+def test_undo_refuses_when_somebody_replaced_a_symbol_after_patch() -> None:
+    patched, core = patch("tiny", correction=NONE), module("core")
+    ours, core.loss = core.loss, lambda x: "foreign"
+    with pytest.raises(ValueError, match="tiny_host.core.loss was replaced after patch"):
+        patched.undo()
+    assert patched.active and core.decorated(1) == "ours, not host decorated"
+    core.loss = ours
+    patched.undo()
+    assert core.loss(1) == "host loss"
+
+
+def test_a_refusal_of_the_host_leaves_it_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(correction: Any, lr_decay: Any) -> Any:
+        raise ValueError("old must be 'recompute'")
+
+    use(monkeypatch, prepare=refuse)
+    before = bindings()
+    with pytest.raises(ValueError, match="old must be 'recompute'"):
+        patch("tiny", correction=NONE)
+    assert bindings() == before
+    use(monkeypatch)
+    patch("tiny", correction=NONE).undo()
+
+
+def test_what_replacements_attached_is_released_with_the_last_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = []
+    use(monkeypatch, release=released.append)
+    outer, inner = patch("tiny", correction=NONE), patch("tiny", correction=NONE)
+    outer.undo()
+    assert not released
+    inner.undo()
+    assert [len(context.originals) for context in released] == [3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"read_version": lambda: "1.20"}, r"tiny must be of version 1.2, found 1.20"),
+        ({"read_version": lambda: None}, r"tiny must be of version 1.2, found None"),
+        ({"module": "tiny_host.absent"}, "no module tiny_host.absent"),
+    ],
+)
+def test_an_unknown_version_or_absent_host_is_refused(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], sentence: str
+) -> None:
+    use(monkeypatch, **changes)
+    with pytest.raises(ValueError, match=sentence):
+        patch("tiny", correction=NONE)
+
+
+def test_a_host_whose_import_fails_says_why(files: Path) -> None:
+    (files / "core.py").write_text("import not_installed_anywhere\n" + SOURCE)
+    with pytest.raises(ValueError, match=r"importing tiny_host.core failed: .*not_installed_anywhere"):
+        patch("tiny", correction=NONE)
+
+
+def test_nothing_to_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="correction or lr_decay must be given"):
+        patch("tiny")
+
+
+def test_an_unknown_host_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="host must be 'auto' or one of 'tiny', got 'huge'"):
+        patch("huge", correction=NONE)
+
+
+def test_auto_takes_the_only_importable_host_and_prefers_it_to_what_it_contains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    absent, inner = host(name="absent", module="absent_host"), host(name="inner")
+    monkeypatch.setattr(hosts, "HOSTS", {"absent": absent, "tiny": host()})
+    patch(correction=NONE).undo()
+    monkeypatch.setattr(hosts, "HOSTS", {"inner": inner, "tiny": host(contains=("inner",))})
+    with patch(correction=NONE) as patched:
+        assert patched.report().startswith("tiny 1.2.3")
+    for table in ({"absent": absent}, {"inner": inner, "tiny": host()}):
+        monkeypatch.setattr(hosts, "HOSTS", table)
+        with pytest.raises(ValueError, match="host must be named"):
+            patch(correction=NONE)
+
+
+def test_inspecting_a_host_imports_nothing_of_it(files: Path) -> None:
+    found = {one.symbol.name: one for one in inspect_symbols(host())}
+    assert {name: one.parameters for name, one in found.items()} == SYMBOLS
+    assert not any(one.problem for one in found.values())
+    assert not [name for name in sys.modules if name.startswith("tiny_host")]
+    (files / "core.py").unlink()
+    assert {one.problem for one in inspect_symbols(host())} == {"module tiny_host.core is missing"}
+
+
+def test_the_report_names_what_was_replaced_and_what_differs() -> None:
+    with patch("tiny", correction=NONE, lr_decay=LengthDecaySettings()) as patched:
+        report = patched.report()
+    for part in ("tiny 1.2.3, patched", "tiny_host.core.loss: makes loss ours", "it answers otherwise", "lr_decay:"):
+        assert part in report
+    assert isinstance(patched, Patch) and "tiny 1.2.3, restored" in patched.report()
+
+
+def test_modules_below_folders_without_a_package_file_are_found_without_importing_them(files: Path) -> None:
+    (files.parent / "bare/inner").mkdir(parents=True)
+    (files.parent / "bare/inner/code.py").touch()
+    found = find_module("bare.inner.code")
+    assert found is not None and found.origin == str(files.parent / "bare/inner/code.py")
+    assert find_module("bare.inner.nothing") is None and find_module("bare.inner.code.below") is None
+    assert not {"bare", "bare.inner"} & set(sys.modules)

@@ -1,0 +1,161 @@
+"""Responses that came back damaged: counted, written down, never trained on, and an end to the step when too many."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from distributed import run_ranks
+
+from megatron_rc.dump import RejectedWriter
+from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.tasks import Prompt
+from megatron_rc.training.groups import SharedError
+from megatron_rc.training.sampling import Rollouts, held_out_accuracy, sample
+
+PROMPTS = [Prompt((i,), "", "") for i in range(4)]
+SEEDS = [100, 101, 110, 111, 120, 121, 130, 131]
+"""Of sample j of prompt i: 100 + 10 i + j."""
+
+
+def response(seed: int, rejected: str | None = None, **fields: Any) -> Sample:
+    detail = f"what was found in {seed}" if rejected else ""
+    return Sample([seed // 10 % 10], [seed], [-1.0], "stop", rejected=rejected, rejected_detail=detail, **fields)
+
+
+class Engine:
+    """Answers with its seeds; ``damage`` says by seed what is wrong."""
+
+    def __init__(self, damage: dict[int, str]) -> None:
+        self.damage = damage
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Any, *, seeds: Sequence[int], **_: Any
+    ) -> list[Sample]:
+        return [response(seed, self.damage.get(seed), retractions=seed % 10) for seed in seeds]
+
+
+class Task:
+    """Rewards a response with its seed."""
+
+    def eval_prompts(self) -> list[Prompt]:
+        return PROMPTS
+
+    def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
+        assert [prompt.token_ids[0] for prompt in prompts] == [seed // 10 % 10 for (seed,) in responses]
+        return [float(seed) for (seed,) in responses]
+
+
+ALONE: Any = SimpleNamespace(rank=0, world_size=1, gather=lambda compute: [compute()])
+
+
+def sampled(damage: dict[int, str], max_share: float, groups: Any = ALONE) -> Rollouts:
+    return sample(
+        Engine(damage), Task(), groups, PROMPTS, SamplingParams(), n=2, seeds=SEEDS, max_rejected_share=max_share
+    )
+
+
+def test_damaged_responses_are_kept_apart_and_the_others_keep_their_rewards_groups_and_seeds() -> None:
+    rollouts = sampled({110: "nan_logprob", 131: "timeout"}, 0.25)
+    assert [s.output_ids for s in rollouts.samples] == [[100], [101], [111], [120], [121], [130]]
+    assert rollouts.rewards == [100.0, 101.0, 111.0, 120.0, 121.0, 130.0]
+    assert rollouts.groups == [0, 0, 1, 2, 2, 3]
+    assert rollouts.seeds == [100, 101, 111, 120, 121, 130]
+    assert [(s.output_ids, s.rejected) for s in rollouts.rejected] == [([110], "nan_logprob"), ([131], "timeout")]
+
+
+def test_metrics_are_shares_of_all_responses_by_reason_and_a_count_of_retractions() -> None:
+    rollouts = sampled({110: "nan_logprob", 120: "nan_logprob", 131: "timeout"}, 0.5)
+    assert rollouts.metrics() == {
+        "rollout/rejected": 3 / 8,
+        "rollout/rejected_nan_logprob": 2 / 8,
+        "rollout/rejected_timeout": 1 / 8,
+        "rollout/retractions": 4.0,  # of the rejected, too: one of every odd seed
+    }
+    assert sampled({}, 0.0).metrics() == {"rollout/rejected": 0.0, "rollout/retractions": 4.0}
+
+
+@pytest.mark.parametrize(("share", "stops"), [(0.0, True), (0.24, True), (0.25, False), (1.0, False)])
+def test_the_step_stops_above_the_allowed_share_and_not_at_it(share: float, stops: bool) -> None:
+    damage = {110: "nan_logprob", 131: "timeout"}
+    if not stops:
+        assert len(sampled(damage, share).samples) == 6
+        return
+    with pytest.raises(SharedError) as error:
+        sampled(damage, share)
+    assert str(error.value) == (
+        f"2 of 8 responses came back damaged, rollout.sglang.max_rejected_share is {share!r}: "
+        "1 nan_logprob (what was found in 110); 1 timeout (what was found in 131)"
+    )
+
+
+def test_reasons_are_listed_most_frequent_first_each_with_its_first_example() -> None:
+    with pytest.raises(SharedError, match=r": 2 timeout \(what was found in 111\); 1 nan_logprob \(.* 100\)$"):
+        sampled({100: "nan_logprob", 111: "timeout", 121: "timeout"}, 0.1)
+
+
+def test_a_step_of_damaged_responses_alone_stops_whatever_share_is_allowed() -> None:
+    with pytest.raises(SharedError, match="8 of 8 responses came back damaged"):
+        sampled(dict.fromkeys(SEEDS, "timeout"), 1.0)
+
+
+def test_a_held_out_evaluation_leaves_damaged_responses_out_of_its_mean_and_stops_with_too_many() -> None:
+    class Second(Engine):
+        """Of four answers the second is damaged, whatever its seed."""
+
+        def generate(self, prompts: Sequence[Sequence[int]], params: Any, **_: Any) -> list[Sample]:
+            return [response(100 + 10 * p, "timeout" if p == 1 else None) for (p,) in prompts]
+
+    def accuracy(share: float) -> float:
+        return held_out_accuracy(Second({}), Task(), ALONE, SamplingParams(), n=1, seed=0, max_rejected_share=share)
+
+    assert accuracy(0.25) == (100 + 120 + 130) / 3
+    with pytest.raises(SharedError, match="1 of 4"):
+        accuracy(0.2)
+
+
+def _on_two_processes(rank: int) -> tuple[Rollouts, str]:
+    from megatron_rc.training import groups
+    from megatron_rc.training.arguments import ParallelSettings
+
+    place = groups.initialize(ParallelSettings(), seed=1)
+    rollouts = sampled({131: "timeout"}, 0.125, place)
+    try:
+        sampled({131: "timeout"}, 0.1, place)
+    except SharedError as error:
+        return rollouts, str(error)
+    raise AssertionError("it went on")
+
+
+def test_what_one_process_rejects_all_leave_out_and_all_stop_for() -> None:
+    (first, first_error), (second, second_error) = run_ranks(2, _on_two_processes)
+    assert first == second and first_error == second_error
+    assert first.seeds == SEEDS[:-1] and first.groups == [0, 0, 1, 1, 2, 2, 3] and len(first.rejected) == 1
+    assert first_error.startswith("1 of 8 responses came back damaged, ")
+
+
+def written(write: Callable[[], Path]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in write().read_text().splitlines()]
+
+
+def test_rejected_responses_are_written_with_their_reason_and_a_step_written_again_is_replaced(tmp_path: Path) -> None:
+    writer = RejectedWriter(tmp_path / "runs" / "rejected")
+    late = response(110, "timeout", weight_versions=[(3, 0, 1)], retractions=2)
+    rows = written(lambda: writer.write(12, [late, response(120, "nan_logprob")]))
+    assert [path.name for path in writer.folder.iterdir()] == ["step-000012.jsonl"]
+    assert rows[0] == {
+        "rejected": "timeout",
+        "rejected_detail": "what was found in 110",
+        "prompt_ids": [1],
+        "output_ids": [110],
+        "logprobs": [-1.0],
+        "finish_reason": "stop",
+        "weight_versions": [[3, 0, 1]],
+        "retractions": 2,
+    }
+    assert rows[1]["rejected"] == "nan_logprob" and len(rows) == 2
+    assert len(written(lambda: writer.write(12, [late]))) == 1

@@ -1,0 +1,226 @@
+"""slime's tis, loss, pg_loss_reducer and rollout_data: numbers by hand, and one correction through each of them."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hosts.slime.host import Rollout, arguments, micro_batch, rollout, sum_of_sample_mean
+from hosts.slime.single import alone
+from torch import Tensor
+
+from megatron_rc import RolloutCorrection, correct
+from megatron_rc.integrations import slime
+
+PATH = "megatron_rc.integrations.slime."
+LOG2 = math.log(2)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def tis(args: Namespace, train: list[list[float]], sampled: Any, masks: list[list[int]], **more: Any) -> Any:
+    """The hook with pg_loss 1, 2, 3, ... and prompts of two tokens."""
+    responses = [len(mask) for mask in masks]
+    return slime.tis(
+        args,
+        pg_loss=torch.arange(1.0, sum(responses) + 1),
+        train_log_probs=[torch.tensor(t) for t in train],
+        rollout_log_probs=None if sampled is None else [torch.tensor(t) for t in sampled],
+        loss_masks=[torch.tensor(m) for m in masks],
+        total_lengths=[n + 2 for n in responses],
+        response_lengths=responses,
+        **more,
+    )
+
+
+def use_tis(correction: Any, **changes: Any) -> Namespace:
+    return arguments(use_tis=True, megatron_rc={"correction": correction}, **changes)
+
+
+def test_tis_truncates_pi_over_mu_of_a_token() -> None:
+    # rho = 4, 1, 1/2 | 8
+    train, sampled = [[-1.0, -2.0, -3.0 - LOG2], [-1.0]], [[-1.0 - 2 * LOG2, -2.0, -3.0], [-1.0 - 3 * LOG2]]
+    loss, masks, metrics = tis(use_tis("token-tis"), train, sampled, [[1, 1, 1], [1]])
+    torch.testing.assert_close(loss, torch.tensor([2.0, 2.0, 1.5, 8.0]))
+    torch.testing.assert_close(metrics["rc/weight"], torch.tensor([2.0, 1.0, 0.5, 2.0]))
+    torch.testing.assert_close(metrics["rc/weight_squared"], torch.tensor([4.0, 1.0, 0.25, 4.0]))
+    torch.testing.assert_close(metrics["rc/k1"], torch.tensor([-2 * LOG2, 0.0, LOG2, -3 * LOG2]))
+    torch.testing.assert_close(metrics["rc/k3"], torch.tensor([3 - 2 * LOG2, 0.0, LOG2 - 0.5, 7 - 3 * LOG2]))
+    torch.testing.assert_close(metrics["rc/chi2_token"], torch.tensor([9.0, 0.0, 0.25, 49.0]))
+    assert [mask.tolist() for mask in masks] == [[1, 1, 1], [1]]
+
+
+def test_tis_rejects_in_the_numerator_and_returns_the_masks_of_all_loss_tokens() -> None:
+    # mean l of the first response is 0 over its loss tokens, of the second log 2
+    train, sampled = [[-1.0, -5.0, -1.0 - LOG2], [-1.0]], [[-1.0 - LOG2, -1.0, -1.0], [-1.0 - LOG2]]
+    given = [[1, 0, 1], [1]]
+    loss, masks, metrics = tis(use_tis("geo-mask"), train, sampled, given)
+    assert loss.tolist() == [1.0, 0.0, 3.0, 0.0]
+    assert [mask.tolist() for mask in masks] == given
+    assert metrics["rc/masked_token"].tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_tis_drops_a_corrupt_token_and_counts_it_whatever_its_loss_is() -> None:
+    train, sampled = [[-1.0, -1.0]], [[math.nan, -1.0]]
+    responses = {"total_lengths": [4], "response_lengths": [2], "loss_masks": [torch.tensor([1, 1])]}
+    logprobs = {"train_log_probs": [torch.tensor(train[0])], "rollout_log_probs": [torch.tensor(sampled[0])]}
+    loss, _, metrics = slime.tis(use_tis("token-tis"), pg_loss=torch.tensor([math.inf, 3.0]), **logprobs, **responses)
+    assert loss.tolist() == [0.0, 3.0]
+    assert metrics["rc/nonfinite_share"].tolist() == [1.0, 0.0]
+    assert all(values.isfinite().all() for values in metrics.values())
+
+
+def test_tis_only_reports_under_get_mismatch_metrics_or_where_the_advantages_are_weighted() -> None:
+    train, sampled = [[-1.0, -1.0]], [[-1.0 - 2 * LOG2, -1.0]]
+    data_hook = {"rollout_data_postprocess_path": PATH + "rollout_data", "custom_tis_function_path": PATH + "tis"}
+    for args in (
+        arguments(get_mismatch_metrics=True, megatron_rc={"correction": "token-tis"}),
+        use_tis("token-tis", **data_hook),
+    ):
+        loss, _, metrics = tis(args, train, sampled, [[1, 1]])
+        assert loss.tolist() == [1.0, 2.0]
+        torch.testing.assert_close(metrics["rc/k1"], torch.tensor([-2 * LOG2, 0.0]))
+
+
+def test_missing_rollout_logprobs_are_refused_with_the_flag_that_records_them() -> None:
+    with pytest.raises(ValueError, match="^rollout_log_probs must be in every.*--custom-generate-function-path"):
+        tis(use_tis("token-tis"), [[-1.0]], None, [[1]])
+    whole = rollout(1)
+    batch = {**micro_batch(whole), "rollout_log_probs": None}
+    with pytest.raises(ValueError, match="^rollout_log_probs must be in every.*--custom-generate-function-path"):
+        slime.loss(arguments(), batch, batch["logits"], sum_of_sample_mean(whole))
+
+
+def test_miles_passes_its_own_arguments_by_keyword_and_records_no_kept_ids() -> None:
+    given = ([[-1.0]], [[-1.0 - LOG2]], [[1]])
+    loss, _, _ = tis(use_tis("token-tis", qkv_format="thd"), *given, max_seq_lens=None, parallel_state=object())
+    torch.testing.assert_close(loss, torch.tensor([2.0]))
+    with pytest.raises(ValueError, match="^--rollout-top-p must be 1 on miles.*got 0.9"):
+        tis(use_tis("token-tis", rollout_top_p=0.9), *given, parallel_state=object())
+    tis(use_tis("token-tis", rollout_top_p=0.9), *given)
+
+
+def test_reducer_divides_by_all_loss_tokens_of_a_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = torch.tensor([1.0, 2.0, 0.0, 40.0, math.nan])  # 0: a rejected token, NaN: under the mask
+    shapes = ([6, 5], [3, 2], [torch.tensor([1, 1, 1]), torch.tensor([1, 0])])
+    for aggregation, per_token, expected in (
+        ("seq-mean-token-mean", False, 1.0 + 40.0),
+        ("seq-mean-token-sum", False, 43.0),
+        ("seq-mean-token-sum-norm", False, 43.0 / 16),
+        ("token-mean", True, 43.0),
+    ):
+        args = arguments(megatron_rc={"aggregation": aggregation}, calculate_per_token_loss=per_token)
+        alone(monkeypatch, args)
+        value = slime.pg_loss_reducer(*shapes, per_token)(losses.requires_grad_())
+        assert value.item() == pytest.approx(expected)
+        assert torch.autograd.grad(value, losses)[0][-1] == 0
+
+
+def host_loss(whole: Rollout, args: Namespace, **given: Any) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Ours on one rank, with the gradient of the logits."""
+    batch = {**micro_batch(whole), **given}
+    logits = batch["logits"].clone().requires_grad_()
+    loss, log = slime.loss(args, batch, logits * 1, sum_of_sample_mean(whole))
+    return loss, log, torch.autograd.grad(loss, logits)[0]
+
+
+CORRECTION = {"preset": "geo-mask-token-tis", "reject": [{"statistic": "ratio", "reduce": "mean", "upper": 1.05}]}
+
+
+def test_one_correction_is_the_same_through_tis_loss_and_rollout_data(world: None) -> None:
+    whole = rollout(11)
+    batch = micro_batch(whole)
+    weighed, _, gradient = host_loss(whole, arguments(megatron_rc={"correction": CORRECTION}))
+
+    # the policy-gradient loss of every token, as the host has it before the hook
+    current = torch.cat(batch["log_probs"]).clone()
+    rows = torch.tensor([2, 3, 4, 5, 6, 8, 18, 19, 22, 23, 24, 25, 26, 27, 28, 29])
+    policy = batch["logits"][0].log_softmax(-1)
+    targets = torch.cat([ids[p:] for ids, p in zip(whole.tokens, whole.prompts, strict=True)])
+    ratio = (policy[rows].gather(1, targets[:, None])[:, 0] - current).exp()
+    advantages = torch.cat(batch["advantages"])
+    pg_loss = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.28) * advantages)
+    names = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs")
+    hooked, _, metrics = slime.tis(
+        use_tis(CORRECTION), pg_loss=pg_loss, train_log_probs=batch["log_probs"], **{n: batch[n] for n in names}
+    )
+    assert 0 < metrics["rc/masked_token"].sum() < len(pg_loss)
+    torch.testing.assert_close(sum_of_sample_mean(whole)(hooked), weighed.detach())
+
+    args = arguments(megatron_rc={"correction": CORRECTION}, rollout_data_postprocess_path=PATH + "rollout_data")
+    slime.rollout_data(args, 0, batch)
+    unweighed = torch.maximum(
+        -ratio * torch.cat(batch["advantages"]), -ratio.clamp(0.8, 1.28) * torch.cat(batch["advantages"])
+    )
+    torch.testing.assert_close(sum_of_sample_mean(whole)(unweighed), weighed.detach())
+    again, _, gradient_again = host_loss(whole, args, advantages=batch["advantages"])
+    torch.testing.assert_close(again, weighed)
+    torch.testing.assert_close(gradient_again, gradient)
+
+
+def test_rollout_data_normalises_over_the_whole_rollout_and_leaves_returns_alone(world: None) -> None:
+    whole = rollout(12)
+    data = {**micro_batch(whole), "returns": list(whole.values["advantages"])}
+    before = [one.clone() for one in data["returns"]]
+    data["advantages"] = list(data["returns"])
+    gate = {"statistic": "k3", "reduce": "mean", "upper": 0.12, "when": "negative_advantage"}
+    settings = {"preset": "token-tis", "normalize": "batch", "reject": [gate]}
+    args = arguments(megatron_rc={"correction": settings}, rollout_data_postprocess_path=PATH + "rollout_data")
+    slime.rollout_data(args, 3, data)
+    corrected = correct(
+        torch.cat(data["log_probs"]),
+        torch.cat(data["rollout_log_probs"]),
+        torch.cat(whole.loss_masks).bool(),
+        correction=RolloutCorrection.from_dict(settings),
+        cu_seqlens=torch.tensor([0, *whole.responses]).cumsum(0).int(),
+        advantages=torch.cat(before),
+    )
+    kept = corrected.weights[corrected.mask]
+    assert kept.mean().item() == pytest.approx(1) and not corrected.mask.all()
+    torch.testing.assert_close(torch.cat(data["advantages"]), torch.cat(before) * corrected.weights)
+    assert [len(one) for one in data["advantages"]] == whole.responses
+    assert all(torch.equal(one, other) for one, other in zip(data["returns"], before, strict=True))
+    pooled = corrected.metrics.values()
+    assert data["rc/k3"].item() == pytest.approx(pooled["k3"])
+    assert data["rc/ess_token_final"].item() == pytest.approx(pooled["ess_token_final"])
+    # one token has no correlation: what cannot be said is not logged
+    single = micro_batch(rollout(13, [(2, 1)]))
+    slime.rollout_data(args, 4, single)
+    reported = {name: value for name, value in single.items() if name.startswith("rc/")}
+    assert "rc/k3" in reported and "rc/prob_correlation" not in reported
+    assert not any(torch.isnan(value) for value in reported.values())
+
+
+def test_rollout_data_refuses_what_it_has_not_been_given(world: None) -> None:
+    args = arguments(megatron_rc={"correction": "token-tis"}, rollout_data_postprocess_path=PATH + "rollout_data")
+    with pytest.raises(ValueError, match="^--rollout-data-postprocess-path must be unset on miles"):
+        slime.rollout_data(args)
+    data = micro_batch(rollout(1))
+    with pytest.raises(ValueError, match="^log_probs must be in.*unless --get-mismatch-metrics is set"):
+        slime.rollout_data(args, 0, {**data, "log_probs": None})
+    data["rollout_log_probs"] = [torch.full_like(one, math.nan) for one in data["rollout_log_probs"]]
+    with pytest.raises(ValueError, match=r"nonfinite_share must be <= 0.01"):
+        slime.rollout_data(args, 0, data)
+
+
+def test_other_pipeline_stages_have_nothing_to_correct(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch, last_stage=False)
+    args = arguments(megatron_rc={"correction": "token-tis"}, rollout_data_postprocess_path=PATH + "rollout_data")
+    data: dict[str, Any] = {"total_lengths": [3], "response_lengths": [2], "loss_masks": [torch.tensor([1, 1])]}
+    slime.rollout_data(args, 0, data)
+    assert data.keys() == {"total_lengths", "response_lengths", "loss_masks"}

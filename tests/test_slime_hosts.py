@@ -1,0 +1,188 @@
+"""What slime and miles look like from outside: signatures around the hooks, the calls of the hooks, the example."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hosts.slime import sources
+from hosts.slime.host import arguments
+
+from megatron_rc import RolloutCorrection
+from megatron_rc.integrations import slime
+from megatron_rc.integrations.patching import patch
+from megatron_rc.integrations.slime_checks import check
+from megatron_rc.integrations.slime_hosts import MILES, SLIME
+from megatron_rc.integrations.slime_settings import HOOKS, SlimeSettings, flag, names, read
+from megatron_rc.integrations.symbols import Host, inspect_symbols
+from megatron_rc.lr_decay import LengthDecaySettings
+
+HOSTS = {"slime": SLIME, "miles": MILES}
+
+
+def written(folder: Path, host: Host, change: Callable[[str, str], str | None]) -> None:
+    """A source tree of stubs: every symbol of the host with its parameters as ``change`` leaves them."""
+    for symbol in host.symbols:
+        parameters = change(symbol.name, symbol.parameters)
+        path = folder / Path(*symbol.module.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for parent in [*path.parents][: len(symbol.module.split(".")) - 1]:
+            (parent / "__init__.py").touch()
+        *classes, function = symbol.name.split(".")
+        body = "".join(f"class {name}:\n    " for name in classes)
+        with path.open("a") as file:
+            file.write("" if parameters is None else f"{body}def {function}({parameters}): ...\n")
+
+
+@pytest.fixture
+def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_host_that_looks_as_expected_has_no_problem(host: str, on_path: Path) -> None:
+    written(on_path, HOSTS[host], lambda name, parameters: parameters)
+    assert HOSTS[host].is_importable()
+    assert [found.problem for found in inspect_symbols(HOSTS[host])] == [None] * len(HOSTS[host].symbols)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_missing_or_changed_symbol_is_named(host: str, on_path: Path) -> None:
+    written(on_path, HOSTS[host], lambda n, p: None if n == "load_function" else p.replace("args, batch", "batch"))
+    problems = [found.problem for found in inspect_symbols(HOSTS[host]) if found.problem]
+    assert any("misc.load_function is missing from" in problem for problem in problems)
+    changed = [p for p in problems if "policy_loss_function takes (batch, logits" in p]
+    assert len(changed) == 1 and "made for (args, batch, logits, sum_of_sample_mean)" in changed[0]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_patch_itself_replaces_nothing_and_names_a_missing_symbol_first(host: str, on_path: Path) -> None:
+    written(on_path, HOSTS[host], lambda name, parameters: parameters)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"^{host} trains in Ray processes"):
+            patch(host, correction=RolloutCorrection())
+    misc = on_path / host / "utils/misc.py"
+    misc.write_text("")
+    with pytest.raises(ValueError, match=f"^{host} cannot be patched: {host}.utils.misc.load_function is missing"):
+        patch(host, correction=RolloutCorrection())
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_patch_answers_with_the_flags_since_workers_are_processes_of_their_own(host: str) -> None:
+    with pytest.raises(ValueError, match=f"^{host} trains in Ray processes.*--use-tis") as refusal:
+        HOSTS[host].prepare(RolloutCorrection.preset("token-tis"), LengthDecaySettings(decay_period=204))
+    text = str(refusal.value)
+    assert flag("tis") in text and flag("check") in text and flag("before_train_step") in text
+    fields = yaml.safe_load(text[text.index("{megatron_rc") : text.rindex(" in rc.yaml")])
+    args = arguments(**fields)
+    assert read(args).correction == RolloutCorrection.preset("token-tis")
+    assert read(args).lr_decay == LengthDecaySettings(decay_period=204)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_real_sources_have_the_symbols(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(real(host)))
+    assert [found.problem for found in inspect_symbols(HOSTS[host])] == [None] * len(HOSTS[host].symbols)
+
+
+def real(host: str) -> Path:
+    folder = sources.folder(host)
+    if folder is None:
+        pytest.skip(f"{sources.VARIABLES[host]} names no source tree of {host}")
+    return folder
+
+
+def calls(path: Path, function: str) -> list[tuple[int, set[str]]]:
+    """(positional arguments, keywords) of every call of ``function`` in a file, whose name may be an attribute."""
+    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    mine = [node for node in found if getattr(node.func, "id", getattr(node.func, "attr", "")) == function]
+    return [(len(node.args), {str(k.arg) for k in node.keywords}) for node in mine]
+
+
+def keys_of(path: Path, name: str) -> set[str]:
+    """Keys of the dictionary that is assigned to ``name``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name and isinstance(node.value, ast.Dict):
+            return {ast.literal_eval(key) for key in node.value.keys if key is not None}
+    raise AssertionError(f"{path} assigns no dictionary to {name}")
+
+
+LOSS_FILE = {
+    "slime": "slime/backends/megatron_utils/loss.py",
+    "miles": "miles/backends/training_utils/loss_hub/losses.py",
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_real_sources_call_the_hooks_as_they_are_defined(host: str) -> None:
+    folder = real(host)
+    loss_file, trainer = folder / LOSS_FILE[host], folder / f"{host}/backends/megatron_utils"
+    called: dict[Callable[..., Any], list[tuple[int, set[str]]]] = {
+        slime.tis: [(0, keys_of(loss_file, "tis_kwargs"))],
+        slime.pg_loss_reducer: calls(loss_file, "custom_pg_loss_reducer_func"),
+        slime.before_train_step: calls(trainer / "model.py", "custom_before_train_step_hook"),
+        slime.rollout_data: calls(trainer / "actor.py", "rollout_data_postprocess"),
+        slime.check: calls(trainer / "initialize.py", "custom_init"),
+    }
+    for hook, found in called.items():
+        assert found, hook
+        for positional, keywords in found:
+            inspect.signature(hook).bind(*[None] * positional, **dict.fromkeys(keywords))
+    assert called[slime.rollout_data][0][0] == (3 if host == "slime" else 1)
+    text = (folder / host / "utils/arguments.py").read_text()
+    for argument in HOOKS.values():
+        assert f'"--{argument.replace("_", "-")}"' in text
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_real_sources_hand_the_loss_what_it_reads(host: str) -> None:
+    model = ast.parse((real(host) / f"{host}/backends/megatron_utils/model.py").read_text())
+    (step,) = [n for n in ast.walk(model) if isinstance(n, ast.FunctionDef) and n.name == "train_one_step"]
+    text = {node.value for node in ast.walk(step) if isinstance(node, ast.Constant)}
+    read_by_us = {"total_lengths", "response_lengths", "loss_masks", "log_probs", "ref_log_probs", "advantages"}
+    assert read_by_us | {"rollout_log_probs"} <= text
+    loading = (real(host) / f"{host}/utils/arguments.py").read_text()
+    assert "setattr(args, k, v)" in loading  # every key of the YAML file
+
+
+def test_the_paths_load_as_the_hosts_load_them() -> None:
+    for hook in HOOKS:
+        module, _, name = flag(hook).split()[1].rpartition(".")
+        assert getattr(__import__(module, fromlist=[name]), name) is getattr(slime, hook)
+        assert names(Namespace(**{HOOKS[hook]: flag(hook).split()[1]}), hook)
+
+
+def test_the_recipe_of_the_docs_passes_the_check_and_is_short() -> None:
+    text = (Path(__file__).parent.parent / "docs/patching.md").read_text()
+    recipe = text.split("## slime and miles", 1)[1].split("```bash\n", 1)[1].split("```", 1)[0]
+    assert len(recipe.splitlines()) <= 10
+    key = yaml.safe_load(recipe.split("<<'YAML'\n", 1)[1].split("YAML\n", 1)[0])
+    flags = recipe.split("<your flags>", 1)[1].replace("\\\n", " ").split()
+    given = {name: value for name, value in zip(flags, [*flags[1:], ""], strict=True) if name.startswith("--")}
+    arrived = {name[2:].replace("-", "_"): value.startswith("--") or value for name, value in given.items()}
+    args = arguments(**arrived, **key)
+    assert args.use_tis is True and all(names(args, hook) for hook in ("check", "tis", "before_train_step"))
+    check(args)
+
+
+def test_the_example_has_every_field_at_its_default_or_says_what_it_is() -> None:
+    path = Path(__file__).parent.parent / "examples/slime_rc.yaml"
+    key = yaml.safe_load(path.read_text())["megatron_rc"]
+    assert key.keys() == SlimeSettings.__dataclass_fields__.keys()
+    args = arguments(
+        use_tis=True,
+        megatron_rc=key,
+        **{HOOKS[hook]: flag(hook).split()[1] for hook in ("check", "tis", "before_train_step")},
+    )
+    check(args)
+    assert read(args).correction == RolloutCorrection.preset("geo-mask-token-tis")
+    assert read(args).lr_decay == LengthDecaySettings()
+    for name in ("max_nonfinite_share", "inplace_backward", "lr_decay_start", "aggregation"):
+        assert key[name] == getattr(SlimeSettings(), name)

@@ -1,0 +1,228 @@
+"""slime's loss hook: each thing that it does otherwise than slime's own loss, by hand."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+from hosts.slime.host import VOCAB, Rollout, arguments, micro_batch, rollout, sum_of_sample_mean
+from hosts.slime.single import alone
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_rc.integrations import slime, slime_loss
+from megatron_rc.logprobs import vocab_parallel_logprobs
+
+PATH = "megatron_rc.integrations.slime."
+ROWS = torch.tensor([2, 3, 4, 5, 6, 8, 18, 19, 22, 23, 24, 25, 26, 27, 28, 29])
+"""Of the packed logits of SHAPES, those that predict response tokens."""
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+
+
+def run(whole: Rollout, args: Namespace, **given: Any) -> tuple[float, dict[str, float], Tensor]:
+    batch = {**micro_batch(whole), **given}
+    leaf = batch["logits"].clone().requires_grad_()
+    loss, log = slime.loss(args, batch, leaf * 1, sum_of_sample_mean(whole))
+    assert all(value.dim() == 0 and not value.requires_grad for value in log.values())
+    return loss.item(), {name: value.item() for name, value in log.items()}, torch.autograd.grad(loss, leaf)[0]
+
+
+def test_rejected_tokens_keep_their_entropy_and_kl_terms_and_the_denominator() -> None:
+    whole = rollout(21)
+    nothing_left = {"reject": [{"statistic": "ratio", "level": "token", "upper": 1e-6}]}
+    more = {"entropy_coef": 0.5, "use_kl_loss": True, "kl_loss_coef": 0.25, "kl_loss_type": "k2"}
+    loss, log, gradient = run(whole, arguments(megatron_rc={"correction": nothing_left}, **more))
+    assert log["pg_loss"] == 0
+    logits = micro_batch(whole)["logits"][0][ROWS].double().requires_grad_()
+    targets = torch.cat([ids[p:] for ids, p in zip(whole.tokens, whole.prompts, strict=True)])
+    policy = logits.log_softmax(-1)
+    gap = policy.gather(1, targets[:, None])[:, 0] - torch.cat(whole.values["ref_log_probs"])
+    terms = -0.5 * -(policy.exp() * policy).sum(-1) + 0.25 * gap.square() / 2
+    expected = sum_of_sample_mean(whole)(terms)
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(
+        gradient[0][ROWS].double(), torch.autograd.grad(expected, logits)[0], rtol=1e-5, atol=1e-7
+    )
+
+
+def test_a_corrupt_rollout_logprob_leaves_the_gradient_finite() -> None:
+    whole = rollout(22)
+    sampled = [one.clone() for one in micro_batch(whole)["rollout_log_probs"]]
+    sampled[0][1] = math.nan
+    current = arguments(megatron_rc={"correction": {"old": "current"}})  # so that no clip cuts a gradient off
+    _, log, gradient = run(whole, current, rollout_log_probs=sampled)
+    assert gradient.isfinite().all() and all(math.isfinite(value) for value in log.values())
+    assert not gradient[0, 3].any() and gradient[0, 2].any()
+    assert log["rc/nonfinite_share"] == pytest.approx(1 / 4)  # of the four loss tokens of that response
+    # with a unit larger than a token, the whole response leaves
+    sequences = arguments(megatron_rc={"correction": {"preset": "seq-tis", "old": "current"}})
+    _, _, gradient = run(whole, sequences, rollout_log_probs=sampled)
+    assert not gradient[0, :8].any() and gradient[0, 8].any()
+
+
+def test_what_lies_under_the_mask_is_never_read() -> None:
+    whole = rollout(33)
+    args = arguments(use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k2", use_unbiased_kl=True)
+    expected, log, gradient = run(whole, args)
+    batch = micro_batch(whole)
+    hidden = {
+        name: [one.masked_fill(mask == 0, math.nan) for one, mask in zip(batch[name], whole.loss_masks, strict=True)]
+        for name in ("log_probs", "rollout_log_probs", "ref_log_probs")
+    }
+    assert sum(one.isnan().sum() for one in hidden["log_probs"]) == 2
+    found, log_again, gradient_again = run(whole, args, **hidden)
+    assert found == expected and log_again == log and torch.equal(gradient_again, gradient)
+
+
+def test_log_ratios_are_clamped_before_exp() -> None:
+    whole = rollout(23)
+    old = [one - 50 for one in micro_batch(whole)["log_probs"]]
+    advantages = [-torch.ones_like(one) for one in old]
+    loss, _, _ = run(whole, arguments(), log_probs=old, advantages=advantages)
+    # -A min(r, .) has no upper bound for A < 0: r = e^20 for every token, once a response
+    assert loss == pytest.approx(4 * math.exp(20), rel=1e-4)
+
+
+def test_temperature_divides_logits_before_both_policies_are_compared() -> None:
+    whole = rollout(24)
+    batch = micro_batch(whole)
+    targets = torch.cat([ids[p:] for ids, p in zip(whole.tokens, whole.prompts, strict=True)])
+    cold = (batch["logits"][0][ROWS] / 0.6).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    old = list(cold.split(whole.responses))
+    _, log, _ = run(whole, arguments(rollout_temperature=0.6), log_probs=old, rollout_log_probs=old)
+    assert log["ppo_kl"] == pytest.approx(0, abs=1e-6) and log["rc/k3"] == 0
+
+
+def test_low_variance_kl_ends_at_ten() -> None:
+    whole = rollout(32)
+    targets = torch.cat([ids[p:] for ids, p in zip(whole.tokens, whole.prompts, strict=True)])
+    current = micro_batch(whole)["logits"][0].log_softmax(-1)[ROWS].gather(1, targets[:, None])[:, 0]
+    reference = list((current + 4).split(whole.responses))
+    for kind, each in (("k3", math.exp(4) - 5), ("low_var_kl", 10.0)):
+        args = arguments(use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type=kind)
+        loss, log, _ = run(whole, args, ref_log_probs=reference)
+        assert log["kl_loss"] == pytest.approx(4 * each, rel=1e-5)
+        assert loss == pytest.approx(log["pg_loss"] + 2 * each, rel=1e-5)
+
+
+def kept(whole: Rollout, count: int) -> dict[str, list[Tensor]]:
+    """The ids that slime records under top-p: for every response token itself and the next ones, on the host."""
+    ids, offsets = [], []
+    for tokens, prompt in zip(whole.tokens, whole.prompts, strict=True):
+        rows = [[(int(t) + k) % VOCAB for k in range(count)] for t in tokens[prompt:]]
+        ids.append(torch.tensor([i for row in rows for i in row], dtype=torch.int32))
+        offsets.append(torch.arange(0, count * len(rows) + 1, count, dtype=torch.int32))
+    return {"rollout_top_p_token_ids": ids, "rollout_top_p_token_offsets": offsets}
+
+
+def test_under_top_p_policy_and_entropy_live_on_the_kept_ids() -> None:
+    whole = rollout(25)
+    logits = micro_batch(whole)["logits"][0][ROWS].double()
+    targets = torch.cat([ids[p:] for ids, p in zip(whole.tokens, whole.prompts, strict=True)])
+    rows = torch.stack([(targets + k) % VOCAB for k in range(3)], dim=1)
+    policy = logits.gather(1, rows).log_softmax(-1)
+    old = list(policy[:, 0].float().split(whole.responses))
+    _, log, _ = run(whole, arguments(rollout_top_p=0.9), log_probs=old, rollout_log_probs=old, **kept(whole, 3))
+    assert log["ppo_kl"] == pytest.approx(0, abs=1e-6)
+    expected = sum_of_sample_mean(whole)(-(policy.exp() * policy).sum(-1))
+    assert log["entropy_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    with pytest.raises(ValueError, match="^--rollout-top-p must be 1 where a batch has no kept ids"):
+        run(whole, arguments(rollout_top_p=0.9))
+
+
+def test_a_gate_on_current_over_mu_drops_responses_of_negative_advantage_only() -> None:
+    whole = rollout(26)
+    batch = micro_batch(whole)
+    # every response looks e times less likely to pi than to mu
+    targets = torch.cat([ids[p:] for ids, p in zip(whole.tokens, whole.prompts, strict=True)])
+    current = batch["logits"][0].log_softmax(-1)[ROWS].gather(1, targets[:, None])[:, 0]
+    sampled = list((current + 1).split(whole.responses))
+    advantages = [torch.full((n,), sign) for n, sign in zip(whole.responses, (1.0, -1.0, -1.0, 1.0), strict=True)]
+    # rollout_data, here for the lengths alone, leaves to the loss what only the loss can see
+    path = {"rollout_data_postprocess_path": PATH + "rollout_data", "custom_loss_function_path": PATH + "loss"}
+    args = arguments(use_rollout_logprobs=True, megatron_rc={"correction": "off-policy-sequence-mask"}, **path)
+    data = {**batch, "advantages": advantages}
+    slime.rollout_data(args, 0, data)
+    assert data["advantages"] is advantages
+    _, log, gradient = run(whole, args, rollout_log_probs=sampled, advantages=advantages)
+    assert gradient[0, 2:7].any() and gradient[0, 22:30].any()
+    assert not gradient[0, 8].any() and not gradient[0, 18:20].any()
+    assert log["rc/masked_token"] == pytest.approx(2)  # one a response of the two
+
+
+def test_the_policy_gradient_term_alone_goes_through_pg_loss_reducer() -> None:
+    whole = rollout(27)
+    path = {"custom_pg_loss_reducer_function_path": PATH + "pg_loss_reducer"}
+    summed, log, _ = run(whole, arguments(megatron_rc={"aggregation": "seq-mean-token-sum"}, entropy_coef=0.1, **path))
+    plain, own, _ = run(whole, arguments(entropy_coef=0.1))
+    per_token = micro_batch(whole)
+    reduced = sum_of_sample_mean(whole, per_token=True)
+    targets = torch.cat([ids[p:] for ids, p in zip(whole.tokens, whole.prompts, strict=True)])
+    ratio = (
+        per_token["logits"][0].log_softmax(-1)[ROWS].gather(1, targets[:, None])[:, 0]
+        - torch.cat(per_token["log_probs"])
+    ).exp()
+    advantages = torch.cat(per_token["advantages"])
+    expected = reduced(torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.28) * advantages)).item()
+    assert log["pg_loss"] == pytest.approx(expected, rel=1e-5) != own["pg_loss"]
+    assert log["entropy_loss"] == own["entropy_loss"]
+    assert summed - log["pg_loss"] == pytest.approx(plain - own["pg_loss"], rel=1e-4)
+
+
+def test_the_gradient_can_be_written_into_the_logits() -> None:
+    whole = rollout(28)
+    _, _, expected = run(whole, arguments(entropy_coef=0.1))
+    batch = micro_batch(whole)
+    leaf = batch["logits"].clone().requires_grad_()
+    logits = leaf * 1
+    loss, _ = slime.loss(
+        arguments(entropy_coef=0.1, megatron_rc={"inplace_backward": True}), batch, logits, sum_of_sample_mean(whole)
+    )
+    torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], expected)
+    torch.testing.assert_close(logits.detach(), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_loss_may_be_recomputed_in_backward_and_is_recomputed_once(
+    reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwards = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        forwards.append(1)
+        return vocab_parallel_logprobs(*args, **kwargs)
+
+    monkeypatch.setattr(slime_loss, "vocab_parallel_logprobs", counted)
+    whole = rollout(31)
+    args = arguments(entropy_coef=0.1, megatron_rc={"correction": "seq-tis"})
+    expected, _, gradient = run(whole, args)
+    batch = micro_batch(whole)
+    leaf = batch["logits"].clone().requires_grad_()
+    forwards.clear()
+    # as --recompute-loss-function does in slime (False) and in miles (True)
+    loss, _ = checkpoint(slime.loss, args, batch, leaf, sum_of_sample_mean(whole), use_reentrant=reentrant)
+    loss.backward()
+    assert loss.item() == expected and leaf.grad is not None and len(forwards) == 2
+    torch.testing.assert_close(leaf.grad, gradient)
+
+
+def test_a_micro_batch_without_a_loss_token_is_zero_and_differentiable() -> None:
+    whole = rollout(29)
+    whole.loss_masks = [torch.zeros_like(mask) for mask in whole.loss_masks]
+    loss, log, gradient = run(whole, arguments(megatron_rc={"correction": "geo-mask-token-tis"}, entropy_coef=0.1))
+    assert loss == 0 and not gradient.any() and all(value == 0 for value in log.values())
+
+
+def test_miles_may_leave_the_entropy_out() -> None:
+    whole = rollout(30)
+    _, log, _ = run(whole, arguments(observe_training_entropy=False))
+    assert "entropy_loss" not in log
+    _, log, _ = run(whole, arguments(observe_training_entropy=False, entropy_coef=0.1))
+    assert log["entropy_loss"] > 0

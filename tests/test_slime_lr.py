@@ -1,0 +1,157 @@
+"""slime's learning rate hook on Megatron's own scheduler: once a rollout, from the lengths that the hooks see."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosts.slime.host import arguments
+from hosts.slime.single import alone
+from length_curves import length_curves
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rc import LengthDecayLR
+from megatron_rc.integrations import slime, slime_lengths
+from megatron_rc.integrations.slime_lr import STATE_FILE
+
+LR = 1e-6
+PATH = "megatron_rc.integrations.slime."
+DATA_HOOK = {"rollout_data_postprocess_path": PATH + "rollout_data"}
+TIS = {"custom_tis_function_path": PATH + "tis"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slime_lengths.LENGTHS, "_recorded", (0, 0))
+    monkeypatch.setattr(slime_lengths.LENGTHS, "_rollout", None)
+    alone(monkeypatch, last_stage=False)
+
+
+class Run:
+    """slime's loop around the hook: rollout by rollout, step by step."""
+
+    def __init__(self, args: Namespace, steps: int = 1) -> None:
+        self.args, self.steps = args, steps
+        self.model = [torch.nn.Linear(1, 1)]
+        self.optimizer = torch.optim.AdamW(self.model[0].parameters(), lr=1.0)
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer, 0.0, LR, 0.0, 0, 10_000, "constant", 0.0, 0.0, 0, "constant"
+        )
+
+    def rollout(self, rollout_id: int, lengths: Sequence[int]) -> list[float]:
+        """The learning rate of every optimizer step."""
+        if self.args.rollout_data_postprocess_path:
+            totals, masks = [n + 1 for n in lengths], [torch.ones(n, dtype=torch.int32) for n in lengths]
+            data = {"total_lengths": totals, "response_lengths": [*lengths], "loss_masks": masks}
+            slime.rollout_data(self.args, rollout_id, data)
+        rates = []
+        for step in range(self.steps):
+            slime.before_train_step(self.args, rollout_id, step, self.model, self.optimizer, self.scheduler)
+            if self.args.custom_tis_function_path:
+                # what the hook of the loss records of the micro-batches of this step
+                slime_lengths.LENGTHS.record(lengths[step :: self.steps])
+            rates.append(self.optimizer.param_groups[0]["lr"])
+            self.scheduler.step(increment=4)
+        return rates
+
+
+def curve() -> list[int]:
+    """A surge at rollout 60, and the first halvings after it."""
+    return [round(length) for length in length_curves(1, 240, at=60.0)[0]]
+
+
+def settings(**changes: Any) -> Namespace:
+    key = {"lr_decay": changes.pop("lr_decay", {}), **changes.pop("key", {})}
+    return arguments(megatron_rc=key, **changes)
+
+
+def alone_on(lengths: Sequence[float | None]) -> list[float]:
+    """The rates of LengthDecayLR itself."""
+    decay = LengthDecayLR(LR)
+    return [decay.step(length) for length in lengths]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_every_step_of_a_rollout_has_the_rate_of_its_own_length(steps: int) -> None:
+    run, lengths = Run(settings(**DATA_HOOK), steps), curve()
+    expected = alone_on([float(n) for n in lengths])
+    assert min(expected) < LR
+    for rollout_id, (length, rate) in enumerate(zip(lengths, expected, strict=True)):
+        assert run.rollout(rollout_id, [length - 1, length + 1]) == pytest.approx([rate] * steps)
+
+
+def test_hooks_of_the_loss_tell_the_length_one_rollout_late() -> None:
+    run, lengths = Run(settings(**TIS), 2), curve()
+    expected = alone_on([None, *map(float, lengths[:-1])])
+    found = [run.rollout(number, [length - 300, length + 300]) for number, length in enumerate(lengths)]
+    assert found == [pytest.approx([rate] * 2) for rate in expected]
+
+
+def test_a_fixed_period_is_the_papers_algorithm_and_needs_no_lengths() -> None:
+    run = Run(settings(lr_decay={"decay_period": 4}))
+    rates = [run.rollout(number, [9])[0] for number in range(16)]
+    assert rates == pytest.approx([LR] * 3 + [LR / 2] * 4 + [LR / 4] * 4 + [LR / 8] * 4 + [LR / 10])
+
+
+@pytest.mark.parametrize("stop", [1, 57, 150])
+def test_a_resumed_run_has_the_same_rates(stop: int, tmp_path: Path) -> None:
+    lengths = curve()
+    expected = alone_on([float(n) for n in lengths])
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    run = Run(settings(**DATA_HOOK, save=first))
+    for number in range(stop + 3):  # three rollouts after the checkpoint are lost
+        run.rollout(number, [lengths[number]])
+    resumed = Run(settings(**DATA_HOOK, load=first, save=second))
+    found = [resumed.rollout(stop, [lengths[stop]])[0]]
+    assert [*json.loads((tmp_path / "second" / STATE_FILE).read_text())] == [str(n) for n in range(stop + 1)]
+    found += [resumed.rollout(number, [lengths[number]])[0] for number in range(stop + 1, len(lengths))]
+    assert found == pytest.approx(expected[stop:])
+    # and once more, out of what the resumed run wrote
+    again = Run(settings(**DATA_HOOK, load=second))
+    assert again.rollout(stop - 1 or 1, [lengths[stop - 1 or 1]])[0] == pytest.approx(expected[stop - 1 or 1])
+    assert [p.name for p in Path(second).iterdir()] == [STATE_FILE]
+
+
+def test_a_run_that_resumes_without_the_state_is_refused_or_begins_where_it_is_told(tmp_path: Path) -> None:
+    for load in (None, str(tmp_path)):
+        with pytest.raises(ValueError, match="needs its state after rollout 6 in megatron_rc_lr_decay.json of --load"):
+            Run(settings(lr_decay={"decay_period": 2}, load=load)).rollout(7, [9])
+    run = Run(settings(lr_decay={"decay_period": 2}, key={"lr_decay_start": 7}))
+    assert run.rollout(5, [9]) == [LR]
+    assert [run.rollout(number, [9])[0] for number in (7, 8, 9)] == pytest.approx([LR, LR / 2, LR / 2])
+
+
+def test_a_torn_write_leaves_the_state_of_the_rollout_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(settings(lr_decay={"decay_period": 2}, save=str(tmp_path)))
+    run.rollout(0, [9])
+    with monkeypatch.context() as broken:
+        broken.setattr("os.replace", lambda source, target: (_ for _ in ()).throw(OSError("disk is full")))
+        with pytest.raises(OSError, match="disk is full"):
+            run.rollout(1, [9])
+    assert [*json.loads((tmp_path / STATE_FILE).read_text())] == ["0"]
+
+
+def test_a_repeated_rollout_counts_once_and_one_without_update_counts_too() -> None:
+    run = Run(settings(lr_decay={"decay_period": 4}))
+    for number in (0, 1, 1, 1):
+        assert run.rollout(number, [9]) == [LR]
+    assert run.rollout(3, [9]) == [LR / 2]  # the fourth, though the third led to no step
+
+
+def test_a_critic_and_a_host_without_scheduler_keep_their_rate() -> None:
+    run = Run(settings(lr_decay={"decay_period": 1}, loss_type="value_loss"))
+    assert run.rollout(0, [9]) == [LR]
+    slime.before_train_step(settings(lr_decay={"decay_period": 1}), 0, 0, run.model, None, None)
+
+
+def test_settings_reach_the_decay() -> None:
+    detector = {"fast": 1.0, "warmup": 2, "patience": 1, "threshold": 1.2}
+    args = settings(lr_decay={"min_lr_ratio": 0.5, "period_per_surge": 2.0, "detector": detector}, **DATA_HOOK)
+    run = Run(args)
+    rates = [run.rollout(number, [length])[0] for number, length in enumerate([10, 10, 10, 40, *[40] * 20])]
+    assert rates == pytest.approx([LR] * 7 + [LR / 2] * 17)  # surge at the fourth rollout, period eight

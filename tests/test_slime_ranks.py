@@ -1,0 +1,148 @@
+"""slime's and miles's losses on real ranks: tensor parallel, context parallel by zigzag slices, packed and padded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from hosts.slime import sources
+from hosts.slime.cases import CASES, LOG, whole
+from hosts.slime.host import held
+from hosts.slime.runs import BATCH_MEAN, UNITS, golden, whole_gradient, work
+from torch import Tensor
+
+from megatron_rc import RolloutCorrection, correct
+from megatron_rc.correction import Corrected
+
+LABELS = [f"{layout}{padded}" for layout in ("tp2", "cp2", "dp2") for padded in ("", " padded")]
+Results = list[dict[tuple[str, str, str], dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    with pytest.MonkeyPatch.context() as patch:
+        # or the hosts compile what they compute on a handful of tokens
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        return run_ranks(2, work)
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_are_those_of_slime_on_one_rank(results: Results, label: str, name: str) -> None:
+    expected = golden()[name]
+    runs = [rank["ours", label, name] for rank in results]
+    losses = [run["loss"] for run in runs]
+    close(sum(losses) if label.startswith("cp2") else losses[0], expected["loss"])
+    gradient = whole_gradient(label, CASES[name], [run["gradient"] for run in runs])
+    if label.endswith("padded"):
+        totals = [8, 2, 11, 10]
+        assert all(not gradient[i, total:].any() for i, total in enumerate(totals))
+        packed = [gradient[i, :total] for i, total in enumerate(totals)]
+        gradient = torch.cat([*packed, torch.zeros(3, gradient.shape[-1])])[None]
+    close(gradient, expected["gradient"])
+    for key in LOG:
+        parts = [run["log"][key] for run in runs if key in run["log"]]
+        assert bool(parts) == (key in expected["log"])
+        if parts:
+            close(sum(parts) if label.startswith("cp2") else parts[0], expected["log"][key])
+
+
+def test_tensor_parallel_ranks_hold_the_same_bits(results: Results) -> None:
+    for name in CASES:
+        first, second = (rank["ours", "tp2", name] for rank in results)
+        assert first["loss"] == second["loss"] and first["log"] == second["log"]
+
+
+def whose(results: Results, host: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """(case, ours, the host's own) of every rank and layout."""
+    if not sources.folder(host):
+        pytest.skip(f"{sources.VARIABLES[host]} names no source tree of {host}")
+    for rank in results:
+        for (found, label, name), theirs in rank.items():
+            if found == host:
+                yield name, rank["ours", label, name], theirs
+
+
+@pytest.mark.parametrize("host", sources.VARIABLES)
+def test_every_rank_has_the_loss_of_the_hosts_own_source(results: Results, host: str) -> None:
+    pairs = list(whose(results, host))
+    assert len(pairs) == 2 * len(CASES) * (6 if host == "miles" else 3)
+    for name, mine, theirs in pairs:
+        close(mine["loss"], theirs["loss"])
+        shared = sorted(mine["log"].keys() & theirs["log"].keys())
+        assert {"loss", "pg_loss", "ppo_kl", "train_rollout_logprob_abs_diff"} <= {*shared}
+        if (host, name) == ("miles", "two policies"):
+            # there miles compares the rollout log-probs with themselves, slime and we with the current ones
+            shared.remove("train_rollout_logprob_abs_diff")
+        close([mine["log"][k] for k in shared], [theirs["log"][k] for k in shared])
+
+
+def test_every_rank_has_the_gradient_of_slimes_own_source(results: Results) -> None:
+    for _, mine, theirs in whose(results, "slime"):
+        close(mine["gradient"], theirs["gradient"])
+
+
+def test_miles_rounds_to_bf16_the_gradient_that_we_keep_in_fp32(results: Results) -> None:
+    for name, mine, theirs in whose(results, "miles"):
+        largest = theirs["gradient"].abs().max()
+        assert (mine["gradient"] - theirs["gradient"]).abs().max() <= 2**-8 * largest
+        if name == "plain":
+            assert torch.equal(theirs["gradient"], theirs["gradient"].bfloat16().float())
+
+
+def by_hand(correction: Any) -> tuple[Corrected, Tensor]:
+    """The correction of all samples in one process, and their advantages."""
+    samples = whole()
+    corrected = correct(
+        torch.cat(samples.values["log_probs"]),
+        torch.cat(samples.values["rollout_log_probs"]),
+        torch.cat(samples.loss_masks).bool(),
+        correction=RolloutCorrection.from_dict(correction),
+        cu_seqlens=torch.tensor([0, *samples.responses]).cumsum(0).int(),
+    )
+    return corrected, torch.cat(samples.values["advantages"])
+
+
+def on_rank(values: Tensor, rank: int) -> Tensor:
+    """What a rank of two holds of one value a response token."""
+    samples = whole()
+    lengths = zip(samples.prompts, samples.totals, strict=True)
+    held_here = [torch.tensor(held(prompt, n, n, rank, 2), dtype=torch.int64) for prompt, n in lengths]
+    return torch.cat([part[here] for part, here in zip(values.split(samples.responses), held_here, strict=True)])
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_units_that_context_parallelism_cuts_have_one_weight(results: Results, unit: str) -> None:
+    weights = by_hand(UNITS[unit])[0].weights
+    assert len(set(weights.tolist())) > 3
+    for rank, found in enumerate(results):
+        close(found["hooks", "tp2", ""][unit], weights)
+        close(found["hooks", "cp2", ""][unit], on_rank(weights, rank))
+
+
+def test_rollout_data_normalises_and_pools_over_data_and_context_parallel_ranks(results: Results) -> None:
+    corrected, advantages = by_hand(BATCH_MEAN)
+    weighted, pooled = corrected.weights * advantages, corrected.metrics.values()
+    first = sum(whole().responses[:2])
+    for rank, found in enumerate(results):
+        close(found["hooks", "tp2", ""]["advantages"], weighted)
+        close(found["hooks", "cp2", ""]["advantages"], on_rank(weighted, rank))
+        close(found["hooks", "dp2", ""]["advantages"], weighted[:first] if rank == 0 else weighted[first:])
+        for layout in ("tp2", "cp2", "dp2"):
+            metrics = found["hooks", layout, ""]["metrics"]
+            assert metrics.keys() == {f"rc/{name}" for name, value in pooled.items() if value == value}
+            for name, value in metrics.items():
+                assert value == pytest.approx(pooled[name.removeprefix("rc/")], rel=1e-5, abs=1e-9)
+
+
+def test_the_mean_length_is_that_of_the_samples_of_all_ranks(results: Results) -> None:
+    for found in results:
+        assert found["hooks", "tp2", ""]["length"] == found["hooks", "cp2", ""]["length"] == 4
+        assert found["hooks", "dp2", ""]["length"] == 30

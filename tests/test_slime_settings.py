@@ -1,0 +1,175 @@
+"""The key megatron_rc of slime's YAML file, and what a hook refuses, with the flag that changes it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hosts.slime.host import arguments
+from hosts.slime.single import alone
+
+from megatron_rc import RolloutCorrection
+from megatron_rc.config import PRESETS
+from megatron_rc.integrations import slime
+from megatron_rc.integrations.slime_hosts import recipe
+from megatron_rc.integrations.slime_settings import HOOKS, read
+from megatron_rc.lr_decay import LengthDecaySettings
+
+PATH = "megatron_rc.integrations.slime."
+NEGATIVE = {"reject": [{"statistic": "k3", "upper": 0.1, "when": "negative_advantage"}]}
+
+
+def with_hooks(*hooks: str, key: Any, **changes: Any) -> Namespace:
+    """Arguments that name these hooks of ours, and switch them on."""
+    on = {"use_tis": "tis" in hooks, "loss_type": "custom_loss" if "loss" in hooks else "policy_loss"}
+    return arguments(**{HOOKS[hook]: PATH + hook for hook in hooks}, megatron_rc=key, **{**on, **changes})
+
+
+def test_a_correction_is_a_preset_name_or_fields_over_a_preset() -> None:
+    for given in ("icepop", {"preset": "icepop"}, RolloutCorrection.preset("icepop").to_dict()):
+        assert read(arguments(megatron_rc={"correction": given})).correction == RolloutCorrection.preset("icepop")
+    found = read(arguments(megatron_rc=yaml.safe_load("{correction: {preset: icepop, weight: {upper: .inf}}}")))
+    assert found.correction.weight is not None
+    assert (found.correction.weight.lower, found.correction.weight.upper) == (0.5, float("inf"))
+    assert read(arguments()).correction == RolloutCorrection()
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        (None, "^megatron_rc must be a mapping in the YAML file of --custom-config-path, got None$"),
+        ("icepop", "^megatron_rc must be a mapping in the YAML file"),
+        ({"corection": "icepop"}, "^unknown field 'megatron_rc.corection'; did you mean 'correction'"),
+        ({"correction": "ice-pop"}, "^unknown preset 'ice-pop'; did you mean 'icepop'"),
+        ({"correction": {"weight": {"uper": 3}}}, "^unknown field 'megatron_rc.correction.weight.uper'"),
+        ({"lr_decay": {"min_lr_ratio": 2}}, r"^megatron_rc.lr_decay: min_lr_ratio must be in \[0, 1\], got 2"),
+        ({"aggregation": "sum"}, "^megatron_rc.aggregation"),
+        ({"max_nonfinite_share": 2}, r"max_nonfinite_share must be in \[0, 1\], got 2"),
+        ({"lr_decay_start": -1}, "lr_decay_start must be >= 0, got -1"),
+    ],
+)
+def test_a_wrong_key_is_one_sentence_that_names_it(key: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        read(arguments(megatron_rc=key))
+
+
+TOKEN_TIS = {"correction": "token-tis"}
+REFUSED = [
+    # what a hook does not see
+    (("tis",), {"correction": {"old": "rollout"}}, {}, "old must be 'recompute' for tis.*--custom-loss-function-path"),
+    (("tis",), {"correction": {"old": "current"}}, {}, "old must be 'recompute' for tis"),
+    (("tis",), {"correction": {"preset": "token-tis", "normalize": "batch"}}, {}, "--rollout-data-postprocess-path"),
+    (("tis",), {"correction": NEGATIVE}, {}, "tis, which sees no advantages.*--custom-loss-function-path"),
+    (("loss",), {"correction": {"preset": "token-tis", "normalize": "batch"}}, {}, "--rollout-data-postprocess-path"),
+    (("loss",), {"correction": {"preset": "token-tis", "old": "rollout"}}, {"use_rollout_logprobs": True}, "twice"),
+    (("rollout_data",), {"correction": {"old": "rollout"}}, {}, "for rollout_data, which runs before the update"),
+    (("tis",), {"correction": {"reject": [{"statistic": "mine", "upper": 1}]}}, {}, "reject by one of ratio, k2"),
+    # what the host would do besides
+    (("loss",), TOKEN_TIS, {"use_tis": True}, "^--use-tis must be off for loss"),
+    (("loss",), TOKEN_TIS, {"use_opsm": True}, "^--use-opsm must be off for loss.*off-policy-sequence-mask"),
+    (("loss",), TOKEN_TIS, {"use_rollout_logprobs": True}, "^--use-rollout-logprobs must be set exactly when"),
+    (("loss",), {"correction": {"old": "rollout"}}, {}, "^--use-rollout-logprobs must be set exactly when"),
+    (("loss",), {"correction": {"old": "current"}}, {"num_steps_per_rollout": 2}, "got 2 of them"),
+    (("loss",), {"correction": {"old": "current"}}, {"global_batch_size": 1}, "--global-batch-size.*got 4 of them"),
+    (("loss",), TOKEN_TIS, {"advantage_estimator": "gspo"}, "must not be gspo for loss.*--custom-tis-function-path"),
+    (("loss",), TOKEN_TIS, {"allgather_cp": True, "context_parallel_size": 2}, "^--allgather-cp must be off for loss"),
+    (("loss",), TOKEN_TIS, {"custom_pg_loss_reducer_function_path": "my.own"}, "^loss takes no reducer but its own"),
+    (("rollout_data",), TOKEN_TIS, {"use_rollout_logprobs": True}, "^--use-rollout-logprobs must be off"),
+    (("rollout_data",), TOKEN_TIS, {"use_tis": True}, "^--use-tis must be off with rollout_data"),
+    (("tis",), TOKEN_TIS, {"rollout_top_k": 20}, "^--rollout-top-k must be -1, got 20"),
+    (("tis",), TOKEN_TIS, {"train_backend": "fsdp"}, "^--train-backend must be megatron, got fsdp"),
+    # what nobody applies or steps
+    ((), TOKEN_TIS, {}, "^megatron_rc.correction needs a hook that applies it: set --use-tis --custom-tis-function"),
+    (("tis",), TOKEN_TIS, {"use_tis": False}, "^megatron_rc.correction needs a hook"),
+    (("loss",), TOKEN_TIS, {"loss_type": "policy_loss"}, "^megatron_rc.correction needs a hook"),
+    ((), {"lr_decay": {}}, {}, "^megatron_rc.lr_decay needs the hook that steps it: set --custom-megatron-before"),
+    (("before_train_step",), {}, {}, "^megatron_rc.lr_decay must be set for before_train_step"),
+    (("before_train_step",), {"lr_decay": {}}, {}, "^megatron_rc.lr_decay.decay_period must be set where no hook"),
+    (("before_train_step",), {"lr_decay": {"decay_period": 9}}, {"indep_dp": True}, "--indep-dp"),
+    (("pg_loss_reducer",), {}, {}, "^megatron_rc.aggregation must be set for pg_loss_reducer"),
+    (("pg_loss_reducer",), {"aggregation": "token-mean"}, {}, "^--calculate-per-token-loss must be set exactly"),
+    (
+        ("pg_loss_reducer",),
+        {"aggregation": "seq-mean-token-sum"},
+        {"calculate_per_token_loss": True},
+        "^--calculate-per-token-loss must be set exactly when megatron_rc.aggregation is 'token-mean'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("hooks", "key", "changes", "sentence"), REFUSED)
+def test_what_a_hook_cannot_do_is_refused_with_the_flag_to_change(
+    hooks: tuple[str, ...], key: Any, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence) as refusal:
+        slime.check(with_hooks(*hooks, key=key, **changes))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_hook_refuses_by_itself_where_check_was_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def args(**key: Any) -> Namespace:
+        return arguments(use_tis=True, megatron_rc=key)
+
+    alone(monkeypatch, args())
+    nothing: dict[str, Any] = dict.fromkeys(("pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks"))
+    nothing |= dict.fromkeys(("total_lengths", "response_lengths"))
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("when='negative_advantage' in tis", lambda: slime.tis(args(correction=NEGATIVE), **nothing)),
+        ("--use-tis must be off for loss", lambda: slime.loss(args(), {}, torch.zeros(1), torch.sum)),
+        ("--use-tis must be off with rollout_data", lambda: slime.rollout_data(args(), 0, {})),
+        ("megatron_rc.aggregation must be set", lambda: slime.pg_loss_reducer([], [], [], False)),
+        ("decay_period must be set", lambda: slime.before_train_step(args(lr_decay={}), 0, 0, [], None, None)),
+    ]
+    for sentence, call in calls:
+        with pytest.raises(ValueError, match=sentence):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("hooks", "key", "changes"),
+    [
+        (("tis",), TOKEN_TIS, {}),
+        (("tis",), TOKEN_TIS, {"advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 2}),
+        (("loss",), {"correction": "off-policy-sequence-mask"}, {"use_rollout_logprobs": True}),
+        (("loss",), {"correction": {"preset": "token-tis", "old": "current"}}, {}),
+        (("loss", "pg_loss_reducer"), {**TOKEN_TIS, "aggregation": "seq-mean-token-sum"}, {}),
+        (("rollout_data",), {"correction": {"preset": "token-tis", "normalize": "batch", **NEGATIVE}}, {}),
+        (("rollout_data", "tis"), {"correction": {"preset": "token-tis", "normalize": "batch", **NEGATIVE}}, {}),
+        (("rollout_data", "loss"), {"correction": {"preset": "token-tis", "normalize": "batch"}}, {}),
+        (("rollout_data", "before_train_step"), {"lr_decay": {}}, {}),
+        (("tis", "before_train_step"), {**TOKEN_TIS, "lr_decay": {"decay_period": None}}, {}),
+        (("before_train_step",), {"lr_decay": {"decay_period": 204}}, {}),
+    ],
+)
+def test_what_the_hooks_can_do_passes(hooks: tuple[str, ...], key: Any, changes: dict[str, Any]) -> None:
+    slime.check(with_hooks(*hooks, key=key, **changes))
+
+
+def parsed(flags: list[str], fields: dict[str, Any]) -> Namespace:
+    """The host's arguments after its command line and its YAML file."""
+    words = " ".join(flags).split("--")[1:]
+    given = {name.replace("-", "_"): value or True for name, _, value in (w.strip().partition(" ") for w in words)}
+    assert given.pop("custom_config_path") == "rc.yaml"
+    return arguments(**given, megatron_rc=yaml.safe_load(yaml.safe_dump(fields)))
+
+
+@pytest.mark.parametrize("whole_rollouts", [True, False])
+@pytest.mark.parametrize("decay", [None, LengthDecaySettings(), LengthDecaySettings(decay_period=204)])
+def test_the_flags_that_patch_answers_with_pass_the_check(whole_rollouts: bool, decay: Any) -> None:
+    corrections: list[RolloutCorrection | None] = [preset.correction for preset in PRESETS.values()]
+    for correction in (*corrections, None) if decay else corrections:
+        flags, fields = recipe(correction, decay, whole_rollouts=whole_rollouts)
+        args = parsed(flags, fields)
+        slime.check(args)
+        settings = read(args)
+        assert settings.correction == (correction or RolloutCorrection()) and settings.lr_decay == decay
+    batch = RolloutCorrection.from_dict({"preset": "token-tis", "normalize": "batch"})
+    if whole_rollouts:
+        slime.check(parsed(*recipe(batch, decay, whole_rollouts=True)))
+    else:
+        with pytest.raises(ValueError, match="normalize must be 'none': no hook of this host"):
+            recipe(batch, decay, whole_rollouts=False)
