@@ -77,13 +77,3 @@ def test_every_field_of_the_settings_is_documented():
 def test_reference_pages_are_what_the_command_prints(page: str):
     printed = CliRunner().invoke(app, [page]).stdout
     assert (ROOT / "docs" / f"{page}.md").read_text() == printed, f"megatron-rc {page} > docs/{page}.md"
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.yaml")), ids=lambda p: p.name)
-def test_committed_settings_files_are_valid(path):
-    from megatron_rc.config import RolloutCorrection
-
-    data = schema.load_yaml(path)
-    if "correction" in data:
-        data["correction"] = RolloutCorrection.expand(data["correction"])
-    schema.from_dict(JobSettings, data)

@@ -25,9 +25,9 @@ def _train_and_sync(rank: int, url: str, model: str, folder: str) -> list[dict[s
     from megatron_rc.training.policy import MicroBatch, Policy
 
     place = groups.initialize(ParallelSettings(tensor=2), seed=1)
-    train = TrainSettings(optimizer="sgd", lr=0.5)
+    train = TrainSettings(optimizer="sgd", lr=2.0)
     policy = Policy(ModelSettings(hf_path=model), ParallelSettings(tensor=2), train, place)
-    policy.start_phase(lr=0.5, min_lr=0.5, warmup_steps=0, total_steps=10, decay_style="constant")
+    policy.start_phase(lr=2.0, min_lr=2.0, warmup_steps=0, total_steps=10, decay_style="constant")
     writer = rank == 0
     pool = Pool([url], concurrency=4, timeout_s=60) if writer else None
 

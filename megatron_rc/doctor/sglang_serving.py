@@ -8,14 +8,13 @@ from packaging.version import InvalidVersion, Version
 
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.registry import Outcome, Registry, Undecided, bad, good
+from megatron_rc.rollout.sglang import BELOW_CONTEXT
 from megatron_rc.rollout.sglang_sync import weight_sync
 
 SERVING: Registry[Facts] = Registry("serving")
 
 TESTED = ("0.5.20", "0.5.23")
 """Oldest and newest SGLang that the bridge is meant for."""
-BELOW_CONTEXT = 4
-"""max_req_input_len of a server, plus this, is the longest prompt and response together."""
 CONTROL_PATHS = ("/pause_generation", "/continue_generation", "/flush_cache", "/update_weight_version",
                  "/abort_request")  # fmt: skip
 
