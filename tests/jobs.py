@@ -43,6 +43,11 @@ def command(config: Path, *arguments: str, processes: int = 1) -> list[str]:
     return [*launcher, "-m", "megatron_rc", "train", str(config), *arguments]
 
 
+def script_environment() -> dict[str, str]:
+    """Of a script that a user starts by its path: Python finds the modules beside it."""
+    return {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"} | {"OMP_NUM_THREADS": "1"}
+
+
 def environment() -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import performance_docs  # noqa: E402
 from aot import kernel_names  # noqa: E402
+from jobs import script_environment  # noqa: E402
 from kernel_bench import OURS, Bench, checked  # noqa: E402
 from kernel_logits import GradientError  # noqa: E402
 from kernel_model import MOVED, logits_bytes  # noqa: E402
@@ -51,7 +51,7 @@ def made_up(smoke: dict[str, Any]) -> dict[str, Any]:
 def test_every_row_runs_without_a_gpu_answers_right_and_is_not_timed(tmp_path: Path, smoke: dict[str, Any]) -> None:
     out = tmp_path / "kernels-smoke.json"
     command = [sys.executable, str(ROOT / "benchmarks/kernels.py"), "--smoke", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, env=script_environment())
     # it ends with an error when an answer of ours is wrong
     assert done.returncode == 0, done.stdout + done.stderr
     run = json.loads(out.read_text())

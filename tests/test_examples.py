@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import script_environment
 
 ROOT = Path(__file__).parent.parent
 
@@ -18,9 +18,8 @@ ROOT = Path(__file__).parent.parent
 @cache
 def printed(example: Path) -> str:
     """What an example prints; each is run once."""
-    # as a user starts it: Python then finds the example's neighbour beside it
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    done = subprocess.run([sys.executable, str(example)], env=environment, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, str(example)]
+    done = subprocess.run(command, env=script_environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
