@@ -126,3 +126,8 @@ prepare_megatron_training() {
             say "no wheel of megatron-core $version was found: the tests that read it are skipped"
     done
 }
+
+# free_port PYTHON: a port of 127.0.0.1 that nobody listens on.
+free_port() {
+    "$1" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+}

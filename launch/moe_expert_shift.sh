@@ -79,7 +79,7 @@ else
     serve=(bash "$ROOT/launch/sglang_cpu/serve.sh")
     IFS=, read -ra names <<<"$precisions"
     for precision in "${names[@]}"; do
-        port="$("$VENV/bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+        port="$(free_port "$VENV/bin/python")"
         dtype=bfloat16
         [[ "$precision" != fp32 ]] || dtype=float32
         "${serve[@]}" "$served" --port "$port" --log "$out/sglang-$precision.log" --background --stop-with $$ --dtype "$dtype"

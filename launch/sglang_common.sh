@@ -95,10 +95,6 @@ answers() {
 
 port_is_taken() { (exec 3<>"/dev/tcp/$1/$2") 2>/dev/null; }
 
-free_port() {
-    "$1" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
-}
-
 # kill -0 also counts the dead that nobody has waited for yet, so states are read.
 group_lives() {
     awk -v group="$1" '{ sub(/.*\) /, "") } $3 == group && $1 != "Z" { found = 1 } END { exit !found }' \

@@ -66,7 +66,7 @@ say "warming up, seed $seed, into $out/warm"
 job --set "output='${out//\'/\'\'}/warm'" --set rollout.engine=hf --set rollout.sglang.capture_routes=false \
     --set train.steps=0
 
-port="$("$VENV/bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+port="$(free_port "$VENV/bin/python")"
 bash "$ROOT/launch/sglang_cpu/serve.sh" "$out/warm/hf" --port "$port" --log "$out/sglang.log" --background --stop-with $$
 trap 'bash "$ROOT/launch/sglang_cpu/serve.sh" stop --port "$port" --log "$out/sglang.log"' EXIT
 

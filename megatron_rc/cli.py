@@ -141,7 +141,7 @@ def grid(
 
     data: dict[str, Any] = schema.load_yaml(config)
     if seeds:
-        data["seeds"] = [int(seed) for seed in seeds.split(",") if seed.strip().isdigit()]
+        data["seeds"] = seeds.split(",")
     if output:
         data["output"] = output
     chosen = schema.from_dict(grids.GridSettings, data | {"arguments": assignments})

@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ class GridSettings:
     """What starts a job of several processes, such as `torchrun --nproc_per_node 8`; empty: this process runs it."""
     keep_weights: bool = False
     """Keep the checkpoints of finished cells."""
-    arguments: tuple[str, ...] = field(default=())
+    arguments: tuple[str, ...] = ()
     """`--set` of the command line, for every job."""
 
     def __post_init__(self) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from packaging.version import Version
-
 from megatron_rc.doctor.host_facts import WHERE, Environment, HostFacts, read_environment, read_hosts
 from megatron_rc.doctor.host_flags import Flags
 from megatron_rc.doctor.host_traps import COMMON, MEGATRON_LM, MEGATRON_TRAINING, SLIME_OR_MILES
 from megatron_rc.doctor.registry import Finding, Outcome, Registry, Severity, bad, good
-from megatron_rc.integrations.symbols import Host
+from megatron_rc.integrations.symbols import Host, is_release
 
 CORE_VERSIONS = ("0.16", "0.17", "0.18", "0.19", "0.20")
 ENVIRONMENT: Registry[Environment] = Registry("Python environment")
@@ -91,10 +89,10 @@ def importable(facts: HostFacts) -> Outcome:
 )
 def version(facts: HostFacts) -> Outcome:
     facts.require_importable()
-    known, tested = facts.host.versions, facts.host.tested
-    if known and not (facts.version and _minor(facts.version) in known):
-        return bad(f"{facts.host.name} is of version {facts.version}, and patch knows {', '.join(known)}")
-    return good(f"version {facts.version or 'unknown'}; tested: {tested}")
+    host = facts.host
+    if not host.knows(facts.version):
+        return bad(f"{host.name} is of version {facts.version}, and patch knows {', '.join(host.versions)}")
+    return good(f"version {facts.version or 'unknown'}; tested: {host.tested}")
 
 
 @ENVIRONMENT.check(
@@ -106,14 +104,9 @@ def version(facts: HostFacts) -> Outcome:
 def megatron_core(facts: Environment) -> Outcome:
     if facts.megatron_core is None:
         return bad("megatron-core is not installed", severity="error")
-    if _minor(facts.megatron_core) not in CORE_VERSIONS:
+    if not is_release(facts.megatron_core, CORE_VERSIONS):
         return bad(f"megatron-core {facts.megatron_core} is none of {', '.join(CORE_VERSIONS)}")
     return good(f"megatron-core {facts.megatron_core}")
-
-
-def _minor(version: str) -> str:
-    parsed = Version(version)
-    return f"{parsed.major}.{parsed.minor}"
 
 
 def _library(module: str, name: str, without: str, fix: str) -> None:

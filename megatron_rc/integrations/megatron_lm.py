@@ -7,6 +7,7 @@ from megatron_rc.integrations import megatron_lm_loss as loss
 from megatron_rc.integrations import megatron_lm_rollouts as rollouts
 from megatron_rc.integrations import megatron_lm_session as session
 from megatron_rc.integrations.megatron_version import megatron_core_version
+from megatron_rc.integrations.scheduler_decay import make_scheduler
 from megatron_rc.integrations.symbols import Host, Symbol
 
 RL = "megatron.rl.rl_utils"
@@ -25,7 +26,7 @@ SYMBOLS = (
         TRAINING,
         "get_optimizer_param_scheduler",
         "optimizer",
-        session.make_scheduler,
+        make_scheduler,
         "attaches the length decay and keeps its state in the checkpoint",
     ),
     Symbol(

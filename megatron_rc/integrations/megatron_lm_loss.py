@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.integrations.host_log import LOG_PREFIX
 from megatron_rc.integrations.megatron_lm_rollouts import RolloutRows, corrected_rows
 from megatron_rc.integrations.megatron_lm_session import Session
 from megatron_rc.integrations.symbols import Function
-
-LOG_PREFIX = "rc/"
 
 
 def make_calculate_grpo_loss(original: Function, session: Session) -> Function | None:

@@ -12,14 +12,9 @@ from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
+from megatron_rc.integrations.host_log import logged
 from megatron_rc.integrations.megatron_lm_session import Session
 from megatron_rc.integrations.symbols import Function
-
-LOGGED = (
-    *("k1", "k3", "chi2_token", "chi2_seq", "ess_token", "ess_seq", "ess_token_final", "rho_max", "f2"),
-    *("log_ppl_abs_diff", "weight_mean", "masked_token", "masked_seq", "nonfinite_share"),
-)
-"""Metrics of the rollout batch that join the host's log line, which prints every name it is given."""
 
 
 class RolloutRows(NamedTuple):
@@ -164,7 +159,7 @@ def _slot(session: Session, rows: RolloutRows, dp_group: Any) -> Tensor:
         raise ValueError(_NO_LOGPROBS)
     metrics = corrected.metrics.all_reduce(dp_group)
     metrics.check()
-    values = {name: value for name, value in metrics.values().items() if name in LOGGED}
+    values = logged(metrics.values())
     values["missing"] = 1 - known / max(total, 1)
     device = rows.old_logprobs.device
     session.rollout_log = {f"old/{name}": torch.tensor([value, 1.0], device=device) for name, value in values.items()}

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.config import STATISTICS, RolloutCorrection
-from megatron_rc.integrations.scheduler_decay import SchedulerDecay
+from megatron_rc.integrations.scheduler_decay import HoldsDecay, LRDecay
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
 
 
 class LogitShards(NamedTuple):
@@ -22,11 +21,11 @@ class LogitShards(NamedTuple):
 
 
 @dataclass
-class Session:
+class Session(HoldsDecay):
     """The state of one patch."""
 
     correction: RolloutCorrection | None
-    lr_decay: LengthDecayLR | LengthDecaySettings | None
+    lr_decay: LRDecay | None
     logits: LogitShards | None = None
     """Inside get_logprobs; None outside."""
     num_rows: int = 0
@@ -39,16 +38,9 @@ class Session:
     """[value, 1] of the metrics of the rollout batch, over all data-parallel ranks."""
     micro_batch_log: dict[str, Tensor] = field(default_factory=dict)
     """[numerator, denominator] of metrics of the micro-batch whose loss is being computed."""
-    attached: SchedulerDecay | None = None
-
-    def release(self) -> None:
-        """Take the length decay off the scheduler."""
-        if self.attached is not None:
-            self.attached.undo()
-            self.attached = None
 
 
-def prepare(correction: RolloutCorrection | None, lr_decay: LengthDecayLR | LengthDecaySettings | None) -> Session:
+def prepare(correction: RolloutCorrection | None, lr_decay: LRDecay | None) -> Session:
     """A new session.
 
     Raises:
@@ -115,18 +107,3 @@ def make_setup(original: Function, session: Session) -> Function:
         return original(*args, **kwargs)
 
     return setup_model_and_optimizer
-
-
-def make_scheduler(original: Function, session: Session) -> Function | None:
-    """get_optimizer_param_scheduler, whose scheduler takes the length decay before a checkpoint is loaded into it."""
-    lr_decay = session.lr_decay
-    if lr_decay is None:
-        return None
-
-    def get_optimizer_param_scheduler(*args: Any, **kwargs: Any) -> Any:
-        scheduler = original(*args, **kwargs)
-        session.release()
-        session.attached = SchedulerDecay(scheduler, lr_decay)
-        return scheduler
-
-    return get_optimizer_param_scheduler

@@ -13,8 +13,9 @@ from torch import Tensor
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
 from megatron_rc.integrations.megatron_version import megatron_core_version
+from megatron_rc.integrations.scheduler_decay import LRDecay, make_scheduler
 from megatron_rc.integrations.symbols import Function, Host, Symbol
-from megatron_rc.integrations.training_step import LRDecay, Rollouts, TrainingStep
+from megatron_rc.integrations.training_step import Rollouts, TrainingStep
 
 MODULE = "megatron.training.training"
 
@@ -92,19 +93,6 @@ def _prepare(correction: RolloutCorrection | None, lr_decay: LRDecay | None) -> 
     return Rollouts(correction, lr_decay)
 
 
-def _make_scheduler(original: Function, rollouts: Rollouts) -> Function | None:
-    if rollouts.lr_decay is None:
-        return None
-
-    @wraps(original)
-    def get_optimizer_param_scheduler(optimizer: Any) -> Any:
-        scheduler = original(optimizer)
-        rollouts.attach(scheduler)
-        return scheduler
-
-    return get_optimizer_param_scheduler
-
-
 def _make_train_step(original: Function, rollouts: Rollouts) -> Function:
     signature = inspect.signature(original)
 
@@ -173,7 +161,7 @@ def host(version: str | None) -> Host:
                 MODULE,
                 "get_optimizer_param_scheduler",
                 "optimizer",
-                _make_scheduler,
+                make_scheduler,
                 "attaches the length decay and keeps its state in the checkpoint",
             ),
             Symbol(

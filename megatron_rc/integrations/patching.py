@@ -13,10 +13,8 @@ from typing import Any
 
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.integrations.hosts import Host, Symbol, host_named, inspect_symbols
+from megatron_rc.integrations.scheduler_decay import LRDecay
 from megatron_rc.integrations.symbols import definition
-from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
-
-LRDecay = LengthDecayLR | LengthDecaySettings
 
 
 def patch(host: str = "auto", *, correction: RolloutCorrection | None = None, lr_decay: LRDecay | None = None) -> Patch:
@@ -142,7 +140,7 @@ def _install(host: Host, correction: RolloutCorrection | None, lr_decay: LRDecay
     if not host.is_importable():
         raise ValueError(f"{host.name} cannot be imported: no module {host.module} on sys.path")
     version = host.read_version()
-    if host.versions and not any(_is_version(version, known) for known in host.versions):
+    if not host.knows(version):
         raise ValueError(f"{host.name} must be of version {' or '.join(host.versions)}, found {version}")
     problems = [found.problem for found in inspect_symbols(host) if found.problem]
     if problems:
@@ -157,11 +155,6 @@ def _install(host: Host, correction: RolloutCorrection | None, lr_decay: LRDecay
     for place in places:
         _rebind(place, place.original, place.replacement)
     return _Installed(host, version, correction, lr_decay, context, places)
-
-
-def _is_version(version: str | None, known: str) -> bool:
-    """Whether a version is the known one, or one of its releases: 0.20.1rc0 is of 0.20, 0.2 is not."""
-    return version is not None and (version + ".").startswith(known.rstrip(".") + ".")
 
 
 def _live(host: Host, symbol: Symbol) -> tuple[Any, FunctionType]:

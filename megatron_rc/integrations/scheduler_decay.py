@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
+from megatron_rc.integrations.symbols import Function
 from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
 
+LRDecay = LengthDecayLR | LengthDecaySettings
 CHECKPOINT_KEY = "megatron_rc_length_decay"
 
 
@@ -24,7 +27,7 @@ class SchedulerDecay:
         ValueError: as `LengthDecayLR.attach`.
     """
 
-    def __init__(self, opt_param_scheduler: Any, lr_decay: LengthDecayLR | LengthDecaySettings) -> None:
+    def __init__(self, opt_param_scheduler: Any, lr_decay: LRDecay) -> None:
         if isinstance(lr_decay, LengthDecaySettings):
             lr_decay = lr_decay.build(opt_param_scheduler.max_lr)
         self.decay: LengthDecayLR = lr_decay
@@ -56,3 +59,32 @@ class SchedulerDecay:
 
 
 _METHODS = ("state_dict", "load_state_dict")
+
+
+class HoldsDecay:
+    """The part of a patch's state that knows its length decay, and the scheduler that has it."""
+
+    lr_decay: LRDecay | None
+    attached: SchedulerDecay | None = None
+
+    def release(self) -> None:
+        """Take the length decay off the scheduler."""
+        if self.attached is not None:
+            self.attached.undo()
+            self.attached = None
+
+
+def make_scheduler(original: Function, state: HoldsDecay) -> Function | None:
+    """get_optimizer_param_scheduler, whose scheduler takes the length decay before a checkpoint is loaded into it."""
+    lr_decay = state.lr_decay
+    if lr_decay is None:
+        return None
+
+    @wraps(original)
+    def get_optimizer_param_scheduler(*args: Any, **kwargs: Any) -> Any:
+        scheduler = original(*args, **kwargs)
+        state.release()
+        state.attached = SchedulerDecay(scheduler, lr_decay)
+        return scheduler
+
+    return get_optimizer_param_scheduler

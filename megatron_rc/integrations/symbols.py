@@ -59,6 +59,15 @@ class Host:
     def is_importable(self) -> bool:
         return find_module(self.module) is not None
 
+    def knows(self, version: str | None) -> bool:
+        """Whether the symbols of this version were read; a host without versions is known by its symbols alone."""
+        return not self.versions or is_release(version, self.versions)
+
+
+def is_release(version: str | None, of: tuple[str, ...]) -> bool:
+    """Whether a version is one of the known ones, or a release of it: 0.20.1rc0 is of 0.20, 0.2 is not."""
+    return version is not None and any((version + ".").startswith(known.rstrip(".") + ".") for known in of)
+
 
 class Found(NamedTuple):
     """What the source of a host says about a symbol."""

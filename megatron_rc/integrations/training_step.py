@@ -4,49 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
-from megatron_rc.integrations.scheduler_decay import SchedulerDecay
-from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
+from megatron_rc.integrations.host_log import LOG_PREFIX, logged
+from megatron_rc.integrations.scheduler_decay import HoldsDecay, LRDecay
 from megatron_rc.metrics import MetricSums
 from megatron_rc.training import emulation
 
-LRDecay = LengthDecayLR | LengthDecaySettings
-LOG_PREFIX = "rc/"
-LOGGED = (
-    *("k1", "k3", "chi2_token", "chi2_seq", "ess_token", "ess_seq", "ess_token_final", "rho_max", "f2"),
-    *("weight_mean", "masked_token", "masked_seq", "nonfinite_share", "response_length"),
-)
-"""Metrics that join the host's log line, which prints every name it is given."""
 
-
-class Rollouts:
+class Rollouts(HoldsDecay):
     """The state of one patch of a host that runs Megatron training steps."""
 
     def __init__(self, correction: RolloutCorrection, lr_decay: LRDecay | None) -> None:
         self.correction, self.lr_decay = correction, lr_decay
         self.step: TrainingStep | None = None
         """The step that is running; None outside, as in evaluation."""
-        self.attached: SchedulerDecay | None = None
         self.seen = False
         """Whether a loss function has ever told anything."""
-
-    def attach(self, scheduler: Any) -> None:
-        """Put the length decay on a scheduler that was just built, in place of an earlier one."""
-        assert self.lr_decay is not None
-        self.release()
-        self.attached = SchedulerDecay(scheduler, self.lr_decay)
-
-    def release(self) -> None:
-        """Take the length decay off the scheduler."""
-        if self.attached is not None:
-            self.attached.undo()
-            self.attached = None
 
 
 class _Told(NamedTuple):
@@ -125,7 +104,7 @@ class TrainingStep:
             self._sums.check()
         except ValueError as corrupt:
             return _Told(str(corrupt), True, False, math.nan)
-        self._log({LOG_PREFIX + name: value for name, value in values.items() if _is_logged(name)})
+        self._log({LOG_PREFIX + name: value for name, value in logged(values).items()})
         return _Told(None, True, new > 0, total / measured if measured else values["response_length"])
 
     def _log(self, values: Mapping[str, float]) -> None:
@@ -135,10 +114,6 @@ class TrainingStep:
 
 
 _SOME_RANKS = "correct_micro_batch must be called on every data-parallel rank in a step, or on none"
-
-
-def _is_logged(name: str) -> bool:
-    return name in LOGGED or name.startswith(("truncated_", "clipped_", "outside_", "rejected_"))
 
 
 def _pipeline() -> tuple[int, int]:

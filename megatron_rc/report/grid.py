@@ -16,24 +16,24 @@ from megatron_rc.report.picture import COLORS
 
 class Column(NamedTuple):
     title: str
-    keys: tuple[str, ...]
-    """Metrics of a step; the first that a run has."""
+    metric: str
+    """Of a step."""
     form: str = "{:.2g}"
     last: bool = False
     """The last value instead of the mean over steps."""
 
 
 COLUMNS = (
-    Column("k3 before the update", ("old/k3",)),
-    Column("k3 in the update", ("current/k3",)),
-    Column("decisions that differ", ("old/route_any_diff",), "{:.2%}"),
-    Column("tokens touched", ("old/route_tokens_touched",), "{:.1%}"),
-    Column("abs log-ratio, shifted tokens", ("old/abs_log_ratio_shifted",)),
-    Column("abs log-ratio, others", ("old/abs_log_ratio_unshifted",)),
-    Column("dropped tokens", ("old/masked_token",), "{:.1%}"),
-    Column("replayed-vs-live disagreement", ("replay/disagreement",), "{:.2%}"),
-    Column("gradient norm", ("grad_norm",)),
-    Column("held-out", ("eval/accuracy",), "{:.1%}", last=True),
+    Column("k3 before the update", "old/k3"),
+    Column("k3 in the update", "current/k3"),
+    Column("decisions that differ", "old/route_any_diff", "{:.2%}"),
+    Column("tokens touched", "old/route_tokens_touched", "{:.1%}"),
+    Column("abs log-ratio, shifted tokens", "old/abs_log_ratio_shifted"),
+    Column("abs log-ratio, others", "old/abs_log_ratio_unshifted"),
+    Column("dropped tokens", "old/masked_token", "{:.1%}"),
+    Column("replayed-vs-live disagreement", "replay/disagreement", "{:.2%}"),
+    Column("gradient norm", "grad_norm"),
+    Column("held-out", "eval/accuracy", "{:.1%}", last=True),
 )
 DRAWN = COLUMNS[1]
 
@@ -55,11 +55,10 @@ def read_run(choices: Mapping[str, str], seed: int, folder: Path) -> Run:
 
 
 def _value(records: Sequence[Mapping[str, Any]], column: Column) -> float:
-    for key in column.keys:
-        values = [float(r[key]) for r in records if isinstance(r.get(key), int | float)]
-        if values:
-            return values[-1] if column.last else statistics.fmean(values)
-    return math.nan
+    values = [float(r[column.metric]) for r in records if isinstance(r.get(column.metric), int | float)]
+    if not values:
+        return math.nan
+    return values[-1] if column.last else statistics.fmean(values)
 
 
 def write_grid(runs: Sequence[Run], folder: Path) -> list[Path]:
