@@ -124,11 +124,13 @@ def _run_cell(grid: GridSettings, cell: Cell) -> None:
     data = _fields(grid, cell.choices)
     common = job.settings_of(data, grid.arguments)
     changes: dict[str, Any] = {"output": str(cell.folder), "train.seed": cell.seed}
+    if not grid.keep_weights:
+        changes["train.save_hf"] = False
     if common.warmup.steps:
         changes |= {"model": {"hf_path": str(_warmed(grid, cell.seed))}, "warmup.steps": 0}
     _train(grid, _changed(data, changes), cell.folder)
     if not grid.keep_weights:
-        for name in ("checkpoints", "hf", "sync"):
+        for name in ("checkpoints", "sync"):
             shutil.rmtree(cell.folder / name, ignore_errors=True)
 
 

@@ -6,7 +6,7 @@ import copy
 import shutil
 import warnings
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,10 +81,10 @@ def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
     check_modes(settings.correction, settings.loss, settings.train)
     task = _task(settings, hf_config_dict(settings.model))
     folder, rollout = Path(settings.output), settings.rollout
-    with parallel.initialized(settings.parallel, settings.train.seed) as groups:
+    with parallel.initialized(settings.parallel, settings.train.seed) as groups, ExitStack() as leaving:
         if fresh and groups.is_writer:
             _delete_outputs(folder)
-        policy = Policy(settings.model, settings.parallel, settings.train, groups)
+        policy = leaving.enter_context(closing(Policy(settings.model, settings.parallel, settings.train, groups)))
         probe = _probe(settings, policy)
 
         def export(version: int) -> Iterable[tuple[str, Tensor]]:
@@ -92,11 +92,9 @@ def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
                 probe.refresh()
             return perturbed(policy.export(), quantize=rollout.quantize, amplify=rollout.amplify, version=version)
 
-        with (
-            closing(_engine(settings, policy, groups, probe)) as engine,
-            Observers(settings, writer=groups.is_writer, dumps=dump) as observers,
-        ):
-            Job(settings, groups, policy, engine, task, observers, export=export).run(resume=not fresh)
+        engine = leaving.enter_context(closing(_engine(settings, policy, groups, probe)))
+        observers = leaving.enter_context(Observers(settings, writer=groups.is_writer, dumps=dump))
+        Job(settings, groups, policy, engine, task, observers, export=export).run(resume=not fresh)
 
 
 def _delete_outputs(folder: Path) -> None:

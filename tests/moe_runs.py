@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -36,9 +36,9 @@ def world(path: str, **layout: int) -> Iterator[Any]:
 
     train = TrainSettings(optimizer="sgd", lr=0.5, clip_grad=0.0, micro_batches=2)
     place = groups.initialize(ParallelSettings(**layout), seed=1)
-    policy = Policy(ModelSettings(hf_path=path), ParallelSettings(**layout), train, place)
-    start(policy)
-    yield policy
+    with closing(Policy(ModelSettings(hf_path=path), ParallelSettings(**layout), train, place)) as policy:
+        start(policy)
+        yield policy
 
 
 def start(policy: Any) -> None:

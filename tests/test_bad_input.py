@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from jobs import DENSE, MOE, REWARDS, run_job, run_together, save_tiny_checkpoint, settings_file, train
+from jobs import DENSE, REWARDS, run_together, save_tiny_checkpoint, settings_file, train
 
 from megatron_rc.report.log import read_metrics
 
@@ -170,11 +170,3 @@ def test_finished_steps_survive_an_error_in_a_later_one(ended: Any, folder: Path
 
 def test_a_good_job_ends_with_status_0(ended: dict[str, tuple[int, str]]):
     assert ended["good"][0] == 0, ended["good"][1]
-
-
-def test_experts_with_tensor_parallelism_need_transformer_engine(tmp_path: Path):
-    config = settings_file(tmp_path, {**JOB, "model": {"config": MOE}, "parallel": {"tensor": 2}})
-    done = run_job(config, "--set", f"output={tmp_path / 'x'}", processes=2)
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if "megatron-rc: error: " in line]
-    assert len(said) == 1 and "parallel.tensor=2 with num_experts=4 needs TransformerEngine" in said[0]

@@ -12,6 +12,8 @@ from traffic import counted_traffic
 
 from megatron_rc.kernels.compare_routes import compare_routes_fwd
 from megatron_rc.kernels.launch import LAUNCH
+from megatron_rc.moe.shift import expert_shift
+from megatron_rc.moe.tables import MoeShape, RouteTable
 from megatron_rc.reference import compare_routes
 
 pytestmark = pytest.mark.interpreter
@@ -79,6 +81,19 @@ def test_elements_past_two_to_the_31(far: int, monkeypatch: pytest.MonkeyPatch) 
     for view, ids in zip((a, b), pair, strict=True):
         view.copy_(ids)
     assert_same(compare_routes_fwd(a, b), compare_sets(*pair))
+
+
+def test_expert_shift_is_the_same_by_both_backends() -> None:
+    shape = MoeShape(num_layers=5, layers=(0, 2, 4), top_k=4, num_experts=12)
+    tables = [RouteTable(shape, ids.to(shape.dtype)) for ids in random_routes((37, 3, 4), seed=3)]
+    generator = torch.Generator().manual_seed(1)
+    log_ratio, mask = torch.randn(37, generator=generator), torch.rand(37, generator=generator) < 0.8
+    torch_shift, shift = (
+        expert_shift(*tables, mask, log_ratio=log_ratio, positions=torch.arange(37), backend=backend)
+        for backend in ("torch", "triton")
+    )
+    assert torch.equal(shift.route_shift, torch_shift.route_shift) and shift.route_shift.any()
+    assert {k: str(v) for k, v in shift.sums.sums.items()} == {k: str(v) for k, v in torch_shift.sums.sums.items()}
 
 
 def test_both_engines_are_read_once() -> None:

@@ -91,8 +91,10 @@ def test_a_dense_model_trains_the_same_under_every_layout(dense: Recording, layo
     dense.assert_same_as_one_process(layout, metrics)
 
 
-def test_experts_on_two_processes_train_the_same_as_on_one(moe: Recording):
-    moe.assert_same_as_one_process("expert=2", moe.replay("expert=2", "parallel.expert=2", processes=2))
+@pytest.mark.parametrize("layout", [("expert=2",), ("tensor=2", "expert=2")], ids=" ".join)
+def test_experts_on_two_processes_train_the_same_as_on_one(moe: Recording, layout: tuple[str, ...]):
+    name = "-".join(layout)
+    moe.assert_same_as_one_process(name, moe.replay(name, *(f"parallel.{part}" for part in layout), processes=2))
 
 
 @pytest.mark.full

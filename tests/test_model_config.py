@@ -63,7 +63,11 @@ def test_sparse_step_and_dense_layers_choose_the_moe_layers() -> None:
         (DENSE, {"pipeline": 3}, "num_hidden_layers must be divisible by parallel.pipeline"),
         (DENSE, {"expert": 2}, "parallel.expert=2 needs a model with experts"),
         (MOE, {"expert": 3}, "num_experts must be divisible by parallel.expert"),
-        (MOE, {"tensor": 2}, "parallel.tensor=2 with num_experts=8 needs TransformerEngine"),
+        (
+            MOE | {"moe_intermediate_size": 25},
+            {"tensor": 2},
+            "moe_intermediate_size must be divisible by parallel.tensor",
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_by_field(
@@ -150,7 +154,7 @@ print(json.dumps({
                 "rope": False,
                 "qkv": "ColumnParallelLinear",
                 "attention": "PackedCoreAttention",
-                "norm": "WrappedTorchNorm",
+                "norm": "RowsNorm",
             },
         ),
     ],

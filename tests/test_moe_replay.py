@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -40,10 +42,19 @@ def gradients(policy: Any, batch: Any, **tables: Tensor) -> dict[str, Any]:
     return out | {"table": routes.recorded}
 
 
+def _is_freed(path: str) -> bool:
+    with world(path) as policy:
+        module = weakref.ref(policy.modules[0])
+        step(policy, sampled(policy, flipped=False), record=True)
+    del policy
+    gc.collect()
+    return module() is None
+
+
 def _one_process(rank: int, path: str) -> dict[str, Any]:
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    out: dict[str, Any] = {}
+    out: dict[str, Any] = {"freed": _is_freed(path)}
     with world(path) as policy:
         registered = list(RouterReplay.global_router_replay_instances)
         start = weights(policy)
@@ -157,6 +168,10 @@ def test_after_an_error_nothing_is_replayed_any_more(found: dict[str, Any]) -> N
     assert "target must hold 3 layers of 3 experts, got (2, 3)" in found["layers"]
 
 
+def test_a_closed_policy_keeps_no_model(found: dict[str, Any]) -> None:
+    assert found["freed"]
+
+
 def test_the_gradient_reaches_the_replayed_experts_and_no_others(found: dict[str, Any]) -> None:
     for name, gradient in found["three"]["gradients"].items():
         if ".experts.local_experts." in name:
@@ -190,7 +205,12 @@ def test_a_rejection_on_route_shift_drops_exactly_the_tokens_above_it(found: dic
     assert kept == pytest.approx(1 - rejected)
 
 
-LAYOUTS: dict[str, dict[str, int]] = {"experts": {"expert": 2}, "stages": {"pipeline": 2}}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "experts": {"expert": 2},
+    "stages": {"pipeline": 2},
+    "rows": {"tensor": 2},
+    "rows and experts": {"tensor": 2, "expert": 2},
+}
 EXACT = ("route_any_diff", "route_tokens_touched", "route_layers_differing", "replay/share", "replay/disagreement")
 """Quotients of counts."""
 

@@ -270,8 +270,6 @@ def test_what_does_not_divide_is_refused_in_one_sentence(
 
 def test_experts_and_heads_of_the_mixture_are_checked_too() -> None:
     name = "train_qwen3_30b_a3b_2x8"
-    with pytest.raises(ValueError, match="parallel.tensor=2 with num_experts=128 needs TransformerEngine"):
-        recipe(name, "parallel.tensor=2")
     with pytest.raises(ValueError, match="parallel.expert=8 must divide the processes of a pipeline stage, got 4"):
         recipe(name, "parallel.expert=8")
     with pytest.raises(ValueError, match="num_experts must be divisible by parallel.expert, got 128 and 3"):

@@ -66,6 +66,12 @@ def test_a_job_killed_before_its_first_checkpoint_with_optimizer_state_resumes_b
     resumed_equals_uninterrupted(tmp_path, JOB, "rl", 1)
 
 
+def test_a_killed_job_without_checkpoints_starts_anew(tmp_path: Path):
+    train = {**JOB["train"], "steps": 5, "save_interval": 0}
+    resumed_equals_uninterrupted(tmp_path, {**JOB, "warmup": {"steps": 5, "batch_size": 32}, "train": train}, "rl", 2)
+    assert not (tmp_path / "killed/checkpoints").exists()
+
+
 @pytest.mark.full
 def test_a_job_without_optimizer_state_resumes_bit_for_bit(tmp_path: Path):
     resumed_equals_uninterrupted(tmp_path, {**JOB, "train": {**JOB["train"], "optimizer": "sgd"}}, "rl", 4)

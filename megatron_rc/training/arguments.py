@@ -238,7 +238,7 @@ class TrainSettings:
     eval_samples: int = 1
     """Sampled answers a held-out prompt, at the rollout temperature."""
     save_interval: int = 50
-    """Steps between two checkpoints."""
+    """Steps between two checkpoints; 0: none, and a job that is stopped starts anew."""
     keep_checkpoints: int = 2
     """Checkpoints kept; older ones are deleted."""
     backend: Literal["auto", "torch", "triton"] = "auto"
@@ -251,10 +251,11 @@ class TrainSettings:
     def __post_init__(self) -> None:
         _positive(lr=self.lr, adam_eps=self.adam_eps)
         _at_least(0, steps=self.steps, min_lr=self.min_lr, lr_warmup_steps=self.lr_warmup_steps,
-                  weight_decay=self.weight_decay, clip_grad=self.clip_grad)  # fmt: skip
+                  weight_decay=self.weight_decay, clip_grad=self.clip_grad,
+                  save_interval=self.save_interval)  # fmt: skip
         _at_least(1, mini_batches_per_rollout=self.mini_batches_per_rollout, eval_samples=self.eval_samples,
                   max_tokens_per_microbatch=self.max_tokens_per_microbatch, eval_interval=self.eval_interval,
-                  save_interval=self.save_interval, keep_checkpoints=self.keep_checkpoints)  # fmt: skip
+                  keep_checkpoints=self.keep_checkpoints)  # fmt: skip
         if self.micro_batches is not None:
             _at_least(1, micro_batches=self.micro_batches)
         if self.min_lr > self.lr:

@@ -260,16 +260,13 @@ class Job:
         )
 
     def _save_when_due(self) -> None:
-        if self.progress.step % self.settings.train.save_interval == 0:
+        interval = self.settings.train.save_interval
+        if interval and self.progress.step % interval == 0:
             self._save()
 
     def _save(self) -> None:
-        if self.saved != self.progress.name:
-            checkpoint.save(
-                self.checkpoints,
-                self.policy,
-                self.progress,
-                extra=self.engine.state_tensors(),
-                keep=self.settings.train.keep_checkpoints,
-            )
+        train = self.settings.train
+        if train.save_interval and self.saved != self.progress.name:
+            extra = self.engine.state_tensors()
+            checkpoint.save(self.checkpoints, self.policy, self.progress, extra=extra, keep=train.keep_checkpoints)
             self.saved = self.progress.name

@@ -11,7 +11,6 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -59,11 +58,6 @@ def check_layout(hf: dict[str, Any], parallel: ParallelSettings) -> None:
             raise ValueError(f"{name} must be divisible by parallel.{axis}, got {hf[name]} and {ranks}")
     if parallel.expert > 1 and not moe:
         raise ValueError(f"parallel.expert={parallel.expert} needs a model with experts, this one has none")
-    if parallel.tensor > 1 and moe and not libraries().transformer_engine:
-        raise ValueError(
-            f"parallel.tensor={parallel.tensor} with num_experts={hf['num_experts']} needs TransformerEngine "
-            "(sequence parallelism); use parallel.expert"
-        )
     if parallel_state.is_initialized() and parallel_state.get_context_parallel_world_size() > 1:
         raise ValueError("context parallelism is not supported by the training loop, context_parallel_size must be 1")
 
@@ -145,12 +139,25 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     if libraries().transformer_engine:
         return gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
-    # with Apex installed megatron-core would choose a layer norm that has no RMS form
-    spec.layer_norm = WrappedTorchNorm
+    spec.layer_norm = RowsNorm
     for layer in spec.layer_specs:
-        layer.submodules.self_attention.module = PackedSelfAttention
-        layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+        attention = layer.submodules.self_attention
+        attention.module, attention.submodules.core_attention = PackedSelfAttention, PackedCoreAttention
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RowsNorm
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = RowsNorm
     return spec
+
+
+class RowsNorm(torch.nn.RMSNorm):
+    """Root mean square norm of rows that may be split over tensor-parallel ranks, as they are beside experts.
+
+    megatron-core's own norm without TransformerEngine refuses split rows, and with Apex it has no RMS form.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        # megatron-core sums the gradient over the ranks of weights that are marked so
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def build_model(
@@ -165,7 +172,8 @@ def build_model(
 
     Call it as ``model(input_ids [1, N], position_ids [1, N], None, packed_seq_params=packed_seq_params(...))``; the
     last stage answers with logits [1, N, padded vocabulary / TP] in ``dtype`` (pass ``fp32_output=False`` unless fp32).
-    With experts and parallel.tensor > 1 the rows are also split over TP ranks, so N must be a multiple of it.
+    With experts and parallel.tensor > 1 the rows are also split over TP ranks, so N must be a multiple of it:
+    `model_inputs` pads them.
 
     Args:
         hf: from ``hf_config_dict``.

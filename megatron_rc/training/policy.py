@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -53,6 +54,8 @@ class Policy:
         """Optimizer steps since start_phase, without those that the fp16 loss scaler skipped."""
         self.hf_config = hf_config_dict(model)
         chunks = build_model(self.hf_config, parallel, train.dtype)
+        config: Any = chunks[0].config
+        self.rows_multiple = parallel.tensor if config.sequence_parallel else 1
         if model.hf_path:
             load_hf(chunks, model.hf_path)
         else:
@@ -162,6 +165,14 @@ class Policy:
         self.phase_updates += bool(applied)
         return UpdateResult(outputs, float(grad_norm or 0.0), bool(applied), lr)
 
+    def close(self) -> None:
+        """Let go of the model; a process that trains several jobs would keep each of them, and its groups' threads.
+
+        The gradient hooks of megatron-core's DDP refer to it from C++, a cycle that Python's collector cannot see.
+        """
+        for chunk in self.chunks:
+            vars(chunk).clear()
+
     def _run(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -175,9 +186,11 @@ class Policy:
         undo = len(micro_batches) * self.groups.data_size
 
         def loss_function(micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Any]:
-            batch = micro.batch
+            batch, logits = micro.batch, logits.squeeze(0)
+            if len(logits) > batch.num_tokens:  # a slice of everything would still copy the gradient
+                logits = logits[: batch.num_tokens]
             result = vocab_parallel_logprobs(
-                logits.squeeze(0),
+                logits,
                 batch.targets,
                 tp_group=self.groups.tensor,
                 temperature=batch.sampling.temperature,
@@ -196,10 +209,7 @@ class Policy:
             batch = micro.batch
             with around_forward(self.chunks.index(model), micro) if around_forward else nullcontext():
                 output = model(
-                    input_ids=batch.tokens[None],
-                    position_ids=batch.position_ids[None],
-                    attention_mask=None,
-                    packed_seq_params=packed_seq_params(batch.cu_seqlens, max(batch.lengths), batch.lengths),
+                    **model_inputs(batch, self.rows_multiple),
                     **({} if self.train.dtype == "fp32" else {"fp32_output": False}),
                 )
             return output, partial(loss_function, micro)
@@ -217,6 +227,28 @@ class Policy:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
+
+
+def model_inputs(batch: TokenBatch, multiple: int) -> dict[str, Any]:
+    """What GPTModel takes of a packed batch of N rows, with one more sequence where N is no multiple of ``multiple``.
+
+    Args:
+        multiple: of rows, where tensor-parallel ranks split them.
+
+    Returns:
+        keyword arguments of the model; its logits have the rows of the batch first.
+    """
+    short = -batch.num_tokens % multiple
+    cu_seqlens, lengths = batch.cu_seqlens, [*batch.lengths]
+    if short:
+        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + short])
+        lengths.append(short)
+    return {
+        "input_ids": F.pad(batch.tokens, (0, short))[None],
+        "position_ids": F.pad(batch.position_ids, (0, short))[None],
+        "attention_mask": None,
+        "packed_seq_params": packed_seq_params(cu_seqlens, max(lengths), lengths),
+    }
 
 
 @dataclass
