@@ -44,10 +44,13 @@ SCHEMA = pa.schema(
         pa.field("top_p", pa.float64(), nullable=False),
         pa.field("top_k", pa.int32(), nullable=False),
         pa.field("support", pa.list_(_ids)),
+        pa.field("routes", pa.large_binary()),
+        pa.field("routes_shape", _ids),
     ]
 )
 """Columns of a dump; docs/dump.md says what each one holds."""
 
+_ROUTE = np.dtype("<i4")
 SAMPLING_KEY = b"megatron_rc.sampling"
 """Schema metadata: the SamplingParams of the step as JSON."""
 
@@ -78,9 +81,12 @@ class DumpWriter:
         seeds: Sequence[int],
         old_logprobs: Tensor | None = None,
         corrected: CorrectedRows | None = None,
+        routes: bool = False,
     ) -> Path:
         """Write one step that this process holds whole; the arguments are those of ``dump_table``."""
-        table = dump_table(step, batch, samples=samples, seeds=seeds, old_logprobs=old_logprobs, corrected=corrected)
+        table = dump_table(
+            step, batch, samples=samples, seeds=seeds, old_logprobs=old_logprobs, corrected=corrected, routes=routes
+        )
         return self.write_tables(step, [table])
 
     def write_tables(self, step: int, tables: Sequence[pa.Table]) -> Path:
@@ -126,6 +132,7 @@ def dump_table(
     seeds: Sequence[int],
     old_logprobs: Tensor | None = None,
     corrected: CorrectedRows | None = None,
+    routes: bool = False,
 ) -> pa.Table:
     """The rows of one process; picklable, so that one process can collect and write them.
 
@@ -134,6 +141,7 @@ def dump_table(
         seeds: [S] seed of each response, < 2^63, unique in the run; replay finds a response by it.
         old_logprobs: [N] fp32, nats, packed like the batch; None leaves the column null.
         corrected: the weights and mask after correction, packed like the batch; None leaves both null.
+        routes: write those of the samples, too; they are many times what the rest of a sample is.
     """
     assert len(samples) == len(seeds) == batch.num_sequences, "one sample and one seed a sequence"
     rows, offsets = _output_rows(batch, samples)
@@ -147,6 +155,7 @@ def dump_table(
         return pa.nulls(len(samples), kind) if values is None else pa.array(values.detach().cpu().numpy(), kind)
 
     sampling = batch.sampling
+    routed = [s.routes if routes else None for s in samples]
     columns = {
         "step": [step] * len(samples),
         "sequence": range(len(samples)),
@@ -170,6 +179,8 @@ def dump_table(
         "top_p": [sampling.top_p] * len(samples),
         "top_k": [sampling.top_k] * len(samples),
         "support": [s.support for s in samples],
+        "routes": [None if ids is None else ids.numpy().astype(_ROUTE).tobytes() for ids in routed],
+        "routes_shape": [None if ids is None else [*ids.shape] for ids in routed],
     }
     settings = json.dumps(dataclasses.asdict(sampling)).encode()
     arrays = [_array(columns[field.name], field.type) for field in SCHEMA]
@@ -204,8 +215,11 @@ def read_dump(path: str | Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def sample_of(record: dict[str, Any]) -> Sample:
-    """The sample that a record was written from; routes are not in a dump."""
-    mask = record["loss_mask"]
+    """The sample that a record was written from, with its routes if they were written."""
+    mask, routes = record["loss_mask"], None
+    if record["routes"] is not None:
+        ids = np.frombuffer(record["routes"], dtype=_ROUTE).reshape(record["routes_shape"])
+        routes = torch.from_numpy(ids.astype(np.int32))
     return Sample(
         prompt_ids=record["prompt_ids"],
         output_ids=record["output_ids"],
@@ -213,6 +227,7 @@ def sample_of(record: dict[str, Any]) -> Sample:
         finish_reason=record["finish_reason"],
         weight_versions=[(span["version"], span["start"], span["end"]) for span in record["weight_versions"]],
         support=record["support"],
+        routes=routes,
         output_mask=None if all(mask) else mask,
     )
 

@@ -19,6 +19,7 @@ from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
 from megatron_rc.rollout.replay import ReplayEngine
 
 SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.7, top_p=0.9, stop_token_ids=(9,))
+ROUTES = {"routes", "routes_shape"}
 DOCUMENT = Path(__file__).parent.parent / "docs" / "dump.md"
 
 
@@ -77,7 +78,21 @@ def test_columns_of_a_stage_that_was_not_reached_are_null(tmp_path: Path) -> Non
     DumpWriter(tmp_path).write(0, TokenBatch.from_samples(samples, sampling), samples=samples, seeds=[1])
     [[record]] = read_dump(tmp_path)
     nulls = {name for name, value in record.items() if value is None}
-    assert nulls == {"group", "old_logprobs", "weights", "mask", "advantage", "reward", "support"}
+    assert nulls == {"group", "old_logprobs", "weights", "mask", "advantage", "reward", "support"} | ROUTES
+
+
+def test_routes_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
+    samples = example_samples()
+    for sample in samples[:2]:
+        rows = len(sample.prompt_ids) + len(sample.output_ids) - 1
+        sample.routes = torch.arange(rows * 6, dtype=torch.int32).view(rows, 3, 2)
+    batch = example_batch(samples)
+    for step, wanted in enumerate([True, False]):
+        DumpWriter(tmp_path).write(step, batch, samples=samples, seeds=[1, 2, 3], routes=wanted)
+    written, without = ([sample_of(r).routes for r in records] for records in read_dump(tmp_path))
+    for sample, ids in zip(samples[:2], written[:2], strict=True):
+        assert ids is not None and ids.dtype == torch.int32 and torch.equal(ids, sample.routes)
+    assert written[2] is None and without == [None] * 3
 
 
 def test_sampling_settings_stand_in_the_schema_metadata(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ JOB: dict[str, Any] = {
 GATE = "correction={reject: [{statistic: route_shift, level: sequence, reduce: mean, upper: 0.05}]}"
 CASES = {
     "recorded": ["moe.record=true", GATE],
-    "R3": ["moe={record: true, replay: R3}", "train.dtype=bf16", "correction=icepop"],
+    "R3": ["moe={record: true, replay: R3, dump_routes: true}", "train.dtype=bf16", "correction=icepop"],
 }
+AGAIN = [*CASES["R3"], "rollout.engine=replay"]
 REFUSED = {
     "dense": (["moe.record=true", f"model.config={DENSE}"], "a model with experts, this one has none"),
     "gate": ([GATE], "needs moe.record=true and correction.old='recompute'"),
@@ -34,7 +35,10 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int
     folder = tmp_path_factory.mktemp("moe-jobs")
     config = settings_file(folder, JOB)
     wanted = {**CASES, **{f"refused {name}": chosen for name, (chosen, _) in REFUSED.items()}}
-    return folder, run_together([train(config, folder / name, *chosen) for name, chosen in wanted.items()], folder)
+    commands = [train(config, folder / name, *chosen) for name, chosen in wanted.items()]
+    commands[list(CASES).index("R3")].append("--dump")
+    commands.append(train(config, folder / "again", *AGAIN, f"rollout.replay_path={folder / 'R3/dump'}"))
+    return folder, run_together(commands, folder)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -54,6 +58,17 @@ def test_a_job_reports_how_far_the_experts_moved(case: str, jobs: tuple[Path, li
         assert 0 < records[0]["old/rejected_route_shift_sequence_mean_seq"] <= 1
     text = (folder / case / "report.html").read_text()
     assert "Expert overlap" in text and "Load change of every expert" in text
+
+
+def test_dumped_routes_are_replayed_as_those_of_the_sampler_were(jobs: tuple[Path, list[tuple[int, str]]]) -> None:
+    folder, done = jobs
+    assert done[-1][0] == 0, done[-1][1]
+    dumped, again = (
+        [r for r in read_metrics(folder / name) if r["phase"] == "rl" and r["step"]] for name in ("R3", "again")
+    )
+    other = {"time/rollout_s", "time/train_s", "time/step_s", "tokens_per_second", "eval/accuracy"}
+    trained = [[{k: v for k, v in r.items() if k not in other} for r in records] for records in (dumped, again)]
+    assert trained[0] == trained[1]
 
 
 @pytest.mark.parametrize("case", REFUSED)

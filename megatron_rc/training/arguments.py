@@ -188,6 +188,9 @@ class MoeSettings:
     replay: Literal["none", "R2", "R3"] = "none"
     """R2: the update passes use the experts that the trainer chose before the update. R3: every pass uses those of the
     sampler."""
+    dump_routes: bool = False
+    """With --dump also write the sampler's routes, 4 bytes x layers x experts a token before compression;
+    rollout.engine 'replay' then returns them."""
 
     @property
     def active(self) -> bool:
@@ -196,7 +199,7 @@ class MoeSettings:
     @property
     def wants_routes(self) -> bool:
         """The sampler is to return its routes."""
-        return self.record or self.replay == "R3"
+        return self.record or self.replay == "R3" or self.dump_routes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ class Observers:
             dumps: write every training batch; the same on every process.
         """
         folder = Path(settings.output)
-        self._dumping = dumps
+        self._dumping, self._dumps_routes = dumps, settings.moe.dump_routes
         self._display = Display(settings.train.steps, settings.name) if writer else None
         self._log = MetricsLog(folder) if writer else None
         self._dumps = DumpWriter(folder / "dump") if writer and dumps else None
@@ -106,6 +106,7 @@ class Observers:
             seeds=rollouts.seeds,
             old_logprobs=old if known else None,
             corrected=WholeRows(weights, mask.bool()) if known else None,
+            routes=self._dumps_routes,
         )
 
 

@@ -120,7 +120,8 @@ class Routing:
         elif self.needs_routes:
             raise ValueError(
                 "moe.replay='R3' and a rejection on 'route_shift' need the routes of every sample, and the sampler "
-                "returned none: rollout.engine 'hf' and 'sglang' return them, 'replay' does not"
+                "returned none: rollout.engine 'hf' and 'sglang' return them, 'replay' if they were dumped "
+                "(moe.dump_routes)"
             )
 
     def start(self, local: TokenBatch) -> StepRoutes:
