@@ -24,7 +24,7 @@ from megatron_rc.report.curves import PANELS
 from megatron_rc.report.heat_map import colour, merged, png
 from megatron_rc.report.html import write_report
 from megatron_rc.report.log import read_metrics
-from megatron_rc.report.route_curves import EXPERTS, HEAT_PANELS, ROUTE_PANELS, heat_maps
+from megatron_rc.report.route_curves import EXPERTS, HEAT_PANELS, ROUTE_PANELS, HeatMap, heat_maps
 
 SHAPE = MoeShape(num_layers=7, layers=(1, 4, 6), top_k=3, num_experts=12)
 
@@ -113,6 +113,15 @@ def test_the_picture_holds_every_cell_in_its_colour() -> None:
     assert found[0] == [colour(0), colour(1), None] and found[1][0] == colour(0.5)
     assert colour(0) != colour(0.5) != colour(1)
     assert pixels(png([[3.0]], 3.0, 3.0)) == [[colour(0)]]
+
+
+def test_a_map_of_both_signs_has_nothing_in_its_middle() -> None:
+    signed = HeatMap("t", "u", "m", [[-1.0, 0.0, 4.0]], ["0"], list("abc"), "layer", "expert")
+    svg = heat_map.heat_map(signed)
+    (image,) = re.findall(r"data:image/png;base64,([^\"]+)", svg)
+    (row,) = pixels(base64.b64decode(image))
+    assert row[1] is not None and len(set(row[1])) == 1, "grey"
+    assert row[2] == colour(1) and row[0] not in (None, colour(0)) and ">-4<" in svg and ">4<" in svg
 
 
 def test_many_steps_are_merged_into_means(monkeypatch: pytest.MonkeyPatch) -> None:

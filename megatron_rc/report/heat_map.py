@@ -14,26 +14,32 @@ from megatron_rc.report.route_curves import HeatMap
 from megatron_rc.report.svg import label_of
 
 WIDTH, HEIGHT = 440, 230
-LEFT, RIGHT, TOP, BOTTOM = 78, 66, 10, 36
+LEFT, RIGHT, TOP, BOTTOM = 78, 80, 10, 36
 MAX_COLUMNS = 400
 """More steps than that are merged, several to a column."""
 SHADES = 255
-_ENDS = ((0xEE, 0xF3, 0xFB), (0xF2, 0xA9, 0x3B), (0x8C, 0x1D, 0x40))
-"""Least, middle and greatest value."""
+Colours = tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int]]
+"""RGB of the least, the middle and the greatest value."""
+_PLAIN: Colours = (0xEE, 0xF3, 0xFB), (0xF2, 0xA9, 0x3B), (0x8C, 0x1D, 0x40)
+_SIGNED: Colours = (0x1F, 0x5F, 0xA8), (0xF4, 0xF4, 0xF4), (0x8C, 0x1D, 0x40)
+"""Of values on both sides of 0, which is the middle."""
 
 
 def heat_map(found: HeatMap) -> str:
     """An SVG element; rows from top to bottom, blank where nothing was measured."""
     cells, columns = merged(found.cells, found.columns)
     finite = [value for row in cells for value in row if math.isfinite(value)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    low, high, colours = (min(finite), max(finite), _PLAIN) if finite else (0.0, 0.0, _PLAIN)
+    if low < 0 < high:
+        high, colours = max(-low, high), _SIGNED
+        low = -high
     width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-    image = base64.b64encode(png(cells, low, high)).decode()
+    image = base64.b64encode(png(cells, low, high, colours)).decode()
     return (
         f'<svg class="map" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(found.title, quote=True)}">'
         f'<image x="{LEFT}" y="{TOP}" width="{width}" height="{height}" preserveAspectRatio="none" '
         f'href="data:image/png;base64,{image}"/>{_rows(found, height)}{_columns(columns, found.column_name, width)}'
-        f"{_scale(low, high, height)}</svg>"
+        f"{_scale(low, high, height, colours)}</svg>"
     )
 
 
@@ -50,7 +56,7 @@ def merged(cells: Sequence[Sequence[float]], columns: Sequence[str]) -> tuple[li
     return [[mean(row, span) for span in spans] for row in cells], [columns[span[0]] for span in spans]
 
 
-def png(cells: Sequence[Sequence[float]], low: float, high: float) -> bytes:
+def png(cells: Sequence[Sequence[float]], low: float, high: float, colours: Colours = _PLAIN) -> bytes:
     """Palette image, one pixel a cell; shade 0 is transparent and stands for NaN, 1 to SHADES for low to high."""
 
     def shade(value: float) -> int:
@@ -59,17 +65,17 @@ def png(cells: Sequence[Sequence[float]], low: float, high: float) -> bytes:
         return 1 + round((SHADES - 1) * (value - low) / (high - low)) if high > low else 1
 
     rows = b"".join(b"\0" + bytes(shade(value) for value in row) for row in cells)
-    palette = bytes((0, 0, 0)) + b"".join(bytes(colour(i / (SHADES - 1))) for i in range(SHADES))
+    palette = bytes((0, 0, 0)) + b"".join(bytes(colour(i / (SHADES - 1), colours)) for i in range(SHADES))
     header = struct.pack(">IIBBBBB", len(cells[0]), len(cells), 8, 3, 0, 0, 0)
     parts = ((b"IHDR", header), (b"PLTE", palette), (b"tRNS", b"\0"), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*part) for part in parts)
 
 
-def colour(share: float) -> tuple[int, int, int]:
+def colour(share: float, colours: Colours = _PLAIN) -> tuple[int, int, int]:
     """RGB of a value ``share`` of the way from the least to the greatest."""
     half = 0 if share < 0.5 else 1
     inside = 2 * share - half
-    start, end = _ENDS[half], _ENDS[half + 1]
+    start, end = colours[half], colours[half + 1]
     red, green, blue = (round(a + (b - a) * inside) for a, b in zip(start, end, strict=True))
     return red, green, blue
 
@@ -97,11 +103,11 @@ def _columns(columns: Sequence[str], name: str, width: int) -> str:
     return "".join(parts)
 
 
-def _scale(low: float, high: float, height: int) -> str:
+def _scale(low: float, high: float, height: int, colours: Colours) -> str:
     x, steps = WIDTH - RIGHT + 10, 20
     parts = [
         f'<rect x="{x}" y="{TOP + height * i / steps:.1f}" width="10" height="{height / steps + 0.5:.1f}" '
-        f'fill="#{"".join(f"{c:02x}" for c in colour(1 - i / (steps - 1)))}"/>'
+        f'fill="#{"".join(f"{c:02x}" for c in colour(1 - i / (steps - 1), colours))}"/>'
         for i in range(steps)
     ]
     for value, y in ((high, TOP + 9), (low, TOP + height)):
