@@ -44,6 +44,16 @@ def test_a_loop_that_exists_is_corrected_by_one_line_and_left_alone_when_only_me
     assert "existing-loop, restored" in after
 
 
+def test_replayed_routes_close_a_part_of_the_gap_in_a_plain_loop():
+    own, replayed = (
+        re.findall(r"k3 without replay ([\d.]+), as trained ([\d.]+)", part)
+        for part in printed(ROOT / "examples/replay_routes.py").split("(R3)")
+    )
+    assert len(own) == len(replayed) == 5
+    assert all(without == trained for without, trained in own)
+    assert all(float(without) > float(trained) for without, trained in replayed)
+
+
 def test_the_code_of_the_readme_runs():
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert code is not None

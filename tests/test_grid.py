@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import DENSE, ROOT, run_together, settings_file
+import yaml
+from jobs import DENSE, MOE, ROOT, run_together, settings_file
 
 from megatron_rc import grid as grids
 from megatron_rc import schema
@@ -76,6 +78,24 @@ def test_a_grid_trains_every_cell_once_from_one_warm_up_and_loses_nothing_to_a_c
     assert (tmp_path / "out/warm/seed-1/hf/config.json").exists()
     assert "| bf16 | icepop | sums |" in (tmp_path / "out/table.md").read_text()
     assert (tmp_path / "out/grid.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_launcher_starts_the_jobs_of_a_grid_and_a_cell_that_fails_names_its_log(tmp_path: Path) -> None:
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2"
+    job = {**JOB, "model": {"config": MOE}, "parallel": {"expert": 2}, "warmup": {"steps": 0}, "moe": {"record": True}}
+    axes = {"replay": {"R3": {"moe.replay": "R3"}, "R2": {"moe.replay": "R2", "correction": {"old": "current"}}}}
+    data = {"job": job, "axes": axes, "output": str(tmp_path / "out"), "launcher": torchrun}
+    ((status, said),) = run_together([["grid", str(settings_file(tmp_path, data))]], tmp_path)
+    assert status == 2 and f"R2 seed 1: the job failed; {tmp_path}/out/R2/seed-1/log.txt says why" in said
+    assert "correction.old must be 'recompute'" in (tmp_path / "out/R2/seed-1/log.txt").read_text()
+    (row,) = csv.DictReader((tmp_path / "out/runs.csv").open())
+    assert row["replay"] == "R3" and float(row["decisions that differ"]) >= 0
+
+
+def test_the_grid_for_a_real_model_can_start() -> None:
+    documented = (ROOT / "docs/moe.md").read_text().split("## On a real model")[1]
+    data = yaml.safe_load(documented.split("```yaml")[1].split("```")[0])
+    assert len(grids.cells(schema.from_dict(grids.GridSettings, data))) == 3 * 2 * 2
 
 
 def test_what_one_process_works_on_no_other_takes(tmp_path: Path) -> None:
