@@ -256,7 +256,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "geo-mask": Preset(
         RolloutCorrection(reject=(_geometric_gate(0.999, 1.001),)),
-        "rl-collapse part 3; 0.999 / 1.001 as in verl geo_rs",
+        "rl-collapse part 3; 0.999 / 1.001 as in verl geo_rs; drops most responses of a few tokens (docs/moe.md)",
     ),
     "geo-mask-token-tis": Preset(
         RolloutCorrection(_TOKEN_TIS, (_geometric_gate(0.999, 1.001),)), "rl-collapse part 3; bounds as in verl, C = 2"

@@ -211,16 +211,22 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "rows": {"tensor": 2},
     "rows and experts": {"tensor": 2, "expert": 2},
 }
+LAYOUTS_OF_4: dict[str, dict[str, int]] = {
+    "stages and experts": {"pipeline": 2, "expert": 2},
+    "stages and rows": {"pipeline": 2, "tensor": 2},
+    "rows and data": {"tensor": 2},
+}
+REPLAYS = ("none", "R2", "R3")
 EXACT = ("route_any_diff", "route_tokens_touched", "route_layers_differing", "replay/share", "replay/disagreement")
 """Quotients of counts."""
 
 
-def _layouts(rank: int, path: str) -> dict[str, dict[str, dict[str, Any]]]:
+def _layouts(rank: int, path: str, layouts: dict[str, dict[str, int]]) -> dict[str, dict[str, dict[str, Any]]]:
     out: dict[str, dict[str, dict[str, Any]]] = {}
-    for name, layout in LAYOUTS.items():
+    for name, layout in layouts.items():
         with world(path, **layout) as policy:
             start, samples, out[name] = weights(policy), sampled(policy, flipped=True), {}
-            for replay in ("none", "R2", "R3"):
+            for replay in REPLAYS:
                 restore(policy, start)
                 out[name][replay] = step(policy, samples, record=True, replay=replay, mini=2).metrics
     return out
@@ -228,16 +234,29 @@ def _layouts(rank: int, path: str) -> dict[str, dict[str, dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def two(model: str) -> list[Any]:
-    return run_ranks(2, _layouts, model)
+    return run_ranks(2, _layouts, model, LAYOUTS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("replay", ["none", "R2", "R3"])
+@pytest.mark.parametrize("replay", REPLAYS)
 def test_two_processes_replay_and_measure_what_one_does(
     layout: str, replay: str, two: list[Any], found: dict[str, Any]
 ) -> None:
-    metrics, expected = two[0][layout][replay], found[f"mini {replay}"]
-    assert set(metrics) == set(expected) and str(metrics) == str(two[1][layout][replay])
+    assert_same(two[0][layout][replay], found[f"mini {replay}"])
+    assert str(two[0][layout][replay]) == str(two[1][layout][replay])
+
+
+@pytest.mark.full
+def test_four_processes_replay_and_measure_what_one_does(model: str, found: dict[str, Any]) -> None:
+    ranks = run_ranks(4, _layouts, model, LAYOUTS_OF_4)
+    assert all(str(rank) == str(ranks[0]) for rank in ranks)
+    for replays in ranks[0].values():
+        for replay, metrics in replays.items():
+            assert_same(metrics, found[f"mini {replay}"])
+
+
+def assert_same(metrics: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert set(metrics) == set(expected)
     for name, value in expected.items():
         given, wanted = (torch.tensor(v, dtype=torch.float64) for v in (metrics[name], value))
         # against the replayed sampler the log-ratio is rounding alone
