@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -126,6 +126,14 @@ def test_a_probe_that_differs_from_the_trainers_takes_the_server_out_and_pauses_
     with pytest.raises(ValueError, match="nats from the trainer's"):
         job.update(2, version=2)
     assert one.paused and two.paused and one.version == two.version == "unproved-2"
+
+
+def test_a_probe_may_differ_in_proportion_to_its_log_probs(start, tmp_path):
+    job, _ = start("tensor", tmp_path, count=1)
+    for version, share, passes in ((1, 1e-5, True), (2, 1e-4, False)):
+        job.sync.probe = lambda prompt, v=version, s=share: [p * (1 + s) for p in probe_logprobs(weights_of(v), prompt)]
+        with nullcontext() if passes else pytest.raises(ValueError, match="nats from the trainer's"):
+            job.update(version, version=version)
 
 
 def test_a_session_left_open_by_a_trainer_that_died_is_closed_first(start, tmp_path):

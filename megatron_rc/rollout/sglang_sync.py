@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -23,8 +23,9 @@ from megatron_rc.rollout.sglang_tensor import TensorSync
 
 T = TypeVar("T")
 
-PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
-"""Mean |difference| of the probe's log-probs, nats: above the rounding of a dtype, far below that of wrong tensors."""
+PROBE_TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 0.03, torch.float16: 0.03}
+"""Mean |difference| of the probe's log-probs as a share of their mean size: logits are rounded in proportion to
+theirs, and a trained model finds the probe's tokens very unlikely. Wrong tensors move log-probs by about their size."""
 
 
 _REACH_SECONDS = 30.0
@@ -64,7 +65,7 @@ class WeightSync:
     """The trainer's log-probs of a prompt: log pi(prompt[t] | prompt[:t]) of t >= 1, nats, at temperature 1, by the
     weights just sent. Called once an update in the writing process alone, after all weights were taken."""
     probe_tolerance: float | None = None
-    """Mean |difference|, nats; None: PROBE_TOLERANCE of the servers' dtype."""
+    """Mean |difference| / mean |log-prob|; None: PROBE_TOLERANCE of the servers' dtype."""
     ledger: Ledger = field(default_factory=Ledger)
     known: dict[str, tuple[str, Checksums]] = field(default_factory=dict)
     """By url: version and checksums after the last update that the server passed."""
@@ -240,17 +241,18 @@ class _Update:
 
     def compare_probe(self, found: Mapping[str, list[float]], dtype: torch.dtype) -> None:
         sync = self.sync
-        tolerance = PROBE_TOLERANCE[dtype] if sync.probe_tolerance is None else sync.probe_tolerance
+        share = PROBE_TOLERANCE[dtype] if sync.probe_tolerance is None else sync.probe_tolerance
         if sync.probe is not None:
             expected, whose = sync.probe(self.prompt()), "the trainer's"
         else:
             expected, whose = [median(values) for values in zip(*found.values(), strict=True)], "the servers' median"
         failures = {}
+        tolerance = share * fmean(map(abs, expected))
         for url, values in found.items():
             difference = mean_difference(values, expected)
             # written so that NaN fails
             if not difference <= tolerance:
                 failures[url] = (
-                    f"the log-probs of its probe prompt are {difference:.2g} nats from {whose}, above {tolerance:g}"
+                    f"the log-probs of its probe prompt are {difference:.2g} nats from {whose}, above {tolerance:.2g}"
                 )
         self.drop(failures)
