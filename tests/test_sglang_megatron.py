@@ -98,5 +98,5 @@ def test_the_servers_log_probs_are_the_trainers_before_and_after_each_way_of_syn
     assert started["distance"] < 2e-5
     for version, result in enumerate(synced, start=1):
         assert result["version"] == str(version)
-        assert result["apart"] > 1e-3, "a step of training must be seen, or the sync proves nothing"
+        assert result["apart"] > 1e-4, "a step of training must be seen, or the sync proves nothing"
         assert result["distance"] < 2e-5
