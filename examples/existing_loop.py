@@ -13,6 +13,8 @@ from megatron_rc.training import emulation
 
 emulation.emulate_cuda_on_cpu()
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -27,7 +29,8 @@ PROMPTS, SAMPLES = 14, 8
 LR = 1e-2
 
 
-def build_model() -> GPTModel:
+def build_model(**mixture: Any) -> GPTModel:
+    """Two layers; ``mixture``: the fields of Megatron's TransformerConfig that give them experts."""
     config = TransformerConfig(
         num_layers=2,
         hidden_size=32,
@@ -38,8 +41,9 @@ def build_model() -> GPTModel:
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
+        **mixture,
     )
-    spec = get_gpt_layer_local_spec()
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     return GPTModel(config, spec, VOCABULARY, LENGTH + 1, position_embedding_type="rope").to(emulation.device())
 
 
@@ -79,6 +83,12 @@ def next_logits(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor:
     return model(tokens, torch.arange(rows, device=tokens.device).expand_as(tokens), future).float()
 
 
+def logprobs_of(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor:
+    """[B, T + 1] -> [B, T]."""
+    logits, targets = next_logits(model, tokens[:, :-1]), tokens[:, 1:]
+    return -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+
+
 @torch.no_grad()
 def take_weights(sampler: GPTModel, model: GPTModel) -> None:
     """Copy the weights in 5 bits, with one scale a tensor."""
@@ -99,6 +109,30 @@ def sample(sampler: GPTModel, prompts: torch.Tensor) -> tuple[torch.Tensor, torc
     return tokens, torch.cat(logprobs, 1), ended - (tokens[:, 1:] == END).long() == 0
 
 
+class Rollouts(NamedTuple):
+    """SAMPLES answers to each of PROMPTS prompts, B in all."""
+
+    tokens: torch.Tensor
+    """[B, T + 1], the prompt in front."""
+    logprobs: torch.Tensor
+    """[B, T], of the sampled ones, by the sampler."""
+    mask: torch.Tensor
+    """[B, T], which of them count."""
+    rewards: torch.Tensor
+    """[B]."""
+    advantages: torch.Tensor
+    """[B], normalised over the answers to one prompt."""
+
+
+def roll_out(sampler: GPTModel) -> Rollouts:
+    prompts = torch.randint(0, END, (PROMPTS,), device=emulation.device()).repeat_interleave(SAMPLES)
+    tokens, logprobs, mask = sample(sampler, prompts)
+    rewards = ((tokens[:, 1:] == prompts[:, None]) & mask).float().mean(1)
+    groups = rewards.view(PROMPTS, SAMPLES)
+    advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+    return Rollouts(tokens, logprobs, mask, rewards, advantages)
+
+
 def train(steps: int = 40) -> None:
     torch.manual_seed(0)
     model, sampler = build_model(), build_model()
@@ -106,15 +140,9 @@ def train(steps: int = 40) -> None:
     scheduler = make_scheduler(optimizer)
     for step in range(1, steps + 1):
         take_weights(sampler, model)
-        prompts = torch.randint(0, END, (PROMPTS,), device=emulation.device()).repeat_interleave(SAMPLES)
-        tokens, rollout_logprobs, mask = sample(sampler, prompts)
-        rewards = ((tokens[:, 1:] == prompts[:, None]) & mask).float().mean(1)
-        groups = rewards.view(PROMPTS, SAMPLES)
-        advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).view(-1, 1)
-
-        logits = next_logits(model, tokens[:, :-1])
-        logprobs = -F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view_as(mask)
-        loss = grpo_loss(logprobs, logprobs.detach(), rollout_logprobs, advantages.expand_as(logprobs), mask)
+        tokens, rollout_logprobs, mask, rewards, advantages = roll_out(sampler)
+        logprobs = logprobs_of(model, tokens)
+        loss = grpo_loss(logprobs, logprobs.detach(), rollout_logprobs, advantages[:, None].expand_as(logprobs), mask)
         optimizer.zero_grad()
         loss.backward()
         lr = optimizer.param_groups[0]["lr"]

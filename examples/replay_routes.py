@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import existing_loop  # isort: skip - it starts the emulation of CUDA
 import torch
-from existing_loop import END, LENGTH, PROMPTS, SAMPLES, next_logits, sample, take_weights
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from existing_loop import LENGTH, LR, build_model, logprobs_of, roll_out, take_weights
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rc import Rejection, RolloutCorrection, Weight, correct, loss_scale, policy_loss
@@ -22,7 +20,6 @@ from megatron_rc.moe.replay import RoutedSchedule
 from megatron_rc.moe.routers import routers_of
 from megatron_rc.moe.shift import expert_shift
 from megatron_rc.moe.tables import MoeShape, RouteTable
-from megatron_rc.training import emulation
 
 SHAPE = MoeShape(num_layers=2, layers=(0, 1), top_k=2, num_experts=8)
 CORRECTION = RolloutCorrection(
@@ -31,34 +28,15 @@ CORRECTION = RolloutCorrection(
 )
 
 
-def build_model() -> GPTModel:
-    config = TransformerConfig(
-        num_layers=SHAPE.num_layers,
-        hidden_size=32,
-        ffn_hidden_size=32,
-        num_attention_heads=4,
-        num_moe_experts=SHAPE.num_experts,
-        moe_router_topk=SHAPE.top_k,
-        moe_router_load_balancing_type="none",
-        moe_router_dtype="fp32",
-        moe_token_dispatcher_type="alltoall",
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=not torch.cuda.is_available(),
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-    )
-    spec = get_gpt_layer_local_spec(num_experts=SHAPE.num_experts, moe_grouped_gemm=False)
-    return GPTModel(config, spec, existing_loop.VOCABULARY, LENGTH + 1, position_embedding_type="rope").to(
-        emulation.device()
-    )
-
-
-def logprobs_of(model: GPTModel, tokens: Tensor) -> Tensor:
-    """[B, T + 1] -> [B, T]."""
-    return next_logits(model, tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+MIXTURE = {
+    "num_moe_experts": SHAPE.num_experts,
+    "moe_router_topk": SHAPE.top_k,
+    "moe_router_load_balancing_type": "none",
+    "moe_router_dtype": "fp32",
+    "moe_token_dispatcher_type": "alltoall",
+    "ffn_hidden_size": 32,
+    "add_bias_linear": False,
+}
 
 
 @torch.no_grad()
@@ -72,16 +50,11 @@ def routes_of(model: GPTModel, tokens: Tensor, reference: Tensor | None = None) 
 
 def train(replay: bool, steps: int = 40) -> None:
     torch.manual_seed(0)
-    model, sampler = build_model(), build_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=existing_loop.LR)
+    model, sampler = build_model(**MIXTURE), build_model(**MIXTURE)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR)
     for step in range(1, steps + 1):
         take_weights(sampler, model)
-        prompts = torch.randint(0, END, (PROMPTS,), device=emulation.device()).repeat_interleave(SAMPLES)
-        tokens, rollout_logprobs, mask = sample(sampler, prompts)
-        rewards = ((tokens[:, 1:] == prompts[:, None]) & mask).float().mean(1)
-        groups = rewards.view(PROMPTS, SAMPLES)
-        advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
-
+        tokens, rollout_logprobs, mask, rewards, advantages = roll_out(sampler)
         # an engine returns these with its samples: moe.slicing cuts them for each process of a larger job
         theirs = routes_of(sampler, tokens)[1]
         own_logprobs, mine = routes_of(model, tokens, reference=theirs.ids)

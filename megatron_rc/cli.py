@@ -150,7 +150,7 @@ def grid(
     pairs = [word.partition("=") for word in only]
     todo = grids.cells(chosen, {axis: names.split(",") for axis, _, names in pairs})
     failed = {} if table else grids.run(chosen, todo, lambda said: print(said, file=sys.stderr, flush=True))
-    done = [cell for cell in grids.cells(chosen) if cell.finished()]
+    done = grids.finished(chosen)
     if not done:
         raise ValueError(f"no cell of {chosen.output} is finished" + "".join(f"; {k}: {v}" for k, v in failed.items()))
     for path in write_grid([read_run(c.choices, c.seed, c.folder) for c in done], Path(chosen.output)):

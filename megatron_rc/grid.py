@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +81,13 @@ def cells(grid: GridSettings, only: Mapping[str, Sequence[str]] | None = None) -
         folder = Path(grid.output) / "-".join(names)
         found += [Cell(choices, seed, folder / f"seed-{seed}", steps) for seed in grid.seeds]
     return found
+
+
+def finished(grid: GridSettings) -> list[Cell]:
+    """The finished cells in the folder of a grid, of all its choices and of every seed that was ever run there."""
+    folders = Path(grid.output).glob("*/seed-*")
+    seeds = sorted({int(folder.name.removeprefix("seed-")) for folder in folders})
+    return [cell for cell in cells(replace(grid, seeds=tuple(seeds) or grid.seeds)) if cell.finished()]
 
 
 def warm(grid: GridSettings) -> list[Path]:

@@ -25,9 +25,9 @@ def _train_and_sync(rank: int, url: str, model: str, folder: str) -> list[dict[s
     from megatron_rc.training.policy import MicroBatch, Policy
 
     place = groups.initialize(ParallelSettings(tensor=2), seed=1)
-    train = TrainSettings(optimizer="sgd", lr=2.0)
+    train = TrainSettings(optimizer="sgd", lr=8.0)
     policy = Policy(ModelSettings(hf_path=model), ParallelSettings(tensor=2), train, place)
-    policy.start_phase(lr=2.0, min_lr=2.0, warmup_steps=0, total_steps=10, decay_style="constant")
+    policy.start_phase(lr=8.0, min_lr=8.0, warmup_steps=0, total_steps=10, decay_style="constant")
     writer = rank == 0
     pool = Pool([url], concurrency=4, timeout_s=60) if writer else None
 
@@ -98,5 +98,5 @@ def test_the_servers_log_probs_are_the_trainers_before_and_after_each_way_of_syn
     assert started["distance"] < 2e-5
     for version, result in enumerate(synced, start=1):
         assert result["version"] == str(version)
-        assert result["apart"] > 1e-4, "a step of training must be seen, or the sync proves nothing"
+        assert result["apart"] > 1e-3, "a step of training must be seen, or the sync proves nothing"
         assert result["distance"] < 2e-5

@@ -238,14 +238,14 @@ def model_inputs(batch: TokenBatch, multiple: int) -> dict[str, Any]:
     Returns:
         keyword arguments of the model; its logits have the rows of the batch first.
     """
-    short = -batch.num_tokens % multiple
-    cu_seqlens, lengths = batch.cu_seqlens, [*batch.lengths]
-    if short:
+    tokens, positions, cu_seqlens, lengths = batch.tokens, batch.position_ids, batch.cu_seqlens, [*batch.lengths]
+    if short := -batch.num_tokens % multiple:
+        tokens, positions = F.pad(tokens, (0, short)), F.pad(positions, (0, short))
         cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + short])
         lengths.append(short)
     return {
-        "input_ids": F.pad(batch.tokens, (0, short))[None],
-        "position_ids": F.pad(batch.position_ids, (0, short))[None],
+        "input_ids": tokens[None],
+        "position_ids": positions[None],
         "attention_mask": None,
         "packed_seq_params": packed_seq_params(cu_seqlens, max(lengths), lengths),
     }
