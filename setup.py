@@ -27,6 +27,7 @@ setup(
     packages=[
         "megatron_rc",
         "megatron_rc.analyze",
+        "megatron_rc.cluster",
         "megatron_rc.doctor",
         "megatron_rc.integrations",
         "megatron_rc.kernels",

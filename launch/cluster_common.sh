@@ -12,11 +12,11 @@ child_environment() {
     export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 }
 
-# train_on_cluster NAME DEFAULTS OPTIONS...: this node's part of launch/NAME.yaml.
+# train_on_cluster NAME DEFAULTS OPTIONS...: this node's part of launch/recipes/NAME.yaml.
 train_on_cluster() {
     local name="$1" defaults="$2" python="${PYTHON:-python3}"
     shift 2
     "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("megatron_rc") is None)' 2>/dev/null ||
         die "$python has no megatron_rc; install this repository there (pip install -c constraints-gpu.txt -e .), or name another interpreter with PYTHON=/path/to/python"
-    exec "$python" "$ROOT/launch/cluster_node.py" "$ROOT/launch/$name.sh" "$defaults" "$@"
+    exec "$python" -m megatron_rc.cluster.node "$ROOT/launch/train_$name.sh" "$defaults" "$@"
 }

@@ -7,7 +7,7 @@ usage() {
     cat <<'TEXT'
 usage: bash launch/moe_expert_shift.sh [--sglang] [--seeds LIST] [--steps N] [--only AXIS=CHOICE,...] [--out DIR]
 
-Makes .venv when it is missing, runs every cell of launch/moe_expert_shift.yaml that is not finished, two at a time, and
+Makes .venv when it is missing, runs every cell of launch/recipes/moe_expert_shift.yaml that is not finished, two at a time, and
 writes DIR/table.md, DIR/runs.csv and DIR/grid.png. Stopped or crashed, the same command goes on where it was.
   --sglang        rollouts of a real SGLang server, one of each precision after the other, instead of the embedded engine;
                   without corrections unless --only names some
@@ -20,7 +20,7 @@ Environment: PYTHON (interpreter for .venv), MEGATRON_RC_TORCH_INDEX (package in
 TEXT
 }
 
-grid="$ROOT/launch/moe_expert_shift.yaml"
+grid="$ROOT/launch/recipes/moe_expert_shift.yaml"
 sglang='' out='' precisions='fp32,bf16,int8' corrections='' options=()
 while (($#)); do
     case "$1" in

@@ -10,7 +10,7 @@ usage: bash launch/quickstart.sh [--moe] [--steps N] [--seed N] [--out DIR]
 Makes .venv when it is missing, installs, then trains Qwen3 with Megatron-Core on 2 processes (tensor parallel) on
 rollouts of another engine, and writes DIR/report.html. A run already in DIR is replaced.
   --moe      Qwen3-MoE with expert parallelism instead of the dense model
-  --steps N  rollout steps of reinforcement learning (default: train.steps of launch/quickstart.yaml)
+  --steps N  rollout steps of reinforcement learning (default: train.steps of launch/recipes/quickstart.yaml)
   --seed N   random seed (default: 1)
   --out DIR  where the run goes (default: runs/quickstart-seed1, runs/quickstart-moe-seed1, ... in the repository)
   --help     this text
@@ -50,10 +50,10 @@ prepare quickstart report
 
 arguments=(--fresh --set "train.seed=$seed" --set "output='${out//\'/\'\'}'")
 [[ -z "$steps" ]] || arguments+=(--set "train.steps=$steps")
-say "training launch/$name.yaml on 2 processes, seed $seed, into $out"
+say "training launch/recipes/$name.yaml on 2 processes, seed $seed, into $out"
 started=$SECONDS
 "$VENV/bin/python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
-    -m megatron_rc train "$ROOT/launch/$name.yaml" "${arguments[@]}" ||
+    -m megatron_rc train "$ROOT/launch/recipes/$name.yaml" "${arguments[@]}" ||
     die "the run failed; what stopped it is said above the launcher's own traceback"
 [[ -f "$out/report.html" ]] || die "the run ended without $out/report.html"
 say "trained in $((SECONDS - started)) s; open $out/report.html in a browser"

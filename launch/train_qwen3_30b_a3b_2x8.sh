@@ -11,4 +11,4 @@ source "$folder/cluster_common.sh"
 
 child_environment
 defaults="nodes=${NNODES:-2} gpus_per_node=8 serve_gpus=8 server_tp=2 gpu_memory=140"
-train_on_cluster train_qwen3_30b_a3b_2x8 "$defaults" "$@"
+train_on_cluster qwen3_30b_a3b_2x8 "$defaults" "$@"

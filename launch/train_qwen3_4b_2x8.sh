@@ -10,4 +10,4 @@ source "$folder/cluster_common.sh"
 
 child_environment
 defaults="nodes=${NNODES:-2} gpus_per_node=8 serve_gpus=8 server_tp=1 gpu_memory=80"
-train_on_cluster train_qwen3_4b_2x8 "$defaults" "$@"
+train_on_cluster qwen3_4b_2x8 "$defaults" "$@"

@@ -10,7 +10,7 @@ usage: bash launch/train_sglang_cpu.sh [--moe] [--steps N] [--seed N] [--sync WA
 Makes .venv and .venv-sglang when they are missing, warms a Qwen3 up on demonstrations, serves it with SGLang on
 127.0.0.1, and trains it with Megatron-Core on 2 processes on that server's rollouts. Writes DIR/train/report.html.
   --moe       Qwen3-MoE with expert parallelism; the routes of every token arrive with the rollouts
-  --steps N   rollout steps (default: train.steps of launch/train_sglang_cpu.yaml)
+  --steps N   rollout steps (default: train.steps of launch/recipes/sglang_cpu.yaml)
   --seed N    random seed (default: 1)
   --sync WAY  how weights reach the server: disk, tensor or distributed (default: tensor)
   --out DIR   where the run goes (default: runs/sglang-seed1, runs/sglang-moe-seed1, ... in the repository)
@@ -57,7 +57,7 @@ mkdir -p "$out"
 
 job() {
     "$VENV/bin/python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
-        -m megatron_rc train "$ROOT/launch/train_sglang_cpu$moe.yaml" --fresh --set "train.seed=$seed" "$@" ||
+        -m megatron_rc train "$ROOT/launch/recipes/sglang_cpu${moe/-/_}.yaml" --fresh --set "train.seed=$seed" "$@" ||
         die "the run failed; what stopped it is said above the launcher's own traceback"
 }
 
@@ -70,7 +70,7 @@ port="$(free_port "$VENV/bin/python")"
 bash "$ROOT/launch/sglang_cpu/serve.sh" "$out/warm/hf" --port "$port" --log "$out/sglang.log" --background --stop-with $$
 trap 'bash "$ROOT/launch/sglang_cpu/serve.sh" stop --port "$port" --log "$out/sglang.log"' EXIT
 
-"$VENV/bin/megatron-rc" doctor --sglang "http://127.0.0.1:$port" --config "$ROOT/launch/train_sglang_cpu$moe.yaml" \
+"$VENV/bin/megatron-rc" doctor --sglang "http://127.0.0.1:$port" --config "$ROOT/launch/recipes/sglang_cpu${moe/-/_}.yaml" \
     --hf-path "$out/warm/hf" || die "the server and the job do not go together; each error above says what to change"
 
 arguments=(--set "output='${out//\'/\'\'}/train'" --set "model.hf_path='${out//\'/\'\'}/warm/hf'" --set warmup.steps=0)

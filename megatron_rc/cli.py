@@ -97,8 +97,8 @@ def plan(
 ) -> None:
     """Check a job's layout on a cluster, estimate the memory of its GPUs, and print each node's commands."""
     quiet_imports()
-    from megatron_rc.training.cluster import Cluster, Places
-    from megatron_rc.training.plan import describe, make_plan
+    from megatron_rc.cluster.layout import Cluster, Places
+    from megatron_rc.cluster.plan import describe, make_plan
 
     cluster = Cluster(
         nodes=nodes,

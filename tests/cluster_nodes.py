@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 LAUNCH = Path(__file__).parent.parent / "launch"
-sys.path.insert(0, str(LAUNCH))
 
 
 def free_port() -> int:

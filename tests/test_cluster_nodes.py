@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from cluster_nodes import LAUNCH, environment, free_port
 
-import cluster_meeting as meeting  # isort: skip
+from megatron_rc.cluster import meeting
 
 ROOT = LAUNCH.parent
 
@@ -46,9 +46,8 @@ if behaviour == "stays":
 """
 NODE = """
 import sys
-sys.path.insert(0, "{launch}")
-import cluster_meeting as meeting, cluster_node as node
-from megatron_rc.training.cluster import Command
+from megatron_rc.cluster import meeting, node
+from megatron_rc.cluster.layout import Command
 
 node.end_on_signals()
 rank, behaviour = int(sys.argv[1]), sys.argv[2]

@@ -19,12 +19,12 @@ FLOOR = {
     **dict.fromkeys(("rollout", "moe"), 3),
     "training": 4,
     **dict.fromkeys(("integrations", "analyze", "doctor"), 5),
-    **dict.fromkeys(("cli", "grid", "job"), 6),
+    **dict.fromkeys(("cli", "cluster", "grid", "job"), 6),
     **dict.fromkeys(("__main__", "__init__"), 7),
 }
 STRANGERS = ({"training", "rollout"}, {"integrations", "analyze"})
 MAY_IMPORT_MEGATRON = {"training", "moe", "integrations"}
-MAY_READ_SURROUNDINGS = {"training", "integrations", "cli", "__main__"}
+MAY_READ_SURROUNDINGS = {"training", "integrations", "cluster", "cli", "__main__"}
 
 
 def modules(root: Path) -> dict[str, Path]:

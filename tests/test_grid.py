@@ -122,7 +122,7 @@ def test_the_table_holds_mean_and_half_the_range_over_seeds(tmp_path: Path) -> N
 
 
 def test_every_cell_of_the_committed_grid_can_start() -> None:
-    data = schema.load_yaml(ROOT / "launch/moe_expert_shift.yaml")
+    data = schema.load_yaml(ROOT / "launch/recipes/moe_expert_shift.yaml")
     committed = schema.from_dict(grids.GridSettings, data)
     assert list(committed.axes) == ["precision", "replay", "correction", "mini_batches"]
     assert len(grids.cells(committed)) == 3 * 3 * 4 * 2 * len(committed.seeds)

@@ -206,7 +206,7 @@ def test_no_conftest_or_package_file_shadows_megatron() -> None:
     assert not {p.name for p in (ROOT / "tests").iterdir() if p.is_dir()} & {"megatron", "sglang", "triton_kernels"}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "launch/recipes").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_launch_yaml_is_a_valid_job_or_grid(path: Path) -> None:
     from megatron_rc.grid import GridSettings, cells
     from megatron_rc.job import settings_of

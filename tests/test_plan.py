@@ -13,19 +13,19 @@ from distributed import run_ranks
 from tiny_models import DENSE, KINDS, MOE
 
 from megatron_rc.cli import job_settings
-from megatron_rc.training import memory
+from megatron_rc.cluster import memory
+from megatron_rc.cluster.layout import Cluster
+from megatron_rc.cluster.plan import Plan, make_plan
 from megatron_rc.training.arguments import JobSettings, LossSettings, ModelSettings, ParallelSettings, TrainSettings
-from megatron_rc.training.cluster import Cluster
 from megatron_rc.training.hf_config import hf_config_dict
-from megatron_rc.training.plan import Plan, make_plan
 
 LAUNCH = Path(__file__).parent.parent / "launch"
-PUBLISHED = {"train_qwen3_4b_2x8": 4_022_468_096, "train_qwen3_30b_a3b_2x8": 30_532_122_624}
+PUBLISHED = {"qwen3_4b_2x8": 4_022_468_096, "qwen3_30b_a3b_2x8": 30_532_122_624}
 
 
 def cluster_of_script(name: str) -> Cluster:
     """What launch/NAME.sh assumes unless told otherwise."""
-    written = re.search(r'^defaults="nodes=\$\{NNODES:-(\d+)\} (.*)"$', (LAUNCH / f"{name}.sh").read_text(), re.M)
+    written = re.search(r'^defaults="nodes=\$\{NNODES:-(\d+)\} (.*)"$', (LAUNCH / f"train_{name}.sh").read_text(), re.M)
     assert written
     given = {key: int(value) for key, value in (word.split("=") for word in written[2].split())}
     return Cluster(nodes=int(written[1]), server_tensor=given.pop("server_tp"), **given)
@@ -160,7 +160,7 @@ def test_activations_are_what_autograd_saves_to_the_byte(ranks: Any) -> None:
 
 def recipe(name: str, *assignments: str, **cluster: Any) -> Plan:
     return make_plan(
-        job_settings(LAUNCH / f"{name}.yaml", assignments), dataclasses.replace(RECIPES[name], **cluster)
+        job_settings(LAUNCH / f"recipes/{name}.yaml", assignments), dataclasses.replace(RECIPES[name], **cluster)
     )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def test_the_recipes_are_the_published_models_and_fit_their_gpus() -> None:
 
 
 def test_the_4b_recipe_has_the_hyper_parameters_of_the_paper() -> None:
-    job = recipe("train_qwen3_4b_2x8").settings
+    job = recipe("qwen3_4b_2x8").settings
     rollout, loss, train = job.rollout, job.loss, job.train
     assert (rollout.engine, rollout.prompts_per_step, rollout.samples_per_prompt) == ("sglang", 64, 16)
     assert (rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k) == (8192, 1.0, 1.0, -1)
@@ -186,7 +186,7 @@ def test_the_4b_recipe_has_the_hyper_parameters_of_the_paper() -> None:
 
 
 def test_memory_by_hand() -> None:
-    plan = recipe("train_qwen3_4b_2x8")
+    plan = recipe("qwen3_4b_2x8")
     (found,) = plan.trainer_memory()
     half = (4_022_468_096 - 36 * (2 * 2560 + 2 * 128) - 2560) // 2 + 36 * (2 * 2560 + 2 * 128) + 2560
     assert (found.weights, found.gradients, found.optimizer) == (2 * half, 4 * half, 12 * half)
@@ -203,7 +203,7 @@ def test_memory_by_hand() -> None:
 
 
 def test_terms_that_depend_on_settings() -> None:
-    tensor = recipe("train_qwen3_4b_2x8")
+    tensor = recipe("qwen3_4b_2x8")
     base = tensor.trainer_memory()[0]
     kl = dataclasses.replace(tensor.settings, loss=LossSettings(kl_coef=0.1))
     torch_path = dataclasses.replace(tensor.settings, train=dataclasses.replace(tensor.settings.train, backend="torch"))
@@ -211,7 +211,7 @@ def test_terms_that_depend_on_settings() -> None:
     assert dataclasses.replace(tensor, settings=torch_path).trainer_memory()[0].logits == base.logits + 48 * 1024**2
     assert tensor.trainer_memory(recompute=True)[0].activations < base.activations / 5
     # the first of two stages keeps two micro-batches of half the layers
-    first, last = recipe("train_qwen3_4b_2x8", "parallel.pipeline=2").trainer_memory()
+    first, last = recipe("qwen3_4b_2x8", "parallel.pipeline=2").trainer_memory()
     assert first.activations == pytest.approx(base.activations, rel=0.01) and last.activations < 0.51 * base.activations
     assert first.logits == 0 and last.logits == base.logits
     # without rows to reduce, a step is what peaks
@@ -220,10 +220,10 @@ def test_terms_that_depend_on_settings() -> None:
 
 
 def test_micro_batches_of_a_step() -> None:
-    assert recipe("train_qwen3_4b_2x8").micro_batch == (10_240, 256)
-    assert recipe("train_qwen3_4b_2x8", "train.max_tokens_per_microbatch=20480").micro_batch == (20_480, 128)
-    assert recipe("train_qwen3_4b_2x8", "train.micro_batches=100").micro_batch == (3 * 10_240, 100)
-    small = recipe("train_qwen3_4b_2x8", "task={kind: arithmetic}", "rollout.max_new_tokens=16")
+    assert recipe("qwen3_4b_2x8").micro_batch == (10_240, 256)
+    assert recipe("qwen3_4b_2x8", "train.max_tokens_per_microbatch=20480").micro_batch == (20_480, 128)
+    assert recipe("qwen3_4b_2x8", "train.micro_batches=100").micro_batch == (3 * 10_240, 100)
+    small = recipe("qwen3_4b_2x8", "task={kind: arithmetic}", "rollout.max_new_tokens=16")
     assert small.longest == 6 * 2 + 16
 
 
@@ -264,12 +264,12 @@ def test_what_does_not_divide_is_refused_in_one_sentence(
     changes: tuple[str, ...], cluster: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=".") as caught:
-        recipe("train_qwen3_4b_2x8", *changes, **cluster)
+        recipe("qwen3_4b_2x8", *changes, **cluster)
     assert sentence in str(caught.value)
 
 
 def test_experts_and_heads_of_the_mixture_are_checked_too() -> None:
-    name = "train_qwen3_30b_a3b_2x8"
+    name = "qwen3_30b_a3b_2x8"
     with pytest.raises(ValueError, match="parallel.expert=8 must divide the processes of a pipeline stage, got 4"):
         recipe(name, "parallel.expert=8")
     with pytest.raises(ValueError, match="num_experts must be divisible by parallel.expert, got 128 and 3"):
@@ -278,12 +278,12 @@ def test_experts_and_heads_of_the_mixture_are_checked_too() -> None:
 
 def test_a_job_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"stage 0 needs about 1\d\d\.\d GiB of 80 \(--gpu-memory\)"):
-        recipe("train_qwen3_4b_2x8", "parallel.tensor=1").check_memory()
+        recipe("qwen3_4b_2x8", "parallel.tensor=1").check_memory()
     with pytest.raises(ValueError, match="less than one sequence of 6,144: raise --server-tp"):
-        recipe("train_qwen3_30b_a3b_2x8", server_share=0.204).check_memory()
+        recipe("qwen3_30b_a3b_2x8", server_share=0.204).check_memory()
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "hidden_size": 1024}')
     with pytest.raises(ValueError, match=f"{tmp_path} is not the model of model.config: its hidden_size is 1024, not"):
-        recipe("train_qwen3_4b_2x8", f"model.hf_path={tmp_path}", "model.config={model_type: qwen3, hidden_size: 2560}")
+        recipe("qwen3_4b_2x8", f"model.hf_path={tmp_path}", "model.config={model_type: qwen3, hidden_size: 2560}")

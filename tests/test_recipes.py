@@ -15,12 +15,11 @@ from jobs import DENSE, settings_file
 from sglang_server import save_checkpoint
 
 from megatron_rc.cli import job_settings
+from megatron_rc.cluster import node
+from megatron_rc.cluster.launch import read_options, take_slurms_place
+from megatron_rc.cluster.layout import Cluster
+from megatron_rc.cluster.plan import make_plan
 from megatron_rc.report.log import read_metrics
-from megatron_rc.training.cluster import Cluster
-from megatron_rc.training.plan import make_plan
-
-import cluster_node as node  # isort: skip
-from cluster_options import read_options, take_slurms_place  # isort: skip
 
 ROOT = LAUNCH.parent
 SCRIPT = LAUNCH / "train_qwen3_4b_2x8.sh"
@@ -135,7 +134,7 @@ def test_the_document_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) 
 def test_the_command_line_prints_the_same_and_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     from megatron_rc import cli
 
-    recipe = LAUNCH / "train_qwen3_30b_a3b_2x8.yaml"
+    recipe = LAUNCH / "recipes/qwen3_30b_a3b_2x8.yaml"
     with pytest.raises(ValueError, match="stage 0 needs about .* GiB of 80"):
         cli.plan(recipe, [], server_tp=2, host=[])
     printed = capsys.readouterr().out
@@ -188,7 +187,7 @@ def test_a_c10d_rendezvous_is_torchruns_own(capsys: pytest.CaptureFixture[str]) 
     trainers = [line for line in capsys.readouterr().out.splitlines() if "torch.distributed.run" in line]
     assert len(trainers) == 2
     for line in trainers:
-        assert "--rdzv-backend c10d --rdzv-endpoint head:4000 --rdzv-id train_qwen3_4b_2x8" in line
+        assert "--rdzv-backend c10d --rdzv-endpoint head:4000 --rdzv-id qwen3_4b_2x8" in line
         assert "--node-rank" not in line and "--master-addr" not in line
 
 

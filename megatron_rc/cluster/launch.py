@@ -10,12 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_rc.training.cluster import FIRST_PORT
+from megatron_rc.cluster.layout import FIRST_PORT
 
 
 class Refusal(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; --help lists the options")
+
+
+def _recipe_of(script: str) -> str:
+    return str(Path(script).parent / "recipes" / f"{Path(script).stem.removeprefix('train_')}.yaml")
 
 
 def parser(script: str, defaults: dict[str, str]) -> argparse.ArgumentParser:
@@ -30,7 +34,11 @@ def parser(script: str, defaults: dict[str, str]) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = found.add_argument
-    add("--config", default=str(Path(script).with_suffix(".yaml")), help="YAML of the job (default %(default)s)")
+    add(
+        "--config",
+        default=_recipe_of(script),
+        help="YAML of the job (default %(default)s)",
+    )
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a field of it; may be repeated")
     add("--nodes", type=int, help="machines (default %(default)s)")
     add("--gpus-per-node", type=int, help="GPUs of each (default %(default)s)")

@@ -19,18 +19,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).parent))
-from cluster_meeting import Alone, Leader, Member, NodeFailure
-from cluster_options import read_options, take_slurms_place
-
-from megatron_rc.cli import job_settings
-from megatron_rc.job import quiet_imports
-from megatron_rc.training.cluster import Cluster, Command, Places, servers_of, trainer_of
+from megatron_rc import schema
+from megatron_rc.cluster.launch import read_options, take_slurms_place
+from megatron_rc.cluster.layout import Cluster, Command, Places, servers_of, trainer_of
+from megatron_rc.cluster.meeting import Alone, Leader, Member, NodeFailure
+from megatron_rc.job import quiet_imports, settings_of
 
 if TYPE_CHECKING:
-    from megatron_rc.training.plan import Plan
+    from megatron_rc.cluster.plan import Plan
 
-LAUNCH = Path(__file__).parent
+LAUNCH = Path(__file__).parents[2] / "launch"
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE = 30
 """Seconds that what is told to end has before it is killed."""
@@ -72,7 +70,7 @@ def places(options: argparse.Namespace, hosts: Sequence[str], visible: Sequence[
 
 
 def dry_run(plan: Plan, options: argparse.Namespace, script: str) -> None:
-    from megatron_rc.training.plan import describe
+    from megatron_rc.cluster.plan import describe
 
     hosts = getattr(options, "hosts", None) or [
         options.master_addr or "node0",
@@ -259,9 +257,9 @@ def main() -> None:
         )
         take_slurms_place(options, script)
         quiet_imports()
-        from megatron_rc.training.plan import make_plan
+        from megatron_rc.cluster.plan import make_plan
 
-        plan = make_plan(job_settings(Path(options.config), options.set), cluster)
+        plan = make_plan(settings_of(schema.load_yaml(Path(options.config)), options.set), cluster)
         if options.dry_run:
             dry_run(plan, options, script)
         else:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc import schema
+from megatron_rc.cluster import memory
+from megatron_rc.cluster.layout import Cluster, Command, Places, servers_of, trainer_of
 from megatron_rc.tasks.registry import OPTIONS
-from megatron_rc.training import memory
 from megatron_rc.training.arguments import JobSettings, ModelSettings
-from megatron_rc.training.cluster import Cluster, Command, Places, servers_of, trainer_of
 from megatron_rc.training.hf_config import hf_config_dict, moe_layers
 
 

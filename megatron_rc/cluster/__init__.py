@@ -1,0 +1,1 @@
+"""How jobs and servers are placed on machines, started and ended."""
