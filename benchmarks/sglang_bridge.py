@@ -33,15 +33,15 @@ from faulty_answers import EXPERTS, LAYERS, TOP_K, VOCABULARY  # noqa: E402
 from sglang_engines import MODEL, sglang_engine  # noqa: E402
 
 from megatron_rc.engine import SamplingParams  # noqa: E402
-from megatron_rc.rollout.sglang import SGLangEngine  # noqa: E402
-from megatron_rc.rollout.sglang_answer import Request, RouteShape  # noqa: E402
+from megatron_rc.rollout.sglang.engine import SGLangEngine  # noqa: E402
+from megatron_rc.rollout.sglang.request import Request, RouteShape  # noqa: E402
 
 STREAMS = 256
 
 
 @contextmanager
 def server(token_seconds: float) -> Iterator[str]:
-    script = str(ROOT / "tests/faulty_sglang.py")
+    script = str(ROOT / "tests/support/faulty_sglang.py")
     command = [sys.executable, script, "--token-seconds", str(token_seconds), "--longest", "1000000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout

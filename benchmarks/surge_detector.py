@@ -3,8 +3,8 @@
     python benchmarks/surge_detector.py [--runs 1000]
 
 A curve is a logistic surge, half done at a known step, times log-normal noise on the mean of the batch and sometimes a
-linear drift (tests/length_curves.py has the formula). A width is the scale of the logistic: from 10 % to 90 % of the
-surge take 4.4 widths.
+linear drift (tests/support/length_curves.py has the formula). A width is the scale of the logistic: the surge takes
+4.4 widths from 10 % to 90 %.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("tests", 
 
 from length_curves import length_curves, share_within, surge_steps  # noqa: E402
 
-from megatron_rc.describe import table  # noqa: E402
+from megatron_rc.jobs.describe import table  # noqa: E402
 from megatron_rc.surge import SurgeDetector  # noqa: E402
 
 # what the tests assert comes first

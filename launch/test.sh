@@ -58,7 +58,7 @@ if (($# == 0)) || [[ "$*" == "--full" ]]; then
     [[ "$version" == 3.6.0 ]] || die "$older holds triton 3.6.0, but $version is what runs"
     say "pytest: every kernel, interpreted by triton $version"
     # what numpy says about that interpreter, and why numpy>=2.4 does not go with it
-    PYTHONPATH="$older" TRITON_INTERPRET=1 python -m pytest --quiet tests/test_kernel_calls.py \
+    PYTHONPATH="$older" TRITON_INTERPRET=1 python -m pytest --quiet tests/kernels/test_calls.py \
         -W ignore::DeprecationWarning:triton.runtime.interpreter
 fi
 say "all checks passed"

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_rc import job, schema
-from megatron_rc.job import quiet_imports
+from megatron_rc import schema
+from megatron_rc.jobs import run as job
+from megatron_rc.jobs.run import quiet_imports
 
 if TYPE_CHECKING:
-    from megatron_rc.training.arguments import JobSettings
+    from megatron_rc.settings import JobSettings
 
 app = typer.Typer(
     help="Rollout correction for Megatron.",
@@ -136,7 +137,7 @@ def grid(
     Resumes: finished cells stay. The same command in a second terminal takes a share of the cells.
     """
     quiet_imports()
-    from megatron_rc import grid as grids
+    from megatron_rc.jobs import grid as grids
     from megatron_rc.report.grid import read_run, write_grid
 
     data: dict[str, Any] = schema.load_yaml(config)
@@ -162,8 +163,8 @@ def grid(
 @app.command()
 def settings() -> None:
     """Print every field of the YAML with its type, default and meaning (Markdown)."""
-    from megatron_rc import describe
-    from megatron_rc.training.arguments import JobSettings
+    from megatron_rc.jobs import describe
+    from megatron_rc.settings import JobSettings
 
     print("# Settings of `megatron-rc train`\n\nPrinted by `megatron-rc settings`.\n")
     print(describe.sections(JobSettings), end="")
@@ -172,8 +173,8 @@ def settings() -> None:
 @app.command()
 def presets() -> None:
     """Print the correction presets with their settings and sources (Markdown)."""
-    from megatron_rc import describe
     from megatron_rc.config import PRESETS
+    from megatron_rc.jobs import describe
 
     print("# Correction presets\n\nPrinted by `megatron-rc presets`.\n")
     rows = [(f"`{name}`", describe.changed(p.correction), p.source) for name, p in PRESETS.items()]
@@ -183,7 +184,7 @@ def presets() -> None:
 @app.command()
 def metrics() -> None:
     """Print every metric of a pair of policies with its formula (Markdown)."""
-    from megatron_rc import describe
+    from megatron_rc.jobs import describe
     from megatron_rc.metrics import METRICS, SHARES
     from megatron_rc.moe.shift import EXPERT_SHIFT, EXPERT_SHIFT_LISTS
 
@@ -244,9 +245,9 @@ def doctor(
     from rich.console import Console
 
     from megatron_rc.doctor import display
-    from megatron_rc.doctor.host_checks import examine_hosts
+    from megatron_rc.doctor.host.environment import examine_hosts
     from megatron_rc.doctor.registry import worst
-    from megatron_rc.doctor.sglang_checks import examine_servers
+    from megatron_rc.doctor.server.examine import examine_servers
 
     asks_servers = bool(sglang or config or hf_path)
     found = examine_servers(sglang, config, hf_path, timeout) if asks_servers else {}

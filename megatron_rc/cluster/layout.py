@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_rc.training.arguments import JobSettings
+from megatron_rc.settings import JobSettings
 
 FIRST_PORT = 30000
 PORT_STEP = 10

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron_rc.training.arguments import Dtype, JobSettings, ParallelSettings
-from megatron_rc.training.hf_config import moe_layers, padded_vocab_size
-from megatron_rc.training.hf_names import Parameter, parameters
+from megatron_rc.models.config import moe_layers, padded_vocab_size
+from megatron_rc.models.names import Parameter, parameters
+from megatron_rc.settings import Dtype, JobSettings, ParallelSettings
 
 GIB = 1024**3
 BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -23,7 +23,7 @@ from megatron_rc import schema
 from megatron_rc.cluster.launch import read_options, take_slurms_place
 from megatron_rc.cluster.layout import Cluster, Command, Places, servers_of, trainer_of
 from megatron_rc.cluster.meeting import Alone, Leader, Member, NodeFailure
-from megatron_rc.job import quiet_imports, settings_of
+from megatron_rc.jobs.run import quiet_imports, settings_of
 
 if TYPE_CHECKING:
     from megatron_rc.cluster.plan import Plan

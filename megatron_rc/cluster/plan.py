@@ -10,9 +10,9 @@ from typing import Any
 from megatron_rc import schema
 from megatron_rc.cluster import memory
 from megatron_rc.cluster.layout import Cluster, Command, Places, servers_of, trainer_of
+from megatron_rc.models.config import hf_config_dict, moe_layers
+from megatron_rc.settings import JobSettings, ModelSettings
 from megatron_rc.tasks.registry import OPTIONS
-from megatron_rc.training.arguments import JobSettings, ModelSettings
-from megatron_rc.training.hf_config import hf_config_dict, moe_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def make_plan(settings: JobSettings, cluster: Cluster) -> Plan:
     """
     # here, so that whoever asks can first silence what megatron-core says on import
     from megatron_rc.training import groups
-    from megatron_rc.training.model import check_layout
+    from megatron_rc.training.model.build import check_layout
 
     plan = Plan(settings=settings, cluster=cluster, hf=_hf_config(settings.model))
     parallel, rollout, hf = settings.parallel, settings.rollout, plan.hf

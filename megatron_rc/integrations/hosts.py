@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_rc.integrations import megatron_lm, megatron_training, slime_hosts
+from megatron_rc.integrations import megatron_lm, megatron_training
+from megatron_rc.integrations.slime import hosts as slime_hosts
 from megatron_rc.integrations.symbols import Found, Host, Symbol, inspect_symbols
 
 __all__ = ["HOSTS", "Found", "Host", "Symbol", "detect", "host_named", "inspect_symbols"]

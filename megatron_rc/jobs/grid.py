@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rc import job, schema
+from megatron_rc import schema
+from megatron_rc.jobs import run as job
 from megatron_rc.report.log import read_metrics
 
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_rc.engine import RolloutEngine
+    from megatron_rc.settings import JobSettings
     from megatron_rc.tasks import Task
-    from megatron_rc.training.arguments import JobSettings
     from megatron_rc.training.groups import Groups
     from megatron_rc.training.policy import Policy
     from megatron_rc.training.probe import Probe
@@ -35,7 +35,7 @@ def settings_of(data: dict[str, Any], assignments: Iterable[str] = ()) -> JobSet
     """
     from megatron_rc import schema
     from megatron_rc.config import RolloutCorrection
-    from megatron_rc.training.arguments import JobSettings
+    from megatron_rc.settings import JobSettings
 
     data = copy.deepcopy(data)
     if isinstance(data.get("correction"), str):
@@ -73,10 +73,10 @@ def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
     from megatron_rc.rollout.perturb import perturbed
     from megatron_rc.training import groups as parallel
     from megatron_rc.training.loop import Job
-    from megatron_rc.training.model import hf_config_dict
+    from megatron_rc.training.model.build import hf_config_dict
     from megatron_rc.training.observers import Observers
     from megatron_rc.training.policy import Policy
-    from megatron_rc.training.reinforce import check_modes
+    from megatron_rc.training.step.reinforce import check_modes
 
     check_modes(settings.correction, settings.loss, settings.train)
     task = _task(settings, hf_config_dict(settings.model))
@@ -121,9 +121,9 @@ def _task(settings: JobSettings, hf_config: dict[str, Any]) -> Task:
 
 
 def _engine(settings: JobSettings, policy: Policy, groups: Groups, probe: Probe | None) -> RolloutEngine:
-    from megatron_rc.rollout.hf import HFEngine
+    from megatron_rc.rollout.embedded.engine import HFEngine
     from megatron_rc.rollout.perturb import StaleEngine
-    from megatron_rc.rollout.replay import ReplayEngine
+    from megatron_rc.rollout.recorded import ReplayEngine
 
     rollout = settings.rollout
     engine: RolloutEngine
@@ -144,15 +144,15 @@ def _probe(settings: JobSettings, policy: Policy) -> Probe | None:
     rollout = settings.rollout
     if rollout.engine != "sglang" or rollout.quantize != "none" or rollout.amplify or rollout.staleness:
         return None
-    from megatron_rc.rollout.sglang_control import probe_prompt
+    from megatron_rc.rollout.sglang.control import probe_prompt
     from megatron_rc.training.probe import Probe
 
     return Probe(policy, probe_prompt(policy.hf_config["vocab_size"], policy.hf_config["max_position_embeddings"]))
 
 
 def _sglang_engine(settings: JobSettings, policy: Policy, groups: Groups, probe: Probe | None) -> RolloutEngine:
-    from megatron_rc.rollout.sglang import SGLangEngine
-    from megatron_rc.rollout.sglang_sync import weight_sync
+    from megatron_rc.rollout.sglang.engine import SGLangEngine
+    from megatron_rc.rollout.sglang.weights import weight_sync
 
     chosen = settings.rollout.sglang
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.training.arguments import ModelSettings
+from megatron_rc.settings import ModelSettings
 
 
 def hf_config_dict(settings: ModelSettings) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rc.training.hf_names import HfTensor
+from megatron_rc.models.names import HfTensor
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 

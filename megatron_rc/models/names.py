@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_rc.training.hf_config import moe_layers
+from megatron_rc.models.config import moe_layers
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.moe.compare import chunks, compare_routes, overlap
-from megatron_rc.moe.gates import gate_distance, router_kl
+from megatron_rc.moe.router_distance import gate_distance, router_kl
 from megatron_rc.moe.tables import RouteTable
 
 MARGINS = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)

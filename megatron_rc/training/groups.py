@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron_rc.settings import ParallelSettings
 from megatron_rc.training import emulation
-from megatron_rc.training.arguments import ParallelSettings
 
 T = TypeVar("T")
 

@@ -11,17 +11,17 @@ from torch import Tensor
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import RolloutEngine, SamplingParams
 from megatron_rc.lr_decay import LengthDecayLR
+from megatron_rc.settings import JobSettings
 from megatron_rc.tasks import Task
 from megatron_rc.training import checkpoint
-from megatron_rc.training.arguments import JobSettings
 from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.groups import Groups, SharedError
 from megatron_rc.training.observers import Observers
 from megatron_rc.training.policy import Policy
-from megatron_rc.training.reinforce import StepResult, reinforce_step
-from megatron_rc.training.routing import make_routing
-from megatron_rc.training.sampling import Rollouts, held_out_accuracy, sample, seed_of
-from megatron_rc.training.supervised import demonstration_batch, supervised_step
+from megatron_rc.training.step.reinforce import StepResult, reinforce_step
+from megatron_rc.training.step.routing import make_routing
+from megatron_rc.training.step.sampling import Rollouts, held_out_accuracy, sample, seed_of
+from megatron_rc.training.step.supervised import demonstration_batch, supervised_step
 
 
 class Job:

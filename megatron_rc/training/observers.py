@@ -14,11 +14,11 @@ from megatron_rc.report.display import Display
 from megatron_rc.report.fingerprint import fingerprint
 from megatron_rc.report.html import save_context, write_report
 from megatron_rc.report.log import MetricsLog
-from megatron_rc.training.arguments import JobSettings
+from megatron_rc.settings import JobSettings
 from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.groups import Groups
-from megatron_rc.training.reinforce import StepResult
-from megatron_rc.training.sampling import Rollouts
+from megatron_rc.training.step.reinforce import StepResult
+from megatron_rc.training.step.sampling import Rollouts
 
 
 class Observers:

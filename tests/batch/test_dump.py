@@ -16,11 +16,11 @@ from torch import Tensor
 from megatron_rc.batch import TokenBatch
 from megatron_rc.dump import SAMPLING_KEY, SCHEMA, DumpWriter, dump_table, read_dump, sample_of
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
-from megatron_rc.rollout.replay import ReplayEngine
+from megatron_rc.rollout.recorded import ReplayEngine
 
 SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.7, top_p=0.9, stop_token_ids=(9,))
 ROUTES = {"routes", "routes_shape"}
-DOCUMENT = Path(__file__).parent.parent / "docs" / "dump.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "dump.md"
 
 
 @dataclass

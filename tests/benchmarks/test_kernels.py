@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # the modules of the benchmark import each other as a script's neighbours do
 sys.path.append(str(ROOT / "benchmarks"))
 

@@ -16,10 +16,10 @@ from megatron_rc.cli import job_settings
 from megatron_rc.cluster import memory
 from megatron_rc.cluster.layout import Cluster
 from megatron_rc.cluster.plan import Plan, make_plan
-from megatron_rc.training.arguments import JobSettings, LossSettings, ModelSettings, ParallelSettings, TrainSettings
-from megatron_rc.training.hf_config import hf_config_dict
+from megatron_rc.models.config import hf_config_dict
+from megatron_rc.settings import JobSettings, LossSettings, ModelSettings, ParallelSettings, TrainSettings
 
-LAUNCH = Path(__file__).parent.parent / "launch"
+LAUNCH = Path(__file__).parents[2] / "launch"
 PUBLISHED = {"qwen3_4b_2x8": 4_022_468_096, "qwen3_30b_a3b_2x8": 30_532_122_624}
 
 
@@ -46,7 +46,7 @@ TOKENS = 48
 
 def saved_by_autograd(model: Any, dtype: str) -> int:
     """Bytes of everything but parameters that a forward pass over one sequence keeps for backward."""
-    from megatron_rc.training.attention import packed_seq_params
+    from megatron_rc.training.model.attention import packed_seq_params
 
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
@@ -75,8 +75,8 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 def built(rank: int, train: TrainSettings, hf: dict[str, Any], parallel: ParallelSettings) -> dict[str, int]:
     """Bytes of this rank's weights, gradients and optimizer after a step, and its number of parameters."""
-    from megatron_rc.training.model import build_model
-    from megatron_rc.training.optimizer import build_optimizer, wrap_ddp
+    from megatron_rc.training.model.build import build_model
+    from megatron_rc.training.model.optimizer import build_optimizer, wrap_ddp
 
     chunks = wrap_ddp(build_model(hf, parallel, train.dtype), train.dtype)
     optimizer = build_optimizer(train, chunks)

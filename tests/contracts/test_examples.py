@@ -12,7 +12,7 @@ import pytest
 import torch
 from jobs import script_environment
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @cache

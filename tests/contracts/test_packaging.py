@@ -16,10 +16,11 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from constraints import pins
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CODE_FOLDERS = ("megatron_rc", "triton_kernels", "tests", "benchmarks", "examples", "launch")
 BUILD_INPUTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "megatron_rc", "triton_kernels")
 LOCATE = """
@@ -186,13 +187,6 @@ def test_constraints_pin_every_requirement_to_an_accepted_version(metadata: Mess
     assert {n: v for n, v in cpu.items() if n in gpu} == gpu
 
 
-def pins(file: str) -> dict[str, str]:
-    lines = [line.partition("#")[0].strip() for line in (ROOT / file).read_text().splitlines()]
-    parsed = [re.fullmatch(r"([\w.-]+)==([\w.]+)", line) for line in lines if line]
-    assert all(parsed), f"{file} holds exact versions only"
-    return {canonicalize_name(p[1]): p[2] for p in parsed if p}
-
-
 def test_no_file_is_longer_than_350_lines() -> None:
     long = {str(p.relative_to(ROOT)): n for p in python_files() if (n := len(p.read_text().splitlines())) > 350}
     assert long == {}
@@ -201,15 +195,15 @@ def test_no_file_is_longer_than_350_lines() -> None:
 def test_no_conftest_or_package_file_shadows_megatron() -> None:
     assert not (ROOT / "conftest.py").exists()
     # the stub hosts are megatron in processes of their own
-    found = [p for p in (ROOT / "tests").rglob("__init__.py") if (ROOT / "tests/hosts") not in p.parents]
+    found = [p for p in (ROOT / "tests").rglob("__init__.py") if (ROOT / "tests/support/hosts") not in p.parents]
     assert found == []
     assert not {p.name for p in (ROOT / "tests").iterdir() if p.is_dir()} & {"megatron", "sglang", "triton_kernels"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch/recipes").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_launch_yaml_is_a_valid_job_or_grid(path: Path) -> None:
-    from megatron_rc.grid import GridSettings, cells
-    from megatron_rc.job import settings_of
+    from megatron_rc.jobs.grid import GridSettings, cells
+    from megatron_rc.jobs.run import settings_of
     from megatron_rc.schema import from_dict, load_yaml
 
     data = load_yaml(path)

@@ -14,7 +14,7 @@ import pytest
 
 import megatron_rc
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HEAVY = ("megatron", "transformers", "triton", "pydantic", "yaml", "rich", "typer", "pyarrow")
 
 # every call as it is documented; only names, kinds and defaults are compared

@@ -227,6 +227,6 @@ def test_every_field_has_a_docstring() -> None:
 
 def test_importing_it_loads_neither_torch_nor_yaml_nor_pydantic() -> None:
     code = "import sys; import megatron_rc.config; print(sorted({'torch', 'yaml', 'pydantic'} & set(sys.modules)))"
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.strip() == "[]"

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from megatron_rc import schema
 from megatron_rc.doctor import display
-from megatron_rc.doctor.facts import Facts, read_trainer
 from megatron_rc.doctor.registry import Finding, Known, Outcome, Registry, Undecided, bad, worst
 from megatron_rc.doctor.registry import good as fine
-from megatron_rc.doctor.sglang_checks import SGLANG
+from megatron_rc.doctor.server.examine import SGLANG
+from megatron_rc.doctor.server.facts import Facts, read_trainer
 
 
 def numbers() -> Registry[int]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rc.doctor.host_checks import TRAPS
-from megatron_rc.doctor.host_facts import HostFacts, read_hosts
-from megatron_rc.doctor.host_flags import Flags
+from megatron_rc.doctor.host.environment import TRAPS
+from megatron_rc.doctor.host.facts import HostFacts, read_hosts
+from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.registry import Finding
 
 LM, TRAINING = "megatron-lm", "megatron-training"

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from refusals import outcome
 
-from megatron_rc.doctor.host_checks import ENVIRONMENT, check_host, examine_hosts
-from megatron_rc.doctor.host_facts import Environment, read_environment, read_hosts
+from megatron_rc.doctor.host.environment import ENVIRONMENT, check_host, examine_hosts
+from megatron_rc.doctor.host.facts import Environment, read_environment, read_hosts
 from megatron_rc.doctor.registry import Finding, worst
 from megatron_rc.integrations.hosts import HOSTS
 
-STUB = Path(__file__).parent / "hosts/megatron_training"
+STUB = Path(__file__).parents[1] / "support/hosts/megatron_training"
 HOST = "megatron-training"
 
 
@@ -181,7 +181,7 @@ def test_what_cannot_be_read_is_one_sentence_and_status_2(arguments: list[str], 
 
 def test_looking_at_hosts_imports_no_megatron() -> None:
     code = (
-        "import sys; from megatron_rc.doctor.host_checks import examine_hosts; examine_hosts([], [], None);"
+        "import sys; from megatron_rc.doctor.host.environment import examine_hosts; examine_hosts([], [], None);"
         "sys.exit(any(m.partition('.')[0] in ('megatron', 'transformer_engine') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

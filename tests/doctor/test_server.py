@@ -16,9 +16,9 @@ import pytest
 from sglang_server import SglangServer, save_checkpoint, sglang_server, shared_server
 
 from megatron_rc import schema
-from megatron_rc.doctor.facts import Facts
-from megatron_rc.doctor.sglang_checks import SGLANG
-from megatron_rc.doctor.sglang_probe import read_servers
+from megatron_rc.doctor.server.examine import SGLANG
+from megatron_rc.doctor.server.facts import Facts
+from megatron_rc.doctor.server.probe import read_servers
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ from doctor_facts import (
     with_trainer,
 )  # fmt: skip
 
-from megatron_rc.doctor.facts import Facts, ProbeAnswer, TrainerFacts, comparable
 from megatron_rc.doctor.registry import Finding
-from megatron_rc.doctor.sglang_checks import SGLANG
+from megatron_rc.doctor.server.examine import SGLANG
+from megatron_rc.doctor.server.facts import Facts, ProbeAnswer, TrainerFacts, comparable
 
 DENSE = RECORDED["bad_dense"]["model_config"]
 RENORMALISED = RECORDED["good_moe"]["probes"]["truncated"]["body"]["meta_info"]["output_token_sampling_logprobs"]

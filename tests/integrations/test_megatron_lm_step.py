@@ -18,10 +18,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from megatron_rc import LengthDecayLR, Rejection, RolloutCorrection, Weight, correct
-from megatron_rc.integrations import megatron_lm_session as session
 from megatron_rc.integrations.megatron_lm import HOST
-from megatron_rc.integrations.megatron_lm_loss import _logged_loss
-from megatron_rc.integrations.megatron_lm_rollouts import mean_response_length
+from megatron_rc.integrations.megatron_lm import session as session
+from megatron_rc.integrations.megatron_lm.loss import _logged_loss
+from megatron_rc.integrations.megatron_lm.rollouts import mean_response_length
 from megatron_rc.integrations.run_script import PatchSettings
 from megatron_rc.integrations.scheduler_decay import make_scheduler
 

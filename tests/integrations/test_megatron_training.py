@@ -20,7 +20,7 @@ from training_host import STUB, Optimizer, batch, forward_step, run_micro_batche
 from megatron_rc import LengthDecayLR, RolloutCorrection, patch
 from megatron_rc.integrations.scheduler_decay import CHECKPOINT_KEY
 from megatron_rc.lr_decay import LengthDecaySettings
-from megatron_rc.training.arguments import ParallelSettings
+from megatron_rc.settings import ParallelSettings
 from megatron_rc.training.groups import initialized
 
 HOST = "megatron-training"
@@ -240,7 +240,7 @@ def test_the_parameters_of_train_step_are_those_of_the_version(tmp_path: Path) -
 
 
 def test_the_recipe_of_the_docs_corrects_and_decays(training: Any) -> None:
-    page = (Path(__file__).parent.parent / "docs/patching.md").read_text().split("\n## megatron.training\n")[1]
+    page = (Path(__file__).parents[2] / "docs/patching.md").read_text().split("\n## megatron.training\n")[1]
     recipe = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     assert recipe is not None and len(recipe[1].strip().splitlines()) <= 10
     found: list[Any] = []

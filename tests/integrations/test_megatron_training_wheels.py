@@ -20,7 +20,7 @@ import pytest
 from megatron_rc.integrations import megatron_training
 from megatron_rc.integrations.symbols import definition, parameters_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("MEGATRON_CORE_WHEELS", ROOT / ".venv/megatron-training"))
 WHEELS = {path.name.split("-")[1]: path for path in sorted(FOLDER.glob("megatron_core-*.whl"))}
 MISSING = f"no wheel of megatron-core >= 0.17 in {FOLDER} (pip download --no-deps --python-version 3.12 megatron-core)"
@@ -56,10 +56,10 @@ def test_the_wheels_have_the_signatures_of_the_table(unpacked: dict[str, Path]) 
 
 
 def pretrain(folder: Path, settings: dict[str, object] | None, *flags: str) -> str:
-    """What tests/pretrain_job.py prints on the megatron-core of a folder."""
+    """What tests/support/pretrain_job.py prints on the megatron-core of a folder."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/pretrain_job.py"), json.dumps(settings), *FLAGS, *flags],
+        [sys.executable, str(ROOT / "tests/support/pretrain_job.py"), json.dumps(settings), *FLAGS, *flags],
         env=os.environ | alone | {"PYTHONPATH": f"{folder}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -22,7 +22,7 @@ from megatron_rc.integrations.megatron_lm import DIFFERENCES, HOST
 from megatron_rc.integrations.run_script import PatchSettings, patch_settings, run_script
 from megatron_rc.lr_decay import LengthDecaySettings
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "patching.md").read_text()
 SCRIPT = """
 import json, sys

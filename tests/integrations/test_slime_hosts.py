@@ -17,9 +17,9 @@ from hosts.slime.host import arguments
 from megatron_rc import RolloutCorrection
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.patching import patch
-from megatron_rc.integrations.slime_checks import check
-from megatron_rc.integrations.slime_hosts import MILES, SLIME
-from megatron_rc.integrations.slime_settings import HOOKS, SlimeSettings, flag, names, read
+from megatron_rc.integrations.slime.hosts import MILES, SLIME
+from megatron_rc.integrations.slime.refusals import check
+from megatron_rc.integrations.slime.settings import HOOKS, SlimeSettings, flag, names, read
 from megatron_rc.integrations.symbols import Host, inspect_symbols
 from megatron_rc.lr_decay import LengthDecaySettings
 
@@ -160,7 +160,7 @@ def test_the_paths_load_as_the_hosts_load_them() -> None:
 
 
 def test_the_recipe_of_the_docs_passes_the_check_and_is_short() -> None:
-    text = (Path(__file__).parent.parent / "docs/patching.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/patching.md").read_text()
     recipe = text.split("## slime and miles", 1)[1].split("```bash\n", 1)[1].split("```", 1)[0]
     assert len(recipe.splitlines()) <= 10
     key = yaml.safe_load(recipe.split("<<'YAML'\n", 1)[1].split("YAML\n", 1)[0])
@@ -173,7 +173,7 @@ def test_the_recipe_of_the_docs_passes_the_check_and_is_short() -> None:
 
 
 def test_the_example_has_every_field_at_its_default_or_says_what_it_is() -> None:
-    path = Path(__file__).parent.parent / "examples/slime_rc.yaml"
+    path = Path(__file__).parents[2] / "examples/slime_rc.yaml"
     key = yaml.safe_load(path.read_text())["megatron_rc"]
     assert key.keys() == SlimeSettings.__dataclass_fields__.keys()
     args = arguments(

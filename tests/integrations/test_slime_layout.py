@@ -11,7 +11,7 @@ import pytest
 import torch
 from hosts.slime.host import held, local_masks, micro_batch, positions, rollout
 
-from megatron_rc.integrations.slime_layout import Layout, parallel
+from megatron_rc.integrations.slime.layout import Layout, parallel
 
 SIZES = [(1, 0), (2, 0), (2, 1), (3, 1), (4, 0), (4, 3)]
 

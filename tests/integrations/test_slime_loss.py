@@ -13,7 +13,8 @@ from hosts.slime.single import alone
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_rc.integrations import slime, slime_loss
+from megatron_rc.integrations import slime
+from megatron_rc.integrations.slime import custom_loss as slime_loss
 from megatron_rc.logprobs import vocab_parallel_logprobs
 
 PATH = "megatron_rc.integrations.slime."

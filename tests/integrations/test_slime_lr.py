@@ -16,8 +16,9 @@ from length_curves import length_curves
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rc import LengthDecayLR
-from megatron_rc.integrations import slime, slime_lengths
-from megatron_rc.integrations.slime_lr import STATE_FILE
+from megatron_rc.integrations import slime
+from megatron_rc.integrations.slime import lengths as slime_lengths
+from megatron_rc.integrations.slime.learning_rate import STATE_FILE
 
 LR = 1e-6
 PATH = "megatron_rc.integrations.slime."

@@ -15,8 +15,8 @@ from hosts.slime.single import alone
 from megatron_rc import RolloutCorrection
 from megatron_rc.config import PRESETS
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.slime_hosts import recipe
-from megatron_rc.integrations.slime_settings import HOOKS, read
+from megatron_rc.integrations.slime.hosts import recipe
+from megatron_rc.integrations.slime.settings import HOOKS, read
 from megatron_rc.lr_decay import LengthDecaySettings
 
 PATH = "megatron_rc.integrations.slime."

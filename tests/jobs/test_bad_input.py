@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from jobs import DENSE, REWARDS, run_together, save_tiny_checkpoint, settings_file, train
+from recordings import doctored
 
 from megatron_rc.report.log import read_metrics
 
@@ -49,21 +47,6 @@ def jsonl(folder: Path, file: str, reward: str, **options: Any) -> list[str]:
         "model.config={}",
         f"task={json.dumps({'kind': 'jsonl', 'options': chosen})}",
     ]
-
-
-def doctored(folder: Path, name: str, change: Callable[[list[float]], list[float]]) -> str:
-    """A recording of a good run in which the log-probs of one response of step 2 were changed."""
-    target = folder / name
-    target.mkdir()
-    for file in sorted((folder / "good" / "dump").glob("*.parquet")):
-        table = pq.read_table(file)
-        if file.name == "step-000002.parquet":
-            column = table["rollout_logprobs"].to_pylist()
-            column[1] = change(column[1])
-            place = table.schema.get_field_index("rollout_logprobs")
-            table = table.set_column(place, table.schema.field(place), pa.array(column, table.schema.field(place).type))
-        pq.write_table(table, target / file.name)
-    return str(target)
 
 
 @pytest.fixture(scope="module")

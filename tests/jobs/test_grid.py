@@ -12,8 +12,8 @@ import pytest
 import yaml
 from jobs import DENSE, MOE, ROOT, run_together, settings_file
 
-from megatron_rc import grid as grids
 from megatron_rc import schema
+from megatron_rc.jobs import grid as grids
 from megatron_rc.report.grid import Run, read_run, table, write_grid
 
 JOB: dict[str, Any] = {

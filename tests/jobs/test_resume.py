@@ -10,22 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import DENSE, command, environment, finished_job, settings_file
+from jobs import command, environment, finished_job, settings_file
+from recordings import LONG_JOB, timeless
 
 from megatron_rc.report.log import read_metrics
-
-JOB: dict[str, Any] = {
-    "model": {"config": DENSE},
-    "task": {"options": {"levels": {"2x1": 1.0}, "held_out": 3}},
-    "warmup": {"steps": 40, "lr": 5e-3, "batch_size": 128},
-    "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 6},
-    "correction": "token-tis",
-    "train": {"steps": 8, "lr": 1e-3, "lr_decay_style": "cosine", "save_interval": 3, "eval_interval": 2},
-}
-
-
-def timeless(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if not k.startswith("time/") and k != "tokens_per_second"} for r in records]
 
 
 def kill_after(config: Path, output: Path, phase: str, step: int, processes: int, *arguments: str) -> None:
@@ -59,35 +47,41 @@ def resumed_equals_uninterrupted(
 
 
 def test_a_job_killed_in_reinforcement_learning_resumes_bit_for_bit(tmp_path: Path):
-    resumed_equals_uninterrupted(tmp_path, JOB, "rl", 4)
+    resumed_equals_uninterrupted(tmp_path, LONG_JOB, "rl", 4)
 
 
 def test_a_job_killed_before_its_first_checkpoint_with_optimizer_state_resumes_bit_for_bit(tmp_path: Path):
-    resumed_equals_uninterrupted(tmp_path, JOB, "rl", 1)
+    resumed_equals_uninterrupted(tmp_path, LONG_JOB, "rl", 1)
 
 
 def test_a_killed_job_without_checkpoints_starts_anew(tmp_path: Path):
-    train = {**JOB["train"], "steps": 5, "save_interval": 0}
-    resumed_equals_uninterrupted(tmp_path, {**JOB, "warmup": {"steps": 5, "batch_size": 32}, "train": train}, "rl", 2)
+    train = {**LONG_JOB["train"], "steps": 5, "save_interval": 0}
+    resumed_equals_uninterrupted(
+        tmp_path, {**LONG_JOB, "warmup": {"steps": 5, "batch_size": 32}, "train": train}, "rl", 2
+    )
     assert not (tmp_path / "killed/checkpoints").exists()
 
 
 @pytest.mark.full
 def test_a_job_without_optimizer_state_resumes_bit_for_bit(tmp_path: Path):
-    resumed_equals_uninterrupted(tmp_path, {**JOB, "train": {**JOB["train"], "optimizer": "sgd"}}, "rl", 4)
+    resumed_equals_uninterrupted(tmp_path, {**LONG_JOB, "train": {**LONG_JOB["train"], "optimizer": "sgd"}}, "rl", 4)
 
 
 def test_a_job_with_stale_weights_and_a_reference_policy_resumes_bit_for_bit(tmp_path: Path):
-    job = {**JOB, "rollout": {**JOB["rollout"], "staleness": 2}, "loss": {"kl_coef": 0.1, "entropy_coef": 0.01}}
+    job = {
+        **LONG_JOB,
+        "rollout": {**LONG_JOB["rollout"], "staleness": 2},
+        "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
+    }
     resumed_equals_uninterrupted(tmp_path, job, "rl", 5)
 
 
 @pytest.mark.full
 def test_a_job_killed_in_the_warm_up_resumes_bit_for_bit(tmp_path: Path):
-    resumed_equals_uninterrupted(tmp_path, JOB, "warmup", 20)
+    resumed_equals_uninterrupted(tmp_path, LONG_JOB, "warmup", 20)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_a_job_on_two_processes_resumes_bit_for_bit(tmp_path: Path, axis: str):
-    resumed_equals_uninterrupted(tmp_path, JOB, "rl", 4, 2, "--set", f"parallel.{axis}=2")
+    resumed_equals_uninterrupted(tmp_path, LONG_JOB, "rl", 4, 2, "--set", f"parallel.{axis}=2")

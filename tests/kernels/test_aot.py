@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rc.kernels.launch import LAUNCH
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import kernel_resources
 
@@ -31,7 +31,7 @@ def _compiled_afresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 @pytest.mark.parametrize("kernel", aot.kernel_names())
 def test_it_compiles_without_spilling_a_register(kernel: str, target: str) -> None:
     found = aot.resources(kernel, target)
-    assert found, f"tests/kernel_calls.py launches {kernel} nowhere"
+    assert found, f"tests/support/kernel_calls.py launches {kernel} nowhere"
     assert [f"{one.spilled} bytes: {source}" for source, one in found if one.spilled] == []
     assert [str(source) for source, one in found if one.shared > aot.SHARED_LIMIT[target]] == []
     assert all(one.registers > 0 for _, one in found)

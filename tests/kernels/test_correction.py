@@ -10,6 +10,7 @@ import torch
 from fast_interpreter import language_patched_once_a_launch
 from hypothesis import given, settings
 from kernel_correction_data import (
+    SEGMENTS,
     UNIT_BLOCK,
     Batch,
     assert_agrees,
@@ -29,15 +30,6 @@ from megatron_rc.metrics import pair_metrics
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered")]
 
 LENGTHS = [9, 0, 3 * UNIT_BLOCK, 1, UNIT_BLOCK + 1, 0, 70]
-SEGMENTS = RolloutCorrection(
-    Weight("segment", "mask", 0.703, 1.497),
-    (
-        Rejection("k3", "segment", "max", upper=0.63),
-        Rejection("surprise", "segment", "min", lower=-1.23, when="negative_advantage"),
-        Rejection("ratio", "segment", "sum", lower=0.303),
-    ),
-    "batch",
-)
 
 
 @pytest.fixture(autouse=True, scope="module")

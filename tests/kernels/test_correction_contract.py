@@ -12,6 +12,13 @@ from fast_interpreter import language_patched_once_a_launch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_correction_data import UNIT_BLOCK, corrections, small_blocks
+from test_contract import (  # noqa: F401
+    test_advantages_of_a_unit_are_those_of_its_loss_tokens,
+    test_given_segments_are_those_found_from_the_mask,
+    test_padded_input_gives_what_packed_input_gives,
+    test_rows_without_loss_and_empty_sequences_change_no_metric,
+    test_values_that_only_the_device_knows_are_checked_where_asked,
+)
 from test_correction import (  # noqa: F401
     check,
     test_a_named_statistic_that_is_nan_on_a_loss_token_is_dropped,
@@ -22,13 +29,6 @@ from test_correction import (  # noqa: F401
     test_corruption_drops_the_token_or_the_sequence,
     test_gates_compare_unclamped_logs_and_weights_clamped_ones,
     test_the_weight_comes_before_the_gates_and_normalisation_last,
-)
-from test_correction_contract import (  # noqa: F401
-    test_advantages_of_a_unit_are_those_of_its_loss_tokens,
-    test_given_segments_are_those_found_from_the_mask,
-    test_padded_input_gives_what_packed_input_gives,
-    test_rows_without_loss_and_empty_sequences_change_no_metric,
-    test_values_that_only_the_device_knows_are_checked_where_asked,
 )
 
 from megatron_rc.config import Rejection, RolloutCorrection

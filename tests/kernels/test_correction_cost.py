@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from fast_interpreter import language_patched_once_a_launch
-from kernel_correction_data import assert_agrees, batch_of, small_blocks
+from kernel_correction_data import SEGMENTS, assert_agrees, batch_of, small_blocks
 from launches import count_launches, recorded_launches
-from test_kernel_correction import SEGMENTS
 from traffic import counted_traffic
 
 from megatron_rc.backend import set_debug_checks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from distributed import run_ranks
 from fast_interpreter import language_patched_once_a_launch
 from kernel_correction_data import small_blocks
-from test_correction_distributed import (
+from test_distributed import (
     CORRECTIONS,
     LENGTHS,
     Answer,

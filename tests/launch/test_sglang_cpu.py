@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from constraints import pins
 from sglang_server import ROOT, SERVE, SglangServer, save_checkpoint, shared_server
-from test_packaging import pins
 
 LAUNCH = ROOT / "launch"
 STAND_IN = LAUNCH / "sglang_cpu/stand_in"

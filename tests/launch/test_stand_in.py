@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STAND_IN = ROOT / "launch/sglang_cpu/stand_in"
 
 

@@ -20,7 +20,7 @@ from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.report import svg
 from megatron_rc.report.curves import Mark, headlines, marks
 from megatron_rc.report.html import write_report
-from megatron_rc.training.arguments import JobSettings
+from megatron_rc.settings import JobSettings
 
 NAN = math.nan
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 from jobs import run_together, settings_file, train
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from test_bad_input import doctored
-from test_resume import JOB as LONG
-from test_resume import timeless
+from recordings import LONG_JOB as LONG
+from recordings import doctored, timeless
 
 from megatron_rc import LengthDecayLR
 from megatron_rc.report.log import read_metrics

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from tiny_models import DENSE, MOE, transformers_model
 
-from megatron_rc.training import model as model_module
-from megatron_rc.training.arguments import ModelSettings, ParallelSettings
-from megatron_rc.training.hf_config import hf_config_dict, moe_layers, padded_vocab_size
-from megatron_rc.training.model import check_layout
+from megatron_rc.models.config import hf_config_dict, moe_layers, padded_vocab_size
+from megatron_rc.settings import ModelSettings, ParallelSettings
+from megatron_rc.training.model import build as model_module
+from megatron_rc.training.model.build import check_layout
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,9 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 sys.meta_path.insert(0, Finder())
 from megatron.core import optimizer
-from megatron_rc.training import groups, model
-from megatron_rc.training.arguments import ParallelSettings
+from megatron_rc.training import groups
+from megatron_rc.training.model import build as model
+from megatron_rc.settings import ParallelSettings
 
 groups.initialize(ParallelSettings(), 1)
 torch.cuda.is_available = lambda: True
@@ -163,6 +164,6 @@ print(json.dumps({
 def test_optional_libraries_are_used_where_installed(installed: list[str], expected: dict[str, Any]) -> None:
     hf = hf_config_dict(ModelSettings(config=DENSE))
     command = [sys.executable, "-c", _WITH_STAND_INS, json.dumps(hf), *installed]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == expected

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tiny_models import KINDS
 
-from megatron_rc.training.arguments import ModelSettings
-from megatron_rc.training.hf_config import hf_config_dict
-from megatron_rc.training.hf_names import Parameter, parameters
+from megatron_rc.models.config import hf_config_dict
+from megatron_rc.models.names import Parameter, parameters
+from megatron_rc.settings import ModelSettings
 
 
 def _by_name(kind: str) -> dict[str, Parameter]:

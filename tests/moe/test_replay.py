@@ -23,7 +23,7 @@ SHIFT_GATE = RolloutCorrection(Weight(), (Rejection("route_shift", "token", uppe
 def gradients(policy: Any, batch: Any, **tables: Tensor) -> dict[str, Any]:
     """Log-probs, loss and gradients of an update pass over two micro-batches, which leaves the weights as they are."""
     from megatron_rc.training.policy import split_rows
-    from megatron_rc.training.routing import StepRoutes
+    from megatron_rc.training.step.routing import StepRoutes
 
     before, out = weights(policy), dict[str, Any]()
 
@@ -297,8 +297,8 @@ def test_samples_whose_routes_cannot_be_trusted_are_refused(found: dict[str, Any
 
 
 def test_settings_that_need_routes_nobody_has_are_refused() -> None:
-    from megatron_rc.training.arguments import MoeSettings
-    from megatron_rc.training.routing import check_routing, moe_shape
+    from megatron_rc.settings import MoeSettings
+    from megatron_rc.training.step.routing import check_routing, moe_shape
 
     with pytest.raises(ValueError, match=r"correction.old must be 'recompute' when moe.replay is 'R2'"):
         check_routing(MoeSettings(replay="R2"), RolloutCorrection(old="current"))
@@ -312,7 +312,7 @@ def test_settings_that_need_routes_nobody_has_are_refused() -> None:
 def test_dense_models_have_no_routes_to_return() -> None:
     from tiny_models import DENSE
 
-    from megatron_rc.rollout.hf import HFEngine
+    from megatron_rc.rollout.embedded.engine import HFEngine
 
     with pytest.raises(ValueError, match="return_routes needs a model with experts"):
         HFEngine(DENSE, dtype="fp32", device="cpu", return_routes=True)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from html_page import Page
 from report_records import rl, write_all
 from route_sets import random_routes
-from test_report_html import Page
 
 from megatron_rc.moe.shift import EXPERT_SHIFT, expert_shift
 from megatron_rc.moe.tables import MoeShape, RouteTable

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from process_memory import memory
 from route_sets import assert_same, compare_sets, random_routes
 from torch import Tensor
 
@@ -83,9 +84,3 @@ def test_memory_and_time_stay_within_budget(dtype: torch.dtype) -> None:
     # of processor time, which other processes do not stretch
     assert time.process_time() - start < 1.0
     assert memory("VmHWM") - before <= 2 * a.nbytes
-
-
-def memory(name: str) -> int:
-    """Bytes, from the kernel's account of this process."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return 1024 * int(line.split()[1])

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
+from process_memory import memory
 from route_sets import random_routes
-from test_routes import memory
 from torch import Tensor
 
 from megatron_rc.moe import compare
-from megatron_rc.moe.gates import router_kl
+from megatron_rc.moe.router_distance import router_kl
 from megatron_rc.moe.shift import MARGINS, POSITIONS, ExpertShift, expert_shift
 from megatron_rc.moe.tables import MoeShape, RouteTable
 

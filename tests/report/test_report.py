@@ -22,7 +22,7 @@ from megatron_rc.report.display import Display
 from megatron_rc.report.fingerprint import fingerprint
 from megatron_rc.report.log import MetricsLog, read_metrics
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
-from megatron_rc.rollout.hf import HFEngine, draw
+from megatron_rc.rollout.embedded.engine import HFEngine, draw
 
 VOCABULARY = 24
 SHAPE: dict[str, Any] = {

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from megatron_rc import schema
 from megatron_rc.cli import app
-from megatron_rc.describe import describe
-from megatron_rc.training.arguments import JobSettings
+from megatron_rc.jobs.describe import describe
+from megatron_rc.settings import JobSettings
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def read(text: str) -> JobSettings:

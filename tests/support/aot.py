@@ -1,6 +1,6 @@
 """Compile every kernel ahead of time, without a GPU, and read what it costs.
 
-python tests/aot.py    registers, spilled bytes and shared memory of every kernel and target, as a table
+python tests/support/aot.py    registers, spilled bytes and shared memory of every kernel and target, as a table
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-KERNELS = Path(__file__).parent.parent / "megatron_rc/kernels"
+KERNELS = Path(__file__).parents[2] / "megatron_rc/kernels"
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),

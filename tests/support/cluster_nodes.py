@@ -7,7 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
-LAUNCH = Path(__file__).parent.parent / "launch"
+LAUNCH = Path(__file__).parents[2] / "launch"
 
 
 def free_port() -> int:

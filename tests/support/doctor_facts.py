@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.doctor.facts import Facts, ProbeAnswer, ServerFacts, TrainerFacts
-from megatron_rc.training.arguments import JobSettings
+from megatron_rc.doctor.server.facts import Facts, ProbeAnswer, ServerFacts, TrainerFacts
+from megatron_rc.settings import JobSettings
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "data/sglang_facts.json").read_text())
 

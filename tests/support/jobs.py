@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rc import schema
 from megatron_rc.report.log import read_metrics
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",
@@ -134,7 +134,7 @@ def run_together(commands: list[list[str]], folder: Path) -> list[tuple[int, str
     """(exit status, stderr) of several command lines run in one process, with ``folder`` on its path."""
     path = f"{ROOT}:{folder}"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/refusals.py")],
+        [sys.executable, str(ROOT / "tests/support/refusals.py")],
         input=json.dumps(commands),
         capture_output=True,
         text=True,

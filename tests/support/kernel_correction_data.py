@@ -29,6 +29,15 @@ BOUNDS = {  # that split the batches below, and that no value of them comes near
     "novelty": (-0.203, 0.307),
 }
 LEVELS = ("token", "sequence", "segment")
+SEGMENTS = RolloutCorrection(
+    Weight("segment", "mask", 0.703, 1.497),
+    (
+        Rejection("k3", "segment", "max", upper=0.63),
+        Rejection("surprise", "segment", "min", lower=-1.23, when="negative_advantage"),
+        Rejection("ratio", "segment", "sum", lower=0.303),
+    ),
+    "batch",
+)
 
 
 @contextlib.contextmanager

@@ -30,8 +30,8 @@ def save_model(folder: Any) -> str:
 @contextmanager
 def world(path: str, **layout: int) -> Iterator[Any]:
     """The Policy of this process, ready for plain gradient descent."""
+    from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
     from megatron_rc.training import groups
-    from megatron_rc.training.arguments import ModelSettings, ParallelSettings, TrainSettings
     from megatron_rc.training.policy import Policy
 
     train = TrainSettings(optimizer="sgd", lr=0.5, clip_grad=0.0, micro_batches=2)
@@ -51,7 +51,7 @@ def sampled(policy: Any, *, flipped: bool, dtype: str = "fp32") -> list[Sample]:
     Args:
         flipped: for about half of its decisions, the engine takes its (k + 1)-th expert instead of its k-th.
     """
-    from megatron_rc.rollout.hf import HFEngine
+    from megatron_rc.rollout.embedded.engine import HFEngine
     from megatron_rc.training import emulation
 
     engine = HFEngine(MODEL, dtype=dtype, device="cpu", return_routes=True)  # type: ignore[arg-type]
@@ -79,8 +79,8 @@ def batch_of(samples: Sequence[Sample]) -> TokenBatch:
 
 
 def routing_of(policy: Any, correction: RolloutCorrection | None = None, **moe: Any) -> Any:
-    from megatron_rc.training.arguments import MoeSettings
-    from megatron_rc.training.routing import Routing
+    from megatron_rc.settings import MoeSettings
+    from megatron_rc.training.step.routing import Routing
 
     return Routing(
         MoeSettings(**moe),
@@ -96,8 +96,8 @@ def step(
     policy: Any, samples: Sequence[Sample], *, correction: RolloutCorrection | None = None, mini: int = 1, **moe: Any
 ) -> Any:
     """One rollout step from the weights of the policy; StepResult."""
-    from megatron_rc.training.arguments import LossSettings
-    from megatron_rc.training.reinforce import reinforce_step
+    from megatron_rc.settings import LossSettings
+    from megatron_rc.training.step.reinforce import reinforce_step
 
     chosen, batch = correction or RolloutCorrection(), batch_of(samples)
     routing = routing_of(policy, chosen, **moe) if moe else None

@@ -1,7 +1,7 @@
 """A program of its own around `megatron.training.pretrain`: synthetic rollouts, a policy-gradient forward_step.
 
-``python tests/pretrain_job.py '{"correction": "token-tis", "lr": 1e-3, "decay_period": 2}' <Megatron's flags>`` runs it
-patched; with ``null`` as its first argument it runs as it stands.
+``python tests/support/pretrain_job.py '{"correction": "token-tis", "lr": 1e-3, "decay_period": 2}' <Megatron's flags>``
+runs it patched; with ``null`` as its first argument it runs as it stands.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Run several command lines of megatron-rc in one process, and tell how each ended.
 
-``python tests/refusals.py`` reads a JSON list of argument lists from stdin and writes [[exit status, stderr], ...].
+``python tests/support/refusals.py`` reads a JSON list of argument lists from stdin and writes
+[[exit status, stderr], ...].
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any
 
 from faulty_answers import EXPERTS, LAYERS, TOP_K, VOCABULARY
 
-from megatron_rc.rollout.sglang import SGLangEngine, alone
-from megatron_rc.rollout.sglang_sync import weight_sync
+from megatron_rc.rollout.sglang.engine import SGLangEngine, alone
+from megatron_rc.rollout.sglang.weights import weight_sync
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3_moe",

@@ -20,7 +20,7 @@ import pytest
 import tiny_models
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SERVE = ROOT / "launch/sglang_cpu/serve.sh"
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from faulty_sync_server import CONFIG, FaultySyncServer, weights_of
 
-from megatron_rc.rollout.sglang_pool import Pool
-from megatron_rc.rollout.sglang_sync import WeightSync, update_servers, weight_sync
+from megatron_rc.rollout.sglang.pool import Pool
+from megatron_rc.rollout.sglang.weights import WeightSync, update_servers, weight_sync
 
 PATH = {"disk": "/update_weights_from_disk", "tensor": "/update_weights_from_tensor"}
 """The ways in which servers in threads of one process can be updated."""

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rc.describe import describe
+from megatron_rc.jobs.describe import describe
 from megatron_rc.tasks import Prompt
 from megatron_rc.tasks.arithmetic import (
     LEVELS,
@@ -25,7 +25,7 @@ from megatron_rc.tasks.arithmetic import (
 )
 from megatron_rc.tasks.registry import OPTIONS, build_task
 
-DOCS = Path(__file__).parent.parent / "docs" / "tasks.md"
+DOCS = Path(__file__).parents[2] / "docs" / "tasks.md"
 
 
 def arithmetic(**options: Any) -> ArithmeticTask:

@@ -110,10 +110,10 @@ def gradient_norms(rank: int, hf_path: str) -> list[float]:
     from megatron_rc.config import RolloutCorrection
     from megatron_rc.dump import sample_of
     from megatron_rc.engine import SamplingParams
+    from megatron_rc.settings import LossSettings, ModelSettings, ParallelSettings, TrainSettings
     from megatron_rc.training import groups
-    from megatron_rc.training.arguments import LossSettings, ModelSettings, ParallelSettings, TrainSettings
     from megatron_rc.training.policy import Policy
-    from megatron_rc.training.reinforce import reinforce_step
+    from megatron_rc.training.step.reinforce import reinforce_step
 
     found = []
     dump = Path(hf_path).parents[1] / "one" / "dump"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rc.training.microbatches import cut, mini_batches
+from megatron_rc.training.step.microbatches import cut, mini_batches
 
 LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=60)
 

@@ -14,9 +14,9 @@ from distributed import run_ranks
 from hypothesis import given
 from tiny_models import KINDS, LENGTHS, gradients_as_weights, packed_inputs, transformers_model, upstream
 
-from megatron_rc.training.arguments import ModelSettings, ParallelSettings
-from megatron_rc.training.attention import PackedCoreAttention, packed_seq_params
-from megatron_rc.training.hf_config import hf_config_dict
+from megatron_rc.models.config import hf_config_dict
+from megatron_rc.settings import ModelSettings, ParallelSettings
+from megatron_rc.training.model.attention import PackedCoreAttention, packed_seq_params
 
 
 class _HostReads(torch.utils._python_dispatch.TorchDispatchMode):
@@ -30,8 +30,8 @@ class _HostReads(torch.utils._python_dispatch.TorchDispatchMode):
 def _one_process(rank: int, folder: str) -> dict[str, Any]:
     """Logits, log-prob gradients (as if they were weights) and host reads of every kind, plus bf16 logits of dense."""
     from megatron_rc.training import groups
-    from megatron_rc.training.model import build_model
-    from megatron_rc.training.weights import export_hf, load_hf
+    from megatron_rc.training.model.build import build_model
+    from megatron_rc.training.model.weights import export_hf, load_hf
 
     groups.initialize(ParallelSettings(), seed=1)
     ids, positions, cu_seqlens = packed_inputs()

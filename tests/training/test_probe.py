@@ -17,8 +17,8 @@ def _probed(rank: int, model: str) -> Any:
     """Log-probs after a refresh, after a step of training, and after another refresh; and the weights then."""
     from megatron_rc.batch import TokenBatch
     from megatron_rc.engine import Sample, SamplingParams
+    from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
     from megatron_rc.training import groups
-    from megatron_rc.training.arguments import ModelSettings, ParallelSettings, TrainSettings
     from megatron_rc.training.policy import MicroBatch, Policy
     from megatron_rc.training.probe import Probe
 

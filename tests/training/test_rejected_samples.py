@@ -15,7 +15,7 @@ from megatron_rc.dump import RejectedWriter
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.tasks import Prompt
 from megatron_rc.training.groups import SharedError
-from megatron_rc.training.sampling import Rollouts, held_out_accuracy, sample
+from megatron_rc.training.step.sampling import Rollouts, held_out_accuracy, sample
 
 PROMPTS = [Prompt((i,), "", "") for i in range(4)]
 SEEDS = [100, 101, 110, 111, 120, 121, 130, 131]
@@ -119,8 +119,8 @@ def test_a_held_out_evaluation_leaves_damaged_responses_out_of_its_mean_and_stop
 
 
 def _on_two_processes(rank: int) -> tuple[Rollouts, str]:
+    from megatron_rc.settings import ParallelSettings
     from megatron_rc.training import groups
-    from megatron_rc.training.arguments import ParallelSettings
 
     place = groups.initialize(ParallelSettings(), seed=1)
     rollouts = sampled({131: "timeout"}, 0.125, place)

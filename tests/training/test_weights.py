@@ -12,10 +12,10 @@ from distributed import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_models import KINDS, LENGTHS, gradients_as_weights, packed_inputs, transformers_model, upstream
 
-from megatron_rc.training.arguments import ModelSettings, ParallelSettings
-from megatron_rc.training.hf_config import hf_config_dict
-from megatron_rc.training.hf_files import HfCheckpoint
-from megatron_rc.training.hf_names import parameters
+from megatron_rc.models.config import hf_config_dict
+from megatron_rc.models.files import HfCheckpoint
+from megatron_rc.models.names import parameters
+from megatron_rc.settings import ModelSettings, ParallelSettings
 
 TWO_RANKS = [
     ("dense", {}),
@@ -42,8 +42,8 @@ def _name(layout: tuple[str, dict[str, int]]) -> str:
 
 def _visit_layouts(rank: int, folder: str, layouts: list[tuple[str, dict[str, int]]]) -> dict[str, Any]:
     from megatron_rc.training import groups
-    from megatron_rc.training.model import build_model
-    from megatron_rc.training.weights import export_hf, init_weights, load_hf, save_hf
+    from megatron_rc.training.model.build import build_model
+    from megatron_rc.training.model.weights import export_hf, init_weights, load_hf, save_hf
 
     read_elements = 0
     slice_of = HfCheckpoint._slice
@@ -90,7 +90,7 @@ def _forward_backward(model: Any, hf: dict[str, Any], rank: int) -> dict[str, An
     from megatron.core import parallel_state as state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_rc.training.attention import packed_seq_params
+    from megatron_rc.training.model.attention import packed_seq_params
 
     # with EP the two data-parallel ranks hold different sequences, of different total length
     expert = state.get_expert_model_parallel_world_size()
@@ -153,8 +153,8 @@ def _reduce_gradients(model: Any, hf: dict[str, Any], expert: int) -> None:
 
 def _save_in_pieces(folder: str) -> None:
     from megatron_rc.training import groups
-    from megatron_rc.training.model import build_model
-    from megatron_rc.training.weights import export_hf, load_hf, save_hf
+    from megatron_rc.training.model.build import build_model
+    from megatron_rc.training.model.weights import export_hf, load_hf, save_hf
 
     parallel = ParallelSettings(pipeline=2)
     groups.initialize(parallel, seed=1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rc.doctor.host_facts import WHERE, Environment, HostFacts, read_environment, read_hosts
-from megatron_rc.doctor.host_flags import Flags
-from megatron_rc.doctor.host_traps import COMMON, MEGATRON_LM, MEGATRON_TRAINING, SLIME_OR_MILES
+from megatron_rc.doctor.host.facts import WHERE, Environment, HostFacts, read_environment, read_hosts
+from megatron_rc.doctor.host.flags import Flags
+from megatron_rc.doctor.host.traps_megatron import COMMON, MEGATRON_LM, MEGATRON_TRAINING, SLIME_OR_MILES
 from megatron_rc.doctor.registry import Finding, Outcome, Registry, Severity, bad, good
 from megatron_rc.integrations.symbols import Host, is_release
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from megatron_rc.doctor.host_flags import Flags
+from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.registry import Undecided
 from megatron_rc.integrations.hosts import HOSTS, Found, Host, host_named, inspect_symbols
 from megatron_rc.integrations.megatron_version import megatron_core_version

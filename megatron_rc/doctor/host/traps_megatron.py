@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_rc.doctor.host_facts import HostFacts
-from megatron_rc.doctor.host_flags import EXPANDED
-from megatron_rc.doctor.host_traps_slime import SLIME_OR_MILES as SLIME_OR_MILES
+from megatron_rc.doctor.host.facts import HostFacts
+from megatron_rc.doctor.host.flags import EXPANDED
+from megatron_rc.doctor.host.traps_slime import SLIME_OR_MILES as SLIME_OR_MILES
 from megatron_rc.doctor.registry import Outcome, Registry, bad, good
 
 COMMON: Registry[HostFacts] = Registry("common traps")

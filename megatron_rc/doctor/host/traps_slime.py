@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_rc import schema
-from megatron_rc.doctor.host_facts import HostFacts
+from megatron_rc.doctor.host.facts import HostFacts
 from megatron_rc.doctor.registry import Outcome, Registry, bad, good
-from megatron_rc.integrations import slime_checks
-from megatron_rc.integrations.slime_settings import HOOKS, flag, names
+from megatron_rc.integrations.slime import refusals
+from megatron_rc.integrations.slime.settings import HOOKS, flag, names
 
 SLIME_OR_MILES: Registry[HostFacts] = Registry("slime or miles")
 
@@ -107,7 +107,7 @@ def hooks(facts: HostFacts) -> Outcome:
     if not named:
         return good("none is named")
     try:
-        slime_checks.check(args)
+        refusals.check(args)
     except ValueError as refused:
         return bad(str(refused))
     return good(f"{', '.join(named)} can do what megatron_rc in the YAML file asks")

@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.registry import Outcome, Registry, Undecided, bad, good
+from megatron_rc.doctor.server.facts import Facts
 
 ANSWERS: Registry[Facts] = Registry("answers")
 

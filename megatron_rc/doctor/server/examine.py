@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rc.doctor.facts import Facts, read_trainer
 from megatron_rc.doctor.registry import Finding, Registry
-from megatron_rc.doctor.sglang_answers import ANSWERS
-from megatron_rc.doctor.sglang_model import MODEL
-from megatron_rc.doctor.sglang_probe import read_servers
-from megatron_rc.doctor.sglang_sampling import SAMPLING
-from megatron_rc.doctor.sglang_serving import SERVING
+from megatron_rc.doctor.server.answers import ANSWERS
+from megatron_rc.doctor.server.facts import Facts, read_trainer
+from megatron_rc.doctor.server.model import MODEL
+from megatron_rc.doctor.server.probe import read_servers
+from megatron_rc.doctor.server.sampling import SAMPLING
+from megatron_rc.doctor.server.serving import SERVING
 
 SGLANG: Registry[Facts] = Registry.joined("SGLang server", SERVING, MODEL, SAMPLING, ANSWERS)
 

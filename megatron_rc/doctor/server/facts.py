@@ -11,8 +11,8 @@ from typing import Any
 from megatron_rc import schema
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.doctor.registry import Known, Undecided
-from megatron_rc.training.arguments import JobSettings, ModelSettings
-from megatron_rc.training.hf_config import hf_config_dict
+from megatron_rc.models.config import hf_config_dict
+from megatron_rc.settings import JobSettings, ModelSettings
 
 GIVE_TRAINER = "Give the trainer's settings with --config job.yaml."
 GIVE_MODEL = "Give the trainer's model with --config job.yaml or --hf-path DIR."

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.registry import Outcome, Registry, Undecided, bad, good
-from megatron_rc.rollout.sglang_buckets import server_dtype
+from megatron_rc.doctor.server.facts import Facts
+from megatron_rc.rollout.sglang.buckets import server_dtype
 
 MODEL: Registry[Facts] = Registry("model")
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rc.doctor.facts import ProbeAnswer, ServerFacts, read_json
-from megatron_rc.doctor.sglang_answers import KEPT, NEW_TOKENS
+from megatron_rc.doctor.server.answers import KEPT, NEW_TOKENS
+from megatron_rc.doctor.server.facts import ProbeAnswer, ServerFacts, read_json
 from megatron_rc.engine import SamplingParams
-from megatron_rc.rollout.sglang_answer import Rejection, Request, RouteShape
-from megatron_rc.rollout.sglang_http import Server, ServerError
-from megatron_rc.rollout.sglang_pool import Pool
+from megatron_rc.rollout.sglang.http import Server, ServerError
+from megatron_rc.rollout.sglang.pool import Pool
+from megatron_rc.rollout.sglang.request import Rejection, Request, RouteShape
 
 PROMPT = (1, 2, 3, 2)
 """Ids that every vocabulary has: an id outside it would end the server."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_rc.doctor.facts import Facts, eos_ids
 from megatron_rc.doctor.registry import Outcome, Registry, Undecided, bad, good
+from megatron_rc.doctor.server.facts import Facts, eos_ids
 from megatron_rc.engine import SamplingParams
-from megatron_rc.rollout.sglang_answer import Request
+from megatron_rc.rollout.sglang.request import Request
 
 SAMPLING: Registry[Facts] = Registry("sampling")
 

@@ -6,10 +6,10 @@ import ipaddress
 
 from packaging.version import InvalidVersion, Version
 
-from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.registry import Outcome, Registry, Undecided, bad, good
-from megatron_rc.rollout.sglang import BELOW_CONTEXT
-from megatron_rc.rollout.sglang_sync import weight_sync
+from megatron_rc.doctor.server.facts import Facts
+from megatron_rc.rollout.sglang.engine import BELOW_CONTEXT
+from megatron_rc.rollout.sglang.weights import weight_sync
 
 SERVING: Registry[Facts] = Registry("serving")
 

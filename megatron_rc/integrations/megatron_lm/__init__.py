@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_rc.integrations import megatron_lm_logprobs as logprobs
-from megatron_rc.integrations import megatron_lm_loss as loss
-from megatron_rc.integrations import megatron_lm_rollouts as rollouts
-from megatron_rc.integrations import megatron_lm_session as session
+from megatron_rc.integrations.megatron_lm import logprobs as logprobs
+from megatron_rc.integrations.megatron_lm import loss as loss
+from megatron_rc.integrations.megatron_lm import rollouts as rollouts
+from megatron_rc.integrations.megatron_lm import session as session
 from megatron_rc.integrations.megatron_version import megatron_core_version
 from megatron_rc.integrations.scheduler_decay import make_scheduler
 from megatron_rc.integrations.symbols import Host, Symbol

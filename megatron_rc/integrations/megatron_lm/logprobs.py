@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.integrations.megatron_lm_session import LogitShards, Session
+from megatron_rc.integrations.megatron_lm.session import LogitShards, Session
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.logprobs import vocab_parallel_logprobs
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.integrations.host_log import LOG_PREFIX
-from megatron_rc.integrations.megatron_lm_rollouts import RolloutRows, corrected_rows
-from megatron_rc.integrations.megatron_lm_session import Session
+from megatron_rc.integrations.log_names import LOG_PREFIX
+from megatron_rc.integrations.megatron_lm.rollouts import RolloutRows, corrected_rows
+from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import Function
 
 

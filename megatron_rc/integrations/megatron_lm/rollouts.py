@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
-from megatron_rc.integrations.host_log import logged
-from megatron_rc.integrations.megatron_lm_session import Session
+from megatron_rc.integrations.log_names import logged
+from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import Function
 
 

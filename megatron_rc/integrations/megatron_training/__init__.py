@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
+from megatron_rc.integrations.megatron_training.step import Rollouts, TrainingStep
 from megatron_rc.integrations.megatron_version import megatron_core_version
 from megatron_rc.integrations.scheduler_decay import LRDecay, make_scheduler
 from megatron_rc.integrations.symbols import Function, Host, Symbol
-from megatron_rc.integrations.training_step import Rollouts, TrainingStep
 
 MODULE = "megatron.training.training"
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
-from megatron_rc.integrations.host_log import LOG_PREFIX, logged
+from megatron_rc.integrations.log_names import LOG_PREFIX, logged
 from megatron_rc.integrations.scheduler_decay import HoldsDecay, LRDecay
 from megatron_rc.metrics import MetricSums
 from megatron_rc.training import emulation

@@ -5,11 +5,11 @@ Set the flags to ``megatron_rc.integrations.slime.<function>``; `docs/patching.m
 
 from __future__ import annotations
 
-from megatron_rc.integrations.slime_checks import check
-from megatron_rc.integrations.slime_loss import loss
-from megatron_rc.integrations.slime_lr import before_train_step
-from megatron_rc.integrations.slime_reducer import pg_loss_reducer
-from megatron_rc.integrations.slime_rollout import rollout_data
-from megatron_rc.integrations.slime_tis import tis
+from megatron_rc.integrations.slime.custom_loss import loss
+from megatron_rc.integrations.slime.is_weights import tis
+from megatron_rc.integrations.slime.learning_rate import before_train_step
+from megatron_rc.integrations.slime.reducer import pg_loss_reducer
+from megatron_rc.integrations.slime.refusals import check
+from megatron_rc.integrations.slime.rollout_hook import rollout_data
 
 __all__ = ["before_train_step", "check", "loss", "pg_loss_reducer", "rollout_data", "tis"]

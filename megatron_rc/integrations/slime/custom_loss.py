@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch import Support
-from megatron_rc.integrations.slime_checks import refuse_loss
-from megatron_rc.integrations.slime_layout import Layout, Parallel, layout_of, parallel
-from megatron_rc.integrations.slime_lengths import LENGTHS
-from megatron_rc.integrations.slime_reducer import reducer
-from megatron_rc.integrations.slime_settings import SlimeSettings, in_advantages, names, read
-from megatron_rc.integrations.slime_tokens import NO_ROLLOUT_LOGPROBS, correct_tokens, measuring, token_metrics
+from megatron_rc.integrations.slime.layout import Layout, Parallel, layout_of, parallel
+from megatron_rc.integrations.slime.lengths import LENGTHS
+from megatron_rc.integrations.slime.reducer import reducer
+from megatron_rc.integrations.slime.refusals import refuse_loss
+from megatron_rc.integrations.slime.settings import SlimeSettings, in_advantages, names, read
+from megatron_rc.integrations.slime.tokens import NO_ROLLOUT_LOGPROBS, correct_tokens, measuring, token_metrics
 from megatron_rc.logprobs import vocab_parallel_logprobs
 from megatron_rc.loss import policy_loss
 

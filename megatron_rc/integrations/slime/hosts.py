@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rc import schema
 from megatron_rc.config import RolloutCorrection
-from megatron_rc.integrations.slime_settings import KEY, flag
+from megatron_rc.integrations.slime.settings import KEY, flag
 from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.lr_decay import LengthDecaySettings
 

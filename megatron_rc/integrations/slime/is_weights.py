@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.integrations.slime_checks import refuse_tis
-from megatron_rc.integrations.slime_layout import layout_of, parallel
-from megatron_rc.integrations.slime_lengths import LENGTHS
-from megatron_rc.integrations.slime_settings import in_advantages, read
-from megatron_rc.integrations.slime_tokens import NO_ROLLOUT_LOGPROBS, correct_tokens, measuring, token_metrics
+from megatron_rc.integrations.slime.layout import layout_of, parallel
+from megatron_rc.integrations.slime.lengths import LENGTHS
+from megatron_rc.integrations.slime.refusals import refuse_tis
+from megatron_rc.integrations.slime.settings import in_advantages, read
+from megatron_rc.integrations.slime.tokens import NO_ROLLOUT_LOGPROBS, correct_tokens, measuring, token_metrics
 
 
 def tis(

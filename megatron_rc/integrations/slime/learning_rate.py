@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from megatron_rc.integrations.slime_checks import refuse_before_train_step
-from megatron_rc.integrations.slime_lengths import LENGTHS
-from megatron_rc.integrations.slime_settings import SlimeSettings, read
+from megatron_rc.integrations.slime.lengths import LENGTHS
+from megatron_rc.integrations.slime.refusals import refuse_before_train_step
+from megatron_rc.integrations.slime.settings import SlimeSettings, read
 from megatron_rc.lr_decay import LengthDecayLR
 
 STATE_FILE = "megatron_rc_lr_decay.json"

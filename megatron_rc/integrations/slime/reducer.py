@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_rc.integrations.slime_checks import refuse_pg_loss_reducer
-from megatron_rc.integrations.slime_layout import Layout, parallel
-from megatron_rc.integrations.slime_lengths import LENGTHS
-from megatron_rc.integrations.slime_settings import read
+from megatron_rc.integrations.slime.layout import Layout, parallel
+from megatron_rc.integrations.slime.lengths import LENGTHS
+from megatron_rc.integrations.slime.refusals import refuse_pg_loss_reducer
+from megatron_rc.integrations.slime.settings import read
 
 
 def pg_loss_reducer(

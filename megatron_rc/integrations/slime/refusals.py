@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_rc.config import STATISTICS
-from megatron_rc.integrations.slime_settings import SlimeSettings, flag, in_advantages, names, read
+from megatron_rc.integrations.slime.settings import SlimeSettings, flag, in_advantages, names, read
 
 
 def check(args: Namespace) -> None:

@@ -11,7 +11,7 @@ from megatron_rc import reference
 from megatron_rc.bounds import shared_units
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
-from megatron_rc.integrations.slime_layout import Layout, Parallel
+from megatron_rc.integrations.slime.layout import Layout, Parallel
 
 NO_ROLLOUT_LOGPROBS = (
     "the function of --custom-generate-function-path must set Sample.rollout_log_probs (the default one does)"

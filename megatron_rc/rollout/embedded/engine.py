@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.rollout.hf_model import build_model, weight_slots
-from megatron_rc.rollout.hf_routes import RouteCapture
+from megatron_rc.rollout.embedded.model import build_model, weight_slots
+from megatron_rc.rollout.embedded.routes import RouteCapture
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPACT_SHARE = 1 / 8

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from megatron_rc.rollout.sglang_http import Server, ServerError
+from megatron_rc.rollout.sglang.http import Server, ServerError
 
 T = TypeVar("T")
 

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.rollout.sglang_answer import Piece, RouteShape
-from megatron_rc.rollout.sglang_http import Server
-from megatron_rc.rollout.sglang_pool import Pool
-from megatron_rc.rollout.sglang_run import Limits, Response, Run
-from megatron_rc.rollout.sglang_sync import WeightSync, update_servers
+from megatron_rc.rollout.sglang.generation import Limits, Response, Run
+from megatron_rc.rollout.sglang.http import Server
+from megatron_rc.rollout.sglang.pool import Pool
+from megatron_rc.rollout.sglang.request import Piece, RouteShape
+from megatron_rc.rollout.sglang.weights import WeightSync, update_servers
 
 _CONTROL_S = 30.0
 BELOW_CONTEXT = 4

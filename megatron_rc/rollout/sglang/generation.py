@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.rollout.sglang_answer import Piece, Rejection, Request, RouteShape
-from megatron_rc.rollout.sglang_http import Server, ServerError, doubled
-from megatron_rc.rollout.sglang_pool import Pool
+from megatron_rc.rollout.sglang.http import Server, ServerError, doubled
+from megatron_rc.rollout.sglang.pool import Pool
+from megatron_rc.rollout.sglang.request import Piece, Rejection, Request, RouteShape
 
 _ABORT_GRACE_S = 5.0
 """An aborted request answers after the step that the server is at; one that does not answer by then is given up on."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from megatron_rc.rollout.sglang_http import Background, Server, ServerError
+from megatron_rc.rollout.sglang.http import Background, Server, ServerError
 
 T = TypeVar("T")
 

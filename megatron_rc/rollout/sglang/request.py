@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.engine import SamplingParams
-from megatron_rc.rollout.sglang_http import without_tokens
+from megatron_rc.rollout.sglang.http import without_tokens
 
 _POSITIVE_BY_ROUNDING = 1e-5
 """nats; a log-softmax whose one large term is the whole sum may end this far above 0."""

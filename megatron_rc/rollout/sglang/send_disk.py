@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rc.rollout.sglang_control import on_every
-from megatron_rc.rollout.sglang_http import Server
+from megatron_rc.rollout.sglang.control import on_every
+from megatron_rc.rollout.sglang.http import Server
 
 _PREFIX = "weights-"
 _ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from megatron_rc.rollout.sglang_buckets import Bucket, buckets
-from megatron_rc.rollout.sglang_control import on_every, unreachable
-from megatron_rc.rollout.sglang_http import Server, ServerError
+from megatron_rc.rollout.sglang.buckets import Bucket, buckets
+from megatron_rc.rollout.sglang.control import on_every, unreachable
+from megatron_rc.rollout.sglang.http import Server, ServerError
 
 _POLL_SECONDS = 0.002
 _DESTROY_SECONDS = 10.0

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.rollout.sglang_buckets import Bucket, buckets
-from megatron_rc.rollout.sglang_control import on_every, unreachable
-from megatron_rc.rollout.sglang_http import Server
+from megatron_rc.rollout.sglang.buckets import Bucket, buckets
+from megatron_rc.rollout.sglang.control import on_every, unreachable
+from megatron_rc.rollout.sglang.http import Server
 
 
 class TensorSync:

@@ -11,15 +11,15 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_rc.rollout import sglang_control as control
-from megatron_rc.rollout.sglang_buckets import cast, server_dtype
-from megatron_rc.rollout.sglang_control import on_every
-from megatron_rc.rollout.sglang_disk import DiskSync
-from megatron_rc.rollout.sglang_group import GroupSync
-from megatron_rc.rollout.sglang_http import Server
-from megatron_rc.rollout.sglang_pool import Pool
-from megatron_rc.rollout.sglang_proof import Checksums, Ledger, mean_difference, not_sent, not_taken, odd_ones_out
-from megatron_rc.rollout.sglang_tensor import TensorSync
+from megatron_rc.rollout.sglang import control
+from megatron_rc.rollout.sglang.buckets import cast, server_dtype
+from megatron_rc.rollout.sglang.control import on_every
+from megatron_rc.rollout.sglang.http import Server
+from megatron_rc.rollout.sglang.pool import Pool
+from megatron_rc.rollout.sglang.proof import Checksums, Ledger, mean_difference, not_sent, not_taken, odd_ones_out
+from megatron_rc.rollout.sglang.send_disk import DiskSync
+from megatron_rc.rollout.sglang.send_group import GroupSync
+from megatron_rc.rollout.sglang.send_tensor import TensorSync
 
 T = TypeVar("T")
 

@@ -14,11 +14,11 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rc.models.config import hf_config_dict as hf_config_dict
+from megatron_rc.models.config import moe_layers, padded_vocab_size
+from megatron_rc.settings import Dtype, ParallelSettings
 from megatron_rc.training import emulation
-from megatron_rc.training.arguments import Dtype, ParallelSettings
-from megatron_rc.training.attention import PackedCoreAttention, PackedSelfAttention
-from megatron_rc.training.hf_config import hf_config_dict as hf_config_dict
-from megatron_rc.training.hf_config import moe_layers, padded_vocab_size
+from megatron_rc.training.model.attention import PackedCoreAttention, PackedSelfAttention
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

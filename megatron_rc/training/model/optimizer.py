@@ -7,7 +7,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_rc.training.arguments import TrainSettings
+from megatron_rc.settings import TrainSettings
 
 
 def wrap_ddp(chunks: list[torch.nn.Module], dtype: str) -> list[DistributedDataParallel]:

@@ -14,8 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megatron_rc.training.hf_files import HfCheckpoint, HfWriter
-from megatron_rc.training.hf_names import HfTensor, Parameter, parameters
+from megatron_rc.models.files import HfCheckpoint, HfWriter
+from megatron_rc.models.names import HfTensor, Parameter, parameters
 
 
 class Source(Protocol):

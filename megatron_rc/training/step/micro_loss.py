@@ -11,7 +11,7 @@ from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
 from megatron_rc.loss import policy_loss
 from megatron_rc.metrics import MetricSums, pair_metrics
-from megatron_rc.training.arguments import LossSettings
+from megatron_rc.settings import LossSettings
 from megatron_rc.training.policy import MicroBatch
 
 

@@ -19,13 +19,13 @@ from megatron_rc.loss import equal_reward_groups, expand_to_tokens, grpo_advanta
 from megatron_rc.lr_decay import LengthDecayLR
 from megatron_rc.metrics import MetricSums
 from megatron_rc.moe.shift import ShiftSums
-from megatron_rc.training.arguments import LossSettings, TrainSettings
+from megatron_rc.settings import LossSettings, TrainSettings
 from megatron_rc.training.groups import Groups
-from megatron_rc.training.micro_loss import Collected, micro_loss
-from megatron_rc.training.microbatches import Cut, cut, mini_batches
 from megatron_rc.training.policy import Policy, UpdateResult, split_rows
-from megatron_rc.training.routing import Routing, StepRoutes
-from megatron_rc.training.shares import local_share
+from megatron_rc.training.step.micro_loss import Collected, micro_loss
+from megatron_rc.training.step.microbatches import Cut, cut, mini_batches
+from megatron_rc.training.step.routing import Routing, StepRoutes
+from megatron_rc.training.step.shares import local_share
 
 ADVANTAGES = {"rloo": rloo_advantages, "grpo": grpo_advantages}
 

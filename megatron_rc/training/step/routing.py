@@ -16,6 +16,7 @@ from megatron_rc.batch import TokenBatch
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.engine import Sample
 from megatron_rc.metrics import MetricSums
+from megatron_rc.models.config import moe_layers
 from megatron_rc.moe.compare import compare_routes
 from megatron_rc.moe.replay import RoutedSchedule
 from megatron_rc.moe.routers import routers_of
@@ -29,10 +30,9 @@ from megatron_rc.moe.tables import (
     last_rows,
     sampler_table,
 )
+from megatron_rc.settings import MoeSettings
 from megatron_rc.training import emulation
-from megatron_rc.training.arguments import MoeSettings
 from megatron_rc.training.groups import Groups
-from megatron_rc.training.hf_config import moe_layers
 from megatron_rc.training.policy import AroundForward, MicroBatch
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.training.microbatches import Cut
+from megatron_rc.training.step.microbatches import Cut
 
 
 def local_share(

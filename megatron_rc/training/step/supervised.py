@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.loss import loss_scale
-from megatron_rc.training.arguments import TrainSettings
-from megatron_rc.training.microbatches import cut
+from megatron_rc.settings import TrainSettings
 from megatron_rc.training.policy import MicroBatch, Policy, split_rows
-from megatron_rc.training.shares import local_share
+from megatron_rc.training.step.microbatches import cut
+from megatron_rc.training.step.shares import local_share
 
 
 def demonstration_batch(pairs: Sequence[tuple[list[int], list[int]]]) -> TokenBatch:

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_rc.engine import SamplingParams
-from megatron_rc.rollout.sglang_answer import Rejection, Request, RouteShape
+from megatron_rc.rollout.sglang.request import Rejection, Request, RouteShape
 
 REQUEST = Request(
     rid="f" * 32,

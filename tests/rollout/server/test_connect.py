@@ -17,7 +17,7 @@ from faulty_sglang import FaultySglang
 from sglang_engines import MODEL, sglang_engine
 
 from megatron_rc.engine import RolloutEngine, SamplingParams
-from megatron_rc.rollout.sglang_sync import weight_sync
+from megatron_rc.rollout.sglang.weights import weight_sync
 
 PARAMS = SamplingParams(max_new_tokens=8)
 WEIGHTS = [("model.norm.weight", torch.ones(4))]
@@ -72,7 +72,7 @@ def test_without_aiohttp_one_sentence_names_the_extra(monkeypatch: pytest.Monkey
 
 
 def test_importing_the_package_or_the_engine_does_not_import_aiohttp() -> None:
-    code = "import sys, megatron_rc.rollout.sglang; assert 'aiohttp' not in sys.modules, 'imported'"
+    code = "import sys, megatron_rc.rollout.sglang.engine; assert 'aiohttp' not in sys.modules, 'imported'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

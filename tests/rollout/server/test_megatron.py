@@ -17,11 +17,11 @@ PROMPTS = [[3, 4, 5, 6, 7], [9, 8, 7], [20, 21, 22, 23, 24, 25, 26, 27, 28]]
 def _train_and_sync(rank: int, url: str, model: str, folder: str) -> list[dict[str, Any]]:
     from megatron_rc.batch import TokenBatch
     from megatron_rc.engine import Sample, SamplingParams
-    from megatron_rc.rollout.sglang_control import probe_prompt
-    from megatron_rc.rollout.sglang_pool import Pool
-    from megatron_rc.rollout.sglang_sync import update_servers, weight_sync
+    from megatron_rc.rollout.sglang.control import probe_prompt
+    from megatron_rc.rollout.sglang.pool import Pool
+    from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
+    from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
     from megatron_rc.training import groups
-    from megatron_rc.training.arguments import ModelSettings, ParallelSettings, TrainSettings
     from megatron_rc.training.policy import MicroBatch, Policy
 
     place = groups.initialize(ParallelSettings(tensor=2), seed=1)

@@ -14,8 +14,8 @@ import torch
 from faulty_sglang import FaultySglang
 
 from megatron_rc.engine import SamplingParams
-from megatron_rc.rollout.sglang_answer import Piece, Rejection, Request, RouteShape
-from megatron_rc.rollout.sglang_http import without_tokens
+from megatron_rc.rollout.sglang.http import without_tokens
+from megatron_rc.rollout.sglang.request import Piece, Rejection, Request, RouteShape
 
 ROUTES = RouteShape(faulty.LAYERS, faulty.TOP_K, faulty.EXPERTS)
 PROMPT = [3, 4, 5]

@@ -14,8 +14,8 @@ import tiny_models
 import torch
 from sglang_server import MODELS, SglangServer, checkpoint_weights, shared_server
 
-from megatron_rc.rollout.sglang_pool import Pool
-from megatron_rc.rollout.sglang_sync import update_servers, weight_sync
+from megatron_rc.rollout.sglang.pool import Pool
+from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
 
 PROMPT = [3, 4, 5, 6, 7]
 LONG = {"temperature": 1.0, "max_new_tokens": 200, "ignore_eos": True}

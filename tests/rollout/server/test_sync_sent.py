@@ -17,7 +17,9 @@ from faulty_sync_server import CONFIG, weights_of
 from safetensors.torch import load_file
 from sync_jobs import PATH, holds, started
 
-from megatron_rc.rollout.sglang_sync import weight_sync
+from megatron_rc.rollout.sglang.weights import weight_sync
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -144,8 +146,8 @@ except ValueError as error:
         [sys.executable, "-c", program, str(tmp_path)],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parent,
-        env={"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parent.parent}", "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        env={"PYTHONPATH": f"{ROOT / 'tests/support'}:{ROOT}", "OMP_NUM_THREADS": "1"},
         timeout=60,
     )
     assert "sync_dir=" in done.stdout and "GiB free: " in done.stdout, done.stdout + done.stderr

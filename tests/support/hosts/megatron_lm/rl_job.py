@@ -39,7 +39,7 @@ from train_rl import forward_step
 from megatron_rc import patch, schema
 from megatron_rc.integrations.run_script import PatchSettings
 from megatron_rc.training import emulation
-from megatron_rc.training.attention import PackedCoreAttention, PackedSelfAttention, packed_seq_params
+from megatron_rc.training.model.attention import PackedCoreAttention, PackedSelfAttention, packed_seq_params
 
 VOCABULARY = 30
 PAD, EOD, PROMPT = 1, 2, 3

@@ -1,6 +1,7 @@
 """Losses and gradients of the cases on real ranks: ours, and those of the host's own source where it is at hand.
 
-``SLIME_DIR=<source tree> python tests/hosts/slime/runs.py`` writes golden.json, what slime itself returns on one rank.
+``SLIME_DIR=<source tree> python tests/support/hosts/slime/runs.py`` writes golden.json: what slime itself returns on
+one rank.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ BATCH_MEAN = {"preset": "token-tis", "normalize": "batch"}
 def _hooks(rank: int, layout: str, cp_rank: int, cp_size: int) -> dict[str, Any]:
     """tis by sequences and turns; rollout_data on this rank's half of the samples under dp2; a mean length."""
     from megatron_rc.integrations import slime
-    from megatron_rc.integrations.slime_lengths import LENGTHS
+    from megatron_rc.integrations.slime.lengths import LENGTHS
 
     found: dict[str, Any] = {}
     for name, correction in UNITS.items():

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
-from megatron_rc.integrations import slime_layout, slime_loss, slime_reducer, slime_rollout, slime_tis
-from megatron_rc.integrations.slime_layout import Parallel
+from megatron_rc.integrations.slime import custom_loss as slime_loss
+from megatron_rc.integrations.slime import is_weights as slime_tis
+from megatron_rc.integrations.slime import layout as slime_layout
+from megatron_rc.integrations.slime import reducer as slime_reducer
+from megatron_rc.integrations.slime import rollout_hook as slime_rollout
+from megatron_rc.integrations.slime.layout import Parallel
 
 _READERS = (slime_layout, slime_loss, slime_reducer, slime_rollout, slime_tis)
 

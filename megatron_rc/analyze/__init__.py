@@ -1,1 +1,0 @@
-"""Readers of rollout dumps and what-if replay of corrections."""

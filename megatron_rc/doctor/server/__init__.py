@@ -1,0 +1,1 @@
+"""Checks of a live SGLang server against the trainer."""

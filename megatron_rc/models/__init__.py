@@ -1,0 +1,1 @@
+"""What is known about Hugging Face checkpoints: configurations, parameter names, files."""

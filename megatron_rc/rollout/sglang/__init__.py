@@ -1,0 +1,1 @@
+"""The rollout engine that talks to SGLang servers."""

@@ -1,0 +1,1 @@
+"""The Megatron model: building it, its attention, its weights, its optimizer."""

@@ -1,0 +1,1 @@
+"""One training step: sampling, micro-batches, loss, routing."""
