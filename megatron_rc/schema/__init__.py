@@ -39,16 +39,36 @@ def to_dict(value: Any) -> dict[str, Any]:
 def load_yaml(path_or_text: str | Path) -> dict[str, Any]:
     """A YAML mapping from a file, or from the text itself when it has a newline or a colon and names no file.
 
+    The key ``base`` of a file names another file, relative to its own folder: the result holds the fields of that one,
+    changed by the fields of this one. Mappings are merged field by field; everything else is replaced.
+
     Raises:
-        ValueError: not YAML, not a mapping, or no such file.
+        ValueError: not YAML, not a mapping, no such file, or a file that is its own base.
     """
+    text = str(path_or_text)
+    if os.path.isfile(text):  # unlike Path.is_file it takes any text, however long
+        return _load_file(Path(text), [])
+    if isinstance(path_or_text, Path) or not any(sign in text for sign in ":{\n"):
+        raise ValueError(f"no such file: {text!r}")
+    return _mapping(text, "the YAML text")
+
+
+def _load_file(path: Path, derived: list[Path]) -> dict[str, Any]:
+    """The mapping of ``path`` on top of its base; ``derived``: the files that have it as a base."""
+    if path.resolve() in (file.resolve() for file in derived):
+        raise ValueError(f"{path} is its own base: {' -> '.join(map(str, [*derived, path]))}")
+    data = _mapping(path.read_text(), str(path))
+    if "base" not in data:
+        return data
+    base = data.pop("base")
+    if not isinstance(base, str) or not (path.parent / base).is_file():
+        raise ValueError(f"base of {path} must name a YAML file, relative to its folder, got {base!r}")
+    return _merged(_load_file(path.parent / base, [*derived, path]), data)
+
+
+def _mapping(text: str, name: str) -> dict[str, Any]:
     import yaml
 
-    text, name = str(path_or_text), "the YAML text"
-    if os.path.isfile(text):  # unlike Path.is_file it takes any text, however long
-        name, text = text, Path(text).read_text()
-    elif isinstance(path_or_text, Path) or not any(sign in text for sign in ":{\n"):
-        raise ValueError(f"no such file: {str(path_or_text)!r}")
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -56,6 +76,14 @@ def load_yaml(path_or_text: str | Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{name} must hold a mapping of fields, got {type(data).__name__}")
     return data
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _merged(base[key], value) if both else value
+    return merged
 
 
 def dump_yaml(data: dict[str, Any], *, one_line: bool = False) -> str:

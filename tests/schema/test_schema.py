@@ -53,6 +53,35 @@ def test_what_is_not_a_mapping_of_fields_is_refused(text):
         schema.load_yaml(text)
 
 
+def test_a_file_changes_the_fields_of_its_base_and_keeps_the_others(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared/first.yaml").write_text(
+        "train: {lr: 1.0, steps: 3}\ncorrection: {reject: [{upper: 2.0}, {upper: 3.0}]}\nlr_decay: {min_lr_ratio: 0.1}"
+    )
+    (tmp_path / "shared/second.yaml").write_text("base: first.yaml\ntrain: {seed: 7}\nlr_decay: null")
+    (tmp_path / "mine.yaml").write_text(
+        "base: shared/second.yaml\ntrain: {steps: 9}\ncorrection: {reject: [{upper: 5.0}]}"
+    )
+    assert schema.load_yaml(tmp_path / "mine.yaml") == {
+        "train": {"lr": 1.0, "steps": 9, "seed": 7},
+        "correction": {"reject": [{"upper": 5.0}]},
+        "lr_decay": None,
+    }
+
+
+def test_a_base_that_is_missing_or_leads_back_is_one_sentence(tmp_path: Path) -> None:
+    a, b, c = (tmp_path / name for name in ("a.yaml", "b.yaml", "c.yaml"))
+    a.write_text("base: b.yaml")
+    b.write_text("base: a.yaml")
+    with pytest.raises(ValueError) as caught:
+        schema.load_yaml(a)
+    assert str(caught.value) == f"{a} is its own base: {a} -> {b} -> {a}"
+    for written in ("nowhere.yaml", "[a.yaml]"):
+        c.write_text(f"base: {written}")
+        with pytest.raises(ValueError, match="base of .*c.yaml must name a YAML file, relative to its folder, got "):
+            schema.load_yaml(c)
+
+
 def test_one_long_line_is_yaml_text_and_not_the_name_of_a_file():
     text = "{task: {options: {path: " + "x" * 400 + "}}}"
     assert schema.load_yaml(text)["task"]["options"]["path"] == "x" * 400
