@@ -1,1 +1,1 @@
-"""Curves, the live display and the self-contained HTML report."""
+"""Metrics of a run: the log, the live display, the HTML report, and sinks that send metrics to dashboards."""

@@ -1,4 +1,4 @@
-"""What a person watches during a job: a live table in a terminal, one plain line a step elsewhere."""
+"""Live display of a running job: a table in a terminal, one plain line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron_rc.report import curves
-from megatron_rc.report.curves import Curve, duration, phase_of, value_of
+from megatron_rc.report import panels
+from megatron_rc.report.curves import duration, phase_of, value_of
+from megatron_rc.report.panels import Curve
 
 PLAIN_PHASE_SECONDS = 15.0
-"""Without a terminal, a phase that lasts longer than this says how far it is, this often."""
+"""Without a terminal, a long phase prints its progress at this interval."""
 HISTORY = 40
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -28,36 +29,36 @@ class Row(NamedTuple):
 
 
 ROWS = (
-    Row("loss", curves.CROSS_ENTROPY, "{:.3f}"),
-    Row("reward", curves.REWARD, "{:.3f}"),
-    Row("held-out", curves.ACCURACY, "{:.1%}"),
-    Row("length", curves.LENGTH, "{:.1f}"),
-    Row("k3", curves.K3, "{:.1e}"),
-    Row("ESS", curves.ESS, "{:.4f}"),
-    Row("masked", curves.MASKED, "{:.1%}"),
-    Row("grad", curves.GRAD_NORM, "{:.2f}"),
-    Row("lr", curves.LEARNING_RATE, "{:.1e}"),
-    Row("tok/s", curves.THROUGHPUT, "{:,.0f}"),
+    Row("loss", panels.CROSS_ENTROPY, "{:.3f}"),
+    Row("reward", panels.REWARD, "{:.3f}"),
+    Row("held-out", panels.ACCURACY, "{:.1%}"),
+    Row("length", panels.LENGTH, "{:.1f}"),
+    Row("k3", panels.K3, "{:.1e}"),
+    Row("ESS", panels.ESS, "{:.4f}"),
+    Row("masked", panels.MASKED, "{:.1%}"),
+    Row("grad", panels.GRAD_NORM, "{:.2f}"),
+    Row("lr", panels.LEARNING_RATE, "{:.1e}"),
+    Row("tok/s", panels.THROUGHPUT, "{:,.0f}"),
 )
 
 
 class Display:
-    """Shows a job while it runs; use it as a context manager, on one process only.
+    """Shows a job while it runs; a context manager, to be used on one process only.
 
-    In a terminal it redraws a table and two bars in place. Elsewhere (a CI log, a file) it prints one line a step.
+    In a terminal it redraws a table and two bars in place. Elsewhere (a CI log, a file) it prints one line per step.
     """
 
     def __init__(self, total_steps: int, name: str, *, console: Console | None = None) -> None:
         """
         Args:
             total_steps: reinforcement-learning steps of the job.
-            name: of the job.
+            name: name of the job.
         """
         self._console = console or Console(highlight=False)
         self._total = total_steps
         self._history: dict[str, deque[float]] = {}
         self._clock: tuple[int, float] | None = None
-        self._phase_name, self._phase_total, self._phase_done, self._phase_said = "", 0, 0, 0.0
+        self._phase_name, self._phase_total, self._phase_done, self._phase_printed = "", 0, 0, 0.0
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=32), MofNCompleteColumn(), TimeElapsedColumn())
         self._bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console)
         self._overall = self._bars.add_task(f"[bold]{name}", total=total_steps, note="")
@@ -75,27 +76,27 @@ class Display:
             self._live.stop()
 
     def phase(self, name: str, total: int) -> None:
-        """Start a phase of ``total`` units: warm-up steps, finished responses, optimizer steps."""
+        """Start a phase of ``total`` units, such as warm-up steps, responses or optimizer steps."""
         self._phase_name, self._phase_total, self._phase_done = name, total, 0
-        self._phase_said = time.monotonic()
+        self._phase_printed = time.monotonic()
         self._bars.reset(self._current, description=name, total=total, visible=True)
 
     def advance(self, count: int = 1) -> None:
-        """``count`` more units of the phase are done."""
+        """Count ``count`` more units of the phase as done."""
         self._phase_done += count
         self._bars.advance(self._current, count)
-        if not self._console.is_terminal and time.monotonic() - self._phase_said > PLAIN_PHASE_SECONDS:
-            self._phase_said = time.monotonic()
+        if not self._console.is_terminal and time.monotonic() - self._phase_printed > PLAIN_PHASE_SECONDS:
+            self._phase_printed = time.monotonic()
             self._print(f"{self._phase_name} {self._phase_done}/{self._phase_total}")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One step is done.
+        """Show a finished step.
 
         Args:
             step: its number within its phase; 0 is the state before reinforcement learning.
-            metrics: the step's record; ``phase`` is "rl" when missing.
+            metrics: its record; without a ``phase`` it belongs to "rl".
         """
-        warming_up = phase_of(metrics) == "warmup" or value_of(metrics, curves.CROSS_ENTROPY) is not None
+        warming_up = phase_of(metrics) == "warmup" or value_of(metrics, panels.CROSS_ENTROPY) is not None
         shown = [(row, value) for row in ROWS if (value := value_of(metrics, row.curve)) is not None]
         for row, value in shown:
             self._history.setdefault(row.short, deque(maxlen=HISTORY)).append(value)
@@ -104,22 +105,22 @@ class Display:
             self._bars.update(self._overall, completed=step, note=left)
         if self._console.is_terminal:
             return
-        # a warm-up has many short steps: those with an evaluation and every 25th tell enough
-        if warming_up and step % 25 and value_of(metrics, curves.ACCURACY) is None:
+        # a warm-up has many short steps, so only every 25th and those with an evaluation are printed
+        if warming_up and step % 25 and value_of(metrics, panels.ACCURACY) is None:
             return
         head = f"warm-up {step}" if warming_up else f"step {step}/{self._total}"
         cells = [f"{row.short} {row.format.format(value)}" for row, value in shown]
         self._print(" | ".join([head, *cells, *([left] if left else [])]))
 
     def message(self, text: str) -> None:
-        """A line of its own, above the table."""
+        """Print a line of text above the table."""
         self._print(text)
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
     def _time_left(self, step: int) -> str:
-        """From the mean time of the steps of this process, the first one left out: it also loads and compiles."""
+        """Estimate from the mean time per step in this process, without its first step, which also compiles."""
         now = time.monotonic()
         if self._clock is None:
             self._clock = (step, now)

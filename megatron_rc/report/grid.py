@@ -1,4 +1,4 @@
-"""A grid of runs as one table, one CSV and one picture."""
+"""Summary of a grid of runs: a table, a CSV file and a picture."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from megatron_rc.report.picture import COLORS
 class Column(NamedTuple):
     title: str
     metric: str
-    """Of a step."""
     form: str = "{:.2g}"
     last: bool = False
-    """The last value instead of the mean over steps."""
+    """Show the last value instead of the mean over steps."""
 
 
 COLUMNS = (
@@ -39,17 +38,17 @@ DRAWN = COLUMNS[1]
 
 
 class Run(NamedTuple):
-    """One seed of one cell."""
+    """One seed of one cell of the grid."""
 
     choices: Mapping[str, str]
-    """Axis -> choice."""
+    """Maps each axis to the choice on it."""
     seed: int
     values: dict[str, float]
-    """Title of a column -> value; NaN where the run did not measure it."""
+    """Maps the title of each column to its value; NaN if the run did not measure it."""
 
 
 def read_run(choices: Mapping[str, str], seed: int, folder: Path) -> Run:
-    """A run from its metrics.jsonl."""
+    """Read a run from its metrics.jsonl."""
     records = [r for r in read_metrics(folder / "metrics.jsonl") if phase_of(r) == "rl"]
     return Run(choices, seed, {column.title: _value(records, column) for column in COLUMNS})
 
@@ -62,7 +61,7 @@ def _value(records: Sequence[Mapping[str, Any]], column: Column) -> float:
 
 
 def write_grid(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Write table.md, runs.csv and, where matplotlib is installed, grid.png into ``folder``; their paths."""
+    """Write runs.csv, table.md and, if matplotlib is installed, grid.png into ``folder``; returns their paths."""
     assert runs, "a grid without a finished run has no table"
     written = [_write_csv(runs, folder / "runs.csv"), folder / "table.md"]
     written[1].write_text(table(runs))
@@ -74,7 +73,7 @@ def write_grid(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Markdown, one row a cell: mean over seeds, and half the range of them."""
+    """Markdown table with one row per cell: the mean over its seeds ± half their range."""
     columns = [c for c in COLUMNS if any(not math.isnan(run.values[c.title]) for run in runs)]
     axes = list(runs[0].choices)
     lines = ["| " + " | ".join([*axes, *(c.title for c in columns)]) + " |", "|---" * (len(axes) + len(columns)) + "|"]
@@ -93,10 +92,10 @@ def _shown(values: Sequence[float], form: str) -> str:
 
 
 def _by_cell(runs: Sequence[Run]) -> dict[tuple[str, ...], list[Run]]:
-    found: dict[tuple[str, ...], list[Run]] = {}
+    cells: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
-        found.setdefault(tuple(run.choices.values()), []).append(run)
-    return found
+        cells.setdefault(tuple(run.choices.values()), []).append(run)
+    return cells
 
 
 def _write_csv(runs: Sequence[Run], path: Path) -> Path:
@@ -109,8 +108,11 @@ def _write_csv(runs: Sequence[Run], path: Path) -> Path:
 
 
 def draw(runs: Sequence[Run], path: Path, column: Column = DRAWN) -> Path:
-    """One number of every cell, mean and range over seeds: the first axis across, the fourth down, the second by
-    colour, the third along the panels."""
+    """Draw one column of the table, as mean and range over seeds.
+
+    The grid's first axis becomes the columns of panels, its second the colours, its third the horizontal axis within
+    each panel, and its fourth the rows of panels.
+    """
     from matplotlib.figure import Figure
 
     names = [*runs[0].choices, *[""] * 4][:4]
@@ -120,16 +122,16 @@ def draw(runs: Sequence[Run], path: Path, column: Column = DRAWN) -> Path:
     for row, lower in enumerate(down):
         for place, upper in enumerate(across):
             axes = panels[row][place]
-            for number, chosen in enumerate(colour):
+            for number, choice in enumerate(colour):
                 groups = [
                     [
                         run.values[column.title]
                         for run in runs
-                        if [run.choices.get(name, "") for name in names] == [upper, chosen, step, lower]
+                        if [run.choices.get(name, "") for name in names] == [upper, choice, step, lower]
                     ]
                     for step in along
                 ]
-                _dots(axes, groups, number, len(colour), chosen)
+                _dots(axes, groups, number, len(colour), choice)
             axes.set_yscale("log")
             axes.set_xticks(range(len(along)), along, fontsize=8)
             title = [f"{names[0]} {upper}"] + ([f"{names[3]} {lower}"] if names[3] else [])
@@ -142,7 +144,7 @@ def draw(runs: Sequence[Run], path: Path, column: Column = DRAWN) -> Path:
 
 
 def _dots(axes: Any, groups: Sequence[Sequence[float]], number: int, count: int, label: str) -> None:
-    """Mean and range of each group, beside those of the other colours."""
+    """Draw mean and range of each group, beside those of the other colours."""
     shown = [(x, [v for v in group if v > 0]) for x, group in enumerate(groups)]
     shown = [(x, values) for x, values in shown if values]
     if not shown:

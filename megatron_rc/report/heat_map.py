@@ -1,4 +1,4 @@
-"""A heat map as inline SVG around a PNG of one pixel a cell: a thousand steps of 48 layers take a few kilobytes."""
+"""A heat map as inline SVG around a PNG with one pixel per cell: a thousand steps of 48 layers take a few kilobytes."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import zlib
 from collections.abc import Sequence
 from html import escape
 
-from megatron_rc.report.route_curves import HeatMap
+from megatron_rc.report.route_maps import HeatMap
 from megatron_rc.report.svg import label_of
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 78, 80, 10, 36
 MAX_COLUMNS = 400
-"""More steps than that are merged, several to a column."""
+"""With more steps than that, neighbouring steps share a column."""
 SHADES = 255
 Colours = tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int]]
-"""RGB of the least, the middle and the greatest value."""
+"""RGB of the smallest, the middle and the largest value."""
 _PLAIN: Colours = (0xEE, 0xF3, 0xFB), (0xF2, 0xA9, 0x3B), (0x8C, 0x1D, 0x40)
 _SIGNED: Colours = (0x1F, 0x5F, 0xA8), (0xF4, 0xF4, 0xF4), (0x8C, 0x1D, 0x40)
-"""Of values on both sides of 0, which is the middle."""
+"""For values of both signs; 0 is in the middle."""
 
 
-def heat_map(found: HeatMap) -> str:
-    """An SVG element; rows from top to bottom, blank where nothing was measured."""
-    cells, columns = merged(found.cells, found.columns)
+def heat_map(shown: HeatMap) -> str:
+    """An SVG element; rows run from top to bottom, and cells without a measurement are blank."""
+    cells, columns = merged(shown.cells, shown.columns)
     finite = [value for row in cells for value in row if math.isfinite(value)]
     low, high, colours = (min(finite), max(finite), _PLAIN) if finite else (0.0, 0.0, _PLAIN)
     if low < 0 < high:
@@ -36,15 +36,15 @@ def heat_map(found: HeatMap) -> str:
     width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
     image = base64.b64encode(png(cells, low, high, colours)).decode()
     return (
-        f'<svg class="map" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(found.title, quote=True)}">'
+        f'<svg class="map" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(shown.title, quote=True)}">'
         f'<image x="{LEFT}" y="{TOP}" width="{width}" height="{height}" preserveAspectRatio="none" '
-        f'href="data:image/png;base64,{image}"/>{_rows(found, height)}{_columns(columns, found.column_name, width)}'
+        f'href="data:image/png;base64,{image}"/>{_rows(shown, height)}{_columns(columns, shown.column_name, width)}'
         f"{_scale(low, high, height, colours)}</svg>"
     )
 
 
 def merged(cells: Sequence[Sequence[float]], columns: Sequence[str]) -> tuple[list[list[float]], list[str]]:
-    """At most MAX_COLUMNS columns: neighbours become the mean of what is finite in them."""
+    """At most MAX_COLUMNS columns; neighbours are merged into the mean of their finite values."""
     count = min(MAX_COLUMNS, len(columns))
     edges = [len(columns) * i // count for i in range(count + 1)]
     spans = [range(a, b) for a, b in itertools.pairwise(edges)]
@@ -57,7 +57,7 @@ def merged(cells: Sequence[Sequence[float]], columns: Sequence[str]) -> tuple[li
 
 
 def png(cells: Sequence[Sequence[float]], low: float, high: float, colours: Colours = _PLAIN) -> bytes:
-    """Palette image, one pixel a cell; shade 0 is transparent and stands for NaN, 1 to SHADES for low to high."""
+    """Palette image with one pixel per cell; shade 0 is transparent and stands for NaN, 1 to SHADES for low to high."""
 
     def shade(value: float) -> int:
         if not math.isfinite(value):
@@ -72,7 +72,7 @@ def png(cells: Sequence[Sequence[float]], low: float, high: float, colours: Colo
 
 
 def colour(share: float, colours: Colours = _PLAIN) -> tuple[int, int, int]:
-    """RGB of a value ``share`` of the way from the least to the greatest."""
+    """RGB of the value that lies the fraction ``share`` of the way from the smallest to the largest."""
     half = 0 if share < 0.5 else 1
     inside = 2 * share - half
     start, end = colours[half], colours[half + 1]
@@ -84,13 +84,13 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def _rows(found: HeatMap, height: int) -> str:
-    parts, each = [], height / len(found.rows)
-    for row in range(0, len(found.rows), max(1, math.ceil(14 / each))):
+def _rows(shown: HeatMap, height: int) -> str:
+    parts, each = [], height / len(shown.rows)
+    for row in range(0, len(shown.rows), max(1, math.ceil(14 / each))):
         y = TOP + (row + 0.5) * each + 4
-        parts.append(f'<text x="{LEFT - 6}" y="{y:.1f}" text-anchor="end">{escape(found.rows[row])}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y:.1f}" text-anchor="end">{escape(shown.rows[row])}</text>')
     middle = TOP + height / 2
-    parts.append(f'<text transform="translate(11 {middle}) rotate(-90)" text-anchor="middle">{found.row_name}</text>')
+    parts.append(f'<text transform="translate(11 {middle}) rotate(-90)" text-anchor="middle">{shown.row_name}</text>')
     return "".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Style sheet and script of report.html, both inline: light and dark follow the reader's system."""
+"""Inline style sheet and script of report.html; light and dark colours follow the reader's system."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ tr + tr { border-top: 1px solid var(--grid); }
 @media print { article, details { break-inside: avoid; } }
 """
 
-# the nearest point of every series under the pointer, in a box beside it
+# shows the points of all series nearest to the pointer, in a box beside it
 SCRIPT = """
 for (const chart of document.querySelectorAll('svg.chart')) {
   const card = chart.parentElement, cursor = chart.querySelector('.cursor');
@@ -72,8 +72,8 @@ for (const chart of document.querySelectorAll('svg.chart')) {
     const box = chart.getBoundingClientRect(), scale = chart.viewBox.baseVal.width / box.width;
     const share = ((event.clientX - box.left) * scale - left) / (right - left);
     const wanted = low + Math.min(1, Math.max(0, share)) * (high - low);
-    const found = series.map(s => ({ label: s.label, i: nearest(s.steps, wanted), s }));
-    const steps = found.map(f => f.s.steps[f.i]);
+    const points = series.map(s => ({ label: s.label, i: nearest(s.steps, wanted), s }));
+    const steps = points.map(f => f.s.steps[f.i]);
     const step = steps[nearest(steps, wanted)];
     const x = left + (step - low) / (high - low) * (right - left);
     cursor.setAttribute('x1', x);
@@ -83,7 +83,7 @@ for (const chart of document.querySelectorAll('svg.chart')) {
     const head = document.createElement('div');
     head.textContent = 'step ' + step;
     tip.append(head);
-    for (const f of found) {
+    for (const f of points) {
       if (f.s.steps[f.i] !== step) continue;
       const row = document.createElement('div');
       row.textContent = (series.length > 1 ? f.label + ': ' : '') + f.s.values[f.i];

@@ -1,11 +1,12 @@
-"""The main curves of a run as one PNG."""
+"""The main curves of a run in one PNG."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_rc.report.curves import PANELS, headlines, marks, series, smoothed
+from megatron_rc.report.curves import headlines, marks, series, smoothed
 from megatron_rc.report.log import read_metrics
+from megatron_rc.report.panels import PANELS
 from megatron_rc.report.svg import NOISY_FROM, label_of, log_axis
 
 COLORS = ("#2563eb", "#e0700c", "#12936a", "#b4318f", "#7c6a0a")
@@ -16,13 +17,13 @@ def write_curves_png(folder: str | Path, path: str | Path) -> Path:
 
     Args:
         folder: output folder of a job, or its metrics.jsonl.
-        path: of the PNG.
+        path: the PNG to write.
 
     Returns:
         The path written.
 
     Raises:
-        ValueError: no metrics, none of the curves among them, or matplotlib is not installed.
+        ValueError: matplotlib is not installed, or the run has no metrics or none that the picture shows.
     """
     try:
         from matplotlib.figure import Figure
@@ -30,16 +31,16 @@ def write_curves_png(folder: str | Path, path: str | Path) -> Path:
         raise ValueError("matplotlib is not installed: pip install 'megatron-rc[report]'") from error
 
     records = read_metrics(folder)
-    drawn = [(panel, found) for panel in PANELS if panel.in_picture and (found := series(records, panel))]
+    drawn = [(panel, curves) for panel in PANELS if panel.in_picture and (curves := series(records, panel))]
     if not drawn:
         raise ValueError(f"{str(folder)!r} holds no metric that is part of the picture")
     columns = min(3, len(drawn))
     rows = -(-len(drawn) // columns)
     figure = Figure(figsize=(4.6 * columns, 3.1 * rows + 0.4), layout="constrained", facecolor="white")
     figure.suptitle("   ·   ".join(f"{h.label}: {h.value}" for h in headlines(records)), fontsize=11, color="#1b2330")
-    for index, (panel, found) in enumerate(drawn):
+    for index, (panel, curves) in enumerate(drawn):
         axes = figure.add_subplot(rows, columns, index + 1)
-        for color, curve in zip(COLORS, found, strict=False):
+        for color, curve in zip(COLORS, curves, strict=False):
             faint = panel.noisy and len(curve.values) >= NOISY_FROM
             marker = "o" if len(curve.values) <= 25 else None
             if faint:
@@ -52,11 +53,11 @@ def write_curves_png(folder: str | Path, path: str | Path) -> Path:
                           textcoords="offset points", fontsize=8, color=COLORS[3])  # fmt: skip
         if panel.logarithmic:
             axes.set_yscale("log")
-            values = [value for curve in found for value in curve.values]
+            values = [value for curve in curves for value in curve.values]
             axes.set_ylim(*log_axis(min(values), max(values))[:2])
         else:
             axes.yaxis.set_major_formatter(lambda value, _: label_of(float(f"{value:.10g}")))
-        if len(found) > 1:
+        if len(curves) > 1:
             axes.legend(fontsize=8, frameon=False)
         axes.set_title(panel.title, fontsize=11, loc="left", fontweight="bold", color="#1b2330")
         axes.set_ylabel(panel.unit, fontsize=9, color="#5d6878")

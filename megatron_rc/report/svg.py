@@ -1,4 +1,4 @@
-"""One line chart as inline SVG: colours come from the page's style sheet, values for the pointer from an attribute."""
+"""Line charts as inline SVG; the page's style sheet colours them, and its script reads values from an attribute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 50, 14, 10, 36
 MAX_POINTS = 800
 NOISY_FROM = 20
-"""A noisy series of fewer points is drawn as it is."""
+"""A noisy series with fewer points is drawn without a moving average."""
 
 
 class Axis(NamedTuple):
@@ -24,7 +24,7 @@ class Axis(NamedTuple):
     logarithmic: bool
 
     def share(self, value: float) -> float:
-        """Where ``value`` lies between the ends, 0 to 1."""
+        """Position of ``value`` between the ends, from 0 to 1."""
         low, high, value = map(math.log10, (self.low, self.high, value)) if self.logarithmic else (*self[:2], value)
         return (value - low) / (high - low)
 
@@ -40,8 +40,8 @@ def line_chart(
     """An SVG element.
 
     Args:
-        series: at least one, with at least one point each; values > 0 when logarithmic.
-        noisy: draw long series faint, with their moving average on top.
+        series: at least one, each with at least one point; all values > 0 if logarithmic.
+        noisy: draw long series faintly, with their moving average on top.
         marks: labelled vertical lines; those outside the steps of the series are left out.
     """
     horizontal = linear_axis(min(s.steps[0] for s in series), max(s.steps[-1] for s in series), whole=True)
@@ -70,7 +70,7 @@ def linear_axis(low: float, high: float, *, whole: bool = False) -> Axis:
     """An axis over [low, high] with 4 to 8 round ticks.
 
     Args:
-        whole: ticks are integers, and the ends are those of the data.
+        whole: place ticks at integers only, and end the axis where the data end.
     """
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         margin = abs(high) / 10
@@ -93,7 +93,7 @@ def log_axis(low: float, high: float) -> Axis:
 
 
 def thinned(series: Series) -> Series:
-    """At most MAX_POINTS points: the least and the greatest of each stretch of a longer series, so no peak is lost."""
+    """At most MAX_POINTS points; a longer series keeps the minimum and maximum of each stretch, so no peak is lost."""
     if len(series.values) <= MAX_POINTS:
         return series
     stretches = MAX_POINTS // 2
@@ -106,7 +106,7 @@ def thinned(series: Series) -> Series:
 
 
 def label_of(value: float) -> str:
-    """A tick's text: 12, 0.25, 40k, 1e-5."""
+    """Text of a tick, such as 12, 0.25, 40k or 1e-5."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -146,7 +146,7 @@ def _grid(horizontal: Axis, vertical: Axis) -> str:
 
 def _mark(mark: Mark, horizontal: Axis) -> str:
     x = _x(horizontal, mark.step)
-    # beside the line, on the side that has room
+    # the label stands beside the line, on the side that has room
     side, anchor = (3, "start") if horizontal.share(mark.step) < 0.8 else (-3, "end")
     return (
         f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'

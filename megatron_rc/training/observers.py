@@ -10,12 +10,13 @@ from torch import Tensor
 
 from megatron_rc import schema
 from megatron_rc.dump import DumpWriter, RejectedWriter
+from megatron_rc.report.context import save_context
 from megatron_rc.report.display import Display
-from megatron_rc.report.fingerprint import fingerprint
-from megatron_rc.report.html import save_context, write_report
+from megatron_rc.report.html import write_report
 from megatron_rc.report.log import MetricsLog
 from megatron_rc.settings import JobSettings
 from megatron_rc.training.checkpoint import Progress
+from megatron_rc.training.fingerprint import fingerprint
 from megatron_rc.training.groups import Groups
 from megatron_rc.training.step.reinforce import StepResult
 from megatron_rc.training.step.sampling import Rollouts

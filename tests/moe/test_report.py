@@ -20,11 +20,11 @@ from route_sets import random_routes
 from megatron_rc.moe.shift import EXPERT_SHIFT, expert_shift
 from megatron_rc.moe.tables import MoeShape, RouteTable
 from megatron_rc.report import heat_map
-from megatron_rc.report.curves import PANELS
 from megatron_rc.report.heat_map import colour, merged, png
 from megatron_rc.report.html import write_report
 from megatron_rc.report.log import read_metrics
-from megatron_rc.report.route_curves import EXPERTS, HEAT_PANELS, ROUTE_PANELS, HeatMap, heat_maps
+from megatron_rc.report.panels import EXPERTS, HEAT_PANELS, PANELS, ROUTE_PANELS
+from megatron_rc.report.route_maps import HeatMap, heat_maps
 
 SHAPE = MoeShape(num_layers=7, layers=(1, 4, 6), top_k=3, num_experts=12)
 
@@ -52,7 +52,7 @@ def test_every_metric_is_drawn(tmp_path: Path) -> None:
     drawn = {key for panel in ROUTE_PANELS for curve in panel.curves for key in curve.keys}
     drawn |= {f"old/{panel.name}" for panel in (*HEAT_PANELS, EXPERTS)}
     names = {name for name in measured(1) if name.startswith("old/")} - {"old/route_layers", "old/route_margins"}
-    assert names - drawn == {"old/route_kl"}, "which the sampler does not tell"
+    assert names - drawn == {"old/route_kl"}, "which the sampler does not return"
     assert set(EXPERT_SHIFT) <= {name.removeprefix("old/") for name in names}
     write_all(tmp_path, run())
     page = Page(write_report(tmp_path).read_text())

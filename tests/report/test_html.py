@@ -17,8 +17,10 @@ from report_records import rl, warmup, write_all
 
 from megatron_rc.metrics import METRICS, SHARES
 from megatron_rc.report import svg
-from megatron_rc.report.curves import PANELS, Series, headlines, moving_average, series
-from megatron_rc.report.html import save_context, write_report
+from megatron_rc.report.context import save_context
+from megatron_rc.report.curves import Series, headlines, moving_average, series
+from megatron_rc.report.html import write_report
+from megatron_rc.report.panels import PANELS
 from megatron_rc.report.picture import write_curves_png
 
 

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from megatron_rc.report import display as display_module
 from megatron_rc.report.display import Display
-from megatron_rc.report.fingerprint import fingerprint
 from megatron_rc.report.log import MetricsLog, read_metrics
+from megatron_rc.training.fingerprint import fingerprint
 
 ROOT = Path(__file__).parents[2]
 
