@@ -14,6 +14,35 @@ def version() -> str:
     return found[1]
 
 
+# What a host's container brings has no upper bound, so that installing this package never replaces it. torch and
+# megatron-core have no lower one either: containers carry pre-releases such as 2.8.0a0 and 0.16.0rc0, which pip takes
+# for older releases.
+TRAIN = ["megatron-core", "psutil", "safetensors", "torch", "transformers>=5"]
+SGLANG = ["aiohttp", "safetensors", "torch", "transformers>=5"]
+REPORT = ["matplotlib", "tensorboard"]
+MATH = ["math-verify"]
+EXTRAS = {
+    "train": TRAIN,
+    "sglang": SGLANG,
+    "report": REPORT,
+    "math": MATH,
+    "te": ["transformer-engine[pytorch]"],
+    "dev": [
+        *sorted({*TRAIN, *SGLANG, *REPORT, *MATH}),
+        "hypothesis",
+        "mypy",
+        "packaging",
+        "pytest",
+        "pytest-timeout",
+        "pytest-xdist",
+        "ruff",
+        "setuptools>=77",
+        "triton; sys_platform == 'linux'",
+        "types-PyYAML",
+        "types-psutil",
+    ],
+}
+
 setup(
     name="megatron-rc",
     version=version(),
@@ -50,38 +79,7 @@ setup(
         "megatron_rc.training.step",
     ],
     package_data={"megatron_rc.kernels": ["README.md"]},
-    # torch has no lower bound: containers carry pre-releases such as 2.8.0a0, which pip would replace
-    install_requires=[
-        "megatron-core>=0.16,<0.20",
-        "numpy",
-        "packaging",
-        "psutil",
-        "pyarrow",
-        "pydantic>=2",
-        "pyyaml",
-        "rich",
-        "safetensors",
-        "torch",
-        "transformers>=5",
-        "typer",
-    ],
-    extras_require={
-        "sglang": ["aiohttp"],
-        "te": ["transformer-engine[pytorch]"],
-        "report": ["matplotlib", "tensorboard"],
-        "math": ["math-verify"],
-        "dev": [
-            "hypothesis",
-            "mypy",
-            "pytest",
-            "pytest-timeout",
-            "pytest-xdist",
-            "ruff",
-            "setuptools>=77",
-            "triton; sys_platform == 'linux'",
-            "types-PyYAML",
-            "types-psutil",
-        ],
-    },
+    install_requires=["numpy", "pyarrow", "pydantic>=2", "pyyaml", "rich", "typer>=0.9"],
+    extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-rc = megatron_rc.cli:main"]},
 )

@@ -62,7 +62,7 @@ out="${out:-$ROOT/runs/moe-expert-shift$sglang}"
 [[ -z "$corrections" ]] || options+=(--only "correction=$corrections")
 options+=(--output "$out")
 
-prepare moe-grid report,sglang
+prepare moe-grid train,report,sglang
 child_environment
 cells() { "$VENV/bin/python" -m megatron_rc grid "$grid" "${options[@]}" "$@"; }
 

@@ -46,7 +46,7 @@ if [[ -e "$out" && ! -f "$out/metrics.jsonl" && -n "$(ls -A -- "$out")" ]]; then
     die "$out is not empty and holds no earlier run; --out takes a new folder, or that of a run to replace"
 fi
 
-prepare quickstart report
+prepare quickstart train,report
 
 arguments=(--fresh --set "train.seed=$seed" --set "output='${out//\'/\'\'}'")
 [[ -z "$steps" ]] || arguments+=(--set "train.steps=$steps")

@@ -23,7 +23,7 @@ fi
 triton_version() { python -c 'import triton; print(triton.__version__)'; }
 
 cd "$ROOT"
-prepare test dev,report,math,sglang
+prepare test dev
 prepare_megatron_training 0.17.1 0.19.2
 bash launch/sglang_cpu/install.sh
 PATH="$VENV/bin:$PATH"

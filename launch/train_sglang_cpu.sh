@@ -51,7 +51,7 @@ if [[ -e "$out" && ! -f "$out/warm/metrics.jsonl" && -n "$(ls -A -- "$out")" ]];
     die "$out is not empty and holds no earlier run; --out takes a new folder, or that of a run to replace"
 fi
 
-prepare train-sglang report,sglang
+prepare train-sglang train,report,sglang
 bash "$ROOT/launch/sglang_cpu/install.sh"
 mkdir -p "$out"
 

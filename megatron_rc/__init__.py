@@ -1,12 +1,15 @@
 """Rollout correction for Megatron: measure the gap between sampler and trainer, and correct the gradient for it.
 
-Public names are imported on first use: ``import megatron_rc`` loads nothing, and using a name needs torch alone.
+Public names are imported on first use: ``import megatron_rc`` loads nothing heavy. Settings need no other package,
+`patch` needs what its host brings, and the names that take tensors need torch alone.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from megatron_rc import versions
 
 if TYPE_CHECKING:
     from megatron_rc.config import Rejection, RolloutCorrection, Weight
@@ -58,7 +61,8 @@ _MODULE_OF = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    with versions.needed_by(f"{__name__}.{name}"):
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

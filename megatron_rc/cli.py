@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_rc import schema
+from megatron_rc import schema, versions
 from megatron_rc.jobs import run as job
 from megatron_rc.jobs.run import quiet_imports
 
@@ -29,10 +29,11 @@ EXIT_USER_ERROR = 2
 
 
 def main() -> None:
-    """Run a command; what a user can mend is one sentence on stderr and exit status 2."""
+    """Run a command; an error that the user can mend is one sentence on stderr, with exit status 2."""
     try:
-        app()
-    except ValueError as error:
+        with versions.needed_by(" ".join(("megatron-rc", *sys.argv[1:2]))):
+            app()
+    except (ValueError, versions.MissingExtra) as error:
         if os.environ.get("MEGATRON_RC_TRACEBACK"):
             raise
         if os.environ.get("RANK", "0") == "0":
@@ -246,11 +247,15 @@ def doctor(
 
     from megatron_rc.doctor import display
     from megatron_rc.doctor.host.environment import examine_hosts
-    from megatron_rc.doctor.registry import worst
-    from megatron_rc.doctor.server.examine import examine_servers
+    from megatron_rc.doctor.registry import Finding, worst
 
     asks_servers = bool(sglang or config or hf_path)
-    found = examine_servers(sglang, config, hf_path, timeout) if asks_servers else {}
+    found: dict[str, list[Finding]] = {}
+    if asks_servers:
+        with versions.needed_by("megatron-rc doctor with --sglang, --config or --hf-path"):
+            from megatron_rc.doctor.server.examine import examine_servers
+
+            found = examine_servers(sglang, config, hf_path, timeout)
     if host or flags or flags_file or not asks_servers:
         found |= examine_hosts(host or (), flags or (), flags_file)
     if as_json:

@@ -18,6 +18,8 @@ When = Literal["always", "negative_advantage"]
 Normalize = Literal["none", "batch"]
 Old = Literal["recompute", "current", "rollout"]
 Surrogate = Literal["ppo", "reinforce"]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+Denominator = Literal["original", "kept"]
 
 STATISTICS = ("ratio", "k2", "k3", "abs_log_ratio", "prob_diff")
 """Statistics that `correct` computes itself; any other name must be passed to it in `statistics`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from megatron_rc import reference
 from megatron_rc.advantages import equal_reward_groups, expand_to_tokens, grpo_advantages, rloo_advantages
 from megatron_rc.backend import use_triton
-from megatron_rc.config import RolloutCorrection, Surrogate
+from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surrogate
 from megatron_rc.metrics import MetricSums
 
 if TYPE_CHECKING:
@@ -29,10 +29,6 @@ __all__ = [
     "policy_loss",
     "rloo_advantages",
 ]
-
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-Denominator = Literal["original", "kept"]
-_AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 
 def loss_scale(
@@ -70,8 +66,9 @@ def loss_scale(
     Raises:
         ValueError: an unknown aggregation or denominator; max_length or cu_seqlens missing.
     """
-    if aggregation not in _AGGREGATIONS:
-        raise ValueError(f"aggregation must be one of {', '.join(map(repr, _AGGREGATIONS))}, got {aggregation!r}")
+    known = get_args(Aggregation)
+    if aggregation not in known:
+        raise ValueError(f"aggregation must be one of {', '.join(map(repr, known))}, got {aggregation!r}")
     if denominator not in ("original", "kept"):
         raise ValueError(f"denominator must be 'original' or 'kept', got {denominator!r}")
     if kept_mask.shape != loss_mask.shape:

@@ -12,6 +12,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
+from built_wheel import checkout as checkout
+from built_wheel import metadata as metadata
+from built_wheel import wheel as wheel
 from hypothesis import settings
 
 from megatron_rc.backend import set_debug_checks

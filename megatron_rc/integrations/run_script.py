@@ -73,8 +73,8 @@ def run_script(script: Path, arguments: Sequence[str], settings: PatchSettings, 
             sys.modules["__main__"], sys.argv = module, [str(script), *arguments]
             try:
                 exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-            except ValueError:
-                # the script's own, which Python would show whole; a ValueError of this function is one sentence
+            except (ValueError, ImportError):
+                # an error of the script is shown whole, as Python would; one of this function is one sentence
                 traceback.print_exc()
                 sys.exit(1)
     finally:

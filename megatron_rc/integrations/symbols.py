@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +68,15 @@ class Host:
 def is_release(version: str | None, of: tuple[str, ...]) -> bool:
     """Whether a version is one of the known ones, or a release of it: 0.20.1rc0 is of 0.20, 0.2 is not."""
     return version is not None and any((version + ".").startswith(known.rstrip(".") + ".") for known in of)
+
+
+def imported_when_called(module: str, name: str) -> Function:
+    """The function ``name`` of ``module``, which is imported at the first call: a table of symbols loads no torch."""
+
+    def call(*args: Any) -> Any:
+        return getattr(import_module(module), name)(*args)
+
+    return call
 
 
 class Found(NamedTuple):

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FLOOR = {
-    **dict.fromkeys(("config", "batch", "backend", "engine", "reference", "schema", "kernels"), 0),
+    **dict.fromkeys(("config", "batch", "backend", "engine", "reference", "schema", "versions", "kernels"), 0),
     **dict.fromkeys(("logprobs", "row_backends", "dump"), 1),
     **dict.fromkeys(("correction", "metrics", "sums", "advantages", "loss", "lr_decay", "surge", "tasks", "report"), 2),
     **dict.fromkeys(("bounds", "correction_inputs", "fused_correction"), 2),

@@ -7,22 +7,18 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import venv
 import zipfile
 from collections.abc import Iterator
 from email.message import Message
-from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from built_wheel import build, installed, requirements
 from constraints import pins
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 CODE_FOLDERS = ("megatron_rc", "triton_kernels", "tests", "benchmarks", "examples", "launch")
-BUILD_INPUTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "megatron_rc", "triton_kernels")
 LOCATE = """
 import importlib.util as u
 find = lambda name: (spec := u.find_spec(name)) and (spec.origin or "namespace")
@@ -34,53 +30,6 @@ def python_files() -> Iterator[Path]:
     for folder in CODE_FOLDERS:
         yield from sorted((ROOT / folder).rglob("*.py"))
     yield ROOT / "setup.py"
-
-
-@pytest.fixture(scope="session")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a build reads, with one kernel file more, so that building leaves nothing in this tree."""
-    copy = tmp_path_factory.mktemp("checkout")
-    for name in BUILD_INPUTS:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, copy / name)
-    (copy / "triton_kernels/probe.py").write_text("HERE = __file__\n")
-    return copy
-
-
-def build(checkout: Path, hook: str, folder: Path) -> Path:
-    """The wheel that pip would install; ``hook`` is build_wheel or build_editable."""
-    code = f"import setuptools.build_meta as backend; backend.{hook}({str(folder)!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=checkout, check=True, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
-
-
-@pytest.fixture(scope="session")
-def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(checkout, "build_wheel", tmp_path_factory.mktemp("wheel"))
-
-
-@pytest.fixture(scope="session")
-def metadata(wheel: Path) -> Message:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
-        return Parser().parsestr(archive.read(name).decode())
-
-
-def requirements(metadata: Message) -> list[Requirement]:
-    return [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
-
-
-def installed(wheel: Path, folder: Path) -> Path:
-    """The python of a bare environment with nothing but ``wheel`` in it."""
-    venv.create(folder, symlinks=True)
-    (site_packages,) = folder.glob("lib/python*/site-packages")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site_packages)
-    return folder / "bin/python"
 
 
 def real_triton_kernels(python: Path) -> Path:
@@ -166,13 +115,17 @@ def test_no_requirement_brings_apex_or_another_triton_kernels(metadata: Message)
     assert not any(r.specifier for r in requirements(metadata) if r.name == "torch")
 
 
+def test_every_folder_with_a_package_file_is_in_the_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        inside = set(archive.namelist())
+    folders = {p.parent.relative_to(ROOT).as_posix() for p in (ROOT / "megatron_rc").rglob("__init__.py")}
+    assert len(folders) > 5
+    assert {folder for folder in folders if f"{folder}/__init__.py" not in inside} == set()
+
+
 def test_extras_and_python_are_the_promised_ones(metadata: Message) -> None:
-    assert set(metadata.get_all("Provides-Extra", [])) == {"sglang", "te", "report", "math", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"train", "sglang", "te", "report", "math", "dev"}
     assert metadata["Requires-Python"] == ">=3.11"
-    (core,) = [r for r in requirements(metadata) if r.name == "megatron-core"]
-    assert (
-        core.specifier.contains("0.16.1") and core.specifier.contains("0.19.2") and not core.specifier.contains("0.20")
-    )
 
 
 def test_constraints_pin_every_requirement_to_an_accepted_version(metadata: Message) -> None:

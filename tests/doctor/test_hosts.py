@@ -115,7 +115,7 @@ LIBRARIES: dict[str, Any] = {
         ({"libraries": {**LIBRARIES, "apex": None}}, "apex", "note", "NVIDIA Apex is missing"),
         ({"libraries": {**LIBRARIES, "transformer_engine": None}}, "transformer-engine", "note", "context parallelism"),
         ({"libraries": {**LIBRARIES, "flash_attn": None}}, "flash-attn", "note", "packed sequences"),
-        ({"megatron_core": None}, "megatron-core", "error", "not installed"),
+        ({"megatron_core": None}, "megatron-core", "note", "not installed"),
         ({"megatron_core": "0.15.3"}, "megatron-core", "warning", "0.15.3 is none of 0.16"),
         ({"megatron_core": "0.19.0rc1"}, "megatron-core", "good", "0.19.0rc1"),
     ],

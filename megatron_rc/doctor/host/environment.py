@@ -12,6 +12,7 @@ from megatron_rc.doctor.registry import Finding, Outcome, Registry, Severity, ba
 from megatron_rc.integrations.symbols import Host, is_release
 
 CORE_VERSIONS = ("0.16", "0.17", "0.18", "0.19", "0.20")
+INSTALL = "pip install 'megatron-rc[train]', or run doctor in the environment that trains."
 ENVIRONMENT: Registry[Environment] = Registry("Python environment")
 PRESENCE: Registry[HostFacts] = Registry("presence")
 TRAPS: dict[str, Registry[HostFacts]] = {
@@ -103,7 +104,7 @@ def version(facts: HostFacts) -> Outcome:
 )
 def megatron_core(facts: Environment) -> Outcome:
     if facts.megatron_core is None:
-        return bad("megatron-core is not installed", severity="error")
+        return bad("megatron-core is not installed: nothing trains here", severity="note", fix=INSTALL)
     if not is_release(facts.megatron_core, CORE_VERSIONS):
         return bad(f"megatron-core {facts.megatron_core} is none of {', '.join(CORE_VERSIONS)}")
     return good(f"megatron-core {facts.megatron_core}")
@@ -116,7 +117,7 @@ def _library(module: str, name: str, without: str, fix: str) -> None:
         return bad(f"{name} is missing: {without}") if found is None else good(f"{name} {found}")
 
 
-_library("torch", "torch", "nothing runs", "Install torch.")
+_library("torch", "torch", "settings, reports and this command work, and nothing that takes tensors does", INSTALL)
 _library("triton", "triton", "the kernels of megatron_rc do not run, its PyTorch reference does", "Install triton.")
 _library(
     "transformer_engine",

@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import ipaddress
 
-from packaging.version import InvalidVersion, Version
-
 from megatron_rc.doctor.registry import Outcome, Registry, Undecided, bad, good
 from megatron_rc.doctor.server.facts import Facts
 from megatron_rc.rollout.sglang.engine import BELOW_CONTEXT
 from megatron_rc.rollout.sglang.weights import weight_sync
+from megatron_rc.versions import SGLANG_TESTED, release_of
 
 SERVING: Registry[Facts] = Registry("serving")
 
-TESTED = ("0.5.20", "0.5.23")
-"""Oldest and newest SGLang that the bridge is meant for."""
 CONTROL_PATHS = ("/pause_generation", "/continue_generation", "/flush_cache", "/update_weight_version",
                  "/abort_request")  # fmt: skip
 
 
 @SERVING.check(
     "version",
-    compares=f"SGLang's version against {TESTED[0]} to {TESTED[1]}",
+    compares=f"SGLang's version against {SGLANG_TESTED}",
     severity="warning",
-    fix=f"Install sglang=={TESTED[1]} for the server.",
+    fix=f"Install sglang=={SGLANG_TESTED.newest} for the server.",
 )
 def version(facts: Facts) -> Outcome:
     found = facts.server.flags["version"]
-    try:
-        release = Version(found)
-    except InvalidVersion:
-        raise Undecided(f"the server calls its version {found!r}") from None
-    if Version(TESTED[0]) <= Version(release.base_version) <= Version(TESTED[1]):
+    if release_of(found) is None:
+        raise Undecided(f"the server calls its version {found!r}")
+    if found in SGLANG_TESTED:
         return good(f"SGLang {found}")
-    return bad(f"SGLang {found} is outside {TESTED[0]} to {TESTED[1]}, for which the bridge is written")
+    return bad(f"SGLang {found} is outside {SGLANG_TESTED}, for which the bridge is written")
 
 
 @SERVING.check(
@@ -53,7 +48,7 @@ def engine(facts: Facts) -> Outcome:
     "control-endpoints",
     compares="endpoints of a weight update against those of the server",
     severity="error",
-    fix=f"Serve with SGLang {TESTED[0]} or newer.",
+    fix=f"Serve with SGLang {SGLANG_TESTED.oldest} or newer.",
 )
 def control_endpoints(facts: Facts) -> Outcome:
     if facts.server.paths is None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from megatron_rc.integrations.megatron_lm import logprobs as logprobs
-from megatron_rc.integrations.megatron_lm import loss as loss
-from megatron_rc.integrations.megatron_lm import rollouts as rollouts
-from megatron_rc.integrations.megatron_lm import session as session
+from megatron_rc.integrations.megatron_lm import session
 from megatron_rc.integrations.megatron_version import megatron_core_version
 from megatron_rc.integrations.scheduler_decay import make_scheduler
-from megatron_rc.integrations.symbols import Host, Symbol
+from megatron_rc.integrations.symbols import Host, Symbol, imported_when_called
 
 RL = "megatron.rl.rl_utils"
 PACKING = "megatron.rl.sequence_packing_utils"
 TRAINING = "megatron.training.training"
+LOGPROBS = "megatron_rc.integrations.megatron_lm.logprobs"
+LOSS = "megatron_rc.integrations.megatron_lm.loss"
+ROLLOUTS = "megatron_rc.integrations.megatron_lm.rollouts"
 
 SYMBOLS = (
     Symbol(
@@ -34,21 +34,21 @@ SYMBOLS = (
         "train_step",
         "forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func, "
         "iteration=None, pg_collection=None, p2p_communicator=None",
-        loss.make_train_step,
+        imported_when_called(LOSS, "make_train_step"),
         "one denominator for all tokens of the step; metrics in the host's log",
     ),
     Symbol(
         RL,
         "get_logprobs",
         "model, tokens, position_ids, no_grad=False, sequence_packing=False, packed_seq_params=None",
-        logprobs.make_get_logprobs,
+        imported_when_called(LOGPROBS, "make_get_logprobs"),
         "logits stay sharded over tensor-parallel ranks",
     ),
     Symbol(
         RL,
         "selective_log_softmax",
         "logits, index",
-        logprobs.make_selective_log_softmax,
+        imported_when_called(LOGPROBS, "make_selective_log_softmax"),
         "vocabulary-parallel log-probs in fp32, at the sampling temperature",
     ),
     Symbol(
@@ -56,14 +56,14 @@ SYMBOLS = (
         "compute_logprobs_batch",
         "model, data_loader, forward_backward_func, packing_context, trajs_batch_size, seq_length, "
         "logprobs_batch_size, decoder_seq_length, dtype, pp_group, is_correction, collect_non_loss_data=False",
-        logprobs.make_compute_logprobs_batch,
+        imported_when_called(LOGPROBS, "make_compute_logprobs_batch"),
         "log-probs before the update in fp32",
     ),
     Symbol(
         RL,
         "prepare_data_for_update",
         "model, ref_state_dict, rollouts, tokenizer, sequence_packing, is_correction, request_ledger",
-        rollouts.make_prepare_data,
+        imported_when_called(ROLLOUTS, "make_prepare_data"),
         "corrects the whole rollout batch once; gives the length decay its mean response length",
     ),
     Symbol(
@@ -71,28 +71,28 @@ SYMBOLS = (
         "calculate_grpo_loss",
         "current_logprobs, old_logprobs, ref_logprobs, advantages, clamp_eps_lower, clamp_eps_upper, kl_beta, "
         "entropy_weight, inference_logprobs=None, is_truncation_coef=None, seq_starts=None, seq_lengths=None",
-        loss.make_calculate_grpo_loss,
+        imported_when_called(LOSS, "make_calculate_grpo_loss"),
         "weights and mask of the correction on the policy-gradient term",
     ),
     Symbol(
         RL,
         "align_unpacked_inference_logprobs",
         "inference_logprobs, old_logprobs_for_data, generation_masks, group_stats",
-        rollouts.make_align_unpacked,
+        imported_when_called(ROLLOUTS, "make_align_unpacked"),
         "marks rollout log-probs that the sampler did not tell",
     ),
     Symbol(
         RL,
         "_pad_nonnull_with_zeros",
         "data, max_len",
-        rollouts.make_pad_nonnull,
+        imported_when_called(ROLLOUTS, "make_pad_nonnull"),
         "marks rollout log-probs that the sampler did not tell",
     ),
     Symbol(
         PACKING,
         "pack_inference_logprobs",
         "inference_logprobs, packing_info, generation_masks, bin_size",
-        rollouts.make_pack_inference_logprobs,
+        imported_when_called(ROLLOUTS, "make_pack_inference_logprobs"),
         "marks rollout log-probs that the sampler did not tell",
     ),
 )

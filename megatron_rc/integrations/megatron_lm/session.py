@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_rc.config import STATISTICS, RolloutCorrection
 from megatron_rc.integrations.scheduler_decay import HoldsDecay, LRDecay
 from megatron_rc.integrations.symbols import Function
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor
 
 
 class LogitShards(NamedTuple):

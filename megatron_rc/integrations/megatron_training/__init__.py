@@ -6,16 +6,18 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from megatron_rc.config import RolloutCorrection
-from megatron_rc.correction import Corrected, correct
-from megatron_rc.integrations.megatron_training.step import Rollouts, TrainingStep
 from megatron_rc.integrations.megatron_version import megatron_core_version
-from megatron_rc.integrations.scheduler_decay import LRDecay, make_scheduler
+from megatron_rc.integrations.scheduler_decay import HoldsDecay, LRDecay, make_scheduler
 from megatron_rc.integrations.symbols import Function, Host, Symbol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_rc.correction import Corrected
+    from megatron_rc.integrations.megatron_training.step import Rollouts, TrainingStep
 
 MODULE = "megatron.training.training"
 
@@ -54,6 +56,8 @@ def correct_micro_batch(
     """
     from megatron.core import parallel_state
 
+    from megatron_rc.correction import correct
+
     rollouts = _patched_rollouts()
     split = parallel_state.get_context_parallel_world_size() > 1
     corrected = correct(
@@ -80,6 +84,8 @@ def _patched_rollouts() -> Rollouts | None:
 
 
 def _prepare(correction: RolloutCorrection | None, lr_decay: LRDecay | None) -> Rollouts:
+    from megatron_rc.integrations.megatron_training.step import Rollouts
+
     correction = correction or RolloutCorrection()
     if correction.normalize == "batch":
         raise ValueError(
@@ -94,6 +100,8 @@ def _prepare(correction: RolloutCorrection | None, lr_decay: LRDecay | None) -> 
 
 
 def _make_train_step(original: Function, rollouts: Rollouts) -> Function:
+    from megatron_rc.integrations.megatron_training.step import TrainingStep
+
     signature = inspect.signature(original)
 
     @wraps(original)
@@ -176,7 +184,7 @@ def host(version: str | None) -> Host:
         read_version=megatron_core_version,
         prepare=_prepare,
         tested="0.17.1, 0.18.2, 0.19.2 and commit d98e8a64ddf3 run on CPU; 0.17.0, 0.18.0, 0.19.0 read",
-        release=Rollouts.release,
+        release=HoldsDecay.release,
         differences=("loss functions that call correct_micro_batch get the weights and the mask of the correction",),
     )
 

@@ -9,8 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.config import RolloutCorrection
-from megatron_rc.loss import Aggregation
+from megatron_rc.config import Aggregation, RolloutCorrection
 from megatron_rc.lr_decay import LengthDecaySettings
 
 KEY = "megatron_rc"

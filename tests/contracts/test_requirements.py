@@ -1,0 +1,143 @@
+"""What an installation requires: nothing that replaces a host's packages, and enough for what needs no torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from email.message import Message
+from pathlib import Path
+
+import pytest
+from built_wheel import ROOT, installed, requirements, with_requirements
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from megatron_rc import versions
+
+HOST_PINS = {
+    "Megatron-LM": {"megatron-core": "0.20.0", "transformers": "5.5.3"},
+    "slime": {"megatron-core": "0.16.0rc0", "transformers": "5.12.1"},
+    "miles": {"transformers": "5.12.1"},
+    "verl": {"megatron-core": "0.18.0", "transformers": ">=5.5.3,<5.11"},
+    "NeMo-RL": {"transformers": "<5.9", "python": "3.13"},
+}
+"""Versions that containers of hosts hold: one release, or the range from which the host takes one."""
+BROUGHT_BY_HOSTS = {"torch", "triton", "transformers", "megatron-core"}
+NEWEST_TRANSFORMERS = ("5.5.3", "5.8.0", "5.10.2", "5.12.1")
+"""Releases from which a range of `HOST_PINS` takes its newest."""
+
+
+def held(pin: str) -> str:
+    """The release that a host with this pin holds."""
+    return pin if pin[0].isdigit() else max(SpecifierSet(pin).filter(NEWEST_TRANSFORMERS), key=Version)
+
+
+def unconditional(metadata: Message) -> list[Requirement]:
+    return [r for r in requirements(metadata) if "extra" not in str(r.marker)]
+
+
+def test_the_light_core_requires_nothing_that_a_host_brings(metadata: Message) -> None:
+    names = {canonicalize_name(r.name) for r in unconditional(metadata)}
+    assert names == {"numpy", "pyarrow", "pydantic", "pyyaml", "rich", "typer"}
+    assert not names & BROUGHT_BY_HOSTS
+
+
+def test_nothing_that_a_host_brings_is_bounded_from_above(metadata: Message) -> None:
+    operators = {str(r): {s.operator for s in r.specifier} for r in requirements(metadata)}
+    assert {text: found for text, found in operators.items() if found - {">=", ">", "!="}} == {}
+
+
+@pytest.mark.parametrize("host", HOST_PINS)
+def test_every_requirement_admits_what_the_host_holds(host: str, metadata: Message) -> None:
+    pins = dict(HOST_PINS[host])
+    assert SpecifierSet(metadata["Requires-Python"]).contains(pins.pop("python", "3.12"))
+    for requirement in requirements(metadata):
+        pin = pins.get(canonicalize_name(requirement.name))
+        # pip keeps an installed pre-release, if the numbers admit it
+        assert pin is None or requirement.specifier.contains(held(pin), prereleases=True), (str(requirement), pin)
+    assert set(pins) <= {canonicalize_name(r.name) for r in requirements(metadata)}
+
+
+def test_an_extra_is_named_for_every_module_that_it_brings(metadata: Message) -> None:
+    distributions = {"megatron": "megatron-core", "math_verify": "math-verify"}
+    for extra, modules in versions.MODULES_OF_EXTRA.items():
+        brought = {canonicalize_name(r.name) for r in requirements(metadata) if f'extra == "{extra}"' in str(r.marker)}
+        assert {distributions.get(m, m) for m in modules} <= brought, extra
+
+
+@pytest.fixture(scope="module")
+def light(wheel: Path, metadata: Message, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The python of an environment with the wheel and what it requires, and nothing else."""
+    python = installed(wheel, tmp_path_factory.mktemp("light") / "venv")
+    with_requirements(python, requirements(metadata))
+    return python
+
+
+COMMAND = "from megatron_rc.cli import main; main()"
+
+
+def run(python: Path, *arguments: str, command: str = COMMAND) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of ``megatron-rc`` with these arguments."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TRITON"))}
+    program = [str(python), "-c", command, *arguments]
+    done = subprocess.run(program, capture_output=True, text=True, env=environment | {"COLUMNS": "200"})
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_light_core_holds_no_torch(light: Path) -> None:
+    status, _, said = run(light, command="import torch")
+    assert status == 1 and "No module named 'torch'" in said
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("doctor",), ("doctor", "--host", "slime"), ("settings",), ("presets",)], ids=" ".join
+)
+def test_the_light_core_runs_what_needs_no_torch(light: Path, arguments: tuple[str, ...]) -> None:
+    status, said, errors = run(light, *arguments)
+    assert errors == "" and said
+    # a host that somebody names and that is not there is an error of doctor, not of the command
+    assert status == ("--host" in arguments)
+
+
+def test_the_light_core_reports_a_run(light: Path, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "phase": "train", "reward": 0.5}\n')
+    status, said, errors = run(light, "report", str(tmp_path))
+    assert (status, errors) == (0, "") and Path(said.strip()).is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("train", str(ROOT / "launch/recipes/quickstart.yaml")), "megatron-rc train"),
+        (("plan", str(ROOT / "launch/recipes/quickstart.yaml")), "megatron-rc plan"),
+        (("doctor", "--sglang", "http://127.0.0.1:1"), "megatron-rc doctor with --sglang, --config or --hf-path"),
+    ],
+)
+def test_a_command_that_needs_torch_says_so_in_one_sentence(light: Path, arguments: tuple[str, ...], what: str) -> None:
+    status, _, said = run(light, *arguments)
+    assert (status, said) == (2, f"megatron-rc: error: {what} needs torch: pip install 'megatron-rc[train]'\n")
+
+
+def test_a_name_that_needs_torch_says_so_and_settings_need_none(light: Path) -> None:
+    status, _, said = run(light, command="from megatron_rc import correct")
+    last = "megatron_rc.versions.MissingExtra: megatron_rc.correct needs torch: pip install 'megatron-rc[train]'"
+    assert status == 1 and said.splitlines()[-1] == last
+    torch_free = "RolloutCorrection, Weight, Rejection, LengthDecayLR, SurgeDetector, patch"
+    use = f"from megatron_rc import {torch_free}; print(RolloutCorrection.from_yaml('token-tis').weight.upper)"
+    assert run(light, command=use)[:2] == (0, "2.0\n")
+
+
+HEAVY = {"torch", "triton", "transformers", "megatron.core", "numpy", "pyarrow", "matplotlib"}
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("doctor",)])
+def test_help_and_doctor_are_quick_where_torch_is_installed_too(arguments: tuple[str, ...]) -> None:
+    count = "import atexit, sys; atexit.register(lambda: print('\\nLOADED', *sys.modules));"
+    _, said, _ = run(Path(sys.executable), *arguments, command=count + COMMAND)
+    loaded = said.rpartition("\nLOADED")[2].split()
+    assert sorted(HEAVY & set(loaded)) == []
+    # the standard library, typer and rich; typer's newer releases load pydantic
+    assert 100 < len(loaded) < 600
