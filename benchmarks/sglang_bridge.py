@@ -79,7 +79,7 @@ async def bare(url: str, bodies: Iterator[Any]) -> int:
 
 def bridged(engine: SGLangEngine, prompts: list[list[int]], params: SamplingParams) -> int:
     samples = engine.generate(prompts, params, n=1, seeds=range(len(prompts)))
-    assert all(sample.rejected is None for sample in samples)
+    assert all(sample.discarded is None for sample in samples)
     return sum(len(sample.output_ids) for sample in samples)
 
 

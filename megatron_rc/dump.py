@@ -104,7 +104,7 @@ class DumpWriter:
         return path
 
 
-class RejectedWriter:
+class DiscardedWriter:
     """Writes ``folder/step-000012.jsonl``: every response of a step that came back damaged, with the reason."""
 
     def __init__(self, folder: str | Path) -> None:
@@ -113,15 +113,16 @@ class RejectedWriter:
 
     def write(self, step: int, samples: Sequence[Sample]) -> Path:
         path = self.folder / f"step-{step:06d}.jsonl"
-        fields = [{name: getattr(s, name) for name in _OF_REJECTED} for s in samples]
+        fields = [
+            {"rejected": s.discarded, "rejected_detail": s.discarded_detail}
+            | {name: getattr(s, name) for name in _KEPT}
+            for s in samples
+        ]
         path.write_text("".join(json.dumps(row) + "\n" for row in fields))
         return path
 
 
-_OF_REJECTED = (
-    *("rejected", "rejected_detail", "prompt_ids", "output_ids", "logprobs", "finish_reason", "weight_versions"),
-    "retractions",
-)
+_KEPT = ("prompt_ids", "output_ids", "logprobs", "finish_reason", "weight_versions", "retractions")
 
 
 def dump_table(

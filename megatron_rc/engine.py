@@ -61,10 +61,10 @@ class Sample:
     """[prompt + output - 1, layers, k] expert ids, int32; row i is the routing that predicted token i + 1."""
     retractions: int = 0
     """Times the server put the request back in its queue and computed it anew."""
-    rejected: str | None = None
-    """Why this must not be trained on, in the words of a metric name such as 'nan_logprob'; None: it may."""
-    rejected_detail: str = ""
-    """One sentence beside ``rejected`` with what was found; no token and no text of a prompt is in it."""
+    discarded: str | None = None
+    """Why this must not be trained on, worded as the end of a metric name ("nan_logprob"); None: it may be."""
+    discarded_detail: str = ""
+    """One sentence beside ``discarded`` with what was found; no token and no text of a prompt is in it."""
 
 
 @runtime_checkable
@@ -84,7 +84,7 @@ class RolloutEngine(Protocol):
     ) -> list[Sample]:
         """Sample ``n`` responses a prompt.
 
-        What came back damaged is in the answer too, with ``Sample.rejected`` set; the caller leaves it out.
+        What came back damaged is in the answer too, with ``Sample.discarded`` set; the caller leaves it out.
 
         Args:
             prompts: token ids of each prompt.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc import schema
-from megatron_rc.dump import DumpWriter, RejectedWriter
+from megatron_rc.dump import DiscardedWriter, DumpWriter
 from megatron_rc.report.context import save_context
 from megatron_rc.report.display import Display
 from megatron_rc.report.html import write_report
@@ -36,8 +36,8 @@ class Observers:
         self._display = Display(settings.train.steps, settings.name) if writer else None
         self._log = MetricsLog(folder) if writer else None
         self._dumps = DumpWriter(folder / "dump") if writer and dumps else None
-        keeps_rejected = writer and settings.rollout.sglang.dump_rejected
-        self._rejected = RejectedWriter(folder / "rejected") if keeps_rejected else None
+        keeps_discarded = writer and settings.rollout.sglang.dump_rejected
+        self._discarded = DiscardedWriter(folder / "rejected") if keeps_discarded else None
         self._folder = folder
         if writer:
             facts = fingerprint(train_dtype=settings.train.dtype, rollout_dtype=settings.rollout.dtype)
@@ -86,9 +86,9 @@ class Observers:
         self.message(f"resumed from {checkpoint}")
 
     def dump(self, step: int, rollouts: Rollouts, result: StepResult, groups: Groups) -> None:
-        """Write what was rejected at ``step`` where asked for, and its batch, a collective, when dumps are on."""
-        if self._rejected and rollouts.rejected:
-            self._rejected.write(step, rollouts.rejected)
+        """Write the discarded responses of ``step`` where asked for, and its batch, a collective, when dumps are on."""
+        if self._discarded and rollouts.discarded:
+            self._discarded.write(step, rollouts.discarded)
         if not self._dumping:
             return
         shares = groups.gather(result.whole_rows)

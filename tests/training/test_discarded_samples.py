@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from distributed import run_ranks
 
-from megatron_rc.dump import RejectedWriter
+from megatron_rc.dump import DiscardedWriter
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.tasks import Prompt
 from megatron_rc.training.groups import SharedError
@@ -22,9 +22,9 @@ SEEDS = [100, 101, 110, 111, 120, 121, 130, 131]
 """Of sample j of prompt i: 100 + 10 i + j."""
 
 
-def response(seed: int, rejected: str | None = None, **fields: Any) -> Sample:
-    detail = f"what was found in {seed}" if rejected else ""
-    return Sample([seed // 10 % 10], [seed], [-1.0], "stop", rejected=rejected, rejected_detail=detail, **fields)
+def response(seed: int, discarded: str | None = None, **fields: Any) -> Sample:
+    detail = f"what was found in {seed}" if discarded else ""
+    return Sample([seed // 10 % 10], [seed], [-1.0], "stop", discarded=discarded, discarded_detail=detail, **fields)
 
 
 class Engine:
@@ -65,7 +65,7 @@ def test_damaged_responses_are_kept_apart_and_the_others_keep_their_rewards_grou
     assert rollouts.rewards == [100.0, 101.0, 111.0, 120.0, 121.0, 130.0]
     assert rollouts.groups == [0, 0, 1, 2, 2, 3]
     assert rollouts.seeds == [100, 101, 111, 120, 121, 130]
-    assert [(s.output_ids, s.rejected) for s in rollouts.rejected] == [([110], "nan_logprob"), ([131], "timeout")]
+    assert [(s.output_ids, s.discarded) for s in rollouts.discarded] == [([110], "nan_logprob"), ([131], "timeout")]
 
 
 def test_metrics_are_shares_of_all_responses_by_reason_and_a_count_of_retractions() -> None:
@@ -74,7 +74,7 @@ def test_metrics_are_shares_of_all_responses_by_reason_and_a_count_of_retraction
         "rollout/rejected": 3 / 8,
         "rollout/rejected_nan_logprob": 2 / 8,
         "rollout/rejected_timeout": 1 / 8,
-        "rollout/retractions": 4.0,  # of the rejected, too: one of every odd seed
+        "rollout/retractions": 4.0,  # of the discarded, too: one of every odd seed
     }
     assert sampled({}, 0.0).metrics() == {"rollout/rejected": 0.0, "rollout/retractions": 4.0}
 
@@ -131,10 +131,10 @@ def _on_two_processes(rank: int) -> tuple[Rollouts, str]:
     raise AssertionError("it went on")
 
 
-def test_what_one_process_rejects_all_leave_out_and_all_stop_for() -> None:
+def test_what_one_process_discards_all_leave_out_and_all_stop_for() -> None:
     (first, first_error), (second, second_error) = run_ranks(2, _on_two_processes)
     assert first == second and first_error == second_error
-    assert first.seeds == SEEDS[:-1] and first.groups == [0, 0, 1, 1, 2, 2, 3] and len(first.rejected) == 1
+    assert first.seeds == SEEDS[:-1] and first.groups == [0, 0, 1, 1, 2, 2, 3] and len(first.discarded) == 1
     assert first_error.startswith("1 of 8 responses came back damaged, ")
 
 
@@ -142,8 +142,8 @@ def written(write: Callable[[], Path]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in write().read_text().splitlines()]
 
 
-def test_rejected_responses_are_written_with_their_reason_and_a_step_written_again_is_replaced(tmp_path: Path) -> None:
-    writer = RejectedWriter(tmp_path / "runs" / "rejected")
+def test_discarded_responses_are_written_with_their_reason_and_a_step_written_again_is_replaced(tmp_path: Path) -> None:
+    writer = DiscardedWriter(tmp_path / "runs" / "rejected")
     late = response(110, "timeout", weight_versions=[(3, 0, 1)], retractions=2)
     rows = written(lambda: writer.write(12, [late, response(120, "nan_logprob")]))
     assert [path.name for path in writer.folder.iterdir()] == ["step-000012.jsonl"]

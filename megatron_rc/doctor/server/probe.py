@@ -13,7 +13,7 @@ from megatron_rc.doctor.server.facts import ProbeAnswer, ServerFacts, read_json
 from megatron_rc.engine import SamplingParams
 from megatron_rc.rollout.sglang.http import Server, ServerError
 from megatron_rc.rollout.sglang.pool import Pool
-from megatron_rc.rollout.sglang.request import Rejection, Request, RouteShape
+from megatron_rc.rollout.sglang.request import DamagedAnswer, Request, RouteShape
 
 PROMPT = (1, 2, 3, 2)
 """Ids that every vocabulary has: an id outside it would end the server."""
@@ -88,8 +88,8 @@ def _probe(server: Server, params: SamplingParams, routes: RouteShape | None, ti
         return ProbeAnswer(len(PROMPT), refusal="the answer is not one JSON object")
     try:
         request.piece(answer)
-    except Rejection as rejection:
-        return ProbeAnswer(len(PROMPT), answer, rejection=f"{rejection.reason}, {rejection}")
+    except DamagedAnswer as damage:
+        return ProbeAnswer(len(PROMPT), answer, rejection=f"{damage.reason}, {damage}")
     return ProbeAnswer(len(PROMPT), answer)
 
 

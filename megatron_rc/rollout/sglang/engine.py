@@ -57,7 +57,7 @@ class SGLangEngine:
             retries: further attempts at a response after failures of server or network.
             backoff_s: mean wait before the first of them; it doubles with each.
             return_routes: ask for the routes of every token.
-            max_staleness: responses with a token from weights older than this many versions are rejected; None: none.
+            max_staleness: responses with a token from weights older than this many versions are discarded; None: none.
             partial: a response that is aborted before its end is continued: at once when the server aborted it, by
                 the next ``generate`` with the same prompt and seed when ``abort`` did.
 
@@ -118,7 +118,7 @@ class SGLangEngine:
     ) -> list[Sample]:
         """Sample ``n`` responses a prompt; the contract is RolloutEngine.generate.
 
-        Every response is in the answer once, in order. What failed for good carries the reason in ``rejected``:
+        Every response is in the answer once, in order. What failed for good carries the reason in ``discarded``:
         length_mismatch, phantom_logprob, nan_logprob, positive_logprob, missing_support, support_mismatch,
         missing_routes, routes_bytes, retracted_with_routes, stale_version, unknown_version, empty_output,
         bad_answer, server_error, timeout, aborted.
@@ -162,14 +162,14 @@ class SGLangEngine:
         for key, response in zip(keys, responses, strict=True):
             assert response.sample is not None
             samples.append(response.sample)
-            if self._limits.partial and response.sample.rejected == "aborted" and response.piece.output_ids:
+            if self._limits.partial and response.sample.discarded == "aborted" and response.piece.output_ids:
                 self._kept[key] = response.piece
         return samples
 
     def abort(self) -> None:
-        """Let a ``generate`` that runs in another thread end soon: finished samples, and the rest rejected "aborted".
+        """Make a ``generate`` that runs in another thread return soon; unfinished responses are discarded as "aborted".
 
-        With ``partial`` the tokens of unfinished responses are kept, and continued when they are asked for again.
+        With ``partial`` their tokens are kept, and the next ``generate`` that asks for them continues them.
         """
         run = self._run
         if run is not None:

@@ -1,4 +1,4 @@
-"""One call of generate: every prompt ends exactly once, as a finished, an unfinished or a rejected sample."""
+"""One call of generate: every prompt ends exactly once, as a finished, an unfinished or a discarded sample."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.rollout.sglang.http import Server, ServerError, doubled
 from megatron_rc.rollout.sglang.pool import Pool
-from megatron_rc.rollout.sglang.request import Piece, Rejection, Request, RouteShape
+from megatron_rc.rollout.sglang.request import DamagedAnswer, Piece, Request, RouteShape
 
 _ABORT_GRACE_S = 5.0
 """An aborted request answers after the step that the server is at; one that does not answer by then is given up on."""
@@ -46,7 +46,7 @@ class Response:
     piece: Piece = field(default_factory=Piece)
     sample: Sample | None = None
 
-    def end(self, rejected: str | None = None, detail: str = "", output_ids: list[int] | None = None) -> None:
+    def end(self, discarded: str | None = None, detail: str = "", output_ids: list[int] | None = None) -> None:
         assert self.sample is None
         piece = self.piece
         self.sample = Sample(
@@ -58,8 +58,8 @@ class Response:
             support=piece.support,
             routes=piece.routes,
             retractions=piece.retractions,
-            rejected=rejected,
-            rejected_detail=detail,
+            discarded=discarded,
+            discarded_detail=detail,
         )
 
 
@@ -137,17 +137,17 @@ class Run:
             server = self._pool.pick(response.group, avoid=server if failures else None)
             if server is None:
                 return response.end(reason, detail)
-            request, passing = self._request(response), True
+            request, is_transient = self._request(response), True
             try:
                 piece, late = await self._attempt(server, request)
             except ServerError as error:
-                reason, detail, passing = error.reason, str(error), error.passing
+                reason, detail, is_transient = error.reason, str(error), error.is_transient
                 server.failed(loop.time(), self._limits.backoff_s)
-            except Rejection as rejection:
-                if rejection.reason != "unknown_version":
-                    return response.end(rejection.reason, str(rejection), rejection.output_ids)
+            except DamagedAnswer as damage:
+                if damage.reason != "unknown_version":
+                    return response.end(damage.reason, str(damage), damage.output_ids)
                 # a server that was started anew: nothing it answers counts until the next update
-                reason, detail = rejection.reason, str(rejection)
+                reason, detail = damage.reason, str(damage)
                 server.out = detail
             else:
                 server.answered()
@@ -167,7 +167,7 @@ class Run:
             if self._stopping.is_set():
                 break
             failures += 1
-            if not passing or failures > self._limits.retries:
+            if not is_transient or failures > self._limits.retries:
                 return response.end(reason, detail)
             await self._rest(failures)
         response.end("aborted", "it was stopped by abort()")

@@ -38,7 +38,7 @@ class ServerError(Exception):
         """
         Args:
             status: of HTTP; None when no answer came.
-            reason: what a response that is given up on because of this is rejected for.
+            reason: why a response that is given up because of this error is discarded.
             connected: False when the server cannot have seen the request.
         """
         super().__init__(sentence)
@@ -47,8 +47,8 @@ class ServerError(Exception):
         self.connected = connected
 
     @property
-    def passing(self) -> bool:
-        """The same request may succeed later, or elsewhere."""
+    def is_transient(self) -> bool:
+        """Worth retrying, here or on another server."""
         return self.status is None or self.status in (200, 408, 429) or self.status >= 500
 
 

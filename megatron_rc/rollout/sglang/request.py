@@ -21,8 +21,8 @@ _POSITIVE_BY_ROUNDING = 1e-5
 _ROUTE_TYPES = {4: np.int32, 2: np.uint16, 1: np.uint8}
 
 
-class Rejection(Exception):
-    """An answer that must not be trained on: the name of the reason and one sentence, without tokens."""
+class DamagedAnswer(Exception):
+    """An answer that must not be trained on: a reason such as "nan_logprob" and one sentence, without tokens."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -148,35 +148,35 @@ class Request:
         """Check an answer.
 
         Raises:
-            Rejection: with the reason by name.
+            DamagedAnswer: the answer must not be trained on.
         """
         try:
             return self._piece(answer)
-        except Rejection as error:
-            rejection = error
+        except DamagedAnswer as error:
+            damage = error
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
-            rejection = Rejection("bad_answer", f"the answer lacks a field or has a wrong type ({error!r:.80})")
-        rejection.output_ids = self._known_ids(answer)
-        raise rejection from None
+            damage = DamagedAnswer("bad_answer", f"the answer lacks a field or has a wrong type ({error!r:.80})")
+        damage.output_ids = self._known_ids(answer)
+        raise damage from None
 
     def _piece(self, answer: Any) -> Piece:
         if not isinstance(answer, dict):
-            raise Rejection("bad_answer", f"the answer is a {type(answer).__name__}, not an object")
+            raise DamagedAnswer("bad_answer", f"the answer is a {type(answer).__name__}, not an object")
         ids, meta = answer["output_ids"], answer["meta_info"]
         finish = meta["finish_reason"]
         kind = finish["type"]
         if meta["id"] != self.rid:
-            raise Rejection("bad_answer", "the answer names another request")
+            raise DamagedAnswer("bad_answer", "the answer names another request")
         if kind not in ("stop", "length", "abort"):
-            raise Rejection("bad_answer", f"the finish reason is {kind!r:.40}")
+            raise DamagedAnswer("bad_answer", f"the finish reason is {kind!r:.40}")
         if kind == "abort" and finish.get("status_code") is not None:
-            raise Rejection("server_error", f"the server gave up: {without_tokens(finish.get('message'))}")
+            raise DamagedAnswer("server_error", f"the server gave up: {without_tokens(finish.get('message'))}")
         entries = meta.get("output_token_logprobs")
         if not ids:
             if entries:
-                raise Rejection("phantom_logprob", f"{len(entries)} log-probs came back without a token")
+                raise DamagedAnswer("phantom_logprob", f"{len(entries)} log-probs came back without a token")
             if kind != "abort":
-                raise Rejection("empty_output", f"no token came back, finish reason {kind}")
+                raise DamagedAnswer("empty_output", f"no token came back, finish reason {kind}")
             return Piece()
         self._check_tokens(ids, meta)
         logprobs = self._logprobs(ids, entries)
@@ -189,61 +189,63 @@ class Request:
 
     def _check_tokens(self, ids: Any, meta: Mapping[str, Any]) -> None:
         if set(map(type, ids)) != {int}:
-            raise Rejection("bad_answer", "output_ids holds something else than integers")
+            raise DamagedAnswer("bad_answer", "output_ids holds something else than integers")
         if min(ids) < 0 or max(ids) >= self.vocab_size:
-            raise Rejection("bad_answer", f"an output id lies outside the vocabulary of {self.vocab_size}")
+            raise DamagedAnswer("bad_answer", f"an output id lies outside the vocabulary of {self.vocab_size}")
         if len(ids) > self.budget:
-            raise Rejection("bad_answer", f"{len(ids)} tokens came back, {self.budget} were asked for")
+            raise DamagedAnswer("bad_answer", f"{len(ids)} tokens came back, {self.budget} were asked for")
         sent = len(self.prompt_ids) + len(self.drawn)
         # absent from answers about requests that were aborted before they ran
         for name, expected in (("prompt_tokens", sent), ("completion_tokens", len(ids))):
             if meta.get(name, expected) != expected:
-                raise Rejection("bad_answer", f"{name} is {meta[name]!r:.20}, expected {expected}")
+                raise DamagedAnswer("bad_answer", f"{name} is {meta[name]!r:.20}, expected {expected}")
 
     def _logprobs(self, ids: Sequence[int], entries: Any) -> list[float]:
         if entries is None or len(entries) != len(ids):
             found = 0 if entries is None else len(entries)
-            raise Rejection("length_mismatch", f"{found} log-probs came back for {len(ids)} tokens")
+            raise DamagedAnswer("length_mismatch", f"{found} log-probs came back for {len(ids)} tokens")
         if [entry[1] for entry in entries] != ids:
-            raise Rejection("bad_answer", "the log-probs belong to other tokens than output_ids")
+            raise DamagedAnswer("bad_answer", "the log-probs belong to other tokens than output_ids")
         return _checked_logprobs([entry[0] for entry in entries])
 
     def _support(self, ids: Sequence[int], meta: Mapping[str, Any]) -> tuple[list[list[int]], list[float]]:
         kept, values = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
         if not kept or not values:
-            raise Rejection("missing_support", "no kept ids came back though top-p or top-k was active")
+            raise DamagedAnswer("missing_support", "no kept ids came back though top-p or top-k was active")
         if len(kept) != len(ids) or len(values) != len(ids):
-            raise Rejection(
+            raise DamagedAnswer(
                 "support_mismatch", f"{len(kept)} sets of kept ids and {len(values)} log-probs for {len(ids)} tokens"
             )
         for token, row in zip(ids, kept, strict=True):
             if set(map(type, row)) != {int}:
-                raise Rejection("bad_answer", "the kept ids of a token are not integers")
+                raise DamagedAnswer("bad_answer", "the kept ids of a token are not integers")
             if token not in row or len(set(row)) != len(row):
-                raise Rejection("support_mismatch", "a token is not among its kept ids, or they repeat")
+                raise DamagedAnswer("support_mismatch", "a token is not among its kept ids, or they repeat")
             if min(row) < 0 or max(row) >= self.vocab_size:
-                raise Rejection("support_mismatch", f"a kept id lies outside the vocabulary of {self.vocab_size}")
+                raise DamagedAnswer("support_mismatch", f"a kept id lies outside the vocabulary of {self.vocab_size}")
         return kept, _checked_logprobs(values)
 
     def _routes(self, outputs: int, retractions: int, meta: Mapping[str, Any]) -> Tensor:
         assert self.routes is not None
         if retractions:
-            raise Rejection("retracted_with_routes", "the routes were overwritten when the request was computed anew")
+            raise DamagedAnswer(
+                "retracted_with_routes", "the routes were overwritten when the request was computed anew"
+            )
         text = meta.get("routed_experts")
         if not text:
-            raise Rejection("missing_routes", "no routes came back")
+            raise DamagedAnswer("missing_routes", "no routes came back")
         rows = len(self.prompt_ids) + len(self.drawn) + outputs - 1 - self.first_route
         values = rows * self.routes.layers * self.routes.top_k
         try:
             data = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
-            raise Rejection("bad_answer", "the routes are not base64") from None
+            raise DamagedAnswer("bad_answer", "the routes are not base64") from None
         item = _ROUTE_TYPES.get(len(data) // values)
         if len(data) % values or item is None:
-            raise Rejection("routes_bytes", f"routes have {len(data)} bytes, expected {values} expert ids")
+            raise DamagedAnswer("routes_bytes", f"routes have {len(data)} bytes, expected {values} expert ids")
         routes = np.frombuffer(data, item).astype(np.int32).reshape(rows, self.routes.layers, self.routes.top_k)
         if routes.min() < 0 or routes.max() >= self.routes.experts:
-            raise Rejection("bad_answer", f"routes name an expert outside of {self.routes.experts}")
+            raise DamagedAnswer("bad_answer", f"routes name an expert outside of {self.routes.experts}")
         return torch.from_numpy(routes)
 
     def _versions(self, outputs: int, meta: Mapping[str, Any]) -> list[tuple[int, int, int]]:
@@ -253,12 +255,12 @@ class Request:
         found, end = [], 0
         for span in spans:
             if span["start"] != end or span["end"] < end:
-                raise Rejection("bad_answer", "the weight versions do not cover the tokens one after the other")
+                raise DamagedAnswer("bad_answer", "the weight versions do not cover the tokens one after the other")
             end = span["end"]
             if end > span["start"]:
                 found.append((self._version(span["version"]), span["start"], end))
         if end != outputs:
-            raise Rejection("bad_answer", f"the weight versions cover {end} of {outputs} tokens")
+            raise DamagedAnswer("bad_answer", f"the weight versions cover {end} of {outputs} tokens")
         return found
 
     def _version(self, name: Any) -> int:
@@ -267,18 +269,20 @@ class Request:
                 return int(name)
         elif self.newest_version < 0:
             return -1
-        raise Rejection("unknown_version", f"the weights are called {name!r:.40}, the newest are {self.newest_version}")
+        raise DamagedAnswer(
+            "unknown_version", f"the weights are called {name!r:.40}, the newest are {self.newest_version}"
+        )
 
 
 def _checked_logprobs(values: list[Any]) -> list[float]:
     types = set(map(type, values)) - {float, int}
     # JSON knows no NaN: servers write null for it
     if types == {type(None)}:
-        raise Rejection("nan_logprob", "a log-prob is null")
+        raise DamagedAnswer("nan_logprob", "a log-prob is null")
     if types:
-        raise Rejection("bad_answer", "a log-prob is not a number")
+        raise DamagedAnswer("bad_answer", "a log-prob is not a number")
     if not all(map(math.isfinite, values)):
-        raise Rejection("nan_logprob", "a log-prob is NaN or infinite")
+        raise DamagedAnswer("nan_logprob", "a log-prob is NaN or infinite")
     if max(values) > _POSITIVE_BY_ROUNDING:
-        raise Rejection("positive_logprob", f"a log-prob is {max(values):.3g}, above 0")
+        raise DamagedAnswer("positive_logprob", f"a log-prob is {max(values):.3g}, above 0")
     return values

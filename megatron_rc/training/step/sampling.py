@@ -22,16 +22,16 @@ class Rollouts:
     groups: list[int]
     """Number of the prompt that each one answers."""
     seeds: list[int]
-    rejected: list[Sample] = field(default_factory=list)
+    discarded: list[Sample] = field(default_factory=list)
     """What came back damaged and is not trained on."""
 
     def metrics(self) -> dict[str, float]:
         """Shares of all responses that were damaged, in all and by reason, and how often the server retracted one."""
-        total = len(self.samples) + len(self.rejected)
-        reasons = Counter(s.rejected for s in self.rejected)
-        out = {"rollout/rejected": len(self.rejected) / total}
+        total = len(self.samples) + len(self.discarded)
+        reasons = Counter(s.discarded for s in self.discarded)
+        out = {"rollout/rejected": len(self.discarded) / total}
         out |= {f"rollout/rejected_{reason}": count / total for reason, count in reasons.items()}
-        out["rollout/retractions"] = float(sum(s.retractions for s in (*self.samples, *self.rejected)))
+        out["rollout/retractions"] = float(sum(s.retractions for s in (*self.samples, *self.discarded)))
         return out
 
 
@@ -72,31 +72,31 @@ def sample(
             samples = engine.generate(
                 [p.token_ids for p in share], params, n=n, seeds=seeds[first * n : last * n], on_finished=on_finished
             )
-        good = [i for i, s in enumerate(samples) if s.rejected is None]
+        good = [i for i, s in enumerate(samples) if s.discarded is None]
         return samples, task.rewards([share[i // n] for i in good], [samples[i].output_ids for i in good])
 
     gathered = groups.gather(mine)
     samples = [s for part, _ in gathered for s in part]
-    rejected = [s for s in samples if s.rejected is not None]
-    _check_rejected(rejected, len(samples), max_rejected_share)
-    good = [i for i, s in enumerate(samples) if s.rejected is None]
+    discarded = [s for s in samples if s.discarded is not None]
+    _check_discarded(discarded, len(samples), max_rejected_share)
+    good = [i for i, s in enumerate(samples) if s.discarded is None]
     return Rollouts(
         samples=[samples[i] for i in good],
         rewards=[r for _, rewards in gathered for r in rewards],
         groups=[i // n for i in good],
         seeds=[seeds[i] for i in good],
-        rejected=rejected,
+        discarded=discarded,
     )
 
 
-def _check_rejected(rejected: Sequence[Sample], total: int, max_share: float) -> None:
-    if not rejected or (len(rejected) <= max_share * total and len(rejected) < total):
+def _check_discarded(discarded: Sequence[Sample], total: int, max_share: float) -> None:
+    if not discarded or (len(discarded) <= max_share * total and len(discarded) < total):
         return
-    reasons = Counter(str(s.rejected) for s in rejected)
-    examples = {str(s.rejected): s.rejected_detail for s in reversed(rejected)}
+    reasons = Counter(str(s.discarded) for s in discarded)
+    examples = {str(s.discarded): s.discarded_detail for s in reversed(discarded)}
     listed = "; ".join(f"{count} {reason} ({examples[reason]})" for reason, count in reasons.most_common())
     raise SharedError(
-        f"{len(rejected)} of {total} responses came back damaged, rollout.sglang.max_rejected_share is {max_share!r}: "
+        f"{len(discarded)} of {total} responses came back damaged, rollout.sglang.max_rejected_share is {max_share!r}: "
         f"{listed}"
     )
 

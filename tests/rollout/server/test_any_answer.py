@@ -1,4 +1,4 @@
-"""Whatever a server answers becomes tokens that can be trained on, or a rejection with a reason."""
+"""Whatever a server answers becomes tokens that can be trained on, or a discarded one with a reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_rc.engine import SamplingParams
-from megatron_rc.rollout.sglang.request import Rejection, Request, RouteShape
+from megatron_rc.rollout.sglang.request import DamagedAnswer, Request, RouteShape
 
 REQUEST = Request(
     rid="f" * 32,
@@ -79,12 +79,12 @@ def test_the_undamaged_answer_is_taken() -> None:
 @example(("meta_info", "output_token_logprobs", 1, 0), -(10**400))
 @example(("meta_info", "output_token_sampling_logprobs", 1), -(10**400))
 @example(("meta_info", "output_token_sampling_mask", 0), [float(faulty.token_at(REQUEST.prompt_ids, 4))])
-def test_an_answer_with_anything_anywhere_is_tokens_or_a_named_rejection(where: tuple[Any, ...], value: Any) -> None:
+def test_an_answer_with_anything_anywhere_is_tokens_or_named_damage(where: tuple[Any, ...], value: Any) -> None:
     try:
         piece = REQUEST.piece(with_value(good(), where, value))
-    except Rejection as rejection:
-        assert rejection.reason in REASONS and str(rejection)
-        assert all(0 <= token < faulty.VOCABULARY for token in rejection.output_ids)
+    except DamagedAnswer as damage:
+        assert damage.reason in REASONS and str(damage)
+        assert all(0 <= token < faulty.VOCABULARY for token in damage.output_ids)
         return
     count = len(piece.output_ids)
     assert len(piece.logprobs) == count and all(math.isfinite(x) and x < 1e-4 for x in piece.logprobs)
@@ -100,7 +100,7 @@ def test_an_answer_with_anything_anywhere_is_tokens_or_a_named_rejection(where: 
 
 
 @pytest.mark.parametrize("where", [path for path in PLACES if path])
-def test_an_answer_that_lacks_a_field_is_tokens_or_a_named_rejection(where: tuple[Any, ...]) -> None:
+def test_an_answer_that_lacks_a_field_is_tokens_or_named_damage(where: tuple[Any, ...]) -> None:
     answer = good()
     inside = answer
     for key in where[:-1]:
@@ -108,5 +108,5 @@ def test_an_answer_that_lacks_a_field_is_tokens_or_a_named_rejection(where: tupl
     del inside[where[-1]]
     try:
         assert len(REQUEST.piece(answer).output_ids) == 3
-    except Rejection as rejection:
-        assert rejection.reason in REASONS and str(rejection)
+    except DamagedAnswer as damage:
+        assert damage.reason in REASONS and str(damage)

@@ -126,13 +126,13 @@ def test_seeds_are_sent_where_all_servers_honour_them(honoured: bool) -> None:
         assert sent == ([5, 6] if honoured else [None, None])
 
 
-def test_responses_of_weights_beyond_the_allowed_staleness_are_rejected() -> None:
+def test_responses_of_weights_beyond_the_allowed_staleness_are_discarded() -> None:
     with FaultySglang() as server, sglang_engine(server.url, max_staleness=1) as engine:
         engine.update_weights(WEIGHTS, 3)
-        for version, rejected in (("3", None), ("2", None), ("1", "stale_version"), ("4", "unknown_version")):
+        for version, reason in (("3", None), ("2", None), ("1", "stale_version"), ("4", "unknown_version")):
             server.version = version
             (sample,) = engine.generate([[1, 2]], PARAMS, n=1, seeds=[0])
-            assert sample.rejected == rejected
+            assert sample.discarded == reason
 
 
 def test_a_server_restarted_with_old_weights_is_out_until_the_next_update() -> None:
@@ -141,7 +141,7 @@ def test_a_server_restarted_with_old_weights_is_out_until_the_next_update() -> N
         one.die()
         one.listen(version="default")
         samples = engine.generate([[i, i] for i in range(30)], PARAMS, n=1, seeds=range(30))
-        assert all(s.rejected is None and s.weight_versions == [(1, 0, 8)] for s in samples)
+        assert all(s.discarded is None and s.weight_versions == [(1, 0, 8)] for s in samples)
         seen = len(one.asked)
         engine.generate([[1, 2]], PARAMS, n=4, seeds=range(4))
         assert len(one.asked) == seen
@@ -150,13 +150,13 @@ def test_a_server_restarted_with_old_weights_is_out_until_the_next_update() -> N
         assert len(one.asked) > seen
 
 
-def test_the_only_server_restarted_with_old_weights_ends_in_rejections_then_in_an_error() -> None:
+def test_the_only_server_restarted_with_old_weights_discards_every_response_then_is_an_error() -> None:
     with FaultySglang() as server, sglang_engine(server.url) as engine:
         engine.update_weights(WEIGHTS, 1)
         server.die()
         server.listen(version="default")
         samples = engine.generate([[i, i] for i in range(9)], PARAMS, n=1, seeds=range(9))
-        assert {s.rejected for s in samples} <= {"unknown_version", "server_error"} and samples[0].rejected
+        assert {s.discarded for s in samples} <= {"unknown_version", "server_error"} and samples[0].discarded
         with pytest.raises(ValueError, match=f"no SGLang server is left in rotation .{server.url}: the weights are"):
             engine.generate([[1, 2]], PARAMS, n=1, seeds=[0])
 

@@ -63,7 +63,7 @@ class Truth:
 
 
 def assert_of(truth: Truth, sample: Sample, temperature: float = 1.0) -> None:
-    assert sample.rejected is None, sample.rejected_detail
+    assert sample.discarded is None, sample.discarded_detail
     assert (torch.tensor(sample.logprobs).double() - truth.logprobs(sample, temperature)).abs().max() < CLOSE
     if sample.routes is not None:
         assert torch.equal(sample.routes, truth.routes(sample))
@@ -131,8 +131,8 @@ def test_an_aborted_response_is_continued_as_if_it_had_never_stopped(server: Sgl
     with with_model(server, kind, concurrency=8) as engine:
         stop = once_something_is_finished(engine.abort)
         first = engine.generate(prompts, params, n=1, seeds=range(2000), on_finished=stop)
-        assert {sample.rejected for sample in first} == {None, "aborted"}
-        begun = [i for i, sample in enumerate(first) if sample.rejected and sample.output_ids]
+        assert {sample.discarded for sample in first} == {None, "aborted"}
+        begun = [i for i, sample in enumerate(first) if sample.discarded and sample.output_ids]
         assert begun and len(begun) <= 8
         again = engine.generate([prompts[i] for i in begun], params, n=1, seeds=begun)
     truth = Truth(kind)
@@ -141,7 +141,7 @@ def test_an_aborted_response_is_continued_as_if_it_had_never_stopped(server: Sgl
         assert len(sample.output_ids) > len(first[i].output_ids)
         assert_of(truth, sample)
     for sample in first:
-        if sample.rejected is None:
+        if sample.discarded is None:
             assert_of(truth, sample)
 
 
@@ -163,15 +163,15 @@ def test_a_pause_by_the_server_leaves_spans_of_both_versions(server: SglangServe
     mixed = [sample for sample in samples if len(sample.weight_versions) > 1]
     truth = Truth(kind)
     for sample in samples:
-        if sample.rejected is None:
+        if sample.discarded is None:
             assert_of(truth, sample)
     if mode == "retract":
-        retracted = [sample for sample in samples if sample.retractions or sample.rejected]
+        retracted = [sample for sample in samples if sample.retractions or sample.discarded]
         # routes that were computed anew are not those that drew the tokens
-        assert {sample.rejected for sample in retracted} == {None if kind == "dense" else "retracted_with_routes"}
+        assert {sample.discarded for sample in retracted} == {None if kind == "dense" else "retracted_with_routes"}
         assert retracted
     else:
-        assert mixed and not any(sample.rejected for sample in samples)
+        assert mixed and not any(sample.discarded for sample in samples)
     for sample in mixed:
         (old, start, middle), (new, same, end) = sample.weight_versions
         assert (old, start, new, end) == (-1, 0, 7, len(sample.output_ids)) and 0 < middle == same < end
@@ -198,4 +198,4 @@ def test_the_longest_request_is_the_longest_that_the_server_does_not_cut(server:
         with pytest.raises(ValueError, match="longer than the 254 tokens"):
             engine.generate([prompt], SamplingParams(max_new_tokens=250), n=1, seeds=[0])
         (sample,) = engine.generate([prompt], SamplingParams(max_new_tokens=249), n=1, seeds=[0])
-        assert sample.rejected is None
+        assert sample.discarded is None

@@ -34,7 +34,7 @@ REASONS = {
     "retracted": "retracted_with_routes",
 }
 """Faults that end a response at once."""
-PASSING = {
+TRANSIENT = {
     "reset": "server_error",
     "500": "server_error",
     "503": "server_error",
@@ -45,7 +45,7 @@ PASSING = {
     "slow": "timeout",
     "abort": None,
 }
-"""Faults that are tried again, and what a response is rejected for when they do not pass."""
+"""Faults that are tried again, and what a response is discarded for when they persist."""
 
 
 def prompts_of(count: int) -> list[list[int]]:
@@ -53,14 +53,14 @@ def prompts_of(count: int) -> list[list[int]]:
 
 
 def assert_whole(sample: Sample) -> None:
-    assert sample.rejected is None and sample.finish_reason == "length"
+    assert sample.discarded is None and sample.finish_reason == "length"
     assert sample.output_ids == tokens_after(sample.prompt_ids, 8)
     assert sample.logprobs == [logprob_of(token) for token in sample.output_ids]
 
 
 def faults_of(server: FaultySglang, seed: int, share: float) -> dict[tuple[int, ...], list[str | None]]:
     """Let this share of the requests fail, and record by prompt what went wrong, in order."""
-    generator, kinds = random.Random(seed), [*REASONS, *PASSING]
+    generator, kinds = random.Random(seed), [*REASONS, *TRANSIENT]
     met: dict[tuple[int, ...], list[str | None]] = defaultdict(list)
 
     def fault(number: int, body: dict[str, Any]) -> str | None:
@@ -81,7 +81,7 @@ def test_of_1000_prompts_with_a_fifth_of_faults_each_ends_once_and_in_order() ->
     assert sum(finished) == 1000 and all(count > 0 for count in finished)
     assert len(set(rids)) == len(rids) and {len(rid) for rid in rids} == {32}
     faults = [fault for kinds in met.values() for fault in kinds if fault]
-    assert 0.15 < len(faults) / len(rids) < 0.25 and set(faults) == {*REASONS, *PASSING}
+    assert 0.15 < len(faults) / len(rids) < 0.25 and set(faults) == {*REASONS, *TRANSIENT}
     assert [sample.prompt_ids for sample in samples] == prompts
     for sample in samples:
         *before, last = met[tuple(sample.prompt_ids)]
@@ -90,11 +90,11 @@ def test_of_1000_prompts_with_a_fifth_of_faults_each_ends_once_and_in_order() ->
             assert_whole(sample)
             assert sample.routes is not None and len(sample.routes) == 2 + 8 - 1
         else:
-            assert sample.rejected == (REASONS | PASSING)[last]
-            assert sample.rejected_detail
+            assert sample.discarded == (REASONS | TRANSIENT)[last]
+            assert sample.discarded_detail
             # the tokens known so far are those of the prompt
             assert sample.output_ids == tokens_after(sample.prompt_ids, len(sample.output_ids))
-    assert sum(sample.rejected is None for sample in samples) > 850
+    assert sum(sample.discarded is None for sample in samples) > 850
 
 
 def at_request(number: int, server: FaultySglang, call: Callable[[], None]) -> None:
@@ -131,22 +131,22 @@ def test_of_1000_prompts_each_ends_once_also_when_servers_die_and_return_with_ol
     rids = [body["rid"] for server in servers for body in server.asked]
     assert len(set(rids)) == len(rids) > 1000
     for sample in samples:
-        if sample.rejected is None:
+        if sample.discarded is None:
             assert_whole(sample)
             assert sample.weight_versions == [(1, 0, 8)]
         else:
-            assert sample.rejected in {*REASONS.values(), *PASSING.values(), "unknown_version"}
-            assert sample.rejected_detail
+            assert sample.discarded in {*REASONS.values(), *TRANSIENT.values(), "unknown_version"}
+            assert sample.discarded_detail
             assert sample.output_ids == tokens_after(sample.prompt_ids, len(sample.output_ids))
-    assert sum(sample.rejected is None for sample in samples) > 800
+    assert sum(sample.discarded is None for sample in samples) > 800
 
 
-def test_a_server_that_refuses_connections_ends_in_rejections_and_serves_again_later() -> None:
+def test_a_server_that_refuses_connections_discards_every_response_and_serves_again_later() -> None:
     with FaultySglang() as server, sglang_engine(server.url, retries=1) as engine:
         server.die()
         refused = engine.generate(prompts_of(40), PARAMS, n=1, seeds=range(40))
-        assert {sample.rejected for sample in refused} == {"server_error"}
-        assert all(f"{server.url} refuses connections" in sample.rejected_detail for sample in refused)
+        assert {sample.discarded for sample in refused} == {"server_error"}
+        assert all(f"{server.url} refuses connections" in sample.discarded_detail for sample in refused)
         server.listen()
         for sample in engine.generate(prompts_of(40), PARAMS, n=1, seeds=range(40)):
             assert_whole(sample)
@@ -173,7 +173,7 @@ def test_a_server_that_never_answers_holds_the_process_no_longer_than_its_timeou
         samples = engine.generate(prompts_of(64), PARAMS, n=1, seeds=range(64))
         # two attempts, each with its limit and as much again for the abort
         assert time.monotonic() - started < 2 * 2 * 0.3 + 3
-    assert {sample.rejected for sample in samples} == {"timeout"}
+    assert {sample.discarded for sample in samples} == {"timeout"}
 
 
 def test_a_response_that_exceeds_its_time_is_continued_where_it_stood() -> None:
@@ -190,13 +190,13 @@ def test_a_response_that_exceeds_its_time_is_continued_where_it_stood() -> None:
         assert [body["sampling_params"]["max_new_tokens"] for body in server.asked] == [8] * 5 + [4] * 5
 
 
-def test_without_partial_rollouts_a_late_response_is_rejected_with_its_tokens_and_not_drawn_anew() -> None:
+def test_without_partial_rollouts_a_late_response_is_discarded_with_its_tokens_and_not_drawn_anew() -> None:
     # drawing it anew would favour short responses
     with FaultySglang(lambda number, body: "slow") as server:
         with sglang_engine(server.url, timeout_s=0.2, partial=False) as engine:
             (sample,) = engine.generate(prompts_of(1), PARAMS, n=1, seeds=[0])
         assert len(server.asked) == 1
-    assert sample.rejected == "timeout" and sample.output_ids == tokens_after([0, 0], 4)
+    assert sample.discarded == "timeout" and sample.output_ids == tokens_after([0, 0], 4)
 
 
 def test_aborts_by_the_server_do_not_use_up_retries_while_tokens_come() -> None:
@@ -219,7 +219,7 @@ def test_an_aborted_call_keeps_its_tokens_and_the_next_one_continues_them() -> N
         first = engine.generate(prompts_of(12), PARAMS, n=1, seeds=range(12))
         timer.join()
         begun = len(server.asked)
-        assert begun == 8 and {sample.rejected for sample in first} == {"aborted"}
+        assert begun == 8 and {sample.discarded for sample in first} == {"aborted"}
         assert all(sample.output_ids == tokens_after(sample.prompt_ids, len(sample.output_ids)) for sample in first)
         drawn = [len(sample.output_ids) for sample in first]
         assert all(0 < count < 8 for count in drawn[:8]) and drawn[8:] == [0] * 4
@@ -242,7 +242,7 @@ def test_an_abort_ends_a_call_whose_server_does_not_answer_it() -> None:
         started = time.monotonic()
         samples = engine.generate(prompts_of(4), PARAMS, n=1, seeds=range(4))
         assert time.monotonic() - started < 3.9, "2 s for its time and 2 s for an abort that is not answered"
-    assert {sample.rejected for sample in samples} == {"aborted"}
+    assert {sample.discarded for sample in samples} == {"aborted"}
 
 
 def raise_keyboard_interrupt(count: int) -> None:
@@ -296,5 +296,5 @@ def test_neither_logs_nor_details_hold_tokens(caplog: pytest.LogCaptureFixture) 
     caplog.set_level(logging.DEBUG)
     with FaultySglang(lambda number, body: "400") as server, sglang_engine(server.url) as engine:
         (sample,) = engine.generate([[11, 13]], PARAMS, n=1, seeds=[0])
-    assert sample.rejected_detail.endswith("answered 400: told to answer 400, input [...]")
+    assert sample.discarded_detail.endswith("answered 400: told to answer 400, input [...]")
     assert "11, 13" not in caplog.text

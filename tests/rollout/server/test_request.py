@@ -15,7 +15,7 @@ from faulty_sglang import FaultySglang
 
 from megatron_rc.engine import SamplingParams
 from megatron_rc.rollout.sglang.http import without_tokens
-from megatron_rc.rollout.sglang.request import Piece, Rejection, Request, RouteShape
+from megatron_rc.rollout.sglang.request import DamagedAnswer, Piece, Request, RouteShape
 
 ROUTES = RouteShape(faulty.LAYERS, faulty.TOP_K, faulty.EXPERTS)
 PROMPT = [3, 4, 5]
@@ -42,10 +42,10 @@ def answer(asked: Request, damage: str | None = None, *, count: int | None = Non
 
 
 def reason_of(asked: Request, given: Any) -> str:
-    with pytest.raises(Rejection) as rejection:
+    with pytest.raises(DamagedAnswer) as damage:
         asked.piece(given)
-    assert str(rejection.value)
-    return rejection.value.reason
+    assert str(damage.value)
+    return damage.value.reason
 
 
 def test_logprobs_are_those_of_the_server_unchanged() -> None:
@@ -104,7 +104,7 @@ def test_routes_are_decoded_whatever_the_size_of_an_expert_id(item: type) -> Non
         ("retracted", "retracted_with_routes", PLAIN, True),
     ],
 )
-def test_every_damage_is_rejected_by_its_name(
+def test_every_damage_is_refused_by_its_name(
     damage: str, reason: str, params: SamplingParams, with_routes: bool
 ) -> None:
     asked = request(params, routes=ROUTES if with_routes else None)
@@ -198,12 +198,12 @@ def test_every_sampling_field_with_another_default_on_some_server_is_stated() ->
     ("output", "known"),
     [([1, 2], [9, 1, 2]), ([1, 37], [9]), ([1, -1], [9]), ([1, "2"], [9]), (None, [9]), ([], [9])],
 )
-def test_a_rejection_keeps_the_tokens_as_far_as_they_are_tokens(output: Any, known: list[int]) -> None:
+def test_a_damaged_answer_keeps_the_tokens_as_far_as_they_are_tokens(output: Any, known: list[int]) -> None:
     asked = request(drawn=[9])
     given = answer(asked, "other_request") | {"output_ids": output}
-    with pytest.raises(Rejection) as rejection:
+    with pytest.raises(DamagedAnswer) as damage:
         asked.piece(given)
-    assert rejection.value.output_ids == known
+    assert damage.value.output_ids == known
 
 
 def test_no_token_is_in_a_servers_message() -> None:
