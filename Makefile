@@ -1,0 +1,35 @@
+# The commands of a working day. Everything else has its own --help: see README.md and docs/index.md.
+PYTHON := .venv/bin/python
+export PYTHONSAFEPATH := 1
+T ?=
+
+.PHONY: help check test test-full docs
+
+help:  ## Print this list.
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|'
+
+$(PYTHON):
+	bash launch/test.sh tests/schema
+
+check: | $(PYTHON)  ## Lint and type-check.
+	$(PYTHON) -m ruff check --quiet .
+	$(PYTHON) -m ruff format --check --quiet .
+	$(PYTHON) -m mypy --no-error-summary megatron_rc
+
+# pytest answers 5 when it ran no test: tests of the kernels run under TRITON_INTERPRET=1 alone
+test: | $(PYTHON)  ## Run the whole test command; make test T=tests/schema runs those tests alone and installs nothing.
+ifeq ($(T),)
+	bash launch/test.sh
+else
+	@status=0; $(PYTHON) -m pytest -q $(T) || status=$$?; \
+	if [ $$status -eq 5 ]; then TRITON_INTERPRET=1 $(PYTHON) -m pytest -q $(T); else exit $$status; fi
+endif
+
+test-full: | $(PYTHON)  ## Run the whole test command with the slow and large tests.
+	bash launch/test.sh --full
+
+docs: | $(PYTHON)  ## Write the generated documents again.
+	$(PYTHON) -m megatron_rc settings > docs/settings.md
+	$(PYTHON) -m megatron_rc presets > docs/presets.md
+	$(PYTHON) -m megatron_rc metrics > docs/metrics.md
+	$(PYTHON) benchmarks/performance_docs.py > docs/performance.md
