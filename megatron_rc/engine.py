@@ -67,6 +67,43 @@ class Sample:
     """One sentence beside ``discarded`` with what was found; no token and no text of a prompt is in it."""
 
 
+def check_request(
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    n: int,
+    seeds: Sequence[int],
+    vocabulary: int | None = None,
+    context: int | None = None,
+    limited_by: str = "max_position_embeddings",
+) -> None:
+    """Check the arguments of ``RolloutEngine.generate``.
+
+    Args:
+        vocabulary: ids that the sampler knows; None: any.
+        context: tokens of prompt and response together that the sampler takes; None: any number.
+        limited_by: the field or flag that sets ``context``, for the error.
+
+    Raises:
+        ValueError: n < 1, another number of seeds than responses, an empty prompt, an id outside the vocabulary, or a
+            prompt that with max_new_tokens is longer than the context. The sentence names the prompt by its index.
+    """
+    if n < 1:
+        raise ValueError(f"n must be >= 1, got {n!r}")
+    if len(seeds) != len(prompts) * n:
+        raise ValueError(f"seeds must hold one seed per response ({len(prompts)} x {n}), got {len(seeds)}")
+    for index, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"prompt {index} is empty")
+        if vocabulary is not None and (min(prompt) < 0 or max(prompt) >= vocabulary):
+            raise ValueError(f"prompt {index} has an id outside the vocabulary of {vocabulary}")
+        if context is not None and len(prompt) + params.max_new_tokens > context:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens, which with max_new_tokens={params.max_new_tokens} is longer "
+                f"than the context of {context} tokens ({limited_by})"
+            )
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     """A sampler. One instance serves one trainer process; every process may sample its own share of the prompts."""

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from megatron_rc.dump import dump_files, read_dump, sample_of
-from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.engine import Sample, SamplingParams, check_request
 
 
 class ReplayEngine:
@@ -52,8 +52,7 @@ class ReplayEngine:
             ValueError: another number of seeds than responses, a seed that was not recorded, another prompt than
                 recorded (step, prompt and token are named), or other sampling settings than recorded.
         """
-        if len(seeds) != len(prompts) * n:
-            raise ValueError(f"seeds must hold one seed a response ({len(prompts)} x {n}), got {len(seeds)}")
+        check_request(prompts, params, n=n, seeds=seeds)
         samples = []
         for response, seed in enumerate(seeds):
             record = self._record(seed, response // n)

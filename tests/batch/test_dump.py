@@ -238,7 +238,7 @@ def test_replay_refuses_another_prompt_seed_or_sampling(tmp_path: Path) -> None:
         engine.generate(prompts, SAMPLING, n=1, seeds=[100, 101, 999])
     with pytest.raises(ValueError, match=r"step 1: temperature is 1.0, but the dump was sampled with 0.7"):
         engine.generate(prompts, SamplingParams(top_p=0.9), n=1, seeds=[100, 101, 102])
-    with pytest.raises(ValueError, match=r"seeds must hold one seed a response \(3 x 2\), got 3"):
+    with pytest.raises(ValueError, match=r"seeds must hold one seed per response \(3 x 2\), got 3"):
         engine.generate(prompts, SAMPLING, n=2, seeds=[100, 101, 102])
 
 

@@ -115,7 +115,7 @@ EXPECTED = {
     "expert of dense": "parallel.expert=2 must divide the processes of a pipeline stage, got 1",
     "double counting": "weight must be None when old is 'rollout' and the surrogate is 'ppo'",
     "minibatches of current": "train.mini_batches_per_rollout must be 1 when correction.old is 'current'",
-    "context": "prompt 0 has 4 tokens, which with max_new_tokens=4 is longer than the model's context of 6",
+    "context": "prompt 0 has 4 tokens, which with max_new_tokens=4 is longer than the context of 6 tokens",
     "vocabulary": "the tokenizer of task 'arithmetic' has .* ids, the model's vocab_size is 8",
     "missing dataset": "nothing.jsonl",
     "empty dataset": "empty.jsonl",

@@ -300,15 +300,17 @@ def test_each_weight_must_come_once_with_its_shape(kind: str, pair: Any) -> None
 def test_a_bad_request_names_the_prompt(pair: Any) -> None:
     engine = engine_of("dense", pair("dense")[1])
     params = SamplingParams(max_new_tokens=36)
-    with pytest.raises(ValueError, match=r"prompt 2 has 7 tokens, .* max_new_tokens=36 .* context of 40 \(max_pos"):
+    with pytest.raises(ValueError, match=r"prompt 2 has 7 tokens, .* max_new_tokens=36 .* of 40 tokens \(max_pos"):
         engine.generate(PROMPTS, params, n=1, seeds=range(5))
     assert len(engine.generate([[1, 2, 3, 4]], params, n=1, seeds=[0])[0].output_ids) == 36
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         engine.generate([[1], []], SamplingParams(max_new_tokens=1), n=1, seeds=[0, 1])
     with pytest.raises(ValueError, match="prompt 0 has an id outside the vocabulary of 24"):
         engine.generate([[24]], SamplingParams(max_new_tokens=1), n=1, seeds=[0])
-    with pytest.raises(ValueError, match=r"seeds must hold one seed a response \(2 x 3\), got 5"):
+    with pytest.raises(ValueError, match=r"seeds must hold one seed per response \(2 x 3\), got 5"):
         engine.generate([[1], [2]], SamplingParams(max_new_tokens=1), n=3, seeds=range(5))
+    with pytest.raises(ValueError, match="n must be >= 1, got 0"):
+        engine.generate([[1]], SamplingParams(max_new_tokens=1), n=0, seeds=[])
     assert engine.generate([], SamplingParams(max_new_tokens=1), n=3, seeds=[]) == []
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 
-from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.engine import Sample, SamplingParams, check_request
 from megatron_rc.rollout.embedded.model import build_model, weight_slots
 from megatron_rc.rollout.embedded.routes import RouteCapture
 
@@ -71,10 +71,12 @@ class HFEngine:
         """Sample ``n`` responses a prompt; the contract is RolloutEngine.generate.
 
         Raises:
-            ValueError: an empty prompt, an id outside the vocabulary, a prompt that with max_new_tokens is longer
-                than the context (its index and the lengths are named), or another number of seeds than responses.
+            ValueError: what ``check_request`` refuses.
         """
-        self._check_request(prompts, params, n, seeds)
+        config = self._model.config
+        check_request(
+            prompts, params, n=n, seeds=seeds, vocabulary=config.vocab_size, context=config.max_position_embeddings
+        )
         samples: dict[int, Sample] = {}
         # neighbours of like length waste little padding
         order = sorted(range(len(prompts) * n), key=lambda row: len(prompts[row // n]))
@@ -121,25 +123,6 @@ class HFEngine:
     def close(self) -> None:
         self._slots.clear()
         del self._model
-
-    def _check_request(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, n: int, seeds: Sequence[int]
-    ) -> None:
-        if n < 1:
-            raise ValueError(f"n must be >= 1, got {n!r}")
-        if len(seeds) != len(prompts) * n:
-            raise ValueError(f"seeds must hold one seed a response ({len(prompts)} x {n}), got {len(seeds)}")
-        context, vocabulary = self._model.config.max_position_embeddings, self._model.config.vocab_size
-        for index, prompt in enumerate(prompts):
-            if not prompt:
-                raise ValueError(f"prompt {index} is empty")
-            if min(prompt) < 0 or max(prompt) >= vocabulary:
-                raise ValueError(f"prompt {index} has an id outside the vocabulary of {vocabulary}")
-            if len(prompt) + params.max_new_tokens > context:
-                raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens, which with max_new_tokens={params.max_new_tokens} "
-                    f"is longer than the model's context of {context} (max_position_embeddings)"
-                )
 
     def _decode(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.engine import Sample, SamplingParams, check_request
 from megatron_rc.rollout.sglang.generation import Limits, Response, Run
 from megatron_rc.rollout.sglang.http import Server
 from megatron_rc.rollout.sglang.pool import Pool
@@ -124,13 +124,21 @@ class SGLangEngine:
         bad_answer, server_error, timeout, aborted.
 
         Raises:
-            ValueError: no server is left in rotation; an empty prompt, an id outside the vocabulary, a prompt that with
-                max_new_tokens is longer than a server takes, top-p without a finite top-k, another number of seeds.
+            ValueError: no server is left in rotation, or what ``check_sampling`` or ``check_request`` refuses.
         """
         rows = [[int(token) for token in prompt] for prompt in prompts]
         self._pool.require_rotation()
         self.check_sampling(params)
-        self._check_request(rows, params, n, seeds)
+        # a server would not refuse an id outside its vocabulary: it would die
+        check_request(
+            rows,
+            params,
+            n=n,
+            seeds=seeds,
+            vocabulary=self._hf_config["vocab_size"],
+            context=self._longest(),
+            limited_by="max_position_embeddings, or --context-length and --max-total-tokens of the servers",
+        )
         keys = [(tuple(rows[i // n]), seed, *_distribution(params)) for i, seed in enumerate(seeds)]
         responses = [
             Response(rows[i // n], seed, i // n, self._taken_up(keys[i], params)) for i, seed in enumerate(seeds)
@@ -224,24 +232,6 @@ class SGLangEngine:
             raise ValueError(f"{server.url} serves a model of type {found!r}, the trained one is of type {expected!r}")
         if self._routes is not None and not server.info.get("enable_return_routed_experts"):
             raise ValueError(f"{server.url} returns no routes: start it with --enable-return-routed-experts")
-
-    def _check_request(self, prompts: list[list[int]], params: SamplingParams, n: int, seeds: Sequence[int]) -> None:
-        if n < 1:
-            raise ValueError(f"n must be >= 1, got {n!r}")
-        if len(seeds) != len(prompts) * n:
-            raise ValueError(f"seeds must hold one seed a response ({len(prompts)} x {n}), got {len(seeds)}")
-        vocabulary, limit = self._hf_config["vocab_size"], self._longest()
-        for index, prompt in enumerate(prompts):
-            if not prompt:
-                raise ValueError(f"prompt {index} is empty")
-            if min(prompt) < 0 or max(prompt) >= vocabulary:
-                # a server would not refuse it: it would die
-                raise ValueError(f"prompt {index} has an id outside the vocabulary of {vocabulary}")
-            if limit is not None and len(prompt) + params.max_new_tokens > limit:
-                raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens, which with max_new_tokens={params.max_new_tokens} is "
-                    f"longer than the {limit} tokens that the servers take (--context-length, --max-total-tokens)"
-                )
 
     def _longest(self) -> int | None:
         limits = [

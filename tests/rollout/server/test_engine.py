@@ -195,7 +195,7 @@ def test_the_longest_request_is_the_longest_that_the_server_does_not_cut(server:
     cut = server.generate(prompt, {"max_new_tokens": 250, "ignore_eos": True})
     assert len(whole["output_ids"]) == len(cut["output_ids"]) == 249
     with with_model(server, kind) as engine:
-        with pytest.raises(ValueError, match="longer than the 254 tokens"):
+        with pytest.raises(ValueError, match="longer than the context of 254 tokens"):
             engine.generate([prompt], SamplingParams(max_new_tokens=250), n=1, seeds=[0])
         (sample,) = engine.generate([prompt], SamplingParams(max_new_tokens=249), n=1, seeds=[0])
         assert sample.discarded is None
