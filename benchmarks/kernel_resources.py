@@ -8,12 +8,12 @@ docs/performance.md shows the table; run it again after a kernel or triton_kerne
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from checkout import ROOT
+
 FILE = ROOT / "benchmarks/results/resources.json"
 TARGET = "sm_90"
 
@@ -52,5 +52,4 @@ def measured() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(ROOT / "tests"))
     FILE.write_text(json.dumps(measured(), indent=1) + "\n")

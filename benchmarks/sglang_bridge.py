@@ -24,17 +24,13 @@ from statistics import median
 from typing import Any
 
 import aiohttp
+from checkout import ROOT
+from faulty_answers import EXPERTS, LAYERS, TOP_K, VOCABULARY
+from sglang_engines import MODEL, sglang_engine
 
-ROOT = Path(__file__).parent.parent
-# the server is that of the tests
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from faulty_answers import EXPERTS, LAYERS, TOP_K, VOCABULARY  # noqa: E402
-from sglang_engines import MODEL, sglang_engine  # noqa: E402
-
-from megatron_rc.engine import SamplingParams  # noqa: E402
-from megatron_rc.rollout.sglang.engine import SGLangEngine  # noqa: E402
-from megatron_rc.rollout.sglang.request import Request, RouteShape  # noqa: E402
+from megatron_rc.engine import SamplingParams
+from megatron_rc.rollout.sglang.engine import SGLangEngine
+from megatron_rc.rollout.sglang.request import Request, RouteShape
 
 STREAMS = 256
 

@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
-# the curves are shared with the tests
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("tests", "")]
+import checkout  # noqa: F401
+from length_curves import length_curves, share_within, surge_steps
 
-from length_curves import length_curves, share_within, surge_steps  # noqa: E402
-
-from megatron_rc.jobs.describe import table  # noqa: E402
-from megatron_rc.surge import SurgeDetector  # noqa: E402
+from megatron_rc.jobs.describe import table
+from megatron_rc.surge import SurgeDetector
 
 # what the tests assert comes first
 SURGES: list[tuple[str, dict[str, Any]]] = [
@@ -84,7 +80,7 @@ def flat_row(name: str, runs: int, curve: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=1000, help="curves a row")
+    parser.add_argument("--runs", type=int, default=1000, help="curves per row")
     runs = parser.parse_args().runs
     surge_header = ("surge (drift: per 100 steps)", "at", "found, median (5-95 %)", "within 3", "within 8", "missed")
     print(table(surge_header, [surge_row(name, runs, curve) for name, curve in SURGES]))
