@@ -13,11 +13,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kernel_bench import OURS
-from kernel_model import MOVED
-from kernel_plan import FULL
 from kernel_resources import FILE
-from kernel_targets import TARGETS, Run, Value, best_peer, both, figure, of_head, ratio, rows_of, share, shown
+from timing.bench import OURS
+from timing.moved import MOVED
+from timing.plan import FULL, condition_name
+from timing.targets import TARGETS, Run, Value, best_peer, both, figure, of_head, ratio, rows_of, share, shown
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,7 +25,8 @@ HOW = """\
 ## How it is measured
 
 ```bash
-python benchmarks/kernels.py            # one GPU, under 8 minutes; writes benchmarks/results/kernels-<device>.json
+python benchmarks/kernels.py            # one GPU; writes benchmarks/results/kernels-<device>.json after every row
+python benchmarks/kernels.py --resume   # adds the rows that there was no time for
 python benchmarks/kernels.py --sweep    # launch shapes of the two row kernels, as lines for triton_kernels/launch.py
 TRITON_INTERPRET=1 python benchmarks/kernels.py --smoke     # no GPU: every row at toy size, checked, nothing timed
 python benchmarks/performance_docs.py > docs/performance.md
@@ -41,25 +42,33 @@ python benchmarks/performance_docs.py > docs/performance.md
   has to move once, as in the table above.
 * **Peers** get what helps them: in-place gradients where they have them, compilation before timing. Those for
   tensor-parallel logits run in a real process group of one rank; a shard has vocabulary / TP columns, and nobody's
-  collective between ranks is timed. At TP > 1 log-probs are compared with peers made for sharded logits only.
-* **`correct`** is compared with the recipe of a training framework (`benchmarks/correct.py`: padded, one masked mean
-  and one `.item()` a metric), wall time against wall time, both ending with the metrics as floats.
+  collective between ranks is timed. At TP > 1 log-probs are compared with peers made for sharded logits only. A peer
+  that raises is recorded with what it said, and the others go on; one that leaves the device unusable is not called
+  again by `--resume`.
+* **Under a temperature** peers get fp32 logits / temperature, which bf16 would round too coarsely; **under a mask**
+  they compute every row, and the gradient that comes back to a masked row is 0.
+* **`correct`** is compared with the recipe of a training framework (`benchmarks/timing/recipe.py`: padded, one masked
+  mean and one `.item()` per metric), wall time against wall time, both ending with the metrics as floats.
+* **Launches** on a GPU are the kernels, copies and fills in the profiler's trace.
 * **Memory** is the peak of one forward and backward beyond what was allocated before it, the gradient included where it
   is not written in place.
+* **Clocks and power** are read from nvidia-smi when a row ends.
 
-Peers are used where they can be imported. `--transformer-engine` and `--flash-attention` take the paths of checkouts,
-whose Triton files need no build.
+Peers are used where they can be imported. `--transformer-engine` takes the folder `transformer_engine` of a checkout or
+of an unpacked wheel, `--flash-attention` the file `flash_attn/ops/triton/cross_entropy.py`: their Triton files need no
+build. A wheel of TransformerEngine belongs unpacked beside `sys.path`, not on it: without its compiled libraries it
+cannot be imported.
 """
 
 COUNTED = ("megatron_rc", "PyTorch eager", "framework recipe", "dense mask")
-"""Providers that ask for the same operations on a CPU: nothing of them is compiled on a GPU only."""
+"""Providers that ask a CPU for the same operations as a GPU; what others compile is different there."""
 
 LAUNCHES = """\
 ## What a call launches
 
 Kernels and operations that a call sends to the device, copies and fills among them, and how often the host waits for
 it; counted without a GPU, forward and backward. The log-prob call of several tensor-parallel ranks adds one launch (the
-merge) and its only collective, an all-gather of four fp32 numbers a row; backward adds none. `metrics.values()` waits
+merge) and its only collective, an all-gather of four fp32 numbers per row; backward adds none. `metrics.values()` waits
 once, for one copy to the host.
 
 """
@@ -99,7 +108,7 @@ def committed_runs(folder: Path = ROOT / "benchmarks/results") -> tuple[Run | No
 
 
 def committed_resources() -> Run | None:
-    """What benchmarks/kernel_resources.py wrote."""
+    """The table that benchmarks/kernel_resources.py wrote."""
     return json.loads(FILE.read_text()) if FILE.exists() else None
 
 
@@ -108,7 +117,7 @@ def performance(gpu: Run | None, smoke: Run | None, resources: Run | None) -> st
     parts += [_launches(smoke)] if smoke else []
     parts += [_bytes(smoke)]
     parts += [_resources(resources)] if resources else []
-    parts += [_logits(gpu), _others(gpu)]
+    parts += [_logits(gpu), _conditions(gpu), _others(gpu)]
     parts += [_peers(gpu)] if gpu else []
     return "\n".join([*parts, HOW])
 
@@ -131,8 +140,18 @@ def _introduction(gpu: Run | None) -> str:
         f"{text}Measured on one {device['name']} ({gpu['when']}, commit {str(gpu['commit'])[:7]}; "
         f"torch {versions['torch']}, triton {versions['triton']}, CUDA {versions['cuda']}),\n"
         f"which reads {read:.2f} TB/s, copies {copy:.2f} TB/s (read + written) and multiplies bf16 matrices at "
-        f"{matmul:.0f} TFLOP/s.\n"
+        f"{matmul:.0f} TFLOP/s. {_machine(gpu)}\n"
     )
+
+
+def _machine(gpu: Run) -> str:
+    """Driver, and the range of clocks and power over the rows."""
+    text = f"Driver {gpu['device'].get('driver') or 'unknown'}"
+    for name, unit in (("sm_mhz", "MHz SM clock"), ("memory_mhz", "MHz memory clock"), ("power_w", "W")):
+        found = [row["machine"][name] for row in gpu["rows"] if name in row.get("machine", {})]
+        if found:
+            text += f"; {min(found):,.0f} to {max(found):,.0f} {unit}"
+    return f"{text}."
 
 
 def _targets(gpu: Run | None, smoke: Run | None) -> str:
@@ -149,7 +168,7 @@ def _targets(gpu: Run | None, smoke: Run | None) -> str:
 def _launches(smoke: Run) -> str:
     rows = []
     for name, row in _named(smoke):
-        if row["kind"] == "logits" and row["tp"] > 1:
+        if row["kind"] == "condition" or row.get("tp", 1) > 1:
             continue
         for provider, found in row["providers"].items():
             launches, waits = (found.get("measured", {}).get(what) for what in ("launches", "waits"))
@@ -173,7 +192,7 @@ def _bytes(smoke: Run | None) -> str:
 
 
 def _resources(found: Run) -> str:
-    head = ["kernel", "variants", "registers a thread", "spilled bytes", f"shared bytes ({found['target']})"]
+    head = ["kernel", "variants", "registers per thread", "spilled bytes", f"shared bytes ({found['target']})"]
     rows = [
         [
             *(name, str(used["variants"]), f"{used['fewest registers']} to {used['most registers']}"),
@@ -188,7 +207,7 @@ def _resources(found: Run) -> str:
 
 def _logits(gpu: Run | None) -> str:
     head = ["TP", "tokens", "columns", "outputs", "forward ms", "of reading", "backward ms", "of copying",
-            "of the head", "bytes a token", "best peer", "its ms", "its time / ours"]  # fmt: skip
+            "of the head", "bytes per token", "best peer", "its ms", "its time / ours"]  # fmt: skip
     rows = [_logits_cells(gpu, row) for row in rows_of(gpu, "logits")] if gpu else _planned()
     text = LOGITS + table(head, rows)
     if gpu is None:
@@ -222,14 +241,31 @@ def _planned() -> list[list[str]]:
     ]
 
 
+def _conditions(gpu: Run | None) -> str:
+    head = ["", "forward ms", "of reading", "backward ms", "of copying", "best peer", "its ms", "its time / ours"]
+    text = "## Log-probs under other conditions\n\n"
+    if gpu is None:
+        return text + table(head, [[condition_name(condition), *[""] * 7] for condition in FULL.conditions])
+    rows = []
+    for name, row in _named(gpu):
+        if row["kind"] != "condition":
+            continue
+        peer = best_peer(row)
+        cells = [name]
+        for phase in ("forward", "backward"):
+            cells += [_ms(figure(row, OURS, f"{phase}_us")), shown(share(gpu, row, phase), "%")]
+        rows.append([*cells, *(("", "") if peer is None else (peer[0], _ms(peer[1]))), shown(ratio(row), "x")])
+    return text + table(head, rows)
+
+
 def _others(gpu: Run | None) -> str:
-    head = ["", "", "device µs", "CUDA graph µs", "host µs", "wall µs", "extra bytes a token"]
+    head = ["", "", "device µs", "CUDA graph µs", "host µs", "wall µs", "extra bytes per token"]
     text = "## Correction, loss, kept ids, routes, update path\n\n"
     if gpu is None:
         return text + table(head, [[name, OURS, *[""] * 5] for name in FULL.names])
     rows = []
     for name, row in _named(gpu):
-        if row["kind"] == "logits":
+        if row["kind"] in ("logits", "condition"):
             continue
         for provider, found in row["providers"].items():
             if found["state"] != "ran":
@@ -248,7 +284,10 @@ def _peers(gpu: Run) -> str:
     rows = [[name, version] for name, version in gpu["peers"]["present"].items()]
     rows += [[name, f"absent: {reason}"] for name, reason in gpu["peers"]["absent"].items()]
     text = "## Peers of this run\n\n" + table(("", ""), rows)
-    return text + (f"\nNot measured for want of time: {'; '.join(gpu['skipped'])}.\n" if gpu["skipped"] else "")
+    failed = [f"{row['name']} ({row['reason']})" for row in rows_of(gpu, "failed")]
+    for what, names in (("There was no time for", gpu["skipped"]), ("Failed", failed)):
+        text += f"\n{what}: {'; '.join(names)}.\n" if names else ""
+    return text
 
 
 def _named(run: Run) -> list[tuple[str, Run]]:

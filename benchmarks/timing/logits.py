@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from kernel_bench import OURS, Bench, Errors, Row, attempted, checked
-from kernel_peers import Peer
-from kernel_plan import Shape
-from kernel_timing import Work
 from torch import Tensor
+
+from timing import counting
+from timing.bench import OURS, Bench, Errors, Row
+from timing.meter import Work
+from timing.peers import Peer, ours
+from timing.plan import Condition, Shape
 
 _TRUTH_ELEMENTS = 2**27
 """Logits turned to fp64 at a time: 1 GiB a temporary."""
@@ -42,16 +44,30 @@ class Rotation:
 
 
 class Upstream(NamedTuple):
+    """What the rows are asked for, and the gradients that come back to them."""
+
     targets: Tensor
     grad_logprobs: Tensor
+    """0 where a row does not count."""
     grad_entropy: Tensor
+    keep: Tensor
+    """[tokens] bool: rows that count."""
+    temperature: float = 1.0
 
     @classmethod
-    def of(cls, shape: Shape, bench: Bench) -> Upstream:
+    def of(cls, shape: Shape, bench: Bench, *, masked: float = 0.0, temperature: float = 1.0) -> Upstream:
         generator = bench.generator(shape.tokens + 1)
         targets = torch.randint(shape.columns, (shape.tokens,), device=bench.device, generator=generator)
         gradients = torch.randn(2, shape.tokens, device=bench.device, generator=generator)
-        return cls(targets, *gradients)
+        # exactly that share: how many bytes move must be known
+        order = torch.rand(shape.tokens, device=bench.device, generator=generator).argsort()
+        keep = order >= round(masked * shape.tokens)
+        grad_logprobs, grad_entropy = gradients * keep
+        return cls(targets, grad_logprobs, grad_entropy, keep, temperature)
+
+    def rows(self, span: slice) -> Upstream:
+        targets, grad_logprobs, grad_entropy, keep = (part[span] for part in self[:4])
+        return Upstream(targets, grad_logprobs, grad_entropy, keep, self.temperature)
 
 
 @dataclass
@@ -108,7 +124,7 @@ class LogitsCall:
 def truth(logits: Tensor, upstream: Upstream, with_entropy: bool) -> tuple[list[Tensor], Tensor]:
     """([log-probs, entropy], gradient) of a few rows in fp64, by PyTorch's own autograd."""
     z = logits.double().requires_grad_()
-    log_p = z.log_softmax(-1)
+    log_p = (z / upstream.temperature).log_softmax(-1)
     outputs, gradients = [log_p.gather(1, upstream.targets[:, None])[:, 0]], [upstream.grad_logprobs.double()]
     if with_entropy:
         outputs.append(-(log_p.exp() * log_p).sum(1))
@@ -142,8 +158,9 @@ def errors(logits: Tensor, upstream: Upstream, found: list[Tensor], gradient: Te
     worst = torch.zeros(len(found), dtype=torch.float64, device=logits.device)
     distance = GradientError(logits.device)
     for span in row_slices(logits, len(found[0])):
-        expected, slope = truth(logits[span], Upstream(*(part[span] for part in upstream)), len(found) > 1)
-        far = [(f[span] - e).abs().max() for f, e in zip(found, expected, strict=True)]
+        rows = upstream.rows(span)
+        expected, slope = truth(logits[span], rows, len(found) > 1)
+        far = [(f[span] - e).abs().where(rows.keep[: len(e)], 0).max() for f, e in zip(found, expected, strict=True)]
         # maximum keeps NaN
         worst = torch.maximum(worst, torch.stack(far))
         if gradient is not None:
@@ -162,6 +179,17 @@ def tolerance(bench: Bench) -> Errors:
     return {"logprobs": 1e-4, "entropy": 1e-4, "loss": 1e-4, **gradient}
 
 
+def conditioned(peer: Peer, upstream: Upstream) -> Peer:
+    """The peer as it is called under a mask and a temperature: others than ours know neither."""
+    if peer.name.startswith("megatron_rc"):
+        mask = None if upstream.keep.all() else upstream.keep
+        return ours(peer.name.split()[-1], mask=mask, temperature=upstream.temperature)
+    if upstream.temperature == 1:
+        return peer
+    # in bf16 the quotients would be rounded by more than a log-prob may be off
+    return peer._replace(call=lambda logits, *rest: peer.call(logits.float() / upstream.temperature, *rest))
+
+
 def logits_rows(bench: Bench, shape: Shape, peers: list[Peer], first_of_width: bool) -> list[Row]:
     """One row for log-probs alone, one for log-probs and entropy.
 
@@ -173,32 +201,48 @@ def logits_rows(bench: Bench, shape: Shape, peers: list[Peer], first_of_width: b
     rotation, upstream = Rotation(shape, bench), Upstream.of(shape, bench)
     rows = []
     for with_entropy in (False, True):
-        fitting = [p for p in peers if p.entropy or not with_entropy]
-        calls = {p.name: LogitsCall(p, rotation, upstream, with_entropy) for p in fitting}
-        providers = {}
-        for name, call in calls.items():
-            bounds = tolerance(bench) if name.startswith("megatron_rc") else PEER_TOLERANCE
-            providers[name] = checked(call.errors, bounds)
-            bench.free()
-        able = {name: call.work() for name, call in calls.items() if providers[name]["state"] == "ran"}
-        for name, work in able.items():
-            attempted(providers[name], lambda work=work: bench.meter.extra_bytes(work))  # type: ignore[misc]
-            if name == OURS:
-                attempted(providers[name], lambda work=work: bench.meter.moved_bytes(work))  # type: ignore[misc]
-            if first_of_width:
-                attempted(providers[name], lambda work=work: bench.meter.launches(work))  # type: ignore[misc]
-        for name, figures in bench.meter.interleaved(able).items():
-            providers[name]["measured"].update(figures)
-        for peer in fitting:
-            providers[peer.name] |= {"vocab_parallel": peer.vocab_parallel, "in_place": peer.in_place}
-        rows.append(
-            {
-                "name": f"log-probs{', entropy' * with_entropy}, {shape.tokens:,} x {shape.columns:,} (TP {shape.tp})",
-                "kind": "logits",
-                "outputs": "logprobs, entropy" if with_entropy else "logprobs",
-                **shape._asdict(),
-                "columns": shape.columns,
-                "providers": providers,
-            }
-        )
+        providers = _measured(bench, rotation, upstream, peers, with_entropy=with_entropy, counted=first_of_width)
+        name = f"log-probs{', entropy' * with_entropy}, {shape.tokens:,} x {shape.columns:,} (TP {shape.tp})"
+        rows.append({"name": name, "kind": "logits"} | _facts(shape, with_entropy) | {"providers": providers})
     return rows
+
+
+def condition_row(bench: Bench, condition: Condition, peers: list[Peer]) -> Row:
+    """Log-probs alone, which every peer answers, under one condition."""
+    torch._dynamo.reset()
+    shape = condition.shape
+    upstream = Upstream.of(shape, bench, masked=condition.masked, temperature=condition.temperature)
+    peers = [conditioned(peer, upstream) for peer in peers]
+    providers = _measured(bench, Rotation(shape, bench), upstream, peers, with_entropy=False, counted=True)
+    facts = {"kind": "condition", "condition": condition.name, "counted_rows": int(upstream.keep.sum())}
+    return facts | _facts(shape, False) | {"providers": providers}
+
+
+def _facts(shape: Shape, with_entropy: bool) -> Row:
+    outputs = "logprobs, entropy" if with_entropy else "logprobs"
+    return {"outputs": outputs, **shape._asdict(), "columns": shape.columns}
+
+
+def _measured(
+    bench: Bench, rotation: Rotation, upstream: Upstream, peers: list[Peer], *, with_entropy: bool, counted: bool
+) -> dict[str, Row]:
+    """Every peer that answers this, checked, then measured."""
+    fitting = [peer for peer in peers if peer.entropy or not with_entropy]
+    calls = {peer.name: LogitsCall(peer, rotation, upstream, with_entropy) for peer in fitting}
+    providers = {}
+    for name, call in calls.items():
+        bounds = tolerance(bench) if name.startswith("megatron_rc") else PEER_TOLERANCE
+        providers[name] = bench.checked(name, call.errors, bounds)
+        bench.free()
+    able = {name: call.work() for name, call in calls.items() if providers[name]["state"] == "ran"}
+    for name, work in able.items():
+        row = providers[name]
+        bench.attempted(name, row, lambda work=work: bench.meter.extra_bytes(work))  # type: ignore[misc]
+        if name == OURS:
+            bench.attempted(name, row, lambda work=work: counting.moved_bytes(bench.meter, work))  # type: ignore[misc]
+        if counted:
+            bench.attempted(name, row, lambda work=work: counting.launches(bench.meter, work))  # type: ignore[misc]
+    bench.timed(providers, able)
+    for peer in fitting:
+        providers[peer.name] |= {"vocab_parallel": peer.vocab_parallel, "in_place": peer.in_place}
+    return providers

@@ -15,18 +15,20 @@ class Moved(NamedTuple):
     formula: str
     parts: str
     total: Callable[[Row], float]
-    """What the kernels of a row move."""
+    """What the kernels of a row of the benchmark move."""
     share: float = 0.02
     """What the partial sums of tiles and units add at most, as a share."""
 
 
 def logits_bytes(row: Row, phase: str) -> float:
-    """Of one pass over logits [tokens, columns], log-probs alone or with entropy."""
+    """One pass over logits [tokens, columns], log-probs alone or with entropy. No logit of a masked row is read."""
+    counted = row.get("counted_rows", row["tokens"])
+    masked = row["tokens"] - counted
     if phase == "forward":
-        row_bytes = 2 * row["columns"] + {"logprobs": 22, "logprobs, entropy": 26}[row["outputs"]]
-    else:
-        row_bytes = 4 * row["columns"] + {"logprobs": 24, "logprobs, entropy": 32}[row["outputs"]]
-    return row["tokens"] * row_bytes
+        per_row, per_masked = {"logprobs": 22, "logprobs, entropy": 26}[row["outputs"]], 12
+        return counted * (2 * row["columns"] + per_row) + masked * per_masked
+    per_row = {"logprobs": 24, "logprobs, entropy": 32}[row["outputs"]]
+    return counted * (4 * row["columns"] + per_row) + masked * 2 * row["columns"]
 
 
 def _policy_loss(row: Row) -> float:
@@ -48,38 +50,38 @@ def _support(row: Row) -> float:
 MOVED = {
     "logits, forward": Moved(
         "log-probs and entropy",
-        "2 V + 26 a row",
+        "2 V + 26 per row",
         "V logits, target id and logit; log-prob, entropy, max and log-sum out",
         lambda row: logits_bytes(row, "forward"),
     ),
     "logits, backward": Moved(
         "their gradient, in place",
-        "4 V + 32 a row",
+        "4 V + 32 per row",
         "V logits in and out, target id, the four numbers above, two upstream gradients",
         lambda row: logits_bytes(row, "backward"),
     ),
     "support": Moved(
         "log-probs over kept ids and their gradient, in place",
-        "34 a kept id + 104 a row, and the fill of the gradient, 2 V a row",
+        "34 per kept id + 104 per row, and the fill of the gradient, 2 V per row",
         "id and logit twice, gradient of the kept ids parked, then scattered",
         _support,
     ),
     "correct": Moved(
         "`correct`, weights and gates of sequences, all metrics",
-        "23 a token",
+        "23 per token",
         "both log-probs and the mask twice, weight and mask out",
         _correct,
         share=0.12,
     ),
     "policy_loss": Moved(
         "`policy_loss` with KL and entropy terms, and its gradients",
-        "49 a token",
+        "49 per token",
         "seven numbers and the mask, coefficient out; coefficient and scale in, two gradients out",
         _policy_loss,
     ),
     "compare_routes": Moved(
         "`compare_routes` of int16 ids",
-        "4 L K + 9 a token",
+        "4 L K + 9 per token",
         "both ids of every layer and slot, mask; first differing layer and number of differing layers out",
         _routes,
         share=0.03,

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from kernel_bench import Bench, Errors, Provider, Row, measured_row
-from kernel_logits import GradientError, Rotation, row_slices, tolerance
-from kernel_peers import eager
-from kernel_plan import Shape
-from kernel_timing import Work
-from kernel_tokens import Rollout
 from torch import Tensor
 
 from megatron_rc import loss_scale, policy_loss, vocab_parallel_logprobs
 from megatron_rc.batch import Support
+from timing.bench import Bench, Errors, Provider, Row, measured_row
+from timing.logits import GradientError, Rotation, row_slices, tolerance
+from timing.meter import Work
+from timing.peers import eager
+from timing.plan import Shape
+from timing.tokens import Rollout
 
 _CLIP, _ENTROPY_COEF = (0.2, 0.28), 0.001
 
@@ -51,7 +51,7 @@ class _Step:
 
 
 class Kept(NamedTuple):
-    """Kept ids of a truncated sampler, 1 to `most` a token, and targets among them."""
+    """Kept ids of a truncated sampler, 1 to `most` per token, and targets among them."""
 
     support: Support
     targets: Tensor

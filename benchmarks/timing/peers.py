@@ -7,11 +7,12 @@ for vocabulary-parallel logits run in a real process group of one rank.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from timing.bench import reason
 
 LogProbs = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 
@@ -48,7 +51,8 @@ def find_peers(device: torch.device, transformer_engine: Path | None, flash_atte
     """Ours, PyTorch, and every other implementation that can be called here.
 
     Args:
-        transformer_engine: the folder `transformer_engine` of a checkout, where it is not installed.
+        transformer_engine: the folder `transformer_engine` of a checkout or of an unpacked wheel, where it is not
+            installed.
         flash_attention: the file `flash_attn/ops/triton/cross_entropy.py` of a checkout, likewise.
     """
     peers = Peers([ours("triton"), ours("torch"), *_pytorch(device)], {})
@@ -56,13 +60,13 @@ def find_peers(device: torch.device, transformer_engine: Path | None, flash_atte
         "Megatron-Core": lambda: _megatron(device),
         "Liger": _liger,
         "TransformerEngine": lambda: _transformer_engine(transformer_engine),
-        "flash-attention": lambda: _flash_attention(flash_attention, device),
+        "flash-attention": lambda: flash_attention_peer(flash_attention, device),
     }
     for name, find in finders.items():
         try:
             peers.present.extend(find())
-        except Exception as reason:  # a peer that breaks at import, however it does, must not end the run
-            peers.absent[name] = f"{type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else ''}"
+        except Exception as error:  # a peer that breaks at import, however it does, must not end the run
+            peers.absent[name] = reason(error)
     return peers
 
 
@@ -82,13 +86,13 @@ def eager(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, 
     return logprobs, -(log_p.exp() * log_p).sum(-1) if with_entropy else None
 
 
-def ours(backend: str) -> Peer:
+def ours(backend: str, *, mask: Tensor | None = None, temperature: float = 1.0) -> Peer:
     from megatron_rc import __version__, vocab_parallel_logprobs
 
+    options: dict[str, Any] = {"mask": mask, "temperature": temperature, "inplace_backward": True, "backend": backend}
+
     def call(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        answer = vocab_parallel_logprobs(
-            logits, targets, with_entropy=with_entropy, inplace_backward=True, backend=backend
-        )
+        answer = vocab_parallel_logprobs(logits, targets, with_entropy=with_entropy, **options)
         return answer if isinstance(answer, tuple) else (answer, None)
 
     return Peer(f"megatron_rc {backend}", __version__, call, entropy=True, in_place=True)
@@ -108,7 +112,7 @@ def _pytorch(device: torch.device) -> Iterator[Peer]:
 
 
 def _megatron(device: torch.device) -> Iterator[Peer]:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), without_if_broken("transformer_engine"):
         # what it says when it is imported without TransformerEngine and Apex
         warnings.simplefilter("ignore")
         from megatron.core import jit, parallel_state
@@ -174,7 +178,7 @@ def _transformer_engine(folder: Path | None) -> Iterator[Peer]:
     yield Peer("TransformerEngine Triton", _digest(module), call, in_place=True)
 
 
-def _flash_attention(file: Path | None, device: torch.device) -> Iterator[Peer]:
+def flash_attention_peer(file: Path | None, device: torch.device) -> Iterator[Peer]:
     file = file or _installed("flash_attn") / "ops/triton/cross_entropy.py"
     if device.type == "cpu":
         raise RuntimeError("its wrapper asks for a CUDA device")
@@ -196,29 +200,50 @@ def _installed(package: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
+@contextmanager
+def without_if_broken(name: str) -> Iterator[None]:
+    """Hides a package that is found and cannot be imported, such as a transformer_engine whose libraries are missing:
+    Megatron-Core asks whether it can be imported, and is prepared for ImportError alone."""
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        yield
+    except Exception:
+        with _modules({name: None}):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _modules(entries: dict[str, ModuleType | None]) -> Iterator[None]:
+    """Entries of sys.modules for a while; None makes the import fail. Afterwards the packages are gone again, with all
+    that was imported below them: others look whether the name can be imported."""
+    sys.modules.update(entries)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for loaded in [m for m in sys.modules if any(m == name or m.startswith(f"{name}.") for name in entries)]:
+            del sys.modules[loaded]
+
+
 def _load(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"peer_{file.parts[-4]}_{file.stem}", file)
+    file = file.resolve()
+    spec = importlib.util.spec_from_file_location(f"peer_{'_'.join(file.with_suffix('').parts[1:])}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-@contextmanager
-def _empty_packages(name: str, folder: Path, inner: tuple[str, ...]) -> Iterator[None]:
-    """Packages of that name without their __init__, for as long as a file that imports from them is loaded.
-
-    Afterwards they are gone again: others look whether the name can be imported.
-    """
+def _empty_packages(name: str, folder: Path, inner: tuple[str, ...]) -> AbstractContextManager[None]:
+    """Packages of that name without their __init__, for as long as a file that imports from them is loaded."""
+    entries: dict[str, ModuleType | None] = {}
     for where in ("", *inner):
         module = ModuleType(".".join([name, *Path(where).parts]))
         module.__path__ = [str(folder / where)]
-        sys.modules[module.__name__] = module
-    try:
-        yield
-    finally:
-        for loaded in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
-            del sys.modules[loaded]
+        entries[module.__name__] = module
+    return _modules(entries)
 
 
 def _digest(module: ModuleType) -> str:

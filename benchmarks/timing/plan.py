@@ -17,6 +17,16 @@ class Shape(NamedTuple):
         return self.vocabulary // self.tp
 
 
+class Condition(NamedTuple):
+    """What makes rows of logits other than whole, aligned, all counted and of temperature 1."""
+
+    name: str
+    shape: Shape
+    temperature: float = 1.0
+    masked: float = 0.0
+    """Share of the rows that do not count."""
+
+
 class Plan(NamedTuple):
     tokens: tuple[int, ...]
     vocabulary: int
@@ -27,8 +37,9 @@ class Plan(NamedTuple):
     """Tokens."""
     routes: tuple[int, int, int]
     """Tokens, layers, k."""
-    kept: int
-    """Most kept ids a token."""
+    kept: tuple[int, ...]
+    """Most kept ids per token."""
+    conditions: tuple[Condition, ...]
 
     @property
     def shapes(self) -> list[Shape]:
@@ -41,16 +52,28 @@ class Plan(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Of the rows that are not about log-probs alone."""
+        """The names of the rows that are not about log-probs alone."""
         tokens, layers, k = self.routes
-        logits = f"{self.paths.tokens:,} x {self.paths.columns:,}"
+        logits = _size(self.paths)
         return [
             *(f"correct, {n:,} tokens" for n in self.correct),
             f"policy_loss, {self.policy_loss:,} tokens",
             f"compare_routes, {tokens:,} x {layers} x {k}",
-            f"kept ids, {logits}, up to {self.kept} a token",
+            *(f"kept ids, {logits}, up to {most} per token" for most in self.kept),
             f"update path, {logits}",
         ]
+
+
+def logits_name(shape: Shape) -> str:
+    return f"logits, {_size(shape)} (TP {shape.tp})"
+
+
+def condition_name(condition: Condition) -> str:
+    return f"{condition.name}: {_size(condition.shape)}"
+
+
+def _size(shape: Shape) -> str:
+    return f"{shape.tokens:,} x {shape.columns:,}"
 
 
 FULL = Plan(
@@ -60,7 +83,30 @@ FULL = Plan(
     correct=(65_536, 2**20),
     policy_loss=65_536,
     routes=(65_536, 48, 8),
-    kept=128,
+    kept=(20, 128),
+    conditions=(
+        Condition("temperature 0.7", Shape(8192, 151_936, 1), temperature=0.7),
+        Condition("40 % of the rows masked", Shape(8192, 151_936, 1), masked=0.4),
+        # a multiple of 8 and not of 16: rows that start at 16 bytes, at strides for which Triton does not specialise
+        Condition("rows of 16 bytes times an odd number", Shape(65_536, 151_936, 16)),
+        Condition("rows at odd addresses", Shape(8192, 50_257, 1)),
+        Condition("many short rows", Shape(2**20, 1024, 1)),
+    ),
 )
-TOY = Plan(tokens=(8,), vocabulary=1024, tp=(1, 2, 8), correct=(4096,), policy_loss=4096, routes=(192, 5, 4), kept=6)
+TOY = Plan(
+    tokens=(8,),
+    vocabulary=1024,
+    tp=(1, 2, 8),
+    correct=(4096,),
+    policy_loss=4096,
+    routes=(192, 5, 4),
+    kept=(3, 6),
+    conditions=(
+        Condition("temperature 0.7", Shape(5, 256, 1), temperature=0.7),
+        Condition("40 % of the rows masked", Shape(5, 256, 1), masked=0.4),
+        Condition("rows of 16 bytes times an odd number", Shape(5, 264, 1)),
+        Condition("rows at odd addresses", Shape(5, 257, 1)),
+        Condition("many short rows", Shape(12, 32, 1)),
+    ),
+)
 """For a CPU and Triton's interpreter."""

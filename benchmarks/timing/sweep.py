@@ -5,42 +5,49 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from kernel_bench import Bench, Row, checked
-from kernel_logits import LogitsCall, Rotation, Upstream, tolerance
-from kernel_peers import Peer
-from kernel_plan import Shape
-from kernel_timing import Work
+from timing.bench import Bench, Row
+from timing.logits import LogitsCall, Rotation, Upstream, tolerance
+from timing.meter import Work
+from timing.peers import Peer
+from timing.plan import Shape
 
-BLOCKS, WARPS, STAGES = (1024, 2048, 4096, 8192, 16384), (2, 4, 8, 16, 32), (1, 2, 3, 4)
+BLOCKS, WARPS = (1024, 2048, 4096, 8192, 16384), (2, 4, 8, 16, 32)
 _ELEMENTS = (4, 64)
-"""Fewest and most elements a thread: fewer waste threads, more spill."""
+"""Fewest and most elements per thread: fewer waste threads, more spill."""
+_BEST = 5
+"""How many of the best are written down."""
 
 
 class Candidate(NamedTuple):
     block: int
     num_warps: int
-    num_stages: int
+    # stages of a loop without a matrix product change nothing: the machine code is the same
+    num_stages: int = 1
+
+
+Times = dict[Candidate, list[float | None]]
+"""Microseconds on every shape, in their order."""
 
 
 def candidates(blocks: tuple[int, ...] = BLOCKS, warps: tuple[int, ...] = WARPS) -> list[Candidate]:
     return [
-        Candidate(block, count, stages)
+        Candidate(block, count)
         for block in blocks
         for count in warps
         if _ELEMENTS[0] <= block / (32 * count) <= _ELEMENTS[1]
-        for stages in STAGES
     ]
 
 
 def sweep(bench: Bench, shapes: list[Shape], ours: Peer, tried: list[Candidate]) -> Row:
-    """Times every candidate on every shape; the best is that of the least geometric mean time over the shapes.
+    """Times every candidate on every shape: the best of each shape, and the best one for all of them together, which
+    has the least geometric mean time.
 
     Forward and backward are timed in one call with the same candidate, so one sweep serves both kernels.
     """
     from megatron_rc.kernels.launch import LAUNCH, Launch
 
     before = {name: LAUNCH[name] for name in ("row_statistics", "row_gradient")}
-    taken: dict[str, dict[Candidate, list[float | None]]] = {name: {} for name in before}
+    taken: dict[str, Times] = {name: {} for name in before}
     refused: dict[str, str] = {}
     calls = [LogitsCall(ours, Rotation(s, bench), Upstream.of(s, bench), with_entropy=True) for s in shapes]
     for number, candidate in enumerate(tried, 1):
@@ -48,7 +55,7 @@ def sweep(bench: Bench, shapes: list[Shape], ours: Peer, tried: list[Candidate])
             refused[str(candidate)] = "no time left"
             continue
         LAUNCH.update(dict.fromkeys(before, Launch(*candidate)))
-        states = [checked(call.errors, tolerance(bench)) for call in calls]
+        states = [bench.checked(str(candidate), call.errors, tolerance(bench)) for call in calls]
         for wrong in (state for state in states if not state.get("correct")):
             refused[str(candidate)] = wrong.get("reason", str(wrong.get("errors", wrong["state"])))
         if str(candidate) in refused:
@@ -60,29 +67,37 @@ def sweep(bench: Bench, shapes: list[Shape], ours: Peer, tried: list[Candidate])
                 taken[name].setdefault(candidate, []).append(figures[f"{name}_us"])
         print(f"{bench.elapsed:6.1f} s  {number}/{len(tried)} {candidate}", flush=True)
     LAUNCH.update(before)
-    best = {name: _ranked(times, len(shapes)) for name, times in taken.items()}
     return {
         "kind": "sweep",
-        "shapes": [shape._asdict() for shape in shapes],
+        "shapes": [shape._asdict() | {"columns": shape.columns} for shape in shapes],
         "tried": {name: [[*c, *us] for c, us in times.items()] for name, times in taken.items()},
         "refused": refused,
-        "best": {name: [c._asdict() for c in order[:5]] for name, order in best.items()},
+        "best": {name: _best(times, range(len(shapes))) for name, times in taken.items()},
+        "best_of_shape": {name: [_best(times, [i]) for i in range(len(shapes))] for name, times in taken.items()},
     }
 
 
 def launch_lines(row: Row) -> list[str]:
-    """What triton_kernels/launch.py should say."""
-    return [
-        f'    "{name}": Launch(block={c[0]["block"]}, num_warps={c[0]["num_warps"]}, num_stages={c[0]["num_stages"]}),'
-        for name, c in row["best"].items()
-        if c
-    ]
+    """What triton_kernels/launch.py should say for all widths together, then for each width alone."""
+    lines = [f'    "{name}": {_launch(best[0])},' for name, best in row["best"].items() if best]
+    for name, of_shape in row["best_of_shape"].items():
+        lines += [
+            f"    {name}, {shape['columns']:,} columns alone: {_launch(best[0])}"
+            for shape, best in zip(row["shapes"], of_shape, strict=True)
+            if best
+        ]
+    return lines
 
 
-def _ranked(times: dict[Candidate, list[float | None]], shapes: int) -> list[Candidate]:
-    means = {
-        candidate: sum(math.log(us) for us in taken if us is not None)
-        for candidate, taken in times.items()
-        if len(taken) == shapes and None not in taken
-    }
-    return sorted(means, key=means.__getitem__)
+def _launch(c: dict[str, int]) -> str:
+    return f"Launch(block={c['block']}, num_warps={c['num_warps']}, num_stages={c['num_stages']})"
+
+
+def _best(times: Times, shapes: range | list[int]) -> list[dict[str, int]]:
+    """The best candidates on these shapes together, the best one first."""
+    means = {}
+    for candidate, taken in times.items():
+        here = [taken[index] if index < len(taken) else None for index in shapes]
+        if None not in here:
+            means[candidate] = sum(math.log(us) for us in here if us is not None)
+    return [candidate._asdict() for candidate in sorted(means, key=means.__getitem__)[:_BEST]]

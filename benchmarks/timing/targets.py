@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from kernel_bench import OURS
-from kernel_model import logits_bytes
+from timing.bench import OURS
+from timing.moved import logits_bytes
 
 Run = dict[str, Any]
 """The JSON of one run."""
 Value = float | None
 
-RECIPE = "framework recipe"
+RECIPE, FLASH = "framework recipe", "flash-attention Triton"
 HIDDEN = 4096
 """Width of the model whose output layer the logits are compared with."""
 
@@ -28,7 +28,7 @@ class Target(NamedTuple):
     """A count, which needs no GPU."""
 
     def judge(self, *runs: Run | None) -> tuple[Value, str]:
-        """(found, "met", "missed" or "" when nothing was measured) of the first run that tells."""
+        """(value, "met", "missed" or "" when nothing was measured), from the first run that has the value."""
         tell = [run for run in runs if run is not None and (self.counted or run["device"]["kind"] == "cuda")]
         value = next((found for run in tell if (found := self.value(run)) is not None), None)
         if value is None:
@@ -61,15 +61,15 @@ def best_peer(row: Run) -> tuple[str, float] | None:
 
 
 def share(run: Run, row: Run, phase: str) -> Value:
-    """Of the bandwidth that the machine was measured to have: reading for forward, copying for backward."""
+    """Share of the bandwidth that the machine was measured to have: reading for forward, copying for backward."""
     rate, time = run["ceilings"]["read" if phase == "forward" else "copy"]["best"], figure(row, OURS, f"{phase}_us")
     return None if rate is None or time is None else logits_bytes(row, phase) / (time * 1e-6) / rate
 
 
 def ratio(row: Run) -> Value:
     """Time of the best peer over ours, forward and backward."""
-    peer, ours = best_peer(row), both(row, OURS)
-    return None if peer is None or ours is None else peer[1] / ours
+    peer = best_peer(row)
+    return None if peer is None else _over(peer[1], both(row, OURS))
 
 
 def of_head(run: Run, row: Run) -> Value:
@@ -83,23 +83,54 @@ def rows_of(run: Run, kind: str, **facts: Any) -> list[Run]:
     return [r for r in run["rows"] if r["kind"] == kind and all(r.get(name) == value for name, value in facts.items())]
 
 
-def _worst_share(phase: str) -> Callable[[Run], Value]:
-    return lambda run: _least(share(run, row, phase) for row in rows_of(run, "logits"))
+def shapes_of(run: Run, **facts: Any) -> list[Run]:
+    """The rows about logits, or none where one of the plan is missing: the worst of some is not the worst of all."""
+    missing = [*run["skipped"], *(row["name"] for row in rows_of(run, "failed"))]
+    return [] if any(name.startswith("logits") for name in missing) else rows_of(run, "logits", **facts)
 
 
-def _worst_ratio(chosen: Callable[[Run], bool]) -> Callable[[Run], Value]:
-    def worst(run: Run) -> Value:
-        rows = [row for row in rows_of(run, "logits") if chosen(row)]
-        # where no peer fits into memory there is nothing to be faster than
-        return _least(ratio(row) for row in rows if best_peer(row) or both(row, OURS) is None)
+def bytes_per_logit(run: Run, row: Run) -> Value:
+    """What could have been moved at the measured rates in the time of forward and backward; 6 is the least in bf16."""
+    shares = [share(run, row, phase) for phase in ("forward", "backward")]
+    if None in shares:
+        return None
+    least = [logits_bytes(row, phase) for phase in ("forward", "backward")]
+    moved = sum(amount / part for amount, part in zip(least, shares, strict=True))  # type: ignore[operator]
+    return moved / (row["tokens"] * row["columns"])
 
-    return worst
+
+def _worst_share(phase: str, one_rank: bool) -> Callable[[Run], Value]:
+    return lambda run: _least(share(run, row, phase) for row in shapes_of(run) if (row["tp"] == 1) is one_rank)
 
 
-def _least(values: Iterator[Value]) -> Value:
+def _most_bytes(outputs: str) -> Callable[[Run], Value]:
+    return lambda run: _most(bytes_per_logit(run, row) for row in shapes_of(run, outputs=outputs, tp=1))
+
+
+def _worst_ratio(run: Run) -> Value:
+    rows = shapes_of(run, outputs="logprobs")
+    # where no peer fits into memory there is nothing to be faster than
+    return _least(ratio(row) for row in rows if best_peer(row) or both(row, OURS) is None)
+
+
+def _flash_attention_ratio(run: Run) -> Value:
+    rows = [row for row in shapes_of(run, outputs="logprobs") if FLASH in row["providers"]]
+    return _least(_over(both(row, FLASH), both(row, OURS)) for row in rows)
+
+
+def _over(theirs: Value, ours: Value) -> Value:
+    return None if theirs is None or ours is None else theirs / ours
+
+
+def _least(values: Iterable[Value]) -> Value:
     """The least of all of them, None when one is missing: a row that was not measured proves nothing."""
     found = list(values)
     return None if not found or None in found else min(found)  # type: ignore[type-var]
+
+
+def _most(values: Iterable[Value]) -> Value:
+    least = _least(None if value is None else -value for value in values)
+    return None if least is None else -least
 
 
 def _of_correct(name: str) -> Callable[[Run], Value]:
@@ -113,40 +144,41 @@ def _launches(kind: str) -> Callable[[Run], Value]:
 def _over_recipe(run: Run) -> Value:
     for row in rows_of(run, "correct", tokens=65_536):
         recipe, ours = figure(row, RECIPE, "wall_us"), figure(row, f"{OURS}, values()", "wall_us")
-        return None if recipe is None or ours is None else recipe / ours
+        return _over(recipe, ours)
     return None
 
 
-def _bytes_a_token(run: Run) -> Value:
-    found = [
+def _bytes_per_token(run: Run) -> Value:
+    return _most(
         None if (extra := figure(row, OURS, "extra_bytes")) is None else extra / row["tokens"]
-        for row in rows_of(run, "logits", outputs="logprobs, entropy")
-    ]
-    return None if not found or None in found else max(found)  # type: ignore[type-var]
+        for row in shapes_of(run, outputs="logprobs, entropy")
+    )
 
+
+_BYTES = "at the measured bandwidth, bytes per logit (6 is the least), one rank, worst shape"
 
 TARGETS = (
-    Target("row statistics, share of the read bandwidth, worst shape", 0.92, True, "%", _worst_share("forward")),
-    Target("row gradient, share of the copy bandwidth, worst shape", 0.92, True, "%", _worst_share("backward")),
-    Target(
-        "log-probs and gradient, one rank: best peer's time / ours, worst shape",
-        *(1.0, True, "x", _worst_ratio(lambda row: row["tp"] == 1 and row["outputs"] == "logprobs")),
-    ),
-    Target(
-        "log-probs and gradient of a tensor-parallel shard: best vocabulary-parallel peer's time / ours, worst shape",
-        *(1.5, True, "x", _worst_ratio(lambda row: row["tp"] > 1 and row["outputs"] == "logprobs")),
-    ),
-    Target(
-        "log-probs, entropy and the gradient of both: best peer's time / ours, worst shape",
-        *(1.5, True, "x", _worst_ratio(lambda row: row["outputs"] != "logprobs")),
-    ),
-    Target("`correct` on 65,536 tokens, replayed as a CUDA graph", 12.0, False, "µs", _of_correct("graph_us")),
+    Target("row statistics, share of the read bandwidth, one rank, worst shape", 0.90, True, "%",
+           _worst_share("forward", one_rank=True)),
+    Target("row statistics, share of the read bandwidth, a tensor-parallel shard, worst shape", 0.75, True, "%",
+           _worst_share("forward", one_rank=False)),
+    Target("row gradient, share of the copy bandwidth, one rank, worst shape", 0.92, True, "%",
+           _worst_share("backward", one_rank=True)),
+    Target("row gradient, share of the copy bandwidth, a tensor-parallel shard, worst shape", 0.85, True, "%",
+           _worst_share("backward", one_rank=False)),
+    Target(f"log-probs and gradient, {_BYTES}", 6.6, False, "bytes", _most_bytes("logprobs")),
+    Target(f"log-probs, entropy and gradient, {_BYTES}", 6.6, False, "bytes", _most_bytes("logprobs, entropy")),
+    Target("log-probs and gradient: best peer's time / ours, worst shape", 1.0, True, "x", _worst_ratio),
+    Target("log-probs and gradient: flash-attention's time / ours, worst shape", 1.0, True, "x",
+           _flash_attention_ratio),
+    Target("`correct` on 65,536 tokens, replayed as a CUDA graph", 20.0, False, "µs", _of_correct("graph_us")),
     Target("`correct` on 65,536 tokens, host time of the eager call", 150.0, False, "µs", _of_correct("host_us")),
-    Target("`correct` and its metrics as floats, framework recipe's wall time / ours", 15.0, True, "x", _over_recipe),
+    Target("`correct` and its metrics as floats, framework recipe's wall time / ours", 10.0, True, "x", _over_recipe),
     Target("`correct`, launches", 4.0, False, "", _launches("correct"), counted=True),
     Target("update path, one rank, launches", 5.0, False, "", _launches("update"), counted=True),
-    Target("log-probs, entropy and gradient, memory beyond the logits a token", 32.0, False, "bytes", _bytes_a_token),
-)
+    Target("log-probs, entropy and gradient, memory beyond the logits per token", 32.0, False, "bytes",
+           _bytes_per_token),
+)  # fmt: skip
 
 
 def shown(value: Value, unit: str) -> str:

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from correct import CORRECTION, padded_correction
-from kernel_bench import Bench, Errors, Provider, Row, measured_row
-from kernel_timing import Work
 from torch import Tensor
 
-from megatron_rc import correct, loss_scale, policy_loss
-from megatron_rc.correction import Corrected
+from megatron_rc import Corrected, correct, loss_scale, policy_loss
+from timing.bench import Bench, Errors, Provider, Row, measured_row
+from timing.meter import Work
+from timing.recipe import CORRECTION, padded_correction
 
 _LENGTH = 1024
 
@@ -45,7 +44,7 @@ class Rollout(NamedTuple):
 
 
 def correct_row(bench: Bench, tokens: int) -> Row:
-    """`correct`, ours and the way a framework writes it: one masked mean and one `.item()` a metric, padded."""
+    """`correct`, ours and the way a framework writes it: one masked mean and one `.item()` per metric, padded."""
     batch = Rollout.of(tokens, bench)
     grid = [part.view(-1, batch.length) for part in (batch.train, batch.rollout, batch.mask)]
     truth = batch.truth()
@@ -78,7 +77,7 @@ def correct_row(bench: Bench, tokens: int) -> Row:
         "framework recipe": Provider(work(lambda: padded_correction(*grid)), recipe, capturable=False),
     }
     facts = {"kind": "correct", "tokens": tokens, "sequences": len(batch.cu_seqlens) - 1}
-    # fp32 sums of a million terms, one statement a metric, are the recipe's own error
+    # fp32 sums of a million terms, one statement per metric, are the recipe's own error
     return measured_row(bench, facts, providers, {"weights": 1e-4, "masks that differ": 0, "metrics": 2e-3})
 
 
