@@ -59,6 +59,7 @@ setup(
         "megatron_rc.doctor",
         "megatron_rc.doctor.host",
         "megatron_rc.doctor.server",
+        "megatron_rc.fused",
         "megatron_rc.integrations",
         "megatron_rc.integrations.megatron_lm",
         "megatron_rc.integrations.megatron_training",

@@ -1,8 +1,10 @@
-"""What `correct` and `pair_metrics` are given: whether it fits together, for both backends."""
+"""The checked arguments of `correct` and `pair_metrics`, and the Plan that both backends read a correction by."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -10,8 +12,100 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.backend import debug_checks
-from megatron_rc.bounds import shared_units
-from megatron_rc.config import STATISTICS, RolloutCorrection
+from megatron_rc.config import STATISTICS, Rejection, RolloutCorrection, Unit, Weight
+
+
+class WeightBound(NamedTuple):
+    """One bound of the importance weight."""
+
+    side: str
+    """"lower" or "upper"."""
+    name: str
+    """Of the metric that counts units beyond it."""
+    log: float
+
+
+class WeightPlan(NamedTuple):
+    """The importance weight of a correction."""
+
+    weight: Weight
+    unit: Unit
+    """Which tokens share one weight."""
+    reduce: str
+    """From the log-ratios of the tokens to that of the unit: "sum" or "mean"."""
+    bounds: tuple[WeightBound, ...]
+    """Those that are set, the lower one first."""
+
+    @classmethod
+    def of(cls, weight: Weight) -> WeightPlan:
+        names = {
+            "truncate": {"upper": "truncated"},
+            "clip": {"lower": "clipped_low", "upper": "clipped_high"},
+            "mask": {"lower": "outside_low", "upper": "outside_high"},
+        }[weight.mode]
+        values = {"lower": weight.lower, "upper": weight.upper}
+        bounds = (
+            WeightBound(side, names[side], math.log(value)) for side, value in values.items() if value is not None
+        )
+        unit: Unit = "sequence" if weight.level == "geometric" else weight.level
+        return cls(weight, unit, "sum" if weight.level == "sequence" else "mean", tuple(bounds))
+
+
+class GatePlan(NamedTuple):
+    """One Rejection of a correction."""
+
+    gate: Rejection
+    name: str
+    """Of its metric, "rejected_<gate>", numbered where a name repeats."""
+    lower: float | None
+    """In the unit of the statistic; the log of the bound for a ratio."""
+    upper: float | None
+
+    @property
+    def reads_log_ratio_sums(self) -> bool:
+        """Whether the unit's sum or mean log-ratio, which every call computes, is what the gate compares."""
+        return self.gate.statistic == "ratio" and self.gate.reduce in ("sum", "mean")
+
+
+class Plan(NamedTuple):
+    """A RolloutCorrection as its backends read it: units, bounds and names of metrics, derived once."""
+
+    correction: RolloutCorrection
+    weight: WeightPlan | None
+    gates: tuple[GatePlan, ...]
+    units: frozenset[Unit]
+    """The units that the weight or a gate shares values over."""
+    statistics: tuple[str, ...]
+    """Statistics that the caller of `correct` must pass, in the order in which the gates name them."""
+
+    @classmethod
+    def of(cls, correction: RolloutCorrection) -> Plan:
+        return _plan(correction)
+
+    @property
+    def drops_corrupt_sequences(self) -> bool:
+        """Whether one corrupt token drops its whole sequence."""
+        return bool(self.units - {"token"})
+
+
+@lru_cache
+def _plan(correction: RolloutCorrection) -> Plan:
+    weight = None if correction.weight is None else WeightPlan.of(correction.weight)
+    gates: list[GatePlan] = []
+    for gate in correction.reject:
+        name = f"rejected_{gate.name}"
+        same = sum(other.name == name or other.name.startswith(f"{name}#") for other in gates)
+        bounds = (gate.lower, gate.upper)
+        if gate.statistic == "ratio":
+            bounds = (log_bound(gate.lower), log_bound(gate.upper))
+        gates.append(GatePlan(gate, f"{name}#{same + 1}" if same else name, *bounds))
+    units = {gate.level for gate in correction.reject} | (set() if weight is None else {weight.unit})
+    statistics = [gate.statistic for gate in correction.reject if gate.statistic not in STATISTICS]
+    return Plan(correction, weight, tuple(gates), frozenset(units), tuple(dict.fromkeys(statistics)))
+
+
+def log_bound(bound: float | None) -> float | None:
+    return None if bound is None else math.log(bound)
 
 
 class Pair(NamedTuple):
@@ -38,7 +132,7 @@ class Pair(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """What a correction needs besides, and nothing that it does not."""
+    """Optional inputs that this correction uses; the others are None."""
 
     segment_ids: Tensor | None
     """[N] or [B, T]; None where no turn is needed, or where they are the runs of loss_mask."""
@@ -88,22 +182,22 @@ def check_pair(
 
 def check_extras(
     pair: Pair,
-    correction: RolloutCorrection,
+    plan: Plan,
     segment_ids: Tensor | None,
     num_segments: int | None,
     advantages: Tensor | None,
     statistics: Mapping[str, Tensor] | None,
     cp_group: dist.ProcessGroup | None,
 ) -> Extras:
-    if "segment" in shared_units(correction):
+    if "segment" in plan.units:
         _check_segments(pair, segment_ids, num_segments, cp_group)
     else:
         segment_ids, num_segments = None, None
     return Extras(
         segment_ids,
         num_segments,
-        _needed_advantages(pair, correction, advantages),
-        _needed_statistics(pair.loss_mask.shape, correction, statistics or {}),
+        _needed_advantages(pair, plan, advantages),
+        _needed_statistics(pair.loss_mask.shape, plan, statistics or {}),
     )
 
 
@@ -125,25 +219,22 @@ def _check_segments(
         _check_segment_ids(pair, segment_ids, num_segments)
 
 
-def _needed_advantages(pair: Pair, correction: RolloutCorrection, advantages: Tensor | None) -> Tensor | None:
-    if all(gate.when == "always" for gate in correction.reject):
+def _needed_advantages(pair: Pair, plan: Plan, advantages: Tensor | None) -> Tensor | None:
+    if all(gate.when == "always" for gate in plan.correction.reject):
         return None
     if advantages is None:
         raise ValueError("advantages must be given for a rejection with when='negative_advantage'")
     shape, sequences = pair.loss_mask.shape, pair.num_sequences
     if advantages.shape != shape and tuple(advantages.shape) != (sequences,):
         raise ValueError(
-            f"advantages must be {tuple(shape)}, one a token, or ({sequences},), one a sequence, "
+            f"advantages must be {tuple(shape)}, one per token, or ({sequences},), one per sequence, "
             f"got {tuple(advantages.shape)}"
         )
     return advantages
 
 
-def _needed_statistics(
-    shape: torch.Size, correction: RolloutCorrection, statistics: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    needed = {}
-    for name in (gate.statistic for gate in correction.reject if gate.statistic not in STATISTICS):
+def _needed_statistics(shape: torch.Size, plan: Plan, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    for name in plan.statistics:
         if name not in statistics:
             raise ValueError(f"statistics must hold {name!r}, which a rejection uses, got {sorted(statistics)}")
         if statistics[name].shape != shape:
@@ -151,8 +242,7 @@ def _needed_statistics(
                 f"statistics[{name!r}] must have the shape of loss_mask, {tuple(shape)}, "
                 f"got {tuple(statistics[name].shape)}"
             )
-        needed[name] = statistics[name]
-    return needed
+    return {name: statistics[name] for name in plan.statistics}
 
 
 def _check_ascends_to(cu_seqlens: Tensor, num_tokens: int) -> None:

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rc.backend import debug_checks, use_triton
+from megatron_rc.backend import debug_checks
 from megatron_rc.batch import Support
-from megatron_rc.row_backends import Merged, RowBackend, Rows, TorchRows, TritonRows
+from megatron_rc.fused import backend_module
+from megatron_rc.reference.rows import Merged, Rows
 
 _shard_widths: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int | None], tuple[int, ...]]] = WeakKeyDictionary()
 
@@ -79,7 +80,7 @@ def vocab_parallel_logprobs(
     Source: online softmax (arXiv 1805.02867) in the shifted form that stays exact for large logits.
     """
     _check_arguments(logits, targets, temperature, mask, support, inplace_backward)
-    backends: RowBackend = TritonRows() if use_triton(backend, logits=logits) else TorchRows()
+    computed = backend_module("rows", backend, logits=logits)
     widths = _widths(logits, tp_group, vocab_size)
     start, num_valid = _shard(widths, tp_group, vocab_size)
     temperature = temperature if isinstance(temperature, Tensor) else float(temperature)
@@ -87,7 +88,7 @@ def vocab_parallel_logprobs(
     rows = Rows(targets, temperature, mask, ids, offsets, start, num_valid)
     if debug_checks():
         _check_values(rows, sum(widths) if vocab_size is None else vocab_size, tp_group)
-    logprobs, entropy = _LogProbs.apply(logits, rows, backends, tp_group, with_entropy, inplace_backward)
+    logprobs, entropy = _LogProbs.apply(logits, rows, computed, tp_group, with_entropy, inplace_backward)
     return (logprobs, entropy) if with_entropy else logprobs
 
 
@@ -97,22 +98,22 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         rows: Rows,
-        backend: RowBackend,
+        computed: Any,
         tp_group: dist.ProcessGroup | None,
         with_entropy: bool,
         inplace_backward: bool,
     ) -> tuple[Tensor, Tensor | None]:
         if tp_group is None or tp_group.size() == 1:
-            merged = backend.merged(logits, rows, with_entropy=with_entropy)
+            merged = computed.merge_one_shard(logits, rows, with_entropy=with_entropy)
         else:
-            gathered = _gather(backend.statistics(logits, rows, with_entropy=with_entropy), tp_group)
-            merged = backend.merge(gathered, rows, with_entropy=with_entropy)
+            gathered = _gather(computed.shard_statistics(logits, rows, with_entropy=with_entropy), tp_group)
+            merged = computed.merge_shards(gathered, rows, with_entropy=with_entropy)
         per_row = rows.temperature if isinstance(rows.temperature, Tensor) else None
         ctx.save_for_backward(logits, rows.targets, per_row, rows.mask, rows.ids, rows.offsets, *merged)
         ctx.temperature, ctx.start, ctx.num_valid = rows.temperature, rows.start, rows.num_valid
         if per_row is not None:
             ctx.temperature = None
-        ctx.backend, ctx.inplace_backward = backend, inplace_backward
+        ctx.computed, ctx.inplace_backward = computed, inplace_backward
         ctx.set_materialize_grads(False)
         return merged.logprobs, merged.entropy if with_entropy else None
 
@@ -126,7 +127,7 @@ class _LogProbs(torch.autograd.Function):
         temperature = ctx.temperature if per_row is None else per_row
         rows = Rows(targets, temperature, mask, ids, offsets, ctx.start, ctx.num_valid)
         out = logits.detach() if ctx.inplace_backward else torch.empty_like(logits)
-        ctx.backend.write_gradient(out, logits, rows, Merged(*merged), grad_logprobs, grad_entropy)
+        ctx.computed.write_gradient(out, logits, rows, Merged(*merged), grad_logprobs, grad_entropy)
         if ctx.inplace_backward:
             # a kernel writes behind autograd's back
             torch.autograd.graph.increment_version(logits)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_rc import reference
 from megatron_rc.advantages import equal_reward_groups, expand_to_tokens, grpo_advantages, rloo_advantages
-from megatron_rc.backend import use_triton
 from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surrogate
+from megatron_rc.fused import backend_module
 from megatron_rc.metrics import MetricSums
+from megatron_rc.reference.policy_loss import LossInputs, LossSettings
+from megatron_rc.reference.sums import Statistics
 
 if TYPE_CHECKING:
     from megatron_rc.correction import Corrected
@@ -155,100 +155,56 @@ def policy_loss(
     Source: PPO (arXiv 1707.06347); dual clip (arXiv 1912.09729); clip-higher (DAPO, arXiv 2503.14476);
         the ratio in K (DeepSeek-V3.2).
     """
-    tensors: dict[str, Any] = {
-        "current_logprobs": current_logprobs,
-        "old_logprobs": old_logprobs,
-        "advantages": advantages,
-        "corrected.weights": corrected.weights,
-        "corrected.mask": corrected.mask,
-        "scale": scale,
-        "reference_logprobs": reference_logprobs,
-        "entropy": entropy,
-    }
-    fused = use_triton(backend, **tensors)
-    _check_loss_arguments(surrogate, clip_lower, clip_upper, dual_clip, corrected.correction, old_logprobs)
-    shape = current_logprobs.shape
-    for name, value in tensors.items():
-        expected = shape[:1] if name == "advantages" and advantages.dim() == 1 else shape
-        if value is not None and value.shape != expected:
-            raise ValueError(f"{name} must have the shape {tuple(shape)} of current_logprobs, got {tuple(value.shape)}")
-    if corrected.mask.dtype != torch.bool:
-        raise ValueError(f"corrected.mask must be bool, got {corrected.mask.dtype}")
-    for name, coefficient in (("reference_logprobs", kl_coef), ("entropy", entropy_coef)):
-        if coefficient and tensors[name] is None:
-            raise ValueError(f"{name} must be given when its coefficient is {coefficient!r}")
-    settings: dict[str, Any] = {
-        "surrogate": surrogate,
-        "clip_lower": clip_lower,
-        "clip_upper": clip_upper,
-        "dual_clip": dual_clip,
-        "kl_coef": kl_coef,
-        "entropy_coef": entropy_coef,
-        "log_ratio_bound": corrected.correction.log_ratio_bound,
-    }
-    if fused:
-        loss, totals = _FusedPolicyLoss.apply(settings, *tensors.values())
-    else:
-        loss, totals = reference.policy_loss(*tensors.values(), **settings)
+    inputs = LossInputs(
+        current_logprobs,
+        old_logprobs,
+        advantages,
+        corrected.weights,
+        corrected.mask,
+        scale,
+        reference_logprobs,
+        entropy,
+    )
+    settings = LossSettings(
+        surrogate, clip_lower, clip_upper, dual_clip, kl_coef, entropy_coef, corrected.correction.log_ratio_bound
+    )
+    computed = backend_module("policy_loss", backend, **inputs.named())
+    _check_loss_arguments(inputs, settings, corrected.correction)
+    loss, totals = computed.policy_loss(inputs, settings)
     names = ["loss", "policy_loss"]
     names += ["kl_ref"] * (reference_logprobs is not None) + ["entropy"] * (entropy is not None)
     if surrogate == "ppo":
         names += ["clip_high", "clip_low"] + ["dual_clip"] * (dual_clip is not None)
     sums = [f"{part}:{name}" for part in ("total", "count") for name in names]
-    return PolicyLoss(loss, MetricSums.of_vector(sums, (), (), totals))
+    return PolicyLoss(loss, MetricSums.of(Statistics(tuple(sums), (), (), totals)))
 
 
-class _FusedPolicyLoss(torch.autograd.Function):
-    """The kernels of `reference.policy_loss`; its tensors come in the same order."""
-
-    @staticmethod
-    def forward(ctx: Any, settings: dict[str, Any], *tensors: Any) -> tuple[Tensor, Tensor]:
-        from megatron_rc.kernels.policy_loss import policy_loss_fwd
-
-        current, _, _, _, _, scale, _, entropy = tensors
-        _, by_current, *_, by_entropy = ctx.needs_input_grad
-        loss, totals, coefficients = policy_loss_fwd(*tensors, **settings, with_coefficients=by_current)
-        ctx.save_for_backward(coefficients, scale if by_entropy else None)
-        ctx.gradient = {
-            "entropy_coef": settings["entropy_coef"],
-            "current_dtype": current.dtype,
-            "entropy_dtype": None if entropy is None else entropy.dtype,
-        }
-        ctx.mark_non_differentiable(totals)
-        # or a zero gradient of totals would be filled in every backward
-        ctx.set_materialize_grads(False)
-        return loss, totals
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        from megatron_rc.kernels.policy_loss import policy_loss_bwd
-
-        by_current, by_entropy = None, None
-        if upstream is not None:
-            by_current, by_entropy = policy_loss_bwd(upstream, *ctx.saved_tensors, **ctx.gradient)
-        return (None, by_current, *[None] * 6, by_entropy)
-
-
-def _check_loss_arguments(
-    surrogate: Surrogate,
-    clip_lower: float,
-    clip_upper: float,
-    dual_clip: float | None,
-    correction: RolloutCorrection,
-    old_logprobs: Tensor | None,
-) -> None:
-    correction.check_surrogate(surrogate)
+def _check_loss_arguments(inputs: LossInputs, settings: LossSettings, correction: RolloutCorrection) -> None:
+    clip_lower, clip_upper, dual_clip = settings.clip_lower, settings.clip_upper, settings.dual_clip
+    correction.check_surrogate(settings.surrogate)
     if not 0 <= clip_lower <= 1 or not clip_upper >= 0:
         raise ValueError(
             f"clip_lower must be in [0, 1] and clip_upper >= 0, got clip_lower={clip_lower!r} clip_upper={clip_upper!r}"
         )
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip must be > 1, got {dual_clip!r}")
-    if (correction.old == "current") != (old_logprobs is None):
+    if (correction.old == "current") != (inputs.old is None):
         raise ValueError(
             f"old_logprobs must be {'None' if correction.old == 'current' else 'given'} when old is {correction.old!r}"
         )
+    shape = inputs.current.shape
+    for name, value in inputs.named().items():
+        expected = shape[:1] if name == "advantages" and inputs.advantages.dim() == 1 else shape
+        if value is not None and value.shape != expected:
+            raise ValueError(f"{name} must have the shape {tuple(shape)} of current_logprobs, got {tuple(value.shape)}")
+    if inputs.mask.dtype != torch.bool:
+        raise ValueError(f"corrected.mask must be bool, got {inputs.mask.dtype}")
+    for name, value, coefficient in (
+        ("reference_logprobs", inputs.reference_logprobs, settings.kl_coef),
+        ("entropy", inputs.entropy, settings.entropy_coef),
+    ):
+        if coefficient and value is None:
+            raise ValueError(f"{name} must be given when its coefficient is {coefficient!r}")
 
 
 def _tokens_per_sequence(counted: Tensor, cu_seqlens: Tensor | None) -> Tensor:

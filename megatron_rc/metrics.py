@@ -7,17 +7,14 @@ and only `values` divides. So no metric depends on how the batch was cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc import reference, sums
-from megatron_rc.backend import use_triton
-from megatron_rc.correction_inputs import Pair, check_pair, check_tokens
-from megatron_rc.sums import square_of
+from megatron_rc.reference.sums import Statistics, square_of
 
 Sums = Mapping[str, float]
 
@@ -172,14 +169,13 @@ class MetricSums:
         return cls(totals | {f"count:{name}": count for name, (_, count) in means.items()})
 
     @classmethod
-    def of_vector(cls, sums: Sequence[str], maxima: Sequence[str], minima: Sequence[str], vector: Tensor) -> MetricSums:
-        """Statistics that one kernel wrote: views of vector [K] fp64, the sums first, then maxima, then minima."""
-        wrapped = cls()
-        begin, parts = 0, []
-        for names in (sums, maxima, minima):
-            parts.append(_Named([("", name) for name in names], vector[begin : begin + len(names)]))
+    def of(cls, statistics: Statistics) -> MetricSums:
+        """The statistics that a backend computed; views of its vector."""
+        wrapped, begin, parts = cls(), 0, []
+        for names in statistics[:3]:
+            parts.append(_Named([("", name) for name in names], statistics.vector[begin : begin + len(names)]))
             begin += len(names)
-        assert begin == len(vector) and vector.dtype == torch.float64
+        assert begin == len(statistics.vector) and statistics.vector.dtype == torch.float64
         wrapped._sums, wrapped._maxima, wrapped._minima = parts
         return wrapped
 
@@ -282,55 +278,3 @@ def _all_reduced(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.Proces
     tensor = tensor.clone()
     dist.all_reduce(tensor, op=op, group=group)
     return tensor
-
-
-def pair_metrics(
-    train_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    loss_mask: Tensor,
-    *,
-    cu_seqlens: Tensor | None = None,
-    log_ratio_bound: float = 20.0,
-    cp_group: dist.ProcessGroup | None = None,
-    sequences: bool = True,
-    backend: str = "auto",
-) -> MetricSums:
-    """The metrics of any two policies, with pi = train and mu = rollout: current/mu, old/mu, current/old.
-
-    Args:
-        train_logprobs, rollout_logprobs: [N] packed or [B, T] padded, fp32, nats.
-        loss_mask: the same shape, bool.
-        cu_seqlens: [S + 1] int32, packed layout only.
-        log_ratio_bound: clamp of log-ratios before exp, nats.
-        cp_group: completes the sums of sequences in one all-gather; without it every sequence must be whole.
-        sequences: False leaves out metrics of whole sequences, and so needs neither cu_seqlens nor cp_group.
-        backend: as in `correct`.
-
-    Returns:
-        Sums of the tokens of this rank; pool them with `MetricSums.all_reduce` over DP x CP.
-
-    Raises:
-        ValueError: shapes that do not fit each other; as `correct` for `backend` and under set_debug_checks(True).
-    """
-    with torch.no_grad():
-        if sequences:
-            pair = check_pair(train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, cp_group)
-        else:
-            check_tokens(train_logprobs, rollout_logprobs, loss_mask)
-            # one sequence as good as another
-            pair = Pair(train_logprobs.reshape(1, -1), rollout_logprobs.reshape(1, -1), loss_mask.reshape(1, -1), None)
-        if use_triton(backend, **pair._asdict()):
-            # triton is not installed everywhere
-            from megatron_rc import fused_correction
-
-            return fused_correction.pair_metrics(pair, log_ratio_bound, cp_group, sequences)
-        flat_mask = loss_mask.reshape(-1).bool()
-        ratio = reference.log_ratio(train_logprobs.reshape(-1), rollout_logprobs.reshape(-1), flat_mask)
-        tokens = sums.token_statistics(ratio, log_ratio_bound)
-        if not sequences:
-            return MetricSums(*(tokens | sums.token_counts(ratio)))
-        local = reference.log_ratio_sums(ratio, pair.offsets)
-        (complete,), _ = sums.pool_units([local], [], cp_group)
-        units = sums.Units.of(complete)
-        counts = sums.is_first_rank(cp_group)
-        return MetricSums(*(tokens | sums.sequence_statistics(units, None, {}, log_ratio_bound, counts)))

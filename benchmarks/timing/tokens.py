@@ -136,8 +136,8 @@ def policy_loss_row(bench: Bench, tokens: int) -> Row:
 
 def routes_row(bench: Bench, tokens: int, layers: int, k: int, experts: int = 128) -> Row:
     """`compare_routes` of int16 ids of which a few differ, beside PyTorch comparing all pairs at once."""
-    from megatron_rc import reference
     from megatron_rc.kernels.compare_routes import compare_routes_fwd
+    from megatron_rc.reference.routes import compare_routes
 
     generator = bench.generator(tokens)
     first = torch.randint(experts, (tokens, layers, 1), device=bench.device, generator=generator)
@@ -147,7 +147,7 @@ def routes_row(bench: Bench, tokens: int, layers: int, k: int, experts: int = 12
     b = torch.where(moved, (a + 1) % experts, a).flip(-1).to(torch.int16).contiguous()
     a = a.to(torch.int16)
     mask = torch.rand(tokens, device=bench.device, generator=generator) < 0.8
-    expected = reference.compare_routes(a.long(), b.long(), mask)
+    expected = compare_routes(a.long(), b.long(), mask)
 
     def pairs() -> tuple[Tensor, ...]:
         common = (a[..., :, None] == b[..., None, :]).any(-1).sum(-1)
@@ -159,7 +159,7 @@ def routes_row(bench: Bench, tokens: int, layers: int, k: int, experts: int = 12
 
     calls: dict[str, Callable[[], tuple[Tensor, ...]]] = {
         "megatron_rc triton": lambda: compare_routes_fwd(a, b, mask),
-        "megatron_rc torch": lambda: reference.compare_routes(a, b, mask),
+        "megatron_rc torch": lambda: compare_routes(a, b, mask),
         "PyTorch eager, all pairs": pairs,
     }
 

@@ -1,4 +1,4 @@
-"""The Triton backend of `correct` and `pair_metrics`: which kernels run, and what is pooled between them."""
+"""Triton: `correct` and `pair_metrics` in three launches; which kernels run, and what is pooled between them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc import sums
-from megatron_rc.bounds import gate_bounds, gate_names, log_bound, shared_units, weight_bound_names
-from megatron_rc.config import STATISTICS, Rejection, RolloutCorrection
-from megatron_rc.correction_inputs import Extras, Pair
+from megatron_rc.collectives import is_alone, is_first_rank, pool_units
+from megatron_rc.inputs import Extras, GatePlan, Pair, Plan, log_bound
 from megatron_rc.kernels.chunks import Tokens
 from megatron_rc.kernels.columns import COUNT, Column, num_sums
 from megatron_rc.kernels.correction import Decisions, Gate, Weighting, correction_fwd
@@ -22,11 +20,10 @@ from megatron_rc.kernels.metric_sums import metric_sums_fwd, outcome_rows
 from megatron_rc.kernels.normalize import normalize_fwd
 from megatron_rc.kernels.unit_combine import unit_combine_fwd
 from megatron_rc.kernels.unit_sums import NUM_LOG_RATIO_SUMS, SegmentParts, unit_sums_fwd
-from megatron_rc.metrics import MetricSums
-from megatron_rc.sums import square_of
+from megatron_rc.reference.sums import Statistics, square_of
 
 
-class _Plan(NamedTuple):
+class _KernelPlan(NamedTuple):
     """What one correction compiles into the kernels."""
 
     sequence: tuple[Column, ...]
@@ -40,70 +37,65 @@ class _Plan(NamedTuple):
 
 
 def correct(
-    pair: Pair,
-    extras: Extras,
-    correction: RolloutCorrection,
-    dp_group: dist.ProcessGroup | None,
-    cp_group: dist.ProcessGroup | None,
-) -> tuple[Tensor, Tensor, Tensor, MetricSums]:
-    """Weights, mask, bad_sequences and metrics of `megatron_rc.correct`."""
+    pair: Pair, extras: Extras, plan: Plan, dp_group: dist.ProcessGroup | None, cp_group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor, Statistics]:
+    """Weights [N], mask [N], bad_sequences [S] and statistics of `megatron_rc.correct`."""
     per_token = extras.advantages is not None and extras.advantages.numel() == pair.loss_mask.numel()
-    plan = _plan(correction, "token" if per_token else "sequence")
+    compiled = _kernel_plan(plan, "token" if per_token else "sequence")
     tokens = _tokens(pair, extras)
-    parallel = cp_group is not None and dist.get_world_size(cp_group) > 1
-    first = sums.is_first_rank(cp_group)
+    parallel = not is_alone(cp_group)
+    first = is_first_rank(cp_group)
 
-    of_segments = _segment_columns(tokens, extras, plan.segment, to_be_pooled=parallel)
-    units, segments = unit_sums_fwd(tokens, plan.sequence, plan.segment, of_segments)
-    complete = parallel or bool(plan.segment)
+    of_segments = _segment_columns(tokens, extras, compiled.segment, to_be_pooled=parallel)
+    units, segments = unit_sums_fwd(tokens, compiled.sequence, compiled.segment, of_segments)
+    complete = parallel or bool(compiled.segment)
     if complete:
-        num_added = NUM_LOG_RATIO_SUMS + num_sums(plan.sequence)
-        units = unit_combine_fwd(tokens, units, num_added, segments, plan.segment)
+        num_added = NUM_LOG_RATIO_SUMS + num_sums(compiled.sequence)
+        units = unit_combine_fwd(tokens, units, num_added, segments, compiled.segment)
         if parallel:
-            units, segments = _pooled(units, num_added, segments, plan.segment, cp_group)
+            units, segments = _pooled(units, num_added, segments, compiled.segment, cp_group)
 
     decided = correction_fwd(
-        tokens, units, segments, plan.decisions, plan.rows, with_weights=True, complete=complete, counts=first
+        tokens, units, segments, compiled.decisions, compiled.rows, with_weights=True, complete=complete, counts=first
     )
     weights, mask, bad_sequences, cells = decided
     assert weights is not None and mask is not None and bad_sequences is not None
     outcomes = None
     if parallel:
-        parts = outcome_rows(cells, plan.rows)
-        (outcomes,), _ = sums.pool_units([unit_combine_fwd(tokens, parts, len(parts))], [], cp_group)
+        parts = outcome_rows(cells, compiled.rows)
+        (outcomes,), _ = pool_units([unit_combine_fwd(tokens, parts, len(parts))], [], cp_group)
         if not first:
             outcomes = torch.zeros_like(outcomes)
-    vector = metric_sums_fwd(tokens, cells, plan.rows, outcomes)
+    vector = metric_sums_fwd(tokens, cells, compiled.rows, outcomes)
 
-    if correction.normalize == "batch":
-        place = plan.rows.sums.index("weight")
+    if plan.correction.normalize == "batch":
+        place = compiled.rows.sums.index("weight")
         totals = vector[place : place + 2]
         groups = [group for group in (cp_group, dp_group) if group is not None]
         totals = totals.clone() if groups else totals
         for group in groups:
             dist.all_reduce(totals, group=group)
-        vector = normalize_fwd(weights, totals, vector, plan.powers)
-    shape = pair.loss_mask.shape
-    return weights.view(shape), mask.view(shape), bad_sequences, _metrics(plan.rows, vector)
+        vector = normalize_fwd(weights, totals, vector, compiled.powers)
+    return weights, mask, bad_sequences, _statistics(compiled.rows, vector)
 
 
-def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup | None, sequences: bool) -> MetricSums:
-    """`megatron_rc.pair_metrics`."""
+def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup | None, sequences: bool) -> Statistics:
+    """Statistics of `megatron_rc.correction.pair_metrics`."""
     tokens = _tokens(pair, None)
     rows, decisions = metric_rows(sequences, None), Decisions(Weighting(), (), False, float(log_ratio_bound), ())
-    units, parallel = None, cp_group is not None and dist.get_world_size(cp_group) > 1
+    units, parallel = None, not is_alone(cp_group)
     if sequences:
         units, _ = unit_sums_fwd(tokens, (), (), None)
         if parallel:
             units = unit_combine_fwd(tokens, units, len(units))
-            (units,), _ = sums.pool_units([units], [], cp_group)
-    first = sums.is_first_rank(cp_group)
+            (units,), _ = pool_units([units], [], cp_group)
+    first = is_first_rank(cp_group)
     decided = correction_fwd(tokens, units, None, decisions, rows, with_weights=False, complete=parallel, counts=first)
-    return _metrics(rows, metric_sums_fwd(tokens, decided.rows, rows))
+    return _statistics(rows, metric_sums_fwd(tokens, decided.rows, rows))
 
 
-def _metrics(rows: MetricRows, vector: Tensor) -> MetricSums:
-    return MetricSums.of_vector(rows.sums, rows.maxima, rows.minima, vector)
+def _statistics(rows: MetricRows, vector: Tensor) -> Statistics:
+    return Statistics(rows.sums, rows.maxima, rows.minima, vector)
 
 
 def _tokens(pair: Pair, extras: Extras | None) -> Tokens:
@@ -129,7 +121,7 @@ def _tokens(pair: Pair, extras: Extras | None) -> Tokens:
 
 
 def _segment_columns(tokens: Tokens, extras: Extras, columns: tuple[Column, ...], to_be_pooled: bool) -> Tensor | None:
-    """Where the columns of segments go."""
+    """[G, slots] storage of the columns of segments; None without any."""
     if not columns:
         return None
     device = tokens.loss_mask.device
@@ -155,7 +147,7 @@ def _pooled(
     if segments is not None:
         added.append(segments.columns[: num_sums(columns)])
         maxima.append(segments.columns[num_sums(columns) :])
-    added, maxima = sums.pool_units(added, maxima, cp_group)
+    added, maxima = pool_units(added, maxima, cp_group)
     if segments is not None:
         pooled = torch.cat([added[1], maxima[1]])
         count = pooled[0].clamp(min=1)
@@ -168,79 +160,78 @@ def _pooled(
 
 
 @lru_cache
-def _plan(correction: RolloutCorrection, advantages: str) -> _Plan:
+def _kernel_plan(plan: Plan, advantages: str) -> _KernelPlan:
     """
     Args:
-        advantages: "token" or "sequence", where one is given a.
+        advantages: "token" or "sequence", what one advantage belongs to.
     """
-    sources = {name: index for index, name in enumerate(_sources(correction.reject))}
-
-    def column(gate: Rejection) -> Column:
-        return gate.statistic, sources.get(gate.statistic, -1), gate.reduce
-
-    def of_advantages(gate: Rejection) -> bool:
-        return gate.when == "negative_advantage" and advantages == "token"
-
-    columns: dict[str, list[Column]] = {"sequence": [], "segment": []}
-    weight = correction.weight
-    if weight is not None and weight.level == "segment":
-        columns["segment"].append(("ratio", -1, "mean"))
-    for gate in correction.reject:
-        if gate.level == "token":
-            continue
-        if gate.level == "segment" or not _of_log_ratio_sums(gate):
-            columns[gate.level].append(column(gate))
-        if of_advantages(gate):
-            columns[gate.level].append(("advantage", -1, "sum"))
+    columns: dict[str, list[Column]] = {"token": [], "sequence": [], "segment": []}
+    weight, correction = plan.weight, plan.correction
+    if weight is not None and weight.unit == "segment":
+        columns["segment"].append(_MEAN_LOG_RATIO)
+    for planned in plan.gates:
+        columns[planned.gate.level] += filter(None, (_column(plan, planned), _advantage_column(planned, advantages)))
     sequence, segment = (_ordered(columns[unit]) for unit in ("sequence", "segment"))
     if segment:
         segment = (COUNT, *segment)
-    places = {"sequence": (None,) * NUM_LOG_RATIO_SUMS + sequence, "segment": segment, "token": ()}
+    places = {"sequence": (None,) * NUM_LOG_RATIO_SUMS + sequence, "segment": segment}
 
-    def place(level: str, wanted: Column, exists: bool) -> int:
-        return places[level].index(wanted) if exists and level != "token" else -1
+    def place(level: str, column: Column | None) -> int:
+        return -1 if column is None else places[level].index(column)
 
     gates = tuple(
         Gate(
-            *column(gate),
-            gate.level,
-            place(gate.level, column(gate), gate.level == "segment" or not _of_log_ratio_sums(gate)),
-            advantages if gate.when == "negative_advantage" else "any",
-            place(gate.level, ("advantage", -1, "sum"), of_advantages(gate)),
+            *_source(plan, planned),
+            planned.gate.level,
+            place(planned.gate.level, _column(plan, planned)),
+            advantages if planned.gate.when == "negative_advantage" else "any",
+            place(planned.gate.level, _advantage_column(planned, advantages)),
         )
-        for gate in correction.reject
+        for planned in plan.gates
     )
-    sides = weight_bound_names(weight)
+    beyond: dict[str, str] = {}
     weighting = Weighting()
     if weight is not None:
+        beyond = {bound.side: bound.name for bound in weight.bounds}
         weighting = Weighting(
-            weight.level,
-            weight.mode == "mask",
-            "lower" in sides,
-            "upper" in sides,
-            place("segment", ("ratio", -1, "mean"), weight.level == "segment"),
+            weight.weight.level,
+            weight.weight.mode == "mask",
+            "lower" in beyond,
+            "upper" in beyond,
+            place("segment", _MEAN_LOG_RATIO if weight.unit == "segment" else None),
         )
-    decisions = Decisions(
-        weighting,
-        gates,
-        bool(shared_units(correction) - {"token"}),
-        float(correction.log_ratio_bound),
-        _bounds(correction),
-    )
-    rows = metric_rows(True, (*sides.values(), *gate_names(correction.reject)))
+    bound = float(correction.log_ratio_bound)
+    decisions = Decisions(weighting, gates, plan.drops_corrupt_sequences, bound, _bounds(plan))
+    rows = metric_rows(True, (*beyond.values(), *(planned.name for planned in plan.gates)))
     names = [*rows.sums, *rows.maxima, *rows.minima]
     powers = {"weight": 1, square_of("weight"): 2, "all_weight": 1, square_of("all_weight"): 2}
     powers |= {"weight_max": 1, "weight_min": 1}
-    return _Plan(sequence, segment, decisions, rows, tuple((names.index(name), p) for name, p in powers.items()))
+    return _KernelPlan(sequence, segment, decisions, rows, tuple((names.index(name), p) for name, p in powers.items()))
 
 
-def _sources(gates: tuple[Rejection, ...]) -> list[str]:
-    """Statistics that the user gives, in the order of Extras.statistics."""
-    return list(dict.fromkeys(gate.statistic for gate in gates if gate.statistic not in STATISTICS))
+_MEAN_LOG_RATIO: Column = ("ratio", -1, "mean")
 
 
-def _of_log_ratio_sums(gate: Rejection) -> bool:
-    return gate.statistic == "ratio" and gate.reduce in ("sum", "mean")
+def _source(plan: Plan, planned: GatePlan) -> Column:
+    gate = planned.gate
+    source = plan.statistics.index(gate.statistic) if gate.statistic in plan.statistics else -1
+    return gate.statistic, source, gate.reduce
+
+
+def _column(plan: Plan, planned: GatePlan) -> Column | None:
+    """The column of its units that the gate compares; None for tokens, and for the sums of l of a sequence."""
+    level = planned.gate.level
+    if level == "token" or (level == "sequence" and planned.reads_log_ratio_sums):
+        return None
+    return _source(plan, planned)
+
+
+def _advantage_column(planned: GatePlan, advantages: str) -> Column | None:
+    """The column with the sum of the advantages of tokens, where the gate looks at it."""
+    gate = planned.gate
+    if gate.level == "token" or gate.when == "always" or advantages != "token":
+        return None
+    return "advantage", -1, "sum"
 
 
 def _ordered(columns: list[Column]) -> tuple[Column, ...]:
@@ -248,8 +239,12 @@ def _ordered(columns: list[Column]) -> tuple[Column, ...]:
     return tuple(sorted(dict.fromkeys(columns), key=lambda column: column[2] in ("max", "min")))
 
 
-def _bounds(correction: RolloutCorrection) -> tuple[float, ...]:
-    lower, upper = (None, None) if correction.weight is None else (correction.weight.lower, correction.weight.upper)
-    pairs = [(lower, upper), (log_bound(lower), log_bound(upper)), *map(gate_bounds, correction.reject)]
+def _bounds(plan: Plan) -> tuple[float, ...]:
+    """As Decisions.bounds; a missing bound is infinite."""
+    pairs: list[tuple[float | None, float | None]] = [(None, None)] * 2
+    if plan.weight is not None:
+        weight = plan.weight.weight
+        pairs = [(weight.lower, weight.upper), (log_bound(weight.lower), log_bound(weight.upper))]
+    pairs += [(planned.lower, planned.upper) for planned in plan.gates]
     open_pairs = [(-math.inf if low is None else low, math.inf if high is None else high) for low, high in pairs]
     return tuple(float(bound) for bounds in open_pairs for bound in bounds)

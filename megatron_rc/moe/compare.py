@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_rc import reference
-from megatron_rc.backend import use_triton
-from megatron_rc.reference import RouteComparison
+from megatron_rc.fused import backend_module
+from megatron_rc.reference.routes import RouteComparison
 
 _CHUNK_IDS = 2**19
 """Expert ids looked at in detail at a time; bounds the memory of everything computed from them."""
@@ -47,12 +46,8 @@ def compare_routes(a: Tensor, b: Tensor, mask: Tensor | None = None, *, backend:
     check_routes("b", b)
     if a.shape != b.shape:
         raise ValueError(f"a and b must have the same shape, got {tuple(a.shape)} and {tuple(b.shape)}")
-    if use_triton(backend, a=a, b=b, mask=mask):
-        # triton is not installed everywhere
-        from megatron_rc.kernels.compare_routes import compare_routes_fwd
-
-        return RouteComparison(*compare_routes_fwd(a, b, mask))
-    return reference.compare_routes(a, b, mask)
+    compared: RouteComparison = backend_module("routes", backend, a=a, b=b, mask=mask).compare_routes(a, b, mask)
+    return compared
 
 
 def chunks(ids: Tensor) -> Iterator[slice]:

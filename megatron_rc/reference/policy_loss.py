@@ -2,86 +2,111 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_rc.reference.softmax import compute_dtype
+from megatron_rc.config import Surrogate
+from megatron_rc.reference.rows import compute_dtype
 
 
-def policy_loss(
-    current: Tensor,
-    old: Tensor | None,
-    advantages: Tensor,
-    weights: Tensor,
-    mask: Tensor,
-    scale: Tensor,
-    reference_logprobs: Tensor | None,
-    entropy: Tensor | None,
-    *,
-    surrogate: Literal["ppo", "reinforce"],
-    clip_lower: float,
-    clip_upper: float,
-    dual_clip: float | None,
-    kl_coef: float,
-    entropy_coef: float,
-    log_ratio_bound: float,
-) -> tuple[Tensor, Tensor]:
+class LossInputs(NamedTuple):
+    """The tensors of one micro-batch; log-probs and entropy in nats, of any float dtype."""
+
+    current: Tensor
+    """[N] or [B, T]; with entropy the only one that has a gradient."""
+    old: Tensor | None
+    """The same shape; None for the value of current."""
+    advantages: Tensor
+    """The same shape, or [B] for [B, T]."""
+    weights: Tensor
+    """The same shape."""
+    mask: Tensor
+    """The same shape, bool: tokens that count in the policy-gradient term."""
+    scale: Tensor
+    """The same shape; 0 where a token does not count at all."""
+    reference_logprobs: Tensor | None
+    """The same shape."""
+    entropy: Tensor | None
+    """The same shape."""
+
+    def named(self) -> dict[str, Tensor | None]:
+        """By the names that errors give them, those of the arguments of `megatron_rc.policy_loss`."""
+        return {
+            "current_logprobs": self.current,
+            "old_logprobs": self.old,
+            "advantages": self.advantages,
+            "corrected.weights": self.weights,
+            "corrected.mask": self.mask,
+            "scale": self.scale,
+            "reference_logprobs": self.reference_logprobs,
+            "entropy": self.entropy,
+        }
+
+
+class LossSettings(NamedTuple):
+    """The numbers of the loss, as arguments of `megatron_rc.policy_loss`."""
+
+    surrogate: Surrogate
+    clip_lower: float
+    clip_upper: float
+    dual_clip: float | None
+    kl_coef: float
+    entropy_coef: float
+    log_ratio_bound: float
+
+
+def policy_loss(inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, Tensor]:
     """sum_t scale_t [mask_t w_t L_t + kl_coef K_t - entropy_coef H_t], as `megatron_rc.policy_loss` explains it.
-
-    Args:
-        current: [N] or [B, T], any float dtype, nats; with entropy the only one that has a gradient.
-        old: the same shape, or None for the value of current.
-        advantages: the same shape, or [B] for [B, T].
-        weights, mask, scale, reference_logprobs, entropy: the same shape; mask is bool.
 
     Returns:
         The loss, 0-d, fp32 (fp64 for fp64 log-probs); and [2 M] fp64, the totals of M metrics, then what divides each:
         loss, policy_loss, kl_ref (with reference_logprobs), entropy (when given) over the sum of scale; for ppo
         clip_high, clip_low, dual_clip (when set) over the number of kept tokens.
     """
-    current = current.to(compute_dtype(current))
-    detached, advantages, weights, scale = (t.detach() for t in (current, advantages, weights, scale))
-    old = detached if old is None else old.detach()
+    current = inputs.current.to(compute_dtype(inputs.current))
+    detached, advantages, weights, scale = (
+        tensor.detach() for tensor in (current, inputs.advantages, inputs.weights, inputs.scale)
+    )
+    old = detached if inputs.old is None else inputs.old.detach()
     advantages = advantages[:, None] if advantages.dim() < current.dim() else advantages
     counts = scale != 0
     usable = counts & old.isfinite() & (detached != -torch.inf)
-    kept = usable & mask
+    kept = usable & inputs.mask
     # where comes before every function of a log-prob: what is dropped has a gradient of exactly 0, NaN or not
     log_ratio = current - old
     clipped: list[Tensor] = []
-    if surrogate == "ppo":
-        ratio = torch.where(kept, log_ratio, 0).clamp(max=log_ratio_bound).exp()
-        effective, clipped = _clipped_ratio(ratio, advantages, clip_lower, clip_upper, dual_clip)
+    if settings.surrogate == "ppo":
+        ratio = torch.where(kept, log_ratio, 0).clamp(max=settings.log_ratio_bound).exp()
+        effective, clipped = _clipped_ratio(ratio, advantages, settings)
         per_token = -advantages * effective
     else:
         per_token = -advantages * torch.where(kept, current, 0)
     loss = (scale * torch.where(kept, weights * per_token, 0)).sum()
     terms = [loss]
-    if reference_logprobs is not None:
-        distance = torch.where(usable, reference_logprobs.detach() - current, 0)
-        distance = distance.clamp(-log_ratio_bound, log_ratio_bound)
-        ratio = torch.where(usable, log_ratio, 0).clamp(max=log_ratio_bound).exp()
+    if inputs.reference_logprobs is not None:
+        distance = torch.where(usable, inputs.reference_logprobs.detach() - current, 0)
+        distance = distance.clamp(-settings.log_ratio_bound, settings.log_ratio_bound)
+        ratio = torch.where(usable, log_ratio, 0).clamp(max=settings.log_ratio_bound).exp()
         terms.append((scale * torch.where(usable, ratio * (distance.expm1() - distance), 0)).sum())
-        loss = loss + kl_coef * terms[-1]
-    if entropy is not None:
-        terms.append((scale * torch.where(counts, entropy.to(compute_dtype(entropy)), 0)).sum())
-        loss = loss - entropy_coef * terms[-1]
+        loss = loss + settings.kl_coef * terms[-1]
+    if inputs.entropy is not None:
+        terms.append((scale * torch.where(counts, inputs.entropy.to(compute_dtype(inputs.entropy)), 0)).sum())
+        loss = loss - settings.entropy_coef * terms[-1]
     with torch.no_grad():
         totals = [loss, *terms, *((where & kept).sum() for where in clipped)]
         divisors = [scale.double().sum()] * (1 + len(terms)) + [kept.sum()] * len(clipped)
         return loss, torch.stack(totals + divisors).double()
 
 
-def _clipped_ratio(
-    ratio: Tensor, advantages: Tensor, clip_lower: float, clip_upper: float, dual_clip: float | None
-) -> tuple[Tensor, list[Tensor]]:
+def _clipped_ratio(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> tuple[Tensor, list[Tensor]]:
     """The ratio as it enters -A r, constant where it is cut off, and where that is."""
     good, bad = advantages > 0, advantages < 0
-    cuts = [(good & (ratio > 1 + clip_upper), 1 + clip_upper), (bad & (ratio < 1 - clip_lower), 1 - clip_lower)]
-    if dual_clip is not None:
-        cuts.append((bad & (ratio > dual_clip), dual_clip))
+    highest, lowest = 1 + settings.clip_upper, 1 - settings.clip_lower
+    cuts = [(good & (ratio > highest), highest), (bad & (ratio < lowest), lowest)]
+    if settings.dual_clip is not None:
+        cuts.append((bad & (ratio > settings.dual_clip), settings.dual_clip))
     effective = ratio
     for where, limit in cuts:
         effective = torch.where(where, limit, effective)

@@ -1,7 +1,8 @@
-"""Log-probs, entropy and their gradient from the logits of one vocabulary shard."""
+"""Softmax statistics, log-probs, entropy and gradient of every row of a vocabulary shard, in plain PyTorch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -9,24 +10,49 @@ from torch import Tensor
 
 from megatron_rc.reference.segments import segment_reduce
 
+_CHUNK_ELEMENTS = 2**22
+"""Logits turned to fp32 at a time: 16 MiB a temporary, whatever the number of rows."""
 _BLOCK = 1024
 _FLOOR = -1000.0
 """exp(-1000) is 0 in fp32 and fp64, so this floor under exponents only keeps 0 * (-inf) from being NaN."""
 
 
-class MergedStatistics(NamedTuple):
-    """Softmax of a row over all shards: log p_j = z_j - maximum - log_sum. All [N]."""
+class Rows(NamedTuple):
+    """The arguments of the softmax of every row, besides the logits [N, V_local] or [B, T, V_local] themselves."""
 
+    targets: Tensor
+    """[N] or [B, T] int64 or int32, global ids."""
+    temperature: float | Tensor
+    """A number, or one per row in the shape of targets."""
+    mask: Tensor | None
+    """In the shape of targets, any dtype; a row with 0 does not count."""
+    ids: Tensor | None
+    """[K] kept ids, or None: all ids."""
+    offsets: Tensor | None
+    """[N + 1], where the kept ids of each row start."""
+    start: int
+    """Global id of the first local column."""
+    num_valid: int
+    """Number of local columns that exist; the columns after them are padding."""
+
+
+class Merged(NamedTuple):
+    """Softmax of every row over all shards, log p_j = z_j - maximum - log_sum: fp32, or fp64 for fp64 logits."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
     maximum: Tensor
     """max z; 0 where every z is -inf."""
     log_sum: Tensor
     """log sum e^(z - maximum); 0 where every z is -inf."""
-    logprobs: Tensor
-    entropy: Tensor
+
+    def view(self, shape: torch.Size) -> Merged:
+        entropy = None if self.entropy is None else self.entropy.view(shape)
+        return Merged(self.logprobs.view(shape), entropy, self.maximum.view(shape), self.log_sum.view(shape))
 
 
 class Upstream(NamedTuple):
-    """What the gradient of a row needs besides its logits. All [N] (or [K], one per kept id)."""
+    """What the gradient of a row needs besides its logits. Every tensor is [N], or [K]: one per kept id."""
 
     maximum: Tensor
     log_sum: Tensor
@@ -36,9 +62,55 @@ class Upstream(NamedTuple):
 
     def select(self, rows: slice | Tensor | tuple[slice, None]) -> Upstream:
         grad_entropy = None if self.grad_entropy is None else self.grad_entropy[rows]
-        return Upstream(
-            self.maximum[rows], self.log_sum[rows], self.entropy[rows], self.grad_logprobs[rows], grad_entropy
-        )
+        maximum, log_sum, entropy, grad_logprobs = (value[rows] for value in self[:4])
+        return Upstream(maximum, log_sum, entropy, grad_logprobs, grad_entropy)
+
+
+def shard_statistics(logits: Tensor, rows: Rows, *, with_entropy: bool) -> Tensor:
+    """The four statistics [4, N] of this shard, as row_statistics gives them."""
+    if rows.ids is not None:
+        return _KeptIds.of(logits, rows).statistics(logits, with_entropy)
+    targets, temperature = _local_targets(rows), _temperature(logits, rows)
+    parts = [
+        row_statistics(chunk, targets[span], _of_rows(temperature, span), rows.num_valid, with_entropy=with_entropy)
+        for span, chunk in _row_chunks(logits)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def merge_shards(gathered: Tensor, rows: Rows, *, with_entropy: bool) -> Merged:
+    """Softmax of every row from the statistics [R, 4, N] of all shards; logprob and entropy are 0 where the mask is."""
+    logprobs, entropy, maximum, log_sum = merge_statistics(gathered)
+    assert entropy is not None
+    if rows.mask is not None:
+        kept = rows.mask.reshape(-1) != 0
+        logprobs, entropy = torch.where(kept, logprobs, 0), torch.where(kept, entropy, 0)
+    return Merged(logprobs, entropy, maximum, log_sum).view(rows.targets.shape)
+
+
+def merge_one_shard(logits: Tensor, rows: Rows, *, with_entropy: bool) -> Merged:
+    """shard_statistics and merge_shards in one, for logits that hold the whole vocabulary."""
+    statistics = shard_statistics(logits, rows, with_entropy=with_entropy)
+    return merge_shards(statistics[None], rows, with_entropy=with_entropy)
+
+
+def write_gradient(
+    out: Tensor,
+    logits: Tensor,
+    rows: Rows,
+    merged: Merged,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> None:
+    """Write the gradient of the logits to out, which may be the logits."""
+    upstream = _upstream(rows, merged, grad_logprobs, grad_entropy)
+    if rows.ids is not None:
+        _KeptIds.of(logits, rows).write_gradient(out, logits, upstream)
+        return
+    targets, temperature = _local_targets(rows), _temperature(logits, rows)
+    for (span, chunk), (_, target) in zip(_row_chunks(logits), _row_chunks(out), strict=True):
+        local = _of_rows(temperature, span)
+        target.copy_(row_gradient(chunk, targets[span], upstream.select(span), local, rows.num_valid))
 
 
 def compute_dtype(values: Tensor) -> torch.dtype:
@@ -80,7 +152,7 @@ def row_statistics(
     return torch.stack([maximum, sum_exp, shifted, target])
 
 
-def merge_statistics(statistics: Tensor) -> MergedStatistics:
+def merge_statistics(statistics: Tensor) -> Merged:
     """Join the shards' statistics, in rank order: the same bits wherever it is computed.
 
     With M = max_r m_r and a_r = e^(m_r - M): S = sum_r a_r s_r, U = sum_r a_r (u_r + (m_r - M) s_r),
@@ -97,7 +169,7 @@ def merge_statistics(statistics: Tensor) -> MergedStatistics:
     total_shifted = _sum_in_order(scale * (shifted + below * sums))
     total = torch.where(total == 0, 1, total)
     log_sum = total.log()
-    return MergedStatistics(maximum, log_sum, targets.amax(0) - maximum - log_sum, log_sum - total_shifted / total)
+    return Merged(targets.amax(0) - maximum - log_sum, log_sum - total_shifted / total, maximum, log_sum)
 
 
 def row_gradient(
@@ -196,3 +268,83 @@ def _sum_in_order(parts: Tensor) -> Tensor:
     for part in parts[1:]:
         total = total + part
     return total
+
+
+class _KeptIds(NamedTuple):
+    positions: tuple[Tensor, ...]
+    """Where each kept id lies in logits, one [K] int64 tensor a dimension; column 0 for ids of other shards."""
+    row: Tensor
+    offsets: Tensor
+    here: Tensor
+    """[K] bool, the id lies in this shard."""
+    is_target: Tensor
+    temperature: float | Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, rows: Rows) -> _KeptIds:
+        assert rows.ids is not None and rows.offsets is not None
+        ids, offsets, targets = rows.ids.long() - rows.start, rows.offsets.long(), _local_targets(rows)
+        numbers = torch.arange(targets.shape[0], device=ids.device)
+        row = numbers.repeat_interleave(offsets.diff(), output_size=ids.shape[0])
+        here = (ids >= 0) & (ids < rows.num_valid)
+        where = (row,) if logits.dim() == 2 else (row // logits.shape[1], row % logits.shape[1])
+        positions = (*where, torch.where(here, ids, 0))
+        temperature = _of_rows(_temperature(logits, rows), row)
+        return cls(positions, row, offsets, here, here & (ids == targets[row]), temperature)
+
+    def _values(self, logits: Tensor) -> Tensor:
+        values = logits[self.positions].to(compute_dtype(logits)) / self.temperature
+        return torch.where(self.here, values, -torch.inf)
+
+    def statistics(self, logits: Tensor, with_entropy: bool) -> Tensor:
+        return support_statistics(
+            self._values(logits), self.is_target, self.row, self.offsets, with_entropy=with_entropy
+        )
+
+    def write_gradient(self, out: Tensor, logits: Tensor, upstream: Upstream) -> None:
+        gradient = support_gradient(self._values(logits), self.is_target, upstream.select(self.row), self.temperature)
+        out.zero_()
+        # accumulating, because ids of other shards add 0 to column 0, which may be a kept id
+        out.index_put_(self.positions, torch.where(self.here, gradient, 0).to(out.dtype), accumulate=True)
+
+
+def _upstream(rows: Rows, merged: Merged, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Upstream:
+    """The upstream gradients that count, flat: 0 where the mask is, and where a logprob is -inf."""
+    assert merged.entropy is not None
+    logprobs = merged.logprobs.reshape(-1)
+    kept = None if rows.mask is None else rows.mask.reshape(-1) != 0
+    differentiable = logprobs != -torch.inf
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros_like(logprobs)
+    else:
+        differentiable = differentiable if kept is None else differentiable & kept
+        grad_logprobs = torch.where(differentiable, grad_logprobs.reshape(-1), 0)
+    if grad_entropy is not None:
+        grad_entropy = grad_entropy.reshape(-1)
+        grad_entropy = grad_entropy if kept is None else torch.where(kept, grad_entropy, 0)
+    maximum, log_sum, entropy = (x.reshape(-1) for x in (merged.maximum, merged.log_sum, merged.entropy))
+    return Upstream(maximum, log_sum, entropy, grad_logprobs, grad_entropy)
+
+
+def _local_targets(rows: Rows) -> Tensor:
+    return rows.targets.reshape(-1).long() - rows.start
+
+
+def _temperature(logits: Tensor, rows: Rows) -> float | Tensor:
+    if isinstance(rows.temperature, Tensor):
+        return rows.temperature.reshape(-1).to(compute_dtype(logits))
+    return float(rows.temperature)
+
+
+def _of_rows(temperature: float | Tensor, rows: slice | Tensor) -> float | Tensor:
+    return temperature[rows] if isinstance(temperature, Tensor) else temperature
+
+
+def _row_chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their [n, V_local] logits), without a copy whatever the strides are."""
+    rows = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
+    first = 0
+    for page in logits.unbind(0) if logits.dim() == 3 else (logits,):
+        for chunk in page.split(rows):
+            yield slice(first, first + chunk.shape[0]), chunk
+            first += chunk.shape[0]

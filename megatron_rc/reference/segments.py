@@ -15,3 +15,17 @@ def segment_reduce(values: Tensor, reduce: str, offsets: Tensor) -> Tensor:
 def unit_sums(columns: Tensor, offsets: Tensor) -> Tensor:
     """[k, U] sums of columns [k, N] over every unit, each with its own accumulator of the columns' dtype."""
     return torch.segment_reduce(columns, "sum", offsets=offsets.expand(len(columns), -1), axis=1, unsafe=True)
+
+
+def segments(
+    loss_tokens: Tensor, offsets: Tensor, segment_ids: Tensor | None, num_segments: int | None
+) -> tuple[Tensor, int]:
+    """Ascending segment id of every row, and a bound of their number that is known without asking the device."""
+    if segment_ids is None or num_segments is None:
+        starts = torch.zeros(len(loss_tokens) + 1, dtype=torch.bool, device=loss_tokens.device)
+        starts = starts.index_fill(0, offsets.long(), True)[:-1]
+        begins = loss_tokens & (starts | ~loss_tokens.roll(1))
+        # of n tokens at most (n + 1) / 2 start a run
+        return (begins.cumsum(0) - 1).clamp(min=0), (len(loss_tokens) + len(offsets)) // 2 + 1
+    # rows outside a turn, padding for one, may carry any id: they take that of the turn before
+    return torch.where(loss_tokens, segment_ids.reshape(-1), 0).cummax(0).values, num_segments

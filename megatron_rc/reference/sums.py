@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc import reference
-from megatron_rc.reference import LogRatio
+from megatron_rc.collectives import pool_units
+from megatron_rc.reference.log_ratio import LogRatio
+from megatron_rc.reference.segments import unit_sums
 
 _LARGEST_LOG = 80.0
 """Log-perplexities are clamped to this before exp; no vocabulary has a perplexity near e^80."""
 
 
 class Statistics(NamedTuple):
-    """Named 0-d tensors."""
+    """Sufficient statistics of the metrics of one call."""
+
+    sums: tuple[str, ...]
+    maxima: tuple[str, ...]
+    minima: tuple[str, ...]
+    vector: Tensor
+    """[K] fp64: the sums of these names, then the maxima, then the minima."""
+
+
+class Parts(NamedTuple):
+    """Statistics under construction: named 0-d tensors of any dtype."""
 
     sums: dict[str, Tensor]
     maxima: dict[str, Tensor]
     minima: dict[str, Tensor]
 
-    def __or__(self, other: Statistics) -> Statistics:
-        return Statistics(*(mine | theirs for mine, theirs in zip(self, other, strict=True)))
+    def __or__(self, other: Parts) -> Parts:
+        return Parts(*(mine | theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def joined(self) -> Statistics:
+        vector = torch.stack([value for part in self for value in part.values()]).double()
+        return Statistics(tuple(self.sums), tuple(self.maxima), tuple(self.minima), vector)
 
 
-def token_statistics(ratio: LogRatio, bound: float) -> Statistics:
+def token_statistics(ratio: LogRatio, bound: float) -> Parts:
     """Over valid tokens: sums of rho, p = pi, q = mu, dev = rho - 1, l, of squares and products; extremes of rho."""
     far = ratio.value.abs()
     sums = {"beyond_2": (far > math.log(2)).count_nonzero(), "clamped": (far > bound).count_nonzero()}
@@ -46,12 +61,12 @@ def token_statistics(ratio: LogRatio, bound: float) -> Statistics:
     smallest = least(torch.where(ratio.valid, rho, rho.new_full((), torch.inf)))
     extremes = {"rho_max": largest(rho)}, {"rho_min": smallest}
     sums |= zip(map(square_of, names), table.square_().sum(1), strict=True)
-    return Statistics(sums, *extremes)
+    return Parts(sums, *extremes)
 
 
-def token_counts(ratio: LogRatio) -> Statistics:
+def token_counts(ratio: LogRatio) -> Parts:
     """What `sequence_statistics` counts when there are sequences."""
-    return Statistics({"tokens": ratio.valid.sum(), "loss_tokens": ratio.loss_mask.sum()}, {}, {})
+    return Parts({"tokens": ratio.valid.sum(), "loss_tokens": ratio.loss_mask.sum()}, {}, {})
 
 
 class Units(NamedTuple):
@@ -72,13 +87,13 @@ class Units(NamedTuple):
 
     @classmethod
     def of(cls, sums: Tensor) -> Units:
-        """From [4, U] of `reference.log_ratio_sums`."""
+        """From the [4, U] that log_ratio_sums returns."""
         divisor = sums[2].clamp(min=1)
         mean, mean_rollout = (sums[:2] / divisor).unbind()
         return cls(sums[0], mean, mean_rollout, sums[2], sums[3], divisor, sums[2] < sums[3])
 
 
-class Outcome(NamedTuple):
+class TokenOutcome(NamedTuple):
     """What the final weights come to in every sequence, complete over context-parallel ranks. [S], fp64."""
 
     weight: Tensor
@@ -95,7 +110,7 @@ class Outcome(NamedTuple):
     largest: Tensor
 
     @classmethod
-    def of_sequences(cls, value: Tensor | None, keep: Tensor | None, sequences: Units) -> Outcome:
+    def of_sequences(cls, value: Tensor | None, keep: Tensor | None, sequences: Units) -> TokenOutcome:
         """Where all tokens of a sequence share weight [S] (None: 1) and fate [S] bool (None: kept)."""
         kept = sequences.tokens if keep is None else sequences.tokens * keep
         each = torch.ones_like(kept) if value is None else value
@@ -111,11 +126,11 @@ class Outcome(NamedTuple):
         judged: Mapping[str, Tensor],
         offsets: Tensor,
         cp_group: dist.ProcessGroup | None,
-    ) -> Outcome:
+    ) -> TokenOutcome:
         """From weights and mask [N], and tokens [N] outside a bound."""
         exact = weights.double()
         counts = torch.stack([mask, *judged.values()]).float()
-        local = [reference.unit_sums(table, offsets) for table in (torch.stack([exact, exact.square()]), counts)]
+        local = [unit_sums(table, offsets) for table in (torch.stack([exact, exact.square()]), counts)]
         ((weight, square), (kept, *outside)), _ = pool_units(local, [], cp_group)
         smallest = least(torch.where(mask, weights, weights.new_full((), torch.inf)))
         judged_tokens = dict(zip(judged, outside, strict=True))
@@ -129,7 +144,7 @@ class Outcome(NamedTuple):
         total, kept = totals.unbind()
         return torch.where(total > 0, kept / total, torch.ones_like(total))
 
-    def scaled(self, scale: Tensor) -> Outcome:
+    def scaled(self, scale: Tensor) -> TokenOutcome:
         weight, square = self.weight * scale, self.square * scale.square()
         return self._replace(weight=weight, square=square, smallest=self.smallest * scale, largest=self.largest * scale)
 
@@ -155,8 +170,8 @@ def gap_rows(sequences: Units, bound: float) -> dict[str, Tensor]:
 
 
 def sequence_statistics(
-    sequences: Units, outcome: Outcome | None, judged: Mapping[str, Tensor], bound: float, counts: bool
-) -> Statistics:
+    sequences: Units, outcome: TokenOutcome | None, judged: Mapping[str, Tensor], bound: float, counts: bool
+) -> Parts:
     """Sums and sums of squares over whole sequences, token counts over all of them, extremes of rho(y).
 
     Args:
@@ -187,7 +202,7 @@ def sequence_statistics(
     # a quotient by False is inf
     extremes[0]["seq_rho_max"], extremes[1]["seq_rho_min"] = largest(table[0]), least(rows["seq_rho"] / whole)
     sums |= zip((square_of(name) for name in (*rows, "sequences")), table.square_().sum(1), strict=True)
-    return Statistics(sums, *extremes)
+    return Parts(sums, *extremes)
 
 
 def square_of(name: str) -> str:
@@ -203,38 +218,3 @@ def largest(values: Tensor) -> Tensor:
 def least(values: Tensor) -> Tensor:
     """min, or inf of nothing."""
     return values.amin() if values.numel() else values.new_full((), torch.inf)
-
-
-def pool_units(
-    sums: Sequence[Tensor], maxima: Sequence[Tensor], group: dist.ProcessGroup | None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Complete per-unit sums and maxima over the context-parallel group: one all-gather, merged in rank order."""
-    local = [*sums, *maxima]
-    if group is None or dist.get_world_size(group) == 1 or not local:
-        return list(sums), list(maxima)
-    flat = torch.cat([part.reshape(-1) for part in local])
-    gathered = flat.new_empty(dist.get_world_size(group) * len(flat))
-    dist.all_gather_into_tensor(gathered, flat, group=group)
-    parts = gathered.view(-1, len(flat)).split([part.numel() for part in local], dim=1)
-    merged = [part.sum(0) for part in parts[: len(sums)]] + [part.amax(0) for part in parts[len(sums) :]]
-    shaped = [whole.view_as(part) for whole, part in zip(merged, local, strict=True)]
-    return shaped[: len(sums)], shaped[len(sums) :]
-
-
-def is_first_rank(group: dist.ProcessGroup | None) -> bool:
-    """Whether this rank's copy of what all ranks of the group know is the one that counts."""
-    return group is None or dist.get_rank(group) == 0
-
-
-def segments(
-    loss_tokens: Tensor, offsets: Tensor, segment_ids: Tensor | None, num_segments: int | None
-) -> tuple[Tensor, int]:
-    """Ascending segment id of every row, and a bound of their number that is known without asking the device."""
-    if segment_ids is None or num_segments is None:
-        starts = torch.zeros(len(loss_tokens) + 1, dtype=torch.bool, device=loss_tokens.device)
-        starts = starts.index_fill(0, offsets.long(), True)[:-1]
-        begins = loss_tokens & (starts | ~loss_tokens.roll(1))
-        # of n tokens at most (n + 1) / 2 start a run
-        return (begins.cumsum(0) - 1).clamp(min=0), (len(loss_tokens) + len(offsets)) // 2 + 1
-    # rows outside a turn, padding for one, may carry any id: they take that of the turn before
-    return torch.where(loss_tokens, segment_ids.reshape(-1), 0).cummax(0).values, num_segments

@@ -11,8 +11,7 @@ from operations import OperationCount
 
 from megatron_rc.backend import set_debug_checks
 from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import correct
-from megatron_rc.metrics import pair_metrics
+from megatron_rc.correction import correct, pair_metrics
 
 SEQ_MIS_AND_GEO_MASK = RolloutCorrection(PRESETS["seq-mis"].correction.weight, PRESETS["geo-mask"].correction.reject)
 EVERYTHING = RolloutCorrection(

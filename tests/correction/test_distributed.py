@@ -13,9 +13,8 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch, segments
 from megatron_rc.config import Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import correct
+from megatron_rc.correction import correct, pair_metrics
 from megatron_rc.engine import SamplingParams
-from megatron_rc.metrics import pair_metrics
 
 LENGTHS = (7, 0, 30, 5, 1, 16, 9)
 # uneven; of three data-parallel ranks one holds nothing

@@ -11,8 +11,8 @@ import torch
 from correction_book import by_the_book, case
 
 from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import correct
-from megatron_rc.metrics import METRICS, SHARES, MetricSums, pair_metrics
+from megatron_rc.correction import correct, pair_metrics
+from megatron_rc.metrics import METRICS, SHARES, MetricSums
 
 
 def pair(log_ratios: list[float], lengths: list[int] | None = None, rollout: float = -1.0) -> dict[str, float]:

@@ -23,8 +23,7 @@ from kernel_correction_data import (
 )
 
 from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import Corrected, correct
-from megatron_rc.metrics import pair_metrics
+from megatron_rc.correction import Corrected, correct, pair_metrics
 
 # of rows without a loss, which hold anything
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered")]

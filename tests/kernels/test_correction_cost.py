@@ -15,9 +15,8 @@ from traffic import counted_traffic
 
 from megatron_rc.backend import set_debug_checks
 from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import correct
+from megatron_rc.correction import correct, pair_metrics
 from megatron_rc.kernels.chunks import locate_chunk
-from megatron_rc.metrics import pair_metrics
 
 # of rows without a loss, which hold anything
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered")]

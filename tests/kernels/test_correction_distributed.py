@@ -23,8 +23,7 @@ from test_distributed import (
 
 from megatron_rc.backend import set_debug_checks
 from megatron_rc.config import RolloutCorrection, Weight
-from megatron_rc.correction import correct
-from megatron_rc.metrics import pair_metrics
+from megatron_rc.correction import correct, pair_metrics
 
 pytestmark = pytest.mark.interpreter
 

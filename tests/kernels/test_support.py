@@ -14,11 +14,11 @@ from support_rows import Rows, assert_equals_truth, by_kernels, case, merged_sta
 from torch import Tensor
 from traffic import Traffic, counted_traffic
 
-from megatron_rc import reference
 from megatron_rc.batch import Support
 from megatron_rc.kernels.launch import LAUNCH
 from megatron_rc.kernels.support_gradient import support_gradient_bwd
 from megatron_rc.kernels.support_statistics import support_statistics_fwd
+from megatron_rc.reference.rows import support_statistics
 
 # of NumPy, where the interpreter computes with NaN and infinity
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
@@ -225,7 +225,7 @@ def test_statistics_are_those_of_the_reference() -> None:
         rows.logits, rows.targets, *rows.support, 0.7, rows.mask, start=0, num_valid=90, with_entropy=True, merged=False
     )
     number = torch.arange(4).repeat_interleave(rows.support.offsets.diff())
-    expected = reference.support_statistics(
+    expected = support_statistics(
         rows.logits.double()[number, rows.support.ids] / 0.7,
         rows.support.ids == rows.targets[number],
         number,

@@ -10,9 +10,9 @@ from logprobs_truth import INF, logprobs_of, random_logits, random_support, unch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rc import row_backends as module
 from megatron_rc.batch import Support
 from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.reference import rows as module
 
 ZEROS = torch.zeros(5, dtype=torch.int64)
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from megatron_rc.batch import Support
 from megatron_rc.config import Rejection, RolloutCorrection, Weight
 from megatron_rc.correction import correct
+from megatron_rc.fused import backend_module
 from megatron_rc.logprobs import vocab_parallel_logprobs
 from megatron_rc.loss import loss_scale, policy_loss
 from megatron_rc.metrics import MetricSums
-from megatron_rc.reference.routes import RouteComparison, compare_routes
-from megatron_rc.row_backends import Rows, TorchRows, TritonRows
+from megatron_rc.reference.routes import RouteComparison
+from megatron_rc.reference.rows import Rows
 
 
 class Size(NamedTuple):
@@ -122,20 +123,13 @@ def loss(correction: RolloutCorrection, *, old: bool, every_term: bool, **option
     return call
 
 
-def compare_with_kernels(a: Tensor, b: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
-    # imported late, as the library does: whoever captures launches imports the kernels before
-    from megatron_rc.kernels.compare_routes import compare_routes_fwd
-
-    return compare_routes_fwd(a, b, mask)
-
-
 def routes(a_dtype: torch.dtype, b_dtype: torch.dtype, *, masked: bool) -> Call:
     def call(backend: str, size: Size) -> Answer:
         generator, tokens = _generator(), sum(size.lengths)
         a = torch.rand(tokens, 5, 16, generator=generator).argsort()[..., :8].to(a_dtype)
         b = torch.where(torch.rand(a.shape, generator=generator) < 0.1, -1, a).to(b_dtype)
         mask = torch.arange(tokens) % 3 != 0 if masked else None
-        compared = compare_routes(a, b, mask) if backend == "torch" else compare_with_kernels(a, b, mask)
+        compared = backend_module("routes", backend).compare_routes(a, b, mask)
         return Answer(dict(zip(RouteComparison._fields, compared, strict=True)))
 
     return call
@@ -152,13 +146,13 @@ def shards(*, kept: bool) -> Call:
         ids = torch.stack([torch.randperm(40, generator=generator)[:9] for _ in range(n)]).flatten() if kept else None
         offsets = torch.arange(n + 1) * 9 if kept else None
         temperature, mask = torch.rand(n, generator=generator) + 0.5, torch.arange(n) % 5 != 2
-        rows = TritonRows() if backend == "triton" else TorchRows()
+        rows = backend_module("rows", backend)
         parts = [
             (logits[:, a:b], Rows(targets, temperature, mask, ids, offsets, a, b - a))
             for a, b in itertools.pairwise([0, width // 4, width // 2, width])
         ]
-        statistics = [rows.statistics(*part, with_entropy=True) for part in parts]
-        merged = rows.merge(torch.stack(statistics), parts[0][1], with_entropy=True)
+        statistics = [rows.shard_statistics(*part, with_entropy=True) for part in parts]
+        merged = rows.merge_shards(torch.stack(statistics), parts[0][1], with_entropy=True)
         shard, of_shard = parts[0]
         gradient = torch.empty(shard.shape, dtype=shard.dtype)
         upstream = torch.randn(2, n, generator=generator)

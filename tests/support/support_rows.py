@@ -10,11 +10,11 @@ import torch
 from logprobs_truth import INF, random_logits, truth, unchecked
 from torch import Tensor
 
-from megatron_rc import reference
 from megatron_rc.batch import Support
 from megatron_rc.kernels.support_gradient import support_gradient_bwd
 from megatron_rc.kernels.support_statistics import support_statistics_fwd
 from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.reference.rows import merge_statistics
 
 
 @dataclass
@@ -69,7 +69,7 @@ def by_kernels(rows: Rows) -> Answer:
             support_statistics_fwd(logits, *where, **here, with_entropy=True, merged=False)
             for logits, here in shards(rows)
         ]
-        merged = reference.merge_statistics(torch.stack([part for part in parts if isinstance(part, Tensor)]))
+        merged = merge_statistics(torch.stack([part for part in parts if isinstance(part, Tensor)]))
         kept = torch.tensor(True) if rows.mask is None else rows.mask.reshape(-1) != 0
         logprobs, entropy = torch.where(kept, merged.logprobs, 0), torch.where(kept, merged.entropy, 0)
         maximum, log_sum = merged.maximum, merged.log_sum

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc import sums
+from megatron_rc.reference.segments import segments
 
 
 class Parallel(NamedTuple):
@@ -131,7 +131,7 @@ class Layout:
         masks = torch.cat([mask.bool() for mask in loss_masks])
         lengths = [len(mask) for mask in loss_masks]
         offsets = torch.tensor([0, *lengths], device=masks.device).cumsum(0)
-        ids, bound = sums.segments(masks, offsets, None, None)
+        ids, bound = segments(masks, offsets, None, None)
         return self.local(ids.split(lengths)), bound
 
     def joined(self, name: str, values: Sequence[Tensor] | None, remedy: str) -> Tensor:

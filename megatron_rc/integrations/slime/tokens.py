@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megatron_rc import reference
-from megatron_rc.bounds import shared_units
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
+from megatron_rc.inputs import Plan
 from megatron_rc.integrations.slime.layout import Layout, Parallel
+from megatron_rc.reference.log_ratio import log_ratio
 
 NO_ROLLOUT_LOGPROBS = (
     "the function of --custom-generate-function-path must set Sample.rollout_log_probs (the default one does)"
@@ -31,7 +31,7 @@ def correct_tokens(
     # every context-parallel rank runs the same micro-batches, as the host's own gathers in the loss need
     cp_group = ranks.cp_group if ranks.cp_size > 1 else None
     segment_ids, num_segments = None, None
-    if cp_group is not None and "segment" in shared_units(correction):
+    if cp_group is not None and "segment" in Plan.of(correction).units:
         segment_ids, num_segments = layout.segments(loss_masks)
     return correct(
         train_logprobs,
@@ -61,7 +61,7 @@ def token_metrics(
     the final weight, its square (ESS = mean^2 / mean of squares) and 1 where a token no longer counts. They are 0 at
     corrupt tokens, whose share is rc/nonfinite_share.
     """
-    ratio = reference.log_ratio(train_logprobs.detach(), rollout_logprobs, loss_mask)
+    ratio = log_ratio(train_logprobs.detach(), rollout_logprobs, loss_mask)
     bound = corrected.correction.log_ratio_bound
     ell = ratio.value.clamp(-bound, bound)
     return {

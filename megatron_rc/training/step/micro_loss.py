@@ -8,9 +8,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
-from megatron_rc.correction import Corrected, correct
+from megatron_rc.correction import Corrected, correct, pair_metrics
 from megatron_rc.loss import policy_loss
-from megatron_rc.metrics import MetricSums, pair_metrics
+from megatron_rc.metrics import MetricSums
 from megatron_rc.settings import LossSettings
 from megatron_rc.training.policy import MicroBatch
 

@@ -1,0 +1,35 @@
+"""Collectives over process groups, where a group of None means no communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def is_alone(group: dist.ProcessGroup | None) -> bool:
+    """Whether there is nobody to communicate with."""
+    return group is None or dist.get_world_size(group) == 1
+
+
+def is_first_rank(group: dist.ProcessGroup | None) -> bool:
+    """Whether this rank reports what all ranks of the group know."""
+    return group is None or dist.get_rank(group) == 0
+
+
+def pool_units(
+    sums: Sequence[Tensor], maxima: Sequence[Tensor], group: dist.ProcessGroup | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Complete per-unit sums and maxima over the context-parallel group: one all-gather, merged in rank order."""
+    local = [*sums, *maxima]
+    if is_alone(group) or not local:
+        return list(sums), list(maxima)
+    flat = torch.cat([part.reshape(-1) for part in local])
+    gathered = flat.new_empty(dist.get_world_size(group) * len(flat))
+    dist.all_gather_into_tensor(gathered, flat, group=group)
+    parts = gathered.view(-1, len(flat)).split([part.numel() for part in local], dim=1)
+    merged = [part.sum(0) for part in parts[: len(sums)]] + [part.amax(0) for part in parts[len(sums) :]]
+    shaped = [whole.view_as(part) for whole, part in zip(merged, local, strict=True)]
+    return shaped[: len(sums)], shaped[len(sums) :]

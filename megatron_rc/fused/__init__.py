@@ -1,0 +1,19 @@
+"""The mathematics on Triton kernels: every module drives them behind the functions of its twin in `reference`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from megatron_rc.backend import use_triton
+
+
+def backend_module(name: str, backend: str, **tensors: Tensor | None) -> Any:
+    """Module `name` of this folder where its kernels compute, else its twin in `reference`, as `use_triton` decides.
+
+    Only here are modules of this folder imported: triton is not installed everywhere.
+    """
+    folder = "fused" if use_triton(backend, **tensors) else "reference"
+    return import_module(f"megatron_rc.{folder}.{name}")

@@ -1,0 +1,232 @@
+"""`correct` and `pair_metrics` in plain PyTorch: columns per unit, bounded weights, gates, and what they come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rc.collectives import is_first_rank, pool_units
+from megatron_rc.inputs import Extras, GatePlan, Pair, Plan
+from megatron_rc.reference.log_ratio import (
+    LogRatio,
+    bounded_ratio,
+    gate_reduce,
+    gate_statistic,
+    log_ratio,
+    log_ratio_sums,
+    outside,
+)
+from megatron_rc.reference.segments import segments
+from megatron_rc.reference.sums import (
+    Statistics,
+    TokenOutcome,
+    Units,
+    sequence_statistics,
+    token_counts,
+    token_statistics,
+)
+
+
+def correct(
+    pair: Pair, extras: Extras, plan: Plan, dp_group: dist.ProcessGroup | None, cp_group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor, Statistics]:
+    """Weights [N], mask [N], bad_sequences [S] and statistics of `megatron_rc.correct`."""
+    offsets, ratio = pair.offsets, _log_ratio(pair)
+    tokens = token_statistics(ratio, plan.correction.log_ratio_bound)
+    batch = _Batch(plan, ratio)
+    batch.add_unit("sequence", offsets, torch.repeat_interleave(offsets.diff(), output_size=len(ratio.valid)))
+    if "segment" in plan.units:
+        ids, count = segments(ratio.loss_mask, offsets, extras.segment_ids, extras.num_segments)
+        edges = torch.arange(count + 1, device=ids.device, dtype=ids.dtype)
+        batch.add_unit("segment", torch.searchsorted(ids, edges), ids)
+    batch.add_extras(extras)
+    batch.add_columns()
+    batch.complete(cp_group)
+
+    weights, mask, outcome, judged = _decide(batch, cp_group)
+    if plan.correction.normalize == "batch":
+        scale = outcome.scale_to_mean_one(dp_group)
+        weights, outcome = weights * scale.to(weights.dtype), outcome.scaled(scale)
+    sequences, first = batch.units["sequence"], is_first_rank(cp_group)
+    whole = sequence_statistics(sequences, outcome, judged, plan.correction.log_ratio_bound, counts=first)
+    return weights, mask, sequences.corrupt, (tokens | whole).joined()
+
+
+def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup | None, sequences: bool) -> Statistics:
+    """Statistics of `megatron_rc.correction.pair_metrics`."""
+    ratio = _log_ratio(pair)
+    tokens = token_statistics(ratio, log_ratio_bound)
+    if not sequences:
+        return (tokens | token_counts(ratio)).joined()
+    (complete,), _ = pool_units([log_ratio_sums(ratio, pair.offsets)], [], cp_group)
+    first = is_first_rank(cp_group)
+    return (tokens | sequence_statistics(Units.of(complete), None, {}, log_ratio_bound, counts=first)).joined()
+
+
+def _log_ratio(pair: Pair) -> LogRatio:
+    train, rollout, mask = (tensor.reshape(-1) for tensor in pair[:3])
+    return log_ratio(train, rollout, mask.bool())
+
+
+class _Weights(NamedTuple):
+    """The bounded rho of every unit, before any gate."""
+
+    unit: str
+    value: Tensor | None
+    """fp32; None is 1."""
+    flags: list[_Flags]
+
+
+class _Flags(NamedTuple):
+    """The units beyond one bound: counted by a metric, and dropped when `drops`."""
+
+    name: str
+    unit: str
+    flags: Tensor
+    """bool, one per token, sequence or segment."""
+    drops: bool
+
+
+@dataclass
+class _Batch:
+    """The tensors of one call, flattened, and the per-unit columns that its decisions need."""
+
+    plan: Plan
+    ratio: LogRatio
+    offsets: dict[str, Tensor] = field(default_factory=dict)
+    """unit -> [U + 1]."""
+    of_token: dict[str, Tensor] = field(default_factory=dict)
+    """unit -> [N], which one a token belongs to."""
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    advantages: dict[str, Tensor] = field(default_factory=dict)
+    """unit -> one per token or one per sequence."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    units: dict[str, Units] = field(default_factory=dict)
+    """unit -> the columns that every call needs, once complete."""
+
+    def add_unit(self, unit: str, offsets: Tensor, of_token: Tensor) -> None:
+        self.offsets[unit], self.of_token[unit] = offsets, of_token
+        self.sums[unit] = log_ratio_sums(self.ratio, offsets)
+
+    def add_extras(self, extras: Extras) -> None:
+        self.statistics = {name: given.reshape(-1).double() for name, given in extras.statistics.items()}
+        if extras.advantages is None:
+            return
+        per_token = extras.advantages.reshape(-1)
+        if len(per_token) != len(self.ratio.valid):
+            self.advantages["sequence"] = extras.advantages
+            per_token = extras.advantages.index_select(0, self.of_token["sequence"])
+        self.advantages["token"] = per_token
+
+    def add_columns(self) -> None:
+        """Add what gates on sequences and segments compare, unless it is the sum or mean of l."""
+        valid = self.ratio.valid
+        for planned in self.plan.gates:
+            gate = planned.gate
+            if gate.level == "token":
+                continue
+            offsets = self.offsets[gate.level]
+            if not planned.reads_log_ratio_sums:
+                reduce = "sum" if gate.reduce == "mean" else gate.reduce
+                column = gate_reduce(self.statistic(gate.statistic), valid, reduce, offsets)
+                if reduce == "sum":
+                    self.sums[planned.name] = column
+                else:
+                    # a minimum travels as the maximum of the opposite
+                    self.maxima[planned.name] = column if reduce == "max" else -column
+            if gate.when == "negative_advantage" and gate.level not in self.advantages:
+                advantages = self.advantages["token"].double()
+                self.sums[f"advantage {gate.level}"] = gate_reduce(advantages, valid, "sum", offsets)
+
+    def complete(self, cp_group: dist.ProcessGroup | None) -> None:
+        added, largest = pool_units(list(self.sums.values()), list(self.maxima.values()), cp_group)
+        self.sums = dict(zip(self.sums, added, strict=True))
+        self.maxima = dict(zip(self.maxima, largest, strict=True))
+        self.units = {unit: Units.of(self.sums[unit]) for unit in self.offsets}
+
+    def log_value(self, unit: str, reduce: str) -> Tensor:
+        """l of a token; its sum or mean over a sequence or segment."""
+        if unit == "token":
+            return self.ratio.value
+        return self.units[unit].total if reduce == "sum" else self.units[unit].mean
+
+    def statistic(self, name: str) -> Tensor:
+        return self.statistics[name] if name in self.statistics else gate_statistic(name, self.ratio)
+
+    def to_tokens(self, unit: str, values: Tensor) -> Tensor:
+        return values if unit == "token" else values.index_select(0, self.of_token[unit])
+
+
+def _decide(
+    batch: _Batch, cp_group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, TokenOutcome, dict[str, Tensor]]:
+    """Weights and mask [N] before normalisation, what they come to, and sequences [S] outside bounds on sequences."""
+    weighted, ratio = _weights(batch), batch.ratio
+    gates = [_Flags(g.name, g.gate.level, _outside(batch, g), drops=True) for g in batch.plan.gates]
+    flags = weighted.flags + gates
+    keep = {unit: ~gone for unit, gone in _dropped(batch, flags).items()}
+    mask = ratio.valid
+    for unit, kept in keep.items():
+        mask = mask & batch.to_tokens(unit, kept)
+    if weighted.value is None:
+        weights = mask.to(ratio.value.dtype)
+    else:
+        weights = batch.to_tokens(weighted.unit, weighted.value) * mask
+    if batch.plan.units <= {"sequence"}:
+        outcome = TokenOutcome.of_sequences(weighted.value, keep.get("sequence"), batch.units["sequence"])
+    else:
+        judged = {f.name: batch.to_tokens(f.unit, f.flags) & ratio.valid for f in flags if f.unit != "sequence"}
+        outcome = TokenOutcome.of_tokens(weights, mask, judged, batch.offsets["sequence"], cp_group)
+    return weights, mask, outcome, {f.name: f.flags for f in flags if f.unit == "sequence"}
+
+
+def _outside(batch: _Batch, planned: GatePlan) -> Tensor:
+    """[units] bool: outside the bounds of the gate, and subject to it."""
+    gate = planned.gate
+    if gate.level == "token":
+        value = batch.statistic(gate.statistic)
+    elif planned.name in batch.maxima:
+        value = batch.maxima[planned.name] if gate.reduce == "max" else -batch.maxima[planned.name]
+    elif planned.name in batch.sums:
+        value = batch.sums[planned.name]
+        if gate.reduce == "mean":
+            value = value / batch.units[gate.level].divisor
+    else:
+        value = batch.log_value(gate.level, gate.reduce)
+    beyond = outside(value, planned.lower, planned.upper, batch.ratio.value.dtype)
+    if gate.when == "always":
+        return beyond
+    advantage = (
+        batch.advantages[gate.level] if gate.level in batch.advantages else batch.sums[f"advantage {gate.level}"]
+    )
+    return beyond & (advantage < 0)
+
+
+def _weights(batch: _Batch) -> _Weights:
+    planned = batch.plan.weight
+    if planned is None:
+        return _Weights("token", None, [])
+    weight, unit = planned.weight, planned.unit
+    log_value = batch.log_value(unit, planned.reduce).to(batch.ratio.value.dtype)
+    value = bounded_ratio(log_value, weight.lower, weight.upper, batch.plan.correction.log_ratio_bound)
+    flags = []
+    for bound in planned.bounds:
+        beyond = log_value < bound.log if bound.side == "lower" else log_value > bound.log
+        flags.append(_Flags(bound.name, unit, beyond, weight.mode == "mask"))
+    return _Weights(unit, value, flags)
+
+
+def _dropped(batch: _Batch, flags: list[_Flags]) -> dict[str, Tensor]:
+    """unit -> bool, one per unit."""
+    dropped: dict[str, Tensor] = {}
+    if batch.plan.drops_corrupt_sequences:
+        dropped["sequence"] = batch.units["sequence"].corrupt
+    for one in flags:
+        if one.drops:
+            dropped[one.unit] = dropped[one.unit] | one.flags if one.unit in dropped else one.flags
+    return dropped
