@@ -91,7 +91,7 @@ def correct(
     with torch.no_grad():
         weights, mask, bad_sequences, sums = computed.correct(pair, extras, plan, dp_group, cp_group)
     shape = loss_mask.shape
-    return Corrected(weights.view(shape), mask.view(shape), bad_sequences, MetricSums.of(sums), correction)
+    return Corrected(weights.view(shape), mask.view(shape), bad_sequences, MetricSums(sums), correction)
 
 
 def pair_metrics(
@@ -130,4 +130,4 @@ def pair_metrics(
         pair = Pair(train_logprobs.reshape(1, -1), rollout_logprobs.reshape(1, -1), loss_mask.reshape(1, -1), None)
     computed = backend_module("correction", backend, **pair._asdict())
     with torch.no_grad():
-        return MetricSums.of(computed.pair_metrics(pair, log_ratio_bound, cp_group, sequences))
+        return MetricSums(computed.pair_metrics(pair, log_ratio_bound, cp_group, sequences))

@@ -12,7 +12,7 @@ from megatron_rc.advantages import equal_reward_groups, expand_to_tokens, grpo_a
 from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surrogate
 from megatron_rc.fused import backend_module
 from megatron_rc.metrics import MetricSums
-from megatron_rc.reference.policy_loss import LossInputs, LossSettings
+from megatron_rc.reference.policy_loss import LossInputs, LossOptions
 from megatron_rc.reference.sums import Statistics
 
 if TYPE_CHECKING:
@@ -165,23 +165,23 @@ def policy_loss(
         reference_logprobs,
         entropy,
     )
-    settings = LossSettings(
+    options = LossOptions(
         surrogate, clip_lower, clip_upper, dual_clip, kl_coef, entropy_coef, corrected.correction.log_ratio_bound
     )
     computed = backend_module("policy_loss", backend, **inputs.named())
-    _check_loss_arguments(inputs, settings, corrected.correction)
-    loss, totals = computed.policy_loss(inputs, settings)
+    _check_loss_arguments(inputs, options, corrected.correction)
+    loss, totals = computed.policy_loss(inputs, options)
     names = ["loss", "policy_loss"]
     names += ["kl_ref"] * (reference_logprobs is not None) + ["entropy"] * (entropy is not None)
     if surrogate == "ppo":
         names += ["clip_high", "clip_low"] + ["dual_clip"] * (dual_clip is not None)
     sums = [f"{part}:{name}" for part in ("total", "count") for name in names]
-    return PolicyLoss(loss, MetricSums.of(Statistics(tuple(sums), (), (), totals)))
+    return PolicyLoss(loss, MetricSums(Statistics(tuple(sums), (), (), totals)))
 
 
-def _check_loss_arguments(inputs: LossInputs, settings: LossSettings, correction: RolloutCorrection) -> None:
-    clip_lower, clip_upper, dual_clip = settings.clip_lower, settings.clip_upper, settings.dual_clip
-    correction.check_surrogate(settings.surrogate)
+def _check_loss_arguments(inputs: LossInputs, options: LossOptions, correction: RolloutCorrection) -> None:
+    clip_lower, clip_upper, dual_clip = options.clip_lower, options.clip_upper, options.dual_clip
+    correction.check_surrogate(options.surrogate)
     if not 0 <= clip_lower <= 1 or not clip_upper >= 0:
         raise ValueError(
             f"clip_lower must be in [0, 1] and clip_upper >= 0, got clip_lower={clip_lower!r} clip_upper={clip_upper!r}"
@@ -200,8 +200,8 @@ def _check_loss_arguments(inputs: LossInputs, settings: LossSettings, correction
     if inputs.mask.dtype != torch.bool:
         raise ValueError(f"corrected.mask must be bool, got {inputs.mask.dtype}")
     for name, value, coefficient in (
-        ("reference_logprobs", inputs.reference_logprobs, settings.kl_coef),
-        ("entropy", inputs.entropy, settings.entropy_coef),
+        ("reference_logprobs", inputs.reference_logprobs, options.kl_coef),
+        ("entropy", inputs.entropy, options.entropy_coef),
     ):
         if coefficient and value is None:
             raise ValueError(f"{name} must be given when its coefficient is {coefficient!r}")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.reference.sums import Statistics, square_of
+from megatron_rc.reference.sums import Parts, Statistics, square_of
 
 Sums = Mapping[str, float]
 
@@ -149,35 +149,25 @@ class MetricSums:
     `check` and `values` are the only calls that wait for the device.
     """
 
-    def __init__(
-        self,
-        added: Mapping[str, Tensor] | None = None,
-        maxima: Mapping[str, Tensor] | None = None,
-        minima: Mapping[str, Tensor] | None = None,
-    ) -> None:
+    def __init__(self, statistics: Statistics | None = None) -> None:
         """
         Args:
-            added: name -> 0-d tensor, summed by `merge` and `all_reduce`.
-            maxima, minima: name -> 0-d tensor.
+            statistics: what one call computed; its vector is not copied. None: nothing yet.
         """
-        self._sums, self._maxima, self._minima = (_Named.of(part or {}) for part in (added, maxima, minima))
+        if statistics is None:
+            statistics = Statistics((), (), (), torch.empty(0, dtype=torch.float64))
+        assert statistics.vector.dtype == torch.float64
+        counts = [len(names) for names in statistics[:3]]
+        self._sums, self._maxima, self._minima = (
+            _Named([("", name) for name in names], part)
+            for names, part in zip(statistics[:3], statistics.vector.split(counts), strict=True)
+        )
 
     @classmethod
     def of_means(cls, means: Mapping[str, tuple[Tensor, Tensor]]) -> MetricSums:
         """Metrics that are a total divided by a count once both are pooled: {name: (total, count)}, 0-d tensors."""
         totals = {f"total:{name}": total for name, (total, _) in means.items()}
-        return cls(totals | {f"count:{name}": count for name, (_, count) in means.items()})
-
-    @classmethod
-    def of(cls, statistics: Statistics) -> MetricSums:
-        """The statistics that a backend computed; views of its vector."""
-        wrapped, begin, parts = cls(), 0, []
-        for names in statistics[:3]:
-            parts.append(_Named([("", name) for name in names], statistics.vector[begin : begin + len(names)]))
-            begin += len(names)
-        assert begin == len(statistics.vector) and statistics.vector.dtype == torch.float64
-        wrapped._sums, wrapped._maxima, wrapped._minima = parts
-        return wrapped
+        return cls(Parts(totals | {f"count:{name}": count for name, (_, count) in means.items()}, {}, {}).joined())
 
     def prefixed(self, prefix: str) -> MetricSums:
         """The same statistics, named with `prefix` in front by `values`: "current/", "old/", "current_old/"."""
@@ -254,11 +244,6 @@ class _Named(NamedTuple):
     """(prefix, name) of every element."""
     tensor: Tensor
     """[K] fp64."""
-
-    @classmethod
-    def of(cls, values: Mapping[str, Tensor]) -> _Named:
-        tensor = torch.stack([*values.values()]).double() if values else torch.empty(0, dtype=torch.float64)
-        return cls([("", name) for name in values], tensor)
 
     def prefixed(self, prefix: str) -> _Named:
         return _Named([(prefix + old, name) for old, name in self.names], self.tensor)

@@ -9,26 +9,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_rc.kernels.policy_loss import policy_loss_bwd, policy_loss_fwd
-from megatron_rc.reference.policy_loss import LossInputs, LossSettings
+from megatron_rc.reference.policy_loss import LossInputs, LossOptions
 
 
-def policy_loss(inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, Tensor]:
+def policy_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor]:
     """The loss, and the totals and divisors of its metrics, as reference.policy_loss.policy_loss explains them."""
     # autograd looks for tensors among the arguments, not inside of them
-    return _PolicyLoss.apply(settings, *inputs)
+    return _PolicyLoss.apply(options, *inputs)
 
 
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, settings: LossSettings, *tensors: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, options: LossOptions, *tensors: Any) -> tuple[Tensor, Tensor]:
         inputs = LossInputs(*tensors)
         needs_gradient = dict(zip(LossInputs._fields, ctx.needs_input_grad[1:], strict=True))
         loss, totals, coefficients = policy_loss_fwd(
-            **inputs._asdict(), **settings._asdict(), with_coefficients=needs_gradient["current"]
+            **inputs._asdict(), **options._asdict(), with_coefficients=needs_gradient["current"]
         )
         ctx.save_for_backward(coefficients, inputs.scale if needs_gradient["entropy"] else None)
         ctx.gradient = {
-            "entropy_coef": settings.entropy_coef,
+            "entropy_coef": options.entropy_coef,
             "current_dtype": inputs.current.dtype,
             "entropy_dtype": None if inputs.entropy is None else inputs.entropy.dtype,
         }

@@ -45,7 +45,7 @@ class LossInputs(NamedTuple):
         }
 
 
-class LossSettings(NamedTuple):
+class LossOptions(NamedTuple):
     """The numbers of the loss, as arguments of `megatron_rc.policy_loss`."""
 
     surrogate: Surrogate
@@ -57,7 +57,7 @@ class LossSettings(NamedTuple):
     log_ratio_bound: float
 
 
-def policy_loss(inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, Tensor]:
+def policy_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor]:
     """sum_t scale_t [mask_t w_t L_t + kl_coef K_t - entropy_coef H_t], as `megatron_rc.policy_loss` explains it.
 
     Returns:
@@ -77,9 +77,9 @@ def policy_loss(inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, Ten
     # where comes before every function of a log-prob: what is dropped has a gradient of exactly 0, NaN or not
     log_ratio = current - old
     clipped: list[Tensor] = []
-    if settings.surrogate == "ppo":
-        ratio = torch.where(kept, log_ratio, 0).clamp(max=settings.log_ratio_bound).exp()
-        effective, clipped = _clipped_ratio(ratio, advantages, settings)
+    if options.surrogate == "ppo":
+        ratio = torch.where(kept, log_ratio, 0).clamp(max=options.log_ratio_bound).exp()
+        effective, clipped = _clipped_ratio(ratio, advantages, options)
         per_token = -advantages * effective
     else:
         per_token = -advantages * torch.where(kept, current, 0)
@@ -87,26 +87,26 @@ def policy_loss(inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, Ten
     terms = [loss]
     if inputs.reference_logprobs is not None:
         distance = torch.where(usable, inputs.reference_logprobs.detach() - current, 0)
-        distance = distance.clamp(-settings.log_ratio_bound, settings.log_ratio_bound)
-        ratio = torch.where(usable, log_ratio, 0).clamp(max=settings.log_ratio_bound).exp()
+        distance = distance.clamp(-options.log_ratio_bound, options.log_ratio_bound)
+        ratio = torch.where(usable, log_ratio, 0).clamp(max=options.log_ratio_bound).exp()
         terms.append((scale * torch.where(usable, ratio * (distance.expm1() - distance), 0)).sum())
-        loss = loss + settings.kl_coef * terms[-1]
+        loss = loss + options.kl_coef * terms[-1]
     if inputs.entropy is not None:
         terms.append((scale * torch.where(counts, inputs.entropy.to(compute_dtype(inputs.entropy)), 0)).sum())
-        loss = loss - settings.entropy_coef * terms[-1]
+        loss = loss - options.entropy_coef * terms[-1]
     with torch.no_grad():
         totals = [loss, *terms, *((where & kept).sum() for where in clipped)]
         divisors = [scale.double().sum()] * (1 + len(terms)) + [kept.sum()] * len(clipped)
         return loss, torch.stack(totals + divisors).double()
 
 
-def _clipped_ratio(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> tuple[Tensor, list[Tensor]]:
+def _clipped_ratio(ratio: Tensor, advantages: Tensor, options: LossOptions) -> tuple[Tensor, list[Tensor]]:
     """The ratio as it enters -A r, constant where it is cut off, and where that is."""
     good, bad = advantages > 0, advantages < 0
-    highest, lowest = 1 + settings.clip_upper, 1 - settings.clip_lower
+    highest, lowest = 1 + options.clip_upper, 1 - options.clip_lower
     cuts = [(good & (ratio > highest), highest), (bad & (ratio < lowest), lowest)]
-    if settings.dual_clip is not None:
-        cuts.append((bad & (ratio > settings.dual_clip), settings.dual_clip))
+    if options.dual_clip is not None:
+        cuts.append((bad & (ratio > options.dual_clip), options.dual_clip))
     effective = ratio
     for where, limit in cuts:
         effective = torch.where(where, limit, effective)

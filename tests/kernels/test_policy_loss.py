@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rc.kernels.launch import LAUNCH
 from megatron_rc.kernels.policy_loss import policy_loss_fwd
 from megatron_rc.reference import policy_loss as reference
-from megatron_rc.reference.policy_loss import LossInputs, LossSettings
+from megatron_rc.reference.policy_loss import LossInputs, LossOptions
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -225,5 +225,5 @@ def test_the_number_of_tiles_changes_sums_by_fp64_rounding_alone(monkeypatch: py
     for other in (repeated, *others):
         torch.testing.assert_close(other[1], totals, rtol=1e-13, atol=1e-15)
         assert coefficients is not None and torch.equal(other[2], coefficients)
-    expected = reference.policy_loss(LossInputs(*arguments), LossSettings(**options))[1]
+    expected = reference.policy_loss(LossInputs(*arguments), LossOptions(**options))[1]
     torch.testing.assert_close(totals, expected, rtol=1e-6, atol=1e-7)

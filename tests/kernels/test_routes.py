@@ -14,7 +14,7 @@ from megatron_rc.kernels.compare_routes import compare_routes_fwd
 from megatron_rc.kernels.launch import LAUNCH
 from megatron_rc.moe.shift import expert_shift
 from megatron_rc.moe.tables import MoeShape, RouteTable
-from megatron_rc.reference import compare_routes
+from megatron_rc.reference.routes import compare_routes
 
 pytestmark = pytest.mark.interpreter
 

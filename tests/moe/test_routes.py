@@ -13,7 +13,8 @@ from process_memory import memory
 from route_sets import assert_same, compare_sets, random_routes
 from torch import Tensor
 
-from megatron_rc.reference import compare_routes, routes
+from megatron_rc.reference import routes
+from megatron_rc.reference.routes import compare_routes
 
 DTYPES = (torch.int16, torch.int32, torch.int64)
 

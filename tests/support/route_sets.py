@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rc.reference import RouteComparison
+from megatron_rc.reference.routes import RouteComparison
 
 
 def random_routes(
