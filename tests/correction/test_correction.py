@@ -17,7 +17,10 @@ from megatron_rc.correction import Corrected, correct
 INF, NAN = math.inf, math.nan
 LEVELS = ("token", "sequence", "geometric", "segment")
 SIDES = st.sampled_from(["train", "rollout"])
-LENGTHS = st.lists(st.integers(0, 9), max_size=6)
+# as many advantages as tokens are advantages of tokens
+LENGTHS = st.lists(st.integers(0, 9), max_size=6).filter(
+    lambda lengths: sum(lengths) != len(lengths) or not sum(lengths)
+)
 STATISTICS = {  # bounds that split the random batches of `case`
     "ratio": (0.8, 1.3),
     "k2": (0.01, 0.12),
