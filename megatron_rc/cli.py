@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from megatron_rc import schema, versions
+from megatron_rc import settings as job_settings
 from megatron_rc.jobs import run as job
 from megatron_rc.jobs.run import quiet_imports
-
-if TYPE_CHECKING:
-    from megatron_rc.settings import JobSettings
 
 app = typer.Typer(
     help="Rollout correction for Megatron.",
@@ -54,12 +51,7 @@ def train(
 
     Several processes: torchrun --standalone --nproc_per_node 2 -m megatron_rc train CONFIG
     """
-    job.train(job_settings(config, assignments), fresh=fresh, dump=dump)
-
-
-def job_settings(config: Path, assignments: Iterable[str] = ()) -> JobSettings:
-    """The settings of a YAML file with ``key=value`` assignments on top, as `train` takes them."""
-    return job.settings_of(schema.load_yaml(config), assignments)
+    job.train(job_settings.load(config, assignments), fresh=fresh, dump=dump)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -113,7 +105,7 @@ def plan(
     hosts = host or [f"node{rank}" for rank in range(nodes)]
     if len(hosts) != nodes:
         raise ValueError(f"--host must name all of the {nodes} nodes or none, got {len(hosts)}")
-    found = make_plan(job_settings(config, assignments), cluster)
+    found = make_plan(job_settings.load(config, assignments), cluster)
     arguments = [word for assignment in assignments for word in ("--set", assignment)]
     print(describe(found, Places(str(config), hosts, ("--master-addr", hosts[0]), arguments)))
     found.check_memory()

@@ -182,7 +182,7 @@ class RolloutCorrection:
         Raises:
             ValueError: one sentence naming the field, what was found and what was expected.
         """
-        return schema.from_dict(cls, cls.expand(data))
+        return schema.from_dict(cls, data)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain mappings that `from_dict` reads back."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+from megatron_rc import schema
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.lr_decay import LengthDecaySettings
 
@@ -282,6 +285,15 @@ class JobSettings:
     train: TrainSettings = field(default_factory=TrainSettings)
     lr_decay: LengthDecaySettings | None = None
     """Length-decay learning rate on top of train.lr and its schedule; `{}` switches it on with its defaults."""
+
+
+def load(path_or_text: str | Path, assignments: Iterable[str] = ()) -> JobSettings:
+    """The settings of a YAML file or text, with ``key=value`` assignments on top.
+
+    Raises:
+        ValueError: one sentence naming the field or the file.
+    """
+    return schema.from_dict(JobSettings, schema.load_yaml(path_or_text), assignments=assignments)
 
 
 def _positive(**values: float) -> None:

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_rc import schema
+from megatron_rc import settings
 from megatron_rc.cluster.launch import read_options, take_slurms_place
 from megatron_rc.cluster.layout import Cluster, Command, Places, servers_of, trainer_of
 from megatron_rc.cluster.meeting import Alone, Leader, Member, NodeFailure
-from megatron_rc.jobs.run import quiet_imports, settings_of
+from megatron_rc.jobs.run import quiet_imports
 
 if TYPE_CHECKING:
     from megatron_rc.cluster.plan import Plan
@@ -259,7 +259,7 @@ def main() -> None:
         quiet_imports()
         from megatron_rc.cluster.plan import make_plan
 
-        plan = make_plan(settings_of(schema.load_yaml(Path(options.config)), options.set), cluster)
+        plan = make_plan(settings.load(Path(options.config), options.set), cluster)
         if options.dry_run:
             dry_run(plan, options, script)
         else:

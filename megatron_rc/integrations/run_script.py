@@ -40,13 +40,7 @@ def patch_settings(
         data["correction"] = preset
     if lr_decay:
         data["lr_decay"] = data.get("lr_decay") or {}
-    if isinstance(data.get("correction"), str):
-        data["correction"] = {"preset": data["correction"]}
-    for assignment in assignments:
-        schema.set_field(data, assignment)
-    if "correction" in data:
-        data["correction"] = RolloutCorrection.expand(data["correction"])
-    return schema.from_dict(PatchSettings, data)
+    return schema.from_dict(PatchSettings, data, assignments=assignments)
 
 
 def run_script(script: Path, arguments: Sequence[str], settings: PatchSettings, *, host: str = "auto") -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from megatron_rc import schema
 from megatron_rc.jobs import run as job
 from megatron_rc.report.log import read_metrics
+from megatron_rc.settings import JobSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ def cells(grid: GridSettings, only: Mapping[str, Sequence[str]] | None = None) -
     found = []
     for names in itertools.product(*columns):
         choices = dict(zip(grid.axes, names, strict=True))
-        steps = job.settings_of(_fields(grid, choices), grid.arguments).train.steps
+        steps = _settings(grid, _fields(grid, choices)).train.steps
         folder = Path(grid.output) / "-".join(names)
         found += [Cell(choices, seed, folder / f"seed-{seed}", steps) for seed in grid.seeds]
     return found
@@ -93,7 +94,7 @@ def finished(grid: GridSettings) -> list[Cell]:
 
 def warm(grid: GridSettings) -> list[Path]:
     """The checkpoint of every seed that its cells start from; none for a job without a warm-up."""
-    common = job.settings_of(grid.job, grid.arguments)
+    common = _settings(grid, grid.job)
     return [_warmed(grid, seed) for seed in grid.seeds] if common.warmup.steps else []
 
 
@@ -130,7 +131,7 @@ def run(grid: GridSettings, todo: Sequence[Cell], tell: Callable[[str], None]) -
 
 def _run_cell(grid: GridSettings, cell: Cell) -> None:
     data = _fields(grid, cell.choices)
-    common = job.settings_of(data, grid.arguments)
+    common = _settings(grid, data)
     changes: dict[str, Any] = {"output": str(cell.folder), "train.seed": cell.seed}
     if not grid.keep_weights:
         changes["train.save_hf"] = False
@@ -155,7 +156,7 @@ def _warmed(grid: GridSettings, seed: int) -> Path:
 
 
 def _train(grid: GridSettings, data: dict[str, Any], folder: Path) -> None:
-    settings = job.settings_of(data, grid.arguments)
+    settings = _settings(grid, data)
     with open(folder / "log.txt", "a") as log:
         if not grid.launcher:
             with redirect_stdout(log), redirect_stderr(log):
@@ -166,6 +167,10 @@ def _train(grid: GridSettings, data: dict[str, Any], folder: Path) -> None:
         command = [*shlex.split(grid.launcher), "-m", "megatron_rc", "train", str(config)]
         if subprocess.run(command, stdout=log, stderr=log).returncode:
             raise ValueError(f"the job failed; {log.name} says why")
+
+
+def _settings(grid: GridSettings, data: dict[str, Any]) -> JobSettings:
+    return schema.from_dict(JobSettings, data, assignments=grid.arguments)
 
 
 def _fields(grid: GridSettings, choices: Mapping[str, str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import os
@@ -12,11 +13,15 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def from_dict(cls: type[T], data: Any, *, where: str = "") -> T:
+def from_dict(cls: type[T], data: Any, *, assignments: typing.Iterable[str] = (), where: str = "") -> T:
     """Build the dataclass ``cls`` from nested dictionaries.
+
+    A dataclass with a classmethod ``expand`` may be written in a shorter form: it turns what was written into the
+    mapping of its fields.
 
     Args:
         data: a mapping whose keys are field names; nested dataclasses take nested mappings.
+        assignments: ``a.b.c=value``, put over ``data``.
         where: dotted prefix of the names in error messages, such as "train".
 
     Raises:
@@ -24,7 +29,11 @@ def from_dict(cls: type[T], data: Any, *, where: str = "") -> T:
     """
     import pydantic
 
-    _refuse_unknown_keys(cls, data, where)
+    if assignments := list(assignments):
+        data = copy.deepcopy(data)
+        for assignment in assignments:
+            set_field(data, assignment)
+    data = _expanded(cls, data, where)
     try:
         return pydantic.TypeAdapter(cls).validate_python(data)
     except pydantic.ValidationError as error:
@@ -95,7 +104,10 @@ def dump_yaml(data: dict[str, Any], *, one_line: bool = False) -> str:
 
 
 def set_field(data: dict[str, Any], assignment: str) -> None:
-    """Apply ``a.b.c=value`` (value read as YAML) to nested dictionaries in place."""
+    """Apply ``a.b.c=value`` (value read as YAML) to nested dictionaries in place.
+
+    Text that stands where a mapping is needed names a preset, which ``value`` then changes.
+    """
     import yaml
 
     path, sign, value = assignment.partition("=")
@@ -103,8 +115,9 @@ def set_field(data: dict[str, Any], assignment: str) -> None:
         raise ValueError(f"--set takes key=value, got {assignment!r}")
     *parents, leaf = path.strip().split(".")
     for key in parents:
-        if not isinstance(data.setdefault(key, {}), dict):
-            data[key] = {}
+        found = data.get(key)
+        if not isinstance(found, dict):
+            data[key] = {"preset": found} if isinstance(found, str) else {}
         data = data[key]
     data[leaf] = yaml.safe_load(value)
 
@@ -116,19 +129,25 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"
 
 
-def _refuse_unknown_keys(cls: Any, data: Any, where: str) -> None:
+def _expanded(cls: Any, data: Any, where: str) -> Any:
+    """``data`` with every shorter form written out; refuses keys that no dataclass has."""
     for option in typing.get_args(cls):
-        _refuse_unknown_keys(option, data, where)
-        for index, item in enumerate(data if isinstance(data, list | tuple) else ()):
-            _refuse_unknown_keys(option, item, f"{where}.{index}" if where else str(index))
-    if not (dataclasses.is_dataclass(cls) and isinstance(data, dict)):
-        return
-    hints = typing.get_type_hints(cls)
+        data = _expanded(option, data, where)
+        if isinstance(data, list | tuple):
+            data = [_expanded(option, item, f"{where}.{i}" if where else str(i)) for i, item in enumerate(data)]
+    if not dataclasses.is_dataclass(cls):
+        return data
+    if hasattr(cls, "expand"):
+        data = cls.expand(data)
+    if not isinstance(data, dict):
+        return data
+    hints, fields = typing.get_type_hints(cls), {}
     for key, value in data.items():
         name = f"{where}.{key}" if where else str(key)
         if key not in hints:
             raise ValueError(f"unknown field {name!r}{nearest(key, hints)}")
-        _refuse_unknown_keys(hints[key], value, name)
+        fields[key] = _expanded(hints[key], value, name)
+    return fields
 
 
 def _one_sentence(error: Any, where: str) -> str:

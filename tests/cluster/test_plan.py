@@ -12,7 +12,7 @@ import torch
 from distributed import run_ranks
 from tiny_models import DENSE, KINDS, MOE
 
-from megatron_rc.cli import job_settings
+from megatron_rc import settings
 from megatron_rc.cluster import memory
 from megatron_rc.cluster.layout import Cluster
 from megatron_rc.cluster.plan import Plan, make_plan
@@ -128,9 +128,9 @@ def ranks() -> list[list[dict[str, int]]]:
 
 
 def estimate(fields: dict[str, Any], train: TrainSettings, layout: dict[str, int], stage: int) -> Any:
-    settings = JobSettings(parallel=ParallelSettings(**layout), train=train)
+    job = JobSettings(parallel=ParallelSettings(**layout), train=train)
     hf = hf_config_dict(ModelSettings(config=fields))
-    return memory.trainer_memory(settings, hf, tokens=TOKENS, stage=stage, micro_batches=1)
+    return memory.trainer_memory(job, hf, tokens=TOKENS, stage=stage, micro_batches=1)
 
 
 def test_parameters_and_state_are_those_of_the_real_ranks_in_every_layout(ranks: Any) -> None:
@@ -160,7 +160,7 @@ def test_activations_are_what_autograd_saves_to_the_byte(ranks: Any) -> None:
 
 def recipe(name: str, *assignments: str, **cluster: Any) -> Plan:
     return make_plan(
-        job_settings(LAUNCH / f"recipes/{name}.yaml", assignments), dataclasses.replace(RECIPES[name], **cluster)
+        settings.load(LAUNCH / f"recipes/{name}.yaml", assignments), dataclasses.replace(RECIPES[name], **cluster)
     )  # fmt: skip
 
 

@@ -156,11 +156,11 @@ def test_no_conftest_or_package_file_shadows_megatron() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "launch/recipes").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_launch_yaml_is_a_valid_job_or_grid(path: Path) -> None:
     from megatron_rc.jobs.grid import GridSettings, cells
-    from megatron_rc.jobs.run import settings_of
     from megatron_rc.schema import from_dict, load_yaml
+    from megatron_rc.settings import JobSettings
 
     data = load_yaml(path)
-    assert cells(from_dict(GridSettings, data)) if "axes" in data else settings_of(data)
+    assert cells(from_dict(GridSettings, data)) if "axes" in data else from_dict(JobSettings, data)
 
 
 def refused(command: list[str], **environment: str) -> str:

@@ -14,7 +14,7 @@ from cluster_nodes import LAUNCH, environment, free_port
 from jobs import DENSE, settings_file
 from sglang_server import save_checkpoint
 
-from megatron_rc.cli import job_settings
+from megatron_rc import settings
 from megatron_rc.cluster import node
 from megatron_rc.cluster.launch import read_options, take_slurms_place
 from megatron_rc.cluster.layout import Cluster
@@ -95,7 +95,7 @@ def options_of(*words: str) -> Any:
 
 def plan_of(options: Any) -> Any:
     cluster = Cluster(nodes=options.nodes, serve_gpus=options.serve_gpus, server_tensor=options.server_tp)
-    return make_plan(job_settings(Path(options.config), options.set), cluster)
+    return make_plan(settings.load(Path(options.config), options.set), cluster)
 
 
 def test_a_dry_run_prints_commands_that_the_scripts_take(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

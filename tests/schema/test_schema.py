@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megatron_rc import schema
+from megatron_rc import schema, settings
 from megatron_rc.cli import app
+from megatron_rc.config import RolloutCorrection, Weight
 from megatron_rc.jobs.describe import describe
 from megatron_rc.settings import JobSettings
 
@@ -41,10 +42,26 @@ def test_a_wrong_value_is_one_sentence_naming_the_field(text, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_preset_is_written_out_wherever_a_correction_stands_and_assignments_change_it() -> None:
+    for text in ("correction: token-tis", "correction: {preset: token-tis}"):
+        assert read(text).correction == RolloutCorrection.preset("token-tis")
+        changed = settings.load(text, ["correction.weight.upper=3", "correction.old=current"]).correction
+        assert changed == RolloutCorrection(Weight(upper=3.0), old="current")
+        assert settings.load(text, ["correction.preset=veto"]).correction == RolloutCorrection.preset("veto")
+    with pytest.raises(ValueError, match=r"unknown preset 'tokn-tis'; did you mean 'token-tis'\?"):
+        read("correction: tokn-tis")
+
+
+def test_assignments_leave_the_given_fields_as_they_are() -> None:
+    data = {"train": {"steps": 3}}
+    assert schema.from_dict(JobSettings, data, assignments=["train.steps=7"]).train.steps == 7
+    assert data == {"train": {"steps": 3}}
+
+
 def test_settings_survive_a_round_trip_through_yaml():
-    settings = read("train: {lr: 1e-5, steps: 3}\nrollout: {top_p: 0.9}\ncorrection: {weight: {upper: 3.0}}")
-    assert settings.train.lr == 1e-5
-    assert read(schema.dump_yaml(schema.to_dict(settings))) == settings
+    job = read("train: {lr: 1e-5, steps: 3}\nrollout: {top_p: 0.9}\ncorrection: {weight: {upper: 3.0}}")
+    assert job.train.lr == 1e-5
+    assert read(schema.dump_yaml(schema.to_dict(job))) == job
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1\n- 2", "nothing-here.yaml"])

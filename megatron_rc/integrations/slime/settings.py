@@ -6,7 +6,6 @@ import json
 from argparse import Namespace
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 from megatron_rc import schema
 from megatron_rc.config import Aggregation, RolloutCorrection
@@ -64,10 +63,7 @@ def read(args: Namespace) -> SlimeSettings:
 
 @lru_cache(maxsize=8)
 def _parsed(text: str) -> SlimeSettings:
-    data: dict[str, Any] = json.loads(text)
-    if "correction" in data:
-        data["correction"] = RolloutCorrection.expand(data["correction"])
-    return schema.from_dict(SlimeSettings, data, where=KEY)
+    return schema.from_dict(SlimeSettings, json.loads(text), where=KEY)
 
 
 def names(args: Namespace, hook: str) -> bool:
