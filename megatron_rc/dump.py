@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample
+from megatron_rc.schema.files import replace_file
 
 _ids = pa.list_(pa.int32())
 _numbers = pa.list_(pa.float32())
@@ -95,12 +95,8 @@ class DumpWriter:
         place = SCHEMA.get_field_index("sequence")
         table = table.set_column(place, SCHEMA.field(place), pa.array(np.arange(len(table), dtype=np.int32)))
         path = self.folder / f"step-{step:06d}.parquet"
-        unfinished = path.with_suffix(".parquet.tmp")
-        with unfinished.open("wb") as file:
-            pq.write_table(table, file, compression="zstd")
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        with replace_file(path) as unfinished:
+            pq.write_table(table, unfinished, compression="zstd")
         return path
 
 

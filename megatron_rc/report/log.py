@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rc.schema.files import replace_text
+
 FILE_NAME = "metrics.jsonl"
 PHASES = ("warmup", "rl")
 """In the order in which a job runs them; each counts its own steps."""
@@ -79,15 +81,7 @@ class MetricsLog:
 
     def _replace(self, records: list[dict[str, Any]]) -> None:
         """Put a file of just these records in place of the old one, whole at every moment, and open it."""
-        draft = self.path.with_suffix(".jsonl.new")
-        with draft.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self.path)
-        folder = os.open(self.folder, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        replace_text(self.path, "".join(json.dumps(record) + "\n" for record in records))
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
 
 

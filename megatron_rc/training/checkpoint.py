@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rc.schema.files import read_json, replace_folder
 from megatron_rc.training.policy import Policy
 
 STATE = "state.json"
@@ -61,8 +62,7 @@ def save(folder: Path, policy: Policy, progress: Progress, *, extra: dict[str, t
             save_file({k: v.contiguous().cpu() for k, v in extra.items()}, str(partial / "extra.safetensors"))
         state = {"progress": asdict(progress), "phase_updates": policy.phase_updates}
         (partial / STATE).write_text(json.dumps(state))
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        replace_folder(partial, target)
         for old in _complete(folder)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
@@ -128,7 +128,7 @@ def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    return json.loads((path / STATE).read_text())
+    return read_json(path / STATE)
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.config import RolloutCorrection
 from megatron_rc.doctor.registry import Known, Undecided
 from megatron_rc.models.config import hf_config_dict
+from megatron_rc.schema.files import read_json
 from megatron_rc.settings import JobSettings, ModelSettings
 
 GIVE_TRAINER = "Give the trainer's settings with --config job.yaml."
@@ -171,23 +170,6 @@ def eos_ids(*configs: Mapping[str, Any] | None) -> set[int]:
     return found
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file, or None when there is no such file.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
 def read_trainer(config: Path | None, hf_path: str | None) -> TrainerFacts:
     """What the trainer's YAML and model directory tell.
 
@@ -206,8 +188,6 @@ def read_trainer(config: Path | None, hf_path: str | None) -> TrainerFacts:
     from megatron_rc.tasks.registry import build_task
 
     data = schema.load_yaml(config)
-    if "correction" in data:
-        data["correction"] = RolloutCorrection.expand(data["correction"])
     if hf_path is not None:
         data["model"] = {**(data.get("model") or {}), "hf_path": hf_path}
     job = schema.from_dict(JobSettings, data)
@@ -224,4 +204,5 @@ def read_trainer(config: Path | None, hf_path: str | None) -> TrainerFacts:
 
 
 def _generation_config(hf_path: str | None) -> dict[str, Any] | None:
-    return read_json(Path(hf_path) / "generation_config.json") if hf_path else None
+    path = Path(hf_path or "") / "generation_config.json"
+    return read_json(path) if hf_path and path.is_file() else None

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc.doctor.server.answers import KEPT, NEW_TOKENS
-from megatron_rc.doctor.server.facts import ProbeAnswer, ServerFacts, read_json
+from megatron_rc.doctor.server.facts import ProbeAnswer, ServerFacts
 from megatron_rc.engine import SamplingParams
 from megatron_rc.rollout.sglang.http import Server, ServerError
 from megatron_rc.rollout.sglang.pool import Pool
 from megatron_rc.rollout.sglang.request import DamagedAnswer, Request, RouteShape
+from megatron_rc.schema.files import read_json
 
 PROMPT = (1, 2, 3, 2)
 """Ids that every vocabulary has: an id outside it would end the server."""
@@ -133,8 +134,9 @@ def _model_files(
     """config.json with the server's overrides and generation_config.json, where this machine has them."""
     # after an update from disk /model_info names the folder of the update, which may be gone
     for folder in (model.get("model_path"), info["model_path"]):
-        config = read_json(Path(str(folder)) / "config.json")
-        if config is not None:
-            config |= json.loads(info.get("json_model_override_args") or "{}")
-            return config, read_json(Path(str(folder)) / "generation_config.json") or {}
+        files = Path(str(folder))
+        if (files / "config.json").is_file():
+            config = read_json(files / "config.json") | json.loads(info.get("json_model_override_args") or "{}")
+            generation = files / "generation_config.json"
+            return config, read_json(generation) if generation.is_file() else {}
     return None, None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from megatron_rc.integrations.slime.lengths import LENGTHS
 from megatron_rc.integrations.slime.refusals import refuse_before_train_step
 from megatron_rc.integrations.slime.settings import SlimeSettings, read
 from megatron_rc.lr_decay import LengthDecayLR
+from megatron_rc.schema.files import replace_text
 
 STATE_FILE = "megatron_rc_lr_decay.json"
 
@@ -110,10 +110,7 @@ def _save(args: Namespace, run: _Run) -> None:
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
     file = Path(folder) / STATE_FILE
-    written = file.with_suffix(".json.new")
-    written.write_text(json.dumps(run.states))
-    # a run that is killed here keeps the old file
-    os.replace(written, file)
+    replace_text(file, json.dumps(run.states))
 
 
 def _is_first_rank() -> bool:
