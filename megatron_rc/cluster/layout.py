@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_rc.models.config import DTYPES
 from megatron_rc.settings import JobSettings
 
 FIRST_PORT = 30000
@@ -123,7 +124,7 @@ def servers_of(cluster: Cluster, settings: JobSettings, rank: int, places: Place
             *("bash", f"{places.launch}/serve_sglang.sh", str(settings.model.hf_path)),
             *("--tp", str(len(gpus)), "--host", places.hosts[rank], "--port", port),
             *("--log", f"{settings.output}/logs/sglang-node{rank}-{port}.log"),
-            *("--dtype", {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[settings.train.dtype]),
+            *("--dtype", DTYPES[settings.train.dtype].name),
             *("--mem-fraction-static", f"{cluster.server_share:g}", *places.server_flags),
         ]
         environment = {"CUDA_VISIBLE_DEVICES": places.gpus(gpus), "PYTHON": places.server_python}

@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron_rc.models.config import moe_layers, padded_vocab_size
+from megatron_rc.models.config import DTYPES, moe_layers, padded_vocab_size
 from megatron_rc.models.names import Parameter, parameters
 from megatron_rc.settings import Dtype, JobSettings, ParallelSettings
 
 GIB = 1024**3
-BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 RESERVED = 4 * GIB
 """Of every trainer GPU, an allowance: CUDA context, NCCL buffers, matrix-product workspaces, allocator gaps."""
@@ -143,7 +142,7 @@ def saved_per_token(
         fused: the kernels of a GPU: a norm saves its input, SwiGLU the two halves it joins. False: those of a CPU,
             where a norm saves two fp32 copies and SwiGLU every intermediate value.
     """
-    b, t = BYTES[dtype], parallel.tensor
+    b, t = DTYPES[dtype].bytes, parallel.tensor
     hidden, head = hf["hidden_size"], hf["head_dim"]
     heads, groups = hf["num_attention_heads"] // t, hf["num_key_value_heads"] // t
     queries, keys = heads * head, groups * head
@@ -186,7 +185,7 @@ def activation_bytes(
         recompute: of every layer only its input is kept, and one layer's worth during its backward; model.py does not
             configure it, so this is what could be won.
     """
-    b, last = BYTES[dtype], stage == parallel.pipeline - 1
+    b, last = DTYPES[dtype].bytes, stage == parallel.pipeline - 1
     count = hf["num_hidden_layers"] // parallel.pipeline
     mine = moe_layers(hf)[stage * count : (stage + 1) * count]
     layers = [saved_per_token(hf, parallel, dtype, moe=moe, fused=fused) for moe in mine]
@@ -208,7 +207,7 @@ def trainer_memory(
         micro_batches: of one optimizer step; as many as there are stages from this one on are in flight (1F1B).
     """
     parallel, train = settings.parallel, settings.train
-    dtype, b = train.dtype, BYTES[train.dtype]
+    dtype, b = train.dtype, DTYPES[train.dtype].bytes
     count = local_parameters(hf, parallel, stage)
     adam, last = train.optimizer == "adam", stage == parallel.pipeline - 1
     in_flight = min(parallel.pipeline - stage, micro_batches)
@@ -247,7 +246,7 @@ def server_memory(hf: dict[str, Any], dtype: Dtype, *, tensor: int, gpu: int, sh
         gpu: bytes of the GPU.
         share: of it that SGLang takes for weights and cache (--mem-fraction-static).
     """
-    b = BYTES[dtype]
+    b = DTYPES[dtype].bytes
     # a server has one copy of tied embeddings; norms and routers, which every GPU holds, weigh next to nothing
     weights = -(-parameter_count(hf) * b // tensor)
     groups = max(1, hf["num_key_value_heads"] // tensor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 import warnings
 from collections.abc import Iterable
@@ -25,26 +24,6 @@ def quiet_imports() -> None:
     """Without what megatron-core says on import: one warning a missing library, module and process."""
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
-
-
-def settings_of(data: dict[str, Any], assignments: Iterable[str] = ()) -> JobSettings:
-    """The settings of a job from the content of its YAML, with ``key=value`` assignments on top.
-
-    Raises:
-        ValueError: one sentence naming the field.
-    """
-    from megatron_rc import schema
-    from megatron_rc.config import RolloutCorrection
-    from megatron_rc.settings import JobSettings
-
-    data = copy.deepcopy(data)
-    if isinstance(data.get("correction"), str):
-        data["correction"] = {"preset": data["correction"]}  # so that --set correction.old=... keeps the rest
-    for assignment in assignments:
-        schema.set_field(data, assignment)
-    if "correction" in data:
-        data["correction"] = RolloutCorrection.expand(data["correction"])
-    return schema.from_dict(JobSettings, data)
 
 
 OUTPUTS = (
@@ -70,10 +49,10 @@ def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
 
     set_debug_checks(settings.train.debug_checks)
     emulation.emulate_cuda_on_cpu()
+    from megatron_rc.models.config import hf_config_dict
     from megatron_rc.rollout.perturb import perturbed
     from megatron_rc.training import groups as parallel
     from megatron_rc.training.loop import Job
-    from megatron_rc.training.model.build import hf_config_dict
     from megatron_rc.training.observers import Observers
     from megatron_rc.training.policy import Policy
     from megatron_rc.training.step.reinforce import check_modes

@@ -1,21 +1,45 @@
-"""Hugging Face configurations of Qwen3 and Qwen3-MoE, as one dictionary with every field filled in."""
+"""Hugging Face configurations as one dictionary with every field filled in, and the names of dtypes."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_rc import schema
-from megatron_rc.settings import ModelSettings
+from megatron_rc.models.families import FAMILIES, family_of
+from megatron_rc.schema.files import read_json
+from megatron_rc.settings import Dtype, ModelSettings
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Precision(NamedTuple):
+    name: str
+    """The name that torch, config.json and the flags of SGLang share."""
+    bytes: int
+    """Per number."""
+
+
+DTYPES: dict[Dtype, Precision] = {
+    "fp32": Precision("float32", 4),
+    "bf16": Precision("bfloat16", 2),
+    "fp16": Precision("float16", 2),
+}
+
+
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    import torch
+
+    return getattr(torch, DTYPES[dtype].name)
 
 
 def hf_config_dict(settings: ModelSettings) -> dict[str, Any]:
     """Every field of the model's Hugging Face configuration, defaults filled in by transformers.
 
     Returns:
-        The fields of Qwen3Config or Qwen3MoeConfig, always with ``head_dim``, ``rope_theta`` and, for MoE,
-        ``num_experts``; both transformers classes accept it back as keyword arguments.
+        The fields of the family's configuration class, always with ``head_dim``, ``rope_theta`` and, for a family
+        with experts, ``num_experts``; the class accepts them back as keyword arguments.
 
     Raises:
         ValueError: naming the field that is missing, unknown, of a wrong type, or not supported.
@@ -25,36 +49,31 @@ def hf_config_dict(settings: ModelSettings) -> dict[str, Any]:
     path = Path(settings.hf_path) / "config.json"
     if not path.is_file():
         raise ValueError(f"model.hf_path={settings.hf_path!r} has no config.json")
-    try:
-        fields = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(fields).__name__}")
-    return _with_defaults(fields, str(path), refuse_unknown=False)
+    return _with_defaults(read_json(path), str(path), refuse_unknown=False)
 
 
 def _with_defaults(fields: dict[str, Any], source: str, *, refuse_unknown: bool) -> dict[str, Any]:
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import Qwen3Config, Qwen3MoeConfig
 
-    classes = {"qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
     model_type = fields.pop("model_type", None)
-    if model_type not in classes:
-        raise ValueError(f"{source}: model_type must be one of {', '.join(classes)}, got {model_type!r}")
+    try:
+        family = family_of(model_type)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+    config_class = family.config_class()
     if refuse_unknown:
-        known = {*classes[model_type]().to_dict(), "num_experts", "head_dim", "rope_theta", "rope_scaling"}
+        known = {*config_class().to_dict(), "num_experts", "head_dim", "rope_theta", "rope_scaling"}
         for name in fields:
             if name not in known:
                 raise ValueError(f"{source}: unknown field {name!r}{schema.nearest(name, known)}")
     try:
-        config = classes[model_type](**fields)
+        config = config_class(**fields)
     except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
         raise ValueError(f"{source}: {' '.join(str(error).split())}") from None
     hf = {**config.to_dict(), "model_type": model_type}
     hf["head_dim"] = getattr(config, "head_dim", None) or hf["hidden_size"] // hf["num_attention_heads"]
     hf["rope_theta"] = hf["rope_parameters"]["rope_theta"]
-    if model_type == "qwen3_moe":
+    if family.has_experts:
         hf["num_experts"] = hf.pop("num_local_experts", None) or config.num_experts
     _refuse_unsupported({**hf, "quantization_config": fields.get("quantization_config")}, source)
     return hf
@@ -86,17 +105,17 @@ def _refuse_unsupported(hf: dict[str, Any], source: str) -> None:
             f"got {hf['num_attention_heads']} and {hf['num_key_value_heads']}"
         )
     if any(moe_layers(hf)):
-        chosen = hf["num_experts_per_tok"]
-        if chosen > hf["num_experts"]:
-            raise ValueError(f"{source}: num_experts_per_tok must be <= num_experts={hf['num_experts']}, got {chosen}")
-        if chosen == 1 and hf["norm_topk_prob"]:
+        top_k = hf["num_experts_per_tok"]
+        if top_k > hf["num_experts"]:
+            raise ValueError(f"{source}: num_experts_per_tok must be <= num_experts={hf['num_experts']}, got {top_k}")
+        if top_k == 1 and hf["norm_topk_prob"]:
             raise ValueError(f"{source}: num_experts_per_tok=1 with norm_topk_prob gives the router no gradient")
 
 
 def moe_layers(hf: dict[str, Any]) -> list[bool]:
-    """Which layers are mixtures of experts."""
+    """Whether each layer is a mixture of experts."""
     count = hf["num_hidden_layers"]
-    if hf["model_type"] != "qwen3_moe" or not hf["num_experts"]:
+    if not FAMILIES[hf["model_type"]].has_experts or not hf["num_experts"]:
         return [False] * count
     dense, step = set(hf["mlp_only_layers"]), hf["decoder_sparse_step"]
     return [i not in dense and (i + 1) % step == 0 for i in range(count)]

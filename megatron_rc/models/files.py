@@ -1,10 +1,10 @@
-"""Safetensors of a Hugging Face checkpoint: read by slices, written file by file."""
+"""The safetensors of a Hugging Face checkpoint: read slice by slice, written file by file."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_rc.models.families import family_of
 from megatron_rc.models.names import HfTensor
+from megatron_rc.schema.files import read_json, replace_text, synchronize
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class HfCheckpoint:
-    """The tensors of a directory, mapped into memory; only slices that are asked for are read."""
+    """The tensors of a folder, mapped into memory; only the slices that `read` returns are loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,47 +86,45 @@ class HfCheckpoint:
 
 
 def _derived(name: str, known: dict[str, HfTensor]) -> bool:
-    """Tensors that some writers store although the configuration already says their values."""
+    """Whether this is a tensor that some writers store although other tensors or config.json determine it."""
     tied_head = name == "lm_head.weight" and "model.embed_tokens.weight" in known
     return tied_head or name.endswith("rotary_emb.inv_freq")
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    try:
-        files = json.loads(path.read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise ValueError(f"{path} is not a safetensors index: it needs a weight_map") from None
-    return dict(files)
+    files = read_json(path).get("weight_map")
+    if not isinstance(files, dict):
+        raise ValueError(f"{path} is not a safetensors index: it needs a weight_map")
+    return files
 
 
-class HfWriter:
-    """Collects tensors and writes a file whenever ``max_shard_bytes`` would be exceeded."""
+class Writer:
+    """Writes a checkpoint tensor by tensor; a file appears under its name only when it is whole and on the disk."""
 
-    def __init__(self, path: Path, max_shard_bytes: int) -> None:
+    def __init__(self, path: Path, shard_bytes: int) -> None:
+        """Make the folder.
+
+        Args:
+            shard_bytes: size at which another file is begun; about this much host memory is held.
+        """
         path.mkdir(parents=True, exist_ok=True)
-        self.path, self.max_shard_bytes = path, max_shard_bytes
+        self.path, self.shard_bytes = path, shard_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = self._total_bytes = 0
         self._shards: list[list[str]] = []
+        self._dtype = torch.float32
 
     def add(self, name: str, tensor: Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_bytes + size > self.max_shard_bytes:
+        """Take a copy of ``tensor``, and write a file first where it would grow beyond ``shard_bytes``."""
+        if self._pending and self._pending_bytes + tensor.nbytes > self.shard_bytes:
             self._flush()
-        # a copy: the caller may hand out views of living parameters
-        self._pending[name] = tensor.detach().clone()
-        self._pending_bytes += size
-        self._total_bytes += size
+        # the tensor may be a view of a living parameter, and share its storage with others
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += tensor.nbytes
+        self._total_bytes += tensor.nbytes
+        self._dtype = tensor.dtype
 
-    def _flush(self) -> None:
-        save_file(self._pending, self._temporary(len(self._shards)), metadata={"format": "pt"})
-        self._shards.append(list(self._pending))
-        self._pending, self._pending_bytes = {}, 0
-
-    def _temporary(self, shard: int) -> Path:
-        return self.path / f".{shard}.writing"
-
-    def finish(self, hf_config: dict[str, Any], dtype: torch.dtype) -> None:
+    def finish(self, hf_config: Mapping[str, Any]) -> None:
         """Write the last file, give all files their names, and write the index and config.json."""
         self._flush()
         count = len(self._shards)
@@ -132,19 +132,35 @@ class HfWriter:
         for old in {*self.path.glob("model*.safetensors"), self.path / _INDEX} - {self.path / n for n in names}:
             old.unlink(missing_ok=True)
         for shard, name in enumerate(names):
-            os.replace(self._temporary(shard), self.path / name)
+            os.replace(self._unfinished(shard), self.path / name)
         if count > 1:
             files = {tensor: file for file, held in zip(names, self._shards, strict=True) for tensor in held}
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(files.items()))}
-            _write_json(self.path / _INDEX, index)
-        architecture = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[hf_config["model_type"]]
-        _write_json(
-            self.path / "config.json",
-            {**hf_config, "architectures": [architecture], "dtype": str(dtype).removeprefix("torch.")},
-        )
+            replace_text(self.path / _INDEX, json.dumps(index, indent=2) + "\n")
+        architecture = family_of(hf_config["model_type"]).architecture
+        dtype = str(self._dtype).removeprefix("torch.")
+        config = {**hf_config, "architectures": [architecture], "dtype": dtype}
+        replace_text(self.path / "config.json", json.dumps(config, indent=2) + "\n")
+
+    def _flush(self) -> None:
+        file = self._unfinished(len(self._shards))
+        save_file(self._pending, file, metadata={"format": "pt"})
+        _check_whole(file, self._pending)
+        synchronize(file)
+        self._shards.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+    def _unfinished(self, shard: int) -> Path:
+        return self.path / f".{shard}.writing"
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(temporary, path)
+def _check_whole(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    with open(file, "rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        start = stream.tell()
+    header.pop("__metadata__")
+    spans = {name: entry["data_offsets"] for name, entry in header.items()}
+    end = start + max((last for _, last in spans.values()), default=0)
+    sizes = {name: last - first for name, (first, last) in spans.items()}
+    if file.stat().st_size != end or sizes != {name: tensor.nbytes for name, tensor in tensors.items()}:
+        raise OSError(f"{file} is not whole after writing")

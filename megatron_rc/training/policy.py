@@ -17,11 +17,12 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.models.config import hf_config_dict
 from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
 from megatron_rc.training import emulation
 from megatron_rc.training.groups import Groups
 from megatron_rc.training.model.attention import packed_seq_params
-from megatron_rc.training.model.build import build_model, hf_config_dict
+from megatron_rc.training.model.build import build_model
 from megatron_rc.training.model.optimizer import build_optimizer, build_scheduler, wrap_ddp
 from megatron_rc.training.model.weights import export_hf, init_weights, load_hf, save_hf
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megatron_rc.doctor.registry import Outcome, Registry, Undecided, bad, good
 from megatron_rc.doctor.server.facts import Facts
+from megatron_rc.models.config import DTYPES
 from megatron_rc.rollout.sglang.buckets import server_dtype
 
 MODEL: Registry[Facts] = Registry("model")
@@ -17,7 +18,6 @@ ROTARY_FIELDS = ("rope_theta", "rope_type", "factor", "original_max_position_emb
                  "attention_bias")  # fmt: skip
 EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
                  "mlp_only_layers")  # fmt: skip
-FLAG_OF = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def compared(facts: Facts, names: Sequence[str]) -> Outcome:
@@ -100,7 +100,8 @@ def dtype(facts: Facts) -> Outcome:
         return good(f"both compute in {served}")
     return bad(
         f"the server computes in {served}, the trainer in {trained}",
-        fix=f"Start the server with --dtype {FLAG_OF[trained]}, set train.dtype={served}, or let the correction work.",
+        fix=f"Start the server with --dtype {DTYPES[trained].name}, set train.dtype={served}, "
+        "or let the correction work.",
     )
 
 
@@ -111,7 +112,7 @@ def served_dtype(facts: Facts) -> str:
         found = str(server_dtype(facts.server.server_info, config)).removeprefix("torch.")
     except ValueError as unknown:
         raise Undecided(str(unknown), "Start the server with --dtype.") from None
-    return next((name for name, flag in FLAG_OF.items() if flag == found), found)
+    return next((dtype for dtype, precision in DTYPES.items() if precision.name == found), found)
 
 
 @MODEL.check(

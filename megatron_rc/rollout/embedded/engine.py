@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 
 from megatron_rc.engine import Sample, SamplingParams, check_request
+from megatron_rc.models.config import DTYPES, torch_dtype
 from megatron_rc.rollout.embedded.model import build_model, weight_slots
 from megatron_rc.rollout.embedded.routes import RouteCapture
+from megatron_rc.settings import Dtype
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPACT_SHARE = 1 / 8
 """Finished rows leave the batch once they are this share of it: copying the cache costs about a tenth of a step."""
 
@@ -32,7 +33,7 @@ class HFEngine:
         self,
         hf_config: dict[str, Any],
         *,
-        dtype: Literal["fp32", "bf16", "fp16"],
+        dtype: Dtype,
         device: torch.device | str,
         max_batch: int = 256,
         return_routes: bool = False,
@@ -48,14 +49,14 @@ class HFEngine:
         Raises:
             ValueError: another model_type or dtype, sliding-window attention, max_batch < 1, routes of a dense model.
         """
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         if max_batch < 1:
             raise ValueError(f"max_batch must be >= 1, got {max_batch!r}")
         self.device = torch.device(device)
         self.max_batch = max_batch
         self.weight_version = -1
-        self._model = build_model(hf_config, _DTYPES[dtype], self.device)
+        self._model = build_model(hf_config, torch_dtype(dtype), self.device)
         self._slots = weight_slots(self._model)
         self._routes = RouteCapture(self._model) if return_routes else None
 

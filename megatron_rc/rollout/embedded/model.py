@@ -6,23 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-_ARCHITECTURES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM)}
+from megatron_rc.models.families import family_of
 
 
 def build_model(hf_config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
-    """A Qwen3 or Qwen3-MoE with random weights; raises ValueError for another model or sliding-window attention."""
-    model_type = hf_config.get("model_type")
-    if model_type not in _ARCHITECTURES:
-        raise ValueError(f"model_type must be one of {', '.join(_ARCHITECTURES)}, got {model_type!r}")
-    config_class, model_class = _ARCHITECTURES[model_type]
-    config = config_class(**{key: value for key, value in hf_config.items() if key != "model_type"})
+    """The model with random weights; raises ValueError for an unknown family or sliding-window attention."""
+    family = family_of(hf_config.get("model_type"))
+    config = family.config_class()(**{key: value for key, value in hf_config.items() if key != "model_type"})
     if config.use_sliding_window:
         raise ValueError("use_sliding_window must be false: the engine attends to the whole context")
     # the caller's random state is not the engine's to advance
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-        model = model_class._from_config(config, attn_implementation="sdpa", dtype=dtype)
+        model = family.model_class()._from_config(config, attn_implementation="sdpa", dtype=dtype)
     return model.eval().requires_grad_(False)
 
 

@@ -8,13 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_DTYPES = {
-    "float32": torch.float32,
-    "float": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-}
+from megatron_rc.models.config import DTYPES, torch_dtype
+
+_DTYPES = {precision.name: torch_dtype(dtype) for dtype, precision in DTYPES.items()}
+_DTYPES |= {"float": torch.float32, "half": torch.float16}
 
 
 class Bucket(NamedTuple):

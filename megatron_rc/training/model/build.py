@@ -14,13 +14,10 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rc.models.config import hf_config_dict as hf_config_dict
-from megatron_rc.models.config import moe_layers, padded_vocab_size
+from megatron_rc.models.config import moe_layers, padded_vocab_size, torch_dtype
 from megatron_rc.settings import Dtype, ParallelSettings
 from megatron_rc.training import emulation
 from megatron_rc.training.model.attention import PackedCoreAttention, PackedSelfAttention
-
-TORCH_DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Libraries(NamedTuple):
@@ -99,8 +96,8 @@ def transformer_config(hf: dict[str, Any], parallel: ParallelSettings, dtype: Dt
         # dispatcher, all-gather, assumes that they do not
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        params_dtype=TORCH_DTYPES[dtype],
-        pipeline_dtype=TORCH_DTYPES[dtype],
+        params_dtype=torch_dtype(dtype),
+        pipeline_dtype=torch_dtype(dtype),
         bf16=dtype == "bf16",
         fp16=dtype == "fp16",
         use_cpu_initialization=not cuda,

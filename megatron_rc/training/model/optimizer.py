@@ -7,6 +7,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_rc.models.config import torch_dtype
 from megatron_rc.settings import TrainSettings
 
 
@@ -39,7 +40,7 @@ def build_optimizer(train: TrainSettings, chunks: list[DistributedDataParallel])
         fp16=train.dtype == "fp16",
         # megatron's 2^32 overflows for the first dozen steps, and a step of reinforcement learning costs a rollout
         initial_loss_scale=2.0**15,
-        params_dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[train.dtype],
+        params_dtype=torch_dtype(train.dtype),
         use_distributed_optimizer=False,
     )
     optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=not torch.cuda.is_available())

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megatron_rc.models.files import HfCheckpoint, HfWriter
+from megatron_rc.models.files import HfCheckpoint, Writer
 from megatron_rc.models.names import HfTensor, Parameter, parameters
 
 
@@ -98,12 +98,12 @@ def save_hf(
         max_shard_bytes: size at which another file is begun.
     """
     dtype = dtype or _core(model[0]).config.params_dtype
-    writer = HfWriter(Path(path), max_shard_bytes) if dist.get_rank() == 0 else None
+    writer = Writer(Path(path), max_shard_bytes) if dist.get_rank() == 0 else None
     for name, tensor in export_hf(model):
         if writer is not None:
-            writer.add(name, tensor.to("cpu", dtype))
+            writer.add(name, tensor.to(dtype))
     if writer is not None:
-        writer.finish(hf_config, dtype)
+        writer.finish(hf_config)
     dist.barrier()
 
 
