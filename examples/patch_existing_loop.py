@@ -16,7 +16,8 @@ import existing_loop  # isort: skip - it starts the emulation of CUDA
 from torch import Tensor
 
 from megatron_rc import LengthDecayLR, MetricSums, RolloutCorrection, correct, patch
-from megatron_rc.integrations.hosts import HOSTS, Host, Symbol
+from megatron_rc.integrations.hosts import HOSTS
+from megatron_rc.integrations.symbols import Host, Symbol
 
 
 @dataclass
@@ -42,7 +43,7 @@ def make_loss(original: Callable[..., Tensor], session: Session) -> Callable[...
         corrected = correct(old, rollout, mask, correction=session.correction, advantages=advantages)
         corrected.metrics.check()
         session.seen.merge(corrected.metrics)
-        if session.lr_decay is not None:  # the loop takes one optimizer step a rollout
+        if session.lr_decay is not None:  # the loop takes one optimizer step per rollout
             session.lr_decay.step(corrected.metrics.values()["response_length"])
         # 0 where a token is rejected; the loop's denominator still counts it
         return original(current, old, rollout, advantages * corrected.weights, mask)

@@ -56,7 +56,9 @@ def train(
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def patch(
-    script: Annotated[Path, typer.Argument(help="Training script of the host, such as train_rl.py.")],
+    script: Annotated[
+        Path | None, typer.Argument(help="Training script of the host, such as train_rl.py; none for slime and miles.")
+    ] = None,
     arguments: Annotated[list[str], typer.Argument(help="Its own flags, passed on untouched.")] = [],  # noqa: B006
     rc_preset: Annotated[str | None, typer.Option(help="Correction preset, in the place of the YAML's.")] = None,
     rc_config: Annotated[Path | None, typer.Option(help="YAML with `correction:` and `lr_decay:`.")] = None,
@@ -68,13 +70,19 @@ def patch(
     ] = False,
     rc_host: Annotated[str, typer.Option(help="Codebase to patch; auto: the only one importable.")] = "auto",
 ) -> None:
-    """Run the training script of another codebase with rollout correction patched into it; docs/patching.md.
+    """Run the training script of another codebase with rollout correction patched into it; docs/hosts/.
 
     torchrun --nproc_per_node 8 -m megatron_rc patch --rc-preset geo-mask-token-tis train_rl.py FLAGS
-    """
-    from megatron_rc.integrations.run_script import patch_settings, run_script
 
-    run_script(script, arguments, patch_settings(rc_config, rc_preset, rc_lr_decay, rc_set), host=rc_host)
+    Print the flags and the YAML that slime takes instead: megatron-rc patch --rc-host slime --rc-preset token-tis
+    """
+    from megatron_rc.integrations.run_script import patch_settings, recipe, run_script
+
+    settings = patch_settings(rc_config, rc_preset, rc_lr_decay, rc_set)
+    if script is None:
+        print(recipe(settings, host=rc_host))
+    else:
+        run_script(script, arguments, settings, host=rc_host)
 
 
 @app.command()
@@ -220,7 +228,7 @@ def doctor(
     config: Annotated[Path | None, typer.Option(help="YAML of the job; names the servers, too.")] = None,
     hf_path: Annotated[str | None, typer.Option(help="Directory of the trained model, instead of the YAML's.")] = None,
     host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Codebase to be patched, such as megatron-lm; auto.")
+        list[str] | None, typer.Option(metavar="NAME", help="Codebase to be patched, such as megatron-lm, or auto.")
     ] = None,
     flags_file: Annotated[
         Path | None, typer.Option(help="File with the --host's flags, or the script that starts it.")

@@ -35,6 +35,21 @@ class Range:
 SGLANG_TESTED = Range("0.5.20", "0.5.23")
 """SGLang for which the bridge is written."""
 
+MEGATRON_CORE = ("0.16", "0.17", "0.18", "0.19", "0.20")
+"""Releases of megatron-core on which this package was run."""
+MEGATRON_LM = ("0.20",)
+"""Releases of megatron-core in the trees of Megatron-LM that `patch("megatron-lm")` knows."""
+MEGATRON_TRAINING = ("0.17", "0.18", "0.19", "0.20")
+"""Releases of megatron-core that `patch("megatron-training")` knows."""
+SHORT_TRAIN_STEP = ("0.17", "0.18")
+"""Those of them whose train_step has no parameters pg_collection and p2p_communicator."""
+
+
+def is_release(version: str | None, known: tuple[str, ...]) -> bool:
+    """Whether a version is one of the known ones, or a release of it: 0.20.1rc0 is of 0.20, 0.2 is not."""
+    return version is not None and any((version + ".").startswith(f"{one}.") for one in known)
+
+
 MODULES_OF_EXTRA = {
     "train": ("megatron", "psutil", "safetensors", "torch", "transformers"),
     "sglang": ("aiohttp",),

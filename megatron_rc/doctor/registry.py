@@ -1,4 +1,4 @@
-"""Checks by name: each looks at known facts and says what it found and how to mend it."""
+"""Checks by name: each looks at facts, and reports what it found and how to mend it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-Severity = Literal["error", "warning", "note"]
-"""error: the gradient is wrong or the job fails. warning: a gap between the policies that a setting closes, or a way
-nobody tested. note: worth knowing, or not decidable."""
+from megatron_rc.integrations.flag_rules import Severity
+
 Status = Literal["good", "error", "warning", "note"]
 
 F = TypeVar("F")
 
 
 class Undecided(Exception):
-    """A check lacks a fact; the sentence says which, ``fix`` where it would come from."""
+    """A check lacks a fact: the sentence says which one, ``fix`` how to supply it."""
 
     def __init__(self, reason: str, fix: str = "") -> None:
         super().__init__(reason)
@@ -23,7 +22,7 @@ class Undecided(Exception):
 
 
 class Outcome(NamedTuple):
-    """What a check returns; `good` and `bad` make it."""
+    """The result of a check, made by `good` or `bad`; the check adds its name and its own severity and fix."""
 
     found: str
     is_good: bool
@@ -47,10 +46,10 @@ class Finding:
     found: str
     """One sentence."""
     fix: str = ""
-    """One sentence naming the flag or field; empty when nothing is to be mended."""
+    """One sentence naming the flag or field; empty when nothing has to be mended."""
     compares: str = ""
     decided: bool = True
-    """False: a fact was missing, nothing was compared."""
+    """False: a fact was missing, so nothing was compared."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,15 +59,15 @@ class Finding:
 class Check(Generic[F]):
     name: str
     compares: str
-    """What is held against what, a few words."""
+    """What is compared with what, in a few words."""
     severity: Severity
-    """Of a mismatch."""
+    """Severity of a mismatch."""
     fix: str
-    """How a mismatch is mended, one sentence naming the flag."""
+    """How to mend a mismatch, one sentence naming the flag."""
     look: Callable[[F], Outcome]
 
     def run(self, facts: F) -> Finding:
-        """Look at the facts; a missing one gives a note that says which."""
+        """Look at the facts; if one is missing, the finding is a note that names it."""
         try:
             outcome = self.look(facts)
         except Undecided as missing:
@@ -129,8 +128,8 @@ class Known:
         """
         Args:
             values: None when nothing is known.
-            source: who would tell, the subject of the sentence "... does not tell x".
-            fix: what makes the values known, one sentence.
+            source: where the values come from, the subject of the sentence "... does not report x".
+            fix: how to make the values known, one sentence.
         """
         self._values, self._source, self._fix = values, source, fix
 
@@ -143,7 +142,7 @@ class Known:
     def __getitem__(self, name: str) -> Any:
         values = self.require()
         if name not in values:
-            raise Undecided(f"{self._source} does not tell {name}", self._fix)
+            raise Undecided(f"{self._source} does not report {name}", self._fix)
         return values[name]
 
     def get(self, name: str, default: Any = None) -> Any:

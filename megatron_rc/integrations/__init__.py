@@ -1,1 +1,1 @@
-"""One file per host codebase; each undoes itself."""
+"""Rollout correction in codebases that people already run: one folder per host, and what the hosts share."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from megatron_rc.integrations import megatron_lm, megatron_training
 from megatron_rc.integrations.slime import hosts as slime_hosts
-from megatron_rc.integrations.symbols import Found, Host, Symbol, inspect_symbols
-
-__all__ = ["HOSTS", "Found", "Host", "Symbol", "detect", "host_named", "inspect_symbols"]
+from megatron_rc.integrations.symbols import Host
 
 HOSTS: dict[str, Host] = {
     host.name: host for host in (megatron_lm.HOST, megatron_training.HOST, slime_hosts.SLIME, slime_hosts.MILES)
 }
-"""By name. A module of this table defines HOST and imports nothing of its host before `make` or `prepare` runs."""
+"""By name. A module of this table imports neither its host nor torch before `make` or `prepare` runs."""
 
 
 def detect() -> list[Host]:
-    """Hosts that could be imported here, found without importing them, in the order of HOSTS."""
+    """Hosts that could be imported here, in the order of HOSTS; none is imported for that."""
     return [host for host in HOSTS.values() if host.is_importable()]
 
 
@@ -34,6 +32,6 @@ def host_named(name: str) -> Host:
     contained = {inner for host in importable for inner in host.contains}
     candidates = [host for host in importable if host.name not in contained]
     if len(candidates) != 1:
-        found = ", ".join(repr(host.name) for host in candidates) or "none of them"
-        raise ValueError(f"host must be named, one of {known}: here Python could import {found}")
+        names = ", ".join(repr(host.name) for host in candidates) or "none of them"
+        raise ValueError(f"host must be one of {known}: 'auto' needs one that Python can import, and finds {names}")
     return candidates[0]

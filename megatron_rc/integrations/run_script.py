@@ -6,19 +6,20 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
 from megatron_rc import schema
 from megatron_rc.config import RolloutCorrection
+from megatron_rc.integrations.hosts import host_named
 from megatron_rc.integrations.patching import patch
 from megatron_rc.lr_decay import LengthDecaySettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatchSettings:
-    """What `patch` is asked for, as a YAML file has it."""
+    """Arguments of `patch`, as a YAML file has them."""
 
     correction: RolloutCorrection | None = None
     """How rollouts are corrected: a preset name, or fields with or without `preset`; null leaves the host's loss."""
@@ -29,8 +30,13 @@ class PatchSettings:
 def patch_settings(
     config: Path | None = None, preset: str | None = None, lr_decay: bool = False, assignments: Iterable[str] = ()
 ) -> PatchSettings:
-    """From a YAML file, with a preset in the place of its correction, a length decay where the file has none, and
-    ``key=value`` assignments on top.
+    """Settings from a YAML file and from options, which win over the file.
+
+    Args:
+        config: the YAML file; None: no fields.
+        preset: correction in place of the file's.
+        lr_decay: whether to add a length decay with defaults where the file has none.
+        assignments: ``key=value``, applied last.
 
     Raises:
         ValueError: no such file or preset, or a wrong field, named.
@@ -43,11 +49,25 @@ def patch_settings(
     return schema.from_dict(PatchSettings, data, assignments=assignments)
 
 
+def recipe(settings: PatchSettings, *, host: str = "auto") -> str:
+    """What to add to a host that cannot be patched from outside, as text; without settings, a recipe that measures.
+
+    Raises:
+        ValueError: the host is patched inside the process of its script, or as `patch`.
+    """
+    target = host_named(host)
+    if target.recipe is None:
+        raise ValueError(f"the training script must be given: {target.name} is patched in the process that runs it")
+    if settings == PatchSettings():
+        settings = replace(settings, correction=RolloutCorrection())
+    return patch(host, correction=settings.correction, lr_decay=settings.lr_decay).report()
+
+
 def run_script(script: Path, arguments: Sequence[str], settings: PatchSettings, *, host: str = "auto") -> None:
     """`python script arguments...` with a patched host; the host is restored when the script ends.
 
-    The script runs as __main__, with its folder first on sys.path as Python would have it, and what it imports by value
-    is patched because it is imported later. Rank 0 prints `Patch.report()` first.
+    The script runs as __main__, with its folder first on sys.path as Python would have it. What it imports by value is
+    patched because it is imported later. Rank 0 prints `Patch.report()` first.
 
     Raises:
         ValueError: no such script, or as `patch`.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from megatron_rc import schema
+from megatron_rc.integrations.flag_rules import FlagRule
+from megatron_rc.versions import is_release
 
 Function = Callable[..., Any]
 
@@ -25,7 +29,7 @@ class Symbol:
     parameters: str
     """As in its def line, with defaults and without annotations: "model, tokens, no_grad=False"."""
     make: Callable[[Function, Any], Function | None]
-    """(original, context) -> its replacement, or None where the context asks for none."""
+    """(original, session) -> its replacement, or None where the settings of this patch need none."""
     summary: str
     """What the replacement does, one line."""
 
@@ -34,9 +38,22 @@ class Symbol:
         return f"{self.module}.{self.name}"
 
 
+class Recipe(NamedTuple):
+    """How a host that takes functions by their names is given a correction: nothing of it is replaced."""
+
+    flags: list[str]
+    """To be added to the host's command line, each with its value; one of them names rc.yaml."""
+    config: dict[str, Any]
+    """Content of rc.yaml."""
+
+    def __str__(self) -> str:
+        flags = " \\\n  ".join(self.flags)
+        return f"write rc.yaml:\n{schema.dump_yaml(self.config)}and add to the host's command line:\n  {flags}"
+
+
 @dataclass(frozen=True)
 class Host:
-    """A codebase that `patch` knows."""
+    """A codebase that `patch` and `megatron-rc doctor` know. One folder of integrations/ has everything about it."""
 
     name: str
     module: str
@@ -45,17 +62,28 @@ class Host:
     versions: tuple[str, ...]
     """Versions whose symbols were read; a longer version that begins with one of them is that version."""
     read_version: Callable[[], str | None]
-    """The version that is installed, without importing the host; None where it has none."""
-    prepare: Callable[[Any, Any], Any]
-    """(correction, lr_decay) -> the context of every `make` of one patch; ValueError for what cannot be honoured."""
+    """Returns the version that is installed, without importing the host; None where it has none."""
+    prepare: Callable[[Any, Any], Any] = lambda correction, lr_decay: None
+    """(correction, lr_decay) -> the session of one patch; ValueError for settings that the host cannot honour."""
     tested: str = ""
     """Which state of the host the contract tests ran against, such as a commit."""
     differences: tuple[str, ...] = ()
     """What a patched host does otherwise than before, on purpose, even with the correction "none"."""
     contains: tuple[str, ...] = ()
     """Hosts that can be found wherever this one can; `patch("auto")` prefers this one to them."""
-    release: Callable[[Any], None] = lambda context: None
-    """Undo what the replacements of a context have attached to the host's objects; may refuse by ValueError."""
+    release: Callable[[Any], None] = lambda session: None
+    """Undoes what the replacements of a session have attached to the host's objects; may refuse by ValueError."""
+    recipe: Callable[[Any, Any], Recipe] | None = None
+    """(correction, lr_decay) -> what the user adds to a host whose processes `patch` cannot reach; symbols of such a
+    host are inspected and never replaced."""
+    where: str = ""
+    """How the host gets onto sys.path, one sentence."""
+    flag_rules: tuple[FlagRule, ...] = ()
+    """Mistakes in the host's own flags; doctor knows those in Megatron's flags, which every host takes."""
+    flag_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Argument that the rules read -> its default in the host."""
+    config_flag: str | None = None
+    """Flag of a YAML file whose keys the host adds to its arguments."""
 
     def is_importable(self) -> bool:
         return find_module(self.module) is not None
@@ -63,11 +91,6 @@ class Host:
     def knows(self, version: str | None) -> bool:
         """Whether the symbols of this version were read; a host without versions is known by its symbols alone."""
         return not self.versions or is_release(version, self.versions)
-
-
-def is_release(version: str | None, of: tuple[str, ...]) -> bool:
-    """Whether a version is one of the known ones, or a release of it: 0.20.1rc0 is of 0.20, 0.2 is not."""
-    return version is not None and any((version + ".").startswith(known.rstrip(".") + ".") for known in of)
 
 
 def imported_when_called(module: str, name: str) -> Function:
@@ -79,36 +102,36 @@ def imported_when_called(module: str, name: str) -> Function:
     return call
 
 
-class Found(NamedTuple):
+class Inspected(NamedTuple):
     """What the source of a host says about a symbol."""
 
     symbol: Symbol
     parameters: str | None
     """As in `Symbol.parameters`; None where the symbol is missing."""
     problem: str | None
-    """One sentence, where it cannot be replaced."""
+    """Why it cannot be replaced, one sentence; None where it can."""
 
 
-def inspect_symbols(host: Host) -> list[Found]:
+def inspect_symbols(host: Host) -> list[Inspected]:
     """Read the def line of every symbol of a host from its files; nothing is imported and nothing replaced.
 
     Returns:
-        One Found a symbol, in the order of `host.symbols`.
+        One Inspected per symbol, in the order of `host.symbols`.
     """
     return [_inspect(symbol) for symbol in host.symbols]
 
 
-def _inspect(symbol: Symbol) -> Found:
+def _inspect(symbol: Symbol) -> Inspected:
     spec = find_module(symbol.module)
     if spec is None or spec.origin is None:
-        return Found(symbol, None, f"module {symbol.module} is missing")
+        return Inspected(symbol, None, f"module {symbol.module} is missing")
     node = definition(Path(spec.origin), symbol.name)
     if node is None:
-        return Found(symbol, None, f"{symbol.path} is missing from {spec.origin}")
-    found = parameters_of(node)
-    if found != symbol.parameters:
-        return Found(symbol, found, f"{symbol.path} takes ({found}), but the patch was made for ({symbol.parameters})")
-    return Found(symbol, found, None)
+        return Inspected(symbol, None, f"{symbol.path} is missing from {spec.origin}")
+    parameters, problem = parameters_of(node), None
+    if parameters != symbol.parameters:
+        problem = f"{symbol.path} takes ({parameters}), but the patch was made for ({symbol.parameters})"
+    return Inspected(symbol, parameters, problem)
 
 
 def find_module(name: str) -> ModuleSpec | None:
@@ -134,8 +157,8 @@ def definition(path: Path, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef 
             return None
         body = bodies[-1]
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    found = [node for node in body if isinstance(node, kinds) and node.name == function]
-    return found[-1] if found else None
+    definitions = [node for node in body if isinstance(node, kinds) and node.name == function]
+    return definitions[-1] if definitions else None
 
 
 @lru_cache(maxsize=32)
@@ -150,3 +173,20 @@ def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
         if isinstance(argument, ast.arg):
             argument.annotation = None
     return ast.unparse(arguments)
+
+
+def megatron_core_version() -> str | None:
+    """The version of megatron-core that Python would import, read from its file; None where there is none."""
+    spec = find_module("megatron.core.package_info")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin)
+    constants: dict[str, object] = {
+        target.id: node.value.value
+        for node in _parsed(path, path.stat().st_mtime_ns).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    release = ".".join(str(constants[part]) for part in ("MAJOR", "MINOR", "PATCH"))
+    return f"{release}{constants.get('PRE_RELEASE', '')}"

@@ -57,7 +57,7 @@ def test_registries_join_in_order_and_refuse_a_name_twice() -> None:
 
 
 def test_a_fact_that_is_missing_is_named() -> None:
-    with pytest.raises(Undecided, match="the server does not tell dtype"):
+    with pytest.raises(Undecided, match="the server does not report dtype"):
         Known({}, "the server")["dtype"]
     with pytest.raises(Undecided, match="the server is not known"):
         Known(None, "the server").get("dtype")

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rc.doctor.host.environment import TRAPS
+from megatron_rc import RolloutCorrection
 from megatron_rc.doctor.host.facts import HostFacts, read_hosts
-from megatron_rc.doctor.host.flags import Flags
+from megatron_rc.doctor.host.flags import Arguments, Flags
+from megatron_rc.doctor.host.traps import flag_checks
 from megatron_rc.doctor.registry import Finding
+from megatron_rc.integrations.hosts import HOSTS
+from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
 
 LM, TRAINING = "megatron-lm", "megatron-training"
 REPLAY = "--moe-enable-routing-replay"
@@ -30,7 +33,7 @@ def facts(host: str, flags: str) -> HostFacts:
 
 
 def traps(host: str, flags: str) -> dict[str, Finding]:
-    return {finding.check: finding for finding in TRAPS[host].run(facts(host, flags))}
+    return {finding.check: finding for finding in flag_checks(HOSTS[host]).run(facts(host, flags))}
 
 
 TRAPPED = [
@@ -60,14 +63,14 @@ TRAPPED = [
         "sampled at temperature 0.7, while get_logprobs",
     ),
     (LM, "temperature", f"{PATCHED} --rl-default-temperature 0.7", "error", "raw_logprobs, those at temperature 1"),
-    (LM, "top-p-top-k", f"{RL} --rl-default-top-p 0.9", "error", "does not tell which ids"),
-    (LM, "top-p-top-k", f"{RL} --rl-default-top-k 20", "error", "does not tell which ids"),
+    (LM, "top-p-top-k", f"{RL} --rl-default-top-p 0.9", "error", "does not return the ids"),
+    (LM, "top-p-top-k", f"{RL} --rl-default-top-k 20", "error", "does not return the ids"),
     (LM, "ratio-bound", "--rl-inference-logprobs-is-correction", "warning", "no upper bound"),
-    (LM, "ratio-bound", f"{PATCHED} --rl-importance-sampling-truncation-coef 2", "error", "on top of the correction's"),
+    (LM, "ratio-bound", f"{PATCHED} --rl-importance-sampling-truncation-coef 2", "error", "again after the correction"),
     (LM, "packed-logprobs", f"{RL} --rl-use-sequence-packing", "warning", "log-prob 0"),
     (LM, "gathered-logits", f"{RL} --tensor-model-parallel-size 4", "warning", "each of the 4 tensor-parallel"),
     (LM, "captured-denominator", f"{PATCHED} --cuda-graph-impl full_iteration", "error", "first batch"),
-    (LM, "replayed-routes", f"{RL} {REPLAY}", "warning", "never hands routes"),
+    (LM, "replayed-routes", f"{RL} {REPLAY}", "warning", "never hands the sampler's routes"),
     (LM, "stale-policies", f"{RL} --rl-partial-rollouts", "note", "several versions"),
     ("slime", "ratio-counted-twice", "--use-tis --use-rollout-logprobs", "error", "already is pi / mu"),
     ("slime", "temperature", "--rollout-temperature 0", "error", "greedy"),
@@ -103,12 +106,30 @@ FREE = [
 @pytest.mark.parametrize(("host", "flags", "trapped"), FREE)
 def test_flags_without_a_trap_are_good(host: str, flags: str, trapped: set[str]) -> None:
     found = traps(host, flags)
-    assert {name for name, f in found.items() if f.status != "good"} - {"dataset-helpers"} == trapped
+    assert {name for name, f in found.items() if f.status != "good"} == trapped
 
 
 def test_every_trap_is_tried() -> None:
-    tried = {check for _, check, *_ in TRAPPED} | {"dataset-helpers", "batch-normalised-weights"}
-    assert {check.name for registry in TRAPS.values() for check in registry} == tried
+    tried = {check for _, check, *_ in TRAPPED} | {"batch-normalised-weights"}
+    assert {check.name for host in HOSTS.values() for check in flag_checks(host)} == tried
+
+
+REFUSED = ["", "--perform-rl-step", *(flags for host, _, flags, *_ in TRAPPED if host == LM and PATCHED in flags)]
+
+
+@pytest.mark.parametrize("flags", [*REFUSED, f"{PATCHED} --rl-default-top-p 0.9"])
+def test_the_patch_refuses_what_doctor_calls_an_error_of_a_patched_run(flags: str) -> None:
+    given = f"--rc-preset token-tis {flags}"
+    errors = [finding.found for finding in traps(LM, given).values() if finding.status == "error"]
+    with pytest.raises(ValueError, match="^megatron-lm: ") as refusal:
+        check_arguments(Arguments(Flags(given.split()), HOSTS[LM].flag_defaults, None), RolloutCorrection())
+    assert errors[0] in str(refusal.value)
+
+
+def test_the_patch_takes_the_flags_in_which_doctor_finds_no_error() -> None:
+    for host, flags, _ in FREE:
+        if host == LM and PATCHED in flags:
+            check_arguments(Arguments(Flags(flags.split()), HOSTS[LM].flag_defaults, None), RolloutCorrection())
 
 
 def test_keys_of_the_yaml_file_of_slime_are_read(tmp_path: Path) -> None:

@@ -14,9 +14,12 @@ import pytest
 from refusals import outcome
 
 from megatron_rc.doctor.host.environment import ENVIRONMENT, check_host, examine_hosts
-from megatron_rc.doctor.host.facts import Environment, read_environment, read_hosts
+from megatron_rc.doctor.host.facts import Environment, HostFacts, read_environment, read_hosts
+from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.registry import Finding, worst
+from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.hosts import HOSTS
+from megatron_rc.integrations.symbols import Host
 
 STUB = Path(__file__).parents[1] / "support/hosts/megatron_training"
 HOST = "megatron-training"
@@ -91,6 +94,26 @@ def test_a_host_that_is_not_here_is_an_error_only_when_it_was_asked_for() -> Non
     assert list(findings) == ["Python environment", *(f"host {name}" for name in HOSTS)]
     assert [(f.check, f.status) for f in findings["host miles"]] == [("importable", "note")]
     assert "radixark/miles" in findings["host miles"][0].fix
+
+
+def test_a_host_is_known_to_doctor_by_its_table_alone() -> None:
+    rule = FlagRule(
+        name="loud",
+        compares="--volume against the neighbours",
+        severity="warning",
+        wrong=lambda args: args.volume > args.limit,
+        problem=lambda args: f"volume {args.volume} is above {args.limit}",
+        fix="Lower --volume.",
+        good="it is quiet",
+    )
+    table = {"flag_rules": (rule,), "flag_defaults": {"volume": 3, "limit": 9}, "where": "Ask the neighbours."}
+    unknown = Host("newcomer", "newcomer_host", (), (), lambda: None, **table)
+    for flags, sentence in ((["--volume", "11"], "volume 11 is above 9"), ([], "it is quiet")):
+        facts = HostFacts(unknown, False, None, {}, Flags(flags), asked=True)
+        checked = {finding.check: finding for finding in check_host(facts)}
+        assert checked["importable"].fix == "Ask the neighbours."
+        assert (checked["loud"].found, checked["loud"].fix) == (sentence, "Lower --volume." if flags else "")
+        assert "router-dtype" in checked
 
 
 def test_flags_that_were_not_given_leave_their_checks_undecided(stub: Path) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megatron_rc import Rejection, RolloutCorrection, Weight, patch
 from megatron_rc.integrations import hosts
-from megatron_rc.integrations.hosts import inspect_symbols
 from megatron_rc.integrations.megatron_lm import HOST
 from megatron_rc.integrations.megatron_lm.rollouts import RolloutRows, corrected_rows
+from megatron_rc.integrations.symbols import inspect_symbols
 
 CLIP: dict[str, Any] = {"clamp_eps_lower": 0.2, "clamp_eps_upper": 0.3, "kl_beta": 0.1, "entropy_weight": 0.05}
 GOLDEN = json.loads((Path(sources.__file__).parent / "golden.json").read_text())

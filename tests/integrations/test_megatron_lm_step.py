@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_rc import LengthDecayLR, Rejection, RolloutCorrection, Weight, correct
 from megatron_rc.integrations.megatron_lm import HOST
 from megatron_rc.integrations.megatron_lm import session as session
+from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
 from megatron_rc.integrations.megatron_lm.loss import _logged_loss
 from megatron_rc.integrations.megatron_lm.rollouts import mean_response_length
 from megatron_rc.integrations.run_script import PatchSettings
@@ -160,11 +161,11 @@ def test_flags_that_cannot_be_honoured_are_named_before_the_model_is_built(chang
 
 def test_a_temperature_with_processed_logprobs_and_top_p_of_1_are_honoured() -> None:
     fine = {"rl_default_temperature": 0.7, "inference_dynamic_batching_logprobs_mode": "processed_logprobs"}
-    session.check_arguments(arguments(**fine, rl_default_top_p=1), RolloutCorrection())
+    check_arguments(arguments(**fine, rl_default_top_p=1), RolloutCorrection())
 
 
 def test_a_length_decay_alone_does_not_ask_for_rollout_logprobs() -> None:
-    session.check_arguments(arguments(rl_inference_logprobs_is_correction=False, rl_default_top_p=0.9), None)
+    check_arguments(arguments(rl_inference_logprobs_is_correction=False, rl_default_top_p=0.9), None)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from training_host import STUB, Optimizer, batch, forward_step, run_micro_batches, sft_step, stub_host, train
 
 from megatron_rc import LengthDecayLR, RolloutCorrection, patch
+from megatron_rc.integrations.installed import session_of
 from megatron_rc.integrations.scheduler_decay import CHECKPOINT_KEY
 from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.settings import ParallelSettings
@@ -129,7 +130,7 @@ def test_evaluation_is_corrected_and_not_counted(training: Any) -> None:
     seen = decay()
     with patch(HOST, correction=TIS, lr_decay=seen):
         train(training, [[batch(0.0)]])
-        assert training.train_step.rollouts.step is None
+        assert session_of(HOST).step is None
         (loss,) = run_micro_batches(
             forward_step_func=forward_step, data_iterator=[batch(math.log(5))], model=None, forward_only=True
         )

@@ -17,9 +17,11 @@ from typer.testing import CliRunner
 from megatron_rc import RolloutCorrection
 from megatron_rc.cli import app
 from megatron_rc.integrations import hosts
-from megatron_rc.integrations.hosts import HOSTS, Host, Symbol
+from megatron_rc.integrations.hosts import HOSTS
 from megatron_rc.integrations.megatron_lm import DIFFERENCES, HOST
 from megatron_rc.integrations.run_script import PatchSettings, patch_settings, run_script
+from megatron_rc.integrations.run_script import recipe as recipe_of
+from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.lr_decay import LengthDecaySettings
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +110,23 @@ def test_an_error_of_the_script_is_shown_whole(script: Path, capsys: pytest.Capt
 def test_a_missing_script_is_one_sentence() -> None:
     with pytest.raises(ValueError, match="no such script: 'absent.py'"):
         run_script(Path("absent.py"), [], PatchSettings(correction=RolloutCorrection()))
+
+
+@pytest.mark.parametrize(("options", "hook"), [((), "tis"), (("--rc-lr-decay",), "before_train_step")])
+def test_without_a_script_the_recipe_of_the_host_is_printed(options: tuple[str, ...], hook: str) -> None:
+    done = CliRunner().invoke(app, ["patch", "--rc-host", "slime", *options])
+    assert done.exit_code == 0, done.output
+    assert "slime, not patched" in done.output and "rc.yaml" in done.output
+    assert f"megatron_rc.integrations.slime.{hook}" in done.output
+
+
+def test_a_host_is_named_that_needs_a_script_or_takes_none(script: Path) -> None:
+    with pytest.raises(ValueError, match="the training script must be given: megatron-lm is patched in the process"):
+        recipe_of(PatchSettings(), host="megatron-lm")
+    hosts.HOSTS["slime"] = HOSTS["slime"]
+    with pytest.raises(ValueError, match="slime trains in processes of its own"):
+        run_script(script, [], PatchSettings(correction=RolloutCorrection()), host="slime")
+    assert not (script.parent / "seen.json").exists()
 
 
 def test_settings_come_from_the_file_the_preset_and_assignments_in_that_order(tmp_path: Path) -> None:

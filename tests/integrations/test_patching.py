@@ -14,8 +14,7 @@ import pytest
 
 from megatron_rc import Patch, RolloutCorrection, patch
 from megatron_rc.integrations import hosts
-from megatron_rc.integrations.hosts import Host, Symbol, inspect_symbols
-from megatron_rc.integrations.symbols import find_module
+from megatron_rc.integrations.symbols import Host, Symbol, find_module, inspect_symbols
 from megatron_rc.lr_decay import LengthDecaySettings
 
 NONE = RolloutCorrection()
@@ -280,7 +279,7 @@ def test_auto_takes_the_only_importable_host_and_prefers_it_to_what_it_contains(
         assert patched.report().startswith("tiny 1.2.3")
     for table in ({"absent": absent}, {"inner": inner, "tiny": host()}):
         monkeypatch.setattr(hosts, "HOSTS", table)
-        with pytest.raises(ValueError, match="host must be named"):
+        with pytest.raises(ValueError, match="host must be one of .*'auto' needs one"):
             patch(correction=NONE)
 
 

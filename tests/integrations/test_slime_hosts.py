@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -63,11 +64,12 @@ def test_a_missing_or_changed_symbol_is_named(host: str, on_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_patch_itself_replaces_nothing_and_names_a_missing_symbol_first(host: str, on_path: Path) -> None:
+def test_patch_replaces_nothing_of_the_host_and_names_a_missing_symbol(host: str, on_path: Path) -> None:
     written(on_path, HOSTS[host], lambda name, parameters: parameters)
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"^{host} trains in Ray processes"):
-            patch(host, correction=RolloutCorrection())
+        patched = patch(host, correction=RolloutCorrection())
+        assert patched.recipe is not None and not patched.active
+    assert not any(name.partition(".")[0] == host for name in sys.modules)
     misc = on_path / host / "utils/misc.py"
     misc.write_text("")
     with pytest.raises(ValueError, match=f"^{host} cannot be patched: {host}.utils.misc.load_function is missing"):
@@ -75,15 +77,30 @@ def test_patch_itself_replaces_nothing_and_names_a_missing_symbol_first(host: st
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_patch_answers_with_the_flags_since_workers_are_processes_of_their_own(host: str) -> None:
-    with pytest.raises(ValueError, match=f"^{host} trains in Ray processes.*--use-tis") as refusal:
-        HOSTS[host].prepare(RolloutCorrection.preset("token-tis"), LengthDecaySettings(decay_period=204))
-    text = str(refusal.value)
-    assert flag("tis") in text and flag("check") in text and flag("before_train_step") in text
-    fields = yaml.safe_load(text[text.index("{megatron_rc") : text.rindex(" in rc.yaml")])
-    args = arguments(**fields)
-    assert read(args).correction == RolloutCorrection.preset("token-tis")
-    assert read(args).lr_decay == LengthDecaySettings(decay_period=204)
+def test_patch_answers_with_a_recipe_wherever_it_is_called(host: str) -> None:
+    decay = LengthDecaySettings(decay_period=204)
+    patched = patch(host, correction=RolloutCorrection.preset("token-tis"), lr_decay=decay)
+    assert patched.recipe is not None
+    assert {"--use-tis", *map(flag, ("tis", "check", "before_train_step"))} <= {*patched.recipe.flags}
+    settings = read(arguments(**patched.recipe.config))
+    assert (settings.correction, settings.lr_decay) == (RolloutCorrection.preset("token-tis"), decay)
+    report = patched.report()
+    assert report.startswith(f"{host}, not patched") and all(one in report for one in patched.recipe.flags)
+    assert yaml.safe_load(report.split("rc.yaml:\n")[1].split("and add to")[0]) == patched.recipe.config
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_recipe_is_not_a_context_in_which_the_host_would_be_patched(host: str) -> None:
+    patched = patch(host, correction=RolloutCorrection())
+    with pytest.raises(ValueError, match=f"^{host} trains in processes of its own.*--use-tis"), patched:
+        pytest.fail("the block ran")
+
+
+def test_no_module_has_the_name_of_a_hook() -> None:
+    # importing such a module would put it in the place of the hook of that name
+    modules = {path.stem for path in Path(slime.__file__).parent.iterdir()}
+    assert "settings" in modules and not modules & {*HOOKS, *slime.__all__}
+    assert {*HOOKS} == {*slime.__all__}
 
 
 @pytest.mark.parametrize("host", HOSTS)

@@ -1,4 +1,4 @@
-"""slime's learning rate hook on Megatron's own scheduler: once a rollout, from the lengths that the hooks see."""
+"""slime's learning rate hook on Megatron's own scheduler: once per rollout, from the lengths that the hooks see."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rc import LengthDecayLR
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.slime import lengths as slime_lengths
 from megatron_rc.integrations.slime.learning_rate import STATE_FILE
+from megatron_rc.integrations.slime.tokens import LENGTHS
 
 LR = 1e-6
 PATH = "megatron_rc.integrations.slime."
@@ -28,8 +28,8 @@ TIS = {"custom_tis_function_path": PATH + "tis"}
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slime_lengths.LENGTHS, "_recorded", (0, 0))
-    monkeypatch.setattr(slime_lengths.LENGTHS, "_rollout", None)
+    monkeypatch.setattr(LENGTHS, "_recorded", (0, 0))
+    monkeypatch.setattr(LENGTHS, "_rollout", None)
     alone(monkeypatch, last_stage=False)
 
 
@@ -55,7 +55,7 @@ class Run:
             slime.before_train_step(self.args, rollout_id, step, self.model, self.optimizer, self.scheduler)
             if self.args.custom_tis_function_path:
                 # what the hook of the loss records of the micro-batches of this step
-                slime_lengths.LENGTHS.record(lengths[step :: self.steps])
+                LENGTHS.record(lengths[step :: self.steps])
             rates.append(self.optimizer.param_groups[0]["lr"])
             self.scheduler.step(increment=4)
         return rates

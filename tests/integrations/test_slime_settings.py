@@ -17,6 +17,7 @@ from megatron_rc.config import PRESETS
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime.hosts import recipe
 from megatron_rc.integrations.slime.settings import HOOKS, read
+from megatron_rc.integrations.symbols import Recipe
 from megatron_rc.lr_decay import LengthDecaySettings
 
 PATH = "megatron_rc.integrations.slime."
@@ -149,27 +150,26 @@ def test_what_the_hooks_can_do_passes(hooks: tuple[str, ...], key: Any, changes:
     slime.check(with_hooks(*hooks, key=key, **changes))
 
 
-def parsed(flags: list[str], fields: dict[str, Any]) -> Namespace:
+def parsed(found: Recipe) -> Namespace:
     """The host's arguments after its command line and its YAML file."""
-    words = " ".join(flags).split("--")[1:]
+    words = " ".join(found.flags).split("--")[1:]
     given = {name.replace("-", "_"): value or True for name, _, value in (w.strip().partition(" ") for w in words)}
     assert given.pop("custom_config_path") == "rc.yaml"
-    return arguments(**given, megatron_rc=yaml.safe_load(yaml.safe_dump(fields)))
+    return arguments(**given, **yaml.safe_load(yaml.safe_dump(found.config)))
 
 
 @pytest.mark.parametrize("whole_rollouts", [True, False])
 @pytest.mark.parametrize("decay", [None, LengthDecaySettings(), LengthDecaySettings(decay_period=204)])
-def test_the_flags_that_patch_answers_with_pass_the_check(whole_rollouts: bool, decay: Any) -> None:
+def test_the_recipe_of_every_correction_passes_the_check(whole_rollouts: bool, decay: Any) -> None:
     corrections: list[RolloutCorrection | None] = [preset.correction for preset in PRESETS.values()]
     for correction in (*corrections, None) if decay else corrections:
-        flags, fields = recipe(correction, decay, whole_rollouts=whole_rollouts)
-        args = parsed(flags, fields)
+        args = parsed(recipe(correction, decay, whole_rollouts=whole_rollouts))
         slime.check(args)
         settings = read(args)
         assert settings.correction == (correction or RolloutCorrection()) and settings.lr_decay == decay
     batch = RolloutCorrection.from_dict({"preset": "token-tis", "normalize": "batch"})
     if whole_rollouts:
-        slime.check(parsed(*recipe(batch, decay, whole_rollouts=True)))
+        slime.check(parsed(recipe(batch, decay, whole_rollouts=True)))
     else:
         with pytest.raises(ValueError, match="normalize must be 'none': no hook of this host"):
             recipe(batch, decay, whole_rollouts=False)

@@ -1,39 +1,32 @@
-"""Checks of a host codebase: is it the one that the patch was made for, and what its Python lacks."""
+"""Checks of a host codebase: whether the patch was made for it, its flags, and what its Python lacks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rc.doctor.host.facts import WHERE, Environment, HostFacts, read_environment, read_hosts
+from megatron_rc.doctor.host.facts import Environment, HostFacts, read_environment, read_hosts
 from megatron_rc.doctor.host.flags import Flags
-from megatron_rc.doctor.host.traps_megatron import COMMON, MEGATRON_LM, MEGATRON_TRAINING, SLIME_OR_MILES
+from megatron_rc.doctor.host.traps import flag_checks
 from megatron_rc.doctor.registry import Finding, Outcome, Registry, Severity, bad, good
-from megatron_rc.integrations.symbols import Host, is_release
+from megatron_rc.integrations.symbols import Host
+from megatron_rc.versions import MEGATRON_CORE, is_release
 
-CORE_VERSIONS = ("0.16", "0.17", "0.18", "0.19", "0.20")
 INSTALL = "pip install 'megatron-rc[train]', or run doctor in the environment that trains."
 ENVIRONMENT: Registry[Environment] = Registry("Python environment")
 PRESENCE: Registry[HostFacts] = Registry("presence")
-TRAPS: dict[str, Registry[HostFacts]] = {
-    "megatron-lm": Registry.joined("traps", COMMON, MEGATRON_LM),
-    "megatron-training": Registry.joined("traps", COMMON, MEGATRON_TRAINING),
-    "slime": Registry.joined("traps", COMMON, SLIME_OR_MILES),
-    "miles": Registry.joined("traps", COMMON, SLIME_OR_MILES),
-}
-"""Known traps in the flags of each host."""
 
 
 def examine_hosts(names: Sequence[str], words: Sequence[str], flags_file: Path | None) -> dict[str, list[Finding]]:
-    """Findings of this Python and of every host, under their names.
+    """Findings about this Python and about each host, by name.
 
     Args:
-        names: hosts; none: all that are known.
+        names: hosts; empty: all that are known.
         words: flags of the named host.
-        flags_file: a file with them, instead.
+        flags_file: a file with these flags.
 
     Raises:
-        ValueError: an unknown host; flags without the host that they are for, given twice, or unreadable.
+        ValueError: an unknown host; flags for no host or several; flags given twice, or unreadable.
     """
     if words and flags_file:
         raise ValueError("flags must be given after -- or with --flags-file, not both")
@@ -45,31 +38,30 @@ def examine_hosts(names: Sequence[str], words: Sequence[str], flags_file: Path |
 
 
 def check_host(facts: HostFacts) -> list[Finding]:
-    """Every check of one host, in order; of one that is not here, and that nobody asked for, only that."""
+    """Every check of one host, in order; for a host that is absent and that nobody named, only its absence."""
     if not facts.is_importable and not facts.asked:
         return [PRESENCE["importable"].run(facts)]
-    parts = (PRESENCE, symbol_checks(facts.host), TRAPS.get(facts.host.name, COMMON))
+    parts = (PRESENCE, symbol_checks(facts.host), flag_checks(facts.host))
     return Registry.joined(facts.host.name, *parts).run(facts)
 
 
 def symbol_checks(host: Host) -> Registry[HostFacts]:
-    """One check a symbol: its signature in the host's source against the one that the patch was made for."""
+    """One check per symbol: its signature in the host's source against the one that the patch was made for."""
     registry: Registry[HostFacts] = Registry("symbols")
     for symbol in host.symbols:
 
         def look(facts: HostFacts, path: str = symbol.path, summary: str = symbol.summary) -> Outcome:
             facts.require_importable()
-            found = facts.symbols[path]
-            return bad(found.problem) if found.problem else good(f"takes ({found.parameters}); {summary}")
+            inspected = facts.symbols[path]
+            return bad(inspected.problem) if inspected.problem else good(f"takes ({inspected.parameters}); {summary}")
 
         versions = " or ".join(host.versions) or host.tested
-        add = registry.check(
+        registry.check(
             symbol.path,
             compares="signature in the source against that of the patch",
             severity="error",
             fix=f"Use {host.name} {versions}.",
-        )
-        add(look)
+        )(look)
     return registry
 
 
@@ -77,7 +69,7 @@ def symbol_checks(host: Host) -> Registry[HostFacts]:
 def importable(facts: HostFacts) -> Outcome:
     if not facts.is_importable:
         severity: Severity = "error" if facts.asked else "note"
-        fix = WHERE.get(facts.host.name, f"Put {facts.host.module} on PYTHONPATH.")
+        fix = facts.host.where or f"Put {facts.host.module} on PYTHONPATH."
         return bad(f"no module {facts.host.module} on sys.path", severity=severity, fix=fix)
     return good(f"{facts.host.module} is on sys.path")
 
@@ -96,25 +88,41 @@ def version(facts: HostFacts) -> Outcome:
     return good(f"version {facts.version or 'unknown'}; tested: {host.tested}")
 
 
+@PRESENCE.check(
+    "dataset-helpers",
+    compares="what training compiles when it starts against the files that are installed",
+    severity="warning",
+    fix="Copy the Makefile of NVIDIA/Megatron-LM's megatron/core/datasets there, or set "
+    "megatron.core.datasets.utils.compile_helpers = lambda: None before pretrain: a wheel has the helpers compiled.",
+)
+def dataset_helpers(facts: HostFacts) -> Outcome:
+    facts.require_importable()
+    if facts.helpers_folder is None or not facts.host.module.startswith("megatron."):
+        return good("make has what it needs, or is not called")
+    return bad(
+        f"rank 0 runs make in {facts.helpers_folder}, which has no Makefile, and stops, unless your program prevents it"
+    )
+
+
 @ENVIRONMENT.check(
     "megatron-core",
-    compares="its version against those that were run",
+    compares="its version against those on which this package was run",
     severity="warning",
-    fix="Install megatron-core>=0.16,<0.20.",
+    fix=f"Install megatron-core {MEGATRON_CORE[0]} to {MEGATRON_CORE[-1]}.",
 )
 def megatron_core(facts: Environment) -> Outcome:
     if facts.megatron_core is None:
         return bad("megatron-core is not installed: nothing trains here", severity="note", fix=INSTALL)
-    if not is_release(facts.megatron_core, CORE_VERSIONS):
-        return bad(f"megatron-core {facts.megatron_core} is none of {', '.join(CORE_VERSIONS)}")
+    if not is_release(facts.megatron_core, MEGATRON_CORE):
+        return bad(f"megatron-core {facts.megatron_core} is none of {', '.join(MEGATRON_CORE)}")
     return good(f"megatron-core {facts.megatron_core}")
 
 
 def _library(module: str, name: str, without: str, fix: str) -> None:
     @ENVIRONMENT.check(name, compares="installed or not", severity="note", fix=fix)
     def look(facts: Environment) -> Outcome:
-        found = facts.libraries[module]
-        return bad(f"{name} is missing: {without}") if found is None else good(f"{name} {found}")
+        version = facts.libraries[module]
+        return bad(f"{name} is missing: {without}") if version is None else good(f"{name} {version}")
 
 
 _library("torch", "torch", "settings, reports and this command work, and nothing that takes tensors does", INSTALL)
@@ -128,7 +136,7 @@ _library(
 _library(
     "flash_attn",
     "flash-attn",
-    "packed sequences go through TransformerEngine's other attention, or Megatron's local one",
+    "packed sequences take TransformerEngine's fused attention, or Megatron's local one",
     "pip install flash-attn, unless TransformerEngine's fused attention is meant to run.",
 )
 
@@ -141,7 +149,7 @@ _library(
 )
 def apex(facts: Environment) -> Outcome:
     if facts.libraries["apex"] is None:
-        return bad("NVIDIA Apex is missing: weight gradients are added by a kernel of their own, norms are torch's")
+        return bad("NVIDIA Apex is missing: weight gradients are added by a separate kernel, norms are torch's")
     if not facts.apex_kernels:
         return bad(
             "the package apex that is installed is not NVIDIA's, which is not on PyPI",

@@ -1,4 +1,4 @@
-"""What is known of a host codebase and of the Python that would run it, without importing any of it."""
+"""Facts about a host codebase and the Python that would run it, read without importing any of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 
 from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.registry import Undecided
-from megatron_rc.integrations.hosts import HOSTS, Found, Host, host_named, inspect_symbols
-from megatron_rc.integrations.megatron_version import megatron_core_version
-from megatron_rc.integrations.symbols import find_module
+from megatron_rc.integrations.hosts import HOSTS, host_named
+from megatron_rc.integrations.symbols import Host, Inspected, find_module, inspect_symbols, megatron_core_version
 
 GIVE_FLAGS = "Give them after --, or in a file with --flags-file."
 DISTRIBUTIONS = {
@@ -21,7 +20,7 @@ DISTRIBUTIONS = {
     "apex": "apex",
     "flash_attn": "flash-attn",
 }
-"""Module -> name of the package that brings it."""
+"""Module -> package that installs it."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,11 @@ class Environment:
     """The Python that doctor runs in."""
 
     megatron_core: str | None
-    """Version; None where it cannot be imported."""
+    """Its version; None where it cannot be imported."""
     libraries: Mapping[str, str | None]
     """Module of `DISTRIBUTIONS` -> version, "unknown" for one without metadata, None for one that is missing."""
     apex_kernels: bool
-    """Whether the module that NVIDIA Apex compiles is there; the package of that name on PyPI has none."""
+    """Whether the compiled module of NVIDIA Apex exists; the package of that name on PyPI has none."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,13 @@ class HostFacts:
     host: Host
     is_importable: bool
     version: str | None
-    symbols: Mapping[str, Found]
-    """By path of the symbol."""
+    symbols: Mapping[str, Inspected]
+    """Symbols by path."""
     given_flags: Flags | None = None
     asked: bool = False
-    """Whether somebody wants to run this host here."""
+    """Whether the user named this host."""
     helpers_folder: str | None = None
-    """Where the host calls make before training, though there is no Makefile."""
+    """Folder without a Makefile in which Megatron calls make before training; None where make can run."""
 
     @property
     def flags(self) -> Flags:
@@ -60,21 +59,9 @@ class HostFacts:
         """Whether the command runs the host's script through `megatron-rc patch`."""
         return bool(self.flags.names_beginning("rc-"))
 
-    @property
-    def has_experts(self) -> bool:
-        return "num-experts" in self.flags
-
     def require_importable(self) -> None:
         if not self.is_importable:
-            raise Undecided(f"{self.host.name} cannot be imported here", WHERE.get(self.host.name, ""))
-
-
-WHERE = {
-    "megatron-lm": "Put a clone of NVIDIA/Megatron-LM on PYTHONPATH: no wheel has megatron/rl.",
-    "megatron-training": "Install megatron-core 0.17 or newer (Python 3.12), or put a clone on PYTHONPATH.",
-    "slime": "Put a clone of THUDM/slime on PYTHONPATH.",
-    "miles": "Put a clone of radixark/miles on PYTHONPATH.",
-}
+            raise Undecided(f"{self.host.name} cannot be imported here", self.host.where)
 
 
 def read_environment() -> Environment:
@@ -91,13 +78,13 @@ def read_hosts(names: Sequence[str], flags: Flags | None) -> list[HostFacts]:
     Raises:
         ValueError: an unknown name.
     """
-    chosen = [host_named(name) for name in names] or list(HOSTS.values())
-    return [_read(host, flags, asked=bool(names)) for host in chosen]
+    hosts = [host_named(name) for name in names] or list(HOSTS.values())
+    return [_read(host, flags, asked=bool(names)) for host in hosts]
 
 
 def _read(host: Host, flags: Flags | None, asked: bool) -> HostFacts:
     importable = host.is_importable()
-    symbols = {found.symbol.path: found for found in inspect_symbols(host)} if importable else {}
+    symbols = {inspected.symbol.path: inspected for inspected in inspect_symbols(host)} if importable else {}
     return HostFacts(
         host, importable, host.read_version() if importable else None, symbols, flags, asked, _unmade_helpers()
     )

@@ -1,12 +1,12 @@
-"""The flags of somebody else's training script, as far as their words tell."""
+"""Best-effort parser for the flags of a host's training script."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -88,16 +88,43 @@ class Flags:
     def names_beginning(self, *starts: str) -> list[str]:
         return [name for name in self._values if name.startswith(starts)]
 
-    def namespace(self) -> Namespace:
-        """As the host's parser would have it, types guessed, with the keys of --custom-config-path on top.
 
-        Raises:
-            Undecided: that file cannot be read here.
-        """
-        fields = {n.replace("-", "_"): yaml.safe_load(v[0]) if v else True for n, v in self._values.items()}
-        path = self.text("custom-config-path", "")
-        if path:
-            if not Path(path).is_file():
-                raise Undecided(f"--custom-config-path {path} cannot be read here", "Run doctor where that file is.")
-            fields |= schema.load_yaml(Path(path))
-        return Namespace(**fields)
+class Arguments:
+    """What the host's parser would make of flags: `arguments.train_iters` is the value of --train-iters.
+
+    A value that a shell variable hides raises Undecided when it is read.
+
+    Args:
+        flags: those that are given.
+        defaults: values of arguments whose flags are not given; the type of a value is that of its default.
+        config_flag: flag that names a YAML file whose keys are arguments too; None where the host has no such flag.
+    """
+
+    def __init__(self, flags: Flags, defaults: Mapping[str, Any], config_flag: str | None) -> None:
+        self._flags, self._defaults, self._config_flag = flags, defaults, config_flag
+
+    def __getattr__(self, name: str) -> Any:
+        flag, default = name.replace("_", "-"), self._defaults.get(name)
+        try:
+            keys = self._config_keys()
+        except Undecided:
+            if flag not in self._flags and name not in self._defaults:
+                raise
+            keys = {}
+        if name in keys:
+            return keys[name]
+        if isinstance(default, bool):
+            return flag in self._flags
+        if flag not in self._flags:
+            if name in self._defaults:
+                return default
+            raise AttributeError(name)
+        if isinstance(default, int | float):
+            return type(default)(self._flags.number(flag, default))
+        return yaml.safe_load(self._flags.text(flag, "true"))
+
+    def _config_keys(self) -> dict[str, Any]:
+        path = self._flags.text(self._config_flag, "") if self._config_flag else ""
+        if path and not Path(path).is_file():
+            raise Undecided(f"--{self._config_flag} {path} cannot be read here", "Run doctor where that file is.")
+        return schema.load_yaml(Path(path)) if path else {}

@@ -1,11 +1,22 @@
-"""The host megatron-lm: megatron/rl and train_rl.py of the Megatron-LM repository."""
+"""The host megatron-lm: megatron/rl and train_rl.py of the Megatron-LM repository.
+
+What runs when, in a patched run of train_rl.py:
+
+1. `setup_model_and_optimizer` refuses flags that the correction cannot work with; the length decay is attached to the
+   scheduler that `get_optimizer_param_scheduler` returns, before a checkpoint is loaded into it.
+2. For every rollout batch, `prepare_data_for_update` of the host pads and packs the sampler's log-probs (missing ones
+   become NaN) and computes the old log-probs (`get_logprobs`: sharded, fp32). Ours then corrects the whole batch once,
+   puts the weights where the host keeps the rollout log-probs, and steps the length decay.
+3. For every training step, `train_step` counts the tokens of the step and logs the metrics.
+4. For every micro-batch, `calculate_grpo_loss` weights the policy-gradient term.
+"""
 
 from __future__ import annotations
 
-from megatron_rc.integrations.megatron_lm import session
-from megatron_rc.integrations.megatron_version import megatron_core_version
+from megatron_rc import versions
+from megatron_rc.integrations.megatron_lm import flag_rules, session
 from megatron_rc.integrations.scheduler_decay import make_scheduler
-from megatron_rc.integrations.symbols import Host, Symbol, imported_when_called
+from megatron_rc.integrations.symbols import Host, Symbol, imported_when_called, megatron_core_version
 
 RL = "megatron.rl.rl_utils"
 PACKING = "megatron.rl.sequence_packing_utils"
@@ -64,7 +75,7 @@ SYMBOLS = (
         "prepare_data_for_update",
         "model, ref_state_dict, rollouts, tokenizer, sequence_packing, is_correction, request_ledger",
         imported_when_called(ROLLOUTS, "make_prepare_data"),
-        "corrects the whole rollout batch once; gives the length decay its mean response length",
+        "corrects the whole rollout batch once; steps the length decay with its mean response length",
     ),
     Symbol(
         RL,
@@ -79,46 +90,49 @@ SYMBOLS = (
         "align_unpacked_inference_logprobs",
         "inference_logprobs, old_logprobs_for_data, generation_masks, group_stats",
         imported_when_called(ROLLOUTS, "make_align_unpacked"),
-        "marks rollout log-probs that the sampler did not tell",
+        "marks missing rollout log-probs with NaN",
     ),
     Symbol(
         RL,
         "_pad_nonnull_with_zeros",
         "data, max_len",
         imported_when_called(ROLLOUTS, "make_pad_nonnull"),
-        "marks rollout log-probs that the sampler did not tell",
+        "marks missing rollout log-probs with NaN",
     ),
     Symbol(
         PACKING,
         "pack_inference_logprobs",
         "inference_logprobs, packing_info, generation_masks, bin_size",
         imported_when_called(ROLLOUTS, "make_pack_inference_logprobs"),
-        "marks rollout log-probs that the sampler did not tell",
+        "marks missing rollout log-probs with NaN",
     ),
 )
 
 DIFFERENCES = (
-    "log-probs are computed and kept in fp32, also of a bf16 model, whose own are bf16",
-    "log-probs are those at --rl-default-temperature; the host's are those at temperature 1",
+    "log-probs are computed and kept in fp32; the host keeps those of a bf16 model in bf16",
+    "log-probs are taken at --rl-default-temperature; the host takes them at temperature 1",
     "every token of a training step has the same weight in the loss; the host averages the means of micro-batches "
     "(unless --calculate-per-token-loss)",
-    "a generated token whose rollout log-prob is missing is in no statistic, gate or weight, and its policy-gradient "
-    "term is uncorrected (dropped in a sequence of which nothing else is kept); the host takes its log-prob as 0 under "
-    "--rl-use-sequence-packing",
-    "a sequence or token with a NaN or infinite log-prob is dropped, and above 1 % of them the run stops",
+    "a generated token whose rollout log-prob is missing counts in no statistic, rejection or weight, and its "
+    "policy-gradient term is uncorrected (dropped in a sequence of which nothing else is kept); under "
+    "--rl-use-sequence-packing the host reads its log-prob as 0",
+    "a sequence or token with a NaN or infinite log-prob is dropped, and the run stops when there are more than 1 %",
     "the importance weight is that of the correction, its log clamped to log_ratio_bound; the host's is unbounded "
-    "without --rl-importance-sampling-truncation-coef, which is refused",
+    "without --rl-importance-sampling-truncation-coef, which the patch refuses",
 )
 
 HOST = Host(
     name="megatron-lm",
     module=RL,
     symbols=SYMBOLS,
-    versions=("0.20",),
+    versions=versions.MEGATRON_LM,
     read_version=megatron_core_version,
     prepare=session.prepare,
     release=session.Session.release,
     tested="commit d98e8a64ddf3 of NVIDIA/Megatron-LM",
     differences=DIFFERENCES,
     contains=("megatron-training",),
+    where="Put a clone of NVIDIA/Megatron-LM on PYTHONPATH: no wheel has megatron/rl.",
+    flag_rules=flag_rules.RULES,
+    flag_defaults=flag_rules.DEFAULTS,
 )

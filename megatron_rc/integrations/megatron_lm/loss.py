@@ -9,18 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.integrations.log_names import LOG_PREFIX
+from megatron_rc.integrations.log_names import prefixed
 from megatron_rc.integrations.megatron_lm.rollouts import RolloutRows, corrected_rows
 from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import Function
 
 
 def make_calculate_grpo_loss(original: Function, session: Session) -> Function | None:
-    """calculate_grpo_loss, whose policy-gradient term is weighted by what prepare_data_for_update left in its slot.
+    """calculate_grpo_loss, weighted by the tensor that our prepare_data_for_update put into `inference_logprobs`.
 
-    loss = w PG + kl_beta KL - entropy_weight H, where the host's own function computes PG, KL and H: PG with neither of
-    the other terms, and of tokens of weight 0 from a ratio of 1, so that what is rejected can be neither infinite nor
-    NaN. With old="rollout" the slot holds log mu, the ratio is pi / mu, and w comes from the gates on pi / mu.
+    That tensor holds correction weights w, not log-probs; with old="rollout" it holds log mu, and w comes from the
+    rejections on pi / mu.
+
+    loss = w PG + kl_beta KL - entropy_weight H. The host's own function computes all three, in two calls: one for KL
+    and H, and one for PG alone. In the second call tokens of weight 0 have a ratio of 1, so that a rejected token is
+    never infinite or NaN.
     """
     correction = session.correction
     if correction is None:
@@ -42,16 +45,18 @@ def make_calculate_grpo_loss(original: Function, session: Session) -> Function |
     ) -> tuple[Tensor, ...]:
         if inference_logprobs is None:
             raise ValueError("add --rl-inference-logprobs-is-correction: the loss was given no rollout log-probs")
-        weights, session.micro_batch_log = inference_logprobs, {}
+        weights = inference_logprobs
+        session.micro_batch_log = {}
         if correction.old == "rollout":
             starts = None if seq_starts is None or seq_lengths is None else [list(seq_starts)[: len(seq_lengths)]]
-            told = ~inference_logprobs.isnan()
+            known = ~inference_logprobs.isnan()
+            # an empty bin counts as one sequence
             of_sequences = advantages if starts is None or starts[0] else advantages.new_zeros(1)
-            rows = RolloutRows(old_logprobs, inference_logprobs, torch.ones_like(told), of_sequences, starts)
+            rows = RolloutRows(old_logprobs, inference_logprobs, torch.ones_like(known), of_sequences, starts)
             current = current_logprobs.detach()
             corrected, weights = corrected_rows(current, rows, correction)
-            session.micro_batch_log = _two_policy_log(current, inference_logprobs, corrected.mask.view_as(told), told)
-            old_logprobs = torch.where(told, inference_logprobs, old_logprobs)
+            session.micro_batch_log = _two_policy_log(current, inference_logprobs, corrected.mask.view_as(known), known)
+            old_logprobs = torch.where(known, inference_logprobs, old_logprobs)
         call = partial(
             original,
             ref_logprobs=ref_logprobs,
@@ -74,19 +79,19 @@ def make_calculate_grpo_loss(original: Function, session: Session) -> Function |
     return calculate_grpo_loss
 
 
-def _two_policy_log(current: Tensor, rollout: Tensor, kept: Tensor, told: Tensor) -> dict[str, Tensor]:
-    log_ratio = torch.where(told, current - rollout, 0)
-    tokens = told.sum().float()
+def _two_policy_log(current: Tensor, rollout: Tensor, kept: Tensor, known: Tensor) -> dict[str, Tensor]:
+    log_ratio = torch.where(known, current - rollout, 0)
+    tokens = known.sum().float()
     sums = {"current/k3": log_ratio.expm1().sub(log_ratio).sum(), "current/masked_token": tokens - kept.sum()}
     return {name: torch.stack([total, tokens]) for name, total in sums.items()}
 
 
 def make_train_step(original: Function, session: Session) -> Function | None:
-    """train_step, in which every token of the step weighs the same and the metrics of the correction are logged.
+    """train_step, which gives every token of the step the same weight and logs the metrics of the correction.
 
-    The host divides the loss of a micro-batch by its own number of tokens, then by the number of micro-batches, and
-    averages gradients over data-parallel ranks. The loss function given to it here undoes that and divides by the
-    tokens of all micro-batches and ranks; with --calculate-per-token-loss the host does so itself.
+    The host divides the loss of a micro-batch by the tokens of that micro-batch, then by the number of micro-batches,
+    and averages gradients over data-parallel ranks. Our loss function undoes that and divides by the tokens of all
+    micro-batches and ranks; with --calculate-per-token-loss the host does so itself.
     """
     if session.correction is None:
         return None
@@ -107,7 +112,7 @@ def make_train_step(original: Function, session: Session) -> Function | None:
 
 
 def _tokens_to_step(session: Session) -> Tensor:
-    """0-d fp32: what turns the summed loss of a micro-batch into its share of the step, as the host rescales it."""
+    """0-d fp32 factor from the summed loss of a micro-batch to its share of the step, before the host rescales it."""
     from megatron.core import mpu
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
@@ -123,8 +128,8 @@ def _logged_loss(
     loss_func: Function, factor: Tensor | None, pairs: dict[str, Tensor], output_tensor: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     loss, tokens, log = loss_func(output_tensor)
-    log = log | {LOG_PREFIX + name: pair.to(loss.device) for name, pair in pairs.items()}
+    log = log | prefixed({name: pair.to(loss.device) for name, pair in pairs.items()})
     if factor is None:
         return loss, tokens, log
-    # the host divides by the tokens that it is told of
+    # the host divides by this number of tokens
     return loss * factor, torch.ones_like(tokens), log

@@ -1,4 +1,4 @@
-"""The correction of a whole rollout batch of megatron/rl, computed where its log-probs are first all known."""
+"""The correction of a whole rollout batch of megatron/rl, at the first point where all its log-probs are known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
-from megatron_rc.integrations.log_names import logged
+from megatron_rc.integrations.log_names import worth_logging
 from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import Function
 
@@ -23,11 +23,11 @@ class RolloutRows(NamedTuple):
     old_logprobs: Tensor
     """[rows, T - 1]."""
     rollout_logprobs: Tensor
-    """[rows, T - 1]; NaN where the sampler told none."""
+    """[rows, T - 1]; NaN where the sampler returned none."""
     loss_mask: Tensor
     """[rows, T - 1], bool."""
     advantages: Tensor
-    """[S], one a sequence; [rows] without packing."""
+    """[S], one per sequence; [rows] without packing."""
     starts: list[list[int]] | None
     """Where the sequences of each bin start; None without packing."""
 
@@ -37,7 +37,7 @@ def corrected_rows(
 ) -> tuple[Corrected, Tensor]:
     """`correct` in the layout of megatron/rl.
 
-    A generated token whose rollout log-prob is missing belongs to no statistic and no unit. Its weight is 1, and 0 in a
+    A generated token whose rollout log-prob is missing belongs to no statistic and no unit. Its weight is 1, or 0 in a
     sequence of which no other token is kept.
 
     Args:
@@ -72,17 +72,16 @@ def corrected_rows(
 
 
 def bin_offsets(starts: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
-    """cu_seqlens of bins laid end to end; the rows after a sequence, none of which has loss, are counted as its own."""
+    """cu_seqlens of bins laid end to end; rows between two sequences, which have no loss, belong to the first."""
     firsts = [row * width + start for row, of_bin in enumerate(starts) for start in (of_bin or [0])]
     return torch.tensor([*firsts, len(starts) * width], dtype=torch.int32, device=device)
 
 
 def make_prepare_data(original: Function, session: Session) -> Function:
-    """prepare_data_for_update, after which the slot of the rollout log-probs holds what the loss needs of them.
+    """prepare_data_for_update, which then puts what the loss needs into the tensor of the rollout log-probs.
 
-    That is the weight of every token; in the two-policy mode the rollout log-probs, NaN where there is none.
+    That is the weight of every token; with old="rollout" the rollout log-probs, NaN where one is missing.
     """
-
     signature = inspect.signature(original)
 
     def prepare_data_for_update(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +117,7 @@ def _correct_bins(session: Session, packing: Any, dp_group: Any) -> None:
         # the host adds the end of the last sequence to the starts of a bin
         [list(info.seq_starts[b])[: len(sequences)] for b, sequences in enumerate(info.bin_seq_indices)],
     )
-    packing.packed_inference_logprobs = _slot(session, rows, dp_group)
+    packing.packed_inference_logprobs = _for_the_loss(session, rows, dp_group)
     session.tokens = rows.loss_mask.sum(1).tolist()
 
 
@@ -129,7 +128,7 @@ def _sequence_advantages(bin_advantages: Sequence[Tensor], device: torch.device)
 
 
 def _correct_micro_batches(session: Session, iterator: Any, dp_group: Any) -> Any:
-    """The iterator over the same micro-batches, whose last tensor is the slot."""
+    """The iterator over the same micro-batches, whose last tensor now holds what the loss needs."""
     batches: list[list[Tensor]] = []
     while sum(len(batch[0]) for batch in batches) < session.num_rows:
         batches.append(list(next(iterator)))
@@ -143,13 +142,13 @@ def _correct_micro_batches(session: Session, iterator: Any, dp_group: Any) -> An
         None,
     )
     sizes = [len(batch[0]) for batch in batches]
-    slots = _slot(session, rows, dp_group).to(rollout_logprobs.device).split(sizes)
+    parts = _for_the_loss(session, rows, dp_group).to(rollout_logprobs.device).split(sizes)
     session.tokens = [int(part.sum()) for part in rows.loss_mask.split(sizes)]
-    return type(iterator)(itertools.cycle([[*batch[:-1], slot] for batch, slot in zip(batches, slots, strict=True)]))
+    return type(iterator)(itertools.cycle([[*batch[:-1], part] for batch, part in zip(batches, parts, strict=True)]))
 
 
-def _slot(session: Session, rows: RolloutRows, dp_group: Any) -> Tensor:
-    """[rows, T - 1] for the loss; leaves the metrics of the batch in the session."""
+def _for_the_loss(session: Session, rows: RolloutRows, dp_group: Any) -> Tensor:
+    """[rows, T - 1] weights, or rollout log-probs with old="rollout"; metrics of the batch go into the session."""
     assert session.correction is not None
     corrected, weights = corrected_rows(rows.old_logprobs, rows, session.correction, dp_group)
     counts = torch.stack([(rows.loss_mask & ~rows.rollout_logprobs.isnan()).sum(), rows.loss_mask.sum()]).double()
@@ -159,7 +158,7 @@ def _slot(session: Session, rows: RolloutRows, dp_group: Any) -> Tensor:
         raise ValueError(_NO_LOGPROBS)
     metrics = corrected.metrics.all_reduce(dp_group)
     metrics.check()
-    values = logged(metrics.values())
+    values = worth_logging(metrics.values())
     values["missing"] = 1 - known / max(total, 1)
     device = rows.old_logprobs.device
     session.rollout_log = {f"old/{name}": torch.tensor([value, 1.0], device=device) for name, value in values.items()}
@@ -177,7 +176,7 @@ _NO_LOGPROBS = (
 def mean_response_length(rollouts: Sequence[Sequence[Any]]) -> float | None:
     """Mean number of generated tokens over the groups of a rollout batch, which every rank holds whole.
 
-    Rollouts without a generation mask tell no length and are left out: failed episodes, and text without tokens.
+    Rollouts without a generation mask (failed episodes, text without tokens) have no length and are left out.
     """
     lengths = [
         sum(map(sum, rollout.generation_mask))
@@ -203,7 +202,7 @@ def make_pad_nonnull(original: Function, session: Session) -> Function | None:
 
 
 def make_pack_inference_logprobs(original: Function, session: Session) -> Function | None:
-    """pack_inference_logprobs, which marks what the sampler did not tell as not filled, and as NaN."""
+    """pack_inference_logprobs, which marks missing log-probs as not filled, and as NaN."""
     if session.correction is None:
         return None
 
@@ -216,7 +215,7 @@ def make_pack_inference_logprobs(original: Function, session: Session) -> Functi
 
 
 def make_align_unpacked(original: Function, session: Session) -> Function | None:
-    """align_unpacked_inference_logprobs, with NaN for what the sampler did not tell."""
+    """align_unpacked_inference_logprobs, with NaN for missing log-probs."""
     if session.correction is None:
         return None
 
@@ -229,8 +228,8 @@ def make_align_unpacked(original: Function, session: Session) -> Function | None
         aligned = original(inference_logprobs, old_logprobs_for_data, generation_masks, group_stats)
         for row, logprobs, generated in zip(aligned, inference_logprobs, generation_masks, strict=True):
             targets = generated.nonzero().flatten() - 1
-            untold = targets[0 if logprobs is None else len(logprobs) :]
-            row[untold[(untold >= 0) & (untold < len(row))]] = torch.nan
+            missing = targets[0 if logprobs is None else len(logprobs) :]
+            row[missing[(missing >= 0) & (missing < len(row))]] = torch.nan
         return aligned
 
     return align_unpacked_inference_logprobs

@@ -1,62 +1,89 @@
-"""What the loss functions of one Megatron training step tell, pooled before the optimizer steps."""
+"""One training step of Megatron: statistics that its loss functions record, pooled before the optimizer steps."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
-from megatron_rc.integrations.log_names import LOG_PREFIX, logged
+from megatron_rc.integrations.log_names import prefixed, worth_logging
 from megatron_rc.integrations.scheduler_decay import HoldsDecay, LRDecay
+from megatron_rc.integrations.symbols import Function
 from megatron_rc.metrics import MetricSums
 from megatron_rc.training import emulation
 
 
-class Rollouts(HoldsDecay):
-    """The state of one patch of a host that runs Megatron training steps."""
+class PatchState(HoldsDecay):
+    """The state of one patch of a program that runs Megatron's training steps."""
 
     def __init__(self, correction: RolloutCorrection, lr_decay: LRDecay | None) -> None:
         self.correction, self.lr_decay = correction, lr_decay
         self.step: TrainingStep | None = None
         """The step that is running; None outside, as in evaluation."""
-        self.seen = False
-        """Whether a loss function has ever told anything."""
+        self.has_reports = False
+        """True once any loss function has called correct_micro_batch in a step."""
 
 
-class _Told(NamedTuple):
-    """What the last pipeline stage knows of a step."""
+def prepare(correction: RolloutCorrection | None, lr_decay: LRDecay | None) -> PatchState:
+    """The state of a new patch.
 
-    problem: str | None
-    seen: bool
-    new_rollout: bool
-    mean_length: float
-    """Tokens; NaN where nothing was measured."""
+    Raises:
+        ValueError: a loss function of one micro-batch cannot honour the correction.
+    """
+    correction = correction or RolloutCorrection()
+    if correction.normalize == "batch":
+        raise ValueError(
+            "normalize must be 'none' with host 'megatron-training': its loss function sees one micro-batch at a time"
+        )
+    if correction.old == "rollout" and correction.weight is not None:
+        raise ValueError(
+            "old must be 'recompute' or 'current' with a weight and host 'megatron-training', whose loss is yours: PPO "
+            "on current / mu would count the ratio twice; for REINFORCE pass current.detach() as train_logprobs"
+        )
+    return PatchState(correction, lr_decay)
+
+
+class _Report(NamedTuple):
+    """What the last pipeline stage knows about a step."""
+
+    problem: str | None = None
+    """Why the step must not be made; None where it may."""
+    exists: bool = True
+    """Whether any loss function called correct_micro_batch."""
+    new_rollout: bool = False
+    mean_length: float = math.nan
+    """Tokens; NaN where no response was measured."""
 
 
 class TrainingStep:
     """One optimizer step: `take` in the loss function of every micro-batch, `finish` before the optimizer."""
 
-    def __init__(self, rollouts: Rollouts) -> None:
-        self._rollouts = rollouts
+    def __init__(self, state: PatchState) -> None:
+        self._state = state
         self.logged: dict[str, Tensor] = {}
         """Metrics over micro-batches and data-parallel ranks, 0-d fp32, for the host's log; filled by `finish`."""
         self.forget()
 
     def forget(self) -> None:
-        """Start anew: no micro-batch was seen."""
+        """Start again, as if no micro-batch had been taken."""
         self._sums = MetricSums()
-        self._counts = [0.0, 0.0]  # micro-batches, and those of a new rollout
+        self._micro_batches = 0
+        self._new_rollouts = 0
         self._lengths: list[Tensor] = []
 
     def take(self, metrics: MetricSums, response_lengths: Tensor | None, new_rollout: bool) -> None:
-        """Keep what the loss function of one micro-batch knows; see `correct_micro_batch`."""
+        """Keep what the loss function of one micro-batch passes to `correct_micro_batch`."""
         self._sums.merge(metrics)
-        self._counts = [self._counts[0] + 1, self._counts[1] + new_rollout]
+        self._micro_batches += 1
+        self._new_rollouts += new_rollout
         if response_lengths is not None:
             exact = response_lengths.double()
             self._lengths.append(torch.stack([exact.sum(), exact.new_tensor(exact.numel())]))
@@ -65,47 +92,46 @@ class TrainingStep:
         """Pool, check, log, and begin the next rollout of the length decay.
 
         Raises:
-            ValueError: too many corrupt log-probs; nothing was told. On every rank alike, before the optimizer steps.
+            ValueError: too many corrupt log-probs, or no loss function called correct_micro_batch. Every rank raises
+                alike, before the optimizer steps.
         """
         stage, stages = _pipeline()
-        told = self._pool() if stage == stages - 1 else None
-        told = _from_last_stage(told)
-        if told.problem is not None:
-            raise ValueError(told.problem)
-        rollouts = self._rollouts
-        rollouts.seen |= told.seen
-        if not rollouts.seen:
+        report = _from_last_stage(self._pool() if stage == stages - 1 else None)
+        if report.problem is not None:
+            raise ValueError(report.problem)
+        state = self._state
+        state.has_reports |= report.exists
+        if not state.has_reports:
             raise ValueError("host 'megatron-training' is patched, but no loss function called correct_micro_batch")
-        if rollouts.attached is None:
+        if state.attached is None:
             return
-        decay = rollouts.attached.decay
-        if told.new_rollout:
-            decay.step(told.mean_length)
+        decay = state.attached.decay
+        if report.new_rollout:
+            decay.step(report.mean_length)
         elif decay.rollouts == 0:
             raise ValueError("lr_decay needs correct_micro_batch(new_rollout=True) in the first step of a rollout")
         self._log(decay.metrics())
 
-    def _pool(self) -> _Told:
-        """Over the data-parallel and context-parallel ranks of the last stage, which leave with the same answer."""
-        from megatron.core import parallel_state
-
+    def _pool(self) -> _Report:
+        """The report over the data-parallel and context-parallel ranks of the last stage, equal on all of them."""
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         lengths = torch.stack([*self._lengths, torch.zeros(2, dtype=torch.float64, device=emulation.device())]).sum(0)
-        counts = lengths.new_tensor([*self._counts, float(self._counts[0] > 0)])
+        counts = lengths.new_tensor([self._micro_batches, self._new_rollouts, self._micro_batches > 0])
         shared = torch.cat([lengths, counts])
         dist.all_reduce(shared, group=group)
-        total, measured, seen, new, ranks = shared.tolist()
-        if not seen:
-            return _Told(None, False, False, math.nan)
+        total, measured, micro_batches, new_rollouts, ranks = shared.tolist()
+        if not micro_batches:
+            return _Report(exists=False)
         if ranks < dist.get_world_size(group):
-            return _Told(_SOME_RANKS, True, False, math.nan)
+            return _Report("correct_micro_batch must be called on every data-parallel rank in a step, or on none")
         values = self._sums.all_reduce(group).values()
         try:
             self._sums.check()
         except ValueError as corrupt:
-            return _Told(str(corrupt), True, False, math.nan)
-        self._log({LOG_PREFIX + name: value for name, value in logged(values).items()})
-        return _Told(None, True, new > 0, total / measured if measured else values["response_length"])
+            return _Report(str(corrupt))
+        self._log(prefixed(worth_logging(values)))
+        mean_length = total / measured if measured else values["response_length"]
+        return _Report(new_rollout=new_rollouts > 0, mean_length=mean_length)
 
     def _log(self, values: Mapping[str, float]) -> None:
         device = emulation.device()
@@ -113,29 +139,73 @@ class TrainingStep:
         self.logged |= {name: torch.tensor(value, dtype=torch.float32, device=device) for name, value in known.items()}
 
 
-_SOME_RANKS = "correct_micro_batch must be called on every data-parallel rank in a step, or on none"
+def make_train_step(original: Function, state: PatchState) -> Function:
+    """train_step, which opens a TrainingStep and finishes it before the optimizer steps."""
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        _refuse_replayed_loss(call.arguments["forward_backward_func"])
+        optimizer = call.arguments["optimizer"]
+        own_step, of_instance = optimizer.step, "step" in vars(optimizer)
+        step = state.step = TrainingStep(state)
+
+        def finish_and_step() -> Any:
+            step.finish()
+            return own_step()
+
+        call.arguments["forward_backward_func"] = _from_the_start(step, call.arguments["forward_backward_func"])
+        optimizer.step = finish_and_step
+        try:
+            loss_dict, *others = original(*call.args, **call.kwargs)
+        finally:
+            state.step = None
+            del optimizer.step
+            if of_instance:
+                optimizer.step = own_step
+        return ({**loss_dict, **step.logged} if loss_dict else loss_dict, *others)
+
+    return train_step
+
+
+def _from_the_start(step: TrainingStep, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which empties the step first: Megatron repeats a pass that it doubts, and the last counts."""
+
+    @wraps(forward_backward_func)
+    def restarted(*args: Any, **kwargs: Any) -> Any:
+        step.forget()
+        return forward_backward_func(*args, **kwargs)
+
+    return restarted
+
+
+def _refuse_replayed_loss(forward_backward_func: Any) -> None:
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+    if isinstance(forward_backward_func, FullCudaGraphWrapper):
+        raise ValueError(
+            "a CUDA graph of the full iteration replays the loss function without calling it, so metrics and response "
+            "lengths are lost; set --cuda-graph-impl to local, transformer_engine or none"
+        )
 
 
 def _pipeline() -> tuple[int, int]:
     """(stage of this rank, number of stages)."""
-    from megatron.core import parallel_state
-
     return (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_world_size(),
     )
 
 
-def _from_last_stage(told: _Told | None) -> _Told:
-    """What the last pipeline stage was told, on every stage."""
-    from megatron.core import parallel_state
-
+def _from_last_stage(report: _Report | None) -> _Report:
+    """The report of the last pipeline stage, on every stage."""
     if _pipeline()[1] == 1:
-        assert told is not None
-        return told
+        assert report is not None
+        return report
     group = parallel_state.get_pipeline_model_parallel_group()
-    box = [told]
+    box = [report]
     source = dist.get_global_rank(group, dist.get_world_size(group) - 1)
     dist.broadcast_object_list(box, src=source, group=group, device=emulation.device())
     assert box[0] is not None
-    return _Told(*box[0])
+    return _Report(*box[0])

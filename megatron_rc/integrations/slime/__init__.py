@@ -1,7 +1,15 @@
-"""Functions for the path flags of slime and miles.
+"""The hosts slime and miles: functions for their path flags, which take ``megatron_rc.integrations.slime.<function>``.
 
-Set the flags to ``megatron_rc.integrations.slime.<function>``; `docs/patching.md` has the recipe. Each function is
-imported when it is first used, so that doctor can read this host's settings and refusals without torch.
+What runs when, on the training processes of the host:
+
+1. `check`, before the model is built, refuses flags and settings that the other hooks cannot honour.
+2. `rollout_data` (slime only) corrects a whole rollout before its update.
+3. `before_train_step`, before the first optimizer step of a rollout, steps the length decay.
+4. For every micro-batch of the update, `tis` weights the host's own loss, or `loss` takes its place;
+   `pg_loss_reducer` sums either.
+
+docs/hosts/slime.md has the recipe. A function is imported when it is first used: doctor reads this package without
+torch.
 """
 
 from __future__ import annotations

@@ -10,12 +10,18 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch import Support
+from megatron_rc.integrations.log_names import prefixed
 from megatron_rc.integrations.slime.layout import Layout, Parallel, layout_of, parallel
-from megatron_rc.integrations.slime.lengths import LENGTHS
 from megatron_rc.integrations.slime.reducer import reducer
 from megatron_rc.integrations.slime.refusals import refuse_loss
 from megatron_rc.integrations.slime.settings import SlimeSettings, in_advantages, names, read
-from megatron_rc.integrations.slime.tokens import NO_ROLLOUT_LOGPROBS, correct_tokens, measuring, token_metrics
+from megatron_rc.integrations.slime.tokens import (
+    LENGTHS,
+    NO_ROLLOUT_LOGPROBS,
+    correct_tokens,
+    measuring,
+    token_metrics,
+)
 from megatron_rc.logprobs import vocab_parallel_logprobs
 from megatron_rc.loss import policy_loss
 
@@ -27,22 +33,23 @@ def loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The host's PPO loss with entropy and KL terms, corrected, in place of its policy_loss_function.
 
-    reduce(w L) - entropy_coef reduce'(H) + kl_loss_coef reduce'(K): L is `policy_loss` with the host's clip bounds, w
-    the weights of `correct`, reduce' the host's reducer over all loss tokens, and reduce the same or pg_loss_reducer.
-    Log-probs and entropy come from the local shard of the logits by one tensor-parallel collective.
+    loss = reduce(w L) - entropy_coef reduce'(H) + kl_loss_coef reduce'(K). L is `policy_loss` with the host's clip
+    bounds, w the weights of `correct`, reduce' the host's reducer over all loss tokens, and reduce the same or
+    pg_loss_reducer. Log-probs and entropy come from the local shard of the logits, with one tensor-parallel collective.
 
     Args:
         args: the host's arguments, with the key megatron_rc.
         batch: the host's micro-batch: unconcat_tokens, total_lengths, response_lengths, loss_masks, advantages,
-            rollout_log_probs, log_probs and the like, one list entry a sample.
+            rollout_log_probs, log_probs and the like, one list entry per sample.
         logits: [1, T, V_local] (miles padded: [B, T, V_local]), fp32 or bf16, before temperature.
         sum_of_sample_mean: the host's reducer, [N] -> 0-d.
 
     Returns:
-        (loss, name -> 0-d of the host's log).
+        (loss, metrics for the host's log: name -> 0-d).
 
     Raises:
-        ValueError: what this hook cannot do, naming the flag or field to change; missing log-probs.
+        ValueError: this hook cannot do what the settings ask for (the sentence names the flag or field to change), or
+            log-probs are missing.
     """
     settings = read(args)
     refuse_loss(args, settings)
@@ -73,7 +80,9 @@ def loss(
     # a masked row may hold anything, and 0 times NaN is NaN
     log_ratio = torch.where(loss_mask, (current - (train if old is None else old)).detach(), 0)
     metrics = token_metrics(train, rollout, loss_mask, corrected)
-    metrics["train_rollout_logprob_abs_diff"] = metrics["rc/k1"].abs()
+    gap = metrics["k1"].abs()
+    metrics = prefixed(metrics)
+    metrics["train_rollout_logprob_abs_diff"] = gap
     metrics["pg_clipfrac"] = _clipped(log_ratio.exp(), advantages, args.eps_clip, args.eps_clip_high)
     metrics["ppo_kl"] = -log_ratio
     log = {name: sum_of_sample_mean(values) for name, values in metrics.items()}
@@ -102,7 +111,7 @@ def _logprobs(
     loss_mask: Tensor,
     settings: SlimeSettings,
 ) -> tuple[Tensor, Tensor | None]:
-    """[N] log-probs, 0 where loss_mask is 0, and the entropy, where the host asks for it; with gradient."""
+    """[N] log-probs, 0 where loss_mask is 0, and the entropy if the host asks for it; both with gradient."""
     flat = logits.reshape(-1, logits.shape[-1])
     rows = layout.logits_rows(logits.device)
     targets = torch.zeros(len(flat), dtype=torch.int64, device=logits.device)
@@ -110,7 +119,7 @@ def _logprobs(
     # rows without a loss token cost nothing
     counted = torch.zeros(len(flat), dtype=torch.bool, device=logits.device).index_copy(0, rows, loss_mask)
     with_entropy = bool(args.entropy_coef) or getattr(args, "observe_training_entropy", True)
-    found = vocab_parallel_logprobs(
+    result = vocab_parallel_logprobs(
         flat,
         targets,
         tp_group=ranks.tp_group,
@@ -120,14 +129,14 @@ def _logprobs(
         with_entropy=with_entropy,
         inplace_backward=settings.inplace_backward,
     )
-    logprobs, entropy = found if isinstance(found, tuple) else (found, None)
+    logprobs, entropy = result if isinstance(result, tuple) else (result, None)
     return logprobs.index_select(0, rows), None if entropy is None else entropy.index_select(0, rows)
 
 
 def _support(
     args: Namespace, batch: Mapping[str, Any], layout: Layout, num_rows: int, device: torch.device
 ) -> Support | None:
-    """The kept ids that slime records for every response token under top-p, on the rows of the local logits."""
+    """The kept ids that slime records for each response token under top-p, on the rows of the local logits."""
     if args.rollout_top_p == 1:
         return None
     ids, offsets = (batch.get(f"rollout_top_p_token_{part}") for part in ("ids", "offsets"))
@@ -135,7 +144,7 @@ def _support(
         raise ValueError(
             f"--rollout-top-p must be 1 where a batch has no kept ids (miles records none), got {args.rollout_top_p}"
         )
-    # they are on the host: every one is read once to fill the rows in between with nothing
+    # ids and offsets are in host memory; the rows between responses get no ids
     parts, counts = [], torch.zeros(num_rows, dtype=torch.int64)
     for span in layout.spans:
         edges = torch.as_tensor(offsets[span.sample])[span.first : span.stop + 1].long().cpu()
@@ -146,8 +155,8 @@ def _support(
 
 
 def _scale(reduce: Reduce, like: Tensor) -> Tensor:
-    """[N] what a linear reducer multiplies each token by: its gradient."""
-    # its own hooks, or under --recompute-loss-function the whole loss would be recomputed for what the reducer saved
+    """[N] the factor by which a linear reducer multiplies each token: its gradient."""
+    # hooks of its own: under --recompute-loss-function the reducer's saved tensors would recompute the whole loss
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
         at = torch.zeros_like(like, requires_grad=True)
         (scale,) = torch.autograd.grad(reduce(at), at)
@@ -155,12 +164,12 @@ def _scale(reduce: Reduce, like: Tensor) -> Tensor:
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, lower: float, upper: float) -> Tensor:
-    """[N] 1 where the clip of PPO cuts the gradient off."""
+    """[N] 1 where PPO's clip cuts off the gradient, else 0."""
     return ((advantages > 0) & (ratio > 1 + upper) | (advantages < 0) & (ratio < 1 - lower)).float()
 
 
 def _kl(args: Namespace, current: Tensor, old: Tensor, reference: Tensor, loss_mask: Tensor) -> Tensor:
-    """[N] the host's estimate of KL(pi||ref) by --kl-loss-type, times current / old under --use-unbiased-kl."""
+    """[N] the host's estimate of KL(pi || ref) by --kl-loss-type, times current / old under --use-unbiased-kl."""
     gap = torch.where(loss_mask, current - reference, 0)
     if args.kl_loss_type == "k1":
         kl = gap

@@ -1,29 +1,32 @@
-"""The hosts slime and miles: what `doctor` looks at, and which flags `patch` answers with."""
+"""The hosts slime and miles: their symbols for `doctor`, and the flags to add."""
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from megatron_rc import schema
 from megatron_rc.config import RolloutCorrection
+from megatron_rc.integrations.flag_rules import FlagRule
+from megatron_rc.integrations.scheduler_decay import LRDecay
+from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_RULES, RULES
 from megatron_rc.integrations.slime.settings import KEY, flag
-from megatron_rc.integrations.symbols import Host, Symbol
+from megatron_rc.integrations.symbols import Host, Recipe, Symbol
 from megatron_rc.lr_decay import LengthDecaySettings
 
 _DIFFERENCES = (
     "a token with a NaN or infinite log-prob leaves the policy-gradient term, alone or with its sequence; the host's "
     "loss becomes NaN (slime), or counts it with ratio 1 (miles)",
     "log-ratios are clamped to +-log_ratio_bound (20) before exp",
-    "rejected tokens leave the policy-gradient term alone: entropy and KL terms and denominators count all loss tokens",
-    "loss: entropy under --rollout-top-p is that of the kept ids, as the log-probs are; slime takes the whole "
+    "rejected tokens leave only the policy-gradient term: entropy and KL terms and denominators count all loss tokens",
+    "loss: under --rollout-top-p the entropy is that of the kept ids, as the log-probs are; slime takes the whole "
     "vocabulary",
 )
 
 
 def _read(name: str, module: str, parameters: str) -> Symbol:
-    """A function around the hooks, whose parameters tell whether the host still is the one they were made for."""
-    return Symbol(module, name, parameters, lambda original, context: None, "not replaced: it surrounds the hooks")
+    """A function around the hooks whose signature is checked to detect an incompatible host version."""
+    return Symbol(module, name, parameters, lambda original, session: None, "not replaced: it surrounds the hooks")
 
 
 _LOSS = "args, batch, logits, sum_of_sample_mean"
@@ -31,7 +34,15 @@ _TIS = "args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwar
 _STEP = "args, rollout_id, step_id, data_iterator, model, optimizer, opt_param_scheduler, num_microbatches"
 
 
-def _host(name: str, symbols: tuple[Symbol, ...], tested: str, *, whole_rollouts: bool) -> Host:
+def _host(
+    name: str,
+    symbols: tuple[Symbol, ...],
+    rules: tuple[FlagRule, ...],
+    *,
+    tested: str,
+    repository: str,
+    whole_rollouts: bool,
+) -> Host:
     def read_version() -> str | None:
         try:
             return version(name)
@@ -39,28 +50,32 @@ def _host(name: str, symbols: tuple[Symbol, ...], tested: str, *, whole_rollouts
             # it usually runs from its source tree
             return None
 
-    def prepare(correction: RolloutCorrection | None, lr_decay: Any) -> Any:
-        flags, fields = recipe(correction, lr_decay, whole_rollouts=whole_rollouts)
-        raise ValueError(
-            f"{name} trains in Ray processes of its own, which patch cannot reach: give it the flags "
-            f"{' '.join(flags)}, with {schema.dump_yaml({KEY: fields}, one_line=True)} in rc.yaml"
-        )
+    return Host(
+        name=name,
+        module=name,
+        symbols=symbols,
+        versions=(),
+        read_version=read_version,
+        recipe=partial(recipe, whole_rollouts=whole_rollouts),
+        tested=tested,
+        differences=_DIFFERENCES,
+        where=f"Put a clone of {repository} on PYTHONPATH.",
+        flag_rules=rules,
+        flag_defaults=DEFAULTS,
+        config_flag="custom-config-path",
+    )
 
-    return Host(name, name, symbols, (), read_version, prepare, tested, _DIFFERENCES)
 
-
-def recipe(
-    correction: RolloutCorrection | None, lr_decay: LengthDecaySettings | None, *, whole_rollouts: bool
-) -> tuple[list[str], dict[str, Any]]:
-    """(flags of the host, fields of the key megatron_rc) for a correction and a learning rate decay.
+def recipe(correction: RolloutCorrection | None, lr_decay: LRDecay | None, *, whole_rollouts: bool) -> Recipe:
+    """Flags and YAML for a correction and a learning-rate decay, with the simplest hooks that can do it.
 
     Args:
-        whole_rollouts: whether the host has a hook that sees them; slime does.
+        whole_rollouts: whether the host has a hook that sees a whole rollout before its update; slime has one.
 
     Raises:
         ValueError: no hook of the host can do it.
     """
-    flags, fields, hooks = ["--custom-config-path rc.yaml"], dict[str, Any](), ["check"]
+    flags, fields, hooks = ["--custom-config-path rc.yaml"], dict[str, object](), ["check"]
     if correction is not None:
         fields["correction"] = correction.to_dict()
         hooks.append(_hook_for(correction))
@@ -68,7 +83,7 @@ def recipe(
         flags += ["--use-rollout-logprobs"] * (correction.old == "rollout")
     if lr_decay is not None:
         if not isinstance(lr_decay, LengthDecaySettings):
-            raise ValueError(f"lr_decay must be LengthDecaySettings where flags are set, got {lr_decay!r}")
+            raise ValueError(f"lr_decay must be LengthDecaySettings, which go into a YAML file, got {lr_decay!r}")
         fields["lr_decay"] = schema.to_dict(lr_decay)
         if correction is None and lr_decay.decay_period is None:
             hooks.append("rollout_data" if whole_rollouts else "pg_loss_reducer")
@@ -76,14 +91,14 @@ def recipe(
         hooks.append("before_train_step")
     if "rollout_data" in hooks and not whole_rollouts:
         raise ValueError("normalize must be 'none': no hook of this host sees a whole rollout before its update")
-    return flags + [flag(hook) for hook in hooks], fields
+    return Recipe(flags + [flag(hook) for hook in hooks], {KEY: fields})
 
 
 def _hook_for(correction: RolloutCorrection) -> str:
-    """The simplest hook that can do it."""
+    """The simplest hook that can do it: tis on the host's own loss, else loss, or rollout_data for a batch mean."""
     if correction.normalize == "batch":
         return "rollout_data"
-    judges_advantages = any(gate.when == "negative_advantage" for gate in correction.reject)
+    judges_advantages = any(rejection.when == "negative_advantage" for rejection in correction.reject)
     return "loss" if judges_advantages or correction.old != "recompute" else "tis"
 
 
@@ -114,7 +129,9 @@ SLIME = _host(
             "self, rollout_id, rollout_data, external_data=None",
         ),
     ),
-    "commit 624b824a898a",
+    RULES,
+    tested="commit 624b824a898a",
+    repository="THUDM/slime",
     whole_rollouts=True,
 )
 
@@ -135,6 +152,8 @@ MILES = _host(
             f"{_STEP}, num_rollouts, witness_info, attempt, ft_test_action_executor=None",
         ),
     ),
-    "commit 31f1ca961a94",
+    MILES_RULES,
+    tested="commit 31f1ca961a94",
+    repository="radixark/miles",
     whole_rollouts=False,
 )

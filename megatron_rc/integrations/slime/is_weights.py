@@ -9,11 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.integrations.log_names import prefixed
 from megatron_rc.integrations.slime.layout import layout_of, parallel
-from megatron_rc.integrations.slime.lengths import LENGTHS
 from megatron_rc.integrations.slime.refusals import refuse_tis
 from megatron_rc.integrations.slime.settings import in_advantages, read
-from megatron_rc.integrations.slime.tokens import NO_ROLLOUT_LOGPROBS, correct_tokens, measuring, token_metrics
+from megatron_rc.integrations.slime.tokens import (
+    LENGTHS,
+    NO_ROLLOUT_LOGPROBS,
+    correct_tokens,
+    measuring,
+    token_metrics,
+)
 
 
 def tis(
@@ -28,24 +34,25 @@ def tis(
     max_seq_lens: Sequence[int] | None = None,
     parallel_state: Any = None,
 ) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]:
-    """weights * pg_loss, with 0 at rejected tokens, under --use-tis; metrics alone under --get-mismatch-metrics.
+    """weights * pg_loss under --use-tis, with 0 at rejected tokens; metrics alone under --get-mismatch-metrics.
 
-    The masks are returned as they came: the host also reduces its entropy and KL terms with them, and those count
-    rejected tokens. Denominators stay those of all loss tokens.
+    The masks are returned unchanged: the host also reduces its entropy and KL terms with them, and those count
+    rejected tokens. Denominators count all loss tokens.
 
     Args:
         args: the host's arguments, with the key megatron_rc.
         pg_loss: [N] fp32, nats; response tokens of this rank, samples one after another.
-        train_log_probs, rollout_log_probs: one [tokens on this rank] fp32 a sample, nats.
-        loss_masks: one [response_length] a sample.
-        total_lengths, response_lengths: tokens of every sample.
-        max_seq_lens, parallel_state: of miles.
+        train_log_probs, rollout_log_probs: one [tokens on this rank] per sample, fp32, nats.
+        loss_masks: one [response_length] per sample.
+        total_lengths, response_lengths: tokens of each sample.
+        max_seq_lens, parallel_state: passed by miles only.
 
     Returns:
         (pg_loss [N], loss_masks, name -> [N]).
 
     Raises:
-        ValueError: what this hook cannot do, naming the flag or field to change; missing rollout log-probs.
+        ValueError: this hook cannot do what the settings ask for (the sentence names the flag or field to change), or
+            rollout log-probs are missing.
     """
     settings = read(args)
     refuse_tis(args, settings)
@@ -59,8 +66,8 @@ def tis(
     weigh = args.use_tis and not in_advantages(args, settings)
     correction = settings.correction if weigh else measuring(settings.correction)
     corrected = correct_tokens(layout, ranks, train, rollout, loss_masks, correction, None)
-    metrics = token_metrics(train, rollout, layout.local(loss_masks).bool(), corrected)
+    metrics = prefixed(token_metrics(train, rollout, layout.local(loss_masks).bool(), corrected))
     if weigh:
-        # not a product alone: 0 times an infinite loss is NaN
+        # more than a product: 0 times an infinite loss is NaN
         pg_loss = torch.where(corrected.mask, pg_loss * corrected.weights, 0)
     return pg_loss, loss_masks, metrics

@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from megatron_rc.integrations.slime.lengths import LENGTHS
 from megatron_rc.integrations.slime.refusals import refuse_before_train_step
 from megatron_rc.integrations.slime.settings import SlimeSettings, read
+from megatron_rc.integrations.slime.tokens import LENGTHS
 from megatron_rc.lr_decay import LengthDecayLR
 from megatron_rc.schema.files import replace_text
 
@@ -29,9 +29,9 @@ _logger = logging.getLogger(__name__)
 class _Run:
     decay: LengthDecayLR
     rollout_id: int
-    """The last one that the decay has begun."""
+    """The last rollout that the decay has counted."""
     states: dict[str, dict[str, Any]]
-    """rollout_id -> state of the decay, of this rollout and those before."""
+    """rollout_id -> state of the decay, for this rollout and those before."""
 
 
 _runs: WeakKeyDictionary[Any, _Run] = WeakKeyDictionary()
@@ -45,19 +45,20 @@ def before_train_step(
     optimizer: Any,
     opt_param_scheduler: Any,
 ) -> None:
-    """Step the decay once a rollout, before its first optimizer step; a critic keeps its learning rate.
+    """Step the decay once per rollout, before its first optimizer step; a critic keeps its learning rate.
 
-    The length is the mean over the samples of the global batch that the host trains on: of this rollout where
-    rollout_data is set, else of the one before, from the hooks of the loss. The state after every rollout is kept in
-    megatron_rc_lr_decay.json beside the checkpoints of --save, and read from --load when a run resumes.
+    The length is the mean over the samples of the global batch that the host trains on: those of this rollout where
+    rollout_data is set, else those of the rollout before, recorded by the hooks of the loss. The state after each
+    rollout is kept in megatron_rc_lr_decay.json beside the checkpoints of --save, and read from --load when a run
+    resumes.
 
     Args:
         args: the host's arguments, with the key megatron_rc.
-        rollout_id, step_id: number of the rollout, and of the optimizer step inside it.
+        rollout_id, step_id: number of the rollout, and of the optimizer step in it.
         model, optimizer, opt_param_scheduler: Megatron's.
 
     Raises:
-        ValueError: no lr_decay, or no hook that sees lengths; a run that resumes without the state of the decay.
+        ValueError: there is no lr_decay, no hook that sees lengths, or, in a run that resumes, no state of the decay.
     """
     settings = read(args)
     refuse_before_train_step(args, settings)

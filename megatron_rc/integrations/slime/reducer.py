@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_rc.integrations.slime.layout import Layout, parallel
-from megatron_rc.integrations.slime.lengths import LENGTHS
 from megatron_rc.integrations.slime.refusals import refuse_pg_loss_reducer
 from megatron_rc.integrations.slime.settings import read
+from megatron_rc.integrations.slime.tokens import LENGTHS
 
 
 def pg_loss_reducer(
@@ -20,16 +20,21 @@ def pg_loss_reducer(
     loss_masks: Sequence[Tensor],
     calculate_per_token_loss: bool,
 ) -> Callable[[Tensor], Tensor]:
-    """sum over samples of what `aggregation` makes of one; the host divides by its rollouts of the step.
+    """A reducer that sums one number per sample, by `aggregation`; the host divides the sum by the step's rollouts.
 
-    With T_i loss tokens in the whole response i: seq-mean-token-mean sum_t x_t / max(T_i, 1); seq-mean-token-sum
-    sum_t x_t; seq-mean-token-sum-norm sum_t x_t / rollout_max_response_len; token-mean sum_t x_t, which the host
-    divides by the tokens of the step. Rejected tokens are part of T_i.
+    With T_i loss tokens in the whole response i, the number of a sample is
+
+    * seq-mean-token-mean: sum_t x_t / max(T_i, 1)
+    * seq-mean-token-sum: sum_t x_t
+    * seq-mean-token-sum-norm: sum_t x_t / rollout_max_response_len
+    * token-mean: sum_t x_t, which the host divides by the tokens of the step
+
+    Rejected tokens count in T_i.
 
     Args:
-        total_lengths, response_lengths: tokens of every sample.
-        loss_masks: one [response_length] a sample.
-        calculate_per_token_loss: of the host.
+        total_lengths, response_lengths: tokens of each sample.
+        loss_masks: one [response_length] per sample.
+        calculate_per_token_loss: the host's flag.
 
     Returns:
         [N], tokens of this rank -> 0-d.
@@ -46,13 +51,13 @@ def pg_loss_reducer(
 def reducer(
     args: Namespace, total_lengths: Sequence[int], response_lengths: Sequence[int], loss_masks: Sequence[Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """`pg_loss_reducer` with the host's arguments given."""
+    """`pg_loss_reducer` with the host's arguments as a parameter."""
     settings = read(args)
     refuse_pg_loss_reducer(args, settings)
     ranks = parallel()
     if ranks.cp_size > 1 and getattr(args, "qkv_format", "thd") == "bshd":
         raise ValueError(
-            "--qkv-format must be thd for pg_loss_reducer with context parallelism: it is not told the padded lengths"
+            "--qkv-format must be thd for pg_loss_reducer with context parallelism: it does not get the padded lengths"
         )
     layout = Layout.of(total_lengths, response_lengths, None, ranks.cp_rank, ranks.cp_size)
     scales = [mask.float() for mask in loss_masks]

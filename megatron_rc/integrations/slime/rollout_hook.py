@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
+from megatron_rc.integrations.log_names import prefixed
 from megatron_rc.integrations.slime.layout import layout_of, parallel
-from megatron_rc.integrations.slime.lengths import LENGTHS
 from megatron_rc.integrations.slime.refusals import refuse_rollout_data
 from megatron_rc.integrations.slime.settings import in_advantages, read
-from megatron_rc.integrations.slime.tokens import NO_ROLLOUT_LOGPROBS, correct_tokens
+from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens
 
 
 def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
     """Multiply the weights into the advantages, once over all samples of this rank; rejected tokens get 0.
 
-    A policy-gradient loss is proportional to its advantage, w L(A) = L(w A) for w >= 0, PPO with its clips, GSPO and
-    CISPO too, so every loss of the host is corrected; entropy and KL terms and denominators stay. Metrics are pooled
-    over DP x CP and put beside the data as rc/<name>, which slime logs as rollout/rc/<name>. Response lengths are kept
-    for before_train_step.
+    A policy-gradient loss is proportional to its advantage: w L(A) = L(w A) for w >= 0, also for PPO with its clips,
+    GSPO and CISPO. So every loss of the host is corrected; entropy and KL terms and denominators stay. Metrics are
+    pooled over DP x CP and added to the data, which slime logs below rollout/. Response lengths are kept for
+    before_train_step.
 
     Args:
         args: the host's arguments, with the key megatron_rc.
@@ -29,8 +29,9 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
         rollout_data: the host's rollout on this rank, changed in place on the last pipeline stage.
 
     Raises:
-        ValueError: what this hook cannot do, naming the flag or field to change; missing log-probs; more than
-            max_nonfinite_share of the log-probs are not finite, on every rank of the last stage.
+        ValueError: this hook cannot do what the settings ask for (the sentence names the flag or field to change);
+            log-probs are missing; more than max_nonfinite_share of them are not finite (then on all ranks of the last
+            stage).
     """
     if rollout_id is None or rollout_data is None:
         raise ValueError(
@@ -45,7 +46,7 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
         return
     lengths = rollout_data["total_lengths"], rollout_data["response_lengths"]
     layout = layout_of(args, ranks, *lengths, None)
-    remedy = "with one train step a rollout slime leaves them out unless --get-mismatch-metrics is set"
+    remedy = "with one train step per rollout slime leaves them out unless --get-mismatch-metrics is set"
     train = layout.joined("log_probs", rollout_data.get("log_probs"), remedy)
     rollout = layout.joined("rollout_log_probs", rollout_data.get("rollout_log_probs"), NO_ROLLOUT_LOGPROBS)
     advantages = layout.joined("advantages", rollout_data.get("advantages"), "--compute-advantages-and-returns")
@@ -57,6 +58,6 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
     weighted = torch.where(corrected.mask, advantages * corrected.weights, 0)
     # not in place: returns may be the same tensors
     rollout_data["advantages"] = list(weighted.split(layout.counts))
-    for name, value in corrected.metrics.values().items():
+    for name, value in prefixed(corrected.metrics.values()).items():
         if not math.isnan(value):
-            rollout_data[f"rc/{name}"] = torch.tensor(value)
+            rollout_data[name] = torch.tensor(value)

@@ -1,10 +1,12 @@
-"""Correction of the tokens that a hook of slime or miles sees, and what it reports of them."""
+"""The tokens that a hook of slime or miles sees: their correction, their metrics, and how long responses are."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
@@ -28,7 +30,7 @@ def correct_tokens(
     advantages: Tensor | None,
 ) -> Corrected:
     """`correct` on the host's layout: tensors are [N] of this rank, ``loss_masks`` whole responses."""
-    # every context-parallel rank runs the same micro-batches, as the host's own gathers in the loss need
+    # all context-parallel ranks run the same micro-batches, as the host's own gathers in the loss need
     cp_group = ranks.cp_group if ranks.cp_size > 1 else None
     segment_ids, num_segments = None, None
     if cp_group is not None and "segment" in Plan.of(correction).units:
@@ -55,21 +57,62 @@ def measuring(correction: RolloutCorrection) -> RolloutCorrection:
 def token_metrics(
     train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, corrected: Corrected
 ) -> dict[str, Tensor]:
-    """Name -> [N] fp32, detached: what the host averages over tokens as it does its own metrics.
+    """Name -> [N] fp32, detached: metrics per token, which the host averages as it does its own.
 
-    With l = log pi - log mu clamped to log_ratio_bound: rc/k1 = -l, rc/k3 = e^l - 1 - l, rc/chi2_token = (e^l - 1)^2,
-    the final weight, its square (ESS = mean^2 / mean of squares) and 1 where a token no longer counts. They are 0 at
-    corrupt tokens, whose share is rc/nonfinite_share.
+    With l = log pi - log mu clamped to log_ratio_bound: k1 = -l, k3 = e^l - 1 - l, chi2_token = (e^l - 1)^2, the final
+    weight, its square (ESS = mean^2 / mean of squares) and 1 where a token no longer counts. They are 0 at corrupt
+    tokens, whose share is nonfinite_share.
     """
     ratio = log_ratio(train_logprobs.detach(), rollout_logprobs, loss_mask)
     bound = corrected.correction.log_ratio_bound
     ell = ratio.value.clamp(-bound, bound)
     return {
-        "rc/k1": -ell,
-        "rc/k3": ell.expm1() - ell,
-        "rc/chi2_token": ell.expm1().square(),
-        "rc/weight": corrected.weights.clone(),
-        "rc/weight_squared": corrected.weights.square(),
-        "rc/masked_token": (ratio.valid & ~corrected.mask).float(),
-        "rc/nonfinite_share": (loss_mask & ~ratio.valid).float(),
+        "k1": -ell,
+        "k3": ell.expm1() - ell,
+        "chi2_token": ell.expm1().square(),
+        "weight": corrected.weights.clone(),
+        "weight_squared": corrected.weights.square(),
+        "masked_token": (ratio.valid & ~corrected.mask).float(),
+        "nonfinite_share": (loss_mask & ~ratio.valid).float(),
     }
+
+
+class Lengths:
+    """Mean response length over the global batch of a rollout, for the length-decay learning rate.
+
+    rollout_data sees a rollout before its update. The hooks of the loss see micro-batches during the update, so what
+    they record is known only to the next rollout.
+    """
+
+    def __init__(self) -> None:
+        self._recorded = (0, 0)
+        self._rollout: tuple[int, int, int] | None = None
+
+    def record(self, response_lengths: Sequence[int]) -> None:
+        """Add a micro-batch; a recomputed one may be added twice, as long as all are."""
+        total, count = self._recorded
+        self._recorded = (total + sum(response_lengths), count + len(response_lengths))
+
+    def record_rollout(self, rollout_id: int, response_lengths: Sequence[int]) -> None:
+        """Take this rank's samples of a whole rollout; every rank calls it."""
+        self._rollout = (rollout_id, sum(response_lengths), len(response_lengths))
+
+    def take(self, rollout_id: int, device: torch.device) -> float | None:
+        """Mean over all ranks, in tokens: of rollout ``rollout_id`` if it was recorded whole, else of micro-batches.
+
+        A collective over the world; what was recorded is forgotten. None when nothing was recorded anywhere.
+        """
+        local = self._recorded
+        if self._rollout is not None and self._rollout[0] == rollout_id:
+            local = self._rollout[1:]
+        self._recorded, self._rollout = (0, 0), None
+        pooled = torch.tensor(local, dtype=torch.int64, device=device)
+        if dist.is_initialized():
+            # tensor, context and pipeline ranks repeat samples equally often, which leaves the mean as it is
+            dist.all_reduce(pooled)
+        total, count = pooled.tolist()
+        return total / count if count else None
+
+
+LENGTHS = Lengths()
+"""The lengths of this process; hooks of the loss write them, before_train_step reads them."""

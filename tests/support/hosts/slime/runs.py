@@ -90,7 +90,7 @@ BATCH_MEAN = {"preset": "token-tis", "normalize": "batch"}
 def _hooks(rank: int, layout: str, cp_rank: int, cp_size: int) -> dict[str, Any]:
     """tis by sequences and turns; rollout_data on this rank's half of the samples under dp2; a mean length."""
     from megatron_rc.integrations import slime
-    from megatron_rc.integrations.slime.lengths import LENGTHS
+    from megatron_rc.integrations.slime.tokens import LENGTHS
 
     found: dict[str, Any] = {}
     for name, correction in UNITS.items():

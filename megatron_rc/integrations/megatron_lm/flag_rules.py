@@ -1,0 +1,166 @@
+"""Flags of train_rl.py that are wrong: those that the patch refuses, and those that doctor warns about."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from megatron_rc.config import RolloutCorrection
+from megatron_rc.integrations.flag_rules import FlagRule, captures_iteration
+
+DEFAULTS: dict[str, Any] = {
+    "perform_rl_step": False,
+    "rl_inference_logprobs_is_correction": False,
+    "rl_importance_sampling_truncation_coef": None,
+    "rl_default_temperature": 1.0,
+    "rl_default_top_p": 0.0,
+    "rl_default_top_k": -1,
+    "rl_use_sequence_packing": False,
+    "rl_partial_rollouts": False,
+    "inference_dynamic_batching_logprobs_mode": "raw_logprobs",
+    "tensor_model_parallel_size": 1,
+    "cuda_graph_impl": "none",
+}
+"""Arguments that the rules read, with the host's own defaults."""
+
+_RUN_PATCHED = "run the script through `megatron-rc patch --rc-preset NAME`"
+_TEMPERATURE = "--rl-default-temperature against the temperature of the trainer's log-probs"
+_TEMPERATURE_IS_GOOD = "sampler and trainer have log-probs at the same temperature"
+_BOUND = "how often and how far the importance weight is bounded"
+_BOUND_IS_GOOD = "the importance weight is bounded once, or there is none"
+
+SAMPLES_ROLLOUTS = FlagRule(
+    name="rl-step",
+    compares="--perform-rl-step",
+    wrong=lambda args: not args.perform_rl_step,
+    problem="without --perform-rl-step no rollout is sampled",
+    fix="Add --perform-rl-step.",
+    good="rollouts are sampled",
+)
+RULES = (
+    SAMPLES_ROLLOUTS,
+    FlagRule(
+        name="rollout-logprobs",
+        compares="whether the sampler's log-probs reach the loss",
+        wrong=lambda args: not args.rl_inference_logprobs_is_correction,
+        problem="the sampler's log-probs do not reach the loss, so nothing can be corrected",
+        fix="Add --rl-inference-logprobs-is-correction.",
+        good="the sampler's log-probs reach the loss",
+    ),
+    FlagRule(
+        name="temperature",
+        compares=_TEMPERATURE,
+        made_by="unpatched runs",
+        wrong=lambda args: args.rl_default_temperature != 1,
+        problem=lambda args: (
+            f"tokens are sampled at temperature {args.rl_default_temperature:g}, while get_logprobs "
+            "computes log-probs at temperature 1"
+        ),
+        fix=f"Set it to 1, or {_RUN_PATCHED} and --inference-dynamic-batching-logprobs-mode processed_logprobs.",
+        good=_TEMPERATURE_IS_GOOD,
+    ),
+    FlagRule(
+        name="temperature",
+        compares=_TEMPERATURE,
+        made_by="patched runs",
+        wrong=lambda args: (
+            args.rl_default_temperature != 1 and args.inference_dynamic_batching_logprobs_mode != "processed_logprobs"
+        ),
+        problem=lambda args: (
+            f"the sampler returns {args.inference_dynamic_batching_logprobs_mode}, those at "
+            f"temperature 1, for tokens sampled at {args.rl_default_temperature:g}"
+        ),
+        fix="Add --inference-dynamic-batching-logprobs-mode processed_logprobs.",
+        good=_TEMPERATURE_IS_GOOD,
+    ),
+    FlagRule(
+        name="top-p-top-k",
+        compares="--rl-default-top-p and --rl-default-top-k against the support of the trainer's log-probs",
+        wrong=lambda args: args.rl_default_top_p not in (0, 1) or args.rl_default_top_k > 0,
+        problem="the sampler does not return the ids that it kept, so the trainer cannot renormalise over them",
+        fix="Drop --rl-default-top-p and --rl-default-top-k.",
+        good="tokens are sampled from the whole vocabulary",
+    ),
+    FlagRule(
+        name="ratio-bound",
+        compares=_BOUND,
+        made_by="patched runs",
+        wrong=lambda args: args.rl_importance_sampling_truncation_coef is not None,
+        problem="the host would truncate the importance weight again after the correction",
+        fix="Drop --rl-importance-sampling-truncation-coef.",
+        good=_BOUND_IS_GOOD,
+    ),
+    FlagRule(
+        name="ratio-bound",
+        compares=_BOUND,
+        made_by="unpatched runs",
+        severity="warning",
+        wrong=lambda args: (
+            args.rl_inference_logprobs_is_correction and args.rl_importance_sampling_truncation_coef is None
+        ),
+        problem="the importance weight has no upper bound",
+        fix=f"Set --rl-importance-sampling-truncation-coef 2, or {_RUN_PATCHED}.",
+        good=_BOUND_IS_GOOD,
+    ),
+    FlagRule(
+        name="packed-logprobs",
+        compares="--rl-use-sequence-packing against missing rollout log-probs",
+        made_by="unpatched runs",
+        severity="warning",
+        wrong=lambda args: args.rl_use_sequence_packing and args.rl_inference_logprobs_is_correction,
+        problem="a packed token without a rollout log-prob gets log-prob 0, so its weight is pi",
+        fix=f"To leave such tokens out, {_RUN_PATCHED}.",
+        good="no missing log-prob is read as 0",
+    ),
+    FlagRule(
+        name="gathered-logits",
+        compares="memory for log-probs on tensor-parallel ranks",
+        made_by="unpatched runs",
+        severity="warning",
+        wrong=lambda args: args.tensor_model_parallel_size > 1,
+        problem=lambda args: (
+            "get_logprobs gathers the whole vocabulary on each of the "
+            f"{args.tensor_model_parallel_size} tensor-parallel ranks"
+        ),
+        fix=f"To keep logits sharded, {_RUN_PATCHED}.",
+        good="no rank gathers logits",
+    ),
+    FlagRule(
+        name="captured-denominator",
+        compares="CUDA graphs against denominators that change from batch to batch",
+        made_by="patched runs",
+        wrong=captures_iteration,
+        problem="a captured iteration keeps the denominator of its first batch",
+        fix="Drop --cuda-graph-impl full_iteration.",
+        good="no captured iteration keeps its denominator",
+    ),
+    FlagRule(
+        name="replayed-routes",
+        compares="--moe-enable-routing-replay against who hands over routes",
+        severity="warning",
+        wrong=lambda args: args.moe_enable_routing_replay,
+        problem="megatron/rl never hands the sampler's routes to the trainer, so none are replayed",
+        fix="Drop --moe-enable-routing-replay, or set RouterReplay's data from your own code.",
+        good="no routes are to be replayed",
+    ),
+    FlagRule(
+        name="stale-policies",
+        compares="--rl-partial-rollouts against one policy per response",
+        severity="note",
+        wrong=lambda args: args.rl_partial_rollouts,
+        problem="tokens of one response come from several versions of the policy, and the ratio measures that as well",
+        fix="Watch k3 and the effective sample size, or drop --rl-partial-rollouts.",
+        good="every response comes from one version of the policy",
+    ),
+)
+
+
+def check_arguments(args: Namespace, correction: RolloutCorrection | None) -> None:
+    """Refuse arguments of the host under which the patch cannot work.
+
+    Raises:
+        ValueError: one sentence that names the flag to change.
+    """
+    # a length decay alone needs rollouts, and leaves their log-probs to the host
+    for rule in RULES if correction is not None else (SAMPLES_ROLLOUTS,):
+        rule.refuse(args, "megatron-lm")

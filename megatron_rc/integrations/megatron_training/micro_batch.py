@@ -1,0 +1,62 @@
+"""correct_micro_batch: what a loss function of one's own calls in a program that is patched."""
+
+from __future__ import annotations
+
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_rc.config import RolloutCorrection
+from megatron_rc.correction import Corrected, correct
+from megatron_rc.integrations import megatron_training
+from megatron_rc.integrations.installed import session_of
+
+
+def correct_micro_batch(
+    train_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    num_segments: int | None = None,
+    advantages: Tensor | None = None,
+    response_lengths: Tensor | None = None,
+    new_rollout: bool = True,
+    backend: str = "auto",
+) -> Corrected:
+    """`correct` for the loss function of a forward_step: with the correction of `patch("megatron-training")`.
+
+    Inside a training step, metrics and response lengths are kept. After the last micro-batch and before the optimizer
+    step they are pooled over micro-batches and data-parallel ranks; the length decay advances by one rollout, and the
+    metrics join Megatron's log. Without the patch nothing is kept, and the correction is "none": all weights are 1.
+
+    Args:
+        train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, segment_ids, num_segments, advantages, backend: as in
+            `correct`; under context parallelism this rank's slice.
+        response_lengths: [S], tokens of every response that was sampled, before any was filtered out of the batch;
+            None: the loss tokens of this batch.
+        new_rollout: False in the second and later optimizer steps of one rollout, whose lengths are known already.
+
+    Returns:
+        Corrected. Its metrics are those of the micro-batch.
+
+    Raises:
+        ValueError: as `correct`.
+    """
+    state = session_of(megatron_training.NAME)
+    split = parallel_state.get_context_parallel_world_size() > 1
+    corrected = correct(
+        train_logprobs,
+        rollout_logprobs,
+        loss_mask,
+        correction=state.correction if state else RolloutCorrection(),
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        num_segments=num_segments,
+        advantages=advantages,
+        cp_group=parallel_state.get_context_parallel_group() if split else None,
+        backend=backend,
+    )
+    if state is not None and state.step is not None:
+        state.step.take(corrected.metrics, response_lengths, new_rollout)
+    return corrected
