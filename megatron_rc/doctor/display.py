@@ -17,12 +17,12 @@ ORDER = tuple(STYLES)
 
 
 def show(subject: str, findings: Sequence[Finding], *, console: Console) -> None:
-    """Print what is to be mended, gravest first, then what could not be decided, then what is good.
+    """Print mismatches, gravest first, then undecided checks, then good ones.
 
-    A terminal gets a table, anything else one or two plain lines a finding.
+    A terminal gets a table, anything else one or two plain lines per finding.
 
     Args:
-        subject: what was checked, such as "SGLang server http://127.0.0.1:30000".
+        subject: the thing that was checked, such as "SGLang server http://127.0.0.1:30000".
     """
     console.print(f"{subject}: {summary(findings)}", markup=False, soft_wrap=True)
     decided = sorted((f for f in findings if f.decided and f.status != "good"), key=lambda f: ORDER.index(f.status))
@@ -44,14 +44,14 @@ def show(subject: str, findings: Sequence[Finding], *, console: Console) -> None
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Such as '1 error, 2 warnings, 3 notes, 20 good'."""
+    """Numbers by status, such as '1 error, 2 warnings, 3 notes, 20 good'."""
     counts = {status: sum(f.status == status for f in findings) for status in ORDER}
     named = [f"{n} {status}{'s' if n > 1 and status != 'good' else ''}" for status, n in counts.items() if n]
     return ", ".join(named)
 
 
 def to_json(results: Mapping[str, Sequence[Finding]]) -> str:
-    """An object with the findings of each subject, all of them in the order of the registry."""
+    """A JSON object with the findings of each subject, in the order of the registry."""
     return json.dumps({subject: [f.to_dict() for f in findings] for subject, findings in results.items()}, indent=2)
 
 

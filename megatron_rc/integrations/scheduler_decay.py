@@ -15,9 +15,9 @@ CHECKPOINT_KEY = "megatron_rc_length_decay"
 class SchedulerDecay:
     """A length decay attached to a scheduler that was just built, before the host loads its checkpoint into it.
 
-    The state of the decay travels inside the scheduler's state_dict under `CHECKPOINT_KEY`. Megatron reads its own keys
-    of that dictionary only, so a checkpoint written with the decay loads without it. A checkpoint without the key, of a
-    run that had no decay, leaves the decay at its first rollout.
+    The state of the decay is saved inside the scheduler's state_dict under `CHECKPOINT_KEY`. Megatron reads only its
+    own keys of that dictionary, so a checkpoint written with the decay also loads without it. A checkpoint without the
+    key, from a run that had no decay, leaves the decay at its first rollout.
 
     Args:
         opt_param_scheduler: Megatron's OptimizerParamScheduler.
@@ -31,7 +31,7 @@ class SchedulerDecay:
         if isinstance(lr_decay, LengthDecaySettings):
             lr_decay = lr_decay.build(opt_param_scheduler.max_lr)
         self.decay: LengthDecayLR = lr_decay
-        """Step it once a rollout."""
+        """To be stepped once per rollout."""
         self.decay.attach(opt_param_scheduler)
         self._scheduler = opt_param_scheduler
         self._own_state, self._load_own_state = opt_param_scheduler.state_dict, opt_param_scheduler.load_state_dict
@@ -62,7 +62,7 @@ _METHODS = ("state_dict", "load_state_dict")
 
 
 class HoldsDecay:
-    """The part of a patch's state that knows its length decay, and the scheduler that has it."""
+    """Base class of a patch's state: the length decay, and the scheduler that it is attached to."""
 
     lr_decay: LRDecay | None
     attached: SchedulerDecay | None = None
@@ -75,7 +75,7 @@ class HoldsDecay:
 
 
 def make_scheduler(original: Function, state: HoldsDecay) -> Function | None:
-    """get_optimizer_param_scheduler, whose scheduler takes the length decay before a checkpoint is loaded into it."""
+    """get_optimizer_param_scheduler, whose scheduler has the length decay before a checkpoint is loaded into it."""
     lr_decay = state.lr_decay
     if lr_decay is None:
         return None

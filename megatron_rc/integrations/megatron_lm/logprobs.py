@@ -16,8 +16,8 @@ from megatron_rc.logprobs import vocab_parallel_logprobs
 def make_get_logprobs(original: Function, session: Session) -> Function | None:
     """get_logprobs, whose forward pass leaves the logits on the rank that computed them.
 
-    Packing and context parallelism stay the host's own: it cuts and shifts the tokens, and what it then asks for is
-    selective_log_softmax of logits and ids, which is replaced for as long as this call lasts.
+    The host still cuts and shifts the tokens, under packing and context parallelism too. It then calls
+    selective_log_softmax with logits and ids, which reads the logits as shards for as long as this call lasts.
     """
     if session.correction is None:
         return None
@@ -42,13 +42,13 @@ def make_get_logprobs(original: Function, session: Session) -> Function | None:
 def _keep_shards(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     kwargs["runtime_gather_output"] = False
     if "fp32_output" in kwargs:
-        # the copy that Float16Module would make; log-probs are fp32 from logits of any dtype
+        # spares the fp32 copy that Float16Module would make; log-probs are fp32 from logits of any dtype
         kwargs["fp32_output"] = False
     return args, kwargs
 
 
 def make_selective_log_softmax(original: Function, session: Session) -> Function | None:
-    """selective_log_softmax, of shards inside get_logprobs and the host's own elsewhere."""
+    """selective_log_softmax, which takes logits as vocabulary shards inside get_logprobs."""
     if session.correction is None:
         return None
 
@@ -65,7 +65,7 @@ def make_selective_log_softmax(original: Function, session: Session) -> Function
 
 
 def make_compute_logprobs_batch(original: Function, session: Session) -> Function | None:
-    """compute_logprobs_batch, which expects and sends log-probs in fp32 whatever the model's dtype."""
+    """compute_logprobs_batch, which keeps log-probs in fp32 whatever the model's dtype."""
     if session.correction is None:
         return None
     signature = inspect.signature(original)

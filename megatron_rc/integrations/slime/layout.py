@@ -1,4 +1,4 @@
-"""Where the response tokens of a micro-batch lie on this rank: slime and miles keep one list entry a sample."""
+"""Where the response tokens of a micro-batch lie on this rank: slime and miles keep one list entry per sample."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Span(NamedTuple):
 
     sample: int
     first: int
-    """Of the response, counted from its first token."""
+    """Index of the first token, counted from the start of the response."""
     stop: int
     row: int
-    """Of the local logits that predict the first token."""
+    """Row of the local logits that predicts the first token."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Layout:
 
     spans: tuple[Span, ...]
     counts: tuple[int, ...]
-    """Response tokens of every sample on this rank."""
+    """Response tokens per sample on this rank."""
     rows: int
-    """Of the local logits, without the padding at their end."""
+    """Rows of the local logits, without the padding at their end."""
     prompts: tuple[int, ...]
-    """Tokens before the response of every sample."""
+    """Tokens before the response, per sample."""
 
     @classmethod
     def of(
@@ -114,20 +114,20 @@ class Layout:
         return torch.tensor([0, *self.counts], device=device).cumsum(0).to(torch.int32)
 
     def local(self, responses: Sequence[Tensor]) -> Tensor:
-        """One tensor [response_length] a sample -> [N], what of them lies on this rank."""
+        """[N], the part on this rank of one tensor [response_length] per sample."""
         return torch.cat([responses[0][:0], *(responses[s.sample][s.first : s.stop] for s in self.spans)])
 
     def targets(self, tokens: Sequence[Tensor]) -> Tensor:
-        """Prompt and response tokens of every sample -> [N], the response tokens on this rank."""
+        """[N], the response tokens on this rank, from prompt and response tokens of every sample."""
         return self.local([ids[prompt:] for ids, prompt in zip(tokens, self.prompts, strict=True)])
 
     def logits_rows(self, device: torch.device) -> Tensor:
-        """[N] int64: the row of the local logits that predicts each token."""
+        """[N] int64, the row of the local logits that predicts each token."""
         parts = [torch.arange(s.row, s.row + s.stop - s.first, device=device) for s in self.spans]
         return torch.cat([torch.arange(0, device=device), *parts])
 
     def segments(self, loss_masks: Sequence[Tensor]) -> tuple[Tensor, int]:
-        """([N] turn of every token, a bound of their number), numbered over the whole responses."""
+        """([N] number of the turn of each token, an upper bound of the number of turns), over whole responses."""
         masks = torch.cat([mask.bool() for mask in loss_masks])
         lengths = [len(mask) for mask in loss_masks]
         offsets = torch.tensor([0, *lengths], device=masks.device).cumsum(0)
@@ -138,7 +138,7 @@ class Layout:
         """[N] from the host's list ``values`` of per-token tensors.
 
         Raises:
-            ValueError: there is none, or one of another length than the sample has tokens here.
+            ValueError: there is no list, or a tensor has another length than its sample has tokens on this rank.
         """
         if values is None or any(value is None for value in values):
             raise ValueError(f"{name} must be in every sample of the batch: {remedy}")

@@ -1,4 +1,4 @@
-"""Refusals: what a hook of slime or miles cannot do, with the flag or field to change."""
+"""What a hook of slime or miles cannot do; each refusal names the flag or field to change."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def refuse_tis(args: Namespace, settings: SlimeSettings) -> None:
     if in_advantages(args, settings):
         return
     _refuse_batch_mean(settings)
-    if any(gate.when == "negative_advantage" for gate in settings.correction.reject):
+    if any(rejection.when == "negative_advantage" for rejection in settings.correction.reject):
         raise ValueError(
             "megatron_rc.correction must not reject by when='negative_advantage' in tis, which sees no advantages: "
             f"use --loss-type custom_loss {flag('loss')}, or {flag('rollout_data')}"
@@ -54,7 +54,7 @@ def refuse_tis(args: Namespace, settings: SlimeSettings) -> None:
 
 
 def refuse_loss(args: Namespace, settings: SlimeSettings) -> None:
-    """loss sees everything of one micro-batch, and is the PPO loss over tokens."""
+    """loss sees all data of one micro-batch, and is the PPO loss over tokens."""
     _refuse_always(args, settings)
     correction, by_tis = settings.correction, f"the host's own loss with --use-tis {flag('tis')} has it"
     if not in_advantages(args, settings):
@@ -78,7 +78,7 @@ def refuse_loss(args: Namespace, settings: SlimeSettings) -> None:
         )
     if correction.old == "current" and _steps_per_rollout(args) > 1:
         raise ValueError(
-            "megatron_rc.correction.old must not be 'current' with more than one train step a rollout "
+            "megatron_rc.correction.old must not be 'current' with more than one train step per rollout "
             f"(--num-steps-per-rollout, --global-batch-size), got {_steps_per_rollout(args)} of them"
         )
     if _get(args, "custom_pg_loss_reducer_function_path") is not None and not names(args, "pg_loss_reducer"):
@@ -86,7 +86,7 @@ def refuse_loss(args: Namespace, settings: SlimeSettings) -> None:
 
 
 def refuse_pg_loss_reducer(args: Namespace, settings: SlimeSettings) -> None:
-    """The host divides what the reducer returns by rollouts, or with --calculate-per-token-loss by tokens."""
+    """The host divides the reducer's result by rollouts, or with --calculate-per-token-loss by tokens."""
     if settings.aggregation is None:
         raise ValueError("megatron_rc.aggregation must be set for pg_loss_reducer")
     per_token = bool(_get(args, "calculate_per_token_loss", False))
@@ -120,6 +120,7 @@ def refuse_rollout_data(args: Namespace, settings: SlimeSettings) -> None:
 
 
 def refuse_before_train_step(args: Namespace, settings: SlimeSettings) -> None:
+    """before_train_step needs a decay, and lengths from another hook unless its period is fixed."""
     if settings.lr_decay is None:
         raise ValueError("megatron_rc.lr_decay must be set for before_train_step; {} takes every default")
     sources = [hook for hook in ("rollout_data", "tis", "loss", "pg_loss_reducer") if names(args, hook)]
@@ -151,11 +152,11 @@ def _refuse_always(args: Namespace, settings: SlimeSettings) -> None:
             f"--rollout-top-k must be -1, got {top_k}: no kept ids are recorded for it, so pi and mu would be "
             "normalised over different sets"
         )
-    for gate in settings.correction.reject:
-        if gate.statistic not in STATISTICS:
+    for rejection in settings.correction.reject:
+        if rejection.statistic not in STATISTICS:
             raise ValueError(
-                f"megatron_rc.correction must reject by one of {', '.join(STATISTICS)}, which are all that a hook can "
-                f"compute, got {gate.statistic!r}"
+                f"megatron_rc.correction must reject by one of {', '.join(STATISTICS)}, which are all that a hook "
+                f"computes, got {rejection.statistic!r}"
             )
 
 

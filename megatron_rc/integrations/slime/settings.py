@@ -1,4 +1,4 @@
-"""What slime and miles are told under the key megatron_rc of the YAML file that --custom-config-path names."""
+"""Settings of the hooks: the `megatron_rc:` section of the --custom-config-path file of slime and miles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SlimeSettings:
     correction: RolloutCorrection = field(default_factory=RolloutCorrection)
     """How rollouts are corrected: a preset name, or fields with or without `preset`."""
     aggregation: Aggregation | None = None
-    """What pg_loss_reducer makes of the tokens' losses; needed by that hook alone."""
+    """How pg_loss_reducer combines the tokens' losses; only that hook needs it."""
     max_nonfinite_share: float = 0.01
     """Largest share of NaN or infinite log-probs in a rollout before rollout_data stops the run."""
     inplace_backward: bool = False
@@ -39,7 +39,7 @@ class SlimeSettings:
     lr_decay: LengthDecaySettings | None = None
     """Length-decay learning rate, for before_train_step."""
     lr_decay_start: int = 0
-    """The rollout_id that is the first of the decay; those before it keep the host's learning rate."""
+    """The rollout_id at which the decay begins; rollouts before it keep the host's learning rate."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_nonfinite_share <= 1:
@@ -49,16 +49,16 @@ class SlimeSettings:
 
 
 def read(args: Namespace) -> SlimeSettings:
-    """The settings of a run, from the host's arguments, which carry every key of its YAML file.
+    """The settings of a run; the host adds every key of its YAML file to its arguments.
 
     Raises:
-        ValueError: no such key, or a field that is wrong, by name.
+        ValueError: no such key, or a wrong field, named.
     """
-    found = getattr(args, KEY, None)
-    if not isinstance(found, dict):
-        raise ValueError(f"{KEY} must be a mapping in the YAML file of --custom-config-path, got {found!r}")
-    # a hook reads them once a micro-batch
-    return _parsed(json.dumps(found, sort_keys=True))
+    section = getattr(args, KEY, None)
+    if not isinstance(section, dict):
+        raise ValueError(f"{KEY} must be a mapping in the YAML file of --custom-config-path, got {section!r}")
+    # a hook reads them once per micro-batch
+    return _parsed(json.dumps(section, sort_keys=True))
 
 
 @lru_cache(maxsize=8)
@@ -72,7 +72,7 @@ def names(args: Namespace, hook: str) -> bool:
 
 
 def flag(hook: str) -> str:
-    """The flag that names a hook of ours, and its value."""
+    """The flag that names a hook of ours, with its value."""
     return f"--{HOOKS[hook].replace('_', '-')} {_path(hook)}"
 
 
