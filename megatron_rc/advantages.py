@@ -97,3 +97,7 @@ class _Groups(NamedTuple):
 
     def sums(self, values: Tensor) -> Tensor:
         return self.reduce(values.double(), "sum")
+
+
+ADVANTAGES = {"rloo": rloo_advantages, "grpo": grpo_advantages}
+"""Maps each value of the setting loss.advantage to its function of (rewards [S], groups [S])."""

@@ -204,6 +204,16 @@ class RolloutCorrection:
         return schema.dump_yaml(self.to_dict())
 
 
+def check_clipping(clip_lower: float, clip_upper: float, dual_clip: float | None) -> None:
+    """Refuse bounds of the PPO ratio that no ratio could respect."""
+    if not 0 <= clip_lower <= 1 or not clip_upper >= 0:
+        raise ValueError(
+            f"clip_lower must be in [0, 1] and clip_upper >= 0, got clip_lower={clip_lower!r} clip_upper={clip_upper!r}"
+        )
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip must be > 1, got {dual_clip!r}")
+
+
 def _one_of(field: str, value: Any, literal: Any) -> None:
     known = typing.get_args(literal)
     if value not in known:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.advantages import equal_reward_groups, expand_to_tokens, grpo_advantages, rloo_advantages
-from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surrogate
+from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surrogate, check_clipping
 from megatron_rc.fused import backend_module
 from megatron_rc.metrics import MetricSums
 from megatron_rc.reference.policy_loss import LossInputs, LossOptions
@@ -180,14 +180,8 @@ def policy_loss(
 
 
 def _check_loss_arguments(inputs: LossInputs, options: LossOptions, correction: RolloutCorrection) -> None:
-    clip_lower, clip_upper, dual_clip = options.clip_lower, options.clip_upper, options.dual_clip
     correction.check_surrogate(options.surrogate)
-    if not 0 <= clip_lower <= 1 or not clip_upper >= 0:
-        raise ValueError(
-            f"clip_lower must be in [0, 1] and clip_upper >= 0, got clip_lower={clip_lower!r} clip_upper={clip_upper!r}"
-        )
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip must be > 1, got {dual_clip!r}")
+    check_clipping(options.clip_lower, options.clip_upper, options.dual_clip)
     if (correction.old == "current") != (inputs.old is None):
         raise ValueError(
             f"old_logprobs must be {'None' if correction.old == 'current' else 'given'} when old is {correction.old!r}"

@@ -1,4 +1,8 @@
-"""Every setting of a training job, with its default; the YAML of `megatron-rc train` has these fields."""
+"""Every setting of a training job, with its default; the YAML of `megatron-rc train` has these fields.
+
+To add a setting, add a field with a docstring and, where it has limits, a check in ``__post_init__``;
+`megatron-rc settings > docs/settings.md` documents it.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +12,35 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rc import schema
-from megatron_rc.config import RolloutCorrection
+from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surrogate, check_clipping
+from megatron_rc.engine import SamplingParams
 from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.tasks.registry import TaskKind
 
 Dtype = Literal["fp32", "bf16", "fp16"]
+Quantize = Literal["none", "int8", "fp8"]
+SyncTransport = Literal["disk", "tensor", "distributed"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     hf_path: str | None = None
-    """Directory with config.json and safetensors to start from; null builds `config` with random weights."""
+    """Folder with config.json and safetensors to start from; null builds `config` with random weights."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Fields of a Hugging Face Qwen3Config or Qwen3MoeConfig (model_type qwen3 or qwen3_moe) when hf_path is null."""
+    """Fields of a Hugging Face Qwen3Config or Qwen3MoeConfig, with model_type qwen3 or qwen3_moe; used when hf_path is
+    null."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSettings:
-    """Processes a dimension; data parallelism takes what is left of the world size."""
+    """Ranks per parallel dimension; the rest of the world size is data parallel."""
 
     tensor: int = 1
-    """Processes that share every layer."""
+    """Ranks that share every layer."""
     pipeline: int = 1
-    """Processes that share the depth."""
+    """Ranks that share the layers, each with consecutive ones."""
     expert: int = 1
-    """Processes that share the experts of a mixture-of-experts model."""
+    """Ranks that share the experts of a mixture-of-experts model."""
 
     def __post_init__(self) -> None:
         _at_least(1, tensor=self.tensor, pipeline=self.pipeline, expert=self.expert)
@@ -39,8 +48,9 @@ class ParallelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings:
-    kind: Literal["arithmetic", "jsonl"] = "arithmetic"
-    """arithmetic: embedded problems over a built-in tokenizer. jsonl: prompts of a file, tokenizer of model.hf_path."""
+    kind: TaskKind = "arithmetic"
+    """arithmetic: generated problems with a built-in tokenizer. jsonl: prompts from a file, with the tokenizer of
+    model.hf_path."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the task; docs/tasks.md lists them."""
 
@@ -50,15 +60,15 @@ class WarmupSettings:
     """Supervised steps on the task's demonstrations before reinforcement learning."""
 
     steps: int = 0
-    """Optimizer steps at most; 0 starts with reinforcement learning."""
+    """Most optimizer steps of the warm-up; 0 starts with reinforcement learning."""
     batch_size: int = 256
-    """Demonstrations a step."""
+    """Demonstrations per step."""
     lr: float = 1e-3
     """Learning rate of the warm-up."""
     target_accuracy: float | None = None
-    """Stop early once held-out accuracy, measured every `check_interval` steps, reaches this share; null: never."""
+    """The warm-up stops early when the held-out accuracy reaches this share; null never stops it early."""
     check_interval: int = 25
-    """Steps between two such measurements."""
+    """Steps between two measurements of that accuracy."""
 
     def __post_init__(self) -> None:
         _at_least(0, steps=self.steps)
@@ -70,34 +80,36 @@ class WarmupSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangSettings:
-    """Servers that sample, and how they are fed and given weights."""
+    """Servers that sample, and how requests and weights reach them."""
 
     urls: tuple[str, ...] = ("http://127.0.0.1:30000",)
     """Address of every server, or of one sglang-router."""
     concurrency: int = 256
-    """Requests in flight from one trainer process."""
+    """Most requests in flight from one trainer process."""
     timeout_s: float = 600.0
-    """Longest wait for one answer."""
+    """Seconds to wait for one answer."""
     retries: int = 3
     """New attempts of a request that failed, where a retry is safe."""
     backoff_s: float = 1.0
-    """Mean wait before the first of them; it doubles with each."""
+    """Mean wait in seconds before the first new attempt; it doubles with each further one."""
     partial: bool = True
-    """Continue a response that was stopped before its end, instead of rejecting it."""
-    weight_sync: Literal["disk", "tensor", "distributed"] = "disk"
-    """disk: a checkpoint in `sync_dir`. tensor: in the body of requests. distributed: broadcast over NCCL or gloo."""
+    """Continue a response that was stopped before its end, instead of discarding it."""
+    weight_sync: SyncTransport = "disk"
+    """disk: servers load a checkpoint from `sync_dir`. tensor: requests carry the weights. distributed: the trainer
+    broadcasts the weights over NCCL or gloo."""
     sync_dir: str | None = None
-    """Folder that trainer and servers see under one name, for disk; null: OUTPUT/sync."""
+    """Folder for weight_sync disk that trainer and servers see under the same path; null takes OUTPUT/sync."""
     bucket_bytes: int = 512 * 1024**2
-    """Weights sent at a time, and the most memory a sync takes beside one tensor."""
+    """Bytes of weights sent at once; a sync takes this much memory beside one tensor."""
     capture_routes: bool = False
-    """Ask for the experts of every token; the servers need --enable-return-routed-experts."""
+    """Ask for the experts of every token; the servers need --enable-return-routed-experts. Settings of `moe` that need
+    them ask, too."""
     max_staleness: int | None = None
-    """Reject a response with a token of weights older than this many versions; null: none is."""
+    """Discard a response that has a token of weights older than this many versions; null discards none."""
     max_rejected_share: float = 0.05
-    """Stop when a larger share of a step's responses came back damaged."""
+    """The job stops when a larger share of a step's responses came back damaged."""
     dump_rejected: bool = False
-    """Write them to OUTPUT/rejected."""
+    """Write the damaged responses to OUTPUT/rejected."""
 
     def __post_init__(self) -> None:
         if not self.urls:
@@ -112,74 +124,72 @@ class SGLangSettings:
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
     engine: Literal["hf", "sglang", "replay"] = "hf"
-    """hf: the embedded transformers engine. sglang: servers, see `sglang`. replay: the samples recorded by --dump, from
-    `replay_path`."""
+    """hf: the embedded transformers engine. sglang: the servers of `sglang`. replay: the samples that --dump recorded
+    in `replay_path`."""
     sglang: SGLangSettings = field(default_factory=SGLangSettings)
     replay_path: str | None = None
     """Dump folder of an earlier run, for engine replay."""
     prompts_per_step: int = 64
-    """Prompts (groups) a rollout step."""
+    """Prompts (= groups) per rollout step."""
     samples_per_prompt: int = 8
-    """Responses a prompt; their rewards make each other's baseline."""
+    """Responses per prompt; their rewards are the baseline of one another."""
     max_new_tokens: int = 16
-    """Longest response, tokens."""
+    """Most tokens of a response."""
     temperature: float = 1.0
     """Divides the logits of both policies."""
     top_p: float = 1.0
     """Below 1 both policies are renormalised over the kept ids."""
     top_k: int = -1
-    """-1 keeps the whole vocabulary."""
+    """Ids kept per token; -1 keeps the whole vocabulary."""
     dtype: Dtype = "bf16"
     """Precision of the embedded engine."""
-    quantize: Literal["none", "int8", "fp8"] = "none"
+    quantize: Quantize = "none"
     """Quantise and dequantise exported weights, so that any engine serves the quantised values."""
     amplify: float = 0.0
     """Standard deviation of noise added to exported weights, in units of each tensor's own standard deviation."""
     staleness: int = 0
-    """Serve weights this many steps old."""
+    """The engine serves weights that are this many steps old."""
     max_nonfinite_share: float = 0.01
-    """Stop when a larger share of the log-probs is NaN or infinite."""
+    """The job stops when a larger share of the log-probs is NaN or infinite."""
 
     def __post_init__(self) -> None:
-        _at_least(1, prompts_per_step=self.prompts_per_step, max_new_tokens=self.max_new_tokens)
+        self.sampling()
+        _at_least(1, prompts_per_step=self.prompts_per_step)
         _at_least(2, samples_per_prompt=self.samples_per_prompt)
         _at_least(0, staleness=self.staleness, amplify=self.amplify, max_nonfinite_share=self.max_nonfinite_share)
-        _positive(temperature=self.temperature)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
-        if self.top_k != -1 and self.top_k < 1:
-            raise ValueError(f"top_k must be -1 (off) or >= 1, got {self.top_k!r}")
         if self.engine == "replay" and not self.replay_path:
             raise ValueError("replay_path must name a recorded dump when engine is 'replay'")
+
+    def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
+        return SamplingParams(self.max_new_tokens, self.temperature, self.top_p, self.top_k, stop_token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
     advantage: Literal["rloo", "grpo"] = "rloo"
-    """rloo: reward minus the mean of the other responses. grpo: reward minus the group mean, over its deviation."""
-    surrogate: Literal["ppo", "reinforce"] = "ppo"
+    """rloo: reward minus the mean reward of the group's other responses. grpo: reward minus the group's mean, divided
+    by its standard deviation."""
+    surrogate: Surrogate = "ppo"
     """ppo: clipped ratio current/old. reinforce: log-prob times advantage."""
     clip_lower: float = 0.2
-    """PPO ratio is clipped at 1 - clip_lower."""
+    """The PPO ratio is clipped at 1 - clip_lower."""
     clip_upper: float = 0.28
-    """PPO ratio is clipped at 1 + clip_upper."""
+    """The PPO ratio is clipped at 1 + clip_upper."""
     dual_clip: float | None = None
-    """Bound on the PPO loss of negative advantages, > 1; null: none."""
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
+    """Bound on the PPO ratio where the advantage is negative, > 1; null sets none."""
+    aggregation: Aggregation = "token-mean"
     """How per-token losses become one number; seq-mean-token-sum-norm divides by rollout.max_new_tokens."""
-    denominator: Literal["original", "kept"] = "original"
-    """original: rejected tokens stay in the denominator. kept: they leave it, which rescales the step."""
+    denominator: Denominator = "original"
+    """original: rejected tokens stay in the denominator. kept: they leave it, which makes the step larger when more is
+    rejected."""
     kl_coef: float = 0.0
     """Weight of the k3 penalty towards the weights that reinforcement learning started from."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
 
     def __post_init__(self) -> None:
-        _at_least(0, clip_lower=self.clip_lower, clip_upper=self.clip_upper, kl_coef=self.kl_coef)
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"dual_clip must be > 1, got {self.dual_clip!r}")
+        check_clipping(self.clip_lower, self.clip_upper, self.dual_clip)
+        _at_least(0, kl_coef=self.kl_coef)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,11 +199,11 @@ class MoeSettings:
     record: bool = False
     """Record the experts that the trainer's routers choose, and report how far they are from the sampler's."""
     replay: Literal["none", "R2", "R3"] = "none"
-    """R2: the update passes use the experts that the trainer chose before the update. R3: every pass uses those of the
-    sampler."""
+    """R2: the update passes use the experts that the trainer chose before the update. R3: every pass uses the experts
+    of the sampler."""
     dump_routes: bool = False
-    """With --dump also write the sampler's routes, 4 bytes x layers x experts a token before compression;
-    rollout.engine 'replay' then returns them."""
+    """With --dump also write the sampler's routes, 4 bytes x layers x experts per token before compression;
+    rollout.engine replay then returns them."""
 
     @property
     def active(self) -> bool:
@@ -201,7 +211,7 @@ class MoeSettings:
 
     @property
     def wants_routes(self) -> bool:
-        """The sampler is to return its routes."""
+        """Whether the sampler must return its routes."""
         return self.record or self.replay == "R3" or self.dump_routes
 
 
@@ -210,7 +220,7 @@ class TrainSettings:
     steps: int = 100
     """Rollout steps of reinforcement learning."""
     seed: int = 1
-    """Of weights, data and sampling."""
+    """Seed for initial weights, data order and sampling."""
     dtype: Dtype = "fp32"
     """Precision of the trained model; log-probs, ratios and losses are fp32 whatever it is."""
     optimizer: Literal["adam", "sgd"] = "adam"
@@ -218,11 +228,11 @@ class TrainSettings:
     lr: float = 1e-4
     """Learning rate after its warm-up."""
     min_lr: float = 0.0
-    """Where lr_decay_style ends."""
+    """Learning rate at which lr_decay_style ends."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of Megatron's OptimizerParamScheduler over the optimizer steps of the job."""
     lr_warmup_steps: int = 0
-    """Optimizer steps of linear learning-rate warm-up from 0."""
+    """Optimizer steps over which the learning rate grows linearly to `lr`."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     adam_beta1: float = 0.9
@@ -230,38 +240,36 @@ class TrainSettings:
     adam_beta2: float = 0.95
     """Decay of the second moment."""
     adam_eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Number added to the root of the second moment."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; 0: no clipping."""
+    """Largest global gradient norm; 0 does not clip."""
     mini_batches_per_rollout: int = 1
-    """Optimizer steps a rollout, each on its own groups."""
+    """Optimizer steps per rollout step, each on its own groups."""
     micro_batches: int | None = None
-    """Micro-batches a mini-batch and data-parallel rank; null: as few as `max_tokens_per_microbatch` allows."""
+    """Micro-batches per mini-batch and data-parallel rank; null takes as few as `max_tokens_per_microbatch` allows."""
     max_tokens_per_microbatch: int = 8192
-    """Packed tokens a micro-batch; a longer sequence gets one of its own."""
+    """Packed tokens per micro-batch; a longer sequence gets a micro-batch of its own."""
     eval_interval: int = 10
-    """Steps between two held-out evaluations, which ask the engine that serves the rollouts."""
+    """Steps between two held-out evaluations, whose answers come from the engine of the rollouts."""
     eval_samples: int = 1
-    """Sampled answers a held-out prompt, at the rollout temperature."""
+    """Answers sampled per held-out prompt, at the rollout temperature."""
     save_interval: int = 50
-    """Steps between two checkpoints; 0: none, and a job that is stopped starts anew."""
+    """Steps between two checkpoints; 0 saves none, and a job that is stopped starts anew."""
     keep_checkpoints: int = 2
-    """Checkpoints kept; older ones are deleted."""
+    """Checkpoints to keep; older ones are deleted."""
     backend: Literal["auto", "torch", "triton"] = "auto"
-    """Of log-probs, correction and loss; auto: the Triton kernels on GPUs, plain PyTorch on CPU."""
+    """Backend of log-probs, correction and loss; auto takes the Triton kernels on GPUs and plain PyTorch on CPU."""
     debug_checks: bool = False
-    """Check token ids, kept ids and sequence offsets on the device, too, which waits for it."""
+    """Check token ids, kept ids and sequence offsets on the device, too; each check waits for the device."""
     save_hf: bool = True
-    """At the end write the weights as a Hugging Face checkpoint to OUTPUT/hf."""
+    """Write the final weights as a Hugging Face checkpoint to OUTPUT/hf."""
 
     def __post_init__(self) -> None:
         _positive(lr=self.lr, adam_eps=self.adam_eps)
-        _at_least(0, steps=self.steps, min_lr=self.min_lr, lr_warmup_steps=self.lr_warmup_steps,
-                  weight_decay=self.weight_decay, clip_grad=self.clip_grad,
-                  save_interval=self.save_interval)  # fmt: skip
-        _at_least(1, mini_batches_per_rollout=self.mini_batches_per_rollout, eval_samples=self.eval_samples,
-                  max_tokens_per_microbatch=self.max_tokens_per_microbatch, eval_interval=self.eval_interval,
-                  keep_checkpoints=self.keep_checkpoints)  # fmt: skip
+        not_negative = ("steps", "min_lr", "lr_warmup_steps", "weight_decay", "clip_grad", "save_interval")
+        _at_least(0, **{name: getattr(self, name) for name in not_negative})
+        counts = ("mini_batches_per_rollout", "max_tokens_per_microbatch", "eval_interval", "eval_samples")
+        _at_least(1, **{name: getattr(self, name) for name in counts}, keep_checkpoints=self.keep_checkpoints)
         if self.micro_batches is not None:
             _at_least(1, micro_batches=self.micro_batches)
         if self.min_lr > self.lr:
@@ -273,7 +281,7 @@ class JobSettings:
     name: str = "run"
     """Title of the display and the report."""
     output: str = "runs/run"
-    """Directory of metrics.jsonl, checkpoints, dumps, TensorBoard files and report.html."""
+    """Folder of metrics.jsonl, checkpoints, dumps, TensorBoard files and report.html."""
     model: ModelSettings = field(default_factory=ModelSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     task: TaskSettings = field(default_factory=TaskSettings)
@@ -284,7 +292,7 @@ class JobSettings:
     loss: LossSettings = field(default_factory=LossSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     lr_decay: LengthDecaySettings | None = None
-    """Length-decay learning rate on top of train.lr and its schedule; `{}` switches it on with its defaults."""
+    """Length-decay learning rate on top of train.lr and its schedule; `{}` takes all its defaults, null has none."""
 
 
 def load(path_or_text: str | Path, assignments: Iterable[str] = ()) -> JobSettings:

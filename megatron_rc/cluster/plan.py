@@ -30,17 +30,14 @@ class Plan:
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens."""
+        """Most tokens of a prompt."""
         task = self.settings.task
         options = schema.from_dict(OPTIONS[task.kind], dict(task.options), where="task.options")
-        if task.kind == "jsonl":
-            return int(options.max_prompt_tokens)
-        sizes = [level.split("x") for level in options.levels]
-        return max(int(terms) * (int(digits) + 1) for terms, digits in sizes)
+        return options.longest_prompt
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Most tokens of a sequence."""
         return self.longest_prompt + self.settings.rollout.max_new_tokens
 
     @property

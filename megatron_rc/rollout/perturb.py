@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
+from megatron_rc.settings import Quantize
 
 _FP8 = torch.float8_e4m3fn
 _UNQUANTIZED_MODULES = ("embed_tokens", "lm_head", "gate")
@@ -19,7 +20,7 @@ _UNQUANTIZED_MODULES = ("embed_tokens", "lm_head", "gate")
 def perturbed(
     weights: Iterable[tuple[str, Tensor]],
     *,
-    quantize: Literal["none", "int8", "fp8"] = "none",
+    quantize: Quantize = "none",
     amplify: float = 0.0,
     version: int,
 ) -> Iterator[tuple[str, Tensor]]:

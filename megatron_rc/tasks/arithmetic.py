@@ -48,6 +48,12 @@ class ArithmeticOptions:
         if self.held_out < 1:
             raise ValueError(f"held_out must be >= 1, got {self.held_out!r}")
 
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt: every term has its digits and the sign after it."""
+        sizes = [level.split("x") for level in self.levels]
+        return max(int(terms) * (int(digits) + 1) for terms, digits in sizes)
+
 
 class ArithmeticTask:
     """Problems such as ``47+38-5=``; the answer is the last number before the stop token.

@@ -39,6 +39,10 @@ class JsonlOptions:
         if self.max_prompt_tokens < 1:
             raise ValueError(f"max_prompt_tokens must be >= 1, got {self.max_prompt_tokens!r}")
 
+    @property
+    def longest_prompt(self) -> int:
+        return self.max_prompt_tokens
+
 
 class Row(NamedTuple):
     prompt: str

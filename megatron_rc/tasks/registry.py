@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rc import schema
 from megatron_rc.tasks import Task
 from megatron_rc.tasks.arithmetic import ArithmeticOptions, ArithmeticTask
 from megatron_rc.tasks.jsonl import JsonlOptions, JsonlTask
 
-OPTIONS: dict[str, Any] = {"arithmetic": ArithmeticOptions, "jsonl": JsonlOptions}
-"""Task kind -> dataclass of its options."""
+TaskKind = Literal["arithmetic", "jsonl"]
+OPTIONS: dict[TaskKind, Any] = {"arithmetic": ArithmeticOptions, "jsonl": JsonlOptions}
+"""Maps each kind of task to the dataclass of its options."""
 
 
 def build_task(

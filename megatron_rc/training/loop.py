@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.engine import RolloutEngine, SamplingParams
+from megatron_rc.engine import RolloutEngine
 from megatron_rc.lr_decay import LengthDecayLR
 from megatron_rc.settings import JobSettings
 from megatron_rc.tasks import Task
@@ -63,15 +63,8 @@ class Job:
         self.saved = ""
         self.checkpoints = Path(settings.output) / "checkpoints"
         self.reference = Path(settings.output) / "reference"
-        rollout = settings.rollout
-        self.evaluates = rollout.engine != "replay"
-        self.sampling = SamplingParams(
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            stop_token_ids=task.stop_token_ids,
-        )
+        self.evaluates = settings.rollout.engine != "replay"
+        self.sampling = settings.rollout.sampling(task.stop_token_ids)
 
     def run(self, *, resume: bool) -> None:
         """Do what is left of the job.

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import typing
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from megatron_rc import schema, settings
+from megatron_rc.advantages import ADVANTAGES
 from megatron_rc.cli import app
 from megatron_rc.config import RolloutCorrection, Weight
 from megatron_rc.jobs.describe import describe
-from megatron_rc.settings import JobSettings
+from megatron_rc.models.config import DTYPES
+from megatron_rc.settings import Dtype, JobSettings, LossSettings, TaskSettings
+from megatron_rc.tasks.registry import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,6 +66,23 @@ def test_settings_survive_a_round_trip_through_yaml():
     job = read("train: {lr: 1e-5, steps: 3}\nrollout: {top_p: 0.9}\ncorrection: {weight: {upper: 3.0}}")
     assert job.train.lr == 1e-5
     assert read(schema.dump_yaml(schema.to_dict(job))) == job
+
+
+def test_every_choice_of_a_setting_has_its_function_and_the_other_way_round() -> None:
+    hints = typing.get_type_hints(LossSettings) | typing.get_type_hints(TaskSettings)
+    assert typing.get_args(hints["advantage"]) == tuple(ADVANTAGES)
+    assert typing.get_args(hints["kind"]) == tuple(OPTIONS)
+    assert typing.get_args(Dtype) == tuple(DTYPES)
+
+
+def test_what_a_step_would_refuse_is_refused_when_the_settings_are_read() -> None:
+    for text, message in (
+        ("loss: {clip_lower: 1.5}", r"loss: clip_lower must be in \[0, 1\] .* got clip_lower=1.5"),
+        ("loss: {dual_clip: 1}", "loss: dual_clip must be > 1"),
+        ("rollout: {top_k: 0}", r"rollout: top_k must be -1 \(off\) or >= 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(text)
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1\n- 2", "nothing-here.yaml"])

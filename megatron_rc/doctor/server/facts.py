@@ -129,8 +129,7 @@ class TrainerFacts:
 
     @property
     def truncates(self) -> bool:
-        rollout = self.settings.rollout
-        return rollout.top_p < 1 or rollout.top_k != -1
+        return self.settings.rollout.sampling().truncates
 
     @property
     def longest_sequence(self) -> int:

@@ -20,6 +20,7 @@ from megatron_rc.rollout.sglang.proof import Checksums, Ledger, mean_difference,
 from megatron_rc.rollout.sglang.send_disk import DiskSync
 from megatron_rc.rollout.sglang.send_group import GroupSync
 from megatron_rc.rollout.sglang.send_tensor import TensorSync
+from megatron_rc.settings import SyncTransport
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ class WeightSync:
 
 
 def weight_sync(
-    way: Literal["disk", "tensor", "distributed"],
+    way: SyncTransport,
     hf_config: Mapping[str, Any],
     *,
     bucket_bytes: int = 512 * 2**20,

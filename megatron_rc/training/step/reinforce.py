@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.advantages import ADVANTAGES, equal_reward_groups, expand_to_tokens
 from megatron_rc.batch import TokenBatch
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
-from megatron_rc.loss import equal_reward_groups, expand_to_tokens, grpo_advantages, loss_scale, rloo_advantages
+from megatron_rc.loss import loss_scale
 from megatron_rc.lr_decay import LengthDecayLR
 from megatron_rc.metrics import MetricSums
 from megatron_rc.moe.shift import ShiftSums
@@ -26,8 +27,6 @@ from megatron_rc.training.step.micro_loss import Collected, micro_loss
 from megatron_rc.training.step.microbatches import Cut, cut, mini_batches
 from megatron_rc.training.step.routing import Routing, StepRoutes
 from megatron_rc.training.step.shares import local_share
-
-ADVANTAGES = {"rloo": rloo_advantages, "grpo": grpo_advantages}
 
 
 @dataclass
