@@ -32,4 +32,5 @@ docs: | $(PYTHON)  ## Write the generated documents again.
 	$(PYTHON) -m megatron_rc settings > docs/settings.md
 	$(PYTHON) -m megatron_rc presets > docs/presets.md
 	$(PYTHON) -m megatron_rc metrics > docs/metrics.md
+	$(PYTHON) -m megatron_rc versions > docs/versions.md
 	PYTHONSAFEPATH= $(PYTHON) benchmarks/performance_docs.py > docs/performance.md

@@ -52,6 +52,17 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    keywords=["reinforcement learning", "large language models", "Megatron", "rollout correction"],
     # megatron_rc.kernels is the link megatron_rc/kernels -> ../triton_kernels
     packages=[
         "megatron_rc",

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from megatron_rc.versions import TRITON, is_older
+
 BACKENDS = ("auto", "torch", "triton")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -56,6 +58,13 @@ def _obstacle(tensors: dict[str, Tensor]) -> str | None:
     on_cuda = all(value.is_cuda for value in tensors.values())
     if find_spec("triton") is None:
         return "backend must be 'torch' or 'auto': triton is not installed"
+    import triton
+
+    if is_older(triton.__version__, TRITON.oldest):
+        return (
+            f"backend must be 'torch' or 'auto': the kernels need triton {TRITON.oldest} or newer, "
+            f"found {triton.__version__}"
+        )
     for name, value in tensors.items():
         if not on_cuda and not (value.device.type == "cpu" and interpreted()):
             return (

@@ -182,6 +182,20 @@ def presets() -> None:
     print(describe.table(("preset", "settings", "source"), rows), end="")
 
 
+@app.command(name="versions")
+def supported_versions() -> None:
+    """Print which releases of Python, megatron-core, Triton and SGLang are supported (Markdown)."""
+    from megatron_rc.jobs import describe
+
+    print("# Supported releases\n\nPrinted by `megatron-rc versions`. An installation bounds none of them from above:")
+    print("what is too old, or has another signature than the patch was made for, is refused when it is used.\n")
+    packages = ("megatron-core", "Python", "Triton", "SGLang")
+    uses = ("`train`", '`patch("megatron-training")`', '`patch("megatron-lm")`')
+    print(describe.table((*packages, *uses), versions.matrix()), end="")
+    print("\n## What ran together\n")
+    print(describe.table(("Python", "megatron-core", "Triton", "SGLang", "what ran"), versions.TESTED), end="")
+
+
 @app.command()
 def metrics() -> None:
     """Print every metric of a pair of policies with its formula (Markdown)."""

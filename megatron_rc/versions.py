@@ -1,11 +1,15 @@
-"""What this package knows about the other packages that it runs with."""
+"""The packages that this one runs with: which releases it supports, which is installed, which extra brings them."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import NamedTuple
 
 Release = tuple[int, ...]
 
@@ -24,30 +28,117 @@ class Range:
     newest: str
 
     def __contains__(self, version: str) -> bool:
-        release = release_of(version)
-        oldest, newest = release_of(self.oldest), release_of(self.newest)
-        return release is not None and (oldest or ()) <= release <= (newest or ())
+        release, newest = release_of(version), release_of(self.newest) or ()
+        return release is not None and not is_older(version, self.oldest) and release[: len(newest)] <= newest
 
     def __str__(self) -> str:
         return f"{self.oldest} to {self.newest}"
 
 
-SGLANG_TESTED = Range("0.5.20", "0.5.23")
-"""SGLang for which the bridge is written."""
-
-MEGATRON_CORE = ("0.16", "0.17", "0.18", "0.19", "0.20")
-"""Releases of megatron-core on which this package was run."""
-MEGATRON_LM = ("0.20",)
-"""Releases of megatron-core in the trees of Megatron-LM that `patch("megatron-lm")` knows."""
-MEGATRON_TRAINING = ("0.17", "0.18", "0.19", "0.20")
-"""Releases of megatron-core that `patch("megatron-training")` knows."""
-SHORT_TRAIN_STEP = ("0.17", "0.18")
-"""Those of them whose train_step has no parameters pg_collection and p2p_communicator."""
+def is_older(version: str, than: str) -> bool:
+    """Whether a version is older than the release ``than``, of which pre-releases and builds are not older."""
+    release = release_of(version)
+    return release is not None and release < (release_of(than) or ())
 
 
 def is_release(version: str | None, known: tuple[str, ...]) -> bool:
     """Whether a version is one of the known ones, or a release of it: 0.20.1rc0 is of 0.20, 0.2 is not."""
     return version is not None and any((version + ".").startswith(f"{one}.") for one in known)
+
+
+PYTHON = Range("3.11", "3.13")
+
+MEGATRON_CORE = ("0.16", "0.17", "0.18", "0.19", "0.20")
+"""Releases of megatron-core that the trainer is written for."""
+MEGATRON_LM = ("0.20",)
+"""Releases of megatron-core in the trees of Megatron-LM that `patch("megatron-lm")` knows."""
+MEGATRON_TRAINING = ("0.17", "0.18", "0.19", "0.20")
+"""Releases of megatron-core that `patch("megatron-training")` knows: those with `megatron.training`."""
+SHORT_TRAIN_STEP = ("0.17", "0.18")
+"""Those of them whose train_step has no parameters pg_collection and p2p_communicator."""
+PYTHON_OF_MEGATRON_TRAINING = "3.12"
+"""The oldest Python for which their wheels are made."""
+
+TRITON = Range("3.5", "3.9")
+"""The kernels need the oldest of these (`constexpr_function`). Releases newer than the newest are used untested."""
+
+SGLANG = Range("0.5.20", "0.5.23")
+"""Releases of SGLang that the bridge is written for."""
+SGLANG_WEIGHT_VERSION = "0.5.20"
+"""From this release on, a server says which weights it serves, and offers what an update of them needs."""
+SGLANG_KEPT_IDS = "0.5.20"
+"""From this release on, a server returns the kept ids of top-k and top-p sampling."""
+
+
+class Tested(NamedTuple):
+    """Releases that ran together, and what ran with them."""
+
+    python: str
+    core: str
+    triton: str
+    sglang: str
+    what: str
+
+
+TESTED = (
+    Tested("3.11", "0.16.1", "3.9.0", "0.5.23", "every test of `launch/test.sh`"),
+    Tested(
+        "3.11", "0.17.1, 0.19.2", "3.9.0", "", '`patch("megatron-training")` in `launch/test.sh`, from unpacked wheels'
+    ),
+    Tested("3.11", "", "3.6.0", "", "every kernel in Triton's interpreter, in `launch/test.sh`"),
+    Tested("3.11", "0.18.2, 0.20.0", "3.9.0", "", "the hosts, by hand ([patching.md](patching.md))"),
+)
+"""The first row is that of constraints-cpu.txt and launch/sglang_cpu/requirements.txt."""
+
+
+def matrix() -> Iterator[tuple[str, ...]]:
+    """One row for each minor release of megatron-core: which Python, Triton and SGLang go with it, and what it runs."""
+    for core in MEGATRON_CORE:
+        python = Range(PYTHON_OF_MEGATRON_TRAINING, PYTHON.newest) if core in MEGATRON_TRAINING else PYTHON
+        patches = ("yes" if core in known else "no" for known in (MEGATRON_TRAINING, MEGATRON_LM))
+        yield (core, str(python), f"{TRITON.oldest} or newer", str(SGLANG), "yes", *patches)
+
+
+def check_core(found: str | None) -> None:
+    """Refuse a megatron-core that is too old for the trainer.
+
+    Args:
+        found: its version; None, where it cannot be read, is left to the import.
+
+    Raises:
+        ValueError: it is older than the oldest of `MEGATRON_CORE`.
+    """
+    if found is not None and is_older(found, MEGATRON_CORE[0]):
+        raise ValueError(f"megatron-rc needs megatron-core {MEGATRON_CORE[0]} or newer, found {found}")
+
+
+def megatron_core_version() -> str | None:
+    """MAJOR.MINOR.PATCH and the pre-release that Python would import, without importing it; None where it is absent."""
+    spec = find_module("megatron.core.package_info")
+    if spec is None or spec.origin is None:
+        return None
+    constants: dict[str, object] = {
+        target.id: node.value.value
+        for node in ast.parse(Path(spec.origin).read_bytes()).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    release = ".".join(str(constants[part]) for part in ("MAJOR", "MINOR", "PATCH"))
+    return f"{release}{constants.get('PRE_RELEASE', '')}"
+
+
+def find_module(name: str) -> ModuleSpec | None:
+    """Where a module is, without importing its parents as importlib.util.find_spec does; the spec has its last name."""
+    path: list[str] | None = None
+    spec = None
+    for part in name.split("."):
+        # by its dotted name, a namespace package would look for its parent among the imported modules
+        spec = PathFinder.find_spec(part, path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or ())
+    return spec
 
 
 MODULES_OF_EXTRA = {

@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rc import schema
 from megatron_rc.integrations.flag_rules import FlagRule
-from megatron_rc.versions import is_release
+from megatron_rc.versions import find_module, is_release
 
 Function = Callable[..., Any]
 
@@ -134,19 +133,6 @@ def _inspect(symbol: Symbol) -> Inspected:
     return Inspected(symbol, parameters, problem)
 
 
-def find_module(name: str) -> ModuleSpec | None:
-    """Where a module is, without importing its parents as importlib.util.find_spec does; the spec has its last name."""
-    path: list[str] | None = None
-    spec = None
-    for part in name.split("."):
-        # by its dotted name, a namespace package would look for its parent among the imported modules
-        spec = PathFinder.find_spec(part, path)
-        if spec is None:
-            return None
-        path = list(spec.submodule_search_locations or ())
-    return spec
-
-
 def definition(path: Path, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The def of "function" or "Class.method" in a file; the last one, as Python would have it."""
     body: list[ast.stmt] = _parsed(path, path.stat().st_mtime_ns).body
@@ -173,20 +159,3 @@ def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
         if isinstance(argument, ast.arg):
             argument.annotation = None
     return ast.unparse(arguments)
-
-
-def megatron_core_version() -> str | None:
-    """The version of megatron-core that Python would import, read from its file; None where there is none."""
-    spec = find_module("megatron.core.package_info")
-    if spec is None or spec.origin is None:
-        return None
-    path = Path(spec.origin)
-    constants: dict[str, object] = {
-        target.id: node.value.value
-        for node in _parsed(path, path.stat().st_mtime_ns).body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    release = ".".join(str(constants[part]) for part in ("MAJOR", "MINOR", "PATCH"))
-    return f"{release}{constants.get('PRE_RELEASE', '')}"

@@ -9,6 +9,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rc import versions
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -43,6 +45,7 @@ OUTPUTS = (
 
 def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
     """Build everything and run the job on this process."""
+    versions.check_core(versions.megatron_core_version())
     quiet_imports()
     from megatron_rc.backend import set_debug_checks
     from megatron_rc.training import emulation

@@ -14,8 +14,9 @@ import pytest
 
 from megatron_rc import Patch, RolloutCorrection, patch
 from megatron_rc.integrations import hosts
-from megatron_rc.integrations.symbols import Host, Symbol, find_module, inspect_symbols
+from megatron_rc.integrations.symbols import Host, Symbol, inspect_symbols
 from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.versions import find_module
 
 NONE = RolloutCorrection()
 SOURCE = """

@@ -140,7 +140,7 @@ def test_every_field_of_the_settings_is_documented():
     assert [f.name for f in describe(JobSettings) if not f.doc] == []
 
 
-@pytest.mark.parametrize("page", ["settings", "presets", "metrics"])
+@pytest.mark.parametrize("page", ["settings", "presets", "metrics", "versions"])
 def test_reference_pages_are_what_the_command_prints(page: str):
     printed = CliRunner().invoke(app, [page]).stdout
     assert (ROOT / "docs" / f"{page}.md").read_text() == printed, f"megatron-rc {page} > docs/{page}.md"

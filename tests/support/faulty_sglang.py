@@ -14,8 +14,10 @@ from typing import Any
 
 from faulty_answers import damaged, kept_ids, logprob_of, routes_of, tokens_after
 
+from megatron_rc.versions import SGLANG
+
 INFO: dict[str, Any] = {
-    "version": "0.5.23",
+    "version": SGLANG.newest,
     "enable_return_routed_experts": True,
     "enable_deterministic_inference": False,
     "sampling_mask_max_tokens": 4096,

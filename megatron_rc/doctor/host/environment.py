@@ -10,7 +10,7 @@ from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.host.traps import flag_checks
 from megatron_rc.doctor.registry import Finding, Outcome, Registry, Severity, bad, good
 from megatron_rc.integrations.symbols import Host
-from megatron_rc.versions import MEGATRON_CORE, is_release
+from megatron_rc.versions import MEGATRON_CORE, TRITON, is_older, is_release
 
 INSTALL = "pip install 'megatron-rc[train]', or run doctor in the environment that trains."
 ENVIRONMENT: Registry[Environment] = Registry("Python environment")
@@ -126,7 +126,23 @@ def _library(module: str, name: str, without: str, fix: str) -> None:
 
 
 _library("torch", "torch", "settings, reports and this command work, and nothing that takes tensors does", INSTALL)
-_library("triton", "triton", "the kernels of megatron_rc do not run, its PyTorch reference does", "Install triton.")
+
+
+@ENVIRONMENT.check(
+    "triton",
+    compares=f"its version against {TRITON.oldest}, the oldest that the kernels run with",
+    severity="note",
+    fix=f"Install triton {TRITON.oldest} or newer.",
+)
+def triton(facts: Environment) -> Outcome:
+    found = facts.libraries["triton"]
+    if found is None:
+        return bad("triton is missing: the kernels of megatron_rc do not run, its PyTorch reference does")
+    if is_older(found, TRITON.oldest):
+        return bad(f"triton {found} is too old for the kernels of megatron_rc; its PyTorch reference runs")
+    return good(f"triton {found}")
+
+
 _library(
     "transformer_engine",
     "transformer-engine",

@@ -10,7 +10,8 @@ from pathlib import Path
 from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.registry import Undecided
 from megatron_rc.integrations.hosts import HOSTS, host_named
-from megatron_rc.integrations.symbols import Host, Inspected, find_module, inspect_symbols, megatron_core_version
+from megatron_rc.integrations.symbols import Host, Inspected, inspect_symbols
+from megatron_rc.versions import find_module, megatron_core_version
 
 GIVE_FLAGS = "Give them after --, or in a file with --flags-file."
 DISTRIBUTIONS = {

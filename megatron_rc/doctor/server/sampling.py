@@ -6,6 +6,7 @@ from megatron_rc.doctor.registry import Outcome, Registry, Undecided, bad, good
 from megatron_rc.doctor.server.facts import Facts, eos_ids
 from megatron_rc.engine import SamplingParams
 from megatron_rc.rollout.sglang.request import Request
+from megatron_rc.versions import SGLANG_KEPT_IDS
 
 SAMPLING: Registry[Facts] = Registry("sampling")
 
@@ -55,7 +56,7 @@ def kept_ids(facts: Facts) -> Outcome:
     if known is not None and "return_sampling_mask" not in known:
         return bad(
             f"{settings} truncate, and this server cannot return kept ids",
-            fix="Serve with SGLang 0.5.20 or newer, or set rollout.top_p=1 and rollout.top_k=-1.",
+            fix=f"Serve with SGLang {SGLANG_KEPT_IDS} or newer, or set rollout.top_p=1 and rollout.top_k=-1.",
         )
     algorithm = facts.server.flags["speculative_algorithm"]
     if algorithm and "DFLASH" not in str(algorithm):

@@ -8,7 +8,7 @@ from megatron_rc.doctor.registry import Outcome, Registry, Undecided, bad, good
 from megatron_rc.doctor.server.facts import Facts
 from megatron_rc.rollout.sglang.engine import BELOW_CONTEXT
 from megatron_rc.rollout.sglang.weights import weight_sync
-from megatron_rc.versions import SGLANG_TESTED, release_of
+from megatron_rc.versions import SGLANG, SGLANG_WEIGHT_VERSION, release_of
 
 SERVING: Registry[Facts] = Registry("serving")
 
@@ -18,17 +18,17 @@ CONTROL_PATHS = ("/pause_generation", "/continue_generation", "/flush_cache", "/
 
 @SERVING.check(
     "version",
-    compares=f"SGLang's version against {SGLANG_TESTED}",
+    compares=f"SGLang's version against {SGLANG}",
     severity="warning",
-    fix=f"Install sglang=={SGLANG_TESTED.newest} for the server.",
+    fix=f"Install sglang=={SGLANG.newest} for the server.",
 )
 def version(facts: Facts) -> Outcome:
     found = facts.server.flags["version"]
     if release_of(found) is None:
         raise Undecided(f"the server calls its version {found!r}")
-    if found in SGLANG_TESTED:
+    if found in SGLANG:
         return good(f"SGLang {found}")
-    return bad(f"SGLang {found} is outside {SGLANG_TESTED}, for which the bridge is written")
+    return bad(f"SGLang {found} is outside {SGLANG}, for which the bridge is written")
 
 
 @SERVING.check(
@@ -48,7 +48,7 @@ def engine(facts: Facts) -> Outcome:
     "control-endpoints",
     compares="endpoints of a weight update against those of the server",
     severity="error",
-    fix=f"Serve with SGLang {SGLANG_TESTED.oldest} or newer.",
+    fix=f"Serve with SGLang {SGLANG_WEIGHT_VERSION} or newer.",
 )
 def control_endpoints(facts: Facts) -> Outcome:
     if facts.server.paths is None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from megatron_rc import versions
 from megatron_rc.integrations.megatron_lm import flag_rules, session
 from megatron_rc.integrations.scheduler_decay import make_scheduler
-from megatron_rc.integrations.symbols import Host, Symbol, imported_when_called, megatron_core_version
+from megatron_rc.integrations.symbols import Host, Symbol, imported_when_called
 
 RL = "megatron.rl.rl_utils"
 PACKING = "megatron.rl.sequence_packing_utils"
@@ -126,7 +126,7 @@ HOST = Host(
     module=RL,
     symbols=SYMBOLS,
     versions=versions.MEGATRON_LM,
-    read_version=megatron_core_version,
+    read_version=versions.megatron_core_version,
     prepare=session.prepare,
     release=session.Session.release,
     tested="commit d98e8a64ddf3 of NVIDIA/Megatron-LM",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rc import versions
 from megatron_rc.integrations.flag_rules import FlagRule, captures_iteration
 from megatron_rc.integrations.scheduler_decay import HoldsDecay, make_scheduler
-from megatron_rc.integrations.symbols import Host, Symbol, imported_when_called, megatron_core_version
+from megatron_rc.integrations.symbols import Host, Symbol, imported_when_called
 
 if TYPE_CHECKING:
     from megatron_rc.integrations.megatron_training.micro_batch import correct_micro_batch
@@ -70,19 +70,19 @@ def host(version: str | None) -> Host:
             ),
         ),
         versions=versions.MEGATRON_TRAINING,
-        read_version=megatron_core_version,
+        read_version=versions.megatron_core_version,
         prepare=imported_when_called(STEP, "prepare"),
         release=HoldsDecay.release,
         tested="0.17.1, 0.18.2, 0.19.2 and commit d98e8a64ddf3 run on CPU; 0.17.0, 0.18.0, 0.19.0 read",
         differences=("loss functions that call correct_micro_batch get the weights and the mask of the correction",),
-        where=f"Install megatron-core {versions.MEGATRON_TRAINING[0]} or newer (Python 3.12), or put a clone of "
-        "NVIDIA/Megatron-LM on PYTHONPATH.",
+        where=f"Install megatron-core {versions.MEGATRON_TRAINING[0]} or newer (Python "
+        f"{versions.PYTHON_OF_MEGATRON_TRAINING}), or put a clone of NVIDIA/Megatron-LM on PYTHONPATH.",
         flag_rules=RULES,
         flag_defaults={"cuda_graph_impl": "none"},
     )
 
 
-HOST = host(megatron_core_version())
+HOST = host(versions.megatron_core_version())
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from megatron_rc.rollout.sglang.http import Server
 from megatron_rc.rollout.sglang.pool import Pool
 from megatron_rc.rollout.sglang.request import Piece, RouteShape
 from megatron_rc.rollout.sglang.weights import WeightSync, update_servers
+from megatron_rc.versions import SGLANG_KEPT_IDS
 
 _CONTROL_S = 30.0
 BELOW_CONTEXT = 4
@@ -99,8 +100,8 @@ class SGLangEngine:
             limit = server.info.get("sampling_mask_max_tokens")
             if limit is None:
                 raise ValueError(
-                    f"{server.url} returns no kept ids, which top_p or top_k need; SGLang 0.5.23 does, or set "
-                    "top_p=1 and top_k=-1"
+                    f"{server.url} returns no kept ids, which top_p or top_k need; SGLang {SGLANG_KEPT_IDS} or newer "
+                    "does, or set top_p=1 and top_k=-1"
                 )
             if params.top_k > limit:
                 raise ValueError(

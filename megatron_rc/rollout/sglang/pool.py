@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from megatron_rc.rollout.sglang.http import Background, Server, ServerError
+from megatron_rc.versions import SGLANG_WEIGHT_VERSION
 
 T = TypeVar("T")
 
@@ -149,7 +150,9 @@ class Pool:
             server.ask("/server_info", None, self._timeout_s), server.ask("/model_info", None, self._timeout_s)
         )
         if not isinstance(server.info, dict) or "weight_version" not in server.model:
-            raise ValueError(f"{url} does not say its weight version; SGLang 0.5.20 or newer is needed")
+            raise ValueError(
+                f"{url} does not say its weight version; SGLang {SGLANG_WEIGHT_VERSION} or newer is needed"
+            )
         return server
 
 
