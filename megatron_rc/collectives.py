@@ -19,6 +19,17 @@ def is_first_rank(group: dist.ProcessGroup | None) -> bool:
     return group is None or dist.get_rank(group) == 0
 
 
+def all_reduced(
+    tensor: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
+    """The tensor pooled over a group, in memory of its own; the tensor itself where there is nobody to pool with."""
+    if is_alone(group):
+        return tensor
+    pooled = tensor.clone()
+    dist.all_reduce(pooled, op=op, group=group)
+    return pooled
+
+
 def pool_units(
     sums: Sequence[Tensor], maxima: Sequence[Tensor], group: dist.ProcessGroup | None
 ) -> tuple[list[Tensor], list[Tensor]]:

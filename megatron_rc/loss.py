@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.advantages import equal_reward_groups, expand_to_tokens, grpo_advantages, rloo_advantages
+from megatron_rc.collectives import all_reduced
 from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surrogate, check_clipping
 from megatron_rc.fused import backend_module
 from megatron_rc.metrics import MetricSums
@@ -77,11 +78,11 @@ def loss_scale(
     loss_mask = loss_mask.bool()
     counted = loss_mask & kept_mask.bool() if denominator == "kept" else loss_mask
     if aggregation == "token-mean":
-        tokens = _all_reduced(_all_reduced(counted.sum(), cp_group), dp_group)
+        tokens = all_reduced(all_reduced(counted.sum(), cp_group), dp_group)
         return torch.where(loss_mask & (tokens > 0), 1 / tokens.double(), 0).float()
-    lengths = _all_reduced(_tokens_per_sequence(counted, cu_seqlens), cp_group)
+    lengths = all_reduced(_tokens_per_sequence(counted, cu_seqlens), cp_group)
     # every context-parallel rank sees every sequence, so sequences are added over dp_group alone
-    sequences = _all_reduced((lengths > 0).sum(), dp_group)
+    sequences = all_reduced((lengths > 0).sum(), dp_group)
     per_token = torch.ones_like(lengths)
     if aggregation == "seq-mean-token-mean":
         per_token = lengths
@@ -209,9 +210,3 @@ def _tokens_per_sequence(counted: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     # int64 differences are exact
     before = torch.cat([cu_seqlens.new_zeros(1, dtype=torch.int64), counted.cumsum(0)])
     return before[cu_seqlens.long()].diff()
-
-
-def _all_reduced(count: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if group is not None and group.size() > 1:
-        dist.all_reduce(count, group=group)
-    return count

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rc.collectives import all_reduced
 from megatron_rc.reference.sums import Parts, Statistics, square_of
 
 Sums = Mapping[str, float]
@@ -187,13 +188,14 @@ class MetricSums:
     def all_reduce(self, group: dist.ProcessGroup | None) -> MetricSums:
         """Pool over a process group (DP x CP, or one after the other) in two collectives. Returns self.
 
-        Every rank must hold the same metrics. Call it once: a second call on the same group counts everything twice.
+        None means no communication; the whole world is `torch.distributed.group.WORLD`. Every rank must hold the same
+        metrics. Call it once: a second call on the same group counts everything twice.
         """
         if self._sums.names:
-            self._sums = self._sums._replace(tensor=_all_reduced(self._sums.tensor, dist.ReduceOp.SUM, group))
+            self._sums = self._sums._replace(tensor=all_reduced(self._sums.tensor, group))
         if self._maxima.names or self._minima.names:
             extremes = torch.cat([self._maxima.tensor, -self._minima.tensor])
-            extremes = _all_reduced(extremes, dist.ReduceOp.MAX, group)
+            extremes = all_reduced(extremes, group, dist.ReduceOp.MAX)
             self._maxima = self._maxima._replace(tensor=extremes[: len(self._maxima.names)])
             self._minima = self._minima._replace(tensor=-extremes[len(self._maxima.names) :])
         return self
@@ -257,9 +259,3 @@ class _Named(NamedTuple):
         for name, value in zip(other.names, other.tensor.unbind(), strict=True):
             mine[name] = combine(mine[name], value) if name in mine else value
         return _Named(list(mine), torch.stack(list(mine.values())))
-
-
-def _all_reduced(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
-    tensor = tensor.clone()
-    dist.all_reduce(tensor, op=op, group=group)
-    return tensor

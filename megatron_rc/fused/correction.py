@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.collectives import is_alone, is_first_rank, pool_units
+from megatron_rc.collectives import all_reduced, is_alone, is_first_rank, pool_units
 from megatron_rc.inputs import Extras, GatePlan, Pair, Plan, log_bound
 from megatron_rc.kernels.chunks import Tokens
 from megatron_rc.kernels.columns import COUNT, Column, num_sums
@@ -70,11 +70,7 @@ def correct(
 
     if plan.correction.normalize == "batch":
         place = compiled.rows.sums.index("weight")
-        totals = vector[place : place + 2]
-        groups = [group for group in (cp_group, dp_group) if group is not None]
-        totals = totals.clone() if groups else totals
-        for group in groups:
-            dist.all_reduce(totals, group=group)
+        totals = all_reduced(all_reduced(vector[place : place + 2], cp_group), dp_group)
         vector = normalize_fwd(weights, totals, vector, compiled.powers)
     return weights, mask, bad_sequences, _statistics(compiled.rows, vector)
 

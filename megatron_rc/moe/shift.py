@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rc.collectives import all_reduced
 from megatron_rc.moe.compare import chunks, compare_routes, overlap
 from megatron_rc.moe.router_distance import gate_distance, router_kl
 from megatron_rc.moe.tables import RouteTable
@@ -75,8 +76,7 @@ class ShiftSums:
 
     def all_reduce(self, group: dist.ProcessGroup | None) -> ShiftSums:
         """Pool over a process group (DP x CP) in one collective; call it once. Returns self."""
-        flat = torch.cat([value.reshape(-1) for value in self.sums.values()])
-        dist.all_reduce(flat, group=group)
+        flat = all_reduced(torch.cat([value.reshape(-1) for value in self.sums.values()]), group)
         parts = flat.split([value.numel() for value in self.sums.values()])
         named = zip(self.sums.items(), parts, strict=True)
         self.sums = {name: part.view_as(value) for (name, value), part in named}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.collectives import pool_units
+from megatron_rc.collectives import all_reduced, pool_units
 from megatron_rc.reference.log_ratio import LogRatio
 from megatron_rc.reference.segments import unit_sums
 
@@ -138,10 +138,7 @@ class TokenOutcome(NamedTuple):
 
     def scale_to_mean_one(self, dp_group: dist.ProcessGroup | None) -> Tensor:
         """0-d: kept tokens / sum of weights over all data-parallel ranks; 1 where no weight is left."""
-        totals = torch.stack([self.weight, self.kept]).sum(1)
-        if dp_group is not None:
-            dist.all_reduce(totals, group=dp_group)
-        total, kept = totals.unbind()
+        total, kept = all_reduced(torch.stack([self.weight, self.kept]).sum(1), dp_group).unbind()
         return torch.where(total > 0, kept / total, torch.ones_like(total))
 
     def scaled(self, scale: Tensor) -> TokenOutcome:

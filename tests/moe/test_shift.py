@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_ranks
 from process_memory import memory
 from route_sets import random_routes
@@ -183,7 +184,7 @@ def test_no_cut_of_the_batch_changes_a_value(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _pooled(rank: int) -> dict[str, Any]:
-    return random_shift(slice(0, 60) if rank == 0 else slice(60, 200)).sums.all_reduce(None).values()
+    return random_shift(slice(0, 60) if rank == 0 else slice(60, 200)).sums.all_reduce(dist.group.WORLD).values()
 
 
 def test_ranks_pool_sums_and_not_averages() -> None:
