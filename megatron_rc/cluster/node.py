@@ -11,7 +11,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from megatron_rc.cluster.launch import read_options, take_slurms_place
 from megatron_rc.cluster.layout import Cluster, Command, Places, servers_of, trainer_of
 from megatron_rc.cluster.meeting import Alone, Leader, Member, NodeFailure
 from megatron_rc.jobs.run import quiet_imports
+from megatron_rc.rollout.sglang.http import own_address
 
 if TYPE_CHECKING:
     from megatron_rc.cluster.plan import Plan
@@ -85,16 +85,6 @@ def dry_run(plan: Plan, options: argparse.Namespace, script: str) -> None:
     plan.check_memory()
 
 
-def own_address(master: str, port: int) -> str:
-    """Of the interface that leads to node 0; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((master, port))
-        except OSError as error:
-            raise ValueError(f"--master-addr {master} cannot be reached: {error.strerror or error}") from None
-        return str(probe.getsockname()[0])
-
-
 def run(plan: Plan, options: argparse.Namespace) -> None:
     """Start this node's part and stay until the job ends.
 
@@ -110,7 +100,10 @@ def run(plan: Plan, options: argparse.Namespace) -> None:
     if path and not (Path(path) / "config.json").is_file():
         raise ValueError(f"model.hf_path={path} has no config.json on this node; download the checkpoint there")
     visible = visible_gpus(options.gpus_per_node)
-    address = own_address(master, options.master_port)
+    try:
+        address = own_address(master, options.master_port)
+    except OSError as error:
+        raise ValueError(f"--master-addr {master} cannot be reached: {error.strerror or error}") from None
     job = repr((plan.settings, plan.cluster, options.master_port))
     meeting: Any = Alone()
     if nodes > 1:

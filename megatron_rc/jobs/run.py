@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import warnings
 from collections.abc import Iterable
@@ -134,7 +135,6 @@ def _probe(settings: JobSettings, policy: Policy) -> Probe | None:
 
 def _sglang_engine(settings: JobSettings, policy: Policy, groups: Groups, probe: Probe | None) -> RolloutEngine:
     from megatron_rc.rollout.sglang.engine import SGLangEngine
-    from megatron_rc.rollout.sglang.weights import weight_sync
 
     chosen = settings.rollout.sglang
 
@@ -145,30 +145,16 @@ def _sglang_engine(settings: JobSettings, policy: Policy, groups: Groups, probe:
 
         groups.gather(mine)
 
-    sync = weight_sync(
-        chosen.weight_sync,
-        policy.hf_config,
-        bucket_bytes=chosen.bucket_bytes,
-        sync_dir=chosen.sync_dir or Path(settings.output) / "sync",
-        timeout_s=chosen.timeout_s,
-        probe=probe.logprobs if probe else None,
-    )
     made: list[RolloutEngine] = []
 
     def connect() -> None:
         engine = SGLangEngine(
-            chosen.urls,
+            dataclasses.replace(chosen, sync_dir=chosen.sync_dir or str(Path(settings.output) / "sync")),
             policy.hf_config,
-            sync=sync,
             agree=agree,
             writer=groups.is_writer,
-            concurrency=chosen.concurrency,
-            timeout_s=chosen.timeout_s,
-            retries=chosen.retries,
-            backoff_s=chosen.backoff_s,
             return_routes=chosen.capture_routes or settings.moe.wants_routes,
-            max_staleness=chosen.max_staleness,
-            partial=chosen.partial,
+            probe=probe.logprobs if probe else None,
         )
         made.append(engine)
 

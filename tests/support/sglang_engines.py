@@ -9,7 +9,7 @@ from typing import Any
 from faulty_answers import EXPERTS, LAYERS, TOP_K, VOCABULARY
 
 from megatron_rc.rollout.sglang.engine import SGLangEngine, alone
-from megatron_rc.rollout.sglang.weights import weight_sync
+from megatron_rc.settings import SGLangSettings
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -24,19 +24,12 @@ MODEL: dict[str, Any] = {
 
 @contextmanager
 def sglang_engine(*urls: str, model: dict[str, Any] = MODEL, **changes: Any) -> Iterator[SGLangEngine]:
-    settings: dict[str, Any] = {
-        "sync": weight_sync("tensor", model, timeout_s=10),
-        "agree": alone,
-        "writer": True,
-        "concurrency": 64,
-        "timeout_s": 20.0,
-        "retries": 2,
-        "backoff_s": 0.02,
-        "return_routes": False,
-        "max_staleness": None,
-        "partial": True,
-    }
-    engine = SGLangEngine(urls, model, **settings | changes)
+    """An engine with ``changes`` of SGLangSettings or of the engine's own arguments."""
+    arguments: dict[str, Any] = {"agree": alone, "writer": True}
+    arguments |= {name: changes.pop(name) for name in ("agree", "writer", "return_routes", "probe") if name in changes}
+    patience = {"concurrency": 64, "timeout_s": 20.0, "retries": 2, "backoff_s": 0.02}
+    settings = SGLangSettings(urls=urls, weight_sync="tensor", **patience | changes)
+    engine = SGLangEngine(settings, model, **arguments)
     try:
         yield engine
     finally:

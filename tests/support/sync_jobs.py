@@ -11,20 +11,22 @@ import torch
 from faulty_sync_server import CONFIG, FaultySyncServer, weights_of
 
 from megatron_rc.rollout.sglang.pool import Pool
-from megatron_rc.rollout.sglang.weights import WeightSync, update_servers, weight_sync
+from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
+from megatron_rc.settings import SGLangSettings
 
 PATH = {"disk": "/update_weights_from_disk", "tensor": "/update_weights_from_tensor"}
-"""The ways in which servers in threads of one process can be updated."""
+"""The transports that reach servers in threads of one process."""
 
 
 class Job:
     """A trainer's side: a pool, a sync, and the seeds of weights sent."""
 
-    def __init__(self, urls: list[str], way: Any, folder: Path, **options: Any) -> None:
+    def __init__(self, urls: list[str], transport: Any, folder: Path, **options: Any) -> None:
         self.pool = Pool(urls, concurrency=4, timeout_s=10)
-        self.sync: WeightSync = weight_sync(
-            way, CONFIG, bucket_bytes=600, sync_dir=folder, **{"timeout_s": 5.0, **options}
+        settings = SGLangSettings(
+            weight_sync=transport, bucket_bytes=600, sync_dir=str(folder), **{"timeout_s": 5.0, **options}
         )
+        self.sync = weight_sync(settings, CONFIG)
         self.taken = 0
 
     def stream(self, seed: int, without: str = "", instead: dict[str, torch.Tensor] | None = None) -> Iterator[Any]:
@@ -46,13 +48,13 @@ def holds(server: FaultySyncServer, seed: int) -> bool:
 
 
 def started(
-    stack: ExitStack, way: str, folder: Path, count: int = 2, info: dict[str, Any] | None = None, **options: Any
+    stack: ExitStack, transport: str, folder: Path, count: int = 2, info: dict[str, Any] | None = None, **options: Any
 ) -> Any:
     """(job, server, ...), which end with ``stack``."""
     servers = [FaultySyncServer(info).start() for _ in range(count)]
     for server in servers:
         stack.callback(server.die)
-    job = Job([server.url for server in servers], way, folder, **options)
+    job = Job([server.url for server in servers], transport, folder, **options)
     stack.callback(job.pool.close)
     stack.callback(job.sync.close)
     return job, *servers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from dataclasses import replace
 
 from megatron_rc.doctor.registry import Outcome, Registry, Undecided, bad, good
 from megatron_rc.doctor.server.facts import Facts
@@ -115,9 +116,9 @@ def parallel_layout(facts: Facts) -> Outcome:
     if not layout:
         return good("one process computes a token")
     if facts.trainer.job is not None:
-        way = facts.trainer.job.rollout.sglang.weight_sync
-        if refusal := weight_sync(way, {}, sync_dir=".").transport.refusal(facts.server.server_info):
-            fix = "Set rollout.sglang.weight_sync=disk, or start one server a replica (--dp-size 1)."
+        settings = replace(facts.trainer.job.rollout.sglang, sync_dir=".")
+        if refusal := weight_sync(settings, {}).transport.refusal(facts.server.server_info):
+            fix = "Set rollout.sglang.weight_sync=disk, or start one server per replica (--dp-size 1)."
             return bad(refusal, severity="error", fix=fix)
     return bad(f"{layout}: sums run in another order than in one process, which shifts log-probs in their last bits")
 

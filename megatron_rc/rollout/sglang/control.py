@@ -31,13 +31,17 @@ def on_every(servers: Iterable[Server], call: Callable[[Server], T]) -> tuple[di
     return results, failures
 
 
-def unreachable(info: Mapping[str, Any], way: str, *fields: str) -> str | None:
-    """A sentence when a server with this /server_info has parts, counted by ``fields``, that ``way`` does not reach."""
+def unreachable(info: Mapping[str, Any], transport: str, *fields: str) -> str | None:
+    """A sentence when a server with this /server_info has parts that ``transport`` does not reach; None otherwise.
+
+    Args:
+        fields: of /server_info, the numbers of such parts.
+    """
     for field in fields:
         # with attention alone data-parallel there is one model
         whole = field == "dp_size" and info.get("enable_dp_attention")
         if int(info.get(field) or 1) > 1 and not whole:
-            return f"it runs {field}={info[field]}, which the server supports by weight_sync=disk, not {way}"
+            return f"weight_sync={transport} does not support {field}={info[field]}; use weight_sync=disk"
     return None
 
 

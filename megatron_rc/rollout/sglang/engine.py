@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rc.engine import Sample, SamplingParams, check_request
-from megatron_rc.rollout.sglang.generation import Limits, Response, Run
+from megatron_rc.rollout.sglang.generation import Response, Run
 from megatron_rc.rollout.sglang.http import Server
 from megatron_rc.rollout.sglang.pool import Pool
 from megatron_rc.rollout.sglang.request import Piece, RouteShape
-from megatron_rc.rollout.sglang.weights import WeightSync, update_servers
+from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
+from megatron_rc.settings import SGLangSettings
 from megatron_rc.versions import SGLANG_KEPT_IDS
 
 _CONTROL_S = 30.0
@@ -31,54 +32,40 @@ class SGLangEngine:
 
     def __init__(
         self,
-        urls: Sequence[str],
+        settings: SGLangSettings,
         hf_config: dict[str, Any],
         *,
-        sync: WeightSync,
         agree: Callable[[str | None], None],
         writer: bool,
-        concurrency: int,
-        timeout_s: float,
-        retries: int,
-        backoff_s: float,
-        return_routes: bool,
-        max_staleness: int | None,
-        partial: bool,
+        return_routes: bool = False,
+        probe: Callable[[list[int]], list[float]] | None = None,
     ) -> None:
         """Connect to the servers; their weights are version -1 until ``update_weights``.
 
         Args:
-            urls: of servers and routers. A router's workers are asked directly.
+            settings: the servers, patience with them, and the transport of weights. The workers behind a router are
+                asked directly. What a request drew within ``timeout_s`` is kept.
             hf_config: content of the trained model's config.json.
-            sync: how the writer brings weights to the servers; closed with the engine.
-            agree: called by every process at the end of an update; raises on all when one passes a sentence.
-            writer: this process sends the weights; one does.
-            concurrency: requests of this process in flight.
-            timeout_s: of one generation request. What a request that takes longer has drawn is kept.
-            retries: further attempts at a response after failures of server or network.
-            backoff_s: mean wait before the first of them; it doubles with each.
+            agree: every process calls it at the end of an update; it raises on all when one passes a sentence.
+            writer: this process sends the weights; exactly one does.
             return_routes: ask for the routes of every token.
-            max_staleness: responses with a token from weights older than this many versions are discarded; None: none.
-            partial: a response that is aborted before its end is continued: at once when the server aborted it, by
-                the next ``generate`` with the same prompt and seed when ``abort`` did.
+            probe: the trainer's log-probs of a prompt, see ``WeightSync``.
 
         Raises:
             ValueError: a server that cannot be reached or cannot do what is asked, in one sentence.
         """
-        if concurrency < 1 or retries < 0:
-            raise ValueError(f"concurrency must be >= 1 and retries >= 0, got {concurrency!r} and {retries!r}")
-        if not timeout_s > 0 or not backoff_s > 0:
-            raise ValueError(f"timeout_s and backoff_s must be > 0, got {timeout_s!r} and {backoff_s!r}")
         self.weight_version = -1
-        self._hf_config = hf_config
-        self._sync, self._agree, self._writer = sync, agree, writer
-        self._limits = Limits(concurrency, timeout_s, retries, backoff_s, partial, max_staleness)
+        self._settings, self._hf_config = settings, hf_config
+        self._agree, self._writer = agree, writer
         self._routes = RouteShape.of(hf_config) if return_routes else None
         if return_routes and self._routes is None:
             raise ValueError("return_routes needs a mixture-of-experts model; hf_config names no experts")
+        self._sync = weight_sync(settings, hf_config, probe)
         self._run: Run | None = None
         self._kept: dict[tuple[Any, ...], Piece] = {}
-        self._pool = Pool(urls, concurrency=concurrency, timeout_s=min(timeout_s, _CONTROL_S))
+        self._pool = Pool(
+            settings.urls, concurrency=settings.concurrency, timeout_s=min(settings.timeout_s, _CONTROL_S)
+        )
         try:
             for server in self._pool.servers:
                 self._check_server(server)
@@ -100,8 +87,8 @@ class SGLangEngine:
             limit = server.info.get("sampling_mask_max_tokens")
             if limit is None:
                 raise ValueError(
-                    f"{server.url} returns no kept ids, which top_p or top_k need; SGLang {SGLANG_KEPT_IDS} or newer "
-                    "does, or set top_p=1 and top_k=-1"
+                    f"{server.url} returns no kept ids, which top_p and top_k need: serve with SGLang "
+                    f"{SGLANG_KEPT_IDS} or newer, or set top_p=1 and top_k=-1"
                 )
             if params.top_k > limit:
                 raise ValueError(
@@ -148,7 +135,7 @@ class SGLangEngine:
             self._pool,
             responses,
             params,
-            self._limits,
+            self._settings,
             vocab_size=self._hf_config["vocab_size"],
             routes=self._routes,
             send_seeds=self._send_seeds,
@@ -171,7 +158,7 @@ class SGLangEngine:
         for key, response in zip(keys, responses, strict=True):
             assert response.sample is not None
             samples.append(response.sample)
-            if self._limits.partial and response.sample.discarded == "aborted" and response.piece.output_ids:
+            if self._settings.partial and response.sample.discarded == "aborted" and response.piece.output_ids:
                 self._kept[key] = response.piece
         return samples
 
@@ -202,7 +189,7 @@ class SGLangEngine:
         self._agree(error)
         self._pool.take_versions(str(version), put_back=not self._writer)
         self.weight_version = version
-        oldest = None if self._limits.max_staleness is None else version - self._limits.max_staleness
+        oldest = None if self._settings.max_staleness is None else version - self._settings.max_staleness
         if oldest is not None:
             self._kept = {key: piece for key, piece in self._kept.items() if piece.weight_versions[0][0] >= oldest}
 

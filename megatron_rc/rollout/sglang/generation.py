@@ -15,24 +15,13 @@ from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.rollout.sglang.http import Server, ServerError, doubled
 from megatron_rc.rollout.sglang.pool import Pool
 from megatron_rc.rollout.sglang.request import DamagedAnswer, Piece, Request, RouteShape
+from megatron_rc.settings import SGLangSettings
 
 _ABORT_GRACE_S = 5.0
 """An aborted request answers after the step that the server is at; one that does not answer by then is given up on."""
 _WATCH_S = 0.25
 _LAST_ABORTS_S = 2.0
 """How long the end of a run waits for aborts that are on their way."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How patient a run is."""
-
-    concurrency: int
-    timeout_s: float
-    retries: int
-    backoff_s: float
-    partial: bool
-    max_staleness: int | None
 
 
 @dataclass
@@ -84,7 +73,7 @@ class Run:
         pool: Pool,
         responses: Sequence[Response],
         params: SamplingParams,
-        limits: Limits,
+        settings: SGLangSettings,
         *,
         vocab_size: int,
         routes: RouteShape | None,
@@ -93,17 +82,17 @@ class Run:
     ) -> None:
         self.responses = responses
         self.ended = 0
-        self._pool, self._params, self._limits = pool, params, limits
+        self._pool, self._params, self._settings = pool, params, settings
         self._vocab_size, self._routes, self._send_seeds, self._version = vocab_size, routes, send_seeds, version
         self._flying: dict[str, Flight] = {}
         self._stopping = asyncio.Event()
         self._errands: set[asyncio.Task[None]] = set()
-        self._grace_s = min(_ABORT_GRACE_S, limits.timeout_s)
+        self._grace_s = min(_ABORT_GRACE_S, settings.timeout_s)
 
     async def all(self) -> None:
         """End every response."""
         queue = iter(self.responses)
-        workers = [self._work(queue) for _ in range(min(self._limits.concurrency, len(self.responses)))]
+        workers = [self._work(queue) for _ in range(min(self._settings.concurrency, len(self.responses)))]
         watch = asyncio.create_task(self._watch())
         try:
             async with asyncio.TaskGroup() as group:
@@ -142,7 +131,7 @@ class Run:
                 piece, late = await self._attempt(server, request)
             except ServerError as error:
                 reason, detail, is_transient = error.reason, str(error), error.is_transient
-                server.failed(loop.time(), self._limits.backoff_s)
+                server.failed(loop.time(), self._settings.backoff_s)
             except DamagedAnswer as damage:
                 if damage.reason != "unknown_version":
                     return response.end(damage.reason, str(damage), damage.output_ids)
@@ -160,21 +149,21 @@ class Run:
                 reason, detail = ("timeout", "no time was left") if late else ("aborted", "the server aborted it")
                 if self._stopping.is_set():
                     break
-                if not self._limits.partial:
+                if not self._settings.partial:
                     return response.end(reason, detail)
                 if piece.output_ids and not late:
                     continue
             if self._stopping.is_set():
                 break
             failures += 1
-            if not is_transient or failures > self._limits.retries:
+            if not is_transient or failures > self._settings.retries:
                 return response.end(reason, detail)
             await self._rest(failures)
         response.end("aborted", "it was stopped by abort()")
 
     def _finish(self, response: Response) -> None:
         oldest = min(version for version, _, _ in response.piece.weight_versions)
-        allowed = self._limits.max_staleness
+        allowed = self._settings.max_staleness
         if allowed is not None and self._version - oldest > allowed:
             return response.end("stale_version", f"drawn by weights {oldest}, {self._version} are the newest")
         return response.end()
@@ -196,7 +185,7 @@ class Run:
         """What was drawn, and whether it is what an abort after the time limit left."""
         task, start = asyncio.current_task(), asyncio.get_running_loop().time()
         assert task is not None
-        late_at = start + self._limits.timeout_s
+        late_at = start + self._settings.timeout_s
         flight = self._flying[request.rid] = Flight(server, request.rid, task, late_at, late_at + self._grace_s)
         server.running += 1
         try:
@@ -212,7 +201,7 @@ class Run:
             self._abort(flight)
             if not flight.given_up or task.uncancel():
                 raise
-            sentence = f"{server.url}/generate did not answer within {self._limits.timeout_s:g} s"
+            sentence = f"{server.url}/generate did not answer within {self._settings.timeout_s:g} s"
             raise ServerError(None, sentence, reason="timeout") from None
         finally:
             server.running -= 1
@@ -221,7 +210,7 @@ class Run:
     async def _watch(self) -> None:
         """Abort requests that are late; give up on those that do not even answer that."""
         while True:
-            await asyncio.sleep(min(_WATCH_S, self._limits.timeout_s / 4))
+            await asyncio.sleep(min(_WATCH_S, self._settings.timeout_s / 4))
             self._abort_late()
 
     def _abort_late(self) -> None:
@@ -236,7 +225,7 @@ class Run:
 
     async def _rest(self, failures: int) -> None:
         """Wait longer after every failure, by chance so that not all come back at once; stop() ends it."""
-        pause = doubled(self._limits.backoff_s, failures - 1) * random.uniform(0.5, 1.5)
+        pause = doubled(self._settings.backoff_s, failures - 1) * random.uniform(0.5, 1.5)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), pause)
 

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import re
+import socket
 import threading
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -207,6 +208,14 @@ class Server:
         except ValueError:
             sentence = f"{self.url}{path} answered JSON that does not decode"
             raise ServerError(answer.status, sentence, reason="bad_answer") from None
+
+
+def own_address(host: str, port: int) -> str:
+    """The address of this machine as ``host`` sees it; nothing is sent. Raises OSError where no network leads there."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # chooses the network interface
+        return str(probe.getsockname()[0])
 
 
 def doubled(pause_s: float, times: int) -> float:

@@ -36,8 +36,6 @@ class Pool:
         Raises:
             ValueError: a server or router does not answer as one, named in one sentence.
         """
-        if not urls:
-            raise ValueError("urls must name at least one SGLang server or router")
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"urls must start with http:// or https://, got {url!r}")

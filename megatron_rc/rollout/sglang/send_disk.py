@@ -15,6 +15,7 @@ from megatron_rc.models.files import Writer
 from megatron_rc.rollout.sglang.control import on_every
 from megatron_rc.rollout.sglang.http import Server
 from megatron_rc.schema.files import replace_folder
+from megatron_rc.settings import SGLangSettings
 
 _PREFIX = "weights-"
 
@@ -29,18 +30,18 @@ class DiskSync:
 
     bracketed = False
 
-    def __init__(
-        self, sync_dir: str | Path, hf_config: Mapping[str, Any], *, shard_bytes: int, timeout_s: float
-    ) -> None:
+    def __init__(self, settings: SGLangSettings, hf_config: Mapping[str, Any]) -> None:
         """
         Args:
-            sync_dir: of this job alone; the servers see it under the same path. Folders named weights-* in it are
-                deleted when a newer version is served.
+            settings: ``sync_dir`` is a folder of this job alone, which the servers see under the same path; folders
+                named weights-* in it are deleted when a newer version is served. A file holds ``bucket_bytes``, and
+                this much host memory is used.
             hf_config: content of config.json.
-            shard_bytes: at which another file is begun; this much host memory is held.
         """
-        self._sync_dir, self._hf_config = Path(sync_dir).absolute(), dict(hf_config)
-        self._shard_bytes, self._timeout_s = shard_bytes, timeout_s
+        if settings.sync_dir is None:
+            raise ValueError("rollout.sglang.weight_sync=disk needs rollout.sglang.sync_dir")
+        self._sync_dir, self._hf_config = Path(settings.sync_dir).absolute(), dict(hf_config)
+        self._shard_bytes, self._timeout_s = settings.bucket_bytes, settings.timeout_s
 
     def refusal(self, info: Mapping[str, Any]) -> str | None:
         return None

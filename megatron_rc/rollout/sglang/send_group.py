@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 import uuid
@@ -19,9 +18,11 @@ from torch.distributed import distributed_c10d
 
 from megatron_rc.rollout.sglang.buckets import Bucket, buckets
 from megatron_rc.rollout.sglang.control import on_every, unreachable
-from megatron_rc.rollout.sglang.http import Server, ServerError
+from megatron_rc.rollout.sglang.http import Server, ServerError, own_address
+from megatron_rc.settings import SGLangSettings
 
 _POLL_SECONDS = 0.002
+_JOIN_SECONDS = 60.0
 _DESTROY_SECONDS = 10.0
 
 
@@ -40,18 +41,13 @@ class GroupSync:
 
     bracketed = True
 
-    def __init__(
-        self, *, bucket_bytes: int, timeout_s: float, join_timeout_s: float = 60.0, master_address: str | None = None
-    ) -> None:
+    def __init__(self, settings: SGLangSettings, hf_config: Mapping[str, Any]) -> None:
         """
         Args:
-            bucket_bytes: held once on the trainer and once on every server.
-            timeout_s: of one bucket.
-            join_timeout_s: until all have joined.
-            master_address: of this process, as the servers see it; None: of the interface that leads to each server.
+            settings: ``bucket_bytes`` are held once in the trainer and once on every server; ``timeout_s`` is that of
+                one bucket.
         """
-        self._bucket_bytes, self._timeout_s, self._join_timeout_s = bucket_bytes, timeout_s, join_timeout_s
-        self._master_address = master_address
+        self._bucket_bytes, self._timeout_s = settings.bucket_bytes, settings.timeout_s
         self._group: _Group | None = None
         self._servers: list[Server] = []
 
@@ -98,7 +94,7 @@ class GroupSync:
             return {}
         self._leave(tell=self._servers)
         # joining waits for all: whoever is gone is found before
-        gone = on_every(servers, lambda s: s.get("/model_info", self._join_timeout_s))[1]
+        gone = on_every(servers, lambda s: s.get("/model_info", _JOIN_SECONDS))[1]
         if gone:
             return gone
         sizes = [int(server.info.get("tp_size") or 1) for server in servers]
@@ -110,27 +106,28 @@ class GroupSync:
             0,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=self._join_timeout_s),
+            timeout=timedelta(seconds=_JOIN_SECONDS),
         )
 
         def ask(server: Server) -> None:
+            where = urlsplit(server.url)
             body = {
-                "master_address": self._master_address or _address_towards(server.url),
+                "master_address": own_address(where.hostname or "", where.port or 80),
                 "master_port": store.port,
                 "rank_offset": offsets[server.url],
                 "world_size": 1 + sum(sizes),
                 "group_name": name,
                 "backend": backend,
             }
-            server.post("/init_weights_update_group", body, self._join_timeout_s)
+            server.post("/init_weights_update_group", body, _JOIN_SECONDS)
 
         with ThreadPoolExecutor(1) as threads:
             asked = threads.submit(on_every, servers, ask)
             try:
-                handle = _join_group(store, name, 1 + sum(sizes), backend, self._join_timeout_s, self._timeout_s)
+                handle = _join_group(store, name, 1 + sum(sizes), backend, _JOIN_SECONDS, self._timeout_s)
             except RuntimeError as error:
                 failures = asked.result()[1]
-                sentence = f"not all servers joined the group within {self._join_timeout_s:g} s: {error}"
+                sentence = f"not all servers joined the group within {_JOIN_SECONDS:g} s: {error}"
                 return failures or dict.fromkeys(urls, sentence)
             failures = asked.result()[1]
         self._group, self._servers = _Group(name, handle, urls), list(servers)
@@ -190,16 +187,6 @@ def _backend(servers: Sequence[Server]) -> str:
         f"weight_sync=distributed needs servers on CPUs, or servers and a trainer on CUDA devices; the servers run on "
         f"{', '.join(sorted(devices))}"
     )
-
-
-def _address_towards(url: str) -> str:
-    where = urlsplit(url)
-    assert where.hostname is not None
-    family, kind, _, _, address = socket.getaddrinfo(where.hostname, where.port or 80, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as sock:
-        # of a datagram socket this sends nothing: it only chooses the interface
-        sock.connect(address)
-        return str(sock.getsockname()[0])
 
 
 def _join_group(

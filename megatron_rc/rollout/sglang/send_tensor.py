@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_rc.rollout.sglang.buckets import Bucket, buckets
 from megatron_rc.rollout.sglang.control import on_every, unreachable
 from megatron_rc.rollout.sglang.http import Server
+from megatron_rc.settings import SGLangSettings
 
 
 class TensorSync:
@@ -25,14 +26,14 @@ class TensorSync:
 
     bracketed = True
 
-    def __init__(self, *, bucket_bytes: int, timeout_s: float) -> None:
+    def __init__(self, settings: SGLangSettings, hf_config: Mapping[str, Any]) -> None:
         """
         Args:
-            bucket_bytes: weights of one request to a server that is not cut. Base64 adds a third, and a server of
-                tensor parallelism n needs n copies, so its requests carry 1/n of it. While a request is made about
-                five times this much host memory is in use (measured: 5.2).
+            settings: a request to an undivided server carries ``bucket_bytes`` of weights. Base64 adds a third, and a
+                server with tensor parallelism n needs n copies, so its requests carry 1/n of them. While a request is
+                made, about five times ``bucket_bytes`` of host memory are in use (measured: 5.2).
         """
-        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self._bucket_bytes, self._timeout_s = settings.bucket_bytes, settings.timeout_s
 
     def refusal(self, info: Mapping[str, Any]) -> str | None:
         return unreachable(info, "tensor", "dp_size")

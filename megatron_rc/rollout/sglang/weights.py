@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from megatron_rc.rollout.sglang.proof import Checksums, Ledger, mean_difference,
 from megatron_rc.rollout.sglang.send_disk import DiskSync
 from megatron_rc.rollout.sglang.send_group import GroupSync
 from megatron_rc.rollout.sglang.send_tensor import TensorSync
-from megatron_rc.settings import SyncTransport
+from megatron_rc.settings import SGLangSettings, SyncTransport
 
 T = TypeVar("T")
 
@@ -31,7 +30,7 @@ theirs, and a trained model finds the probe's tokens very unlikely. Wrong tensor
 
 _REACH_SECONDS = 30.0
 _GIVE_UP_SECONDS = 5.0
-_CUT = ("tp_size", "pp_size", "ep_size", "dp_size", "device", "quantization")
+_LAYOUT_FIELDS = ("tp_size", "pp_size", "ep_size", "dp_size", "device", "quantization")
 """Fields of /server_info: servers in which they are equal hold their tensors in equal pieces."""
 
 
@@ -58,15 +57,11 @@ class WeightSync:
 
     transport: Transport
     hf_config: Mapping[str, Any]
-    pause_mode: Literal["abort", "retract"] = "abort"
-    """abort: running requests come back with the tokens they have. retract: they go on afterwards."""
     timeout_s: float = 600.0
     """Of one call to a server."""
     probe: Callable[[list[int]], list[float]] | None = None
     """The trainer's log-probs of a prompt: log pi(prompt[t] | prompt[:t]) of t >= 1, nats, at temperature 1, by the
     weights just sent. Called once an update in the writing process alone, after all weights were taken."""
-    probe_tolerance: float | None = None
-    """Mean |difference| / mean |log-prob|; None: PROBE_TOLERANCE of the servers' dtype."""
     ledger: Ledger = field(default_factory=Ledger)
     known: dict[str, tuple[str, Checksums]] = field(default_factory=dict)
     """By url: version and checksums after the last update that the server passed."""
@@ -75,37 +70,27 @@ class WeightSync:
         self.transport.close()
 
 
+TRANSPORTS: dict[SyncTransport, Callable[[SGLangSettings, Mapping[str, Any]], Transport]] = {
+    "disk": DiskSync,
+    "tensor": TensorSync,
+    "distributed": GroupSync,
+}
+"""By the value of rollout.sglang.weight_sync."""
+
+
 def weight_sync(
-    way: SyncTransport,
+    settings: SGLangSettings,
     hf_config: Mapping[str, Any],
-    *,
-    bucket_bytes: int = 512 * 2**20,
-    sync_dir: str | Path | None = None,
-    master_address: str | None = None,
-    timeout_s: float = 600.0,
-    pause_mode: Literal["abort", "retract"] = "abort",
     probe: Callable[[list[int]], list[float]] | None = None,
 ) -> WeightSync:
-    """Choose a transport by name.
+    """The transport that ``settings`` name, with nothing sent yet.
 
     Args:
         hf_config: content of the servers' config.json.
-        bucket_bytes: weights on their way at once; of disk, in one file.
-        sync_dir: of disk: a folder of this job alone which servers and trainer see under the same path.
-        master_address: of distributed: this process as the servers see it; None: found out.
+        probe: see ``WeightSync``.
     """
-    transport: Transport
-    if way == "disk":
-        if sync_dir is None:
-            raise ValueError("rollout.sglang.weight_sync=disk needs rollout.sglang.sync_dir")
-        transport = DiskSync(sync_dir, hf_config, shard_bytes=bucket_bytes, timeout_s=timeout_s)
-    elif way == "tensor":
-        transport = TensorSync(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
-    elif way == "distributed":
-        transport = GroupSync(bucket_bytes=bucket_bytes, timeout_s=timeout_s, master_address=master_address)
-    else:
-        raise ValueError(f"rollout.sglang.weight_sync must be disk, tensor or distributed, got {way!r}")
-    return WeightSync(transport, hf_config, pause_mode, timeout_s, probe)
+    transport = TRANSPORTS[settings.weight_sync](settings, hf_config)
+    return WeightSync(transport, hf_config, settings.timeout_s, probe)
 
 
 def update_servers(pool: Pool, sync: WeightSync, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -150,7 +135,7 @@ class _Update:
         # a server that is gone is found without waiting for as long as an update may take
         reach_s = min(timeout_s, _REACH_SECONDS)
         versions = self.step("reading its version", lambda s: control.read_version(s, reach_s))
-        self.step("pausing", lambda s: s.post("/pause_generation", {"mode": sync.pause_mode}, timeout_s))
+        self.step("pausing", lambda s: s.post("/pause_generation", {"mode": "abort"}, timeout_s))
         self.step("naming", lambda s: control.set_version(s, self.unproved, timeout_s))
         dtype = self.common_dtype()
         delivery = sync.ledger.open()
@@ -223,8 +208,8 @@ class _Update:
         alike: dict[tuple[str, ...], dict[str, Checksums]] = {}
         for server in self.live:
             if server.url in held:
-                cut = tuple(str(server.info.get(field)) for field in _CUT)
-                alike.setdefault(cut, {})[server.url] = held[server.url]
+                layout = tuple(str(server.info.get(field)) for field in _LAYOUT_FIELDS)
+                alike.setdefault(layout, {})[server.url] = held[server.url]
         self.drop({url: why for group in alike.values() for url, why in odd_ones_out(group).items()})
 
     def name_and_read_back(self, server: Server) -> None:
@@ -242,13 +227,12 @@ class _Update:
 
     def compare_probe(self, found: Mapping[str, list[float]], dtype: torch.dtype) -> None:
         sync = self.sync
-        share = PROBE_TOLERANCE[dtype] if sync.probe_tolerance is None else sync.probe_tolerance
         if sync.probe is not None:
             expected, whose = sync.probe(self.prompt()), "the trainer's"
         else:
             expected, whose = [median(values) for values in zip(*found.values(), strict=True)], "the servers' median"
         failures = {}
-        tolerance = share * fmean(map(abs, expected))
+        tolerance = PROBE_TOLERANCE[dtype] * fmean(map(abs, expected))
         for url, values in found.items():
             difference = mean_difference(values, expected)
             # written so that NaN fails

@@ -17,7 +17,6 @@ from faulty_sglang import FaultySglang
 from sglang_engines import MODEL, sglang_engine
 
 from megatron_rc.engine import RolloutEngine, SamplingParams
-from megatron_rc.rollout.sglang.weights import weight_sync
 
 PARAMS = SamplingParams(max_new_tokens=8)
 WEIGHTS = [("model.norm.weight", torch.ones(4))]
@@ -54,7 +53,7 @@ def test_what_cannot_work_is_refused_by_one_sentence_that_names_the_server() -> 
         server.die()
         assert refused(url).endswith(f"{url} refuses connections")
     assert refused("127.0.0.1:3") == "urls must start with http:// or https://, got '127.0.0.1:3'"
-    assert refused() == "urls must name at least one SGLang server or router"
+    assert refused() == "urls must name at least one server"
     assert "concurrency" in refused("http://127.0.0.1:3", concurrency=0)
 
 
@@ -163,11 +162,17 @@ def test_the_only_server_restarted_with_old_weights_discards_every_response_then
 
 @pytest.mark.parametrize("failure", ["dies", "has other log-probs"])
 def test_a_server_that_fails_during_an_update_is_out_for_every_process(failure: str) -> None:
-    told: list[str | None] = []
-    sync = weight_sync("tensor", MODEL, timeout_s=10, probe=lambda prompt: [-1.0] * (len(prompt) - 1))
+    agreed: list[str | None] = []
+
+    def probe(prompt: list[int]) -> list[float]:
+        return [-1.0] * (len(prompt) - 1)
+
     with FaultySglang() as good, FaultySglang() as bad:
         urls = good.url, bad.url
-        with sglang_engine(*urls, sync=sync, agree=told.append) as writer, sglang_engine(*urls, writer=False) as reader:
+        with (
+            sglang_engine(*urls, probe=probe, agree=agreed.append) as writer,
+            sglang_engine(*urls, writer=False) as reader,
+        ):
             taken = iter(WEIGHTS)
             if failure == "dies":
                 bad.broken["/update_weights_from_tensor"] = "die"
@@ -178,7 +183,7 @@ def test_a_server_that_fails_during_an_update_is_out_for_every_process(failure: 
                 bad.listen()
             reader.update_weights(taken, 1)
             assert next(taken, None) is None, "a reader takes all weights, for making them is a collective"
-            assert told == [None] and writer.weight_version == reader.weight_version == 1
+            assert agreed == [None] and writer.weight_version == reader.weight_version == 1
             for engine in (writer, reader):
                 assert [server.url for server in engine._pool.rotation] == [good.url]
             bad.broken.clear()
@@ -189,16 +194,16 @@ def test_a_server_that_fails_during_an_update_is_out_for_every_process(failure: 
 
 
 def test_a_writer_that_finds_no_server_takes_all_weights_and_tells_the_others() -> None:
-    told: list[str | None] = []
+    agreed: list[str | None] = []
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         yield from WEIGHTS
-        told.append("all taken")
+        agreed.append("all taken")
 
-    with FaultySglang() as server, sglang_engine(server.url, agree=told.append) as engine:
+    with FaultySglang() as server, sglang_engine(server.url, agree=agreed.append) as engine:
         server.die()
         engine.update_weights(weights(), 1)
-        assert told[0] == "all taken" and told[1] is not None and server.url in told[1]
+        assert agreed[0] == "all taken" and agreed[1] is not None and server.url in agreed[1]
 
 
 def test_a_closed_engine_leaves_no_thread_and_says_that_it_is_closed() -> None:

@@ -20,7 +20,7 @@ def _train_and_sync(rank: int, url: str, model: str, folder: str) -> list[dict[s
     from megatron_rc.rollout.sglang.control import probe_prompt
     from megatron_rc.rollout.sglang.pool import Pool
     from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
-    from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
+    from megatron_rc.settings import ModelSettings, ParallelSettings, SGLangSettings, TrainSettings
     from megatron_rc.training import groups
     from megatron_rc.training.policy import MicroBatch, Policy
 
@@ -61,15 +61,16 @@ def _train_and_sync(rank: int, url: str, model: str, folder: str) -> list[dict[s
 
     found = []
     distance, batch = compared()
-    found.append({"way": "as started", "distance": distance})
-    for version, way in enumerate(("disk", "tensor", "distributed"), start=1):
+    found.append({"transport": "as started", "distance": distance})
+    for version, transport in enumerate(("disk", "tensor", "distributed"), start=1):
 
         def loss(micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Any]:
             return -(logprobs * micro.batch.loss_mask).mean(), None
 
         policy.update([MicroBatch(batch)], loss, with_entropy=False)
         apart, _ = compared()
-        sync = weight_sync(way, policy.hf_config, bucket_bytes=20_000, sync_dir=folder, timeout_s=60)
+        settings = SGLangSettings(weight_sync=transport, bucket_bytes=20_000, sync_dir=folder, timeout_s=60)
+        sync = weight_sync(settings, policy.hf_config)
         # log-probs of the trainer are a collective: all compute those of the probe before the writer is asked for them
         prompt = probe_prompt(policy.hf_config["vocab_size"], policy.hf_config["max_position_embeddings"])
         probed, _ = policy.logprobs([MicroBatch(batch_of([prompt[:1]], [prompt[1:]]))])
@@ -81,14 +82,14 @@ def _train_and_sync(rank: int, url: str, model: str, folder: str) -> list[dict[s
                 pass
         distance, batch = compared()
         served = from_writer(lambda: pool.servers[0].get("/model_info", 60)["weight_version"])
-        found.append({"way": way, "distance": distance, "apart": apart, "version": served})
+        found.append({"transport": transport, "distance": distance, "apart": apart, "version": served})
         sync.close()
     if pool is not None:
         pool.close()
     return found
 
 
-def test_the_servers_log_probs_are_the_trainers_before_and_after_each_way_of_sync(
+def test_the_servers_log_probs_are_the_trainers_before_and_after_each_transport(
     tmp_path_factory: pytest.TempPathFactory, tmp_path
 ):
     with shared_server("dense", tmp_path_factory) as server:

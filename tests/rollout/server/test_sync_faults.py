@@ -23,12 +23,12 @@ CONTROL = ("/pause_generation", "/flush_cache", "/weights_checker", "/update_wei
 
 @pytest.mark.parametrize("fault", [500, "die", "hang"])
 @pytest.mark.parametrize(
-    ("way", "path"), [*PATH.items(), *(("tensor", path) for path in (*CONTROL, "/end_weight_update"))]
+    ("transport", "path"), [*PATH.items(), *(("tensor", path) for path in (*CONTROL, "/end_weight_update"))]
 )
 def test_a_server_that_fails_anywhere_is_out_and_stays_paused_while_the_other_goes_on(
-    start, tmp_path, way, path, fault
+    start, tmp_path, transport, path, fault
 ):
-    job, good, bad = start(way, tmp_path, timeout_s=1.0)
+    job, good, bad = start(transport, tmp_path, timeout_s=1.0)
     job.update(1, version=1)
     bad.faults[path] = (bad.calls[path], fault)
     job.update(2, version=2)
@@ -39,11 +39,11 @@ def test_a_server_that_fails_anywhere_is_out_and_stays_paused_while_the_other_go
         assert bad.version != "2", "a trainer process that reads versions must see it, too"
 
 
-@pytest.mark.parametrize("way", PATH)
-def test_a_server_that_was_out_comes_back_with_the_next_update_also_as_a_new_process(start, tmp_path, way):
-    job, good, bad = start(way, tmp_path, timeout_s=2.0)
+@pytest.mark.parametrize("transport", PATH)
+def test_a_server_that_was_out_comes_back_with_the_next_update_also_as_a_new_process(start, tmp_path, transport):
+    job, good, bad = start(transport, tmp_path, timeout_s=2.0)
     job.update(1, version=1)
-    bad.faults[PATH[way]] = (bad.calls[PATH[way]], "die")
+    bad.faults[PATH[transport]] = (bad.calls[PATH[transport]], "die")
     job.update(2, version=2)
     assert job.out[1] is not None
     job.update(3, version=3)
@@ -58,9 +58,9 @@ def test_a_server_that_was_out_comes_back_with_the_next_update_also_as_a_new_pro
         again.die()
 
 
-@pytest.mark.parametrize("way", PATH)
-def test_when_no_server_is_left_each_is_named_with_its_reason_and_all_weights_were_taken(start, tmp_path, way):
-    job, one, two = start(way, tmp_path)
+@pytest.mark.parametrize("transport", PATH)
+def test_when_no_server_is_left_each_is_named_with_its_reason_and_all_weights_were_taken(start, tmp_path, transport):
+    job, one, two = start(transport, tmp_path)
     one.faults["/pause_generation"] = (0, 500)
     two.faults["/flush_cache"] = (0, 400)
     with pytest.raises(ValueError, match="no SGLang server") as raised:
@@ -78,10 +78,10 @@ def test_servers_that_die_first_do_not_keep_the_writer_from_taking_all_weights(s
     assert job.taken == len(weights_of(1))
 
 
-@pytest.mark.parametrize("way", PATH)
-def test_a_damaged_weight_is_found_by_the_checksum_of_the_majority(start, tmp_path, way):
-    job, *servers = start(way, tmp_path, count=3)
-    servers[1].faults[PATH[way]] = (0, "damage")
+@pytest.mark.parametrize("transport", PATH)
+def test_a_damaged_weight_is_found_by_the_checksum_of_the_majority(start, tmp_path, transport):
+    job, *servers = start(transport, tmp_path, count=3)
+    servers[1].faults[PATH[transport]] = (0, "damage")
     job.update(1, version=1)
     assert job.out[0] is None and job.out[2] is None
     assert "differ" in str(job.out[1]) and "model.norm.weight" in str(job.out[1])

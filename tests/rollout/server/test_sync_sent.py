@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,7 +17,9 @@ from faulty_sync_server import CONFIG, weights_of
 from safetensors.torch import load_file
 from sync_jobs import PATH, holds, started
 
-from megatron_rc.rollout.sglang.weights import weight_sync
+from megatron_rc import schema
+from megatron_rc.rollout.sglang.weights import TRANSPORTS, weight_sync
+from megatron_rc.settings import SGLangSettings, SyncTransport
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,17 +30,17 @@ def start() -> Iterator[Any]:
         yield partial(started, stack)
 
 
-@pytest.mark.parametrize("way", PATH)
-def test_every_server_holds_the_weights_and_the_version(start, tmp_path, way):
-    job, one, two = start(way, tmp_path)
+@pytest.mark.parametrize("transport", PATH)
+def test_every_server_holds_the_weights_and_the_version(start, tmp_path, transport):
+    job, one, two = start(transport, tmp_path)
     for seed in (1, 2):
         job.update(seed, version=seed)
         for server in (one, two):
             assert holds(server, seed) and server.version == str(seed)
             assert not server.paused and not server.session
     assert job.out == [None, None]
-    if way == "tensor":
-        assert one.calls[PATH[way]] >= 4, "600 bytes hold neither all tensors nor the first"
+    if transport == "tensor":
+        assert one.calls[PATH[transport]] >= 4, "600 bytes hold neither all tensors nor the first"
 
 
 def test_equal_weights_may_be_sent_again(start, tmp_path):
@@ -64,9 +66,9 @@ def test_a_first_update_that_leaves_a_tensor_of_the_server_unfilled_is_refused(s
     ],
     ids=["missing", "unknown", "other shape"],
 )
-@pytest.mark.parametrize("way", PATH)
-def test_later_updates_must_hold_what_the_first_one_held(start, tmp_path, way, changes, sentence):
-    job, one = start(way, tmp_path, count=1)
+@pytest.mark.parametrize("transport", PATH)
+def test_later_updates_must_hold_what_the_first_one_held(start, tmp_path, transport, changes, sentence):
+    job, one = start(transport, tmp_path, count=1)
     job.update(1, version=1)
     with pytest.raises(ValueError, match=sentence):
         job.update(2, version=2, **changes)
@@ -154,21 +156,23 @@ except ValueError as error:
     assert done.stdout.endswith("unproved-1 True 0 6\n")
 
 
-def test_an_unknown_way_and_a_missing_folder_are_refused_by_name():
-    with pytest.raises(ValueError, match="weight_sync must be disk, tensor or distributed, got 'pigeon'"):
-        weight_sync("pigeon", CONFIG)  # type: ignore[arg-type]
+def test_an_unknown_transport_and_a_missing_folder_are_refused_by_name():
+    with pytest.raises(ValueError, match="weight_sync: .* 'disk', 'tensor' or 'distributed', got 'pigeon'"):
+        schema.from_dict(SGLangSettings, {"weight_sync": "pigeon"})
     with pytest.raises(ValueError, match="weight_sync=disk needs rollout.sglang.sync_dir"):
-        weight_sync("disk", CONFIG)
+        weight_sync(SGLangSettings(weight_sync="disk"), CONFIG)
+
+
+def test_there_is_a_transport_for_every_value_of_the_setting():
+    assert tuple(TRANSPORTS) == get_args(SyncTransport)
 
 
 @pytest.mark.parametrize(
-    ("way", "field"), [("distributed", "dp_size"), ("distributed", "pp_size"), ("tensor", "dp_size")]
+    ("transport", "field"), [("distributed", "dp_size"), ("distributed", "pp_size"), ("tensor", "dp_size")]
 )
-def test_servers_that_a_way_cannot_reach_whole_are_refused(start, tmp_path, way, field):
-    job, one = start(way, tmp_path, count=1, info={field: 2})
-    with pytest.raises(
-        ValueError, match=f"it runs {field}=2, which the server supports by weight_sync=disk, not {way}"
-    ):
+def test_servers_that_a_transport_cannot_reach_whole_are_refused(start, tmp_path, transport, field):
+    job, one = start(transport, tmp_path, count=1, info={field: 2})
+    with pytest.raises(ValueError, match=f"weight_sync={transport} does not support {field}=2; use weight_sync=disk"):
         job.update(1, version=1)
     assert one.paused and not one.calls["/begin_weight_update"]
 
