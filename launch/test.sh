@@ -7,8 +7,10 @@ usage() {
     cat <<'TEXT'
 usage: bash launch/test.sh [--full] [pytest arguments]
 
-Makes .venv and .venv-sglang when they are missing, installs, then runs ruff, mypy and pytest. Paths are relative to the repository.
-Without pytest arguments the kernels also run with the oldest Triton supported, installed beside .venv's own.
+Makes .venv and .venv-sglang when they are missing, installs, then runs ruff, mypy and pytest. Without pytest arguments the
+kernels also run with the oldest supported Triton, which is installed beside that of .venv.
+With paths among the arguments, such as tests/loss/test_loss.py, only those tests run: nothing but .venv is prepared, and
+nothing is linted. Paths are relative to the repository.
   --full   also the tests marked full (slow, large)
   --help   this text
 Environment: PYTHON (interpreter for .venv), MEGATRON_RC_TORCH_INDEX (package index of the CPU build of torch).
@@ -23,33 +25,42 @@ fi
 triton_version() { python -c 'import triton; print(triton.__version__)'; }
 
 cd "$ROOT"
+paths=()
+for argument in "$@"; do
+    [[ ! -e "${argument%%::*}" ]] || paths+=("${argument%%::*}")
+done
 prepare test dev
-prepare_megatron_training 0.17.1 0.19.2
-bash launch/sglang_cpu/install.sh
 PATH="$VENV/bin:$PATH"
-
-say "ruff check"
-ruff check --quiet .
-say "ruff format --check"
-ruff format --check --quiet . || die "the files above are not formatted; run .venv/bin/ruff format ."
-say "mypy megatron_rc"
-mypy --no-error-summary megatron_rc
+parallel=()
+if ((${#paths[@]} == 0)); then
+    prepare_megatron_training 0.17.1 0.19.2
+    bash launch/sglang_cpu/install.sh
+    say "ruff check"
+    ruff check --quiet .
+    say "ruff format --check"
+    ruff format --check --quiet . || die "the files above are not formatted; run .venv/bin/ruff format ."
+    say "mypy megatron_rc"
+    mypy --no-error-summary megatron_rc
+    parallel=(-n 2 --dist worksteal)
+fi
 ran=0
-# With arguments, the chosen tests may all be of the other kind; pytest then answers 5.
+# With arguments, the selected tests may all be of the other kind; pytest then answers 5.
 run_tests() {
     local status=0
-    python -m pytest -n 2 --dist worksteal --quiet "$@" || status=$?
+    python -m pytest ${parallel[@]+"${parallel[@]}"} --quiet "$@" || status=$?
     case "$status $#" in
         0\ *) ran=1 ;;
         5\ 0 | [!5]*) exit "$status" ;;
     esac
 }
 
-say "pytest on 2 processes"
+say "pytest"
 run_tests "$@"
-say "pytest on 2 processes: the kernels, interpreted by triton $(triton_version)"
-TRITON_INTERPRET=1 run_tests "$@"
-((ran)) || die "no test was chosen by: $*"
+if ((${#paths[@]} == 0)) || grep -qr mark.interpreter "${paths[@]}"; then
+    say "pytest: the kernels, interpreted by triton $(triton_version)"
+    TRITON_INTERPRET=1 run_tests "$@"
+fi
+((ran)) || die "no test was selected by: $*"
 
 if (($# == 0)) || [[ "$*" == "--full" ]]; then
     prepare_triton 3.6.0 "numpy<2.4"
