@@ -127,7 +127,50 @@ prepare_megatron_training() {
     done
 }
 
-# free_port PYTHON: a port of 127.0.0.1 that nobody listens on.
-free_port() {
-    "$1" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+# take_options KNOWN ARGUMENTS...: reads the options that KNOWN lists, such as "--moe, --steps N", into variables of their
+# names. An option without a value becomes 1; one with another value than N or DIR may be repeated.
+take_options() {
+    local known="$1" kind name value
+    shift
+    while (($#)); do
+        [[ "$1" != --help && "$1" != -h ]] || { usage && exit 0; }
+        [[ ", $known," =~ ,\ "$1"(\ ([A-Z]+))?, ]] || die "unknown argument '$1'; known: $known, --help"
+        kind="${BASH_REMATCH[2]}" name="${1#--}" value="${2:-}"
+        case "$kind" in
+            '') value=1 ;;
+            N) [[ "$value" =~ ^[0-9]+$ ]] || die "$1 takes a whole number, got '$value'" ;;
+            DIR) [[ -n "$value" ]] && value="$(realpath -m -- "$value")" || die "$1 takes a directory" ;;
+            *) [[ -n "$value" ]] && value="${!name}${!name:+ }$value" || die "$1 takes $kind" ;;
+        esac
+        printf -v "$name" %s "$value"
+        shift $((1 + (${#kind} > 0)))
+    done
+}
+
+# Dies unless $out may be replaced: training anew deletes an earlier run there, and must not delete anything else.
+check_out() {
+    [[ ! -e "$out" || -f "$out/metrics.jsonl" || -z "$(ls -A -- "$out")" ]] ||
+        die "$out is not empty and holds no earlier run; --out takes a new folder, or that of a run to replace"
+}
+
+# train_recipe NAME OPTIONS...: trains launch/recipes/NAME.yaml anew on this machine's CPU, with $seed and $steps, into $out.
+train_recipe() {
+    local recipe="launch/recipes/$1.yaml" started=$SECONDS
+    shift
+    say "training $recipe, seed $seed, into $out"
+    CUDA_VISIBLE_DEVICES='' "$VENV/bin/python" -m megatron_rc launch "$ROOT/$recipe" --nodes 1 --fresh "$@" \
+        --set "train.seed=$seed" --set "output='${out//\'/\'\'}'" ${steps:+--set "train.steps=$steps"} ||
+        die "the run failed; its own error stands above the launcher's traceback"
+    [[ -f "$out/report.html" ]] || die "the run ended without $out/report.html"
+    say "trained in $((SECONDS - started)) s; open $out/report.html in a browser"
+}
+
+# launch_recipe NAME OPTIONS...: this node's part of launch/recipes/NAME.yaml, with the packages of $PYTHON.
+launch_recipe() {
+    local recipe="$ROOT/launch/recipes/$1.yaml" python="${PYTHON:-python3}"
+    shift
+    export PYTHONSAFEPATH=1
+    "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("megatron_rc") is None)' 2>/dev/null ||
+        die "$python has no megatron_rc; install this repository there (pip install -c constraints-gpu.txt -e .), or name another interpreter with PYTHON=/path/to/python"
+    exec "$python" -m megatron_rc launch "$recipe" "$@"
 }

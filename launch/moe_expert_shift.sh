@@ -20,76 +20,50 @@ Environment: PYTHON (interpreter for .venv), MEGATRON_RC_TORCH_INDEX (package in
 TEXT
 }
 
+sglang='' seeds='' steps='' only='' out=''
+take_options "--sglang, --seeds LIST, --steps N, --only CHOICES, --out DIR" "$@"
+out="${out:-$ROOT/runs/moe-expert-shift${sglang:+-sglang}}"
 grid="$ROOT/launch/recipes/moe_expert_shift.yaml"
-sglang='' out='' precisions='fp32,bf16,int8' corrections='' options=()
-while (($#)); do
-    case "$1" in
-        --sglang) sglang=-sglang ;;
-        --seeds)
-            [[ "${2:-}" =~ ^[0-9]+(,[0-9]+)*$ ]] || die "--seeds takes whole numbers with commas between, got '${2:-}'"
-            options+=(--seeds "$2")
-            shift
-            ;;
-        --steps)
-            [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || die "--steps takes a whole number above 0, got '${2:-}'"
-            options+=(--set "train.steps=$2" --set "train.eval_interval=$2")
-            shift
-            ;;
-        --only)
-            case "${2:-}" in
-                precision=?*) precisions="${2#*=}" ;;
-                correction=?*) corrections="${2#*=}" ;;
-                ?*=?*) options+=(--only "$2") ;;
-                *) die "--only takes AXIS=CHOICE,..., got '${2:-}'" ;;
-            esac
-            shift
-            ;;
-        --out)
-            [[ -n "${2:-}" ]] || die "--out takes a directory"
-            out="$(realpath -m -- "$2")"
-            shift
-            ;;
-        --help | -h)
-            usage
-            exit 0
-            ;;
-        *) die "unknown argument '$1'; known: --sglang, --seeds LIST, --steps N, --only AXIS=CHOICE, --out DIR, --help" ;;
+options=(--output "$out" ${seeds:+--seeds "$seeds"})
+[[ -z "$steps" ]] || options+=(--set "train.steps=$steps" --set "train.eval_interval=$steps")
+precisions=fp32,bf16,int8
+[[ -z "$sglang" ]] || options+=(--only correction=none)
+for choices in $only; do
+    case "$choices" in
+        precision=?*) precisions="${choices#*=}" ;;
+        *) options+=(--only "$choices") ;;
     esac
-    shift
 done
-out="${out:-$ROOT/runs/moe-expert-shift$sglang}"
-[[ -z "$sglang" ]] || corrections="${corrections:-none}"
-[[ -z "$corrections" ]] || options+=(--only "correction=$corrections")
-options+=(--output "$out")
 
 prepare moe-grid train,report,sglang
 child_environment
-cells() { "$VENV/bin/python" -m megatron_rc grid "$grid" "${options[@]}" "$@"; }
+cells() {
+    "$VENV/bin/python" -m megatron_rc grid "$grid" "${options[@]}" --only "precision=$1" "${@:2}" >/dev/null ||
+        die "see the cells named above; the others are in $out/table.md"
+}
 
 started=$SECONDS
 if [[ -z "$sglang" ]]; then
-    cells --only "precision=$precisions" >/dev/null &
+    cells "$precisions" &
     trap 'kill $! 2>/dev/null || true' EXIT
-    cells --only "precision=$precisions" >/dev/null || die "see the cells named above; the others are in $out/table.md"
-    wait $! || die "see the cells named above; the others are in $out/table.md"
+    cells "$precisions"
+    wait $!
     trap - EXIT
 else
     bash "$ROOT/launch/sglang_cpu/install.sh"
-    served="$(cells --warm | head -n 1)"
-    serve=(bash "$ROOT/launch/sglang_cpu/serve.sh")
-    IFS=, read -ra names <<<"$precisions"
-    for precision in "${names[@]}"; do
-        port="$(free_port "$VENV/bin/python")"
+    served="$("$VENV/bin/python" -m megatron_rc grid "$grid" "${options[@]}" --warm | head -n 1)"
+    for precision in ${precisions//,/ }; do
         dtype=bfloat16
         [[ "$precision" != fp32 ]] || dtype=float32
-        "${serve[@]}" "$served" --port "$port" --log "$out/sglang-$precision.log" --background --stop-with $$ --dtype "$dtype"
-        trap '"${serve[@]}" stop --port "$port" --log "$out/sglang-$precision.log"' EXIT
-        cells --only "precision=$precision" --set rollout.engine=sglang --set rollout.sglang.weight_sync=tensor \
-            --set "rollout.sglang.urls=['http://127.0.0.1:$port']" >/dev/null ||
-            die "see the cells named above; the others are in $out/table.md"
-        "${serve[@]}" stop --port "$port" --log "$out/sglang-$precision.log"
+        server=(--log "$out/sglang-$precision.log")
+        said="$(bash "$ROOT/launch/sglang_cpu/serve.sh" "$served" --port 0 "${server[@]}" --background --stop-with $$ --dtype "$dtype")"
+        url="$(grep -o 'http://[0-9.:]*' <<<"$said")"
+        trap 'bash "$ROOT/launch/sglang_cpu/serve.sh" stop "${server[@]}"' EXIT
+        cells "$precision" --set rollout.engine=sglang --set rollout.sglang.weight_sync=tensor \
+            --set "rollout.sglang.urls=['$url']"
+        bash "$ROOT/launch/sglang_cpu/serve.sh" stop "${server[@]}"
         trap - EXIT
     done
 fi
-cells --table
+"$VENV/bin/python" -m megatron_rc grid "$grid" "${options[@]}" --table
 say "done in $((SECONDS - started)) s"

@@ -1,14 +1,10 @@
 #!/usr/bin/env bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
-# Train Qwen3-30B-A3B on two nodes of 8 GPUs of 141 GB: node 0 trains, node 1 serves. --help says more; --dry-run
+# Train Qwen3-30B-A3B on two nodes of 8 GPUs of 141 GB: node 0 trains, node 1 serves. --help says more, --dry-run
 # starts nothing.
 set -euo pipefail
 folder="$(dirname "${BASH_SOURCE[0]}")"
 # sbatch runs a copy of this file, without the folder it came from
-[[ -f "$folder/cluster_common.sh" ]] || folder="${SLURM_SUBMIT_DIR:-.}/launch"
+[[ -f "$folder/common.sh" ]] || folder="${SLURM_SUBMIT_DIR:-.}/launch"
 source "$folder/common.sh"
-source "$folder/cluster_common.sh"
-
-child_environment
-defaults="nodes=${NNODES:-2} gpus_per_node=8 serve_gpus=8 server_tp=2 gpu_memory=140"
-train_on_cluster qwen3_30b_a3b_2x8 "$defaults" "$@"
+launch_recipe qwen3_30b_a3b_2x8 "$@"

@@ -4,10 +4,6 @@
 set -euo pipefail
 folder="$(dirname "${BASH_SOURCE[0]}")"
 # sbatch runs a copy of this file, without the folder it came from
-[[ -f "$folder/cluster_common.sh" ]] || folder="${SLURM_SUBMIT_DIR:-.}/launch"
+[[ -f "$folder/common.sh" ]] || folder="${SLURM_SUBMIT_DIR:-.}/launch"
 source "$folder/common.sh"
-source "$folder/cluster_common.sh"
-
-child_environment
-defaults="nodes=${NNODES:-2} gpus_per_node=8 serve_gpus=8 server_tp=1 gpu_memory=80"
-train_on_cluster qwen3_4b_2x8 "$defaults" "$@"
+launch_recipe qwen3_4b_2x8 "$@"

@@ -11,6 +11,7 @@ import typer
 
 from megatron_rc import schema, versions
 from megatron_rc import settings as job_settings
+from megatron_rc.cluster import commands
 from megatron_rc.jobs import run as job
 from megatron_rc.jobs.run import quiet_imports
 
@@ -85,38 +86,9 @@ def patch(
         run_script(script, arguments, settings, host=rc_host)
 
 
-@app.command()
-def plan(
-    config: Annotated[Path, typer.Argument(help="YAML of a training job.")],
-    assignments: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a field.")] = [],  # noqa: B006 - typer reads the default
-    nodes: Annotated[int, typer.Option(help="Machines.")] = 2,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs of each.")] = 8,
-    serve_gpus: Annotated[int, typer.Option(help="The last so many GPUs serve, the others train.")] = 8,
-    server_tp: Annotated[int, typer.Option(help="GPUs that share one server's model.")] = 1,
-    gpu_memory: Annotated[float, typer.Option(help="GiB of one GPU.")] = 80.0,
-    server_share: Annotated[float, typer.Option(help="Of a serving GPU that SGLang takes.")] = 0.85,
-    host: Annotated[list[str], typer.Option(help="Address of a node, in order; repeat it.")] = [],  # noqa: B006
-) -> None:
-    """Check a job's layout on a cluster, estimate the memory of its GPUs, and print each node's commands."""
-    quiet_imports()
-    from megatron_rc.cluster.layout import Cluster, Places
-    from megatron_rc.cluster.plan import describe, make_plan
-
-    cluster = Cluster(
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        serve_gpus=serve_gpus,
-        server_tensor=server_tp,
-        gpu_memory=gpu_memory,
-        server_share=server_share,
-    )
-    hosts = host or [f"node{rank}" for rank in range(nodes)]
-    if len(hosts) != nodes:
-        raise ValueError(f"--host must name all of the {nodes} nodes or none, got {len(hosts)}")
-    found = make_plan(job_settings.load(config, assignments), cluster)
-    arguments = [word for assignment in assignments for word in ("--set", assignment)]
-    print(describe(found, Places(str(config), hosts, ("--master-addr", hosts[0]), arguments)))
-    found.check_memory()
+app.command()(commands.plan)
+app.command()(commands.launch)
+app.command(context_settings={"ignore_unknown_options": True})(commands.serve)
 
 
 @app.command()

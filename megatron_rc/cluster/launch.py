@@ -1,108 +1,138 @@
-"""The options of a node, and what Slurm says of them."""
+"""`megatron-rc launch`: the same command on every node, its place in a Slurm job, and its dry run."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
-from megatron_rc.cluster.layout import FIRST_PORT
+from megatron_rc import settings as job_settings
+from megatron_rc.cluster import node
+from megatron_rc.cluster.layout import FIRST_PORT, Places, rendezvous_of
+from megatron_rc.jobs.run import quiet_imports
 
-
-class Refusal(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; --help lists the options")
-
-
-def _recipe_of(script: str) -> str:
-    return str(Path(script).parent / "recipes" / f"{Path(script).stem.removeprefix('train_')}.yaml")
+if TYPE_CHECKING:
+    from megatron_rc.cluster.plan import Plan
 
 
-def parser(script: str, defaults: dict[str, str]) -> argparse.ArgumentParser:
-    environment = os.environ
-    found = Refusal(
-        prog=f"bash {script}",
-        description="Train on a cluster with rollouts from SGLang on GPUs of its own. Run it on every node, or once "
-        "inside a Slurm job. Everything it starts ends with it.",
-        epilog="What stands after -- goes to every SGLang server. Environment: PYTHON (with megatron_rc; default "
-        "python3), SGLANG_PYTHON (with SGLang; default python3), and MASTER_ADDR, MASTER_PORT, NODE_RANK and "
-        "NNODES for the options of these names.",
-        allow_abbrev=False,
-    )
-    add = found.add_argument
-    add(
-        "--config",
-        default=_recipe_of(script),
-        help="YAML of the job (default %(default)s)",
-    )
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a field of it; may be repeated")
-    add("--nodes", type=int, help="machines (default %(default)s)")
-    add("--gpus-per-node", type=int, help="GPUs of each (default %(default)s)")
-    add("--serve-gpus", type=int, help="the last so many GPUs serve, the others train (default %(default)s)")
-    add("--server-tp", type=int, help="GPUs that share one server's model (default %(default)s)")
-    add("--server-share", type=float, default=0.85, help="of a serving GPU that SGLang takes (default %(default)s)")
-    add("--gpu-memory", type=float, help="GiB of one GPU, for the estimate (default %(default)s)")
-    add("--node-rank", type=int, default=environment.get("NODE_RANK"), help="this machine's number, from 0")
-    add("--master-addr", default=environment.get("MASTER_ADDR"), help="address of node 0")
-    add("--master-port", type=int, default=environment.get("MASTER_PORT", 29500),
-        help="of torchrun; the next one is used too (default %(default)s)")  # fmt: skip
-    add("--rdzv-endpoint", metavar="HOST:PORT", help="torchrun's c10d rendezvous on node 0, instead of the two above")
-    add("--server-port", type=int, default=FIRST_PORT, help="of a node's first server (default %(default)s)")
-    add("--timeout", type=float, default=600, help="seconds to wait for the other nodes (default %(default)g)")
-    add("--server-timeout", type=int, default=1800, help="seconds to wait for a server (default %(default)s)")
-    add("--fresh", action="store_true", help="start anew, deleting the earlier run in the output folder")
-    add("--dump", action="store_true", help="write every training batch to OUTPUT/dump")
-    add("--dry-run", action="store_true", help="check the layout, estimate memory, print the commands, start nothing")
-    found.set_defaults(**defaults)
-    return found
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The options of `megatron-rc launch`."""
+
+    recipe: Path
+    assignments: Sequence[str] = ()
+    """key=value changes of the recipe."""
+    words: Sequence[str] = ()
+    """The command line after `megatron-rc launch`; other nodes start with it, too."""
+    node_rank: int | None = None
+    hosts: Sequence[str] = ()
+    """An address of every node, where Slurm or the user names them."""
+    master_addr: str | None = None
+    """Address of node 0."""
+    master_port: int = 29500
+    """Port of torchrun on node 0; the nodes find each other at the next one."""
+    rdzv_endpoint: str | None = None
+    """HOST:PORT of a c10d rendezvous on node 0, in place of master_addr and master_port."""
+    timeout: float = 600
+    """Seconds to wait for the other nodes."""
+    server_timeout: int = 1800
+    """Seconds to wait for a server."""
+    server_port: int = FIRST_PORT
+    """Port of a node's first server; 0: every server gets a free port."""
+    server_python: str = "python3"
+    """An interpreter with SGLang."""
+    server_flags: Sequence[str] = ()
+    """More options of `megatron-rc serve` and flags of SGLang, for every server."""
+    fresh: bool = False
+    dump: bool = False
+
+    def places(self, nodes: int, hosts: Sequence[str], visible: Sequence[str] | None = None) -> Places:
+        rendezvous = rendezvous_of(nodes, hosts[0], self.master_port)
+        if self.rdzv_endpoint:
+            rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", self.rdzv_endpoint]
+            rendezvous += ["--rdzv-id", self.recipe.stem]
+        arguments = [word for assignment in self.assignments for word in ("--set", assignment)]
+        return Places(
+            recipe=str(self.recipe),
+            hosts=hosts,
+            rendezvous=rendezvous,
+            arguments=[*arguments, *["--fresh"] * self.fresh, *["--dump"] * self.dump],
+            server_flags=["--timeout", str(self.server_timeout), *self.server_flags],
+            python=sys.executable,
+            server_python=self.server_python,
+            first_port=self.server_port,
+            visible=visible,
+        )
 
 
-def read_options(words: Sequence[str], script: str, defaults: str) -> argparse.Namespace:
-    """What the user of ``script`` wrote.
+def launch(given: Launch, *, dry_run: bool = False) -> None:
+    """Start this node's part of a job and stay until the job ends, or print what would start.
 
-    Args:
-        defaults: of this script, such as "nodes=2 gpus_per_node=8".
+    Raises:
+        ValueError: why the job cannot start, or why it ended.
     """
-    words = list(words)
-    cut = words.index("--") if "--" in words else len(words)
-    pairs = (default.split("=") for default in defaults.split())
-    options = parser(script, {name: value for name, value in pairs}).parse_args(words[:cut])
-    options.server_flags, options.words = words[cut + 1 :], words
-    options.backend = []
-    if options.rdzv_endpoint:
-        host, colon, port = options.rdzv_endpoint.rpartition(":")
+    if given.rdzv_endpoint:
+        host, colon, port = given.rdzv_endpoint.rpartition(":")
         if not (host and colon and port.isdigit()):
-            raise ValueError(f"--rdzv-endpoint takes HOST:PORT, got {options.rdzv_endpoint!r}")
-        options.master_addr, options.master_port = host, int(port)
-        name = Path(options.config).stem
-        options.backend = ["--rdzv-backend", "c10d", "--rdzv-endpoint", options.rdzv_endpoint, "--rdzv-id", name]
-    return options
+            raise ValueError(f"--rdzv-endpoint takes HOST:PORT, got {given.rdzv_endpoint!r}")
+        given = replace(given, master_addr=host, master_port=int(port))
+    settings = job_settings.load(given.recipe, given.assignments)
+    cluster = settings.cluster
+    if cluster.nodes > 1:
+        given = _in_slurm(given, cluster.nodes, dry_run)
+    if cluster.nodes == 1 and not cluster.serve_gpus and not dry_run:
+        node.become_the_trainer(settings, given)
+    quiet_imports()
+    from megatron_rc.cluster.plan import make_plan
+
+    plan = make_plan(settings)
+    if dry_run:
+        print_plan(plan, given)
+    else:
+        node.run(settings, given)
 
 
-def take_slurms_place(options: argparse.Namespace, script: str) -> None:
-    """Inside a Slurm job: become the step with one task a node, or take this task's place from Slurm."""
+def print_plan(plan: Plan, given: Launch) -> None:
+    from megatron_rc.cluster.plan import describe
+
+    nodes = plan.settings.cluster.nodes
+    hosts = given.hosts or [given.master_addr or "node0", *(f"node{rank}" for rank in range(1, nodes))]
+    if len(hosts) != nodes:
+        raise ValueError(f"--host must name all of the {nodes} nodes or none, got {len(hosts)}")
+    print(describe(plan, given.places(nodes, hosts)))
+    if nodes > 1:
+        print("\non every node, unless Slurm does it:")
+        rest = [word for word in given.words if word != "--dry-run"]
+        for rank in range(nodes):
+            place = ["--node-rank", str(rank), "--master-addr", hosts[0]]
+            print(f"  {shlex.join(['megatron-rc', 'launch', *place, *rest])}")
+    plan.check_memory()
+
+
+def _in_slurm(given: Launch, nodes: int, dry_run: bool) -> Launch:
+    """Inside a Slurm job: become the step with one task per node, or take this task's place from Slurm."""
     environment = os.environ
-    if "SLURM_JOB_ID" not in environment or options.nodes == 1 or options.node_rank is not None:
-        return
-    given = int(environment.get("SLURM_JOB_NUM_NODES", environment.get("SLURM_NNODES", "1")))
-    if given != options.nodes:
-        raise ValueError(f"the Slurm job has {given} nodes, --nodes is {options.nodes}")
+    if "SLURM_JOB_ID" not in environment or given.node_rank is not None:
+        return given
+    size = int(environment.get("SLURM_JOB_NUM_NODES", environment.get("SLURM_NNODES", "1")))
+    if size != nodes:
+        raise ValueError(f"the Slurm job has {size} nodes, cluster.nodes is {nodes}")
     nodelist = environment.get("SLURM_JOB_NODELIST", "")
-    hosts = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True)
-    if hosts.returncode or not hosts.stdout.split():
-        raise ValueError(f"scontrol does not name the nodes of the Slurm job: {hosts.stderr.strip()}")
-    options.hosts = hosts.stdout.split()
-    options.master_addr = options.master_addr or options.hosts[0]
-    if environment.get("SLURM_STEP_NUM_TASKS") == str(options.nodes):
-        options.node_rank = int(environment["SLURM_PROCID"])
-        return
-    step = ["srun", f"--nodes={options.nodes}", f"--ntasks={options.nodes}", "--ntasks-per-node=1"]
-    step += ["--kill-on-bad-exit=1", "bash", script, *options.words]
-    if options.dry_run:
+    named = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True)
+    hosts = named.stdout.split()
+    if named.returncode or not hosts:
+        raise ValueError(f"scontrol does not name the nodes of the Slurm job: {named.stderr.strip()}")
+    given = replace(given, hosts=hosts, master_addr=given.master_addr or hosts[0])
+    if environment.get("SLURM_STEP_NUM_TASKS") == str(nodes):
+        return replace(given, node_rank=int(environment["SLURM_PROCID"]))
+    step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    step += [sys.executable, "-m", "megatron_rc", "launch", *given.words]
+    if dry_run:
         print(f"inside this Slurm job: {shlex.join(step)}\n")
-        return
+        return given
     os.execvp(step[0], step)

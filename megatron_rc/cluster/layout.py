@@ -2,75 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_rc.cluster.server import free_port
 from megatron_rc.models.config import DTYPES
-from megatron_rc.settings import JobSettings
+from megatron_rc.settings import ClusterSettings, JobSettings
 
 FIRST_PORT = 30000
 PORT_STEP = 10
 """Between two servers of a node: each takes a few ports beside its own."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """Equal nodes, counted through: the first GPUs train, the last ones serve."""
-
-    nodes: int = 2
-    gpus_per_node: int = 8
-    serve_gpus: int = 8
-    """The last so many GPUs of the cluster run SGLang; 0: servers are somewhere else, or the engine is embedded."""
-    server_tensor: int = 1
-    """GPUs that share one server's model."""
-    gpu_memory: float = 80.0
-    """GiB of one GPU."""
-    server_share: float = 0.85
-    """Of a serving GPU that SGLang takes for weights and cache (--mem-fraction-static)."""
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "gpus_per_node", "server_tensor"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{_option(name)} must be >= 1, got {getattr(self, name)}")
-        total = self.nodes * self.gpus_per_node
-        if not 0 <= self.serve_gpus < total:
-            raise ValueError(
-                f"--serve-gpus must leave at least one of the {total} GPUs to the trainer, got {self.serve_gpus}"
-            )
-        if not self.gpu_memory > 0:
-            raise ValueError(f"--gpu-memory must be > 0 GiB, got {self.gpu_memory}")
-        if not 0 < self.server_share < 1:
-            raise ValueError(f"--server-share must be between 0 and 1, got {self.server_share}")
-        for rank, node in enumerate(self.layout):
-            if node.serving % self.server_tensor:
-                raise ValueError(
-                    f"--server-tp must divide the GPUs that serve on a node, got {self.server_tensor} "
-                    f"and {node.serving} on node {rank}"
-                )
-
-    @property
-    def train_gpus(self) -> int:
-        return self.nodes * self.gpus_per_node - self.serve_gpus
-
-    @property
-    def layout(self) -> list[Node]:
-        left, size = self.train_gpus, self.gpus_per_node
-        return [
-            Node(min(size, max(0, left - rank * size)), size, self.server_tensor) for rank in range(self.nodes)
-        ]  # fmt: skip
-
-    @property
-    def train_nodes(self) -> int:
-        return sum(node.training > 0 for node in self.layout)
-
-
 class Node(NamedTuple):
-    """GPUs 0 to training - 1 train, the others serve."""
+    """A machine whose GPUs 0 to training - 1 train; the others serve."""
 
     training: int
     gpus: int
-    server_tensor: int
+    server_tp: int
 
     @property
     def serving(self) -> int:
@@ -79,76 +30,139 @@ class Node(NamedTuple):
     @property
     def servers(self) -> list[range]:
         """The GPUs of every server."""
-        return [range(g, g + self.server_tensor) for g in range(self.training, self.gpus, self.server_tensor)]
+        return [range(g, g + self.server_tp) for g in range(self.training, self.gpus, self.server_tp)]
 
 
-def _option(name: str) -> str:
-    return "--" + {"server_tensor": "server-tp"}.get(name, name.replace("_", "-"))
+def nodes_of(cluster: ClusterSettings) -> list[Node]:
+    """The machines of a cluster, in order.
+
+    Raises:
+        ValueError: the GPUs that serve on a machine cannot be divided into servers.
+    """
+    size, train_gpus = cluster.gpus_per_node, cluster.nodes * cluster.gpus_per_node - cluster.serve_gpus
+    nodes = []
+    for rank in range(cluster.nodes):
+        node = Node(min(size, max(0, train_gpus - rank * size)), size, cluster.server_tp)
+        if node.serving % cluster.server_tp:
+            raise ValueError(
+                f"cluster.server_tp must divide the GPUs that serve on a node, got {cluster.server_tp} and "
+                f"{node.serving} on node {rank}"
+            )
+        nodes.append(node)
+    return nodes
 
 
 class Command(NamedTuple):
-    """A command line with what it adds to the environment."""
+    """A command line, and the variables that it adds to the environment."""
 
     environment: dict[str, str]
     words: list[str]
 
 
-class Places(NamedTuple):
-    """Where things are and how they are reached, which the plan itself does not depend on."""
+class Server(NamedTuple):
+    url: str
+    log: str
+    command: Command
 
-    config: str
+
+class Places(NamedTuple):
+    """Paths, hosts and ports; the plan does not depend on them."""
+
+    recipe: str
+    """YAML of the job."""
     hosts: Sequence[str]
     """An address of every node."""
     rendezvous: Sequence[str]
-    """Options of torchrun."""
+    """Options of torchrun that make its agents meet."""
     arguments: Sequence[str] = ()
-    """For `megatron-rc train`, after the configuration."""
+    """Options of `megatron-rc train`."""
     server_flags: Sequence[str] = ()
-    launch: str = "launch"
+    """Options of `megatron-rc serve` and flags of SGLang, besides those of the settings."""
     python: str = "python"
     server_python: str = "python3"
     first_port: int = FIRST_PORT
-    visible: Sequence[str] = ()
-    """What CUDA calls this node's GPUs, in order; empty: 0, 1, ..."""
+    """Port of a node's first server; 0: every server gets a free port."""
+    visible: Sequence[str] | None = None
+    """What CUDA calls the GPUs of this node, in order; empty: it has none; None: 0, 1, ..."""
 
-    def gpus(self, numbers: Sequence[int]) -> str:
-        return ",".join(self.visible[n] if self.visible else str(n) for n in numbers)
+    def sees(self, numbers: Sequence[int]) -> dict[str, str]:
+        """The environment of a process that may use these GPUs alone."""
+        if self.visible is not None and not self.visible:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.visible[n] if self.visible else str(n) for n in numbers)}
 
 
-def servers_of(cluster: Cluster, settings: JobSettings, rank: int, places: Places) -> list[tuple[str, Command]]:
-    """(URL, command) of every server of node ``rank``."""
-    found = []
-    for number, gpus in enumerate(cluster.layout[rank].servers):
-        port = str(places.first_port + PORT_STEP * number)
+def rendezvous_of(nodes: int, master_addr: str, master_port: int) -> list[str]:
+    """Options that make torchrun's agents meet; on one node nobody else needs to find it."""
+    if nodes == 1:
+        return ["--standalone", "--local-addr", "127.0.0.1"]
+    return ["--master-addr", master_addr, "--master-port", str(master_port)]
+
+
+def warm_folder(settings: JobSettings) -> str | None:
+    """Folder where a job without a checkpoint makes the one that its servers start from; None: it needs none."""
+    return None if settings.model.hf_path or not settings.cluster.serve_gpus else f"{settings.output}/warm"
+
+
+def servers_of(settings: JobSettings, rank: int, places: Places) -> list[Server]:
+    """The servers of node ``rank``."""
+    cluster, servers = settings.cluster, []
+    for number, gpus in enumerate(nodes_of(cluster)[rank].servers):
+        port = str(places.first_port + PORT_STEP * number if places.first_port else free_port())
+        log = f"{settings.output}/logs/sglang-node{rank}-{port}.log"
         words = [
-            *("bash", f"{places.launch}/serve_sglang.sh", str(settings.model.hf_path)),
-            *("--tp", str(len(gpus)), "--host", places.hosts[rank], "--port", port),
-            *("--log", f"{settings.output}/logs/sglang-node{rank}-{port}.log"),
-            *("--dtype", DTYPES[settings.train.dtype].name),
-            *("--mem-fraction-static", f"{cluster.server_share:g}", *places.server_flags),
+            *(places.python, "-m", "megatron_rc", "serve", settings.model.hf_path or f"{warm_folder(settings)}/hf"),
+            *("--python", places.server_python, "--tp", str(len(gpus)), "--host", places.hosts[rank], "--port", port),
+            *("--log", log, "--dtype", DTYPES[settings.train.dtype].name),
+            *("--mem-fraction-static", f"{cluster.server_share:g}"),
+            *(*shlex.split(cluster.server_flags), *places.server_flags),
         ]
-        environment = {"CUDA_VISIBLE_DEVICES": places.gpus(gpus), "PYTHON": places.server_python}
-        found.append((f"http://{places.hosts[rank]}:{port}", Command(environment, words)))
-    return found
+        servers.append(Server(f"http://{places.hosts[rank]}:{port}", log, Command(places.sees(gpus), words)))
+    return servers
 
 
-def trainer_of(
-    cluster: Cluster, settings: JobSettings, rank: int, places: Places, urls: Sequence[str]
-) -> Command | None:
+def trainer_of(settings: JobSettings, rank: int, places: Places, urls: Sequence[str]) -> Command | None:
     """torchrun of node ``rank``, or None when nothing trains there.
 
     Args:
-        urls: of all servers of this cluster; empty keeps what the settings say.
+        urls: all servers of this cluster; empty keeps those of the settings.
     """
-    count = cluster.layout[rank].training
+    changes = [f"rollout.sglang.urls=[{', '.join(urls)}]"] if urls else []
+    if warm := warm_folder(settings):
+        changes += [f"model.hf_path={json.dumps(f'{warm}/hf')}", "warmup.steps=0"]
+    return _torchrun(settings.cluster, rank, places, changes)
+
+
+def warm_up_of(settings: JobSettings, places: Places) -> Command | None:
+    """The supervised steps before the servers start, or None when they have a checkpoint to start from."""
+    warm = warm_folder(settings)
+    changes = [
+        f"output={json.dumps(warm)}",
+        "rollout.engine=hf",
+        "rollout.sglang.capture_routes=false",
+        "train.steps=0",
+    ]
+    return _torchrun(settings.cluster, 0, places, changes) if warm else None
+
+
+def doctor_of(settings: JobSettings, places: Places, urls: Sequence[str]) -> Command:
+    """The check of the servers against the job, before it trains."""
+    model = settings.model.hf_path or f"{warm_folder(settings)}/hf"
+    words = [places.python, "-m", "megatron_rc", "doctor", "--config", places.recipe, "--hf-path", model]
+    return Command({}, [*words, *(word for url in urls for word in ("--sglang", url))])
+
+
+def _torchrun(cluster: ClusterSettings, rank: int, places: Places, changes: Sequence[str]) -> Command | None:
+    nodes = nodes_of(cluster)
+    count = nodes[rank].training
     if not count:
         return None
     words = [
-        *(places.python, "-m", "torch.distributed.run", "--nnodes", str(cluster.train_nodes)),
+        *(places.python, "-m", "torch.distributed.run", "--nnodes", str(sum(node.training > 0 for node in nodes))),
         *("--nproc-per-node", str(count), *places.rendezvous),
         # a c10d rendezvous numbers the nodes itself
         *(("--node-rank", str(rank)) if "--master-addr" in places.rendezvous else ()),
-        *("-m", "megatron_rc", "train", places.config, *places.arguments),
-        *(("--set", f"rollout.sglang.urls=[{', '.join(urls)}]") if urls else ()),
+        *("-m", "megatron_rc", "train", places.recipe, *places.arguments),
+        *(word for change in changes for word in ("--set", change)),
     ]
-    return Command({"CUDA_VISIBLE_DEVICES": places.gpus(range(count))}, words)
+    return Command(places.sees(range(count)), words)

@@ -1,7 +1,7 @@
-"""How the nodes of a job find each other: a line of JSON each way over one TCP connection from every node to node 0.
+"""How the nodes of a job find each other: lines of JSON over one TCP connection from every node to node 0.
 
-A member says hello, then which servers it runs; node 0 answers with all servers once everybody has. The connection then
-stays: its end, or a message, tells the others that a node has failed or that the job is done.
+A node sends its rank, then the addresses of its servers; node 0 answers with the addresses of all servers once every
+node has sent its own. The connection stays open: its end, or a message, means that a node failed or the job is done.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 
-class NodeFailure(Exception):
+class NodeFailure(ValueError):
     """Another node cannot go on, or does not answer."""
 
 
@@ -51,7 +51,7 @@ class _Peer:
         except ValueError:
             message = None
         if not isinstance(message, dict):
-            raise NodeFailure(f"{self.name} sent something else than a message")
+            raise NodeFailure(f"{self.name} sent something that is not a message")
         if "failed" in message:
             raise NodeFailure(f"{self.name}: {message['failed']}")
         return message
@@ -63,8 +63,8 @@ class Leader:
     def __init__(self, port: int, nodes: int, job: str, timeout: float) -> None:
         """
         Args:
-            job: what all nodes must have been started with alike.
-            timeout: seconds that the other nodes have to come.
+            job: the settings, which must be the same on every node.
+            timeout: seconds that the other nodes have to connect.
         """
         self._nodes, self._job, self._timeout, self._port = nodes, job, timeout, port
         self._members: dict[int, _Peer] = {}
@@ -76,7 +76,7 @@ class Leader:
             ) from None
 
     def gather(self, urls: list[str]) -> list[str]:
-        """Every node's servers, in the order of nodes."""
+        """The servers of all nodes, in the order of nodes."""
         deadline = time.monotonic() + self._timeout
         while len(self._members) < self._nodes - 1:
             self._listener.settimeout(max(0.01, deadline - time.monotonic()))
@@ -86,14 +86,14 @@ class Leader:
                 missing = sorted(set(range(1, self._nodes)) - set(self._members))
                 raise NodeFailure(
                     f"node {', '.join(map(str, missing))} did not come to port {self._port} within "
-                    f"{self._timeout:g} s; the same script must run on every node"
+                    f"{self._timeout:g} s; the same command must run on every node"
                 ) from None
-        every = {0: urls}
-        while len(every) < self._nodes:
+        urls_of = {0: urls}
+        while len(urls_of) < self._nodes:
             for rank, peer in self._members.items():
-                if rank not in every and (message := peer.receive(0.1)):
-                    every[rank] = message["urls"]
-        together = [url for rank in range(self._nodes) for url in every[rank]]
+                if rank not in urls_of and (message := peer.receive(0.1)):
+                    urls_of[rank] = message["urls"]
+        together = [url for rank in range(self._nodes) for url in urls_of[rank]]
         for peer in self._members.values():
             peer.send({"urls": together})
         return together
@@ -116,7 +116,7 @@ class Leader:
         self._members[rank] = peer
 
     def watch(self, wait: float) -> bool:
-        """Wait; raises NodeFailure as soon as another node fails. Never True: node 0 says when the job is done."""
+        """Wait; raises NodeFailure as soon as another node fails. Always False: node 0 decides when the job is done."""
         deadline = time.monotonic() + wait
         while True:
             by_socket = {peer.socket: peer for peer in self._members.values()}
@@ -131,7 +131,7 @@ class Leader:
     def finish(self, failure: str | None) -> None:
         """Tell everybody that the job is done, or why not."""
         for peer in self._members.values():
-            with contextlib.suppress(NodeFailure):  # the others are still to be told
+            with contextlib.suppress(NodeFailure):  # the others still need the message
                 peer.send({"done": True} if failure is None else {"failed": failure})
         self._listener.close()
 
@@ -149,7 +149,7 @@ class Member:
                 if time.monotonic() > deadline:
                     raise NodeFailure(
                         f"node 0 does not answer at {host}:{port} after {timeout:g} s ({error.strerror or error}); "
-                        "is the script running there, and --master-addr right?"
+                        "is the command running there, and --master-addr right?"
                     ) from None
                 time.sleep(0.3)
         self._leader, self._rank = _Peer(connection, "node 0"), rank
@@ -167,7 +167,7 @@ class Member:
         return message is not None and "done" in message
 
     def finish(self, failure: str | None) -> None:
-        """Tell node 0 that this one is done, or why not; it may have ended before."""
+        """Tell node 0 that this node is done, or why not; node 0 may have ended already."""
         with contextlib.suppress(NodeFailure):
             self._leader.send({"finished": self._rank} if failure is None else {"failed": failure})
         self._leader.socket.close()

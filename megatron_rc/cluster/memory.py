@@ -1,12 +1,13 @@
-"""What a trainer GPU and a server GPU hold, in bytes, from the configuration alone.
+"""Bytes that a trainer GPU and a server GPU hold, computed from the configuration alone.
 
-Parameters, gradients and optimizer state are counted exactly. Activations are those that autograd saves, tensor by
-tensor, as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4), for the layers that model.py configures: grouped
-queries, SwiGLU, RMSNorm, no dropout, the scores of attention not stored.
+Parameters, gradients and optimizer state are exact. Activations are those that autograd saves, tensor by tensor, as in
+Korthikanti et al. 2022 (arXiv 2205.05198, section 4), for the layers that training/model/build.py configures: grouped
+queries, SwiGLU, RMSNorm, no dropout, and attention that does not store its scores.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,13 +18,13 @@ from megatron_rc.settings import Dtype, JobSettings, ParallelSettings
 GIB = 1024**3
 
 RESERVED = 4 * GIB
-"""Of every trainer GPU, an allowance: CUDA context, NCCL buffers, matrix-product workspaces, allocator gaps."""
+"""Allowance per trainer GPU: CUDA context, NCCL buffers, matrix-product workspaces, gaps of the allocator."""
 
 _ROW_BYTES = 32
-"""fp32 numbers and ids that log-probs, entropy and their gradient keep a row."""
+"""fp32 numbers and ids that log-probs, entropy and their gradient keep per row."""
 
 _TORCH_CHUNKS = 3 * 16 * 1024**2
-"""Without the Triton kernels logits become fp32 16 MiB at a time; two and a little were seen at once."""
+"""Without the Triton kernels logits become fp32 in chunks of 16 MiB, of which fewer than three exist at once."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,19 @@ class TrainerMemory:
 
     weights: int
     gradients: int
-    """fp32 whatever the model's dtype: the reduction over data-parallel ranks is (training/optimizer.py)."""
+    """Always fp32, whatever the dtype of the model, because data-parallel ranks reduce them in fp32."""
     optimizer: int
-    """fp32 copy of the weights unless they are fp32, two fp32 moments for Adam; every data-parallel rank has all."""
+    """fp32 copy of the weights unless they are fp32, two fp32 moments for Adam; every data-parallel rank holds all."""
     saved_weights: int
-    """The trained weights, set aside while the reference policy of a KL penalty runs."""
+    """The trained weights, set aside while the policy of the KL penalty runs."""
     activations: int
     """Saved for backward by all micro-batches in flight."""
     logits: int
     """Logits, their gradient, the head's weight gradient, and what log-probs keep; on the last stage."""
     backward: int
-    """Gradients flowing through the widest layer: of its output and of its input."""
+    """Gradients of the output and of the input of the widest layer."""
     step: int
-    """What Adam without a fused kernel holds during its step: the root of the second moment."""
+    """The root of the second moment, which Adam without a fused kernel holds during its step."""
     reserved: int = RESERVED
 
     @property
@@ -64,7 +65,7 @@ class ServerMemory:
 
     weights: int
     kv_cache: int
-    """What is left of the share that SGLang takes."""
+    """The rest of the share that SGLang takes."""
     kv_token: int
     """Keys and values of one token."""
 
@@ -77,7 +78,7 @@ class ServerMemory:
 def parameter_count(hf: dict[str, Any]) -> int:
     """Parameters of the whole model; a tied head is the embedding and counts once."""
     shapes = {tensor.name: tensor.shape for parameter in parameters(hf) for tensor in parameter.tensors}
-    return sum(_product(shape) for shape in shapes.values())
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def local_parameters(hf: dict[str, Any], parallel: ParallelSettings, stage: int) -> int:
@@ -97,7 +98,7 @@ def local_parameters(hf: dict[str, Any], parallel: ParallelSettings, stage: int)
             shape = list(tensor.shape)
             if parameter.layer is None and tensor.split == 0:
                 shape[0] = padded_vocab_size(hf, parallel.tensor)
-            size = _product(tuple(shape))
+            size = math.prod(shape)
             if parameter.expert is not None:
                 size //= expert_share
             elif tensor.split is not None:
@@ -117,30 +118,23 @@ def _on_stage(parameter: Parameter, hf: dict[str, Any], parallel: ParallelSettin
     return stage == last
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
-
-
 def saved_per_token(
     hf: dict[str, Any], parallel: ParallelSettings, dtype: Dtype, *, moe: bool, fused: bool = True
 ) -> float:
-    """Bytes that one layer saves for backward, a token, without TransformerEngine (which saves less).
+    """Bytes per token that one layer saves for backward, without TransformerEngine (which saves less).
 
-    With h hidden, q and k the widths of queries and keys of this rank, f the inner width of this rank, b bytes a
-    number (k = kept experts times their inner width for a mixture)::
+    With h the hidden size, q and k the widths of this rank's queries and keys, f its inner width (kept experts times
+    their inner width for a mixture), b bytes per number::
 
         2 (norm(h) + b h) + norm(q) + norm(k) + rope + 5 b q + 4 heads + 3 b f
 
-    Every linear layer and norm saves its input, attention its four operands and the log-sum of its scores. The tokens
-    of a micro-batch are taken to be one sequence, and to be spread evenly over expert-parallel ranks.
+    Every linear layer and norm saves its input, attention saves its four operands and the log-sum of its scores. The
+    estimate assumes that a micro-batch is one sequence and that its tokens spread evenly over expert-parallel ranks.
 
     Args:
-        moe: a mixture-of-experts layer.
-        fused: the kernels of a GPU: a norm saves its input, SwiGLU the two halves it joins. False: those of a CPU,
-            where a norm saves two fp32 copies and SwiGLU every intermediate value.
+        moe: whether this is a mixture-of-experts layer.
+        fused: with the kernels of a GPU, a norm saves its input and SwiGLU the two halves that it joins; with those of
+            a CPU (False), a norm saves two fp32 copies and SwiGLU every intermediate value.
     """
     b, t = DTYPES[dtype].bytes, parallel.tensor
     hidden, head = hf["hidden_size"], hf["head_dim"]
@@ -177,41 +171,34 @@ def activation_bytes(
     tokens: int,
     stage: int,
     fused: bool = True,
-    recompute: bool = False,
 ) -> int:
-    """Bytes that one micro-batch of ``tokens`` saves on a rank of ``stage``, without logits.
-
-    Args:
-        recompute: of every layer only its input is kept, and one layer's worth during its backward; model.py does not
-            configure it, so this is what could be won.
-    """
+    """Bytes that one micro-batch of ``tokens`` saves on a rank of ``stage``, without logits."""
     b, last = DTYPES[dtype].bytes, stage == parallel.pipeline - 1
     count = hf["num_hidden_layers"] // parallel.pipeline
     mine = moe_layers(hf)[stage * count : (stage + 1) * count]
     layers = [saved_per_token(hf, parallel, dtype, moe=moe, fused=fused) for moe in mine]
     hidden = hf["hidden_size"] / (parallel.tensor if any(moe_layers(hf)) else 1)
-    a_token = len(layers) * b * hidden + max(layers) if recompute else sum(layers)
-    a_token += 16 + (8 if stage == 0 else 0)  # where rows stand in padded blocks; token ids
+    per_token = sum(layers) + 16 + (8 if stage == 0 else 0)  # positions of rows in padded blocks; token ids
     if last:
-        a_token += (b if fused else 8) * hidden + 4 + b * hidden  # final norm, and the head's input
-    return round(tokens * a_token)
+        per_token += (b if fused else 8) * hidden + 4 + b * hidden  # final norm, and the head's input
+    return round(tokens * per_token)
 
 
 def trainer_memory(
-    settings: JobSettings, hf: dict[str, Any], *, tokens: int, stage: int, micro_batches: int, recompute: bool = False
+    settings: JobSettings, hf: dict[str, Any], *, tokens: int, stage: int, micro_batches: int
 ) -> TrainerMemory:
     """Bytes of a GPU of pipeline stage ``stage``.
 
     Args:
-        tokens: of the largest micro-batch.
-        micro_batches: of one optimizer step; as many as there are stages from this one on are in flight (1F1B).
+        tokens: in the largest micro-batch.
+        micro_batches: per optimizer step; as many as there are stages from this one on are in flight (1F1B).
     """
     parallel, train = settings.parallel, settings.train
     dtype, b = train.dtype, DTYPES[train.dtype].bytes
     count = local_parameters(hf, parallel, stage)
     adam, last = train.optimizer == "adam", stage == parallel.pipeline - 1
     in_flight = min(parallel.pipeline - stage, micro_batches)
-    saved = activation_bytes(hf, parallel, dtype, tokens=tokens, stage=stage, recompute=recompute)
+    saved = activation_bytes(hf, parallel, dtype, tokens=tokens, stage=stage)
     vocabulary = padded_vocab_size(hf, parallel.tensor) // parallel.tensor
     logits = tokens * (2 * b * vocabulary + _ROW_BYTES) + vocabulary * hf["hidden_size"] * b
     if train.backend == "torch":
@@ -229,7 +216,7 @@ def trainer_memory(
 
 
 def _widest(hf: dict[str, Any], parallel: ParallelSettings) -> int:
-    """Numbers a token of the widest activation of a layer."""
+    """Numbers per token in the widest activation of a layer."""
     t = parallel.tensor
     widths = [(hf["num_attention_heads"] + 2 * hf["num_key_value_heads"]) * hf["head_dim"] // t]
     if not all(moe_layers(hf)):
@@ -240,11 +227,11 @@ def _widest(hf: dict[str, Any], parallel: ParallelSettings) -> int:
 
 
 def server_memory(hf: dict[str, Any], dtype: Dtype, *, tensor: int, gpu: int, share: float) -> ServerMemory:
-    """Bytes of a GPU of a server that ``tensor`` GPUs share.
+    """Bytes of one of the ``tensor`` GPUs that share a server.
 
     Args:
         gpu: bytes of the GPU.
-        share: of it that SGLang takes for weights and cache (--mem-fraction-static).
+        share: the part of it that SGLang takes for weights and cache (--mem-fraction-static).
     """
     b = DTYPES[dtype].bytes
     # a server has one copy of tied embeddings; norms and routers, which every GPU holds, weigh next to nothing
@@ -255,5 +242,5 @@ def server_memory(hf: dict[str, Any], dtype: Dtype, *, tensor: int, gpu: int, sh
 
 
 def by_name(memory: TrainerMemory) -> dict[str, int]:
-    """Field name -> bytes, without those that are 0."""
+    """Bytes by field name, without the fields that are 0."""
     return {f.name: value for f in fields(memory) if (value := getattr(memory, f.name))}

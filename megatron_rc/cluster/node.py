@@ -1,265 +1,206 @@
-"""One node of a job: starts its servers and its share of the trainer, and ends both with the job.
-
-`launch/train_qwen3_4b_2x8.sh --help` says how it is used; cluster_common.sh starts it.
-"""
+"""One node of a job: it starts its servers and its share of the trainer, and ends both with the job."""
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
-import shlex
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from megatron_rc import settings
-from megatron_rc.cluster.launch import read_options, take_slurms_place
-from megatron_rc.cluster.layout import Cluster, Command, Places, servers_of, trainer_of
-from megatron_rc.cluster.meeting import Alone, Leader, Member, NodeFailure
-from megatron_rc.jobs.run import quiet_imports
+from megatron_rc.cluster import processes, server
+from megatron_rc.cluster.layout import (
+    Command,
+    Places,
+    Server,
+    nodes_of,
+    servers_of,
+    trainer_of,
+    warm_folder,
+    warm_up_of,
+)
+from megatron_rc.cluster.meeting import Alone, Leader, Member
+from megatron_rc.cluster.processes import say
 from megatron_rc.rollout.sglang.http import own_address
 
 if TYPE_CHECKING:
-    from megatron_rc.cluster.plan import Plan
+    from megatron_rc.cluster.launch import Launch
+    from megatron_rc.settings import JobSettings
 
-LAUNCH = Path(__file__).parents[2] / "launch"
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-GRACE = 30
-"""Seconds that what is told to end has before it is killed."""
+GRACE = 30.0
+"""Seconds that the trainer has to end before it is killed."""
 
 
 def visible_gpus(wanted: int) -> list[str]:
-    """What CUDA calls this machine's GPUs; empty where there are none, and the trainer computes on the CPU.
+    """The names that CUDA has for this machine's GPUs; none where there are none, and the trainer computes on the CPU.
 
     Raises:
         ValueError: fewer than ``wanted``.
     """
-    found: list[str] = []
-    if os.environ.get("CUDA_VISIBLE_DEVICES"):
-        found = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    names: list[str] = []
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        names = [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
     elif shutil.which("nvidia-smi"):
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-        found = [str(number) for number in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
-    if found and len(found) < wanted:
-        raise ValueError(f"this node shows {len(found)} GPUs, --gpus-per-node is {wanted}")
-    return found[:wanted]
+        names = [str(number) for number in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
+    if names and len(names) < wanted:
+        raise ValueError(f"this node shows {len(names)} GPUs, cluster.gpus_per_node is {wanted}")
+    return names[:wanted]
 
 
-def places(options: argparse.Namespace, hosts: Sequence[str], visible: Sequence[str] = ()) -> Places:
-    rendezvous = options.backend or ["--master-addr", hosts[0], "--master-port", str(options.master_port)]
-    arguments = [word for assignment in options.set for word in ("--set", assignment)]
-    arguments += [f"--{name}" for name in ("fresh", "dump") if getattr(options, name)]
-    return Places(
-        config=options.config,
-        hosts=hosts,
-        rendezvous=rendezvous,
-        arguments=arguments,
-        server_flags=["--timeout", str(options.server_timeout), *options.server_flags],
-        launch=str(LAUNCH),
-        python=sys.executable,
-        server_python=os.environ.get("SGLANG_PYTHON", "python3"),
-        first_port=options.server_port,
-        visible=visible,
-    )
+def become_the_trainer(settings: JobSettings, given: Launch) -> NoReturn:
+    """On one node without servers, nothing but torchrun is needed: this process becomes it."""
+    command = trainer_of(settings, 0, given.places(1, ["127.0.0.1"], visible_gpus(settings.cluster.gpus_per_node)), [])
+    assert command is not None
+    os.execvpe(command.words[0], command.words, _trainer_environment(command))
 
 
-def dry_run(plan: Plan, options: argparse.Namespace, script: str) -> None:
-    from megatron_rc.cluster.plan import describe
-
-    hosts = getattr(options, "hosts", None) or [
-        options.master_addr or "node0",
-        *(f"node{rank}" for rank in range(1, options.nodes)),
-    ]
-    print(describe(plan, places(options, hosts)))
-    if options.nodes > 1:
-        print("\non every node, unless Slurm does it:")
-        for rank in range(options.nodes):
-            words = ["--node-rank", str(rank), "--master-addr", hosts[0], *options.words]
-            print(f"  {shlex.join(w for w in ['bash', script, *words] if w != '--dry-run')}")
-    plan.check_memory()
-
-
-def run(plan: Plan, options: argparse.Namespace) -> None:
+def run(settings: JobSettings, given: Launch) -> None:
     """Start this node's part and stay until the job ends.
 
     Raises:
-        NodeFailure, ValueError: why it ended.
+        ValueError: why it ended.
     """
-    rank, nodes, path = options.node_rank, options.nodes, plan.settings.model.hf_path
-    if nodes > 1 and (rank is None or not options.master_addr):
+    nodes, rank, path = settings.cluster.nodes, given.node_rank, settings.model.hf_path
+    if nodes > 1 and (rank is None or not given.master_addr):
         raise ValueError("--node-rank and --master-addr must be given when there are several nodes and no Slurm job")
-    rank, master = rank or 0, options.master_addr or "127.0.0.1"
+    rank, master = rank or 0, given.master_addr if nodes > 1 and given.master_addr else "127.0.0.1"
     if not 0 <= rank < nodes:
         raise ValueError(f"--node-rank must be one of 0 to {nodes - 1}, got {rank}")
     if path and not (Path(path) / "config.json").is_file():
         raise ValueError(f"model.hf_path={path} has no config.json on this node; download the checkpoint there")
-    visible = visible_gpus(options.gpus_per_node)
+    visible = visible_gpus(settings.cluster.gpus_per_node)
     try:
-        address = own_address(master, options.master_port)
+        address = own_address(master, given.master_port)
     except OSError as error:
         raise ValueError(f"--master-addr {master} cannot be reached: {error.strerror or error}") from None
-    job = repr((plan.settings, plan.cluster, options.master_port))
-    meeting: Any = Alone()
+    meeting: Alone | Leader | Member = Alone()
     if nodes > 1:
-        port = options.master_port + 1
+        port, job = given.master_port + 1, repr((settings, given.master_port))
         meeting = (
-            Leader(port, nodes, job, options.timeout) if rank == 0 else Member(master, port, rank, job, options.timeout)
+            Leader(port, nodes, job, given.timeout) if rank == 0 else Member(master, port, rank, job, given.timeout)
         )
-    here = places(options, [master if r == 0 else address for r in range(nodes)], visible)
-    servers = servers_of(plan.cluster, plan.settings, rank, here)
-    here_count = plan.cluster.layout[rank].training
-    say(f"node {rank} at {address}: {here_count} training processes, {len(servers)} servers")
-    work(meeting, servers, lambda urls: trainer_of(plan.cluster, plan.settings, rank, here, urls))
+    places = given.places(nodes, [master if r == 0 else address for r in range(nodes)], visible)
+    servers, training = servers_of(settings, rank, places), nodes_of(settings.cluster)[rank].training
+    processes.exit_on_signals()
+    say(f"node {rank} at {address}: {training} training processes, {len(servers)} servers")
+    if rank == 0:
+        _warm_up(settings, places, fresh=given.fresh)
+    work(meeting, servers, lambda urls: trainer_of(settings, rank, places, urls))
 
 
-def work(meeting: Any, servers: Sequence[tuple[str, Command]], trainer: Callable[[list[str]], Command | None]) -> None:
+def _warm_up(settings: JobSettings, places: Places, *, fresh: bool) -> None:
+    """Make the checkpoint that the servers start from, unless the job has one or an earlier run made it."""
+    warm, command = warm_folder(settings), warm_up_of(settings, places)
+    if command is None or (not fresh and Path(f"{warm}/hf/config.json").is_file()):
+        return
+    say(f"warming up, into {warm}")
+    trainer = Children()
+    try:
+        trainer.train(command)
+        trainer.check(None)
+    finally:
+        trainer.end()
+
+
+def work(
+    meeting: Alone | Leader | Member, servers: Sequence[Server], trainer: Callable[[list[str]], Command | None]
+) -> None:
     """Serve, meet, train, and end everything together.
 
     Args:
         trainer: from the addresses of all servers to this node's trainer, or None to serve until the job ends.
 
     Raises:
-        NodeFailure, ValueError: why the job ended, if it did not end well.
+        ValueError: why the job ended, if it did not end well.
     """
     children = Children()
     failure: str | None = "stopped"
     try:
         urls = meeting.gather(children.serve(servers))
-        command = trainer(urls)
-        if command:
+        if command := trainer(urls):
             children.train(command)
         while children.training() and not meeting.watch(0.5):
             pass
         children.check(GRACE)
         failure = None
-    except (NodeFailure, ValueError) as error:
+    except ValueError as error:
         failure = str(error)
         raise
     finally:
-        # a second Ctrl-C would leave servers behind
-        for number in ENDING:
-            signal.signal(number, signal.SIG_IGN)
+        processes.ignore_signals()
         meeting.finish(failure)
         children.end()
 
 
 class Children:
-    """What this node started."""
+    """The processes that this node started."""
 
     def __init__(self) -> None:
         self._starting: list[subprocess.Popen[bytes]] = []
-        self._logs: list[str] = []
+        self._logs: list[Path] = []
         self._trainer: subprocess.Popen[bytes] | None = None
 
-    def serve(self, servers: Sequence[tuple[str, Command]]) -> list[str]:
-        """Start the servers, all at once, and wait until they answer."""
-        for _, command in servers:
-            words = [*command.words, "--background", "--stop-with", str(os.getpid())]
-            self._logs.append(words[words.index("--log") + 1])
-            self._starting.append(subprocess.Popen(words, env={**os.environ, **command.environment}))
-        for (url, _), script in zip(servers, self._starting, strict=True):
-            if script.wait():
-                raise ValueError(f"the server {url} did not start; what it said stands above")
-        return [url for url, _ in servers]
+    def serve(self, servers: Sequence[Server]) -> list[str]:
+        """Start the servers, all at once, wait until they answer, and return their addresses."""
+        for one in servers:
+            words = [*one.command.words, "--background", "--stop-with", str(os.getpid())]
+            self._logs.append(Path(one.log))
+            environment = processes.child_environment() | one.command.environment
+            self._starting.append(subprocess.Popen(words, env=environment))
+        for one, starter in zip(servers, self._starting, strict=True):
+            if starter.wait():
+                raise ValueError(f"the server {one.url} did not start; its own message stands above")
+        return [one.url for one in servers]
 
     def train(self, command: Command) -> None:
         self._trainer = subprocess.Popen(
-            command.words,
-            env={**os.environ, **command.environment},
-            start_new_session=True,
-            preexec_fn=_end_with_parent,
+            command.words, env=_trainer_environment(command), start_new_session=True, preexec_fn=_end_with_parent
         )
 
     def training(self) -> bool:
-        """False once the trainer of this node has ended; True for ever where none was started."""
+        """False once the trainer of this node has ended; always True where none was started."""
         return self._trainer is None or self._trainer.poll() is None
 
-    def check(self, wait: float) -> None:
+    def check(self, wait: float | None) -> None:
         """Raises ValueError unless the trainer of this node, if there is one, ends well within ``wait`` seconds."""
         if self._trainer is None:
             return
         try:
             status = self._trainer.wait(wait)
         except subprocess.TimeoutExpired:
-            raise ValueError("the trainer of this node went on after that of node 0 had ended") from None
+            raise ValueError("the trainer of this node still ran after that of node 0 had ended") from None
         if status:
-            raise ValueError("the trainer failed; what stopped it is said above the launcher's own traceback")
+            raise ValueError("the trainer failed; its own error stands above the launcher's traceback")
 
     def end(self) -> None:
-        """Stop what still runs, and nothing else."""
-        for script in self._starting:
-            if script.poll() is None:
-                script.terminate()
+        """Stop the processes that still run, and nothing else."""
+        for starter in self._starting:
+            if starter.poll() is None:
+                starter.terminate()
         if self._trainer is not None and self._trainer.poll() is None:
             self._trainer.terminate()  # torchrun passes it on to its workers
             try:
                 self._trainer.wait(GRACE)
             except subprocess.TimeoutExpired:
                 os.killpg(self._trainer.pid, signal.SIGKILL)
-        for script in self._starting:
-            script.wait()
-        stops = [
-            subprocess.Popen(["bash", str(LAUNCH / "serve_sglang.sh"), "stop", "--log", log])
-            for log in self._logs
-            if Path(log).with_suffix(".pid").exists()
-        ]
-        for stop in stops:
-            stop.wait()
+        for starter in self._starting:
+            starter.wait()
+        running = [log for log in self._logs if server.pid_file(log).exists()]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(server.stop, running))
+
+
+def _trainer_environment(command: Command) -> dict[str, str]:
+    # Megatron orders its communication before its matrix products by the second
+    defaults = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return processes.child_environment(**defaults) | command.environment
 
 
 def _end_with_parent() -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-_STARTED = time.monotonic()
-
-
-def say(text: str) -> None:
-    print(f"[{time.monotonic() - _STARTED:4.0f}s] {text}", flush=True)
-
-
-def end_on_signals() -> None:
-    """As an exception, so that what was started is ended first."""
-
-    def leave(number: int, frame: Any) -> NoReturn:
-        sys.exit(128 + number)
-
-    for number in ENDING:
-        signal.signal(number, leave)
-
-
-def main() -> None:
-    script, defaults, *words = sys.argv[1:]
-    end_on_signals()
-    try:
-        options = read_options(words, script, defaults)
-        cluster = Cluster(
-            nodes=options.nodes,
-            gpus_per_node=options.gpus_per_node,
-            serve_gpus=options.serve_gpus,
-            server_tensor=options.server_tp,
-            gpu_memory=options.gpu_memory,
-            server_share=options.server_share,
-        )
-        take_slurms_place(options, script)
-        quiet_imports()
-        from megatron_rc.cluster.plan import make_plan
-
-        plan = make_plan(settings.load(Path(options.config), options.set), cluster)
-        if options.dry_run:
-            dry_run(plan, options, script)
-        else:
-            run(plan, options)
-    except (NodeFailure, ValueError) as error:
-        sys.exit(f"{Path(script).name}: {error}")
-
-
-if __name__ == "__main__":
-    main()

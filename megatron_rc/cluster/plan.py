@@ -1,4 +1,4 @@
-"""Whether a job can be cut over a cluster and fits its GPUs, and what a dry run prints about it."""
+"""The plan of a job on its cluster: whether it can be divided and fits the GPUs, and the text of a dry run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rc import schema
 from megatron_rc.cluster import memory
-from megatron_rc.cluster.layout import Cluster, Command, Places, servers_of, trainer_of
+from megatron_rc.cluster.layout import Command, Node, Places, nodes_of, servers_of, trainer_of, warm_folder, warm_up_of
 from megatron_rc.models.config import hf_config_dict, moe_layers
 from megatron_rc.settings import JobSettings, ModelSettings
 from megatron_rc.tasks.registry import OPTIONS
@@ -20,13 +20,20 @@ class Plan:
     """A job on a cluster, checked."""
 
     settings: JobSettings
-    cluster: Cluster
     hf: dict[str, Any] = field(repr=False)
+
+    @property
+    def nodes(self) -> list[Node]:
+        return nodes_of(self.settings.cluster)
+
+    @property
+    def train_gpus(self) -> int:
+        return sum(node.training for node in self.nodes)
 
     @property
     def data_size(self) -> int:
         parallel = self.settings.parallel
-        return self.cluster.train_gpus // (parallel.tensor * parallel.pipeline)
+        return self.train_gpus // (parallel.tensor * parallel.pipeline)
 
     @property
     def longest_prompt(self) -> int:
@@ -51,69 +58,69 @@ class Plan:
         tokens = min(max(train.max_tokens_per_microbatch, self.longest), share * self.longest)
         return tokens, -(-share * self.longest // tokens)
 
-    def trainer_memory(self, *, recompute: bool = False) -> list[memory.TrainerMemory]:
-        """Of a GPU of every pipeline stage."""
+    def trainer_memory(self) -> list[memory.TrainerMemory]:
+        """One GPU of every pipeline stage."""
         tokens, count = self.micro_batch
         return [
-            memory.trainer_memory(
-                self.settings, self.hf, tokens=tokens, stage=stage, micro_batches=count, recompute=recompute
-            )
+            memory.trainer_memory(self.settings, self.hf, tokens=tokens, stage=stage, micro_batches=count)
             for stage in range(self.settings.parallel.pipeline)
         ]
 
     def server_memory(self) -> memory.ServerMemory:
-        cluster = self.cluster
+        cluster = self.settings.cluster
         return memory.server_memory(
             self.hf,
             self.settings.train.dtype,
-            tensor=cluster.server_tensor,
+            tensor=cluster.server_tp,
             gpu=round(cluster.gpu_memory * memory.GIB),
             share=cluster.server_share,
         )
 
     def check_memory(self) -> None:
         """Raises ValueError when the estimate says that the job does not fit."""
-        limit = self.cluster.gpu_memory * memory.GIB
-        for stage, found in enumerate(self.trainer_memory()):
-            if found.total > limit:
+        cluster = self.settings.cluster
+        for stage, needed in enumerate(self.trainer_memory()):
+            if needed.total > cluster.gpu_memory * memory.GIB:
                 raise ValueError(
-                    f"a trainer GPU of pipeline stage {stage} needs about {found.total / memory.GIB:.1f} GiB of "
-                    f"{self.cluster.gpu_memory:g} (--gpu-memory): more parallel.tensor, pipeline or expert, fewer "
-                    "train.max_tokens_per_microbatch or rollout.max_new_tokens, or larger GPUs"
+                    f"a trainer GPU of pipeline stage {stage} needs about {needed.total / memory.GIB:.1f} GiB of "
+                    f"{cluster.gpu_memory:g} (cluster.gpu_memory): raise parallel.tensor, pipeline or expert, lower "
+                    "train.max_tokens_per_microbatch or rollout.max_new_tokens, or take larger GPUs"
                 )
-        if self.cluster.serve_gpus and (server := self.server_memory()).tokens < self.longest:
+        if cluster.serve_gpus and (server := self.server_memory()).tokens < self.longest:
             raise ValueError(
                 f"a serving GPU holds {server.weights / memory.GIB:.1f} GiB of weights and a cache of "
-                f"{server.tokens:,} tokens, less than one sequence of {self.longest:,}: raise --server-tp"
+                f"{server.tokens:,} tokens, less than one sequence of {self.longest:,}: raise cluster.server_tp"
             )
 
 
-def make_plan(settings: JobSettings, cluster: Cluster) -> Plan:
-    """Check that ``settings`` can be cut over ``cluster``.
+def make_plan(settings: JobSettings) -> Plan:
+    """Check that a job can be divided among the GPUs of its cluster.
 
     Raises:
-        ValueError: one sentence naming the fields or options that do not go together.
+        ValueError: one sentence naming the fields that do not go together.
     """
-    # here, so that whoever asks can first silence what megatron-core says on import
+    # imported here, so that the caller can first silence megatron-core's warnings on import
     from megatron_rc.training import groups
     from megatron_rc.training.model.build import check_layout
 
-    plan = Plan(settings=settings, cluster=cluster, hf=_hf_config(settings.model))
-    parallel, rollout, hf = settings.parallel, settings.rollout, plan.hf
+    plan = Plan(settings=settings, hf=_hf_config(settings.model))
+    parallel, rollout, cluster, hf = settings.parallel, settings.rollout, settings.cluster, plan.hf
     if cluster.serve_gpus and rollout.engine != "sglang":
-        raise ValueError(f"--serve-gpus must be 0 when rollout.engine is {rollout.engine!r}, got {cluster.serve_gpus}")
-    if cluster.serve_gpus and settings.model.hf_path is None:
-        raise ValueError("model.hf_path must name a checkpoint, which is what the servers serve")
-    groups.check_layout(parallel, cluster.train_gpus)
+        raise ValueError(
+            f"cluster.serve_gpus must be 0 when rollout.engine is {rollout.engine!r}, got {cluster.serve_gpus}"
+        )
+    if warm_folder(settings) and cluster.nodes > 1:
+        raise ValueError("model.hf_path must name a checkpoint on every node, for the servers to start from")
+    groups.check_layout(parallel, plan.train_gpus)
     check_layout(hf, parallel)
-    for rank, node in enumerate(cluster.layout):
+    for rank, node in enumerate(plan.nodes):
         if node.training % parallel.tensor:
             raise ValueError(
                 f"parallel.tensor must divide the GPUs that train on a node, got {parallel.tensor} and "
                 f"{node.training} on node {rank}"
             )
     if cluster.serve_gpus:
-        _check_server(hf, cluster.server_tensor)
+        _check_server(hf, cluster.server_tp)
     if plan.longest > hf["max_position_embeddings"]:
         raise ValueError(
             f"rollout.max_new_tokens={rollout.max_new_tokens} after a prompt of {plan.longest_prompt} tokens is "
@@ -126,40 +133,43 @@ def _check_server(hf: dict[str, Any], tensor: int) -> None:
     sizes = ["num_attention_heads", "moe_intermediate_size" if any(moe_layers(hf)) else "intermediate_size"]
     for name in sizes:
         if hf[name] % tensor:
-            raise ValueError(f"{name} must be divisible by --server-tp, got {hf[name]} and {tensor}")
+            raise ValueError(f"{name} must be divisible by cluster.server_tp, got {hf[name]} and {tensor}")
     shared = hf["num_key_value_heads"]
     if shared % tensor and tensor % shared:
-        raise ValueError(f"--server-tp must divide num_key_value_heads or be a multiple, got {tensor} and {shared}")
+        raise ValueError(
+            f"cluster.server_tp must divide num_key_value_heads or be a multiple of it, got {tensor} and {shared}"
+        )
 
 
 def _hf_config(model: ModelSettings) -> dict[str, Any]:
-    """Of the checkpoint where there is one, else as the settings give it; both must be the same model."""
+    """The configuration of the checkpoint where there is one, else of the settings; both must be the same model."""
     if model.hf_path is None or (model.config and not (Path(model.hf_path) / "config.json").is_file()):
         return hf_config_dict(ModelSettings(config=model.config))
-    found = hf_config_dict(ModelSettings(hf_path=model.hf_path))
+    stored = hf_config_dict(ModelSettings(hf_path=model.hf_path))
     if model.config:
         stated = hf_config_dict(ModelSettings(config=model.config))
         for name in model.config:
-            if name in found and found[name] != stated[name]:
+            if name in stored and stored[name] != stated[name]:
                 raise ValueError(
-                    f"{model.hf_path} is not the model of model.config: its {name} is {found[name]!r}, "
+                    f"{model.hf_path} is not the model of model.config: its {name} is {stored[name]!r}, "
                     f"not {stated[name]!r}"
                 )
-    return found
+    return stored
 
 
 def describe(plan: Plan, places: Places) -> str:
-    """What a dry run prints: the layout, GiB a GPU, and each node's commands."""
+    """The text of a dry run: the layout, GiB per GPU, and each node's commands."""
+    settings = plan.settings
     lines = [*_layout_lines(plan, places), "", *_memory_lines(plan)]
-    if plan.cluster.serve_gpus:
+    if settings.cluster.serve_gpus:
         lines += ["", *_server_lines(plan)]
-    every = [servers_of(plan.cluster, plan.settings, rank, places) for rank in range(plan.cluster.nodes)]
-    urls = [url for servers in every for url, _ in servers]
+    every = [servers_of(settings, rank, places) for rank in range(settings.cluster.nodes)]
+    urls = [server.url for servers in every for server in servers]
     for rank, servers in enumerate(every):
-        trainer = trainer_of(plan.cluster, plan.settings, rank, places, urls)
-        commands = [command for _, command in servers] + ([trainer] if trainer else [])
+        commands = [warm_up_of(settings, places) if rank == 0 else None, *(server.command for server in servers)]
+        commands.append(trainer_of(settings, rank, places, urls))
         lines += ["", f"node {rank} ({places.hosts[rank]}) starts:"]
-        lines += [f"  {_shown(command)}" for command in commands]
+        lines += [f"  {_shown(command)}" for command in commands if command]
     return "\n".join(lines)
 
 
@@ -168,25 +178,25 @@ def _shown(command: Command) -> str:
 
 
 def _layout_lines(plan: Plan, places: Places) -> list[str]:
-    hf, parallel, rollout, cluster = plan.hf, plan.settings.parallel, plan.settings.rollout, plan.cluster
+    hf, parallel, rollout = plan.hf, plan.settings.parallel, plan.settings.rollout
     tokens, micro_batches = plan.micro_batch
     model = Path(plan.settings.model.hf_path or "random weights").name
     lines = [
         f"model     {model}: {memory.parameter_count(hf):,} parameters, {hf['num_hidden_layers']} layers, "
         f"{plan.settings.train.dtype}",
-        f"trainer   {cluster.train_gpus} GPUs = tensor {parallel.tensor} x pipeline {parallel.pipeline} x data "
+        f"trainer   {plan.train_gpus} GPUs = tensor {parallel.tensor} x pipeline {parallel.pipeline} x data "
         f"{plan.data_size}" + (f", experts over {parallel.expert}" if any(moe_layers(hf)) else ""),
         f"step      {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt}, a prompt of at most "
         f"{plan.longest_prompt:,} and a response of at most {rollout.max_new_tokens:,} tokens",
-        f"          at most {micro_batches} micro-batches of at most {tokens:,} tokens an optimizer step and rank",
+        f"          at most {micro_batches} micro-batches of at most {tokens:,} tokens per optimizer step and rank",
     ]
-    for rank, node in enumerate(cluster.layout):
+    for rank, node in enumerate(plan.nodes):
         uses = [f"GPUs {_span(range(node.training))} train"] if node.training else []
         if node.serving:
             count = len(node.servers)
             uses.append(
                 f"GPUs {_span(range(node.training, node.gpus))} serve "
-                f"({count} server{'s' * (count > 1)} of {node.server_tensor})"
+                f"({count} server{'s' * (count > 1)} of {node.server_tp})"
             )
         lines.append(f"node {rank:<4} {places.hosts[rank]}: {', '.join(uses)}")
     return lines
@@ -197,7 +207,7 @@ def _span(gpus: range) -> str:
 
 
 def _memory_lines(plan: Plan) -> list[str]:
-    stages, recomputed = plan.trainer_memory(), plan.trainer_memory(recompute=True)
+    stages = plan.trainer_memory()
     lines = ["GiB of a trainer GPU" + "".join(f"{f'stage {i}':>10}" for i in range(len(stages)))]
 
     def row(name: str, values: list[int]) -> str:
@@ -205,15 +215,14 @@ def _memory_lines(plan: Plan) -> list[str]:
 
     for name in memory.by_name(stages[0]) | memory.by_name(stages[-1]):
         lines.append(row(name.replace("_", " "), [getattr(stage, name) for stage in stages]))
-    lines.append(row("peak", [stage.total for stage in stages]) + f"   of {plan.cluster.gpu_memory:g}")
-    lines.append(row("(with recompute)", [stage.total for stage in recomputed]) + "   not configured by this trainer")
+    lines.append(row("peak", [stage.total for stage in stages]) + f"   of {plan.settings.cluster.gpu_memory:g}")
     lines.append("  peak = weights, gradients, optimizer, reserved + the larger of the optimizer's step and the rest")
     return lines
 
 
 def _server_lines(plan: Plan) -> list[str]:
-    server, rollout = plan.server_memory(), plan.settings.rollout
-    servers = sum(len(node.servers) for node in plan.cluster.layout)
+    server, rollout, cluster = plan.server_memory(), plan.settings.rollout, plan.settings.cluster
+    servers = sum(len(node.servers) for node in plan.nodes)
     wanted = -(-rollout.prompts_per_step * rollout.samples_per_prompt // servers)
     return [
         "GiB of a serving GPU",
@@ -222,5 +231,5 @@ def _server_lines(plan: Plan) -> list[str]:
         f"{server.kv_token / 1024:.0f} KiB: {server.tokens // plan.longest} longest sequences at once "
         f"of the {wanted} that a step sends to a server",
         f"  {'together':<18}{(server.weights + server.kv_cache) / memory.GIB:10.1f}   "
-        f"of {plan.cluster.gpu_memory:g} (--mem-fraction-static {plan.cluster.server_share:g})",
+        f"of {cluster.gpu_memory:g} (--mem-fraction-static {cluster.server_share:g})",
     ]

@@ -1,29 +1,32 @@
-"""The scripts that train on a cluster: two nodes on this machine, what a dry run prints, and what they refuse."""
+"""The verb `launch` and the scripts that call it: two nodes on this machine, dry runs, Slurm, and what is refused."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from cluster_nodes import LAUNCH, environment, free_port
 from jobs import DENSE, settings_file
 from sglang_server import save_checkpoint
+from typer.testing import CliRunner, Result
 
-from megatron_rc import settings
+from megatron_rc.cli import app
 from megatron_rc.cluster import node
-from megatron_rc.cluster.launch import read_options, take_slurms_place
-from megatron_rc.cluster.layout import Cluster
-from megatron_rc.cluster.plan import make_plan
+from megatron_rc.cluster.launch import Launch, launch
 from megatron_rc.report.log import read_metrics
+from megatron_rc.schema import load_yaml
 
 ROOT = LAUNCH.parent
 SCRIPT = LAUNCH / "train_qwen3_4b_2x8.sh"
-DEFAULTS = "nodes=2 gpus_per_node=8 serve_gpus=8 server_tp=1 gpu_memory=80"
+RECIPE = LAUNCH / "recipes/qwen3_4b_2x8.yaml"
+VERB = [sys.executable, "-m", "megatron_rc"]
 
 
 def test_two_nodes_over_loopback_train_one_job(tmp_path: Path) -> None:
@@ -57,31 +60,25 @@ def test_a_cpu_server_on_the_second_node_feeds_the_first(tmp_path: Path) -> None
             "task": {"options": {"held_out": 8}},
         },
     )  # fmt: skip
-    python = tmp_path / "python"
-    stand_in = f"SGLANG_USE_CPU_ENGINE=1 PYTHONWARNINGS=ignore PYTHONPATH={LAUNCH}/sglang_cpu/stand_in"
-    python.write_text(f'#!/bin/sh\nexec env {stand_in} {ROOT}/.venv-sglang/bin/python "$@"\n')
-    python.chmod(0o755)
-    flags = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
-    flags += ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle", "--max-total-tokens", "8192"]
-    words = ["--serve-gpus", "1", "--server-share", "0.3", "--server-port", str(free_port()), "--", *flags]
-    said = two_nodes(tmp_path, config, *words, SGLANG_PYTHON=str(python))
+    words = ["--serve-gpus", "1", "--server-share", "0.3", "--server-port", "0", "--", "--cpu"]
+    said = two_nodes(tmp_path, config, *words, SGLANG_PYTHON=f"{LAUNCH}/sglang_cpu/python.sh")
     assert trained_steps(tmp_path) == [1, 2]
     assert "stopped the server" in said[1]
 
 
 def two_nodes(folder: Path, config: Path, *words: str, **extra: str) -> list[str]:
     """What nodes 0 and 1 of one process each say; both must end well. The run goes to ``folder``/run."""
-    start = ["bash", str(SCRIPT), "--config", str(config), "--set", f"output={folder}/run", "--gpus-per-node", "1"]
+    start = [*VERB, "launch", str(config), "--set", f"output={folder}/run", "--nodes", "2", "--gpus-per-node", "1"]
     start += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--timeout", "240"]
-    scripts = [
+    nodes = [
         subprocess.Popen(
             [*start, "--node-rank", str(rank), *words], env=environment(**extra), cwd=folder, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for rank in (0, 1)
     ]  # fmt: skip
-    said = [script.communicate(timeout=280)[0] for script in scripts]
-    assert [script.returncode for script in scripts] == [0, 0], "\n".join(said)
+    said = [started.communicate(timeout=280)[0] for started in nodes]
+    assert [started.returncode for started in nodes] == [0, 0], "\n".join(said)
     return said
 
 
@@ -89,23 +86,25 @@ def trained_steps(folder: Path) -> list[int]:
     return [m["step"] for m in read_metrics(folder / "run/metrics.jsonl") if "reward/mean" in m]
 
 
-def options_of(*words: str) -> Any:
-    return read_options(words, str(SCRIPT), DEFAULTS)
+def given(*assignments: str, **options: Any) -> Launch:
+    return Launch(recipe=RECIPE, assignments=assignments, **options)
 
 
-def plan_of(options: Any) -> Any:
-    cluster = Cluster(nodes=options.nodes, serve_gpus=options.serve_gpus, server_tensor=options.server_tp)
-    return make_plan(settings.load(Path(options.config), options.set), cluster)
+def printed(capsys: pytest.CaptureFixture[str], *assignments: str, **options: Any) -> str:
+    launch(given(*assignments, **options), dry_run=True)
+    return capsys.readouterr().out
 
 
-def test_a_dry_run_prints_commands_that_the_scripts_take(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_dry_run_prints_commands_that_work(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    options = options_of("--serve-gpus", "4", "--server-tp", "2", "--dump", "--dry-run", "--", "--random-seed", "7")
-    node.dry_run(plan_of(options), options, str(SCRIPT))
-    printed = capsys.readouterr().out
-    assert "model     Qwen3-4B: 4,022,468,096 parameters, 36 layers, bf16" in printed
-    assert "node 1    node1: GPUs 0-3 train, GPUs 4-7 serve (2 servers of 2)" in printed
-    commands = [shlex.split(line) for line in printed.splitlines() if line.startswith("  CUDA_VISIBLE_DEVICES=")]
+    said = printed(
+        capsys, "cluster.serve_gpus=4", "cluster.server_tp=2", "cluster.server_flags=--random-seed 7", dump=True,
+        words=[str(RECIPE), "--serve-gpus", "4", "--dry-run", "--", "--log-level", "debug"],
+        server_flags=["--log-level", "debug"],
+    )  # fmt: skip
+    assert "model     Qwen3-4B: 4,022,468,096 parameters, 36 layers, bf16" in said
+    assert "node 1    node1: GPUs 0-3 train, GPUs 4-7 serve (2 servers of 2)" in said
+    commands = [shlex.split(line) for line in said.splitlines() if line.startswith("  CUDA_VISIBLE_DEVICES=")]
     trainers = [c for c in commands if "torch.distributed.run" in c]
     servers = [c for c in commands if c not in trainers]
     assert [c[0] for c in servers] == ["CUDA_VISIBLE_DEVICES=4,5", "CUDA_VISIBLE_DEVICES=6,7"]
@@ -114,35 +113,54 @@ def test_a_dry_run_prints_commands_that_the_scripts_take(capsys: pytest.CaptureF
         assert words[words.index("--nproc-per-node") + 1] == str(8 - 4 * rank)
         assert words[words.index("--nnodes") + 1] == "2" and words[words.index("--node-rank") + 1] == str(rank)
         assert words[-2:] == ["--set", "rollout.sglang.urls=[http://node1:30000, http://node1:30010]"]
-        assert "--dump" in words and "--random-seed" not in words
+        assert "--dump" in words and "--random-seed" not in words and "cluster.serve_gpus=4" in words
     for words in servers:
-        command = [str(tmp_path) if w == "checkpoints/Qwen3-4B" else w for w in words[2:]] + ["--dry-run"]
+        command = [str(tmp_path) if w == "checkpoints/Qwen3-4B" else w for w in words[1:]] + ["--dry-run"]
         run = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
         started = run.stdout.split()
         assert started[started.index("--tp-size") + 1] == "2" and started[started.index("--dtype") + 1] == "bfloat16"
-        assert started[started.index("--host") + 1] == "node1" and started[-2:] == ["--random-seed", "7"]
-    assert f"  bash {SCRIPT} --node-rank 1 --master-addr node0 --serve-gpus 4 --server-tp 2 --dump -- " in printed
+        assert started[started.index("--host") + 1] == "node1"
+        assert started[-4:] == ["--random-seed", "7", "--log-level", "debug"]
+    again = f"  megatron-rc launch --node-rank 1 --master-addr node0 {RECIPE} --serve-gpus 4 -- --log-level debug\n"
+    assert again in said
+
+
+def test_a_job_without_a_checkpoint_warms_up_before_its_server_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    launch(Launch(recipe=LAUNCH / "recipes/sglang_cpu_moe.yaml", fresh=True), dry_run=True)
+    warm_up, server, trainer = (
+        shlex.split(line) for line in capsys.readouterr().out.splitlines() if line.startswith("  CUDA_VISIBLE_DEVICES=")
+    )
+    checkpoint = "runs/sglang-moe/warm/hf"
+    assert 'output="runs/sglang-moe/warm"' in warm_up and "train.steps=0" in warm_up and "rollout.engine=hf" in warm_up
+    assert server[1:5] == [sys.executable, "-m", "megatron_rc", "serve"] and server[5] == checkpoint
+    assert f'model.hf_path="{checkpoint}"' in trainer and "warmup.steps=0" in trainer
+    assert all("--standalone" in words and "--fresh" in words for words in (warm_up, trainer))
+
+
+@pytest.mark.parametrize("recipe", ["qwen3_4b_2x8", "qwen3_30b_a3b_2x8"])
+def test_a_script_launches_its_recipe(recipe: str) -> None:
+    script = LAUNCH / f"train_{recipe}.sh"
+    words = ["bash", script, "--dry-run", "--nodes", "4", "--set", "train.steps=7"]
+    run = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
+    assert "node 3    node3: GPUs 0-7 serve" in run.stdout and "--set train.steps=7" in run.stdout
+    assert f"megatron_rc train {LAUNCH}/recipes/{recipe}.yaml" in run.stdout
 
 
 def test_the_document_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    options = options_of()
-    node.dry_run(plan_of(options), options, str(SCRIPT))
-    printed = capsys.readouterr().out
-    assert printed[: printed.index("\n  peak = ")] in (ROOT / "docs/launch.md").read_text()
+    said = printed(capsys)
+    assert said[: said.index("\n  peak = ")] in (ROOT / "docs/launch.md").read_text()
 
 
-def test_the_command_line_prints_the_same_and_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron_rc import cli
+def test_plan_prints_the_same_and_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    def plan(*words: str) -> Result:
+        return CliRunner().invoke(app, ["plan", str(LAUNCH / "recipes/qwen3_30b_a3b_2x8.yaml"), *words])
 
-    recipe = LAUNCH / "recipes/qwen3_30b_a3b_2x8.yaml"
-    with pytest.raises(ValueError, match="stage 0 needs about .* GiB of 80"):
-        cli.plan(recipe, [], server_tp=2, host=[])
-    printed = capsys.readouterr().out
-    assert "30,532,122,624 parameters" in printed and "pipeline 2 x data 4, experts over 4" in printed
-    cli.plan(recipe, [], server_tp=2, host=["a", "b"], gpu_memory=140)
-    assert "http://b:30030" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="--host must name all of the 2 nodes or none, got 1"):
-        cli.plan(recipe, [], server_tp=2, host=["a"])
+    refused = plan("--gpu-memory", "80")
+    assert "stage 0 needs about" in str(refused.exception)
+    assert "30,532,122,624 parameters" in refused.output and "pipeline 2 x data 4, experts over 4" in refused.output
+    fits = plan("--host", "a", "--host", "b")
+    assert fits.exit_code == 0 and "http://b:30030" in fits.output
+    assert str(plan("--host", "a").exception) == "--host must name all of the 2 nodes or none, got 1"
 
 
 def test_what_is_wrong_with_a_node_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -150,45 +168,53 @@ def test_what_is_wrong_with_a_node_is_one_sentence(monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 
-    def refusal(*words: str) -> str:
-        options = options_of(*words)
+    def refusal(**options: Any) -> str:
         with pytest.raises(ValueError) as caught:
-            node.run(plan_of(options), options)
+            launch(given(**options))
         return str(caught.value)
 
     assert refusal().startswith("--node-rank and --master-addr must be given when there are several nodes")
-    here = ("--master-addr", "127.0.0.1", "--node-rank")
-    assert refusal(*here, "2") == "--node-rank must be one of 0 to 1, got 2"
-    assert "model.hf_path=checkpoints/Qwen3-4B has no config.json on this node" in refusal(*here, "0")
+    here: dict[str, Any] = {"master_addr": "127.0.0.1"}
+    assert refusal(**here, node_rank=2) == "--node-rank must be one of 0 to 1, got 2"
+    assert "model.hf_path=checkpoints/Qwen3-4B has no config.json on this node" in refusal(**here, node_rank=0)
     (tmp_path / "checkpoints/Qwen3-4B").mkdir(parents=True)
-    plan = plan_of(options_of())
-    shutil.copy(settings_file(tmp_path, {}), tmp_path / "checkpoints/Qwen3-4B/config.json")
+    (tmp_path / "checkpoints/Qwen3-4B/config.json").write_text(json.dumps(load_yaml(RECIPE)["model"]["config"]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(ValueError, match="this node shows 2 GPUs, --gpus-per-node is 8"):
-        node.run(plan, options_of(*here, "0"))
+    assert refusal(**here, node_rank=0) == "this node shows 2 GPUs, cluster.gpus_per_node is 8"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,0,1,2,3,9")
     assert node.visible_gpus(8) == ["4", "5", "6", "7", "0", "1", "2", "3"]
-    with pytest.raises(ValueError, match="--master-addr no-such-host.invalid cannot be reached"):
-        node.run(plan, options_of("--master-addr", "no-such-host.invalid", "--node-rank", "1"))
-    for words, sentence in [
-        (("--node-count", "3"), "unrecognized arguments: --node-count 3; --help lists the options"),
-        (("--nodes", "two"), "argument --nodes: invalid int value: 'two'; --help lists the options"),
-        (("--rdzv-endpoint", "node0"), "--rdzv-endpoint takes HOST:PORT, got 'node0'"),
-    ]:
-        with pytest.raises(ValueError) as caught:
-            options_of(*words)
-        assert str(caught.value) == sentence
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert node.visible_gpus(8) == []
+    there = "--master-addr no-such-host.invalid cannot be reached"
+    assert refusal(master_addr="no-such-host.invalid", node_rank=1).startswith(there)
+    assert refusal(rdzv_endpoint="node0") == "--rdzv-endpoint takes HOST:PORT, got 'node0'"
 
 
 def test_a_c10d_rendezvous_is_torchruns_own(capsys: pytest.CaptureFixture[str]) -> None:
-    options = options_of("--rdzv-endpoint", "head:4000", "--serve-gpus", "0")
-    assert (options.master_addr, options.master_port) == ("head", 4000)
-    node.dry_run(plan_of(options), options, str(SCRIPT))
-    trainers = [line for line in capsys.readouterr().out.splitlines() if "torch.distributed.run" in line]
+    said = printed(capsys, "cluster.serve_gpus=0", rdzv_endpoint="head:4000")
+    assert "--node-rank 1 --master-addr head" in said
+    trainers = [line for line in said.splitlines() if "torch.distributed.run" in line]
     assert len(trainers) == 2
     for line in trainers:
         assert "--rdzv-backend c10d --rdzv-endpoint head:4000 --rdzv-id qwen3_4b_2x8" in line
         assert "--node-rank" not in line and "--master-addr" not in line
+
+
+def test_one_node_without_servers_becomes_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    became: list[Any] = []
+
+    def become(*arguments: Any) -> NoReturn:
+        became.extend(arguments)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execvpe", become)
+    with pytest.raises(SystemExit):
+        launch(Launch(recipe=LAUNCH / "recipes/quickstart.yaml", assignments=["train.steps=3"], fresh=True))
+    _, words, inherited = became
+    assert words[1:8] == ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--standalone"]
+    assert words[-3:] == ["--set", "train.steps=3", "--fresh"]
+    assert inherited["PYTHONSAFEPATH"] == "1" and inherited["CUDA_VISIBLE_DEVICES"] == ""
 
 
 @pytest.fixture
@@ -209,23 +235,21 @@ def test_inside_a_slurm_job_the_script_becomes_one_task_a_node(slurm: dict[str, 
     run = subprocess.run(["bash", copy, "--fresh"], env=environ, capture_output=True, text=True, check=True)
     called = run.stdout.splitlines()
     assert called[:4] == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-    assert called[4:] == ["bash", str(SCRIPT), "--fresh"]
+    assert called[4:] == [*VERB, "launch", str(RECIPE), "--fresh"]
     environ["SLURM_JOB_NUM_NODES"] = "3"
     run = subprocess.run(["bash", copy], env=environ, capture_output=True, text=True)
-    assert run.returncode == 1
-    assert run.stderr == f"{SCRIPT.name}: the Slurm job has 3 nodes, --nodes is 2\n"
+    assert run.returncode == 2
+    assert run.stderr == "megatron-rc: error: the Slurm job has 3 nodes, cluster.nodes is 2\n"
 
 
 def test_a_slurm_task_takes_its_place_from_slurm(slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**slurm, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}.items():
         monkeypatch.setenv(name, value)
-    options = options_of()
-    take_slurms_place(options, str(SCRIPT))
-    assert (options.node_rank, options.master_addr, options.hosts) == (1, "gpu7", ["gpu7", "gpu8"])
-    # what the user says wins
-    options = options_of("--node-rank", "0", "--master-addr", "head")
-    take_slurms_place(options, str(SCRIPT))
-    assert (options.node_rank, options.master_addr) == (0, "head")
+    started: list[Launch] = []
+    monkeypatch.setattr(node, "run", lambda settings, given: started.append(given))
+    launch(given())
+    launch(given(node_rank=0, master_addr="head"))  # the user's own words win
+    assert [(g.node_rank, g.master_addr, g.hosts) for g in started] == [(1, "gpu7", ["gpu7", "gpu8"]), (0, "head", ())]
 
 
 def test_a_python_without_this_package_is_named() -> None:

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster_nodes import LAUNCH, environment, free_port
+from cluster_nodes import environment, free_port
 
 from megatron_rc.cluster import meeting
 
-ROOT = LAUNCH.parent
+ROOT = Path(__file__).parents[2]
 
 FAKE_SGLANG = """
 import argparse, signal
@@ -46,24 +46,25 @@ if behaviour == "stays":
 """
 NODE = """
 import sys
-from megatron_rc.cluster import meeting, node
-from megatron_rc.cluster.layout import Command
+from megatron_rc.cluster import meeting, node, processes
+from megatron_rc.cluster.layout import Command, Server
 
-node.end_on_signals()
+processes.exit_on_signals()
 rank, behaviour = int(sys.argv[1]), sys.argv[2]
-serve = ["bash", "{launch}/serve_sglang.sh", "{folder}", "--port", "{server}", "--log", "{folder}/server.log"]
-servers = [("http://127.0.0.1:{server}", Command({{"PYTHON": sys.executable, "PYTHONPATH": "{folder}"}}, serve))]
+log = "{folder}/server.log"
+serve = [sys.executable, "-m", "megatron_rc", "serve", "{folder}", "--port", "{server}", "--log", log]
+servers = [Server("http://127.0.0.1:{server}", log, Command({{"PYTHONPATH": "{folder}"}}, serve))]
 try:
     met = meeting.Leader({port}, 2, "", 30) if rank == 0 else meeting.Member("127.0.0.1", {port}, rank, "", 30)
     train = lambda urls: Command({{}}, [sys.executable, "{folder}/trainer.py", behaviour, *urls])
     node.work(met, [] if rank == 0 else servers, train if rank == 0 else lambda urls: None)
-except (meeting.NodeFailure, ValueError) as error:
+except ValueError as error:
     sys.exit(str(error))
 """
 
 
 class TwoNodes:
-    """Node 0 with a trainer of a few lines, node 1 with a server of a few lines, started by serve_sglang.sh."""
+    """Node 0 with a trainer of a few lines, node 1 with a server of a few lines, started by the verb serve."""
 
     def __init__(self, folder: Path, behaviour: str) -> None:
         self.server, self.folder = free_port(), folder
@@ -73,7 +74,7 @@ class TwoNodes:
         (folder / "config.json").write_text("{}")
         (folder / "trainer.py").write_text(TRAINER)
         (folder / "node.py").write_text(
-            NODE.format(launch=LAUNCH, folder=folder, server=self.server, port=free_port())
+            NODE.format(folder=folder, server=self.server, port=free_port())
         )  # fmt: skip
         self.nodes = [
             subprocess.Popen(
@@ -113,7 +114,7 @@ def test_a_trainer_that_fails_ends_every_node(tmp_path: Path) -> None:
     both = TwoNodes(tmp_path, "fails")
     (first, why), (second, said) = both.ended()
     assert first == second == 1
-    assert why.startswith("the trainer failed; what stopped it") and said == f"node 0: {why}"
+    assert why.startswith("the trainer failed; its own error stands") and said == f"node 0: {why}"
     assert both.nothing_serves()
 
 
@@ -163,7 +164,7 @@ def refusals_of_a_meeting(port: int, *members: tuple[int, str], timeout: float =
 
 def test_a_meeting_that_cannot_be_is_refused_on_every_node() -> None:
     port = free_port()
-    missing = f"node 2 did not come to port {port} within 1 s; the same script must run on every node"
+    missing = f"node 2 did not come to port {port} within 1 s; the same command must run on every node"
     assert refusals_of_a_meeting(port, (1, "job")) == [missing, f"node 0: {missing}"]
     other = "node 1 was started with other options than node 0"
     assert refusals_of_a_meeting(free_port(), (1, "another job")) == [other, f"node 0: {other}"]

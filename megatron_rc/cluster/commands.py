@@ -1,0 +1,161 @@
+"""The verbs `plan`, `launch` and `serve` of the command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Recipe = Annotated[Path, typer.Argument(help="YAML of a training job; docs/settings.md lists its fields.")]
+Assignments = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a field, such as train.steps=20; repeatable."),
+]
+Nodes = Annotated[int | None, typer.Option(envvar="NNODES", help="Machines: cluster.nodes.")]
+GpusPerNode = Annotated[int | None, typer.Option(help="GPUs per machine: cluster.gpus_per_node.")]
+ServeGpus = Annotated[int | None, typer.Option(help="GPUs that serve, the last ones: cluster.serve_gpus.")]
+ServerTp = Annotated[int | None, typer.Option(help="GPUs that share one server's model: cluster.server_tp.")]
+ServerShare = Annotated[float | None, typer.Option(help="Share of a serving GPU for SGLang: cluster.server_share.")]
+GpuMemory = Annotated[float | None, typer.Option(help="GiB of one GPU, for the estimate: cluster.gpu_memory.")]
+
+
+def _with_cluster(assignments: Sequence[str], **options: float | None) -> list[str]:
+    """The assignments, after those that the options of a cluster stand for."""
+    return [*(f"cluster.{name}={value}" for name, value in options.items() if value is not None), *assignments]
+
+
+def plan(
+    recipe: Recipe,
+    assignments: Assignments = [],  # noqa: B006 - typer reads the defaults
+    nodes: Nodes = None,
+    gpus_per_node: GpusPerNode = None,
+    serve_gpus: ServeGpus = None,
+    server_tp: ServerTp = None,
+    server_share: ServerShare = None,
+    gpu_memory: GpuMemory = None,
+    host: Annotated[list[str], typer.Option(help="Address of a node, in order; repeatable.")] = [],  # noqa: B006
+) -> None:
+    """Check a job's layout on a cluster, estimate the memory of its GPUs, and print each node's commands."""
+    from megatron_rc.cluster.launch import Launch, launch
+
+    changes = _with_cluster(
+        assignments, nodes=nodes, gpus_per_node=gpus_per_node, serve_gpus=serve_gpus, server_tp=server_tp,
+        server_share=server_share, gpu_memory=gpu_memory,
+    )  # fmt: skip
+    launch(Launch(recipe=recipe, assignments=changes, hosts=host), dry_run=True)
+
+
+def launch(
+    recipe: Recipe,
+    server_flags: Annotated[
+        list[str], typer.Argument(metavar="-- FLAGS", help="Flags of SGLang for every server, after --.")
+    ] = [],  # noqa: B006
+    assignments: Assignments = [],  # noqa: B006
+    nodes: Nodes = None,
+    gpus_per_node: GpusPerNode = None,
+    serve_gpus: ServeGpus = None,
+    server_tp: ServerTp = None,
+    server_share: ServerShare = None,
+    gpu_memory: GpuMemory = None,
+    node_rank: Annotated[int | None, typer.Option(envvar="NODE_RANK", help="Number of this machine, from 0.")] = None,
+    master_addr: Annotated[str | None, typer.Option(envvar="MASTER_ADDR", help="Address of node 0.")] = None,
+    master_port: Annotated[
+        int, typer.Option(envvar="MASTER_PORT", help="Port of torchrun on node 0; the next one is used, too.")
+    ] = 29500,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="torchrun's c10d rendezvous on node 0, in their place.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the other nodes.")] = 600,
+    server_port: Annotated[int, typer.Option(help="Port of a node's first server; 0: free ports.")] = 30000,
+    server_timeout: Annotated[int, typer.Option(help="Seconds to wait for a server.")] = 1800,
+    server_python: Annotated[str, typer.Option(envvar="SGLANG_PYTHON", help="An interpreter with SGLang.")] = "python3",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew, deleting the earlier run in OUTPUT.")] = False,
+    dump: Annotated[bool, typer.Option("--dump", help="Write every training batch to OUTPUT/dump.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, estimate and print; start nothing.")] = False,
+) -> None:
+    """Start this machine's part of a job: its SGLang servers and its trainer processes, which end together.
+
+    Run it on every node, or once inside a Slurm job. The first GPUs of the cluster train, the last ones serve;
+    docs/launch.md.
+    """
+    from megatron_rc.cluster.launch import Launch
+    from megatron_rc.cluster.launch import launch as start
+
+    changes = _with_cluster(
+        assignments, nodes=nodes, gpus_per_node=gpus_per_node, serve_gpus=serve_gpus, server_tp=server_tp,
+        server_share=server_share, gpu_memory=gpu_memory,
+    )  # fmt: skip
+    start(
+        Launch(
+            recipe=recipe,
+            assignments=changes,
+            words=sys.argv[2:],
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
+            rdzv_endpoint=rdzv_endpoint,
+            timeout=timeout,
+            server_port=server_port,
+            server_timeout=server_timeout,
+            server_python=server_python,
+            server_flags=server_flags,
+            fresh=fresh,
+            dump=dump,
+        ),
+        dry_run=dry_run,
+    )
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Directory or name on the Hugging Face hub; or stop.")],
+    flags: Annotated[
+        list[str], typer.Argument(metavar="SGLANG_FLAGS", help="Passed on to SGLang; they win over those set here.")
+    ] = [],  # noqa: B006
+    python: Annotated[
+        str, typer.Option(envvar="SGLANG_PYTHON", help="An interpreter with SGLang.", show_default="this one")
+    ] = sys.executable,
+    tp: Annotated[
+        int, typer.Option("--tp", "--tp-size", "--tensor-parallel-size", help="GPUs that share the model.")
+    ] = 1,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Serve without a GPU, in fp32, token ids only.")] = False,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; whoever reaches it controls the server, weights included.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, help="Port to listen on; 0: any free one.")] = 30000,
+    log: Annotated[
+        Path | None, typer.Option(help="File for the server's output.", show_default="runs/sglang-PORT.log")
+    ] = None,
+    timeout: Annotated[int, typer.Option(help="Seconds to wait for the server to answer.")] = 1800,
+    background: Annotated[
+        bool, typer.Option("--background", help="Return when the server answers; `serve stop` ends it.")
+    ] = False,
+    stop_with: Annotated[
+        int | None, typer.Option(metavar="PID", help="Stop the server when process PID ends, however it ends.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and start nothing.")] = False,
+) -> None:
+    """Serve a model with SGLang and what rollout correction needs; stays until Ctrl-C, which stops all it started.
+
+    Mixture-of-experts models are served with --enable-return-routed-experts, so that routes can be compared and
+    replayed. Useful flags of SGLang: --sampling-mask-max-tokens N, the largest top-k that comes back with its kept ids;
+    --enable-deterministic-inference, the same answer whatever else is in the batch, and sampling seeds.
+
+    megatron-rc serve stop [--port N] [--log FILE] ends the server that --background started.
+    """
+    from megatron_rc.cluster import server
+
+    if model.startswith("-"):
+        raise ValueError("the first argument is the model to serve, or stop; --help shows the rest")
+    port = port or (port if model == "stop" else server.free_port())
+    log = (log or Path(f"runs/sglang-{port}.log")).resolve()
+    if model == "stop":
+        return server.stop(log)
+    if not dry_run:
+        server.check_sglang(python)
+    command = server.serving_command(model, python=python, host=host, port=port, tensor=tp, cpu=cpu, flags=flags)
+    if dry_run:
+        return print(server.dry_run(command))
+    server.serve(command, host=host, port=port, log=log, timeout=timeout, background=background, stop_with=stop_with)
