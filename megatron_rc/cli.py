@@ -173,7 +173,7 @@ def metrics() -> None:
     """Print every metric of a pair of policies with its formula (Markdown)."""
     from megatron_rc.jobs import describe
     from megatron_rc.metrics import METRICS, SHARES
-    from megatron_rc.moe.shift import EXPERT_SHIFT, EXPERT_SHIFT_LISTS
+    from megatron_rc.moe.shift_metrics import EXPERT_SHIFT, EXPERT_SHIFT_LISTS
 
     print("# Metrics\n\nPrinted by `megatron-rc metrics`. `old/` is the trainer before the update against the sampler,")
     print("`current/` the trainer during the update against the sampler, `current_old/` the former two.\n")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,42 +17,50 @@ from torch import Tensor
 from megatron_rc.collectives import all_reduced
 from megatron_rc.reference.sums import Parts, Statistics, square_of
 
-Sums = Mapping[str, float]
+Sums = Mapping[str, Any]
+"""Name -> pooled number, or fp64 tensor on the CPU where a sum is a list."""
 
 
 class Metric(NamedTuple):
     formula: str
-    value: Callable[[Sums], float]
+    value: Callable[[Sums], Any]
     needs: str
-    """A sum or maximum without which the metric does not exist."""
+    """The sum or maximum without which the metric does not exist."""
 
 
-def _per(total: float, count: float) -> float:
+def quotient(total: float, count: float) -> float:
+    """total / count, NaN where there is nothing to divide by."""
     return total / count if count > 0 else math.nan
 
 
-def _mean(total: str, count: str, formula: str) -> Metric:
-    return Metric(formula, lambda s: _per(s[total], s[count]), total)
+def mean(total: str, *, over: str, formula: str) -> Metric:
+    return Metric(formula, lambda s: quotient(s[total], s[over]), needs=total)
 
 
-def _nonnegative(total: Callable[[Sums], float], formula: str) -> Metric:
+def std(total: str, *, over: str, formula: str) -> Metric:
+    square = square_of(total)
+
+    def value(s: Sums) -> float:
+        variance = quotient(s[square], s[over]) - quotient(s[total], s[over]) ** 2
+        return math.sqrt(max(0.0, variance)) if s[over] > 0 else math.nan
+
+    return Metric(formula, value, needs=square)
+
+
+def extreme(name: str, *, over: str, formula: str) -> Metric:
+    return Metric(formula, lambda s: s[name] if s[over] > 0 else math.nan, needs=name)
+
+
+def ess(weight: str, *, over: str, formula: str) -> Metric:
+    """Effective sample size, as a share."""
+    square = square_of(weight)
+    return Metric(formula, lambda s: quotient(s[weight] ** 2, s[over] * s[square]), needs=square)
+
+
+def divergence(total: Callable[[Sums], float], *, formula: str) -> Metric:
+    """A mean over tokens that is not negative."""
     # an exact 0 may come out as -1e-18 in the difference of two sums
-    return Metric(formula, lambda s: _per(max(0.0, total(s)), s["tokens"]), "rho_log_ratio")
-
-
-def _std(total: str, square: str, count: str, formula: str) -> Metric:
-    def variance(s: Sums) -> float:
-        return _per(s[square], s[count]) - _per(s[total], s[count]) ** 2
-
-    return Metric(formula, lambda s: math.sqrt(max(0.0, variance(s))) if s[count] > 0 else math.nan, square)
-
-
-def _extreme(name: str, count: str, formula: str) -> Metric:
-    return Metric(formula, lambda s: s[name] if s[count] > 0 else math.nan, name)
-
-
-def _ess(total: str, square: str, count: str, formula: str) -> Metric:
-    return Metric(formula, lambda s: _per(s[total] ** 2, s[count] * s[square]), square)
+    return Metric(formula, lambda s: quotient(max(0.0, total(s)), s["tokens"]), needs="rho_log_ratio")
 
 
 def _correlation(s: Sums) -> float:
@@ -65,70 +73,72 @@ def _correlation(s: Sums) -> float:
 
 
 METRICS: dict[str, Metric] = {
-    "k1": Metric("mean(-l), KL(mu||pi)", lambda s: _per(-s["log_ratio"], s["tokens"]), "log_ratio"),
-    "k3": _nonnegative(lambda s: s["dev"] - s["log_ratio"], "mean(e^l - 1 - l), KL(mu||pi)"),
-    "k3_pi_mu": _nonnegative(lambda s: s["rho_log_ratio"] - s["dev"], "mean(rho l - (rho - 1)), KL(pi||mu)"),
-    "tv": Metric("mean|rho - 1| / 2, total variation", lambda s: _per(s["dev_abs"] / 2, s["tokens"]), "dev_abs"),
-    "binary_tv": _mean("prob_gap", "tokens", "mean|p - q|"),
-    "chi2_token": _mean("square:dev", "tokens", "mean (rho - 1)^2, chi2(pi||mu) of a token"),
-    "chi2_seq": _mean("square:seq_dev", "sequences", "mean (rho(y) - 1)^2, chi2(pi||mu) of a sequence"),
-    "ess_token": _ess("rho", "square:rho", "tokens", "(sum rho)^2 / (n sum rho^2)"),
-    "ess_seq": _ess("seq_rho", "square:seq_rho", "sequences", "(sum rho(y))^2 / (S sum rho(y)^2)"),
-    "rho_mean": _mean("rho", "tokens", "mean rho"),
-    "rho_std": _std("dev", "square:dev", "tokens", "sqrt(mean rho^2 - (mean rho)^2)"),
-    "rho_min": _extreme("rho_min", "tokens", "min rho"),
-    "rho_max": _extreme("rho_max", "tokens", "max rho"),
-    "seq_rho_mean": _mean("seq_rho", "sequences", "mean rho(y)"),
-    "seq_rho_std": _std("seq_dev", "square:seq_dev", "sequences", "sqrt(mean rho(y)^2 - (mean rho(y))^2)"),
-    "seq_rho_min": _extreme("seq_rho_min", "sequences", "min rho(y)"),
-    "seq_rho_max": _extreme("seq_rho_max", "sequences", "max rho(y)"),
+    "k1": Metric("mean(-l), KL(mu||pi)", lambda s: quotient(-s["log_ratio"], s["tokens"]), needs="log_ratio"),
+    "k3": divergence(lambda s: s["dev"] - s["log_ratio"], formula="mean(e^l - 1 - l), KL(mu||pi)"),
+    "k3_pi_mu": divergence(lambda s: s["rho_log_ratio"] - s["dev"], formula="mean(rho l - (rho - 1)), KL(pi||mu)"),
+    "tv": Metric(
+        "mean|rho - 1| / 2, total variation", lambda s: quotient(s["dev_abs"] / 2, s["tokens"]), needs="dev_abs"
+    ),
+    "binary_tv": mean("prob_gap", over="tokens", formula="mean|p - q|"),
+    "chi2_token": mean("square:dev", over="tokens", formula="mean (rho - 1)^2, chi2(pi||mu) of a token"),
+    "chi2_seq": mean("square:seq_dev", over="sequences", formula="mean (rho(y) - 1)^2, chi2(pi||mu) of a sequence"),
+    "ess_token": ess("rho", over="tokens", formula="(sum rho)^2 / (n sum rho^2)"),
+    "ess_seq": ess("seq_rho", over="sequences", formula="(sum rho(y))^2 / (S sum rho(y)^2)"),
+    "rho_mean": mean("rho", over="tokens", formula="mean rho"),
+    "rho_std": std("dev", over="tokens", formula="sqrt(mean rho^2 - (mean rho)^2)"),
+    "rho_min": extreme("rho_min", over="tokens", formula="min rho"),
+    "rho_max": extreme("rho_max", over="tokens", formula="max rho"),
+    "seq_rho_mean": mean("seq_rho", over="sequences", formula="mean rho(y)"),
+    "seq_rho_std": std("seq_dev", over="sequences", formula="sqrt(mean rho(y)^2 - (mean rho(y))^2)"),
+    "seq_rho_min": extreme("seq_rho_min", over="sequences", formula="min rho(y)"),
+    "seq_rho_max": extreme("seq_rho_max", over="sequences", formula="max rho(y)"),
     "suggested_seq_cap": Metric(
         "sqrt(2 (1 + chi2_seq)), the truncation bound of least mean squared error",
-        lambda s: math.sqrt(2 * (1 + _per(s["square:seq_dev"], s["sequences"]))),
-        "square:seq_dev",
+        lambda s: math.sqrt(2 * (1 + quotient(s["square:seq_dev"], s["sequences"]))),
+        needs="square:seq_dev",
     ),
-    "train_log_ppl": _mean("train_log_ppl", "sequences", "mean_i(-mean_t log pi)"),
-    "rollout_log_ppl": _mean("rollout_log_ppl", "sequences", "mean_i(-mean_t log mu)"),
-    "train_ppl": _mean("train_ppl", "sequences", "mean_i exp(-mean_t log pi)"),
-    "rollout_ppl": _mean("rollout_ppl", "sequences", "mean_i exp(-mean_t log mu)"),
+    "train_log_ppl": mean("train_log_ppl", over="sequences", formula="mean_i(-mean_t log pi)"),
+    "rollout_log_ppl": mean("rollout_log_ppl", over="sequences", formula="mean_i(-mean_t log mu)"),
+    "train_ppl": mean("train_ppl", over="sequences", formula="mean_i exp(-mean_t log pi)"),
+    "rollout_ppl": mean("rollout_ppl", over="sequences", formula="mean_i exp(-mean_t log mu)"),
     "log_ppl_diff": Metric(
         "mean_i(-mean_t l) = train_log_ppl - rollout_log_ppl",
-        lambda s: _per(s["train_log_ppl"] - s["rollout_log_ppl"], s["sequences"]),
-        "train_log_ppl",
+        lambda s: quotient(s["train_log_ppl"] - s["rollout_log_ppl"], s["sequences"]),
+        needs="train_log_ppl",
     ),
-    "log_ppl_abs_diff": _mean("mean_abs", "sequences", "mean_i |mean_t l|"),
-    "log_ppl_abs_diff_sum": _mean("sum_abs", "sequences", "mean_i |sum_t l|, arXiv 2602.01826 eq. 7-8"),
-    "f2": _mean("beyond_2", "tokens", "share of tokens with max(rho, 1 / rho) > 2"),
-    "prob_correlation": Metric("Pearson correlation of p and q over tokens", _correlation, "p_q"),
-    "clamped_token": _mean("clamped", "tokens", "share of tokens with |l| > log_ratio_bound"),
-    "clamped_seq": _mean("seq_clamped", "sequences", "share of sequences with |sum_t l| > log_ratio_bound"),
+    "log_ppl_abs_diff": mean("mean_abs", over="sequences", formula="mean_i |mean_t l|"),
+    "log_ppl_abs_diff_sum": mean("sum_abs", over="sequences", formula="mean_i |sum_t l|, arXiv 2602.01826 eq. 7-8"),
+    "f2": mean("beyond_2", over="tokens", formula="share of tokens with max(rho, 1 / rho) > 2"),
+    "prob_correlation": Metric("Pearson correlation of p and q over tokens", _correlation, needs="p_q"),
+    "clamped_token": mean("clamped", over="tokens", formula="share of tokens with |l| > log_ratio_bound"),
+    "clamped_seq": mean("seq_clamped", over="sequences", formula="share of sequences with |sum_t l| > log_ratio_bound"),
     "nonfinite_count": Metric(
-        "loss tokens with a corrupt log-prob", lambda s: s["loss_tokens"] - s["tokens"], "loss_tokens"
+        "loss tokens with a corrupt log-prob", lambda s: s["loss_tokens"] - s["tokens"], needs="loss_tokens"
     ),
     "nonfinite_share": Metric(
         "corrupt loss tokens / loss tokens",
-        lambda s: _per(s["loss_tokens"] - s["tokens"], s["loss_tokens"]),
-        "loss_tokens",
+        lambda s: quotient(s["loss_tokens"] - s["tokens"], s["loss_tokens"]),
+        needs="loss_tokens",
     ),
-    "bad_sequences": Metric("sequences with a corrupt token", lambda s: s["bad_sequences"], "bad_sequences"),
+    "bad_sequences": Metric("sequences with a corrupt token", lambda s: s["bad_sequences"], needs="bad_sequences"),
     "response_length": Metric(
         "loss tokens / sequences with a loss token",
-        lambda s: _per(s["loss_tokens"], s["sequences"] + s["bad_sequences"]),
-        "bad_sequences",
+        lambda s: quotient(s["loss_tokens"], s["sequences"] + s["bad_sequences"]),
+        needs="bad_sequences",
     ),
-    "weight_mean": _mean("weight", "kept", "mean of the final weights over kept tokens"),
-    "weight_std": _std("weight", "square:weight", "kept", "their standard deviation"),
-    "weight_min": _extreme("weight_min", "kept", "their minimum"),
-    "weight_max": _extreme("weight_max", "kept", "their maximum"),
-    "ess_token_final": _ess(
-        "weight", "square:weight", "tokens", "(sum w)^2 / (n sum w^2), n all tokens, w = 0 if masked"
+    "weight_mean": mean("weight", over="kept", formula="mean of the final weights over kept tokens"),
+    "weight_std": std("weight", over="kept", formula="their standard deviation"),
+    "weight_min": extreme("weight_min", over="kept", formula="their minimum"),
+    "weight_max": extreme("weight_max", over="kept", formula="their maximum"),
+    "ess_token_final": ess("weight", over="tokens", formula="(sum w)^2 / (n sum w^2), n all tokens, w = 0 if masked"),
+    "ess_seq_final": ess("all_weight", over="sequences", formula="(sum v_i)^2 / (S sum v_i^2), v_i = mean_t w"),
+    "masked_token": Metric(
+        "share of tokens that no longer count", lambda s: 1 - quotient(s["kept"], s["tokens"]), needs="kept"
     ),
-    "ess_seq_final": _ess(
-        "all_weight", "square:all_weight", "sequences", "(sum v_i)^2 / (S sum v_i^2), v_i = mean_t w"
-    ),
-    "masked_token": Metric("share of tokens that no longer count", lambda s: 1 - _per(s["kept"], s["tokens"]), "kept"),
     "masked_seq": Metric(
-        "share of sequences without a kept token", lambda s: 1 - _per(s["kept_sequences"], s["sequences"]), "kept"
+        "share of sequences without a kept token",
+        lambda s: 1 - quotient(s["kept_sequences"], s["sequences"]),
+        needs="kept",
     ),
 }
 """Metrics of fixed name. l = log pi - log mu, rho = e^l, rho(y) = exp sum_t l; logs are clamped before exp."""
@@ -160,9 +170,24 @@ class MetricSums:
         assert statistics.vector.dtype == torch.float64
         counts = [len(names) for names in statistics[:3]]
         self._sums, self._maxima, self._minima = (
-            _Named([("", name) for name in names], part)
+            _Named([_Entry("", name) for name in names], part)
             for names, part in zip(statistics[:3], statistics.vector.split(counts), strict=True)
         )
+        self._metrics: Mapping[str, Metric] = METRICS
+
+    @classmethod
+    def of_sums(cls, sums: Mapping[str, Tensor], metrics: Mapping[str, Metric]) -> MetricSums:
+        """Sums of any shape, and what is made of them once they are pooled.
+
+        Args:
+            sums: name -> tensor; a name that `METRICS` has not.
+            metrics: name -> the metric, a number or a list.
+        """
+        self = cls()
+        entries = [_Entry("", name, tuple(value.shape)) for name, value in sums.items()]
+        self._sums = _Named(entries, torch.cat([value.reshape(-1).double() for value in sums.values()]))
+        self._metrics = {**METRICS, **metrics}
+        return self
 
     @classmethod
     def of_means(cls, means: Mapping[str, tuple[Tensor, Tensor]]) -> MetricSums:
@@ -173,6 +198,7 @@ class MetricSums:
     def prefixed(self, prefix: str) -> MetricSums:
         """The same statistics, named with `prefix` in front by `values`: "current/", "old/", "current_old/"."""
         renamed = MetricSums()
+        renamed._metrics = self._metrics
         renamed._sums = self._sums.prefixed(prefix)
         renamed._maxima = self._maxima.prefixed(prefix)
         renamed._minima = self._minima.prefixed(prefix)
@@ -180,6 +206,7 @@ class MetricSums:
 
     def merge(self, other: MetricSums) -> MetricSums:
         """Take in the statistics of other tokens, or of another prefix. Returns self."""
+        self._metrics = {**self._metrics, **other._metrics}
         self._sums = self._sums.join(other._sums, torch.add)
         self._maxima = self._maxima.join(other._maxima, torch.maximum)
         self._minima = self._minima.join(other._minima, torch.minimum)
@@ -191,13 +218,13 @@ class MetricSums:
         None means no communication; the whole world is `torch.distributed.group.WORLD`. Every rank must hold the same
         metrics. Call it once: a second call on the same group counts everything twice.
         """
-        if self._sums.names:
+        if self._sums.entries:
             self._sums = self._sums._replace(tensor=all_reduced(self._sums.tensor, group))
-        if self._maxima.names or self._minima.names:
+        if self._maxima.entries or self._minima.entries:
             extremes = torch.cat([self._maxima.tensor, -self._minima.tensor])
             extremes = all_reduced(extremes, group, dist.ReduceOp.MAX)
-            self._maxima = self._maxima._replace(tensor=extremes[: len(self._maxima.names)])
-            self._minima = self._minima._replace(tensor=-extremes[len(self._maxima.names) :])
+            self._maxima = self._maxima._replace(tensor=extremes[: len(self._maxima.tensor)])
+            self._minima = self._minima._replace(tensor=-extremes[len(self._maxima.tensor) :])
         return self
 
     def check(self, max_nonfinite_share: float = 0.01) -> None:
@@ -216,46 +243,64 @@ class MetricSums:
                     f"{s.get('bad_sequences', math.nan):.0f} sequences (bad_sequences names them)"
                 )
 
-    def values(self) -> dict[str, float]:
-        """Name -> value by the formulas of `METRICS` and `SHARES`; NaN where there is nothing to divide by."""
+    def values(self) -> dict[str, Any]:
+        """Name -> number or list by the formulas of `METRICS` and `SHARES`; NaN where nothing can be divided by."""
         out = {}
         for prefix, s in self._fetch().items():
-            out.update({prefix + name: metric.value(s) for name, metric in METRICS.items() if metric.needs in s})
+            out.update({prefix + name: metric.value(s) for name, metric in self._metrics.items() if metric.needs in s})
             for name, total in s.items():
                 kind, _, metric_name = name.partition(":")
                 if kind == "token":
-                    out[f"{prefix}{metric_name}_token"] = _per(total, s["tokens"])
+                    out[f"{prefix}{metric_name}_token"] = quotient(total, s["tokens"])
                 elif kind == "seq":
-                    out[f"{prefix}{metric_name}_seq"] = _per(total, s["sequences"])
+                    out[f"{prefix}{metric_name}_seq"] = quotient(total, s["sequences"])
                 elif kind == "total":
-                    out[prefix + metric_name] = _per(total, s[f"count:{metric_name}"])
+                    out[prefix + metric_name] = quotient(total, s[f"count:{metric_name}"])
         return out
 
-    def _fetch(self) -> dict[str, dict[str, float]]:
-        """prefix -> name -> number."""
-        parts = [part for part in (self._sums, self._maxima, self._minima) if part.names]
-        numbers = torch.cat([part.tensor for part in parts]).tolist() if parts else []
-        by_prefix: dict[str, dict[str, float]] = {}
-        for (prefix, name), number in zip((name for part in parts for name in part.names), numbers, strict=True):
-            by_prefix.setdefault(prefix, {})[name] = number
+    def _fetch(self) -> dict[str, dict[str, Any]]:
+        """prefix -> name -> number, or tensor where it is a list."""
+        by_prefix: dict[str, dict[str, Any]] = {}
+        parts = [part for part in (self._sums, self._maxima, self._minima) if part.entries]
+        if not parts:
+            return by_prefix
+        fetched = _Named(
+            [entry for part in parts for entry in part.entries], torch.cat([p.tensor for p in parts]).cpu()
+        )
+        for entry, value in zip(fetched.entries, fetched.split(), strict=True):
+            number = value.view(entry.shape) if entry.shape else value.item()
+            by_prefix.setdefault(entry.prefix, {})[entry.name] = number
         return by_prefix
 
 
+class _Entry(NamedTuple):
+    """One statistic, or a list of them."""
+
+    prefix: str
+    name: str
+    shape: tuple[int, ...] = ()
+
+
 class _Named(NamedTuple):
-    names: list[tuple[str, str]]
-    """(prefix, name) of every element."""
+    """Statistics that are pooled in one way."""
+
+    entries: list[_Entry]
     tensor: Tensor
-    """[K] fp64."""
+    """[K] fp64, the entries one after the other."""
+
+    def split(self) -> tuple[Tensor, ...]:
+        """One tensor [n] per entry."""
+        return self.tensor.split([math.prod(entry.shape) for entry in self.entries])
 
     def prefixed(self, prefix: str) -> _Named:
-        return _Named([(prefix + old, name) for old, name in self.names], self.tensor)
+        return _Named([entry._replace(prefix=prefix + entry.prefix) for entry in self.entries], self.tensor)
 
     def join(self, other: _Named, combine: Callable[[Tensor, Tensor], Tensor]) -> _Named:
-        if not self.names or not other.names:
-            return self if self.names else other
-        if self.names == other.names:
-            return _Named(self.names, combine(self.tensor, other.tensor))
-        mine = dict(zip(self.names, self.tensor.unbind(), strict=True))
-        for name, value in zip(other.names, other.tensor.unbind(), strict=True):
-            mine[name] = combine(mine[name], value) if name in mine else value
-        return _Named(list(mine), torch.stack(list(mine.values())))
+        if not self.entries or not other.entries:
+            return self if self.entries else other
+        if self.entries == other.entries:
+            return _Named(self.entries, combine(self.tensor, other.tensor))
+        mine = dict(zip(self.entries, self.split(), strict=True))
+        for entry, value in zip(other.entries, other.split(), strict=True):
+            mine[entry] = combine(mine[entry], value) if entry in mine else value
+        return _Named(list(mine), torch.cat(list(mine.values())))

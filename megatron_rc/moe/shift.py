@@ -7,126 +7,23 @@ when S != S'; a token is shifted when one of its decisions differs. Only loss to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.collectives import all_reduced
+from megatron_rc.metrics import MetricSums
 from megatron_rc.moe.compare import chunks, compare_routes, overlap
 from megatron_rc.moe.router_distance import gate_distance, router_kl
+from megatron_rc.moe.shift_metrics import MARGINS, POSITIONS, expert_shift_metrics
 from megatron_rc.moe.tables import RouteTable
-
-MARGINS = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
-"""Upper edges of the buckets of the top-k margin, exclusive; one more bucket lies above."""
-POSITIONS = 20
-"""Buckets of the position in the response: 0, 1, 2-3, 4-7, ... and one that holds the rest."""
-
-EXPERT_SHIFT: dict[str, str] = {
-    "route_overlap": "mean |S & S'| / k over decisions",
-    "route_jaccard": "mean |S & S'| / |S + S'| over decisions",
-    "route_any_diff": "share of decisions with S != S'",
-    "route_layers_differing": "mean over tokens of the layers with S != S'",
-    "route_tokens_touched": "share of tokens with S != S' in some layer",
-    "route_first_layer": "mean over shifted tokens of the first layer with S != S', counted from 0",
-    "route_gate_l1": "mean sum_e |g(e) - g'(e)| of the gate weights, 0 outside of S and S'",
-    "route_kl": "mean KL(p'||p) of the routers' softmax, over the experts of S' and one cell for all others",
-    "route_margin": "mean s_(k) - s_(k+1) of the trainer's router scores, nats for a softmax router",
-    "route_load_change": "mean over layers of sum_e |load(e) - load'(e)| / 2, load: share of the layer's assignments",
-    "abs_log_ratio_shifted": "mean |l| of shifted tokens",
-    "abs_log_ratio_unshifted": "mean |l| of the other tokens",
-    "f2_shifted": "share of shifted tokens with max(rho, 1 / rho) > 2",
-    "f2_unshifted": "share of the other tokens with max(rho, 1 / rho) > 2",
-}
-"""Metrics that are one number; l = log pi - log mu clamped to +- log_ratio_bound, rho = e^l."""
-
-EXPERT_SHIFT_LISTS: dict[str, str] = {
-    "route_layers": "the layers with experts, counted from 0",
-    "route_margins": "the edges of the buckets of the margin",
-    "route_<overlap, jaccard, any_diff, gate_l1, kl, margin, load_change>_by_layer": "the same, of one layer",
-    "route_first_layer_by_layer": "share of shifted tokens whose first differing layer it is",
-    "abs_log_ratio_<shifted, unshifted>_by_layer": "mean |l| of tokens whose decision in that layer differs, or not",
-    "route_load_change_by_expert": "load(e) - load'(e), a list a layer",
-    "route_any_diff_by_margin": "share of the decisions of one bucket of the margin that differ",
-    "route_tokens_touched_by_position": "share of the tokens of one bucket of the position that are shifted",
-    "abs_log_ratio_<shifted, unshifted>_by_position": "mean |l| of shifted tokens of one bucket, and of the others",
-}
-"""Metrics that are a list: one number a layer with experts, a bucket of MARGINS, or a bucket of the position."""
 
 
 class ExpertShift(NamedTuple):
-    sums: ShiftSums
+    sums: MetricSums
+    """Its metrics are those of shift_metrics."""
     route_shift: Tensor
     """[N] fp32, share of the layers with experts whose decision differs; of every token, counted or not."""
-
-
-class ShiftSums:
-    """Sufficient statistics of expert shift: fp64 sums on the device. `values` is the only call that waits for it."""
-
-    def __init__(self, layers: Sequence[int], top_k: int, sums: dict[str, Tensor]) -> None:
-        self.layers, self.top_k, self.sums = tuple(layers), top_k, sums
-
-    def merge(self, other: ShiftSums) -> ShiftSums:
-        """Take in other tokens of the same pair of engines. Returns self."""
-        assert self.layers == other.layers and list(self.sums) == list(other.sums), "another pair of engines"
-        self.sums = {name: value + other.sums[name] for name, value in self.sums.items()}
-        return self
-
-    def all_reduce(self, group: dist.ProcessGroup | None) -> ShiftSums:
-        """Pool over a process group (DP x CP) in one collective; call it once. Returns self."""
-        flat = all_reduced(torch.cat([value.reshape(-1) for value in self.sums.values()]), group)
-        parts = flat.split([value.numel() for value in self.sums.values()])
-        named = zip(self.sums.items(), parts, strict=True)
-        self.sums = {name: part.view_as(value) for (name, value), part in named}
-        return self
-
-    def values(self) -> dict[str, Any]:
-        """Name -> number or list by the formulas of `EXPERT_SHIFT`; NaN where there is nothing to divide by."""
-        s = {name: value.cpu() for name, value in self.sums.items()}
-        tokens = s["tokens"]
-        by_layer = {f"route_{n}": s[n] / tokens for n in _MEANS if n in s}
-        out: dict[str, Any] = {name: float(value.sum() / len(self.layers)) for name, value in by_layer.items()}
-        out["route_layers"] = list(self.layers)
-        out["route_layers_differing"] = float(s["any_diff"].sum() / tokens)
-        out["route_tokens_touched"] = float(s["touched"] / tokens)
-        first, layers = s["first"], torch.tensor(self.layers, dtype=torch.float64)
-        out["route_first_layer"] = float(first @ layers / s["touched"])
-        load, other = (s[n] / s[n].sum(-1, keepdim=True) for n in ("load", "load_other"))
-        change = load - other
-        by_layer |= {"route_first_layer": first / s["touched"], "route_load_change": change.abs().sum(-1) / 2}
-        out["route_load_change"] = float(by_layer["route_load_change"].mean())
-        out["route_load_change_by_expert"] = change.tolist()
-        if "margin" in s:
-            out["route_margins"] = list(MARGINS)
-            out["route_any_diff_by_margin"] = (s["margin_any_diff"] / s["margin_decisions"]).tolist()
-        if "position_tokens" in s:
-            out["route_tokens_touched_by_position"] = (s["position_touched"] / s["position_tokens"]).tolist()
-        if "abs" in s:
-            out |= self._log_ratios(s, by_layer)
-        return out | {f"{name}_by_layer": value.tolist() for name, value in by_layer.items()}
-
-    def _log_ratios(self, s: dict[str, Tensor], by_layer: dict[str, Tensor]) -> dict[str, Any]:
-        untouched = s["tokens"] - s["touched"]
-        by_layer["abs_log_ratio_shifted"] = s["abs_any_diff"] / s["any_diff"]
-        by_layer["abs_log_ratio_unshifted"] = (s["abs"] - s["abs_any_diff"]) / (s["tokens"] - s["any_diff"])
-        out: dict[str, Any] = {
-            "abs_log_ratio_shifted": float(s["abs_touched"] / s["touched"]),
-            "abs_log_ratio_unshifted": float((s["abs"] - s["abs_touched"]) / untouched),
-            "f2_shifted": float(s["beyond_2_touched"] / s["touched"]),
-            "f2_unshifted": float((s["beyond_2"] - s["beyond_2_touched"]) / untouched),
-        }
-        if "position_tokens" in s:
-            shifted, every = s["position_abs_touched"], s["position_abs"]
-            rest = s["position_tokens"] - s["position_touched"]
-            out["abs_log_ratio_shifted_by_position"] = (shifted / s["position_touched"]).tolist()
-            out["abs_log_ratio_unshifted_by_position"] = ((every - shifted) / rest).tolist()
-        return out
-
-
-_MEANS = ("overlap", "jaccard", "any_diff", "gate_l1", "kl", "margin")
-"""Sums over tokens, one a layer, of what is averaged over decisions."""
 
 
 def expert_shift(
@@ -159,16 +56,16 @@ def expert_shift(
     mask = loss_mask.bool()
     if log_ratio is not None:
         mask = mask & (log_ratio < torch.inf)
-    found = compare_routes(trainer.ids, other.ids, mask, backend=backend)
+    compared = compare_routes(trainer.ids, other.ids, mask, backend=backend)
     layers = len(trainer.shape.layers)
-    touched = mask & (found.differing_layers > 0)
+    touched = mask & (compared.differing_layers > 0)
     counts = mask.double()
     first = torch.zeros(layers + 1, dtype=torch.int64, device=mask.device)
-    first.index_add_(0, found.first_differing_layer.long(), mask.long())
+    first.index_add_(0, compared.first_differing_layer.long(), mask.long())
     sums = {
-        "tokens": found.counted_tokens.double(),
-        "overlap": found.overlap.double() / trainer.shape.top_k,
-        "any_diff": found.differing_tokens.double(),
+        "tokens": compared.counted_tokens.double(),
+        "overlap": compared.overlap.double() / trainer.shape.top_k,
+        "any_diff": compared.differing_tokens.double(),
         "touched": touched.sum().double(),
         "first": first[:layers].double(),
         "load": _load(trainer, mask),
@@ -187,9 +84,9 @@ def expert_shift(
         table = _one_hot(buckets, POSITIONS).T @ torch.stack([*columns.values()], 1)
         sums |= {f"position_{name}": column for name, column in zip(columns, table.unbind(1), strict=True)}
     sums |= _details(trainer, other, counts, columns.get("abs"))
-    return ExpertShift(
-        ShiftSums(trainer.shape.layers, trainer.shape.top_k, sums), found.differing_layers.float() / layers
-    )
+    named = {f"route:{name}": value for name, value in sums.items()}
+    pooled = MetricSums.of_sums(named, expert_shift_metrics(trainer.shape.layers))
+    return ExpertShift(pooled, compared.differing_layers.float() / layers)
 
 
 def _details(trainer: RouteTable, other: RouteTable, counts: Tensor, far: Tensor | None) -> dict[str, Tensor]:

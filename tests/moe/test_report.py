@@ -17,7 +17,8 @@ from html_page import Page
 from report_records import rl, write_all
 from route_sets import random_routes
 
-from megatron_rc.moe.shift import EXPERT_SHIFT, expert_shift
+from megatron_rc.moe.shift import expert_shift
+from megatron_rc.moe.shift_metrics import EXPERT_SHIFT
 from megatron_rc.moe.tables import MoeShape, RouteTable
 from megatron_rc.report import heat_map
 from megatron_rc.report.heat_map import colour, merged, png

@@ -12,7 +12,7 @@ from moe_runs import PROMPTS, SAMPLES_PER_PROMPT, SAMPLING, step, world
 from sglang_engines import sglang_engine
 from sglang_server import MODELS, shared_server
 
-from megatron_rc.moe.shift import MARGINS
+from megatron_rc.moe.shift_metrics import MARGINS
 
 NEAR_TIE = 1e-4
 """nats; scores this close may change places by the rounding of another order of additions."""

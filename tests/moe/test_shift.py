@@ -15,9 +15,12 @@ from process_memory import memory
 from route_sets import random_routes
 from torch import Tensor
 
+from megatron_rc.correction import pair_metrics
+from megatron_rc.metrics import MetricSums
 from megatron_rc.moe import compare
 from megatron_rc.moe.router_distance import router_kl
-from megatron_rc.moe.shift import MARGINS, POSITIONS, ExpertShift, expert_shift
+from megatron_rc.moe.shift import ExpertShift, expert_shift
+from megatron_rc.moe.shift_metrics import MARGINS, POSITIONS
 from megatron_rc.moe.tables import MoeShape, RouteTable
 
 TWO = MoeShape(num_layers=2, layers=(0, 1), top_k=2, num_experts=4)
@@ -211,8 +214,8 @@ def test_buckets_of_margin_and_position_have_the_edges_that_are_documented() -> 
         shift = expert_shift(
             RouteTable(shape, ids), RouteTable(shape, differing(row)), torch.ones(len(starts)), positions=starts
         )
-        touched = shift.sums.sums["position_touched"]
-        assert touched.argmax() == bucket and touched.sum() == 1
+        shares = shift.sums.values()["route_tokens_touched_by_position"]
+        assert [share for share in shares if share > 0] == [shares[bucket]] == [1 / where.count(bucket)]
 
 
 def test_tables_that_do_not_fit_are_refused() -> None:
@@ -239,3 +242,12 @@ def test_a_comparison_of_a_large_batch_stays_within_its_budget() -> None:
     before = memory("VmHWM")
     expert_shift(RouteTable(shape, a), RouteTable(shape, b), torch.ones(65_536), log_ratio=torch.rand(65_536))
     assert memory("VmHWM") - before <= 4 * (a.nbytes + b.nbytes)
+
+
+def test_shift_and_mismatch_are_pooled_together_under_one_prefix() -> None:
+    shift, one = random_shift(slice(None)).sums, torch.full((4,), 0.5)
+    pair = pair_metrics(one, one * 1.1, one.bool(), sequences=False)
+    expected = {f"old/{name}": value for part in (shift, pair) for name, value in part.values().items()}
+    for first, second in ((shift, pair), (pair, shift)):
+        merged = MetricSums().merge(first.prefixed("old/")).merge(second.prefixed("old/"))
+        same(merged.values(), expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from megatron_rc.correction import Corrected, correct
 from megatron_rc.loss import loss_scale
 from megatron_rc.lr_decay import LengthDecayLR
 from megatron_rc.metrics import MetricSums
-from megatron_rc.moe.shift import ShiftSums
 from megatron_rc.settings import LossSettings, TrainSettings
 from megatron_rc.training.groups import Groups
 from megatron_rc.training.policy import Policy, UpdateResult, split_rows
@@ -124,7 +123,7 @@ def reinforce_step(
         )
         if on_update:
             on_update()
-    metrics |= _update_metrics(results, groups, "current_old/" if three_policy else "current/")
+    metrics |= _update_metrics(results, groups)
     chosen = [s for division in cuts for micro_batch in division.shares[groups.data_rank] for s in micro_batch]
     return StepResult(metrics, batch, local, chosen, old, corrected)
 
@@ -189,14 +188,15 @@ def _old_pass(
     )
     sums = MetricSums().merge(corrected.metrics.prefixed("old/"))
     sums.merge(MetricSums.of_means({"entropy": (entropy.sum(), local.loss_mask.sum())}))
-    return old, corrected, _pooled(sums, groups, max_nonfinite_share, {"old/": shift.sums} if shift else {})
+    if shift:
+        sums.merge(shift.sums.prefixed("old/"))
+    return old, corrected, _pooled(sums, groups, max_nonfinite_share)
 
 
 @dataclass
 class _Update:
     result: UpdateResult
     sums: MetricSums
-    shift: ShiftSums | None
 
 
 def _update(
@@ -249,33 +249,23 @@ def _update(
     )
     sums = _merged([o.sums for o in result.outputs])
     if routes is None or not groups.last_stage:
-        return _Update(result, sums, None)
+        return _Update(result, sums)
     current = torch.cat([o.logprobs for o in result.outputs])
     shift, replayed = routes.after_update(share, rows, current, None if old is None else old[rows])
-    return _Update(result, sums.merge(replayed), shift.sums if shift else None)
+    if shift:
+        sums.merge(shift.sums.prefixed("current_old/" if three_policy else "current/"))
+    return _Update(result, sums.merge(replayed))
 
 
-def _pooled(
-    sums: MetricSums | None,
-    groups: Groups,
-    max_nonfinite_share: float,
-    shifts: Mapping[str, ShiftSums] | None = None,
-) -> dict[str, Any]:
-    """Values over all data-parallel ranks of the last pipeline stage (``sums`` is None elsewhere), on every process.
-
-    Args:
-        shifts: prefix of their names -> expert shift.
-    """
+def _pooled(sums: MetricSums | None, groups: Groups, max_nonfinite_share: float) -> dict[str, Any]:
+    """Values over all data-parallel ranks of the last pipeline stage (``sums`` is None elsewhere), on every process."""
 
     def values() -> dict[str, Any]:
         if sums is None:
             return {}
         sums.all_reduce(groups.data)
         sums.check(max_nonfinite_share)
-        out: dict[str, Any] = sums.values()
-        for prefix, shift in (shifts or {}).items():
-            out |= {prefix + name: value for name, value in shift.all_reduce(groups.data).values().items()}
-        return out
+        return sums.values()
 
     return groups.gather(values)[-1]
 
@@ -302,16 +292,13 @@ def _rollout_metrics(batch: TokenBatch, equal: Sequence[bool]) -> dict[str, floa
     }
 
 
-def _update_metrics(updates: Sequence[_Update], groups: Groups, shift_prefix: str) -> dict[str, Any]:
+def _update_metrics(updates: Sequence[_Update], groups: Groups) -> dict[str, Any]:
     """Means over the optimizer steps of this rollout; nothing was updated when every group had equal rewards."""
     metrics: dict[str, Any] = {"updates": float(len(updates)), "grad_norm": math.nan, "lr": math.nan}
     if not updates:
         return metrics
     sums = _merged([update.sums for update in updates]) if groups.last_stage else None
-    shifts = [update.shift for update in updates if update.shift is not None]
-    for other in shifts[1:]:
-        shifts[0].merge(other)
-    metrics |= _pooled(sums, groups, 1.0, {shift_prefix: shifts[0]} if shifts else {})
+    metrics |= _pooled(sums, groups, 1.0)
     results = [update.result for update in updates]
     metrics["grad_norm"] = sum(r.grad_norm for r in results) / len(results)
     metrics["lr"] = results[-1].lr
