@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -241,7 +241,7 @@ def test_the_parameters_of_train_step_are_those_of_the_version(tmp_path: Path) -
 
 
 def test_the_recipe_of_the_docs_corrects_and_decays(training: Any) -> None:
-    page = (Path(__file__).parents[2] / "docs/patching.md").read_text().split("\n## megatron.training\n")[1]
+    page = (Path(__file__).parents[2] / "docs/hosts/megatron_training.md").read_text()
     recipe = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     assert recipe is not None and len(recipe[1].strip().splitlines()) <= 10
     found: list[Any] = []
@@ -265,43 +265,52 @@ def test_the_recipe_of_the_docs_corrects_and_decays(training: Any) -> None:
 LAYOUTS = {"dp": {}, "pp": {"pipeline_model_parallel_size": 2}, "cp": {"context_parallel_size": 2}}
 SEQUENCES = (([LN2, 0.3, -0.4, 0.1], [10]), ([0.0, 1.2, -1.0, 0.5], [30]))
 """Log-ratios of two sequences, and how long the response was."""
-Told = tuple[dict[str, float], list[float], float, str]
 
 
-def _rank(rank: int) -> dict[str, Told]:
-    told = {}
+class Step(NamedTuple):
+    """One training step on one rank."""
+
+    log: dict[str, float]
+    rates: list[float]
+    """Learning rates that the optimizer used."""
+    length: float
+    """Mean response length that the decay took."""
+    refusal: str
+
+
+def _rank(rank: int) -> dict[str, Step]:
+    steps = {}
     for layout, sizes in LAYOUTS.items():
         parallel_state.initialize_model_parallel(**sizes)
         whole = [batch(*gaps, lengths=lengths) for gaps, lengths in SEQUENCES]
         halves = [batch(*gaps[2 * rank : 2 * rank + 2], lengths=lengths) for gaps, lengths in SEQUENCES]
         data = {"dp": [whole[rank]], "pp": whole, "cp": halves}[layout]
-        told[layout] = _told(data, forward_step)
+        steps[layout] = _step(data, forward_step)
         if layout == "dp":
-            told["dp, one rank silent"] = _told(data, forward_step if rank == 0 else sft_step)
+            steps["dp, one rank silent"] = _step(data, forward_step if rank == 0 else sft_step)
         parallel_state.destroy_model_parallel()
-    return told
+    return steps
 
 
-def _told(data: list[Any], forward: Any) -> Told:
-    """What one step logged, the rates it used, the length that the decay saw, and why it was refused."""
+def _step(data: list[Any], forward: Any) -> Step:
     seen = decay()
     with stub_host() as module, patch(HOST, correction=NONE, lr_decay=seen):
         try:
             (log,), optimizer, _ = train(module, [data], forward)
         except ValueError as refused:
-            return {}, [], math.nan, str(refused)
+            return Step({}, [], math.nan, str(refused))
     log.pop("pg loss", None)
-    return log, optimizer.used, math.exp(seen.state_dict()["fast_average"] / 0.2), ""
+    return Step(log, optimizer.used, math.exp(seen.state_dict()["fast_average"] / 0.2), "")
 
 
 def test_every_layout_pools_to_the_same_metrics_and_rate_or_refuses_on_all_ranks() -> None:
-    expected, *_ = _told([batch(*gaps, lengths=lengths) for gaps, lengths in SEQUENCES], forward_step)
+    expected = _step([batch(*gaps, lengths=lengths) for gaps, lengths in SEQUENCES], forward_step).log
     ranks = run_ranks(2, _rank)
     for layout in LAYOUTS:
-        for rank, told in enumerate(ranks):
-            log, used, length, error = told[layout]
-            assert (used, length, error) == ([5e-4], pytest.approx(20), ""), layout
+        for rank, steps in enumerate(ranks):
+            step = steps[layout]
+            assert (step.rates, step.length, step.refusal) == ([5e-4], pytest.approx(20), ""), layout
             # only the last stage logs
-            assert log == ({} if (layout, rank) == ("pp", 0) else pytest.approx(expected, rel=1e-6)), layout
-    for told in ranks:
-        assert "on every data-parallel rank in a step, or on none" in told["dp, one rank silent"][-1]
+            assert step.log == ({} if (layout, rank) == ("pp", 0) else pytest.approx(expected, rel=1e-6)), layout
+    for steps in ranks:
+        assert "on every data-parallel rank in a step, or on none" in steps["dp, one rank silent"].refusal

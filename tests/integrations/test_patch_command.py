@@ -25,7 +25,8 @@ from megatron_rc.integrations.symbols import Host, Symbol
 from megatron_rc.lr_decay import LengthDecaySettings
 
 ROOT = Path(__file__).parents[2]
-DOCS = (ROOT / "docs" / "patching.md").read_text()
+PAGES = {path.stem: path.read_text() for path in (ROOT / "docs/hosts").glob("*.md")}
+DOCS = PAGES["megatron_lm"]
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -143,18 +144,15 @@ def test_settings_come_from_the_file_the_preset_and_assignments_in_that_order(tm
         patch_settings(assignments=["correktion=none"])
 
 
-def recipe(heading: str, language: str) -> str:
-    """The first block of that language under a heading of docs/patching.md."""
-    section = DOCS[DOCS.index(f"\n## {heading}") :]
-    found = re.search(rf"```{language}\n(.*?)```", section, re.DOTALL)
+def recipe(language: str) -> str:
+    """The first block of that language on the page of Megatron-LM."""
+    found = re.search(rf"```{language}\n(.*?)```", DOCS, re.DOTALL)
     assert found is not None and len(found[1].strip().splitlines()) <= 10
     return found[1]
 
 
 def test_the_recipe_of_the_command_runs(script: Path) -> None:
-    (command,) = [
-        line for line in recipe("Megatron-LM", "bash").replace("\\\n", " ").splitlines() if "torchrun" in line
-    ]
+    (command,) = [line for line in recipe("bash").replace("\\\n", " ").splitlines() if "torchrun" in line]
     words = shlex.split(command)
     words = words[words.index("megatron_rc") + 1 :]
     place = words.index("train_rl.py")
@@ -166,7 +164,7 @@ def test_the_recipe_of_the_command_runs(script: Path) -> None:
 
 def test_the_recipe_in_python_runs_and_undoes_itself(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(script.parent)
-    exec(recipe("Megatron-LM", "python"), {})
+    exec(recipe("python"), {})
     assert sys.modules["plain_host"].loss() == "host"
 
 
@@ -177,7 +175,13 @@ def test_the_docs_have_every_symbol_and_every_intended_difference() -> None:
     for difference in DIFFERENCES:
         assert difference in text, difference
     for name in HOSTS:
-        assert f'patch("{name}"' in text, name
+        assert f'patch("{name}"' in PAGES["index"], name
+
+
+def test_the_report_in_the_docs_is_the_one_that_is_printed() -> None:
+    lines = recipe("text").splitlines()
+    assert lines[:2] == ["megatron-lm 0.20.0, patched", "replaced:"]
+    assert {*lines[2:]} <= {f"  {symbol.path}: {symbol.summary}" for symbol in HOST.symbols}
 
 
 def test_the_command_needs_no_host_to_explain_itself() -> None:
