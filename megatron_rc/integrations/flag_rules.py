@@ -22,16 +22,14 @@ class FlagRule:
 
     name: str
     """Name of doctor's check. Rules of one name are tried in order, and the first mistake is reported."""
-    compares: str
-    """What is compared with what, in a few words."""
     wrong: Callable[[Any], bool]
     """Whether these arguments (an argparse.Namespace, or one like it) make the mistake."""
     problem: str | Callable[[Any], str]
     """What is wrong, one sentence without a full stop, or a function from the arguments to that sentence."""
     fix: str
     """How to mend it, one sentence that names the flag."""
-    good: str
-    """What holds where the mistake is not made, one sentence without a full stop."""
+    good: str = ""
+    """What doctor says where no rule of this name finds a mistake; the first of them has it."""
     severity: Severity = "error"
     made_by: Literal["every run", "unpatched runs", "patched runs"] = "every run"
     """Which runs can make the mistake: a patch mends some mistakes of the host, and cannot work with some flags."""

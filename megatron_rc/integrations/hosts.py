@@ -12,11 +12,6 @@ HOSTS: dict[str, Host] = {
 """By name. A module of this table imports neither its host nor torch before `make` or `prepare` runs."""
 
 
-def detect() -> list[Host]:
-    """Hosts that could be imported here, in the order of HOSTS; none is imported for that."""
-    return [host for host in HOSTS.values() if host.is_importable()]
-
-
 def host_named(name: str) -> Host:
     """The host of that name; "auto" is the only importable one, not counting those that it contains.
 
@@ -28,7 +23,7 @@ def host_named(name: str) -> Host:
     known = ", ".join(map(repr, HOSTS))
     if name != "auto":
         raise ValueError(f"host must be 'auto' or one of {known}, got {name!r}")
-    importable = detect()
+    importable = [host for host in HOSTS.values() if host.is_importable()]
     contained = {inner for host in importable for inner in host.contains}
     candidates = [host for host in importable if host.name not in contained]
     if len(candidates) != 1:

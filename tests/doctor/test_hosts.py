@@ -99,7 +99,6 @@ def test_a_host_that_is_not_here_is_an_error_only_when_it_was_asked_for() -> Non
 def test_a_host_is_known_to_doctor_by_its_table_alone() -> None:
     rule = FlagRule(
         name="loud",
-        compares="--volume against the neighbours",
         severity="warning",
         wrong=lambda args: args.volume > args.limit,
         problem=lambda args: f"volume {args.volume} is above {args.limit}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from megatron_rc.doctor.host.facts import HostFacts
@@ -18,21 +19,19 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "num_experts": None,
     "mtp_num_layers": 0,
     "recompute_granularity": None,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "num_virtual_stages_per_pipeline_rank": None,
-    "virtual_pipeline_model_parallel_size": None,
-    "microbatch_group_size_per_virtual_pipeline_stage": None,
 }
 """Arguments of Megatron that the rules below read."""
 
-_REPLAY_AND_RECOMPUTE = "routing replay against recomputed layers and interleaved stages"
-_REPLAY_AND_RECOMPUTE_IS_GOOD = "no layer with replayed routes is computed again in the backward pass"
-
+_INTERLEAVED = [
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "virtual_pipeline_model_parallel_size",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+]
 
 MEGATRON_RULES = (
     FlagRule(
         name="router-fusion",
-        compares="--moe-router-fusion against routing replay",
         wrong=lambda args: args.moe_router_fusion and args.moe_enable_routing_replay,
         problem="the fused router selects its experts before the replay is asked, so the replay is silently ignored",
         fix="Drop --moe-router-fusion.",
@@ -40,34 +39,25 @@ MEGATRON_RULES = (
     ),
     FlagRule(
         name="replay-and-recompute",
-        compares=_REPLAY_AND_RECOMPUTE,
         wrong=lambda args: (
             args.moe_enable_routing_replay
             and args.recompute_granularity == "full"
-            and bool(
-                args.num_layers_per_virtual_pipeline_stage
-                or args.num_virtual_stages_per_pipeline_rank
-                or args.virtual_pipeline_model_parallel_size
-                or args.microbatch_group_size_per_virtual_pipeline_stage
-            )
+            and any(getattr(args, name, None) for name in _INTERLEAVED)
         ),
         problem="a recomputed layer takes its routes from a queue, first in, first out, which is not the order of "
         "interleaved stages",
         fix="Drop --recompute-granularity full, or interleaved pipeline stages.",
-        good=_REPLAY_AND_RECOMPUTE_IS_GOOD,
+        good="no layer with replayed routes is computed again in the backward pass",
     ),
     FlagRule(
         name="replay-and-recompute",
-        compares=_REPLAY_AND_RECOMPUTE,
         severity="warning",
         wrong=lambda args: args.moe_enable_routing_replay and args.recompute_granularity == "full",
         problem="a recomputed layer routes anew unless routes are replayed in the backward pass",
         fix="Set RouterReplayAction.REPLAY_BACKWARD before the backward pass, or drop --recompute-granularity full.",
-        good=_REPLAY_AND_RECOMPUTE_IS_GOOD,
     ),
     FlagRule(
         name="replay-and-mtp",
-        compares="routing replay against multi-token-prediction layers",
         severity="warning",
         wrong=lambda args: args.moe_enable_routing_replay and args.mtp_num_layers > 0,
         problem="routers of --mtp-num-layers register themselves beside those of the decoder",
@@ -76,7 +66,6 @@ MEGATRON_RULES = (
     ),
     FlagRule(
         name="router-dtype",
-        compares="precision of the router",
         severity="warning",
         wrong=lambda args: args.num_experts is not None and args.moe_router_dtype in (None, "none"),
         problem="router logits in the model's precision have ties, which every engine breaks in its own way",
@@ -89,32 +78,26 @@ MEGATRON_RULES = (
 def flag_checks(host: Host) -> Registry[HostFacts]:
     """The checks of a host's flags, in the order in which their names appear in the tables."""
     registry: Registry[HostFacts] = Registry("flags")
-    add_shell_variables = registry.check(
-        "shell-variables", compares="words that the shell replaces", severity="note", fix=EXPANDED
-    )
-    add_shell_variables(_shell_variables)
+
+    @registry.check("shell-variables", compares="words that the shell replaces", severity="note", fix=EXPANDED)
+    def shell_variables(facts: HostFacts) -> Outcome:
+        hidden = facts.flags.variables
+        if hidden:
+            return bad(f"flags may hide in {', '.join(hidden[:5])}, so a flag that seems to be missing may be set")
+        return good("every flag is spelled out")
+
     rules = (*MEGATRON_RULES, *host.flag_rules)
     for name in dict.fromkeys(rule.name for rule in rules):
-        _add(registry, [rule for rule in rules if rule.name == name])
+        look = partial(_first_mistake, [rule for rule in rules if rule.name == name])
+        registry.check(name, compares="flags of the host", severity="error", fix="")(look)
     return registry
 
 
-def _add(registry: Registry[HostFacts], rules: Sequence[FlagRule]) -> None:
-    first = rules[0]
-
-    @registry.check(first.name, compares=first.compares, severity=first.severity, fix=first.fix)
-    def look(facts: HostFacts) -> Outcome:
-        args = Arguments(facts.flags, {**MEGATRON_DEFAULTS, **facts.host.flag_defaults}, facts.host.config_flag)
-        other = "unpatched runs" if facts.is_patched else "patched runs"
-        for rule in rules:
-            problem = rule.problem_in(args) if rule.made_by != other else None
-            if problem:
-                return bad(problem, severity=rule.severity, fix=rule.fix)
-        return good(first.good)
-
-
-def _shell_variables(facts: HostFacts) -> Outcome:
-    hidden = facts.flags.variables
-    if hidden:
-        return bad(f"flags may hide in {', '.join(hidden[:5])}, so a flag that seems to be missing may be set")
-    return good("every flag is spelled out")
+def _first_mistake(rules: Sequence[FlagRule], facts: HostFacts) -> Outcome:
+    args = Arguments(facts.flags, {**MEGATRON_DEFAULTS, **facts.host.flag_defaults}, facts.host.config_flag)
+    other = "unpatched runs" if facts.is_patched else "patched runs"
+    for rule in rules:
+        problem = rule.problem_in(args) if rule.made_by != other else None
+        if problem:
+            return bad(problem, severity=rule.severity, fix=rule.fix)
+    return good(rules[0].good)

@@ -24,14 +24,9 @@ DEFAULTS: dict[str, Any] = {
 """Arguments that the rules read, with the host's own defaults."""
 
 _RUN_PATCHED = "run the script through `megatron-rc patch --rc-preset NAME`"
-_TEMPERATURE = "--rl-default-temperature against the temperature of the trainer's log-probs"
-_TEMPERATURE_IS_GOOD = "sampler and trainer have log-probs at the same temperature"
-_BOUND = "how often and how far the importance weight is bounded"
-_BOUND_IS_GOOD = "the importance weight is bounded once, or there is none"
 
 SAMPLES_ROLLOUTS = FlagRule(
     name="rl-step",
-    compares="--perform-rl-step",
     wrong=lambda args: not args.perform_rl_step,
     problem="without --perform-rl-step no rollout is sampled",
     fix="Add --perform-rl-step.",
@@ -41,7 +36,6 @@ RULES = (
     SAMPLES_ROLLOUTS,
     FlagRule(
         name="rollout-logprobs",
-        compares="whether the sampler's log-probs reach the loss",
         wrong=lambda args: not args.rl_inference_logprobs_is_correction,
         problem="the sampler's log-probs do not reach the loss, so nothing can be corrected",
         fix="Add --rl-inference-logprobs-is-correction.",
@@ -49,7 +43,6 @@ RULES = (
     ),
     FlagRule(
         name="temperature",
-        compares=_TEMPERATURE,
         made_by="unpatched runs",
         wrong=lambda args: args.rl_default_temperature != 1,
         problem=lambda args: (
@@ -57,11 +50,10 @@ RULES = (
             "computes log-probs at temperature 1"
         ),
         fix=f"Set it to 1, or {_RUN_PATCHED} and --inference-dynamic-batching-logprobs-mode processed_logprobs.",
-        good=_TEMPERATURE_IS_GOOD,
+        good="sampler and trainer have log-probs at the same temperature",
     ),
     FlagRule(
         name="temperature",
-        compares=_TEMPERATURE,
         made_by="patched runs",
         wrong=lambda args: (
             args.rl_default_temperature != 1 and args.inference_dynamic_batching_logprobs_mode != "processed_logprobs"
@@ -71,11 +63,9 @@ RULES = (
             f"temperature 1, for tokens sampled at {args.rl_default_temperature:g}"
         ),
         fix="Add --inference-dynamic-batching-logprobs-mode processed_logprobs.",
-        good=_TEMPERATURE_IS_GOOD,
     ),
     FlagRule(
         name="top-p-top-k",
-        compares="--rl-default-top-p and --rl-default-top-k against the support of the trainer's log-probs",
         wrong=lambda args: args.rl_default_top_p not in (0, 1) or args.rl_default_top_k > 0,
         problem="the sampler does not return the ids that it kept, so the trainer cannot renormalise over them",
         fix="Drop --rl-default-top-p and --rl-default-top-k.",
@@ -83,16 +73,14 @@ RULES = (
     ),
     FlagRule(
         name="ratio-bound",
-        compares=_BOUND,
         made_by="patched runs",
         wrong=lambda args: args.rl_importance_sampling_truncation_coef is not None,
         problem="the host would truncate the importance weight again after the correction",
         fix="Drop --rl-importance-sampling-truncation-coef.",
-        good=_BOUND_IS_GOOD,
+        good="the importance weight is bounded once, or there is none",
     ),
     FlagRule(
         name="ratio-bound",
-        compares=_BOUND,
         made_by="unpatched runs",
         severity="warning",
         wrong=lambda args: (
@@ -100,11 +88,9 @@ RULES = (
         ),
         problem="the importance weight has no upper bound",
         fix=f"Set --rl-importance-sampling-truncation-coef 2, or {_RUN_PATCHED}.",
-        good=_BOUND_IS_GOOD,
     ),
     FlagRule(
         name="packed-logprobs",
-        compares="--rl-use-sequence-packing against missing rollout log-probs",
         made_by="unpatched runs",
         severity="warning",
         wrong=lambda args: args.rl_use_sequence_packing and args.rl_inference_logprobs_is_correction,
@@ -114,7 +100,6 @@ RULES = (
     ),
     FlagRule(
         name="gathered-logits",
-        compares="memory for log-probs on tensor-parallel ranks",
         made_by="unpatched runs",
         severity="warning",
         wrong=lambda args: args.tensor_model_parallel_size > 1,
@@ -127,7 +112,6 @@ RULES = (
     ),
     FlagRule(
         name="captured-denominator",
-        compares="CUDA graphs against denominators that change from batch to batch",
         made_by="patched runs",
         wrong=captures_iteration,
         problem="a captured iteration keeps the denominator of its first batch",
@@ -136,7 +120,6 @@ RULES = (
     ),
     FlagRule(
         name="replayed-routes",
-        compares="--moe-enable-routing-replay against who hands over routes",
         severity="warning",
         wrong=lambda args: args.moe_enable_routing_replay,
         problem="megatron/rl never hands the sampler's routes to the trainer, so none are replayed",
@@ -145,7 +128,6 @@ RULES = (
     ),
     FlagRule(
         name="stale-policies",
-        compares="--rl-partial-rollouts against one policy per response",
         severity="note",
         wrong=lambda args: args.rl_partial_rollouts,
         problem="tokens of one response come from several versions of the policy, and the ratio measures that as well",

@@ -37,7 +37,6 @@ _TRAIN_STEP = (
 RULES = (
     FlagRule(
         name="full-iteration-graph",
-        compares="CUDA graphs against metrics of the loss function",
         wrong=captures_iteration,
         problem="a captured iteration replays the loss function without calling it, which the patch refuses",
         fix="Drop --cuda-graph-impl full_iteration.",

@@ -55,7 +55,7 @@ class _Report(NamedTuple):
     """What the last pipeline stage knows about a step."""
 
     problem: str | None = None
-    """Why the step must not be made; None where it may."""
+    """Why the optimizer must not step; None where it may."""
     exists: bool = True
     """Whether any loss function called correct_micro_batch."""
     new_rollout: bool = False
@@ -95,8 +95,8 @@ class TrainingStep:
             ValueError: too many corrupt log-probs, or no loss function called correct_micro_batch. Every rank raises
                 alike, before the optimizer steps.
         """
-        stage, stages = _pipeline()
-        report = _from_last_stage(self._pool() if stage == stages - 1 else None)
+        is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        report = _from_last_stage(self._pool() if is_last_stage else None)
         if report.problem is not None:
             raise ValueError(report.problem)
         state = self._state
@@ -190,22 +190,13 @@ def _refuse_replayed_loss(forward_backward_func: Any) -> None:
         )
 
 
-def _pipeline() -> tuple[int, int]:
-    """(stage of this rank, number of stages)."""
-    return (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )
-
-
 def _from_last_stage(report: _Report | None) -> _Report:
     """The report of the last pipeline stage, on every stage."""
-    if _pipeline()[1] == 1:
-        assert report is not None
-        return report
     group = parallel_state.get_pipeline_model_parallel_group()
-    box = [report]
-    source = dist.get_global_rank(group, dist.get_world_size(group) - 1)
-    dist.broadcast_object_list(box, src=source, group=group, device=emulation.device())
-    assert box[0] is not None
-    return _Report(*box[0])
+    if group.size() > 1:
+        box = [report]
+        source = dist.get_global_rank(group, group.size() - 1)
+        dist.broadcast_object_list(box, src=source, group=group, device=emulation.device())
+        report = box[0] and _Report(*box[0])
+    assert report is not None
+    return report

@@ -15,17 +15,7 @@ torch.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megatron_rc.integrations.slime.custom_loss import loss
-    from megatron_rc.integrations.slime.is_weights import tis
-    from megatron_rc.integrations.slime.learning_rate import before_train_step
-    from megatron_rc.integrations.slime.reducer import pg_loss_reducer
-    from megatron_rc.integrations.slime.refusals import check
-    from megatron_rc.integrations.slime.rollout_hook import rollout_data
-
-__all__ = ["before_train_step", "check", "loss", "pg_loss_reducer", "rollout_data", "tis"]
+from typing import Any
 
 _MODULE_OF = {
     "before_train_step": "learning_rate",
@@ -35,6 +25,7 @@ _MODULE_OF = {
     "rollout_data": "rollout_hook",
     "tis": "is_weights",
 }
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

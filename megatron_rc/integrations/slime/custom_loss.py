@@ -48,8 +48,7 @@ def loss(
         (loss, metrics for the host's log: name -> 0-d).
 
     Raises:
-        ValueError: this hook cannot do what the settings ask for (the sentence names the flag or field to change), or
-            log-probs are missing.
+        ValueError: missing log-probs, or a setting that this hook cannot honour, with the flag or field to change.
     """
     settings = read(args)
     refuse_loss(args, settings)

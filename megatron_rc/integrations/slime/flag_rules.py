@@ -23,9 +23,6 @@ DEFAULTS: dict[str, Any] = {
 }
 """Arguments that the rules read, with the hosts' own defaults."""
 
-_TIS = "--custom-tis-function-path against what calls it"
-_TIS_IS_GOOD = "it is called, or none is given"
-
 
 def refusal(args: Any) -> str:
     """What `check` refuses about these arguments; "" where it refuses nothing, or no hook of ours is named."""
@@ -41,15 +38,12 @@ def refusal(args: Any) -> str:
 RULES = (
     FlagRule(
         name="router-fusion",
-        compares="--moe-router-fusion against routing replay",
         wrong=lambda args: args.moe_router_fusion and (args.use_routing_replay or args.use_rollout_routing_replay),
         problem="the fused router selects its experts before the replay is asked, so the replay is silently ignored",
         fix="Drop --moe-router-fusion.",
-        good="no routes are replayed by a fused router",
     ),
     FlagRule(
         name="ratio-counted-twice",
-        compares="--use-rollout-logprobs against an importance weight",
         wrong=lambda args: args.use_rollout_logprobs and args.use_tis,
         problem="with --use-rollout-logprobs the loss's ratio already is pi / mu, and --use-tis multiplies it again",
         fix="Drop --use-rollout-logprobs, or --use-tis.",
@@ -57,7 +51,6 @@ RULES = (
     ),
     FlagRule(
         name="temperature",
-        compares="--rollout-temperature against the trainer's log-probs",
         wrong=lambda args: args.rollout_temperature <= 0,
         problem="a greedy sampler has no log-prob that the trainer's could be compared with",
         fix="Set --rollout-temperature above 0.",
@@ -65,7 +58,6 @@ RULES = (
     ),
     FlagRule(
         name="top-p-top-k",
-        compares="--rollout-top-p and --rollout-top-k against the support of the trainer's log-probs",
         wrong=lambda args: args.rollout_top_k > 0,
         problem="the trainer's log-probs are over the whole vocabulary, the sampler's over its top-k",
         fix="Drop --rollout-top-k.",
@@ -73,24 +65,20 @@ RULES = (
     ),
     FlagRule(
         name="tis-function",
-        compares=_TIS,
         wrong=lambda args: args.custom_tis_function_path and not args.use_tis and not args.get_mismatch_metrics,
         problem="it is never called, so nothing is corrected",
         fix="Add --use-tis.",
-        good=_TIS_IS_GOOD,
+        good="it is called, or none is given",
     ),
     FlagRule(
         name="tis-function",
-        compares=_TIS,
         severity="note",
         wrong=lambda args: args.custom_tis_function_path and not args.use_tis,
         problem="--get-mismatch-metrics calls it for its metrics alone",
         fix="Add --use-tis if it shall act on the loss.",
-        good=_TIS_IS_GOOD,
     ),
     FlagRule(
         name="loss-function",
-        compares="--custom-loss-function-path against --loss-type",
         wrong=lambda args: args.custom_loss_function_path and args.loss_type != "custom_loss",
         problem=lambda args: f"it is never called with --loss-type {args.loss_type}",
         fix="Add --loss-type custom_loss.",
@@ -98,7 +86,6 @@ RULES = (
     ),
     FlagRule(
         name="batch-normalised-weights",
-        compares="tis_batch_normalize against what its function sees",
         severity="warning",
         wrong=lambda args: getattr(args, "tis_batch_normalize", False),
         problem="weights are normalised over one micro-batch of one rank, so they depend on how the batch was packed",
@@ -107,7 +94,6 @@ RULES = (
     ),
     FlagRule(
         name="hooks",
-        compares="the hooks of megatron_rc that the flags name against what they can do",
         wrong=lambda args: refusal(args) != "",
         problem=refusal,
         fix="Change the flag that the sentence names.",
@@ -119,10 +105,8 @@ MILES_RULES = (
     *RULES,
     FlagRule(
         name="top-p-top-k",
-        compares="--rollout-top-p and --rollout-top-k against the support of the trainer's log-probs",
         wrong=lambda args: args.rollout_top_p < 1,
         problem="the trainer's log-probs are over the whole vocabulary, the sampler's over its top-p",
         fix="Drop --rollout-top-p.",
-        good="sampler and trainer have log-probs over the same ids",
     ),
 )

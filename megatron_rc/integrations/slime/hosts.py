@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 from megatron_rc import schema
 from megatron_rc.config import RolloutCorrection
-from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.scheduler_decay import LRDecay
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_RULES, RULES
 from megatron_rc.integrations.slime.settings import KEY, flag
@@ -34,36 +34,12 @@ _TIS = "args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwar
 _STEP = "args, rollout_id, step_id, data_iterator, model, optimizer, opt_param_scheduler, num_microbatches"
 
 
-def _host(
-    name: str,
-    symbols: tuple[Symbol, ...],
-    rules: tuple[FlagRule, ...],
-    *,
-    tested: str,
-    repository: str,
-    whole_rollouts: bool,
-) -> Host:
-    def read_version() -> str | None:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            # it usually runs from its source tree
-            return None
-
-    return Host(
-        name=name,
-        module=name,
-        symbols=symbols,
-        versions=(),
-        read_version=read_version,
-        recipe=partial(recipe, whole_rollouts=whole_rollouts),
-        tested=tested,
-        differences=_DIFFERENCES,
-        where=f"Put a clone of {repository} on PYTHONPATH.",
-        flag_rules=rules,
-        flag_defaults=DEFAULTS,
-        config_flag="custom-config-path",
-    )
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        # a host usually runs from its source tree
+        return None
 
 
 def recipe(correction: RolloutCorrection | None, lr_decay: LRDecay | None, *, whole_rollouts: bool) -> Recipe:
@@ -102,9 +78,10 @@ def _hook_for(correction: RolloutCorrection) -> str:
     return "loss" if judges_advantages or correction.old != "recompute" else "tis"
 
 
-SLIME = _host(
-    "slime",
-    (
+SLIME = Host(
+    name="slime",
+    module="slime",
+    symbols=(
         _read("load_function", "slime.utils.misc", "path"),
         _read("policy_loss_function", "slime.backends.megatron_utils.loss", _LOSS),
         _read("vanilla_tis_function", "slime.backends.megatron_utils.loss", _TIS),
@@ -129,15 +106,22 @@ SLIME = _host(
             "self, rollout_id, rollout_data, external_data=None",
         ),
     ),
-    RULES,
+    versions=(),
+    read_version=partial(_version, "slime"),
+    recipe=partial(recipe, whole_rollouts=True),
     tested="commit 624b824a898a",
-    repository="THUDM/slime",
-    whole_rollouts=True,
+    differences=_DIFFERENCES,
+    where="Put a clone of THUDM/slime on PYTHONPATH.",
+    flag_rules=RULES,
+    flag_defaults=DEFAULTS,
+    config_flag="custom-config-path",
 )
 
-MILES = _host(
-    "miles",
-    (
+MILES = replace(
+    SLIME,
+    name="miles",
+    module="miles",
+    symbols=(
         _read("load_function", "miles.utils.misc", "path, *, sync_required=False"),
         _read("policy_loss_function", "miles.backends.training_utils.loss_hub.losses", _LOSS),
         _read("vanilla_tis_function", "miles.backends.training_utils.loss_hub.corrections", _TIS),
@@ -152,8 +136,9 @@ MILES = _host(
             f"{_STEP}, num_rollouts, witness_info, attempt, ft_test_action_executor=None",
         ),
     ),
-    MILES_RULES,
+    read_version=partial(_version, "miles"),
+    recipe=partial(recipe, whole_rollouts=False),
     tested="commit 31f1ca961a94",
-    repository="radixark/miles",
-    whole_rollouts=False,
+    where="Put a clone of radixark/miles on PYTHONPATH.",
+    flag_rules=MILES_RULES,
 )

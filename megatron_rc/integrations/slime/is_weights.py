@@ -51,8 +51,7 @@ def tis(
         (pg_loss [N], loss_masks, name -> [N]).
 
     Raises:
-        ValueError: this hook cannot do what the settings ask for (the sentence names the flag or field to change), or
-            rollout log-probs are missing.
+        ValueError: missing log-probs, or a setting that this hook cannot honour, with the flag or field to change.
     """
     settings = read(args)
     refuse_tis(args, settings)

@@ -105,10 +105,6 @@ class Layout:
         prompts = [total - response for total, response in zip(total_lengths, response_lengths, strict=True)]
         return cls(tuple(spans), tuple(counts), row, tuple(prompts))
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.counts)
-
     def cu_seqlens(self, device: torch.device) -> Tensor:
         """[S + 1] int32."""
         return torch.tensor([0, *self.counts], device=device).cumsum(0).to(torch.int32)

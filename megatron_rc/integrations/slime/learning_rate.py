@@ -18,7 +18,7 @@ from megatron_rc.integrations.slime.refusals import refuse_before_train_step
 from megatron_rc.integrations.slime.settings import SlimeSettings, read
 from megatron_rc.integrations.slime.tokens import LENGTHS
 from megatron_rc.lr_decay import LengthDecayLR
-from megatron_rc.schema.files import replace_text
+from megatron_rc.schema.files import read_json, replace_text
 
 STATE_FILE = "megatron_rc_lr_decay.json"
 
@@ -92,13 +92,13 @@ def _begin(args: Namespace, settings: SlimeSettings, rollout_id: int, scheduler:
     if rollout_id > settings.lr_decay_start:
         folder = getattr(args, "load", None)
         file = Path(folder or "") / STATE_FILE
-        found = json.loads(file.read_text()) if folder and file.is_file() else {}
-        if str(rollout_id - 1) not in found:
+        saved = read_json(file) if folder and file.is_file() else {}
+        if str(rollout_id - 1) not in saved:
             raise ValueError(
                 f"megatron_rc.lr_decay needs its state after rollout {rollout_id - 1} in {STATE_FILE} of --load "
                 f"{folder}: load the run that had it, or set megatron_rc.lr_decay_start to {rollout_id}"
             )
-        states = {number: state for number, state in found.items() if int(number) < rollout_id}
+        states = {number: state for number, state in saved.items() if int(number) < rollout_id}
         decay.load_state_dict(states[str(rollout_id - 1)])
     decay.attach(scheduler)
     return _Run(decay, rollout_id - 1, states)
@@ -110,8 +110,7 @@ def _save(args: Namespace, run: _Run) -> None:
     if folder is None or not _is_first_rank():
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
-    file = Path(folder) / STATE_FILE
-    replace_text(file, json.dumps(run.states))
+    replace_text(Path(folder) / STATE_FILE, json.dumps(run.states))
 
 
 def _is_first_rank() -> bool:

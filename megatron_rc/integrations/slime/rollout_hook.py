@@ -29,9 +29,8 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
         rollout_data: the host's rollout on this rank, changed in place on the last pipeline stage.
 
     Raises:
-        ValueError: this hook cannot do what the settings ask for (the sentence names the flag or field to change);
-            log-probs are missing; more than max_nonfinite_share of them are not finite (then on all ranks of the last
-            stage).
+        ValueError: missing log-probs, or a setting that this hook cannot honour, with the flag or field to change; on
+            every rank of the last stage, more than max_nonfinite_share of log-probs that are not finite.
     """
     if rollout_id is None or rollout_data is None:
         raise ValueError(
