@@ -42,8 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     "truncation, packed": {"patch": TIS, "args": PACKED, "length": 6},
     "host again": {"args": NO_WEIGHT, "length": 6},
     # answers of several lengths, whose last log-prob the sampler leaves out
-    "any length": {"patch": TIS, "untold": 1},
-    "any length, packed": {"patch": TIS, "args": PACKED, "untold": 1},
+    "any length": {"patch": TIS, "missing": 1},
+    "any length, packed": {"patch": TIS, "args": PACKED, "missing": 1},
     "two policies": {"patch": {"correction": {"old": "rollout"}, "lr_decay": {"decay_period": 1}}},
     "two policies, packed": {
         "patch": {"correction": {"old": "rollout"}, "lr_decay": {"decay_period": 1}},

@@ -45,9 +45,10 @@ def by_hand(correction: RolloutCorrection) -> tuple[Tensor, dict[str, float]]:
     mask = torch.zeros(shape, dtype=torch.bool)
     for row, one in enumerate(made):
         assert one.generation_mask is not None and one.logprobs is not None
-        length, prompt, told = len(one.trajectory[0]), one.generation_mask[0].index(True), one.logprobs[0]
+        length, prompt = len(one.trajectory[0]), one.generation_mask[0].index(True)
         tokens[row, :length] = torch.tensor(one.trajectory[0])
-        rollout_logprobs[row, prompt - 1 : prompt - 1 + len(told)] = torch.tensor(told)
+        sampled = torch.tensor(one.logprobs[0])
+        rollout_logprobs[row, prompt - 1 : prompt - 1 + len(sampled)] = sampled
         mask[row, prompt - 1 : length - 1] = True
     current = model.table[tokens[:, :-1]].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     advantages, known = torch.tensor([one.reward for one in made]), mask & ~rollout_logprobs.isnan()
@@ -92,14 +93,14 @@ def test_logprobs_come_from_sharded_logits_at_the_sampling_temperature(temperatu
     expected = table[tokens[:, :-1]].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     of_hosts = [rank["logprobs"][temperature] for rank in ranks(2)]
     for first, second in zip(*of_hosts, strict=True):
-        for one in (first, second):
-            (own, own_gradient, own_gathers), (found, gradient, gathers) = one["host"], one["patched"]
-            assert (own_gathers, gathers) == (1, 0)
-            torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+        for rank in (first, second):
+            own, patched = rank["host"], rank["patched"]
+            assert (own.gathers, patched.gathers) == (1, 0)
+            torch.testing.assert_close(patched.logprobs.double(), expected, rtol=1e-6, atol=1e-6)
             if temperature == 1:
-                torch.testing.assert_close(found, own, rtol=1e-6, atol=1e-6)
-                torch.testing.assert_close(gradient, own_gradient, rtol=1e-5, atol=1e-6)
-        assert torch.equal(first["patched"][0], second["patched"][0])
+                torch.testing.assert_close(patched.logprobs, own.logprobs, rtol=1e-6, atol=1e-6)
+                torch.testing.assert_close(patched.gradient, own.gradient, rtol=1e-5, atol=1e-6)
+        assert torch.equal(first["patched"].logprobs, second["patched"].logprobs)
 
 
 def test_logprobs_of_a_bf16_model_are_fp32_and_the_host_takes_them() -> None:
@@ -213,9 +214,9 @@ def test_the_mean_response_length_counts_generated_tokens_of_every_turn_and_no_f
     assert mean_response_length([[failed, text]]) is None
 
 
-def test_untold_logprobs_are_nan_after_padding_packing_and_aligning(tmp_path: Path) -> None:
+def test_missing_logprobs_are_nan_after_padding_packing_and_aligning(tmp_path: Path) -> None:
     folders = [sources.STUB] + ([sources.cut_out(sources.tree(), tmp_path)] if sources.named() else [])
-    told = [torch.tensor([-1.0, -2.0]), None]
+    returned = [torch.tensor([-1.0, -2.0]), None]
     generated = torch.tensor([[False, True, True, True, False], [False] * 5])
     info = Namespace(bin_seq_indices=[[1], [0]], seq_starts=[[0, 5], [0, 4]], seq_lengths=[4, 5])
     state = session.Session(RolloutCorrection(), None)
@@ -227,9 +228,9 @@ def test_untold_logprobs_are_nan_after_padding_packing_and_aligning(tmp_path: Pa
             align = made["align_unpacked_inference_logprobs"](host.rl_utils.align_unpacked_inference_logprobs, state)
             assert pad is not None and pack is not None and align is not None
             stats = Namespace()
-            padded = pad(told, 5)
+            padded = pad(returned, 5)
             packed, filled = pack(padded, info, generated, 5)
-            aligned = align(told, torch.full((2, 4), -0.5), generated, stats)
+            aligned = align(returned, torch.full((2, 4), -0.5), generated, stats)
         nan = math.nan
         for found, expected in (
             (padded, [[-1, -2, nan, nan, nan], [nan] * 5]),

@@ -19,7 +19,7 @@ from megatron_rc.logprobs import vocab_parallel_logprobs
 
 PATH = "megatron_rc.integrations.slime."
 ROWS = torch.tensor([2, 3, 4, 5, 6, 8, 18, 19, 22, 23, 24, 25, 26, 27, 28, 29])
-"""Of the packed logits of SHAPES, those that predict response tokens."""
+"""Rows of the packed logits of SHAPES that predict response tokens."""
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_log_ratios_are_clamped_before_exp() -> None:
     old = [one - 50 for one in micro_batch(whole)["log_probs"]]
     advantages = [-torch.ones_like(one) for one in old]
     loss, _, _ = run(whole, arguments(), log_probs=old, advantages=advantages)
-    # -A min(r, .) has no upper bound for A < 0: r = e^20 for every token, once a response
+    # -A min(r, .) has no upper bound for A < 0: r = e^20 for every token, once per response
     assert loss == pytest.approx(4 * math.exp(20), rel=1e-4)
 
 
@@ -155,7 +155,7 @@ def test_a_gate_on_current_over_mu_drops_responses_of_negative_advantage_only() 
     _, log, gradient = run(whole, args, rollout_log_probs=sampled, advantages=advantages)
     assert gradient[0, 2:7].any() and gradient[0, 22:30].any()
     assert not gradient[0, 8].any() and not gradient[0, 18:20].any()
-    assert log["rc/masked_token"] == pytest.approx(2)  # one a response of the two
+    assert log["rc/masked_token"] == pytest.approx(2)  # one per response, of two
 
 
 def test_the_policy_gradient_term_alone_goes_through_pg_loss_reducer() -> None:

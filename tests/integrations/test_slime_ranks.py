@@ -111,7 +111,7 @@ def by_hand(correction: Any) -> tuple[Corrected, Tensor]:
 
 
 def on_rank(values: Tensor, rank: int) -> Tensor:
-    """What a rank of two holds of one value a response token."""
+    """The part of one value per response token that a rank of two holds."""
     samples = whole()
     lengths = zip(samples.prompts, samples.totals, strict=True)
     held_here = [torch.tensor(held(prompt, n, n, rank, 2), dtype=torch.int64) for prompt, n in lengths]

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,14 +54,14 @@ class Rollout:
 
 
 def rollouts() -> list[list[Rollout]]:
-    """Four of 3 to 8 tokens; the sampler did not tell the last log-prob of the second."""
+    """Four rollouts of 3 to 8 tokens; the last log-prob of the second is missing."""
     draw = torch.Generator().manual_seed(5)
     made = []
     for prompt, answer in ((1, 2), (2, 5), (1, 7), (3, 3)):
         tokens = torch.randint(0, VOCABULARY, (prompt + answer,), generator=draw).tolist()
-        told = (torch.randn(answer, generator=draw) * 0.5 - 2.4).tolist()[: answer - (answer == 5)]
+        sampled = (torch.randn(answer, generator=draw) * 0.5 - 2.4).tolist()[: answer - (answer == 5)]
         advantage = float(torch.randn((), generator=draw))
-        made.append(Rollout([tokens], [[False] * prompt + [True] * answer], [told], advantage))
+        made.append(Rollout([tokens], [[False] * prompt + [True] * answer], [sampled], advantage))
     return [made[:2], made[2:]]
 
 
@@ -109,8 +109,16 @@ def steps(cuts: list[Cut], settings: PatchSettings) -> list[dict[str, Any]]:
         return [step(host, cut, settings) for cut in cuts]
 
 
-def logprobs(folder: Path, temperature: float) -> dict[str, Any]:
-    """A host's own log-probs and gradient, the patched ones, and the gathers that each took."""
+class Logprobs(NamedTuple):
+    """Log-probs of one host function, with the gradient of the model and the gathers that they took."""
+
+    logprobs: Tensor
+    gradient: Tensor
+    gathers: int
+
+
+def logprobs(folder: Path, temperature: float) -> dict[str, Logprobs]:
+    """The log-probs of the host's own function ("host") and of ours ("patched")."""
     tokens = torch.randint(0, VOCABULARY, (3, WIDTH), generator=torch.Generator().manual_seed(7))
     upstream = torch.randn(3, WIDTH - 1, generator=torch.Generator().manual_seed(8))
     found = {}
@@ -125,7 +133,7 @@ def logprobs(folder: Path, temperature: float) -> dict[str, Any]:
             values.backward(upstream)
             if name == "patched":
                 dist.all_reduce(model.table.grad)
-            found[name] = (values.detach(), model.table.grad, model.gathers)
+            found[name] = Logprobs(values.detach(), model.table.grad, model.gathers)
     return found
 
 

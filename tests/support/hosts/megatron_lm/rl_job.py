@@ -46,7 +46,7 @@ PAD, EOD, PROMPT = 1, 2, 3
 
 
 class Attention(PackedSelfAttention):
-    """From the packed sequences as TransformerEngine is told of them."""
+    """Takes packed sequences as TransformerEngine does."""
 
     def forward(self, hidden_states: Any, attention_mask: Any, **inputs: Any) -> Any:
         packed: PackedSeqParams = inputs["packed_seq_params"]
@@ -96,8 +96,8 @@ class Case:
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the host that differ from its command line."""
     length: int | None = None
-    """Of every answer, so that micro-batches weigh the same to the host; None: 3 to 11 tokens."""
-    untold: int = 0
+    """Tokens per answer, so that micro-batches weigh the same to the host; None: 3 to 11 tokens."""
+    missing: int = 0
     """Log-probs that the sampler leaves out at the end of every answer."""
 
 
@@ -113,7 +113,7 @@ def rollouts(groups: int, size: int, seed: int, case: Case) -> list[RolloutGroup
             trajectory=[[*tokens, EOD]],
             reward=float(torch.rand((), generator=draw)),
             generation_mask=[[False] * PROMPT + [True] * length],
-            logprobs=[logprobs[: length - case.untold]],
+            logprobs=[logprobs[: length - case.missing]],
             env_id="arithmetic",
         )
 

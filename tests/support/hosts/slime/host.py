@@ -47,7 +47,7 @@ MILES = {
 
 @dataclass
 class Rollout:
-    """Samples as no rank has them: whole; every list has one tensor a sample."""
+    """Whole samples, as no rank has them; every list has one tensor per sample."""
 
     tokens: list[Tensor]
     prompts: list[int]

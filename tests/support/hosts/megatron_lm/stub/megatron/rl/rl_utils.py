@@ -67,15 +67,15 @@ def align_unpacked_inference_logprobs(
     inference_logprobs: Any, old_logprobs_for_data: Tensor, generation_masks: Tensor, group_stats: Any
 ) -> Tensor:
     aligned = old_logprobs_for_data.float().clone()
-    for row, told, generated in zip(aligned, inference_logprobs, generation_masks, strict=True):
-        if told is not None:
-            row[generated.nonzero().flatten()[: len(told)] - 1] = told
+    for row, sampled, generated in zip(aligned, inference_logprobs, generation_masks, strict=True):
+        if sampled is not None:
+            row[generated.nonzero().flatten()[: len(sampled)] - 1] = sampled
     return aligned
 
 
 def _pad_nonnull_with_zeros(data: Any, max_len: int) -> Tensor:
-    rows = [torch.zeros(0) if told is None else told for told in data]
-    return torch.stack([torch.cat([told, torch.zeros(max_len - len(told))]) for told in rows])
+    rows = [torch.zeros(0) if sampled is None else sampled for sampled in data]
+    return torch.stack([torch.cat([sampled, torch.zeros(max_len - len(sampled))]) for sampled in rows])
 
 
 def prepare_data_for_update(
@@ -96,11 +96,11 @@ def prepare_data_for_update(
         tokens[row, :length] = torch.tensor(rollout.trajectory[-1])
         generated[row, :length] = torch.tensor(rollout.generation_mask[-1])
     advantages = torch.tensor([rollout.reward for rollout in rows])
-    told: Any = [None if rollout.logprobs is None else torch.tensor(rollout.logprobs[-1]) for rollout in rows]
+    sampled: Any = [None if rollout.logprobs is None else torch.tensor(rollout.logprobs[-1]) for rollout in rows]
     lengths = [len(rollout.trajectory[-1]) for rollout in rows]
     packing = _state.packing_context = None
     if sequence_packing:
-        told = _pad_nonnull_with_zeros(told, width)
+        sampled = _pad_nonnull_with_zeros(sampled, width)
         packing = _state.packing_context = pack(tokens, generated, lengths, advantages, tokenizer.bins)
         tokens = packing.packed_trajs
     old = compute_logprobs_batch(
@@ -109,11 +109,11 @@ def prepare_data_for_update(
     )  # fmt: skip
     if packing is not None:
         packing.old_logprobs = packing.ref_logprobs = old
-        packed, _ = pack_inference_logprobs(told, packing.packing_info, generated, width)
+        packed, _ = pack_inference_logprobs(sampled, packing.packing_info, generated, width)
         packing.packed_inference_logprobs = packed
         return Replayable(itertools.cycle(torch.arange(len(tokens))[:, None])), None, {}
-    told = align_unpacked_inference_logprobs(told, old, generated, None)
-    columns = [tokens, advantages, old, generated.float(), tokens, old, told]
+    sampled = align_unpacked_inference_logprobs(sampled, old, generated, None)
+    columns = [tokens, advantages, old, generated.float(), tokens, old, sampled]
     batches = list(zip(*(column.split(tokenizer.rows) for column in columns), strict=True))
     return Replayable(itertools.cycle(batches)), None, {}
 

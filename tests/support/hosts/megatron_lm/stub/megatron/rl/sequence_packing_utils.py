@@ -18,9 +18,9 @@ def pack_inference_logprobs(
     for row, sequences in enumerate(packing_info.bin_seq_indices):
         for place, sequence in enumerate(sequences):
             rows = packing_info.seq_starts[row][place] + generation_masks[sequence].nonzero().flatten() - 1
-            told = inference_logprobs[sequence]
-            rows = rows[: len(told)]
-            packed[row, rows], filled[row, rows] = told[: len(rows)], True
+            sampled = inference_logprobs[sequence]
+            rows = rows[: len(sampled)]
+            packed[row, rows], filled[row, rows] = sampled[: len(rows)], True
     return packed, filled
 
 
