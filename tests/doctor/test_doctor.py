@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from doctor_facts import RECORDED, good, server, trainer, with_answer
+from doctor_facts import RECORDED, answer, good, server, trainer
 from refusals import outcome
 from rich.console import Console
 
@@ -120,9 +120,9 @@ def test_no_token_of_a_prompt_or_an_answer_is_printed() -> None:
     for probe in ("plain", "truncated"):
         asked = facts.server.probes[probe].meta
         entries = [[-1.0, secret, None] for _ in asked["output_token_logprobs"]]
-        facts = with_answer(facts, probe, [secret] * 8, output_token_logprobs=entries,
-                            output_token_sampling_mask=[[secret]] * 8)  # fmt: skip
-        broken = with_answer(facts, probe, [secret] * 7)
+        kept = [[secret]] * 8
+        facts = answer(probe, [secret] * 8, output_token_logprobs=entries, output_token_sampling_mask=kept)(facts)
+        broken = answer(probe, [secret] * 7)(facts)
         for case in (facts, broken):
             findings = SGLANG.run(case)
             assert str(secret) not in display.to_json({"a": findings}) + printed(False, findings)

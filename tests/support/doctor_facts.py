@@ -1,25 +1,61 @@
-"""Facts of two servers as real ones told them, and trainers that suit them."""
+"""Recorded facts of two servers, trainers that suit them, and changes that make a defect of them."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rc import schema
+from megatron_rc.doctor.server.examine import SGLANG
 from megatron_rc.doctor.server.facts import Facts, ProbeAnswer, ServerFacts, TrainerFacts
+from megatron_rc.doctor.server.probe import probe_request
+from megatron_rc.rollout.sglang.request import RouteShape
 from megatron_rc.settings import JobSettings
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "data/sglang_facts.json").read_text())
+
+Change = Callable[[Facts], Facts]
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A change of ``good()`` that a check must find, with a part of its sentence as error, warning or note."""
+
+    check: str
+    change: Change
+    error: str = ""
+    warning: str = ""
+    note: str = ""
+    fix: str = ""
+    """A part of the sentence that mends it."""
+
+    def assert_found(self) -> None:
+        finding = SGLANG[self.check].run(self.change(good()))
+        assert finding.decided and self.fix in finding.fix, finding
+        expected = {name: part for name in ("error", "warning", "note") if (part := getattr(self, name))}
+        assert list(expected) == [finding.status] and expected[finding.status] in finding.found, finding
+        for sentence in (finding.found, finding.fix):
+            assert not re.search(r"\. [A-Z]", sentence), f"more than one sentence: {sentence}"
+
+    def __str__(self) -> str:
+        return self.check
 
 
 def server(kind: str) -> ServerFacts:
     """A recorded server: good_moe has every flag a job needs; bad_dense was started with many that harm it."""
     fields = copy.deepcopy(RECORDED[kind])
-    probes = {name: ProbeAnswer(**probe) for name, probe in fields.pop("probes").items()}
+    returns_routes = fields["server_info"]["enable_return_routed_experts"]
+    routes = RouteShape.of(fields["model_config"]) if returns_routes else None
+    probes = {}
+    for name, body in fields.pop("probes").items():
+        request = probe_request(name, routes)
+        body["meta_info"]["id"] = request.rid
+        probes[name] = ProbeAnswer(request, body)
     return ServerFacts(**fields, probes=probes)
 
 
@@ -43,39 +79,70 @@ def good() -> Facts:
     return Facts(served, trainer(served.model_config))
 
 
-def with_flags(facts: Facts, **flags: Any) -> Facts:
-    return replace(facts, server=replace(facts.server, server_info={**facts.server.server_info, **flags}))
+def both(*changes: Change) -> Change:
+    def change(facts: Facts) -> Facts:
+        for one in changes:
+            facts = one(facts)
+        return facts
+
+    return change
 
 
-def with_server(facts: Facts, **fields: Any) -> Facts:
-    return replace(facts, server=replace(facts.server, **fields))
+def served(**fields: Any) -> Change:
+    """Other ServerFacts."""
+    return lambda facts: replace(facts, server=replace(facts.server, **fields))
 
 
-def with_model(facts: Facts, **fields: Any) -> Facts:
+def flags(**fields: Any) -> Change:
+    """The server was started with other flags."""
+    return lambda facts: served(server_info={**facts.server.server_info, **fields})(facts)
+
+
+def info(**fields: Any) -> Change:
+    """The server answers /model_info differently."""
+    return lambda facts: served(model_info={**facts.server.model_info, **fields})(facts)
+
+
+def model(**fields: Any) -> Change:
     """The served model's configuration differs from the trained one."""
-    assert facts.server.model_config is not None
-    return with_server(facts, model_config={**facts.server.model_config, **fields})
+    return lambda facts: served(model_config={**(facts.server.model_config or {}), **fields})(facts)
 
 
-def with_trainer(facts: Facts, **fields: Any) -> Facts:
-    return replace(facts, trainer=replace(facts.trainer, **fields))
+def trained(**fields: Any) -> Change:
+    """Other TrainerFacts."""
+    return lambda facts: replace(facts, trainer=replace(facts.trainer, **fields))
 
 
-def with_rollout(facts: Facts, **fields: Any) -> Facts:
-    assert facts.trainer.job is not None
-    job = facts.trainer.job
-    return with_trainer(facts, job=replace(job, rollout=replace(job.rollout, **fields)))
+def rollout(**fields: Any) -> Change:
+    """Other settings of the job's section rollout."""
+
+    def change(facts: Facts) -> Facts:
+        job = facts.trainer.settings
+        return trained(job=replace(job, rollout=replace(job.rollout, **fields)))(facts)
+
+    return change
 
 
-def with_sglang(facts: Facts, **fields: Any) -> Facts:
-    assert facts.trainer.job is not None
-    return with_rollout(facts, sglang=replace(facts.trainer.job.rollout.sglang, **fields))
+def sglang(**fields: Any) -> Change:
+    """Other settings of the job's section rollout.sglang."""
+    return lambda facts: rollout(sglang=replace(facts.trainer.settings.rollout.sglang, **fields))(facts)
 
 
-def with_answer(facts: Facts, probe: str, output_ids: list[int] | None = None, **meta: Any) -> Facts:
-    """Fields of an answer changed; a value of None takes the field out."""
-    asked = facts.server.probes[probe]
-    assert asked.body is not None
-    fields = {k: v for k, v in {**asked.body["meta_info"], **meta}.items() if v is not None}
-    body = {"output_ids": asked.output_ids if output_ids is None else output_ids, "meta_info": fields}
-    return with_server(facts, probes={**facts.server.probes, probe: replace(asked, body=body)})
+def answer(name: str, output_ids: list[int] | None = None, **meta: Any) -> Change:
+    """Other fields in the answer to one probe request; None takes a field out."""
+
+    def change(facts: Facts) -> Facts:
+        probe = facts.server.probes[name]
+        fields = {k: v for k, v in {**probe.meta, **meta}.items() if v is not None}
+        body = {"output_ids": output_ids or probe.body["output_ids"], "meta_info": fields}
+        return served(probes={**facts.server.probes, name: replace(probe, body=body)})(facts)
+
+    return change
+
+
+def refused_probe(name: str) -> Change:
+    def change(facts: Facts) -> Facts:
+        refused = replace(facts.server.probes[name], body=None, refusal="it answered 400: top_k is too large")
+        return served(probes={**facts.server.probes, name: refused})(facts)
+
+    return change

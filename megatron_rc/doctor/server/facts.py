@@ -10,6 +10,7 @@ from typing import Any
 from megatron_rc import schema
 from megatron_rc.doctor.registry import Known, Undecided
 from megatron_rc.models.config import hf_config_dict
+from megatron_rc.rollout.sglang.request import Piece, Request
 from megatron_rc.schema.files import read_json
 from megatron_rc.settings import JobSettings, ModelSettings
 
@@ -20,31 +21,33 @@ RUN_BESIDE = "Run doctor where the server's model directory can be read."
 
 @dataclass(frozen=True)
 class ProbeAnswer:
-    """What a server answered to one request of doctor's own."""
+    """One of doctor's own requests and the server's answer to it."""
 
-    prompt_tokens: int
-    """Tokens the request held."""
-    body: Mapping[str, Any] | None = None
-    """The decoded answer; None when it was refused."""
+    request: Request
+    body: Any = None
+    """The decoded answer; None when the server refused the request."""
     refusal: str = ""
-    """Why it was refused, one sentence."""
-    rejection: str = ""
-    """Why a job would not train on this answer, one sentence."""
+    """Why it refused, one sentence."""
 
-    @property
-    def output_ids(self) -> list[int]:
-        return self._known("output_ids")
+    def piece(self) -> Piece:
+        """The answer as a job reads it.
+
+        Raises:
+            DamagedAnswer: a job would discard it.
+            Undecided: there is no answer.
+        """
+        if self.refusal:
+            raise Undecided(f"the probe request was refused: {self.refusal}")
+        return self.request.piece(self.body)
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        return self._known("meta_info")
-
-    def _known(self, name: str) -> Any:
-        if self.body is None:
+        """Everything in the answer but its tokens."""
+        if self.refusal:
             raise Undecided(f"the probe request was refused: {self.refusal}")
-        if name not in self.body:
-            raise Undecided(f"the server's answer to the probe request has no {name}")
-        return self.body[name]
+        if not isinstance(self.body, dict) or not isinstance(self.body.get("meta_info"), dict):
+            raise Undecided("the server's answer to the probe request has no meta_info")
+        return self.body["meta_info"]
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rc.doctor.server.answers import KEPT, NEW_TOKENS
 from megatron_rc.doctor.server.facts import ProbeAnswer, ServerFacts
 from megatron_rc.engine import SamplingParams
 from megatron_rc.rollout.sglang.http import Server, ServerError
 from megatron_rc.rollout.sglang.pool import Pool
-from megatron_rc.rollout.sglang.request import DamagedAnswer, Request, RouteShape
+from megatron_rc.rollout.sglang.request import Request, RouteShape
 from megatron_rc.schema.files import read_json
 
+PROBES = {
+    "plain": SamplingParams(8),
+    "cool": SamplingParams(1, temperature=0.5),
+    "truncated": SamplingParams(8, top_p=0.9, top_k=4),
+}
+"""Requests that doctor sends, by the name under which the checks find the answers."""
 PROMPT = (1, 2, 3, 2)
 """Ids that every vocabulary has: an id outside it would end the server."""
 _LISTED = 5
@@ -49,6 +54,7 @@ def _read(server: Server, timeout_s: float) -> ServerFacts:
     paths, fields = _api(_optional(server, "/openapi.json", timeout_s))
     is_paused = _is_paused(server, timeout_s)
     routes = RouteShape.of(config) if config and server.info.get("enable_return_routed_experts") else None
+    asked = {} if is_paused else {name: probe_request(name, routes) for name in PROBES}
     return ServerFacts(
         url=server.url,
         server_info=server.info,
@@ -59,39 +65,26 @@ def _read(server: Server, timeout_s: float) -> ServerFacts:
         model_config=config,
         generation_config=generation_config,
         is_paused=is_paused,
-        probes={} if is_paused else _probes(server, routes, timeout_s),
+        probes={name: _probe(server, request, timeout_s) for name, request in asked.items()},
     )
 
 
-def _probes(server: Server, routes: RouteShape | None, timeout_s: float) -> dict[str, ProbeAnswer]:
-    asked = {
-        "plain": SamplingParams(NEW_TOKENS),
-        "cool": SamplingParams(1, temperature=0.5),
-        "truncated": SamplingParams(NEW_TOKENS, top_p=0.9, top_k=KEPT),
-    }
-    return {name: _probe(server, params, routes, timeout_s) for name, params in asked.items()}
+def probe_request(name: str, routes: RouteShape | None) -> Request:
+    """One of PROBES as a job would send it."""
+    return Request(uuid.uuid4().hex, PROMPT, (), PROBES[name], _NO_LIMIT, None, routes, newest_version=-1)
 
 
-def _probe(server: Server, params: SamplingParams, routes: RouteShape | None, timeout_s: float) -> ProbeAnswer:
-    """What a request of a job brings, with the likeliest tokens listed on top."""
-    request = Request(uuid.uuid4().hex, PROMPT, (), params, _NO_LIMIT, None, routes, newest_version=-1)
+def _probe(server: Server, request: Request, timeout_s: float) -> ProbeAnswer:
     body = request.body()
     body["sampling_params"]["ignore_eos"] = True
     # a server without the flag for routes, or of a model without experts, ignores the field
     body |= {"top_logprobs_num": _LISTED, "return_routed_experts": True}
     try:
-        answer = server.post("/generate", body, timeout_s)
+        return ProbeAnswer(request, server.post("/generate", body, timeout_s))
     except ServerError as error:
         if error.status is None:
             raise
-        return ProbeAnswer(len(PROMPT), refusal=str(error))
-    if not isinstance(answer, dict):
-        return ProbeAnswer(len(PROMPT), refusal="the answer is not one JSON object")
-    try:
-        request.piece(answer)
-    except DamagedAnswer as damage:
-        return ProbeAnswer(len(PROMPT), answer, rejection=f"{damage.reason}, {damage}")
-    return ProbeAnswer(len(PROMPT), answer)
+        return ProbeAnswer(request, refusal=str(error))
 
 
 def _is_paused(server: Server, timeout_s: float) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from megatron_rc.rollout.sglang.http import Server, ServerError
+from megatron_rc.rollout.sglang.request import DamagedAnswer, checked_logprobs
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ def prompt_logprobs(server: Server, prompt: Sequence[int], timeout_s: float) -> 
     entries = meta.get("input_token_logprobs") or []
     if [entry[1] for entry in entries] != list(prompt):
         raise ValueError("the probe prompt came back without a log-prob for each of its tokens")
-    values = [entry[0] for entry in entries[1:]]
-    if not all(isinstance(value, float) and math.isfinite(value) and value <= 1e-6 for value in values):
-        raise ValueError("the probe prompt has a log-prob that is positive or not finite")
-    return values
+    try:
+        return checked_logprobs([entry[0] for entry in entries[1:]])
+    except DamagedAnswer as damage:
+        raise ValueError(f"the probe prompt came back damaged: {damage}") from None

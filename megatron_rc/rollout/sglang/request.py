@@ -206,7 +206,7 @@ class Request:
             raise DamagedAnswer("length_mismatch", f"{found} log-probs came back for {len(ids)} tokens")
         if [entry[1] for entry in entries] != ids:
             raise DamagedAnswer("bad_answer", "the log-probs belong to other tokens than output_ids")
-        return _checked_logprobs([entry[0] for entry in entries])
+        return checked_logprobs([entry[0] for entry in entries])
 
     def _support(self, ids: Sequence[int], meta: Mapping[str, Any]) -> tuple[list[list[int]], list[float]]:
         kept, values = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
@@ -223,7 +223,7 @@ class Request:
                 raise DamagedAnswer("support_mismatch", "a token is not among its kept ids, or they repeat")
             if min(row) < 0 or max(row) >= self.vocab_size:
                 raise DamagedAnswer("support_mismatch", f"a kept id lies outside the vocabulary of {self.vocab_size}")
-        return kept, _checked_logprobs(values)
+        return kept, checked_logprobs(values)
 
     def _routes(self, outputs: int, retractions: int, meta: Mapping[str, Any]) -> Tensor:
         assert self.routes is not None
@@ -274,7 +274,8 @@ class Request:
         )
 
 
-def _checked_logprobs(values: list[Any]) -> list[float]:
+def checked_logprobs(values: list[Any]) -> list[float]:
+    """``values``, if each of them can be a log-prob; raises DamagedAnswer otherwise."""
     types = set(map(type, values)) - {float, int}
     # JSON knows no NaN: servers write null for it
     if types == {type(None)}:
