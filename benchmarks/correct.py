@@ -58,7 +58,7 @@ def check_same(found: Corrected, padded: tuple[Tensor, Tensor, dict[str, float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=1000)
-    parser.add_argument("--length", type=int, default=1000, help="tokens a sequence (on average with --ragged)")
+    parser.add_argument("--length", type=int, default=1000, help="tokens per sequence (on average with --ragged)")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--ragged", action="store_true", help="random lengths: the padded side carries its padding")

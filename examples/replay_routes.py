@@ -2,7 +2,7 @@
 
     python examples/replay_routes.py
 
-The loop of examples/existing_loop.py with eight experts a layer. The sampler holds the weights in 5 bits, so its
+The loop of examples/existing_loop.py with eight experts per layer. The sampler holds the weights in 5 bits, so its
 routers choose other experts than the trainer's for some tokens. It is trained twice: with the trainer's own routes,
 then with those of the sampler (R3). Every line says what the gap is with and without them. Half a minute on a CPU.
 """

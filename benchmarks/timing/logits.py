@@ -174,7 +174,7 @@ PEER_TOLERANCE = {"logprobs": 1e-2, "entropy": 1e-2, "gradient": 2e-2}
 
 
 def tolerance(bench: Bench) -> Errors:
-    """Of ours. Where a GPU rounds fp32 to the nearest bf16, the interpreter cuts it off: one unit in the last place."""
+    """Errors allowed: where a GPU rounds to bf16 the interpreter truncates, by one unit in the last place."""
     gradient = {"gradient_over_rounding": _LEAVES_ROUNDING} if bench.meter.measures else {"gradient": 2.0**-7}
     return {"logprobs": 1e-4, "entropy": 1e-4, "loss": 1e-4, **gradient}
 

@@ -54,7 +54,7 @@ def plant(batch: dict[str, Tensor], seed: int, *, loud: bool) -> None:
 
 
 def magnitudes(batch: dict[str, Tensor], truth: Result, **options: Any) -> tuple[dict[str, float], Tensor]:
-    """Of the terms of every metric, none cancelling another, and of those of the gradient of every token."""
+    """Absolute terms of every metric and of the gradient of every token, so that none cancels another."""
     same_sign = {**batch, "advantages": -batch["advantages"].abs()}
     size = {k: abs(v) for k, v in evaluate(same_sign, "torch", dtype=torch.float64, **options).metrics.values().items()}
     terms = {"policy_loss": 1.0, "kl_ref": options["kl_coef"], "entropy": options["entropy_coef"]}

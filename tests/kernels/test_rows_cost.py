@@ -92,7 +92,7 @@ def test_log_probs_entropy_and_gradient_take_32_bytes_a_token_beyond_the_logits(
             logits, targets, with_entropy=True, inplace_backward=True, backend="triton"
         )
         forward = memory.total(logits, targets)
-        # upstream gradients are two more numbers a token
+        # upstream gradients are two more numbers per token
         (gradient,) = torch.autograd.grad([lp, entropy], logits, [torch.ones_like(lp), torch.ones_like(entropy)])
     assert gradient.data_ptr() == logits.data_ptr()
     assert forward == 16 * rows

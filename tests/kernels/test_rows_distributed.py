@@ -127,7 +127,7 @@ def alone() -> list[dict[str, Any]]:
 
 @pytest.fixture(params=[2, 4])
 def results(request: pytest.FixtureRequest, ranks: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Of every case, what each rank computed."""
+    """What each rank computed, per case."""
     world = request.param
     return [list(case) for case in zip(*(rank[str(world)] for rank in ranks[:world]), strict=True)]
 

@@ -28,7 +28,7 @@ MASK = torch.tensor([True, True, True, False])
 CHOSEN = torch.tensor([[[0, 1], [2, 3]], [[0, 1], [2, 3]], [[1, 2], [0, 3]], [[0, 1], [0, 1]]])
 SAMPLED = torch.tensor([[[1, 0], [3, 2]], [[0, 2], [2, 3]], [[2, 1], [1, 2]], [[2, 3], [2, 3]]])
 ROUTER = torch.tensor([0.4, 0.3, 0.2, 0.1])
-"""Of the trainer, at every token and layer."""
+"""Router probabilities of the trainer, at every token and layer."""
 OTHER_ROUTER = torch.tensor([0.5, 0.1, 0.3, 0.1])
 MARGIN = torch.tensor([[0.5, 2.0], [0.0005, 0.02], [0.5, 5.0], [9.0, 9.0]])
 LOG_RATIO = torch.tensor([0.1, -0.8, 0.3, 5.0])

@@ -21,7 +21,7 @@ LAYERS = 16
 DENSE = (0, 5)
 SHAPE = MoeShape(LAYERS, tuple(i for i in range(LAYERS) if i not in DENSE), top_k=3, num_experts=10)
 LENGTHS = ((5, 0, 17, 1), (40,), (3, 3))
-"""Of the sequences of three micro-batches."""
+"""Lengths of the sequences of three micro-batches."""
 SIZES = (1, 2, 4)
 
 

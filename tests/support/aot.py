@@ -88,7 +88,7 @@ class Capture:
 
     launches: list[Launch]
     entries: set[str]
-    """Of the launch table, those that a kernel was launched with."""
+    """Entries of the launch table that a kernel was launched with."""
     off_table: list[str]
     """Launches whose shape is not what the table says."""
 
@@ -217,7 +217,7 @@ def capture() -> Capture:
 
 
 def resources(name: str, target: str) -> list[tuple[Source, Resources]]:
-    """Of every different specialisation of one kernel, each compiled once."""
+    """Resources of every different specialisation of one kernel, each compiled once."""
     unique: dict[str, Source] = {}
     for launch in capture().launches:
         if launch.name == name:

@@ -68,7 +68,7 @@ class World:
         return [table[step].item() for step in self.steps(y)]
 
     def probability(self, table: Tensor) -> Tensor:
-        """Of every sequence."""
+        """Probability of every sequence."""
         return torch.tensor([math.exp(sum(self.logprobs(y, table))) for y in self.sequences], dtype=torch.float64)
 
     @cached_property
@@ -182,7 +182,7 @@ class Batch:
 class Result:
     loss: float
     gradient: Tensor
-    """Of the objective, that is minus that of the loss, by the logits of pi."""
+    """Gradient of the objective (minus that of the loss) by the logits of pi."""
     slopes: Tensor
     """The same by current log-prob, before scale."""
     metrics: MetricSums

@@ -44,7 +44,7 @@ def command(config: Path, *arguments: str, processes: int = 1) -> list[str]:
 
 
 def script_environment() -> dict[str, str]:
-    """Of a script that a user starts by its path: Python finds the modules beside it."""
+    """Environment of a script that a user starts by its path: Python finds the modules beside it."""
     return {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"} | {"OMP_NUM_THREADS": "1"}
 
 

@@ -23,10 +23,10 @@ from megatron_rc.reference.rows import Rows
 
 class Size(NamedTuple):
     rows: int
-    """Of logits."""
+    """Rows of logits."""
     vocabulary: int
     lengths: tuple[int, ...]
-    """Of sequences, where there are no logits."""
+    """Lengths of the sequences, where there are no logits."""
 
 
 class Answer(NamedTuple):

@@ -69,7 +69,7 @@ def save_checkpoint(path: Path, kind: str, seed: int = 0) -> Path:
 
 
 def checkpoint_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of a transformers model, which fuses the experts that checkpoints and servers name one by one."""
+    """Weights of a transformers model, which fuses the experts that checkpoints and servers name one by one."""
     for name, tensor in model.state_dict().items():
         if name.endswith(".experts.gate_up_proj"):
             for expert, fused in enumerate(tensor):

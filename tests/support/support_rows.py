@@ -29,7 +29,7 @@ class Rows:
     up: Tensor | None = None
     up_entropy: Tensor | None = None
     widths: tuple[int, ...] = ()
-    """Of the shards; () for one that has everything, merged by the kernel."""
+    """Widths of the shards; () for one that has everything, merged by the kernel."""
     in_place: bool = False
     vocab_size: int | None = None
     flat: dict[str, Any] = field(init=False)
@@ -143,7 +143,7 @@ def assert_equals_truth(rows: Rows) -> Answer:
 
 
 def case(count: int = 4, width: int = 90, share: float = 0.5, seed: int = 0) -> Rows:
-    """Random rows with upstream gradients, each target kept; about share * width kept ids a row, in random order."""
+    """Random rows with upstream gradients, each target kept; about share * width kept ids per row, in random order."""
     logits, targets = random_logits(count, width, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     ids, lengths = [], [0]

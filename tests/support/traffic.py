@@ -29,7 +29,7 @@ class Traffic:
     stored: Counter[Place] = field(default_factory=Counter)
 
     def total(self, kernel: str | None = None) -> int:
-        """Of one kernel, or of all."""
+        """Bytes of one kernel, or of all."""
         sizes = [*self.loaded.items(), *self.stored.items()]
         return sum(size for place, size in sizes if kernel in (None, place.kernel))
 

@@ -19,7 +19,7 @@ from megatron_rc.training.step.sampling import Rollouts, held_out_accuracy, samp
 
 PROMPTS = [Prompt((i,), "", "") for i in range(4)]
 SEEDS = [100, 101, 110, 111, 120, 121, 130, 131]
-"""Of sample j of prompt i: 100 + 10 i + j."""
+"""Seed of sample j of prompt i: 100 + 10 i + j."""
 
 
 def response(seed: int, discarded: str | None = None, **fields: Any) -> Sample:
@@ -105,7 +105,7 @@ def test_a_step_of_damaged_responses_alone_stops_whatever_share_is_allowed() -> 
 
 def test_a_held_out_evaluation_leaves_damaged_responses_out_of_its_mean_and_stops_with_too_many() -> None:
     class Second(Engine):
-        """Of four answers the second is damaged, whatever its seed."""
+        """An engine whose second answer of four is damaged, whatever its seed."""
 
         def generate(self, prompts: Sequence[Sequence[int]], params: Any, **_: Any) -> list[Sample]:
             return [response(100 + 10 * p, "timeout" if p == 1 else None) for (p,) in prompts]

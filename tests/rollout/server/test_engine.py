@@ -18,7 +18,7 @@ from megatron_rc.engine import Sample, SamplingParams
 CLOSE = 2e-5
 PROMPTS = [[3, 4, 5, 6, 7], [9] * 30, [11], [2, 30, 17], [36, 35], [5, 4, 3, 2]]
 EOS = MODELS["dense"]["eos_token_id"]
-"""Of the checkpoint: the servers stop there whatever is asked."""
+"""End token of the checkpoint: the servers stop there whatever is asked."""
 
 
 @pytest.fixture(params=["dense", "moe"])
