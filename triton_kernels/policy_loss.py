@@ -11,34 +11,21 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import LAUNCH
+from .log_ratio import k3
+from .metric_rows import count, put
 
 # numbers of tokens and slices of a batch differ from step to step: neither may compile the kernel anew
 _OF_TOKENS = [
-    *("current_logprobs", "old_logprobs", "advantages", "weights", "mask", "scales"),
-    *("reference_logprobs", "entropies", "coefficients"),
+    "current_logprobs",
+    "old_logprobs",
+    "advantages",
+    "weights",
+    "mask",
+    "scales",
+    "reference_logprobs",
+    "entropies",
+    "coefficients",
 ]
-
-
-@triton.jit
-def _k3(distance):
-    """e^d - 1 - d, to fp32 accuracy for every d: below 1, where the difference cancels, sum_n d^n / n!, n = 2 to 13."""
-    near = tl.abs(distance) < 1.0
-    small = tl.where(near, distance, 0.0)
-    series = tl.full(distance.shape, 1.0, tl.float32)
-    for n in tl.static_range(13, 2, -1):
-        series = 1.0 + small * series * (1.0 / n)
-    return tl.where(near, 0.5 * small * small * series, tl.exp(distance) - 1.0 - distance)
-
-
-@triton.jit
-def _count(condition):
-    return tl.sum(condition.to(tl.int32)).to(tl.float64)
-
-
-@triton.jit
-def _put(cell, stride, value):
-    tl.store(cell, value)
-    return cell + stride
 
 
 @triton.jit(do_not_specialize=["num_tokens", "row_length"], do_not_specialize_on_alignment=_OF_TOKENS)
@@ -112,12 +99,12 @@ def policy_loss_fwd_kernel(
         approaches = (distance >= -log_ratio_bound) & (distance <= log_ratio_bound)
         distance = tl.where(distance > log_ratio_bound, log_ratio_bound, distance)
         distance = tl.where(distance < -log_ratio_bound, -log_ratio_bound, distance)
-        k3 = _k3(distance)
-        kl = tl.sum((scale * tl.where(usable, ratio * k3, 0.0)).to(tl.float64))
+        estimate = k3(distance)
+        kl = tl.sum((scale * tl.where(usable, ratio * estimate, 0.0)).to(tl.float64))
         loss += kl_coef * kl
         # r k3 from the ratio and -r (e^d - 1) from the distance; both together are -r d, without a difference
-        by_ratio = tl.where(moves, ratio * k3, 0.0)
-        by_distance = tl.where(approaches, -ratio * (k3 + distance), 0.0)
+        by_ratio = tl.where(moves, ratio * estimate, 0.0)
+        by_distance = tl.where(approaches, -ratio * (estimate + distance), 0.0)
         gain += kl_coef * tl.where(moves & approaches, -ratio * distance, by_ratio + by_distance)
     if entropies is not None:
         entropy = tl.load(entropies + tokens, mask=inside, other=0.0).to(tl.float32)
@@ -126,23 +113,21 @@ def policy_loss_fwd_kernel(
     if coefficients is not None:
         tl.store(coefficients + tokens, scale * gain, mask=inside)
 
-    cell = _put(partials + tl.program_id(0), tiles, loss)
-    cell = _put(cell, tiles, policy)
+    cell = put(partials + tl.program_id(0), tiles, (loss, policy))
     if reference_logprobs is not None:
-        cell = _put(cell, tiles, kl)
+        cell = put(cell, tiles, (kl,))
     if entropies is not None:
-        cell = _put(cell, tiles, entropy_sum)
+        cell = put(cell, tiles, (entropy_sum,))
     if IS_PPO:
-        cell = _put(cell, tiles, _count(kept & high))
-        cell = _put(cell, tiles, _count(kept & low))
+        cell = put(cell, tiles, (count(kept & high), count(kept & low)))
         if dual_clip is not None:
-            cell = _put(cell, tiles, _count(kept & far))
+            cell = put(cell, tiles, (count(kept & far),))
     scale_sum = tl.sum(scale.to(tl.float64))
     for _ in tl.static_range(NUM_MEANS):
-        cell = _put(cell, tiles, scale_sum)
-    kept_count = _count(kept)
+        cell = put(cell, tiles, (scale_sum,))
+    kept_tokens = count(kept)
     for _ in tl.static_range(NUM_SHARES):
-        cell = _put(cell, tiles, kept_count)
+        cell = put(cell, tiles, (kept_tokens,))
 
 
 @triton.jit(do_not_specialize=["num_tiles"])

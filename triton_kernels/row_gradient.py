@@ -7,10 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import LAUNCH
-from .softmax import LOG2_E, logits_strides, row_offset, row_strides
-
-FLOOR = tl.constexpr(-1000.0)
-"""exp(-1000) is 0 in fp32, so this floor under log p only keeps 0 * (-inf) from being NaN."""
+from .softmax import FLOOR, LOG2_E, OF_ROWS, gradient_arguments, logits_strides, row_arguments, row_offset
 
 
 @triton.jit
@@ -27,13 +24,7 @@ def _gradient(x, is_target, inverse, top, log_total, at_target, slope, constant,
     return tl.where(is_target, gradient + at_target, gradient)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("start", "rows_per_page", "stride_targets_page", "stride_targets"),
-        *("stride_temperature_page", "stride_temperature", "stride_mask_page", "stride_mask"),
-        *("stride_grad_logprobs_page", "stride_grad_logprobs", "stride_grad_entropy_page", "stride_grad_entropy"),
-    ]
-)
+@triton.jit(do_not_specialize=OF_ROWS)
 def row_gradient_bwd_kernel(
     out,  # [N, V_local] or [B, T, V_local] gradient, may be the logits
     logits,  # [N, V_local] or [B, T, V_local]
@@ -156,29 +147,11 @@ def row_gradient_bwd(
     launch = LAUNCH["row_gradient"]
     width = logits.shape[-1]
     row_gradient_bwd_kernel[(targets.numel(),)](
+        **row_arguments(logits, targets, temperature, mask, start=start, num_valid=num_valid),
+        **gradient_arguments(logprobs, entropy, maximum, log_sum, grad_logprobs, grad_entropy),
         out=out,
-        logits=logits,
-        targets=targets,
-        temperature=temperature,
-        mask=mask,
-        logprobs=logprobs,
-        entropy=entropy if grad_entropy is not None else None,
-        maximum=maximum,
-        log_sum=log_sum,
-        grad_logprobs=grad_logprobs,
-        grad_entropy=grad_entropy,
-        start=start,
-        num_valid=num_valid,
         width=width,
-        rows_per_page=targets.shape[-1],
         **logits_strides("out", out),
-        **logits_strides("logits", logits),
-        **row_strides("targets", targets),
-        **row_strides("temperature", temperature),
-        **row_strides("mask", mask),
-        **row_strides("grad_logprobs", grad_logprobs),
-        **row_strides("grad_entropy", grad_entropy),
-        TEMPERATURE_PER_ROW=isinstance(temperature, Tensor),
         BLOCK=min(launch.block, triton.next_power_of_2(width)),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,

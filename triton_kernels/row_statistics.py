@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import LAUNCH
-from .softmax import LOG2_E, finish_row, logits_strides, row_offset, row_strides
+from .softmax import LOG2_E, OF_ROWS, finish_row, row_arguments, row_offset
 
-FLOOR = tl.constexpr(-1e30)
-"""Below any difference of logits that counts: its exponential is 0, but 0 times it is not NaN."""
+_LOWEST = tl.constexpr(-1e30)
+"""Below any difference of logits that counts at any temperature: its exponential is 0, but 0 times it is not NaN."""
 VECTOR_BYTES = 16
 
 
@@ -27,21 +27,16 @@ def _join(x, maximum, total, shifted, scale, WITH_ENTROPY: tl.constexpr):
     joined = tl.maximum(maximum, tl.max(x, 1))
     base = tl.where(joined == float("-inf"), 0.0, joined)
     # a NaN lives on in total: weights are NaN before the floor could hide it
-    down = tl.maximum(maximum - base, FLOOR)
+    down = tl.maximum(maximum - base, _LOWEST)
     keep = tl.exp2(down * scale)
     below = x - base[:, None]
     weights = tl.exp2(below * scale)
     if WITH_ENTROPY:
-        shifted = keep * (shifted + down * total) + tl.sum(weights * tl.maximum(below, FLOOR), 1)
+        shifted = keep * (shifted + down * total) + tl.sum(weights * tl.maximum(below, _LOWEST), 1)
     return joined, keep * total + tl.sum(weights, 1), shifted
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("start", "rows_per_page", "stride_targets_page", "stride_targets"),
-        *("stride_temperature_page", "stride_temperature", "stride_mask_page", "stride_mask"),
-    ]
-)
+@triton.jit(do_not_specialize=OF_ROWS)
 def row_statistics_fwd_kernel(
     logits,  # [N, V_local] or [B, T, V_local]
     targets,  # [N] or [B, T] global ids
@@ -101,7 +96,7 @@ def row_statistics_fwd_kernel(
 
     row_top = tl.max(top, 0)
     base = tl.where(row_top == float("-inf"), 0.0, row_top)
-    down = tl.maximum(top - base, FLOOR)
+    down = tl.maximum(top - base, _LOWEST)
     keep = tl.exp2(down * scale)
     row_total = tl.sum(keep * total, 0)
     row_shifted = tl.sum(keep * (shifted + down * total), 0) * inverse
@@ -165,23 +160,12 @@ def row_statistics_fwd(
         statistics = new(4, targets.numel())
     logprobs, entropy, maximum, log_sum = outputs or (None,) * 4
     row_statistics_fwd_kernel[(targets.numel(),)](
-        logits=logits,
-        targets=targets,
-        temperature=temperature,
-        mask=mask,
+        **row_arguments(logits, targets, temperature, mask, start=start, num_valid=num_valid),
         statistics=statistics,
         logprobs=logprobs,
         entropy=entropy,
         maximum=maximum,
         log_sum=log_sum,
-        start=start,
-        num_valid=num_valid,
-        rows_per_page=rows[-1],
-        **logits_strides("logits", logits),
-        **row_strides("targets", targets),
-        **row_strides("temperature", temperature),
-        **row_strides("mask", mask),
-        TEMPERATURE_PER_ROW=isinstance(temperature, Tensor),
         WITH_ENTROPY=with_entropy,
         MERGED=merged,
         LANES=block // vector,

@@ -1,6 +1,8 @@
-"""What the kernels of log-probs share: where a row lies, and the end of a softmax."""
+"""Shared by the kernels of log-probs: the arguments of every row, where a row lies, and the end of a softmax."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -8,6 +10,23 @@ from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 """exp2(x LOG2_E) is one multiplication and one instruction; exp(x) also treats results below 2**-126 with care."""
+FLOOR = tl.constexpr(-1000.0)
+"""exp(-1000) is 0 in fp32, so this floor under log-probs and differences of z only keeps 0 * (-inf) from being NaN."""
+OF_ROWS = [
+    "start",
+    "rows_per_page",
+    "stride_targets_page",
+    "stride_targets",
+    "stride_temperature_page",
+    "stride_temperature",
+    "stride_mask_page",
+    "stride_mask",
+    "stride_grad_logprobs_page",
+    "stride_grad_logprobs",
+    "stride_grad_entropy_page",
+    "stride_grad_entropy",
+]
+"""Integers that differ between shards, layouts and micro-batches: none of them may compile a kernel anew."""
 
 
 @triton.jit
@@ -26,6 +45,47 @@ def finish_row(maximum, total, shifted, target):
     total = tl.where(total == 0, 1.0, total)
     log_sum = tl.log(total)
     return target - maximum - log_sum, log_sum - shifted / total, maximum, log_sum
+
+
+def row_arguments(
+    logits: Tensor, targets: Tensor, temperature: float | Tensor, mask: Tensor | None, *, start: int, num_valid: int
+) -> dict[str, Any]:
+    """The arguments that every kernel over the rows of a shard takes."""
+    return {
+        "logits": logits,
+        "targets": targets,
+        "temperature": temperature,
+        "mask": mask,
+        "start": start,
+        "num_valid": num_valid,
+        "rows_per_page": targets.shape[-1],
+        **logits_strides("logits", logits),
+        **row_strides("targets", targets),
+        **row_strides("temperature", temperature),
+        **row_strides("mask", mask),
+        "TEMPERATURE_PER_ROW": isinstance(temperature, Tensor),
+    }
+
+
+def gradient_arguments(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    maximum: Tensor,
+    log_sum: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> dict[str, Any]:
+    """The results of forward and the upstream gradients, which every kernel of backward takes."""
+    return {
+        "logprobs": logprobs,
+        "entropy": None if grad_entropy is None else entropy,
+        "maximum": maximum,
+        "log_sum": log_sum,
+        "grad_logprobs": grad_logprobs,
+        "grad_entropy": grad_entropy,
+        **row_strides("grad_logprobs", grad_logprobs),
+        **row_strides("grad_entropy", grad_entropy),
+    }
 
 
 def row_strides(name: str, per_row: object) -> dict[str, int]:

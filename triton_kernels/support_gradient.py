@@ -8,17 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import LAUNCH
-from .softmax import logits_strides, row_offset, row_strides
-from .support_statistics import FLOOR, kept_block
+from .softmax import FLOOR, OF_ROWS, gradient_arguments, logits_strides, row_arguments, row_offset
+from .support_statistics import kept_block
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("start", "rows_per_page", "stride_targets_page", "stride_targets"),
-        *("stride_temperature_page", "stride_temperature", "stride_mask_page", "stride_mask"),
-        *("stride_grad_logprobs_page", "stride_grad_logprobs", "stride_grad_entropy_page", "stride_grad_entropy"),
-    ]
-)
+@triton.jit(do_not_specialize=OF_ROWS)
 def support_gradient_bwd_kernel(
     out,  # [N, V_local] or [B, T, V_local] zeros, takes the values; None if KEPT_ONLY
     kept_gradient,  # [K] takes the values of this shard's kept ids, if KEPT_ONLY
@@ -57,7 +51,7 @@ def support_gradient_bwd_kernel(
     KEPT_ONLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0)
     first = tl.load(offsets + row).to(tl.int64)
     count = (tl.load(offsets + row + 1) - first).to(tl.int32)
@@ -125,7 +119,7 @@ def support_scatter_bwd_kernel(
     stride_out_column,
     BLOCK: tl.constexpr,
 ):
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0)
     first = tl.load(offsets + row).to(tl.int64)
     count = (tl.load(offsets + row + 1) - first).to(tl.int32)
@@ -174,40 +168,24 @@ def support_gradient_bwd(
     if not in_place:
         out.zero_()
     launch, grid = LAUNCH["support_gradient"], (targets.numel(),)
-    kept = dict(
-        kept_gradient=kept_gradient,
-        ids=ids.contiguous(),
-        offsets=offsets.contiguous(),
-        start=start,
-        num_valid=num_valid,
-        rows_per_page=logits.shape[-2],
-        BLOCK=launch.block,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-    )
-    support_gradient_bwd_kernel[grid](
-        out=None if in_place else out,
-        logits=logits,
-        targets=targets,
-        temperature=temperature,
-        mask=mask,
-        logprobs=logprobs,
-        entropy=entropy,
-        maximum=maximum,
-        log_sum=log_sum,
-        grad_logprobs=grad_logprobs,
-        grad_entropy=grad_entropy,
+    kept = {
+        "kept_gradient": kept_gradient,
+        "ids": ids.contiguous(),
+        "offsets": offsets.contiguous(),
+        "BLOCK": launch.block,
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
         **logits_strides("out", out),
-        **logits_strides("logits", logits),
-        **row_strides("targets", targets),
-        **row_strides("temperature", temperature),
-        **row_strides("mask", mask),
-        **row_strides("grad_logprobs", grad_logprobs),
-        **row_strides("grad_entropy", grad_entropy),
-        TEMPERATURE_PER_ROW=isinstance(temperature, Tensor),
+    }
+    arguments = row_arguments(logits, targets, temperature, mask, start=start, num_valid=num_valid)
+    support_gradient_bwd_kernel[grid](
+        **arguments,
+        **gradient_arguments(logprobs, entropy, maximum, log_sum, grad_logprobs, grad_entropy),
+        out=None if in_place else out,
         KEPT_ONLY=in_place,
         **kept,
     )
     if in_place:
         out.zero_()
-        support_scatter_bwd_kernel[grid](out=out, **logits_strides("out", out), **kept)
+        of_rows = {name: arguments[name] for name in ("start", "num_valid", "rows_per_page")}
+        support_scatter_bwd_kernel[grid](out=out, **of_rows, **kept)

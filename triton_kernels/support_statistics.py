@@ -8,10 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import LAUNCH
-from .softmax import finish_row, logits_strides, row_offset, row_strides
-
-FLOOR = tl.constexpr(-1000.0)
-"""exp(-1000) is 0 in fp32, so this floor under exponents only keeps 0 * (-inf) from being NaN."""
+from .softmax import FLOOR, OF_ROWS, finish_row, row_arguments, row_offset
 
 
 @triton.jit
@@ -25,12 +22,7 @@ def kept_block(logits, ids, begin, count, start, num_valid, stride_column, BLOCK
     return id, here, column, logit
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("start", "rows_per_page", "stride_targets_page", "stride_targets"),
-        *("stride_temperature_page", "stride_temperature", "stride_mask_page", "stride_mask"),
-    ]
-)
+@triton.jit(do_not_specialize=OF_ROWS)
 def support_statistics_fwd_kernel(
     logits,  # [N, V_local] or [B, T, V_local]
     targets,  # [N] or [B, T] global ids
@@ -60,7 +52,7 @@ def support_statistics_fwd_kernel(
     MERGED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row; the blocks of its ids are joined in order."""
+    """One program per row; the blocks of its ids are joined in order."""
     row = tl.program_id(0)
     first = tl.load(offsets + row).to(tl.int64)
     count = (tl.load(offsets + row + 1) - first).to(tl.int32)
@@ -144,25 +136,14 @@ def support_statistics_fwd(
     outputs = (out[0], out[3] if with_entropy else None, out[1], out[2]) if merged else None
     logprobs, entropy, maximum, log_sum = outputs or (None,) * 4
     support_statistics_fwd_kernel[(rows,)](
-        logits=logits,
-        targets=targets,
+        **row_arguments(logits, targets, temperature, mask, start=start, num_valid=num_valid),
         ids=ids.contiguous(),
         offsets=offsets.contiguous(),
-        temperature=temperature,
-        mask=mask,
         statistics=None if merged else out,
         logprobs=logprobs,
         entropy=entropy,
         maximum=maximum,
         log_sum=log_sum,
-        start=start,
-        num_valid=num_valid,
-        rows_per_page=logits.shape[-2],
-        **logits_strides("logits", logits),
-        **row_strides("targets", targets),
-        **row_strides("temperature", temperature),
-        **row_strides("mask", mask),
-        TEMPERATURE_PER_ROW=isinstance(temperature, Tensor),
         WITH_ENTROPY=with_entropy,
         MERGED=merged,
         BLOCK=launch.block,
