@@ -1,7 +1,7 @@
-"""How a batch is cut into chunks, one a program: at most BLOCK tokens of one sequence, counted from its first token.
+"""How a batch is cut into chunks, one per program: at most BLOCK tokens of one sequence, counted from its first token.
 
-Sequence s owns chunks c(s) to c(s + 1) - 1 with c(s) = first row // BLOCK + s, some of them empty: that is never less
-than its length needs, no table has to be made, and how many there are depends on the shapes alone. The sums of a
+Sequence s owns chunks c(s) to c(s + 1) - 1 with c(s) = first row // BLOCK + s, and some of them may be empty. They are
+always enough for its length, no table has to be made, and their number depends on the shapes alone. The sums of a
 sequence do not depend on where in the batch it lies.
 """
 
@@ -26,12 +26,12 @@ class Tokens(NamedTuple):
     cu_seqlens: Tensor | None
     """[S + 1] int; None for rows of one length."""
     row_length: int
-    """Of every sequence where cu_seqlens is None."""
+    """Length of every sequence where cu_seqlens is None."""
     num_sequences: int
     advantages: Tensor | None = None
     """[N] or [S]; None where nothing needs them."""
     statistics: tuple[Tensor, ...] = ()
-    """[N] each, what the sources of columns and gates count."""
+    """[N] each; the source of a column or gate is an index into them."""
     segment_ids: Tensor | None = None
     """[N] int, ascending over loss tokens; None for the runs of loss_mask."""
 
@@ -39,20 +39,20 @@ class Tokens(NamedTuple):
         return self.loss_mask.numel() // block + self.num_sequences
 
     def arguments(self) -> dict[str, Any]:
-        """Those of every kernel that walks over tokens."""
+        """The arguments of every kernel that walks over tokens."""
         sizes = {"num_tokens": self.loss_mask.numel(), "num_sequences": self.num_sequences}
         return self._asdict() | sizes
 
 
 SIZES = ["num_tokens", "num_sequences", "row_length"]
-"""They differ from step to step: none may compile a kernel anew."""
+"""Sizes that differ from step to step: none of them may compile a kernel anew."""
 OF_TOKENS = ["train_logprobs", "rollout_logprobs", "loss_mask", "cu_seqlens", "advantages", "statistics", "segment_ids"]
-"""Slices of a batch among them: nor may their alignment."""
+"""Do not specialise on the alignment of these: slices of a batch change it."""
 
 
 @triton.jit
 def sequence_begin(sequence, inside, cu_seqlens, row_length, num_tokens):
-    """First row of a sequence, or of a block of them; a row of the batch whatever cu_seqlens holds."""
+    """First row of a sequence, or of a block of sequences; inside the batch whatever cu_seqlens holds."""
     if cu_seqlens is None:
         begin = sequence.to(tl.int64) * row_length
     else:
@@ -67,7 +67,7 @@ def first_chunk(sequence, inside, cu_seqlens, row_length, num_tokens, BLOCK: tl.
 
 @triton.jit
 def chunks_of_sequence(sequence, inside, cu_seqlens, row_length, num_tokens, BLOCK: tl.constexpr):
-    """(first chunk, first chunk of the next sequence), of a sequence or of a block of them."""
+    """(first chunk, first chunk of the next sequence) of a sequence, or of a block of sequences."""
     first = first_chunk(sequence, inside, cu_seqlens, row_length, num_tokens, BLOCK)
     return first, first_chunk(sequence + 1, inside, cu_seqlens, row_length, num_tokens, BLOCK)
 

@@ -1,7 +1,7 @@
-"""What a column of a sequence or segment holds: a statistic of its tokens, and how it is reduced.
+"""Columns of sequences and segments: a statistic of their tokens, and how it is reduced to one number.
 
 A column is (statistic, source, reduce), where source is the index of a tensor given by the user, or -1 for a statistic
-computed here. A minimum is the maximum of the opposite until it is finished.
+computed here. Minima are stored negated, as maxima, until the final step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COUNT: Column = ("count", -1, "sum")
 
 
 def num_sums(columns: tuple[Column, ...]) -> int:
-    """How many of them are sums, or means until they are finished: the first ones. The others are maxima."""
+    """Number of columns that are added up (sums, and means before the final step); they precede the maxima."""
     sums = [reduce in ("sum", "mean") for _, _, reduce in columns]
     assert sums == sorted(sums, reverse=True)
     return sum(sums)
@@ -51,7 +51,7 @@ def statistic_of_tokens(
 
 @triton.jit
 def reduce_tokens(values, among, REDUCE: tl.constexpr):
-    """One number from lanes; NaN when one of them is."""
+    """One number from lanes; NaN where one of them is NaN."""
     if REDUCE == "max":
         return _maximum(tl.where(among, values, float("-inf")))
     elif REDUCE == "min":
@@ -62,7 +62,7 @@ def reduce_tokens(values, among, REDUCE: tl.constexpr):
 
 @triton.jit
 def _maximum(values):
-    # a maximum on a GPU passes over NaN, a sum does not
+    # a maximum on a GPU ignores NaN, a sum does not
     return tl.max(tl.where(values == values, values, float("-inf"))) + tl.sum(tl.where(values == values, 0.0, values))
 
 
@@ -92,7 +92,7 @@ def merge_all(column, first, last, REDUCE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def finish(value, count, REDUCE: tl.constexpr):
-    """What a gate compares."""
+    """The value that a gate compares."""
     if REDUCE == "mean":
         return value / tl.where(count > 0.0, count, 1.0)
     elif REDUCE == "min":

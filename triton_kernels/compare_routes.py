@@ -15,7 +15,7 @@ def compare_routes_fwd_kernel(
     a,  # [N, L, K] integer expert ids, any strides; negative: no expert
     b,  # [N, L, K] as a, of any integer dtype of its own
     mask,  # [N], tokens with 0 are not counted, or None
-    partials,  # [tiles, 2 L + 1] int32 out: overlap and differing tokens of every layer, counted tokens
+    partials,  # [tiles, 2 L + 1] int32 out: overlap per layer, differing tokens per layer, counted tokens
     first_differing_layer,  # [N] int32 out
     differing_layers,  # [N] int32 out
     N,
@@ -31,7 +31,7 @@ def compare_routes_fwd_kernel(
     K_BLOCK: tl.constexpr,  # next power of two of K
     BLOCK: tl.constexpr,
 ):
-    """One program a tile of BLOCK tokens, layer after layer."""
+    """One program per tile of BLOCK tokens, layer after layer."""
     tile = tl.program_id(0).to(tl.int64)
     token = tile * BLOCK + tl.arange(0, BLOCK)
     inside = token < N
@@ -49,16 +49,16 @@ def compare_routes_fwd_kernel(
     for layer in range(0, L):
         a_ids = tl.load(a_rows, mask=present, other=0)
         a_has = ((a_ids >= 0) & present).to(tl.int32)
-        found = tl.zeros([BLOCK, K_BLOCK], tl.int32)
+        matched = tl.zeros([BLOCK, K_BLOCK], tl.int32)
         b_size = tl.zeros([BLOCK], tl.int32)
         b_slot = b_row
         # loaded slot by slot, as the slots of a row share their cache lines; not a static_range, which spills registers
         for _ in range(K):
             b_id = tl.load(b_slot, mask=inside, other=0)
             b_size += (b_id >= 0).to(tl.int32)
-            found |= (a_ids == b_id[:, None]).to(tl.int32)
+            matched |= (a_ids == b_id[:, None]).to(tl.int32)
             b_slot += b_stride_k
-        overlap = tl.sum(found & a_has, axis=1)
+        overlap = tl.sum(matched & a_has, axis=1)
         differs = inside & ((overlap != tl.sum(a_has, axis=1)) | (overlap != b_size))
 
         first = tl.where(differs & (differing == 0), layer, first)
@@ -82,7 +82,7 @@ def compare_routes_sum_fwd_kernel(
     COLUMN_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a block of columns; the tiles are summed in order."""
+    """One program per block of columns; the tiles are summed in order."""
     column = tl.program_id(0) * COLUMN_BLOCK + tl.arange(0, COLUMN_BLOCK)
     total = tl.zeros([COLUMN_BLOCK], tl.int64)
     for begin in range(0, tiles, BLOCK):

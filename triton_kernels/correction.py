@@ -28,50 +28,52 @@ from .segments import BEFORE, segment_slots
 from .unit_sums import SegmentParts
 
 
-class Weighting(NamedTuple):
-    """What is compiled into the kernel of an importance weight."""
+class WeightKind(NamedTuple):
+    """The importance weight, as it is compiled into the kernel."""
 
     level: str = "none"
-    """Or token, sequence, geometric, segment."""
+    """none, token, sequence, geometric or segment."""
     drops: bool = False
-    """Outside of its bounds."""
+    """Tokens outside of its bounds are dropped."""
     has_lower: bool = False
     has_upper: bool = False
     column: int = -1
-    """Of segments: the mean of l."""
+    """Column of segments that holds the mean of l."""
 
 
 class Gate(NamedTuple):
-    """What is compiled into the kernel of one gate; the first three fields are those of a column."""
+    """One gate, as it is compiled into the kernel; the first three fields are those of a column."""
 
     statistic: str
     source: int
     reduce: str
     level: str
     column: int
-    """Of its level; -1 for the sum or mean of l of a sequence."""
+    """Index among the columns of its level; -1 for the sum or mean of l of a sequence."""
     advantages: str
-    """"any"; or those of a "token", or of a "sequence", must be negative."""
+    """Which advantages must be negative: those of a "token" or of a "sequence"; "any": none needs to be."""
     advantage_column: int
-    """Of its level: the sum of the advantages of tokens."""
+    """Index among the columns of its level of the sum of the advantages of tokens."""
 
 
-# where the fields stand, for kernels
+# indices of the fields, for kernels
 _STATISTIC, _SOURCE, _REDUCE, _LEVEL, _COLUMN, _ADVANTAGES, _ADVANTAGE_COLUMN = map(tl.constexpr, range(7))
 
 
 class Decisions(NamedTuple):
     """A RolloutCorrection as the kernel takes it."""
 
-    weighting: Weighting
+    weight: WeightKind
     gates: tuple[Gate, ...]
     drops_corrupt_sequences: bool
     log_ratio_bound: float
     bounds: tuple[float, ...]
-    """Of the weight: lower, upper, log lower, log upper; then of every gate: lower, upper, as logs for a ratio."""
+    """lower, upper, log lower and log upper of the weight; then lower and upper of every gate, as logs for a ratio."""
 
 
-class Corrected(NamedTuple):
+class Decided(NamedTuple):
+    """The weight and fate of every token, and the parts of the metrics."""
+
     weights: Tensor | None
     """[N] fp32, before normalisation."""
     mask: Tensor | None
@@ -79,7 +81,7 @@ class Corrected(NamedTuple):
     bad_sequences: Tensor | None
     """[S] bool."""
     rows: Tensor
-    """[K, chunks] fp64."""
+    """[K, chunks] fp64, the parts of every metric."""
 
 
 @triton.jit
@@ -127,9 +129,9 @@ def correction_fwd_kernel(
     row_length,
     stride,
     num_slots,
-    counts,  # 0 on all context-parallel ranks but one, for what counts once a sequence
+    counts,  # 1 on the context-parallel rank that reports whole sequences, else 0
     LOG_RATIO_BOUND: tl.constexpr,
-    LEVEL: tl.constexpr,  # to WEIGHT_COLUMN: the fields of a Weighting
+    LEVEL: tl.constexpr,  # to WEIGHT_COLUMN: the fields of a WeightKind
     DROPS: tl.constexpr,
     HAS_LOWER: tl.constexpr,
     HAS_UPPER: tl.constexpr,
@@ -140,7 +142,7 @@ def correction_fwd_kernel(
     UNITS: tl.constexpr,  # chunks summed at a time
     BLOCK: tl.constexpr,
 ):
-    """One program a chunk."""
+    """One program per chunk."""
     chunk = tl.program_id(0).to(tl.int64)
     chunks = tl.num_programs(0).to(tl.int64)
     stride = stride.to(tl.int64)
@@ -174,7 +176,7 @@ def correction_fwd_kernel(
             slots = segment_slots(rows, inside, loss, loss_mask, segment_ids, begin, start)
             if segment_ids is None:
                 slots = tl.where(slots == BEFORE, tl.load(segment_edges + 2 * chunks + chunk), slots)
-        # what a sequence shares is judged lane by lane: the interpreter cannot broadcast the truth of one number
+        # values of a sequence are judged lane by lane: the interpreter cannot broadcast a scalar condition
         lanes = tl.full([BLOCK], 0.0, tl.float64)
         kept = valid
         if DROPS_CORRUPT_SEQUENCES:
@@ -258,7 +260,7 @@ def correction_fwd_kernel(
         minima += (tl.where(counted, seq_rho, float("inf")),)
         if weights is not None:
             outcomes = (tl.where(whole, weight_sum / divisor, 0.0), tl.where(whole, kept_tokens, 0.0))
-            # the sequences outside a bound are written
+            # the rows in between, of sequences outside a bound, are written already
             cell = put(cell, chunks, outcomes) + (HAS_LOWER + HAS_UPPER + len(GATES)) * chunks
             maxima += (tl.max(final),)
             minima += (tl.min(tl.where(kept, final, float("inf"))),)
@@ -275,8 +277,8 @@ def correction_fwd(
     with_weights: bool,
     complete: bool,
     counts: bool,
-) -> Corrected:
-    """Decides on every token, and writes the parts of every metric.
+) -> Decided:
+    """The weight and fate of every token, and the parts of every metric.
 
     Args:
         tokens: the batch.
@@ -285,11 +287,11 @@ def correction_fwd(
         decisions: what to do.
         rows: the metrics.
         with_weights: False: only metrics of the pair.
-        complete: `sums` are those of whole sequences.
-        counts: this rank reports what counts once a sequence.
+        complete: `sums` holds one column per sequence, not per chunk.
+        counts: this rank reports whole sequences; of context-parallel ranks only one does.
     """
     launch = LAUNCH["correction"]
-    # the chunks whose sums it reads are its own
+    # a program reads the sums of the chunks that it decides on
     assert launch.block == LAUNCH["unit_sums"].block
     chunks, device, num_tokens = tokens.num_chunks(launch.block), tokens.loss_mask.device, tokens.loss_mask.numel()
     metrics = torch.empty((rows.num_rows, chunks), dtype=torch.float64, device=device)
@@ -312,11 +314,11 @@ def correction_fwd(
         num_slots=segments.columns.shape[1] if segments else 0,
         counts=int(counts),
         LOG_RATIO_BOUND=decisions.log_ratio_bound,
-        LEVEL=decisions.weighting.level,
-        DROPS=decisions.weighting.drops,
-        HAS_LOWER=decisions.weighting.has_lower,
-        HAS_UPPER=decisions.weighting.has_upper,
-        WEIGHT_COLUMN=decisions.weighting.column,
+        LEVEL=decisions.weight.level,
+        DROPS=decisions.weight.drops,
+        HAS_LOWER=decisions.weight.has_lower,
+        HAS_UPPER=decisions.weight.has_upper,
+        WEIGHT_COLUMN=decisions.weight.column,
         GATES=tuple(map(tuple, decisions.gates)),
         DROPS_CORRUPT_SEQUENCES=decisions.drops_corrupt_sequences,
         COMPLETE=complete,
@@ -325,4 +327,4 @@ def correction_fwd(
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
-    return Corrected(weights, mask, bad_sequences, metrics)
+    return Decided(weights, mask, bad_sequences, metrics)

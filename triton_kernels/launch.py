@@ -9,7 +9,7 @@ class Launch(NamedTuple):
     """How one kernel is launched."""
 
     block: int
-    """Elements a program handles at a time, a power of two."""
+    """Elements that a program handles at a time, a power of two."""
     num_warps: int
     num_stages: int
 

@@ -1,4 +1,4 @@
-"""Log-ratios of two policies and what gates compare, of lanes of tokens."""
+"""Log-ratios of lanes of tokens, and the statistics that gates compare."""
 
 from __future__ import annotations
 

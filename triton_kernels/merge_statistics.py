@@ -33,7 +33,7 @@ def merge_statistics_fwd_kernel(
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = rows < num_rows
-    # where the next of the four statistics starts
+    # elements from one of the four statistics to the next
     step = tl.cast(num_rows, tl.int64)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     target = tl.full([BLOCK], float("-inf"), tl.float32)

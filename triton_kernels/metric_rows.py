@@ -1,6 +1,6 @@
-"""The rows of numbers that metrics are made of, one number a chunk in each: their names, and what fills them.
+"""The rows that metrics are made of, with one number per chunk in each: their names, and the code that fills them.
 
-The names stand in the order in which the kernel writes the rows; sums.py says what they are.
+The names stand in the order in which the kernel writes the rows; megatron_rc/reference/sums.py says what they mean.
 """
 
 from __future__ import annotations
@@ -14,14 +14,37 @@ import triton.language as tl
 from .log_ratio import expm1
 
 OF_TOKENS = (
-    *("beyond_2", "clamped", "log_ratio", "rho_log_ratio", "p_q", "dev_abs", "prob_gap"),
-    *("dev", "square:dev", "rho", "square:rho", "q", "square:q", "p", "square:p", "tokens", "loss_tokens"),
+    "beyond_2",
+    "clamped",
+    "log_ratio",
+    "rho_log_ratio",
+    "p_q",
+    "dev_abs",
+    "prob_gap",
+    "dev",
+    "square:dev",
+    "rho",
+    "square:rho",
+    "q",
+    "square:q",
+    "p",
+    "square:p",
+    "tokens",
+    "loss_tokens",
 )
 OF_WEIGHTS = ("weight", "kept", "square:weight")
 OF_SEQUENCES = ("bad_sequences",)
 OF_WHOLE_SEQUENCES = (
-    *("seq_rho", "seq_dev", "rollout_log_ppl", "train_log_ppl", "rollout_ppl", "train_ppl", "mean_abs", "sum_abs"),
-    *("seq_clamped", "sequences"),
+    "seq_rho",
+    "seq_dev",
+    "rollout_log_ppl",
+    "train_log_ppl",
+    "rollout_ppl",
+    "train_ppl",
+    "mean_abs",
+    "sum_abs",
+    "seq_clamped",
+    "sequences",
 )
 OF_OUTCOMES = ("all_weight", "kept_sequences")
 
@@ -40,7 +63,7 @@ class MetricRows(NamedTuple):
     once: tuple[str, ...]
     """Sums, and sums of squares, over sequences: written by the first chunk of each."""
     outcomes: tuple[str, ...]
-    """The same, but every chunk of a sequence writes a part; all after the first are 1 where any part is not 0."""
+    """The same, but every chunk of a sequence writes a part. All sums but the first then count as 1 if not 0."""
     maxima: tuple[str, ...]
     minima: tuple[str, ...]
 
@@ -50,13 +73,13 @@ class MetricRows(NamedTuple):
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """Names of the sums that are made of them, in order."""
+        """Names of the sums that are computed from these rows, in order."""
         of_sequences = self.once + self.outcomes
         return self.added + of_sequences + tuple(f"square:{name}" for name in of_sequences)
 
 
 def metric_rows(sequences: bool, bounds: tuple[str, ...] | None) -> MetricRows:
-    """Those of tokens, of sequences if asked, and of the final weights with their named bounds unless that is None."""
+    """The rows of tokens; of sequences, if asked for; of the final weights and these bounds, unless they are None."""
     if not sequences:
         assert bounds is None
         return MetricRows(OF_TOKENS, (), (), ("rho_max",), ("rho_min",))
@@ -74,7 +97,7 @@ def metric_rows(sequences: bool, bounds: tuple[str, ...] | None) -> MetricRows:
 
 @triton.jit
 def put(cell, stride, values):
-    """Writes one number in each of the next rows, and returns where the row after them has its own."""
+    """Write one number into each of the next rows; return the cell of the row after them."""
     for i in tl.static_range(len(values)):
         tl.store(cell + i * stride, values[i])
     return cell + len(values) * stride
@@ -92,7 +115,7 @@ def clamp(x, bound):
 
 @triton.jit
 def put_tokens(cell, stride, log_ratio, rollout, valid, loss, bound):
-    """OF_TOKENS; also the largest and the smallest rho."""
+    """Write OF_TOKENS; return also the largest and the smallest rho."""
     distance = tl.abs(log_ratio)
     exact = log_ratio.to(tl.float64)
     rollout = rollout.to(tl.float64)
@@ -112,7 +135,7 @@ def put_tokens(cell, stride, log_ratio, rollout, valid, loss, bound):
 
 @triton.jit
 def put_weights(cell, stride, weights, kept):
-    """OF_WEIGHTS; also the sum of the weights and the kept tokens."""
+    """Write OF_WEIGHTS; return the sum of the weights and the number of kept tokens."""
     weights = weights.to(tl.float64)
     weight = tl.sum(weights)
     kept_tokens = count(kept)
@@ -122,7 +145,7 @@ def put_weights(cell, stride, weights, kept):
 
 @triton.jit
 def put_outside(cell, stride, to_outcome, outside, whole):
-    """The tokens outside a bound, and in another row those of whole sequences."""
+    """Write the number of tokens outside a bound, and into another row that of whole sequences only."""
     tokens = count(outside)
     tl.store(cell, tokens)
     tl.store(cell + to_outcome, tl.where(whole, tokens, 0.0))
@@ -131,7 +154,7 @@ def put_outside(cell, stride, to_outcome, outside, whole):
 
 @triton.jit
 def put_whole_sequence(cell, stride, total, mean, mean_rollout, tokens, counted, bound):
-    """OF_WHOLE_SEQUENCES, 0 unless it is counted here; also rho of the sequence."""
+    """Write OF_WHOLE_SEQUENCES, as 0 unless the sequence is counted here; return also its rho."""
     one = counted.to(tl.float64)
     capped = clamp(total, bound)
     mean = clamp(mean, bound)

@@ -21,7 +21,7 @@ _PARTS = tl.constexpr(4)
 def metric_sums_fwd_kernel(
     cu_seqlens,  # [S + 1], or None for rows of row_length
     rows,  # [K, chunks] fp64, as MetricRows
-    outcomes,  # its rows of outcomes, or [O, S] of sequences where COMPLETE
+    outcomes,  # the rows of outcomes, or [O, S] per sequence where COMPLETE
     vector,  # [sums | squares of once and outcomes | maxima | minima] fp64 out
     num_tokens,
     num_sequences,
@@ -36,7 +36,7 @@ def metric_sums_fwd_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row, in a fixed order."""
+    """One program per row, in a fixed order."""
     row = tl.program_id(0).to(tl.int64)
     cells = rows + row * chunks
     num_squares = num_once + num_outcomes
@@ -71,14 +71,14 @@ def metric_sums_fwd_kernel(
                 chunk = first[:, None] + part + tl.arange(0, _PARTS)[None, :]
                 here = inside[:, None] & (chunk < last[:, None])
                 value += tl.sum(tl.load(cells + chunk, mask=here, other=0.0), axis=1)
-            # all but the mean weight count sequences
+            # all outcomes but the mean weight count sequences
             value = tl.where((outcome > 0) & (value != 0.0), 1.0, value)
             total += value
             squares += value * value
         tl.store(vector + row, tl.sum(total))
         tl.store(vector + num_squares + row, tl.sum(squares))
     else:
-        # maxima are of numbers that are not negative
+        # the maxima are of numbers that are not negative
         sign = tl.where(row < num_sums + num_maxima, 1.0, -1.0)
         extreme = tl.full([BLOCK], 0.0, tl.float64) + tl.where(row < num_sums + num_maxima, 0.0, float("-inf"))
         for begin in range(0, chunks, BLOCK):
@@ -90,13 +90,13 @@ def metric_sums_fwd_kernel(
 
 
 def metric_sums_fwd(tokens: Tokens, cells: Tensor, rows: MetricRows, outcomes: Tensor | None = None) -> Tensor:
-    """[len(rows.sums) + maxima + minima] fp64.
+    """Sums, maxima and minima over all chunks: [len(rows.sums) + maxima + minima] fp64.
 
     Args:
         tokens: the batch.
         cells: [K, chunks] fp64.
-        rows: their names.
-        outcomes: [O, S] fp64, those of whole sequences in place of those of chunks.
+        rows: the names of its rows.
+        outcomes: [O, S] fp64, rows of outcomes per sequence instead of per chunk.
     """
     launch = LAUNCH["metric_sums"]
     size = len(rows.sums) + len(rows.maxima) + len(rows.minima)
@@ -128,6 +128,6 @@ def metric_sums_fwd(tokens: Tokens, cells: Tensor, rows: MetricRows, outcomes: T
 
 
 def outcome_rows(cells: Tensor, rows: MetricRows) -> Tensor:
-    """[O, chunks], the rows of outcomes."""
+    """The rows of outcomes, [O, chunks]."""
     first = len(rows.added) + len(rows.once)
     return cells[first : first + len(rows.outcomes)]

@@ -1,4 +1,4 @@
-"""Weights, and the sums of metrics made of them, times the number that makes the mean weight 1."""
+"""Weights, and the sums of metrics that depend on them, scaled to a mean weight of 1."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def normalize_fwd_kernel(
     POWERS: tl.constexpr,  # (place in vector, power of the scale)
     BLOCK: tl.constexpr,
 ):
-    """One program a block of tokens."""
+    """One program per block of tokens."""
     weight = tl.load(totals)
     kept = tl.load(totals + 1)
     some = weight > 0.0
@@ -45,13 +45,13 @@ def normalize_fwd_kernel(
 
 
 def normalize_fwd(weights: Tensor, totals: Tensor, vector: Tensor, powers: tuple[tuple[int, int], ...]) -> Tensor:
-    """Scales the weights in place by kept tokens / sum of weights, or by 1 where no weight is left.
+    """Scale the weights in place by kept tokens / sum of weights, or by 1 where no weight is left.
 
     Args:
         weights: [N] fp32.
         totals: [2] fp64, sum of weights and kept tokens of the whole rollout batch; may be part of `vector`.
         vector: [K] fp64, sums of metrics.
-        powers: which of them scale, and with which power.
+        powers: (place in `vector`, power of the scale) of every sum that scales.
 
     Returns:
         [K] fp64, the sums of metrics of the scaled weights.

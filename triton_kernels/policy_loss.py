@@ -14,7 +14,7 @@ from .launch import LAUNCH
 from .log_ratio import k3
 from .metric_rows import count, put
 
-# numbers of tokens and slices of a batch differ from step to step: neither may compile the kernel anew
+# numbers of tokens and addresses of slices differ from step to step: neither may compile the kernel anew
 _OF_TOKENS = [
     "current_logprobs",
     "old_logprobs",
@@ -32,14 +32,14 @@ _OF_TOKENS = [
 def policy_loss_fwd_kernel(
     current_logprobs,  # [N]
     old_logprobs,  # [N], or None for those of current
-    advantages,  # [N], or [N / row_length] with ADVANTAGE_A_ROW
+    advantages,  # [N], or [N / row_length] with ADVANTAGE_PER_ROW
     weights,  # [N]
     mask,  # [N] bool
     scales,  # [N]
     reference_logprobs,  # [N], or None
     entropies,  # [N], or None
     coefficients,  # [N] fp32 out, d loss / d current, or None
-    partials,  # [2 M, tiles] fp64 out, a column a tile; rows as the metrics of policy_loss_fwd
+    partials,  # [2 M, tiles] fp64 out, one column per tile; rows as the metrics of policy_loss_fwd
     num_tokens,
     row_length,
     ratio_lower,
@@ -49,12 +49,12 @@ def policy_loss_fwd_kernel(
     kl_coef,
     entropy_coef,
     IS_PPO: tl.constexpr,
-    ADVANTAGE_A_ROW: tl.constexpr,
+    ADVANTAGE_PER_ROW: tl.constexpr,
     NUM_MEANS: tl.constexpr,  # metrics over the sum of scale
     NUM_SHARES: tl.constexpr,  # metrics over the number of kept tokens
     BLOCK: tl.constexpr,
 ):
-    """One program a tile. tl.where in place of tl.minimum: it lets NaN through."""
+    """One program per tile. tl.where instead of tl.minimum, which would hide a NaN."""
     tiles = tl.num_programs(0)
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < num_tokens
@@ -62,7 +62,7 @@ def policy_loss_fwd_kernel(
     scale = tl.load(scales + tokens, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weights + tokens, mask=inside, other=0.0).to(tl.float32)
     row = tokens
-    if ADVANTAGE_A_ROW:
+    if ADVANTAGE_PER_ROW:
         row = tokens // row_length
     advantage = tl.load(advantages + row, mask=inside, other=0.0).to(tl.float32)
     old = current
@@ -138,7 +138,7 @@ def policy_loss_reduce_kernel(
     num_tiles,
     BLOCK: tl.constexpr,
 ):
-    """One program a row of partials, in a fixed order."""
+    """One program per row of partials, in a fixed order."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float64)
     for begin in range(0, num_tiles, BLOCK):
@@ -161,7 +161,7 @@ def policy_loss_bwd_kernel(
     entropy_coef,
     BLOCK: tl.constexpr,
 ):
-    """One program a tile."""
+    """One program per tile."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < num_tokens
     by_loss = tl.load(upstream).to(tl.float32)
@@ -240,7 +240,7 @@ def policy_loss_fwd(
         kl_coef=float(kl_coef),
         entropy_coef=float(entropy_coef),
         IS_PPO=is_ppo,
-        ADVANTAGE_A_ROW=advantages.dim() < current.dim(),
+        ADVANTAGE_PER_ROW=advantages.dim() < current.dim(),
         NUM_MEANS=num_means,
         NUM_SHARES=num_shares,
         BLOCK=launch.block,

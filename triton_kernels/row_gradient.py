@@ -20,7 +20,7 @@ def _gradient(x, is_target, inverse, top, log_total, at_target, slope, constant,
         gradient = p * (constant + slope * tl.maximum(log_p, FLOOR))
     else:
         gradient = p * constant
-    # onehot - p, and not the sum of two rounded gradients: where p is almost 1 the difference is all there is
+    # onehot - p, not the sum of two rounded gradients: where p is almost 1, the difference is all there is
     return tl.where(is_target, gradient + at_target, gradient)
 
 
@@ -134,8 +134,8 @@ def row_gradient_bwd(
 ) -> None:
     """Write [g (onehot - p) - g_H p (log p + entropy)] / temperature, with log p = z - maximum - log_sum, to ``out``.
 
-    One launch; fp32 inside, rounded once. Exactly 0, and without a look at the logits, in rows with mask 0 and in
-    rows whose upstream gradients are 0; exactly 0 in columns from num_valid on. g counts as 0 where logprob is -inf.
+    One launch; fp32 inside, rounded once. Rows with mask 0, or with upstream gradients of 0, are exactly 0 and their
+    logits are not read; columns from num_valid on are exactly 0. g counts as 0 where logprob is -inf.
 
     Args:
         out: in the shape of logits, any float dtype and strides; may be the logits themselves.

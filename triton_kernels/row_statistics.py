@@ -21,8 +21,8 @@ VECTOR_BYTES = 16
 def _join(x, maximum, total, shifted, scale, WITH_ENTROPY: tl.constexpr):
     """Add a tile of logits [LANES, VECTOR] to the statistics [LANES] of the tiles before it.
 
-    Every lane has a maximum of its own, so nothing crosses lanes, and warps do not wait for each other, until the row
-    ends. Differences are taken before they are divided by the temperature: they are exact for close logits.
+    Every lane has a maximum of its own: nothing crosses lanes, and no warp waits for another, before the row ends.
+    Differences are taken before they are divided by the temperature, so they are exact for close logits.
     """
     joined = tl.maximum(maximum, tl.max(x, 1))
     base = tl.where(joined == float("-inf"), 0.0, joined)
@@ -139,11 +139,11 @@ def row_statistics_fwd(
         logits: [N, V_local] or [B, T, V_local] bf16, fp16 or fp32, any strides.
         targets: [N] or [B, T] int64 or int32, global ids.
         temperature: a number, or [N] or [B, T].
-        mask: [N] or [B, T]; of a row with 0 no logit is read.
+        mask: [N] or [B, T]; no logit of a row with 0 is read.
         start: global id of the first column.
-        num_valid: columns from here on do not exist.
+        num_valid: number of columns that exist; those after them are padding.
         with_entropy: compute the third statistic, else it is 0.
-        merged: this shard is the whole vocabulary: return what merge_statistics_fwd makes of it.
+        merged: this shard is the whole vocabulary, so return what merge_statistics_fwd would.
 
     Returns:
         [4, N] fp32; or (logprobs, entropy, maximum, log_sum), fp32 in the shape of targets.

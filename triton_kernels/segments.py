@@ -1,7 +1,7 @@
-"""Which tokens of a chunk share a segment, and their sums.
+"""Segments inside a chunk: which tokens share one, and their sums.
 
-A segment's columns are kept at its slot: its id where ids are given, else a row of its first chunk that no other
-segment takes. The first and the last segment of a chunk may go on in other chunks: their parts wait for unit_combine.
+The columns of a segment are stored at its slot: its id where ids are given, else a row of its first chunk that no other
+segment takes. The first and the last segment of a chunk may continue in other chunks; unit_combine joins their parts.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from .columns import finish, reduce_tokens
 NOWHERE = tl.constexpr(-2)
 """Slot of the first and last segment of a chunk without a loss token."""
 BEFORE = tl.constexpr(-1)
-"""Slot of a segment that began in an earlier chunk, as far as this one can tell."""
+"""Slot of a segment that may have begun in an earlier chunk: this chunk cannot tell."""
 _HIGHEST = tl.constexpr(2**62)
 
 
 @triton.jit
 def segment_slots(rows, inside, loss, loss_mask, segment_ids, begin, start):
-    """Slot of every loss token, ascending; begin and start are the first rows of the sequence and of the chunk."""
+    """Ascending slot of every loss token; begin and start are the first rows of the sequence and of the chunk."""
     if segment_ids is None:
         follows = tl.load(loss_mask + rows - 1, mask=inside & (rows > begin), other=0) != 0
         begun = tl.cumsum((loss & (follows == 0)).to(tl.int32), 0)
@@ -32,7 +32,7 @@ def segment_slots(rows, inside, loss, loss_mask, segment_ids, begin, start):
 
 @triton.jit
 def edge_slots(slots, loss):
-    """Those of the first and of the last segment of the chunk."""
+    """Slots of the first and of the last segment of the chunk."""
     first = tl.min(tl.where(loss, slots, _HIGHEST))
     return tl.where(first == _HIGHEST, NOWHERE, first), tl.max(tl.where(loss, slots, NOWHERE))
 
@@ -53,8 +53,8 @@ def segment_sums(
     first,
     last,
     loss,
-    head,  # where the part of the first segment of the chunk goes
-    chunks,  # elements from there to that of the last one
+    head,  # cell for the part of the first segment of the chunk
+    chunks,  # elements from there to the cell of the last segment
     column,  # [slots]
     num_slots,
     REDUCE: tl.constexpr,

@@ -76,7 +76,7 @@ def support_gradient_bwd_kernel(
         some |= upstream_entropy != 0
     if mask is not None:
         some &= tl.load(mask + row_offset(row, rows_per_page, stride_mask_page, stride_mask)) != 0
-    # the gradient of a row without upstream is 0 whatever its logits are, and none of them is read
+    # the gradient of a row without upstream gradient is 0 whatever its logits are, and none of them is read
     used = tl.where(some, count, 0)
     if KEPT_ONLY:
         for begin in range(used, count, BLOCK):
@@ -89,9 +89,9 @@ def support_gradient_bwd_kernel(
             row_logits, ids + first, begin, used, start, num_valid, stride_logits_column, BLOCK
         )
         divisors = tl.zeros_like(logit) + divisor
-        # as it was rounded for the maximum
+        # rounded as it was for the maximum
         log_p = tl.div_rn(logit, divisors) - top - log_total
-        # NaN passes, and 0 * (-inf) does not become one
+        # lets NaN through, and keeps 0 * (-inf) from becoming one
         log_p = tl.where(log_p < FLOOR, FLOOR, log_p)
         factor = tl.zeros_like(logit) + upstream
         if grad_entropy is not None:
@@ -153,8 +153,8 @@ def support_gradient_bwd(
     """Write [g (onehot - p) - g_H p (log p + entropy)] / temperature at the kept ids of this shard, 0 elsewhere.
 
     log p = z - maximum - log_sum. A row with logprob -inf counts as g = 0; one with mask 0, or without upstream, is
-    exactly 0 and its logits are not read. 2 launches, or 3 in place: zeroing the logits would destroy what is still to
-    be read, so there the values wait in memory of their own, [K] in the dtype of out.
+    exactly 0 and its logits are not read. Two launches, or three in place: zeroing the logits would destroy values that
+    are still to be read, so the gradient first goes to memory of its own, [K] in the dtype of out.
 
     Args:
         out: of the shape of logits, written everywhere; may be logits, but not overlap it otherwise.

@@ -13,7 +13,7 @@ from .softmax import FLOOR, OF_ROWS, finish_row, row_arguments, row_offset
 
 @triton.jit
 def kept_block(logits, ids, begin, count, start, num_valid, stride_column, BLOCK: tl.constexpr):
-    """(id, lies in this shard, column, logit) of kept ids number begin to begin + BLOCK of a row."""
+    """(id, lies in this shard, column, logit) of the kept ids begin to begin + BLOCK of a row."""
     number = begin + tl.arange(0, BLOCK)
     id = tl.load(ids + number, mask=number < count, other=-1).to(tl.int64)
     column = id - start
@@ -76,7 +76,7 @@ def support_statistics_fwd_kernel(
         id, here, _, logit = kept_block(
             row_logits, ids + first, begin, count, start, num_valid, stride_logits_column, BLOCK
         )
-        # correctly rounded, for an error here is as large as the logits are
+        # correctly rounded: an error here would be as large as the logits are
         z = tl.div_rn(logit, tl.zeros_like(logit) + divisor)
         z = tl.where(here, z, float("-inf"))
         at_target = tl.maximum(at_target, tl.max(tl.where(id == target, z, float("-inf")), 0))

@@ -28,7 +28,7 @@ def _combine_segments(
     FINISHED: tl.constexpr,
     WRITES_SLOTS: tl.constexpr,
 ):
-    """Joins the last segment of a chunk with the first of the next one that has any, where they are the same."""
+    """Join the last segment of a chunk with the first of the next chunk that has one, where they are the same."""
     slot = first * 0 + NOWHERE
     value = tl.full((), neutral(REDUCE), tl.float64)
     count = tl.full((), 0.0, tl.float64)
@@ -66,14 +66,14 @@ def unit_combine_fwd_kernel(
     row_length,
     chunks,
     num_columns,  # C
-    num_sums,  # of them; the others are maxima
+    num_sums,  # of the columns; the others are maxima
     num_slots,
     SEGMENT: tl.constexpr,  # the G columns of segments, COUNT first
     FINISHED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a sequence and column of sequences or of segments."""
+    """One program per sequence and per column, of sequences or of segments."""
     sequence = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1).to(tl.int64)
     chunks = chunks.to(tl.int64)
@@ -116,7 +116,7 @@ def unit_combine_fwd(
     Args:
         tokens: the batch.
         sums: [C, chunks] fp64.
-        num_sums: how many columns are sums, the first ones; the others are maxima.
+        num_sums: the number of columns that are sums; they precede the maxima.
         segments: from unit_sums_fwd.
         segment: columns of segments.
 

@@ -1,4 +1,4 @@
-"""Sums of log-ratios, and what gates compare, over the part of a sequence and of its segments in every chunk."""
+"""Sums of log-ratios, and of the statistics of gates, over the part of a sequence and its segments in every chunk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_LOG_RATIO_SUMS = 4
 
 
 class SegmentParts(NamedTuple):
-    """What the chunks know of segments."""
+    """Parts of segments, chunk by chunk."""
 
     edges: Tensor
     """[3, chunks] int64: slots of the first and last segment; unit_combine fills in where the first one began."""
@@ -56,7 +56,7 @@ def unit_sums_fwd_kernel(
     FINISHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a chunk."""
+    """One program per chunk."""
     chunk = tl.program_id(0).to(tl.int64)
     chunks = tl.num_programs(0).to(tl.int64)
     num_slots = num_slots.to(tl.int64)
@@ -102,10 +102,10 @@ def unit_sums_fwd(
         tokens: the batch.
         sequence: columns of sequences besides the sums of l and log mu and the numbers of tokens.
         segment: columns of segments, COUNT first.
-        columns_of_segments: where they go, [G, slots] fp32 finished or fp64 to be pooled; None without segments.
+        columns_of_segments: [G, slots], written: fp32 for final values, fp64 for values to be pooled; None without any.
 
     Returns:
-        [4 + C, chunks] fp64, and what is known of segments.
+        [4 + C, chunks] fp64, and the parts of segments.
     """
     launch = LAUNCH["unit_sums"]
     chunks, device = tokens.num_chunks(launch.block), tokens.loss_mask.device

@@ -14,7 +14,7 @@ from megatron_rc.collectives import all_reduced, is_alone, is_first_rank, pool_u
 from megatron_rc.inputs import Extras, GatePlan, Pair, Plan, log_bound
 from megatron_rc.kernels.chunks import Tokens
 from megatron_rc.kernels.columns import COUNT, Column, num_sums
-from megatron_rc.kernels.correction import Decisions, Gate, Weighting, correction_fwd
+from megatron_rc.kernels.correction import Decisions, Gate, WeightKind, correction_fwd
 from megatron_rc.kernels.metric_rows import MetricRows, metric_rows
 from megatron_rc.kernels.metric_sums import metric_sums_fwd, outcome_rows
 from megatron_rc.kernels.normalize import normalize_fwd
@@ -78,7 +78,7 @@ def correct(
 def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup | None, sequences: bool) -> Statistics:
     """Statistics of `megatron_rc.correction.pair_metrics`."""
     tokens = _tokens(pair, None)
-    rows, decisions = metric_rows(sequences, None), Decisions(Weighting(), (), False, float(log_ratio_bound), ())
+    rows, decisions = metric_rows(sequences, None), Decisions(WeightKind(), (), False, float(log_ratio_bound), ())
     units, parallel = None, not is_alone(cp_group)
     if sequences:
         units, _ = unit_sums_fwd(tokens, (), (), None)
@@ -186,10 +186,10 @@ def _kernel_plan(plan: Plan, advantages: str) -> _KernelPlan:
         for planned in plan.gates
     )
     beyond: dict[str, str] = {}
-    weighting = Weighting()
+    kind = WeightKind()
     if weight is not None:
         beyond = {bound.side: bound.name for bound in weight.bounds}
-        weighting = Weighting(
+        kind = WeightKind(
             weight.weight.level,
             weight.weight.mode == "mask",
             "lower" in beyond,
@@ -197,7 +197,7 @@ def _kernel_plan(plan: Plan, advantages: str) -> _KernelPlan:
             place("segment", _MEAN_LOG_RATIO if weight.unit == "segment" else None),
         )
     bound = float(correction.log_ratio_bound)
-    decisions = Decisions(weighting, gates, plan.drops_corrupt_sequences, bound, _bounds(plan))
+    decisions = Decisions(kind, gates, plan.drops_corrupt_sequences, bound, _bounds(plan))
     rows = metric_rows(True, (*beyond.values(), *(planned.name for planned in plan.gates)))
     names = [*rows.sums, *rows.maxima, *rows.minima]
     powers = {"weight": 1, square_of("weight"): 2, "all_weight": 1, square_of("all_weight"): 2}
