@@ -21,14 +21,20 @@ TRAIN = ["megatron-core", "psutil", "safetensors", "torch", "transformers>=5"]
 SGLANG = ["aiohttp", "safetensors", "torch", "transformers>=5"]
 REPORT = ["matplotlib", "tensorboard"]
 MATH = ["math-verify"]
+WANDB = ["wandb>=0.31", "wandb-workspaces"]
+TRACKIO = ["trackio"]
 EXTRAS = {
     "train": TRAIN,
     "sglang": SGLANG,
     "report": REPORT,
     "math": MATH,
+    "wandb": WANDB,
+    # the last two keep runs in a local database when there is no server
+    "mlflow": ["mlflow-skinny", "sqlalchemy", "alembic"],
+    "trackio": TRACKIO,
     "te": ["transformer-engine[pytorch]"],
     "dev": [
-        *sorted({*TRAIN, *SGLANG, *REPORT, *MATH}),
+        *sorted({*TRAIN, *SGLANG, *REPORT, *MATH, *WANDB, *TRACKIO}),
         "hypothesis",
         "mypy",
         "packaging",
@@ -81,6 +87,7 @@ setup(
         "megatron_rc.moe",
         "megatron_rc.reference",
         "megatron_rc.report",
+        "megatron_rc.report.sinks",
         "megatron_rc.rollout",
         "megatron_rc.rollout.embedded",
         "megatron_rc.rollout.sglang",

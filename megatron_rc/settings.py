@@ -15,6 +15,7 @@ from megatron_rc import schema
 from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surrogate, check_clipping
 from megatron_rc.engine import SamplingParams
 from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.report.sinks import LogSettings
 from megatron_rc.tasks.registry import TaskKind
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -27,8 +28,7 @@ class ModelSettings:
     hf_path: str | None = None
     """Folder with config.json and safetensors to start from; null builds `config` with random weights."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Fields of a Hugging Face Qwen3Config or Qwen3MoeConfig, with model_type qwen3 or qwen3_moe; used when hf_path is
-    null."""
+    """Fields of a Hugging Face config.json, with model_type qwen3 or qwen3_moe; used when hf_path is null."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,6 +326,7 @@ class JobSettings:
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     lr_decay: LengthDecaySettings | None = None
     """Length-decay learning rate on top of train.lr and its schedule; `{}` takes all its defaults, null has none."""
+    log: LogSettings = field(default_factory=LogSettings)
 
 
 def load(path_or_text: str | Path, assignments: Iterable[str] = ()) -> JobSettings:

@@ -41,6 +41,8 @@ OUTPUTS = (
     "rejected",
     "sync",
     "tensorboard",
+    "wandb",
+    "dashboards.json",
 )
 
 
@@ -54,6 +56,7 @@ def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
     set_debug_checks(settings.train.debug_checks)
     emulation.emulate_cuda_on_cpu()
     from megatron_rc.models.config import hf_config_dict
+    from megatron_rc.report import sinks
     from megatron_rc.rollout.perturb import perturbed
     from megatron_rc.training import groups as parallel
     from megatron_rc.training.loop import Job
@@ -65,6 +68,7 @@ def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
     task = _task(settings, hf_config_dict(settings.model))
     folder, rollout = Path(settings.output), settings.rollout
     with parallel.initialized(settings.parallel, settings.train.seed) as groups, ExitStack() as leaving:
+        groups.gather(lambda: sinks.requested(settings.log) if groups.is_writer else {})
         if fresh and groups.is_writer:
             _delete_outputs(folder)
         policy = leaving.enter_context(closing(Policy(settings.model, settings.parallel, settings.train, groups)))

@@ -82,6 +82,7 @@ class Job:
             self._start_phase()
         else:
             self._begin_reinforcement()
+        self.groups.gather(lambda: self.observers.start(self.progress.phase))
         if self.progress.phase == "warmup":
             self._warm_up()
         self._reinforce()

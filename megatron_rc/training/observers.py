@@ -1,4 +1,4 @@
-"""What a person sees of a job: display, metrics.jsonl, TensorBoard and dumps, all written by one process."""
+"""Everything that a job shows and writes for people: display, metrics, dashboards and dumps, by one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from megatron_rc import schema
 from megatron_rc.dump import DiscardedWriter, DumpWriter
-from megatron_rc.report.context import save_context
+from megatron_rc.report import sinks
+from megatron_rc.report.context import save_context, without_credentials
+from megatron_rc.report.dashboards import Dashboards
 from megatron_rc.report.display import Display
 from megatron_rc.report.html import write_report
 from megatron_rc.report.log import MetricsLog
@@ -39,9 +41,18 @@ class Observers:
         keeps_discarded = writer and settings.rollout.sglang.dump_rejected
         self._discarded = DiscardedWriter(folder / "rejected") if keeps_discarded else None
         self._folder = folder
+        self._dashboards = None
         if writer:
             facts = fingerprint(train_dtype=settings.train.dtype, rollout_dtype=settings.rollout.dtype)
-            save_context(folder, schema.to_dict(settings), facts)
+            shown = schema.to_dict(settings)
+            save_context(folder, shown, facts)
+            self._dashboards = Dashboards(
+                folder,
+                sinks.requested(settings.log),
+                name=settings.name,
+                config=without_credentials({"settings": shown, "machine": facts}),
+                say=self.message,
+            )
 
     def __enter__(self) -> Observers:
         if self._display:
@@ -49,6 +60,8 @@ class Observers:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        if self._dashboards:
+            self._dashboards.close(failed=exception[0] is not None)
         if self._display:
             self._display.__exit__(*exception)
         if self._log:
@@ -58,6 +71,15 @@ class Observers:
         """Write report.html from everything recorded so far."""
         if self._log:
             self.message(f"report: {write_report(self._folder)}")
+
+    def start(self, phase: str) -> None:
+        """Open the runs of ``phase`` on the dashboards.
+
+        Raises:
+            ValueError: a dashboard cannot be reached or refuses the run.
+        """
+        if self._dashboards:
+            self._dashboards.start(phase)
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
         if self._display:
@@ -73,14 +95,17 @@ class Observers:
             self._display.message(text)
 
     def record(self, progress: Progress, metrics: dict[str, float]) -> None:
-        """One line of metrics.jsonl and one row of the display."""
+        """Log and show the metrics of one step."""
+        record = {"phase": progress.phase, "step": progress.step, **metrics}
         if self._log:
-            self._log.write({"phase": progress.phase, "step": progress.step, **metrics})
+            self._log.write(record)
+        if self._dashboards:
+            self._dashboards.write(record)
         if self._display:
             self._display.step(progress.step, metrics)
 
     def resumed(self, checkpoint: Path, progress: Progress) -> None:
-        """Forget what was logged after the checkpoint."""
+        """Delete what was logged after the checkpoint."""
         if self._log:
             self._log.truncate_after(progress.phase, progress.step)
         self.message(f"resumed from {checkpoint}")

@@ -124,7 +124,8 @@ def test_every_folder_with_a_package_file_is_in_the_wheel(wheel: Path) -> None:
 
 
 def test_extras_and_python_are_the_promised_ones(metadata: Message) -> None:
-    assert set(metadata.get_all("Provides-Extra", [])) == {"train", "sglang", "te", "report", "math", "dev"}
+    promised = {"train", "sglang", "te", "report", "math", "wandb", "mlflow", "trackio", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == promised
     assert metadata["Requires-Python"] == ">=3.11"
 
 

@@ -30,6 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "grading.py").write_text(REWARDS)
     (folder / "not.yaml").write_text("train: [")
     (folder / "empty.jsonl").write_text("")
+    (folder / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['mlflow'] = None  # as if it were not installed\n"
+    )
     good = json.dumps({"prompt": "a b", "answer": "c"})
     (folder / "good.jsonl").write_text(
         "\n".join([good] * 4 + [json.dumps({"prompt": f"d {i}", "answer": ""}) for i in range(9)])
@@ -70,6 +73,7 @@ def ended(folder: Path) -> dict[str, tuple[int, str]]:
         "expert of dense": job("x", "parallel.expert=2"),
         "double counting": job("x", "correction={preset: token-tis, old: rollout}"),
         "minibatches of current": job("x", "correction.old=current", "train.mini_batches_per_rollout=2"),
+        "missing package": job("package", "log.mlflow=experiment"),
         "context": job("context", "model.config.max_position_embeddings=6"),
         "vocabulary": job("x", "model.config.vocab_size=8"),
         "missing dataset": job("x", *jsonl(folder, "nothing.jsonl", "not_a_number")),
@@ -115,6 +119,7 @@ EXPECTED = {
     "expert of dense": "parallel.expert=2 must divide the processes of a pipeline stage, got 1",
     "double counting": "weight must be None when old is 'rollout' and the surrogate is 'ppo'",
     "minibatches of current": "train.mini_batches_per_rollout must be 1 when correction.old is 'current'",
+    "missing package": r"log.mlflow needs the package mlflow: pip install 'megatron-rc\[mlflow\]'",
     "context": "prompt 0 has 4 tokens, which with max_new_tokens=4 is longer than the context of 6 tokens",
     "vocabulary": "the tokenizer of task 'arithmetic' has .* ids, the model's vocab_size is 8",
     "missing dataset": "nothing.jsonl",
@@ -149,6 +154,11 @@ def test_finished_steps_survive_an_error_in_a_later_one(ended: Any, folder: Path
     records = read_metrics(folder / output / "metrics.jsonl")
     assert [r["step"] for r in records if "reward/mean" in r] == list(range(1, steps + 1))
     assert (folder / output / "checkpoints" / f"rl-{steps:06d}" / "state.json").is_file()
+
+
+def test_a_missing_package_is_found_before_anything_is_built(ended: Any, folder: Path):
+    assert ended["missing package"][0] == 2
+    assert not (folder / "package").exists()
 
 
 def test_a_good_job_ends_with_status_0(ended: dict[str, tuple[int, str]]):

@@ -44,7 +44,7 @@ def test_what_json_cannot_say_becomes_null(tmp_path: Path) -> None:
 
 
 def test_a_record_is_in_the_file_as_soon_as_write_returns(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, tensorboard=False)
+    log = MetricsLog(tmp_path)
     for record in rl(range(3)):
         log.write(record)
         assert read_metrics(tmp_path)[-1] == record
@@ -54,7 +54,7 @@ def test_a_record_is_in_the_file_as_soon_as_write_returns(tmp_path: Path) -> Non
 def test_a_killed_writer_leaves_only_whole_steps_and_its_successor_goes_on(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom megatron_rc.report.log import MetricsLog\n"
-        "log = MetricsLog(sys.argv[1], tensorboard=False)\n"
+        "log = MetricsLog(sys.argv[1])\n"
         "for step in range(1, 10**9): log.write({'step': step, **{f'metric/{i}': i / 7 for i in range(300)}})\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -103,7 +103,7 @@ def test_resuming_forgets_what_came_after_the_checkpoint(
     tmp_path: Path, phase: str, step: int, kept: list[dict[str, Any]]
 ) -> None:
     write_all(tmp_path, [*warmup(range(1, 6)), *rl(range(6))])
-    with MetricsLog(tmp_path, tensorboard=False) as log:
+    with MetricsLog(tmp_path) as log:
         log.truncate_after(phase, step)
         assert read_metrics(tmp_path) == kept
         log.write(rl([100])[0])
@@ -117,21 +117,6 @@ def test_a_repeated_step_replaces_what_followed_it(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [*warmup([1, 2]), *rl(range(2)), again]
     write_all(tmp_path, warmup([1]))
     assert read_metrics(tmp_path) == warmup([1])
-
-
-def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with MetricsLog(tmp_path) as log:
-        for record in [*warmup(range(1, 9)), *rl(range(6))]:
-            log.write(record)
-    with MetricsLog(tmp_path) as log:
-        log.truncate_after("rl", 2)
-        for step in (3, 4):
-            log.write({"phase": "rl", "step": step, "reward/mean": 7.0, "old/k3": math.nan})
-    seen = accumulators.EventAccumulator(str(tmp_path / "tensorboard" / "rl")).Reload().Scalars("reward/mean")
-    assert [(e.step, round(e.value, 4)) for e in seen] == [(0, 0.0), (1, 0.01), (2, 0.02), (3, 7.0), (4, 7.0)]
-    warm = accumulators.EventAccumulator(str(tmp_path / "tensorboard" / "warmup")).Reload().Scalars("cross_entropy")
-    assert [e.step for e in warm] == list(range(1, 9))
 
 
 STEP = {

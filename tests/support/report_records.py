@@ -18,6 +18,6 @@ def rl(steps: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def write_all(folder: Path, records: Sequence[dict[str, Any]]) -> None:
-    with MetricsLog(folder, tensorboard=False) as log:
+    with MetricsLog(folder) as log:
         for record in records:
             log.write(record)

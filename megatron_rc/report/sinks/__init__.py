@@ -1,0 +1,95 @@
+"""Services that show the metrics of a run besides metrics.jsonl: one file and one entry of `SERVICES` for each."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+
+class Service(NamedTuple):
+    package: str
+    """Package to import."""
+    extra: str
+    """Extra of this package that installs it."""
+    replaces_steps: bool = False
+    """Shows the newest values of a step that a resumed job repeats; other services keep the first ones."""
+
+
+SERVICES = {
+    "tensorboard": Service("tensorboard", "report", replaces_steps=True),
+    "wandb": Service("wandb", "wandb"),
+    "mlflow": Service("mlflow", "mlflow"),
+    "trackio": Service("trackio", "trackio"),
+}
+"""Maps each field of `LogSettings` to its service; the code is in <field>_sink.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings:
+    """Services that get the metrics besides metrics.jsonl; docs/dashboards.md."""
+
+    tensorboard: bool | None = None
+    """Write event files to OUTPUT/tensorboard; null: if tensorboard is installed."""
+    wandb: str | None = None
+    """Project on Weights & Biases, as PROJECT or ENTITY/PROJECT; null: none."""
+    mlflow: str | None = None
+    """Experiment on MLflow; null: none."""
+    trackio: str | None = None
+    """Project in Trackio; null: none."""
+
+
+class Run(NamedTuple):
+    """One run of a service, which is one phase of a job."""
+
+    project: str
+    name: str
+    id: str
+    """The same whenever this run is opened; opening it again continues it."""
+    phase: str
+    folder: Path
+    """Output folder of the job."""
+    config: Mapping[str, Any]
+    """Settings of the job, and the machine that it runs on."""
+
+
+class Sink(Protocol):
+    """An open run of a service. The methods may raise whatever the library of the service raises."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the finite values of one step; steps ascend."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """Send what is still in memory and finish the run."""
+        ...
+
+
+def requested(log: LogSettings) -> dict[str, str]:
+    """The services that the settings ask for, each with its project.
+
+    TensorBoard, which has no projects, is used if it is installed, unless the setting is false.
+
+    Raises:
+        ValueError: the package of a service is not installed.
+    """
+    projects = {}
+    for field, service in SERVICES.items():
+        asked = getattr(log, field)
+        installed = importlib.util.find_spec(service.package) is not None
+        if asked and not installed:
+            raise ValueError(
+                f"log.{field} needs the package {service.package}: pip install 'megatron-rc[{service.extra}]'"
+            )
+        if asked or (asked is None and service.replaces_steps and installed):
+            projects[field] = str(asked)
+    return projects
+
+
+def open_run(field: str, run: Run) -> Sink:
+    """Start the run, or continue it if the service has it."""
+    sink: Sink = importlib.import_module(f"{__name__}.{field}_sink").open_run(run)
+    return sink

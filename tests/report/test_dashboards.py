@@ -1,0 +1,174 @@
+"""Every step reaches a dashboard once and in order, whatever happens to the job or to the dashboard."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_records import rl, warmup
+
+from megatron_rc.report import dashboards as module
+from megatron_rc.report import sinks
+from megatron_rc.report.context import without_credentials
+from megatron_rc.report.dashboards import Dashboards
+from megatron_rc.report.log import MetricsLog
+from megatron_rc.report.sinks import LogSettings, Run
+
+
+class Service:
+    """A service in memory: what it got for each run, and when it is out of order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: dict[str, list[int]] = {}
+        self.values: dict[str, list[Mapping[str, float]]] = {}
+        self.ends: list[tuple[str, bool]] = []
+        self.opened: list[Run] = []
+        self.broken = False
+        monkeypatch.setattr(sinks, "open_run", lambda field, run: self.open(run))
+
+    def open(self, run: Run) -> Any:
+        self.raise_if_broken()
+        self.opened.append(run)
+        return Opened(self, run)
+
+    def raise_if_broken(self) -> None:
+        if self.broken:
+            raise ConnectionError("no route\nto host")
+
+
+class Opened:
+    def __init__(self, service: Service, run: Run) -> None:
+        self.service, self.name = service, run.name
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.service.raise_if_broken()
+        self.service.steps.setdefault(self.name, []).append(step)
+        self.service.values.setdefault(self.name, []).append(values)
+
+    def close(self, *, failed: bool) -> None:
+        self.service.ends.append((self.name, failed))
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Service:
+    return Service(monkeypatch)
+
+
+def log_steps(
+    folder: Path,
+    records: Sequence[dict[str, Any]],
+    *,
+    after: tuple[str, int] | None = None,
+    field: str = "wandb",
+    failed: bool = False,
+) -> list[str]:
+    """Log ``records`` as a job does, which resumed ``after`` that phase and step; returns what it said."""
+    said: list[str] = []
+    with MetricsLog(folder) as log:
+        if after:
+            log.truncate_after(*after)
+        dashboards = Dashboards(folder, {field: "project"}, name="job", config={}, say=said.append)
+        dashboards.start(str(records[0]["phase"]))
+        for record in records:
+            log.write(record)
+            dashboards.write(record)
+        dashboards.close(failed=failed)
+    return said
+
+
+def test_a_resumed_job_continues_its_run_and_repeats_no_step(tmp_path: Path, service: Service) -> None:
+    log_steps(tmp_path, rl(range(8)), failed=True)
+    log_steps(tmp_path, rl(range(6, 7)), after=("rl", 5))
+    log_steps(tmp_path, rl(range(6, 11)), after=("rl", 5))
+    assert service.steps == {"job": list(range(11))}
+    assert len({run.id for run in service.opened}) == 1
+    assert service.ends == [("job", True), ("job", False), ("job", False)]
+
+
+def test_another_output_folder_is_another_run(tmp_path: Path, service: Service) -> None:
+    for name in "ab":
+        log_steps(tmp_path / name, rl(range(2)))
+    assert len({run.id for run in service.opened}) == 2
+
+
+def test_each_phase_is_a_run_of_its_own_with_its_own_steps(tmp_path: Path, service: Service) -> None:
+    log_steps(tmp_path, [*warmup(range(1, 4)), *rl(range(3))])
+    assert service.steps == {"job-warmup": [1, 2, 3], "job": [0, 1, 2]}
+    assert service.ends == [("job-warmup", False), ("job", False)]
+    assert len({run.id for run in service.opened}) == 2
+
+
+def test_a_dashboard_that_is_added_later_gets_the_steps_it_lacks(tmp_path: Path, service: Service) -> None:
+    log_steps(tmp_path, rl(range(4)), field="mlflow")
+    service.steps.clear()
+    log_steps(tmp_path, rl(range(4, 6)), after=("rl", 3))
+    assert service.steps == {"job": [0, 1, 2, 3, 4, 5]}
+
+
+def test_a_dashboard_that_fails_does_not_end_the_job_and_gets_its_steps_later(
+    tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    said: list[str] = []
+    with MetricsLog(tmp_path) as log:
+        dashboards = Dashboards(tmp_path, {"wandb": "project"}, name="job", config={}, say=said.append)
+        for record in rl(range(6)):
+            service.broken = record["step"] in (2, 3)
+            now[0] += module.RETRY_SECONDS / 2 + 1
+            log.write(record)
+            dashboards.write(record)
+    assert service.steps == {"job": [0, 1, 2, 3, 4, 5]}
+    assert said == ["log.wandb: ConnectionError: no route to host; trying again in 10 minutes"]
+
+
+def test_a_dashboard_that_cannot_be_opened_ends_the_job_before_it_starts(tmp_path: Path, service: Service) -> None:
+    service.broken = True
+    with pytest.raises(ValueError, match="^log.wandb: ConnectionError: no route to host$"):
+        log_steps(tmp_path, rl(range(2)))
+
+
+def test_only_finite_numbers_are_sent_under_the_names_of_the_file(tmp_path: Path, service: Service) -> None:
+    record = {"phase": "rl", "step": 3, "old/k3": 0.5, "a": math.nan, "b": None, "c": [1.0], "d": 2, "e": math.inf}
+    log_steps(tmp_path, [record])
+    assert service.values == {"job": [{"old/k3": 0.5, "d": 2.0}]}
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log_steps(tmp_path, [*warmup(range(1, 9)), *rl(range(6))], field="tensorboard")
+    repeated = [{"phase": "rl", "step": step, "reward/mean": 7.0, "old/k3": math.nan} for step in (3, 4)]
+    log_steps(tmp_path, repeated, after=("rl", 2), field="tensorboard")
+    seen = accumulators.EventAccumulator(str(tmp_path / "tensorboard" / "rl")).Reload().Scalars("reward/mean")
+    assert [(e.step, round(e.value, 4)) for e in seen] == [(0, 0.0), (1, 0.01), (2, 0.02), (3, 7.0), (4, 7.0)]
+    warm = accumulators.EventAccumulator(str(tmp_path / "tensorboard" / "warmup")).Reload().Scalars("cross_entropy")
+    assert [e.step for e in warm] == list(range(1, 9))
+
+
+def test_tensorboard_is_used_where_it_is_installed_and_the_others_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else object())
+    assert sinks.requested(LogSettings()) == {}
+    assert sinks.requested(LogSettings(mlflow="experiment")) == {"mlflow": "experiment"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert sinks.requested(LogSettings(tensorboard=False)) == {}
+    assert list(sinks.requested(LogSettings(wandb="p"))) == ["tensorboard", "wandb"]
+
+
+@pytest.mark.parametrize("field", sinks.SERVICES)
+def test_a_missing_package_is_one_sentence_that_names_the_extra(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = sinks.SERVICES[field]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError) as error:
+        sinks.requested(LogSettings(**{field: "project"}))
+    assert str(error.value) == (
+        f"log.{field} needs the package {service.package}: pip install 'megatron-rc[{service.extra}]'"
+    )
+
+
+def test_urls_are_shown_without_their_passwords() -> None:
+    shown = without_credentials({"urls": ("http://me:secret@host:1/a@b", "file.txt"), "n": {"lr": 1, "s": "a@b://c"}})
+    assert shown == {"urls": ["http://host:1/a@b", "file.txt"], "n": {"lr": 1, "s": "a@b://c"}}

@@ -1,0 +1,101 @@
+"""The real libraries, without a network: what they store is what the job logged, also when it is killed and resumed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import dashboard_job
+import pytest
+import wandb_file
+from dashboard_job import SECRET, value
+
+ROOT = Path(__file__).parents[2]
+
+
+def requires(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+def log_steps(folder: Path, service: str, first: int, last: int, end: str) -> None:
+    """Run the logging job in a process of its own, with everything that a library stores inside ``folder``."""
+    command = [sys.executable, dashboard_job.__file__, service, str(folder / "run"), str(first), str(last), end]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == (-signal.SIGKILL if end == "kill" else 0), done.stderr
+
+
+def environment(folder: Path) -> dict[str, str]:
+    quiet = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
+    places = {"TRACKIO_DIR": str(folder / "trackio"), "HOME": str(folder), "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **quiet, **places}
+
+
+def killed_and_resumed(folder: Path, service: str) -> None:
+    """Steps 0 to 5, killed; then steps 4 to 9 after a resume, ended by an error."""
+    log_steps(folder, service, 0, 5, "kill")
+    log_steps(folder, service, 4, 9, "fail")
+
+
+EXPECTED = [(step, value(step)) for step in range(10)]
+
+
+def test_wandb_keeps_every_step_once_in_one_run(tmp_path: Path) -> None:
+    requires("wandb")
+    killed_and_resumed(tmp_path, "wandb")
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.parent.name)
+    assert len(files) == 2
+    assert [(step, v["old/k3"]) for file in files for step, v in wandb_file.history(file)] == EXPECTED
+    kinds = [{r.WhichOneof("record_type"): r for r in wandb_file.records(file)} for file in files]
+    assert len({kind["run"].run.run_id for kind in kinds}) == 1 and all(kind["run"].run.resume for kind in kinds)
+    assert [kind["exit"].exit.exit_code for kind in kinds if "exit" in kind] == [1]
+    stored = b"".join(file.read_bytes() for file in (tmp_path / "run" / "wandb").rglob("*") if file.is_file())
+    assert SECRET.encode() not in stored and b"http://host:30000" in stored
+    assert b"dashboard_job.py" not in stored, "the command line stays on the machine"
+
+
+def test_mlflow_keeps_every_step_once_in_one_run(tmp_path: Path) -> None:
+    requires("mlflow")
+    requires("sqlalchemy")
+    killed_and_resumed(tmp_path, "mlflow")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("project")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "old/k3")] == EXPECTED
+    assert (run.info.run_name, run.info.status) == ("job", "FAILED")
+    assert list(run.data.metrics) == ["old/k3"]
+    assert run.data.params["settings.train.lr"] == "0.25" and run.data.params["settings.model.f149"] == "149"
+    assert SECRET not in str(run.data.params)
+
+
+def test_trackio_keeps_every_step_once_in_one_run(tmp_path: Path) -> None:
+    requires("trackio")
+    killed_and_resumed(tmp_path, "trackio")
+
+    def trackio(*words: str) -> dict[str, object]:
+        command = [sys.executable, "-m", "trackio.cli", *words, "--project", "project", "--json"]
+        done = subprocess.run(
+            command, env=environment(tmp_path), capture_output=True, text=True, timeout=120, check=True
+        )
+        return dict(json.loads(done.stdout))
+
+    (run,) = trackio("list", "runs")["runs"]  # type: ignore[misc]
+    values = trackio("get", "metric", "--run", run, "--metric", "old/k3")["values"]
+    assert [(v["step"], v["value"]) for v in values] == EXPECTED  # type: ignore[union-attr]
+    assert run.startswith("job-") and SECRET.encode() not in (tmp_path / "trackio" / "project.db").read_bytes()
+
+
+def test_a_finished_wandb_run_says_so(tmp_path: Path) -> None:
+    requires("wandb")
+    log_steps(tmp_path, "wandb", 0, 1, "finish")
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert [r.exit.exit_code for r in wandb_file.records(file) if r.WhichOneof("record_type") == "exit"] == [0]
