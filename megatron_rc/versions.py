@@ -86,6 +86,8 @@ TESTED = (
         "3.11", "0.17.1, 0.19.2", "3.9.0", "", '`patch("megatron-training")` in `launch/test.sh`, from unpacked wheels'
     ),
     Tested("3.11", "", "3.6.0", "", "every kernel in Triton's interpreter, in `launch/test.sh`"),
+    Tested("3.12", "0.19.2", "3.9.0", "", "light core, correction, kernels compiled, quickstart, in `--full`"),
+    Tested("3.13", "0.19.2", "3.9.0", "", "light core, correction, kernels compiled, quickstart, in `--full`"),
     Tested("3.11", "0.18.2, 0.20.0", "3.9.0", "", "the hosts, by hand ([hosts/](hosts/index.md))"),
 )
 """The first row is that of constraints-cpu.txt and launch/sglang_cpu/requirements.txt."""

@@ -50,7 +50,7 @@ def test_the_constraints_pin_what_the_first_row_says() -> None:
 
 
 def test_the_test_command_prepares_what_the_table_says() -> None:
-    (wheels,) = re.findall(r"^prepare_megatron_training (.+)$", script("test.sh"), re.MULTILINE)
+    (wheels,) = re.findall(r"^\s*prepare_megatron_training (.+)$", script("test.sh"), re.MULTILINE)
     assert wheels.replace(" ", ", ") in [row.core for row in TESTED]
     (older,) = set(re.findall(r"\d+\.\d+\.\d+", script("test.sh").partition("prepare_triton")[2]))
     assert older in [row.triton for row in TESTED]
@@ -62,6 +62,7 @@ def test_what_ran_is_supported() -> None:
         assert all(is_release(core, MEGATRON_CORE) for core in row.core.split(", ") if core)
         assert row.triton in TRITON or row.triton == ""
         assert row.sglang in {"", SGLANG.newest}
+    assert {PYTHON.oldest, PYTHON.newest} <= {row.python for row in TESTED}
 
 
 def test_an_installation_takes_the_supported_pythons(metadata: Message) -> None:
