@@ -19,7 +19,7 @@ from megatron_rc.versions import MEGATRON_CORE, PYTHON, SGLANG, TESTED, TRITON, 
 ROOT = Path(__file__).parents[2]
 LITERAL = re.compile(r"(?<![\w.])(0\.5\.\d+|0\.(1[5-9]|2\d)(\.\d+)?|3\.\d+(\.\d+)?)(?![\d.]*\d)")
 """What a release of SGLang, megatron-core, Triton or Python looks like."""
-TEXTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+TEXTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 TEST_COMMAND = TESTED[0]
 
 
@@ -75,7 +75,7 @@ def test_an_installation_takes_the_supported_pythons(metadata: Message) -> None:
     assert f"sys.version_info < ({PYTHON.oldest.replace('.', ', ')})" in script("common.sh")
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", TEXTS, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_documents_name_supported_releases(path: Path) -> None:
     text = path.read_text()
     core = Range(MEGATRON_CORE[0], MEGATRON_CORE[-1])
