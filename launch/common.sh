@@ -171,6 +171,6 @@ launch_recipe() {
     shift
     export PYTHONSAFEPATH=1
     "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("megatron_rc") is None)' 2>/dev/null ||
-        die "$python has no megatron_rc; install this repository there (pip install -c constraints-gpu.txt -e .), or name another interpreter with PYTHON=/path/to/python"
+        die "$python has no megatron_rc; install this repository there (pip install -c constraints-gpu.txt -e '.[train,sglang]'), or name another interpreter with PYTHON=/path/to/python"
     exec "$python" -m megatron_rc launch "$recipe" "$@"
 }

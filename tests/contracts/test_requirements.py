@@ -44,6 +44,16 @@ def test_every_requirement_admits_what_the_host_holds(host: str, metadata: Messa
     assert set(pins) <= {canonicalize_name(r.name) for r in requirements(metadata)}
 
 
+def test_recipes_of_hosts_install_the_light_core() -> None:
+    pages = sorted((ROOT / "docs/hosts").glob("*.md"))
+    installed = [line for page in pages for line in page.read_text().splitlines() if "pip install" in line]
+    assert len(installed) >= 3
+    # a constraints file pins what the host brings, and so does an extra that names it
+    assert [
+        line for line in installed if "constraints" in line or "[" in line.split("#")[0].partition("pip install")[2]
+    ] == []
+
+
 def test_an_extra_is_named_for_every_module_that_it_brings(metadata: Message) -> None:
     distributions = {"megatron": "megatron-core", "math_verify": "math-verify"}
     for extra, modules in versions.MODULES_OF_EXTRA.items():
