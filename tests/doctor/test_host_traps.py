@@ -162,7 +162,7 @@ def test_a_value_that_the_shell_would_fill_in_is_undecided() -> None:
     ],
 )
 def test_flags_are_read_as_argparse_reads_them(words: str, expected: float) -> None:
-    assert Flags(words.split()).number("lr", 5.0) == expected
+    assert Arguments(Flags(words.split()), {"lr": 5.0}, None).lr == expected
 
 
 def test_underscores_and_negations_name_the_same_flag() -> None:

@@ -67,19 +67,6 @@ class Flags:
             raise Undecided(f"--{name} is {given[0]}, a variable of the shell", EXPANDED)
         return given[0]
 
-    def number(self, name: str, default: float) -> float:
-        """The value of a flag that takes a number.
-
-        Raises:
-            ValueError: it is none.
-            Undecided: it is a shell variable.
-        """
-        found = self.text(name, str(default))
-        try:
-            return float(found)
-        except ValueError:
-            raise ValueError(f"--{name} must be a number, got {found!r}") from None
-
     @property
     def variables(self) -> tuple[str, ...]:
         """Words that the shell would have replaced, perhaps by flags."""
@@ -90,9 +77,9 @@ class Flags:
 
 
 class Arguments:
-    """What the host's parser would make of flags: `arguments.train_iters` is the value of --train-iters.
+    """The arguments that the host's parser would make of flags: `arguments.train_iters` is the value of --train-iters.
 
-    A value that a shell variable hides raises Undecided when it is read.
+    Reading a value raises Undecided where a shell variable hides it, and ValueError where it must be a number.
 
     Args:
         flags: those that are given.
@@ -119,9 +106,13 @@ class Arguments:
             if name in self._defaults:
                 return default
             raise AttributeError(name)
-        if isinstance(default, int | float):
-            return type(default)(self._flags.number(flag, default))
-        return yaml.safe_load(self._flags.text(flag, "true"))
+        text = self._flags.text(flag, "true" if default is None else str(default))
+        if not isinstance(default, int | float):
+            return yaml.safe_load(text)
+        try:
+            return type(default)(text)
+        except ValueError:
+            raise ValueError(f"--{flag} must be a number, got {text!r}") from None
 
     def _config_keys(self) -> dict[str, Any]:
         path = self._flags.text(self._config_flag, "") if self._config_flag else ""
