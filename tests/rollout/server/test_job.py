@@ -93,4 +93,4 @@ def test_the_script_trains_against_a_server_that_it_starts_and_stops(tmp_path: P
         ["bash", str(SCRIPT), "--moe", "--steps", "2", "--out", str(tmp_path / "run")], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert (tmp_path / "run/train/report.html").exists() and "stopped the server" in done.stdout + done.stderr
+    assert (tmp_path / "run/report.html").exists() and "stopped the server" in done.stdout + done.stderr
