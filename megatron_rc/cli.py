@@ -212,6 +212,9 @@ def doctor(
         list[str] | None, typer.Option(metavar="URL", help="An SGLang server or sglang-router; may be repeated.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML of the job; names the servers, too.")] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the YAML; repeatable.")
+    ] = None,
     hf_path: Annotated[str | None, typer.Option(help="Directory of the trained model, instead of the YAML's.")] = None,
     host: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Codebase to be patched, such as megatron-lm, or auto.")
@@ -241,7 +244,7 @@ def doctor(
         with versions.needed_by("megatron-rc doctor with --sglang, --config or --hf-path"):
             from megatron_rc.doctor.server.examine import examine_servers
 
-            found = examine_servers(sglang, config, hf_path, timeout)
+            found = examine_servers(sglang, config, hf_path, timeout, assignments or ())
     if host or flags or flags_file or not asks_servers:
         found |= examine_hosts(host or (), flags or (), flags_file)
     if as_json:

@@ -145,6 +145,8 @@ def test_the_trainer_is_read_from_its_yaml_with_its_longest_prompt(tmp_path: Pat
     config.write_text(schema.dump_yaml(fields))
     facts = read_trainer(config, None)
     assert facts.truncates and facts.longest_prompt == len("6-3=")
+    changed = read_trainer(config, None, ["rollout.top_k=-1", "task.options.levels={3x1: 1.0}"])
+    assert not changed.truncates and changed.longest_prompt == len("6-3+2=")
     assert facts.config["num_experts"] == 8 and facts.stop_token_ids
 
 

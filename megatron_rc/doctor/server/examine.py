@@ -17,7 +17,11 @@ SGLANG: Registry[Facts] = Registry.joined("SGLang server", SERVING, MODEL, SAMPL
 
 
 def examine_servers(
-    urls: Sequence[str] | None, config: Path | None, hf_path: str | None, timeout: float
+    urls: Sequence[str] | None,
+    config: Path | None,
+    hf_path: str | None,
+    timeout: float,
+    assignments: Sequence[str] = (),
 ) -> dict[str, list[Finding]]:
     """Findings of every server, under its name.
 
@@ -26,11 +30,12 @@ def examine_servers(
         config: YAML of the job.
         hf_path: directory of the trained model, instead of the YAML's.
         timeout: seconds to wait for one answer.
+        assignments: key=value changes of the YAML.
 
     Raises:
         ValueError: no server is named, or one of these cannot be read.
     """
-    trainer = read_trainer(config, hf_path)
+    trainer = read_trainer(config, hf_path, assignments)
     chosen = urls or (trainer.job.rollout.sglang.urls if trainer.job else ())
     if not chosen:
         raise ValueError("give the servers to look at with --sglang URL, or a job's YAML with --config")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rc import schema
+from megatron_rc import settings
 from megatron_rc.doctor.registry import Known, Undecided
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.rollout.sglang.request import Piece, Request
@@ -172,12 +173,13 @@ def eos_ids(*configs: Mapping[str, Any] | None) -> set[int]:
     return found
 
 
-def read_trainer(config: Path | None, hf_path: str | None) -> TrainerFacts:
+def read_trainer(config: Path | None, hf_path: str | None, assignments: Sequence[str] = ()) -> TrainerFacts:
     """What the trainer's YAML and model directory tell.
 
     Args:
         config: the YAML of `megatron-rc train`; None: no settings are known.
         hf_path: model directory; None: that of the YAML.
+        assignments: key=value changes of the YAML.
 
     Raises:
         ValueError: a setting, model or task that the trainer would refuse, too.
@@ -189,10 +191,8 @@ def read_trainer(config: Path | None, hf_path: str | None) -> TrainerFacts:
         return TrainerFacts(hf_config=hf_config_dict(model), generation_config=_generation_config(hf_path))
     from megatron_rc.tasks.registry import build_task
 
-    data = schema.load_yaml(config)
-    if hf_path is not None:
-        data["model"] = {**(data.get("model") or {}), "hf_path": hf_path}
-    job = schema.from_dict(JobSettings, data)
+    model_change = [] if hf_path is None else [f"model.hf_path={json.dumps(hf_path)}"]
+    job = settings.load(config, [*assignments, *model_change])
     task = build_task(job.task.kind, job.task.options, seed=job.train.seed, tokenizer=job.model.hf_path)
     prompts = [*task.prompts(0, job.rollout.prompts_per_step), *task.eval_prompts()]
     return TrainerFacts(
