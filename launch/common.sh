@@ -18,11 +18,11 @@ child_environment() {
     # SGLang and vLLM would take it for Triton's package of that name
     export PYTHONSAFEPATH=1
     unset PYTHONPATH PYTHONHOME
-    # one thread a process: the parallel ranks are what fills the cores
+    # one thread per process: the parallel ranks fill the cores
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     # gloo otherwise listens on whatever interface the host's name resolves to
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
-    # nothing these scripts run needs a download
+    # nothing that these scripts run needs a download
     export HF_HUB_OFFLINE=1
 }
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,41 +11,21 @@ import typer
 
 Recipe = Annotated[Path, typer.Argument(help="YAML of a training job; docs/settings.md lists its fields.")]
 Assignments = Annotated[
-    list[str],
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a field, such as train.steps=20; repeatable."),
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a field, such as train.steps=20; repeatable.")
 ]
-Nodes = Annotated[int | None, typer.Option(envvar="NNODES", help="Machines: cluster.nodes.")]
-GpusPerNode = Annotated[int | None, typer.Option(help="GPUs per machine: cluster.gpus_per_node.")]
-ServeGpus = Annotated[int | None, typer.Option(help="GPUs that serve, the last ones: cluster.serve_gpus.")]
-ServerTp = Annotated[int | None, typer.Option(help="GPUs that share one server's model: cluster.server_tp.")]
-ServerShare = Annotated[float | None, typer.Option(help="Share of a serving GPU for SGLang: cluster.server_share.")]
-GpuMemory = Annotated[float | None, typer.Option(help="GiB of one GPU, for the estimate: cluster.gpu_memory.")]
-
-
-def _with_cluster(assignments: Sequence[str], **options: float | None) -> list[str]:
-    """The assignments, after those that the options of a cluster stand for."""
-    return [*(f"cluster.{name}={value}" for name, value in options.items() if value is not None), *assignments]
 
 
 def plan(
     recipe: Recipe,
     assignments: Assignments = [],  # noqa: B006 - typer reads the defaults
-    nodes: Nodes = None,
-    gpus_per_node: GpusPerNode = None,
-    serve_gpus: ServeGpus = None,
-    server_tp: ServerTp = None,
-    server_share: ServerShare = None,
-    gpu_memory: GpuMemory = None,
     host: Annotated[list[str], typer.Option(help="Address of a node, in order; repeatable.")] = [],  # noqa: B006
 ) -> None:
-    """Check a job's layout on a cluster, estimate the memory of its GPUs, and print each node's commands."""
-    from megatron_rc.cluster.launch import Launch, launch
+    """Check a job's layout on its cluster, estimate the memory of its GPUs, and print each node's commands."""
+    from megatron_rc import settings
+    from megatron_rc.cluster.launch import print_plan
+    from megatron_rc.cluster.layout import Options
 
-    changes = _with_cluster(
-        assignments, nodes=nodes, gpus_per_node=gpus_per_node, serve_gpus=serve_gpus, server_tp=server_tp,
-        server_share=server_share, gpu_memory=gpu_memory,
-    )  # fmt: skip
-    launch(Launch(recipe=recipe, assignments=changes, hosts=host), dry_run=True)
+    print_plan(settings.load(recipe, assignments), Options(recipe=recipe, assignments=assignments, hosts=host))
 
 
 def launch(
@@ -54,12 +34,10 @@ def launch(
         list[str], typer.Argument(metavar="-- FLAGS", help="Flags of SGLang for every server, after --.")
     ] = [],  # noqa: B006
     assignments: Assignments = [],  # noqa: B006
-    nodes: Nodes = None,
-    gpus_per_node: GpusPerNode = None,
-    serve_gpus: ServeGpus = None,
-    server_tp: ServerTp = None,
-    server_share: ServerShare = None,
-    gpu_memory: GpuMemory = None,
+    nodes: Annotated[int | None, typer.Option(envvar="NNODES", help="Machines: cluster.nodes.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs per machine: cluster.gpus_per_node.")] = None,
+    serve_gpus: Annotated[int | None, typer.Option(help="GPUs that serve, the last ones: cluster.serve_gpus.")] = None,
+    server_tp: Annotated[int | None, typer.Option(help="GPUs that share one server: cluster.server_tp.")] = None,
     node_rank: Annotated[int | None, typer.Option(envvar="NODE_RANK", help="Number of this machine, from 0.")] = None,
     master_addr: Annotated[str | None, typer.Option(envvar="MASTER_ADDR", help="Address of node 0.")] = None,
     master_port: Annotated[
@@ -68,12 +46,12 @@ def launch(
     rdzv_endpoint: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="torchrun's c10d rendezvous on node 0, in their place.")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the other nodes.")] = 600,
+    timeout: Annotated[int, typer.Option(help="Seconds to wait for a server, and for the other nodes.")] = 1800,
     server_port: Annotated[int, typer.Option(help="Port of a node's first server; 0: free ports.")] = 30000,
-    server_timeout: Annotated[int, typer.Option(help="Seconds to wait for a server.")] = 1800,
-    server_python: Annotated[str, typer.Option(envvar="SGLANG_PYTHON", help="An interpreter with SGLang.")] = "python3",
+    server_python: Annotated[str, typer.Option(envvar="SGLANG_PYTHON", help="Python with SGLang.")] = "python3",
     fresh: Annotated[bool, typer.Option("--fresh", help="Start anew, deleting the earlier run in OUTPUT.")] = False,
     dump: Annotated[bool, typer.Option("--dump", help="Write every training batch to OUTPUT/dump.")] = False,
+    doctor: Annotated[bool, typer.Option(help="Check the servers against the job before it trains.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, estimate and print; start nothing.")] = False,
 ) -> None:
     """Start this machine's part of a job: its SGLang servers and its trainer processes, which end together.
@@ -81,32 +59,18 @@ def launch(
     Run it on every node, or once inside a Slurm job. The first GPUs of the cluster train, the last ones serve;
     docs/launch.md.
     """
-    from megatron_rc.cluster.launch import Launch
-    from megatron_rc.cluster.launch import launch as start
+    from megatron_rc.cluster import launch as launching
+    from megatron_rc.cluster.layout import Options
 
-    changes = _with_cluster(
-        assignments, nodes=nodes, gpus_per_node=gpus_per_node, serve_gpus=serve_gpus, server_tp=server_tp,
-        server_share=server_share, gpu_memory=gpu_memory,
+    cluster = {"nodes": nodes, "gpus_per_node": gpus_per_node, "serve_gpus": serve_gpus, "server_tp": server_tp}
+    changes = [f"cluster.{name}={value}" for name, value in cluster.items() if value is not None]
+    options = Options(
+        recipe=recipe, assignments=[*changes, *assignments], words=sys.argv[2:], node_rank=node_rank,
+        master_addr=master_addr, master_port=master_port, rdzv_endpoint=rdzv_endpoint, timeout=timeout,
+        server_port=server_port, server_python=server_python, server_flags=server_flags, fresh=fresh, dump=dump,
+        doctor=doctor,
     )  # fmt: skip
-    start(
-        Launch(
-            recipe=recipe,
-            assignments=changes,
-            words=sys.argv[2:],
-            node_rank=node_rank,
-            master_addr=master_addr,
-            master_port=master_port,
-            rdzv_endpoint=rdzv_endpoint,
-            timeout=timeout,
-            server_port=server_port,
-            server_timeout=server_timeout,
-            server_python=server_python,
-            server_flags=server_flags,
-            fresh=fresh,
-            dump=dump,
-        ),
-        dry_run=dry_run,
-    )
+    launching.launch(options, dry_run=dry_run)
 
 
 def serve(
@@ -157,5 +121,5 @@ def serve(
         server.check_sglang(python)
     command = server.serving_command(model, python=python, host=host, port=port, tensor=tp, cpu=cpu, flags=flags)
     if dry_run:
-        return print(server.dry_run(command))
+        return print("env PYTHONSAFEPATH=1", shlex.join(command))
     server.serve(command, host=host, port=port, log=log, timeout=timeout, background=background, stop_with=stop_with)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron_rc.cluster.server import free_port
@@ -52,6 +55,38 @@ def nodes_of(cluster: ClusterSettings) -> list[Node]:
     return nodes
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `megatron-rc launch`, which --help explains; then, what a node finds out."""
+
+    recipe: Path
+    assignments: Sequence[str] = ()
+    words: Sequence[str] = ()
+    """The command line after `megatron-rc launch`, for the other nodes."""
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int = 29500
+    rdzv_endpoint: str | None = None
+    timeout: int = 1800
+    server_port: int = FIRST_PORT
+    server_python: str = "python3"
+    server_flags: Sequence[str] = ()
+    fresh: bool = False
+    dump: bool = False
+    doctor: bool = True
+
+    hosts: Sequence[str] = ()
+    """An address of every node."""
+    visible: Sequence[str] | None = None
+    """CUDA's names of the GPUs of this node, in order; empty: it has none; None: 0, 1, ..."""
+
+    def sees(self, numbers: Sequence[int]) -> dict[str, str]:
+        """The environment of a process that may use these GPUs alone."""
+        if self.visible is None:
+            return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.visible[n] for n in numbers)} if self.visible else {}
+
+
 class Command(NamedTuple):
     """A command line, and the variables that it adds to the environment."""
 
@@ -65,38 +100,20 @@ class Server(NamedTuple):
     command: Command
 
 
-class Places(NamedTuple):
-    """Paths, hosts and ports; the plan does not depend on them."""
-
-    recipe: str
-    """YAML of the job."""
-    hosts: Sequence[str]
-    """An address of every node."""
-    rendezvous: Sequence[str]
-    """Options of torchrun that make its agents meet."""
-    arguments: Sequence[str] = ()
-    """Options of `megatron-rc train`."""
-    server_flags: Sequence[str] = ()
-    """Options of `megatron-rc serve` and flags of SGLang, besides those of the settings."""
-    python: str = "python"
-    server_python: str = "python3"
-    first_port: int = FIRST_PORT
-    """Port of a node's first server; 0: every server gets a free port."""
-    visible: Sequence[str] | None = None
-    """What CUDA calls the GPUs of this node, in order; empty: it has none; None: 0, 1, ..."""
-
-    def sees(self, numbers: Sequence[int]) -> dict[str, str]:
-        """The environment of a process that may use these GPUs alone."""
-        if self.visible is not None and not self.visible:
-            return {}
-        return {"CUDA_VISIBLE_DEVICES": ",".join(self.visible[n] if self.visible else str(n) for n in numbers)}
-
-
-def rendezvous_of(nodes: int, master_addr: str, master_port: int) -> list[str]:
-    """Options that make torchrun's agents meet; on one node nobody else needs to find it."""
-    if nodes == 1:
-        return ["--standalone", "--local-addr", "127.0.0.1"]
-    return ["--master-addr", master_addr, "--master-port", str(master_port)]
+def servers_of(settings: JobSettings, rank: int, options: Options) -> list[Server]:
+    """The servers of node ``rank``."""
+    cluster, host, servers = settings.cluster, options.hosts[rank], []
+    for number, gpus in enumerate(nodes_of(cluster)[rank].servers):
+        port = str(options.server_port + PORT_STEP * number if options.server_port else free_port())
+        log = f"{settings.output}/logs/sglang-node{rank}-{port}.log"
+        words = [
+            *(sys.executable, "-m", "megatron_rc", "serve", _served_model(settings), "--python", options.server_python),
+            *("--tp", str(len(gpus)), "--host", host, "--port", port, "--log", log, "--timeout", str(options.timeout)),
+            *("--dtype", DTYPES[settings.train.dtype].name, "--mem-fraction-static", f"{cluster.server_share:g}"),
+            *(*shlex.split(cluster.server_flags), *options.server_flags),
+        ]
+        servers.append(Server(f"http://{host}:{port}", log, Command(options.sees(gpus), words)))
+    return servers
 
 
 def warm_folder(settings: JobSettings) -> str | None:
@@ -104,65 +121,59 @@ def warm_folder(settings: JobSettings) -> str | None:
     return None if settings.model.hf_path or not settings.cluster.serve_gpus else f"{settings.output}/warm"
 
 
-def servers_of(settings: JobSettings, rank: int, places: Places) -> list[Server]:
-    """The servers of node ``rank``."""
-    cluster, servers = settings.cluster, []
-    for number, gpus in enumerate(nodes_of(cluster)[rank].servers):
-        port = str(places.first_port + PORT_STEP * number if places.first_port else free_port())
-        log = f"{settings.output}/logs/sglang-node{rank}-{port}.log"
-        words = [
-            *(places.python, "-m", "megatron_rc", "serve", settings.model.hf_path or f"{warm_folder(settings)}/hf"),
-            *("--python", places.server_python, "--tp", str(len(gpus)), "--host", places.hosts[rank], "--port", port),
-            *("--log", log, "--dtype", DTYPES[settings.train.dtype].name),
-            *("--mem-fraction-static", f"{cluster.server_share:g}"),
-            *(*shlex.split(cluster.server_flags), *places.server_flags),
-        ]
-        servers.append(Server(f"http://{places.hosts[rank]}:{port}", log, Command(places.sees(gpus), words)))
-    return servers
+def _served_model(settings: JobSettings) -> str:
+    return settings.model.hf_path or f"{warm_folder(settings)}/hf"
 
 
-def trainer_of(settings: JobSettings, rank: int, places: Places, urls: Sequence[str]) -> Command | None:
+def warm_up_of(settings: JobSettings, options: Options) -> Command | None:
+    """The supervised steps before the servers start, or None when they have a checkpoint to start from."""
+    warm = warm_folder(settings)
+    changes = [f"output={json.dumps(warm)}", "train.steps=0"]
+    changes += ["rollout.engine=hf", "rollout.sglang.capture_routes=false"]
+    return _torchrun(settings.cluster, 0, options, changes) if warm else None
+
+
+def doctor_of(settings: JobSettings, options: Options, urls: Sequence[str]) -> Command | None:
+    """The check of the servers against the job, before it trains; None where there are none, or it is not wanted."""
+    if not urls or not options.doctor:
+        return None
+    words = [sys.executable, "-m", "megatron_rc", "doctor", "--config", str(options.recipe)]
+    words += ["--hf-path", _served_model(settings), *_repeated("--set", options.assignments)]
+    return Command({}, [*words, *_repeated("--sglang", urls)])
+
+
+def trainer_of(settings: JobSettings, rank: int, options: Options, urls: Sequence[str]) -> Command | None:
     """torchrun of node ``rank``, or None when nothing trains there.
 
     Args:
         urls: all servers of this cluster; empty keeps those of the settings.
     """
     changes = [f"rollout.sglang.urls=[{', '.join(urls)}]"] if urls else []
-    if warm := warm_folder(settings):
-        changes += [f"model.hf_path={json.dumps(f'{warm}/hf')}", "warmup.steps=0"]
-    return _torchrun(settings.cluster, rank, places, changes)
+    if warm_folder(settings):
+        changes += [f"model.hf_path={json.dumps(_served_model(settings))}", "warmup.steps=0"]
+    return _torchrun(settings.cluster, rank, options, changes)
 
 
-def warm_up_of(settings: JobSettings, places: Places) -> Command | None:
-    """The supervised steps before the servers start, or None when they have a checkpoint to start from."""
-    warm = warm_folder(settings)
-    changes = [
-        f"output={json.dumps(warm)}",
-        "rollout.engine=hf",
-        "rollout.sglang.capture_routes=false",
-        "train.steps=0",
-    ]
-    return _torchrun(settings.cluster, 0, places, changes) if warm else None
-
-
-def doctor_of(settings: JobSettings, places: Places, urls: Sequence[str]) -> Command:
-    """The check of the servers against the job, before it trains."""
-    model = settings.model.hf_path or f"{warm_folder(settings)}/hf"
-    words = [places.python, "-m", "megatron_rc", "doctor", "--config", places.recipe, "--hf-path", model]
-    return Command({}, [*words, *(word for url in urls for word in ("--sglang", url))])
-
-
-def _torchrun(cluster: ClusterSettings, rank: int, places: Places, changes: Sequence[str]) -> Command | None:
+def _torchrun(cluster: ClusterSettings, rank: int, options: Options, changes: Sequence[str]) -> Command | None:
     nodes = nodes_of(cluster)
     count = nodes[rank].training
     if not count:
         return None
+    if options.rdzv_endpoint:  # it numbers the nodes itself
+        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", options.rdzv_endpoint, "--rdzv-id", options.recipe.stem]
+    elif cluster.nodes == 1:
+        meet = ["--standalone", "--local-addr", "127.0.0.1"]
+    else:
+        meet = ["--master-addr", options.hosts[0], "--master-port", str(options.master_port), "--node-rank", str(rank)]
     words = [
-        *(places.python, "-m", "torch.distributed.run", "--nnodes", str(sum(node.training > 0 for node in nodes))),
-        *("--nproc-per-node", str(count), *places.rendezvous),
-        # a c10d rendezvous numbers the nodes itself
-        *(("--node-rank", str(rank)) if "--master-addr" in places.rendezvous else ()),
-        *("-m", "megatron_rc", "train", places.recipe, *places.arguments),
-        *(word for change in changes for word in ("--set", change)),
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(sum(node.training > 0 for node in nodes))),
+        *("--nproc-per-node", str(count), *meet, "-m", "megatron_rc", "train", str(options.recipe)),
+        *(["--fresh"] if options.fresh else []),
+        *(["--dump"] if options.dump else []),
+        *_repeated("--set", [*options.assignments, *changes]),
     ]
-    return Command(places.sees(range(count)), words)
+    return Command(options.sees(range(count)), words)
+
+
+def _repeated(option: str, values: Sequence[str]) -> list[str]:
+    return [word for value in values for word in (option, value)]

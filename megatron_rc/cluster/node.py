@@ -9,26 +9,17 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_rc.cluster import processes, server
-from megatron_rc.cluster.layout import (
-    Command,
-    Places,
-    Server,
-    nodes_of,
-    servers_of,
-    trainer_of,
-    warm_folder,
-    warm_up_of,
-)
+from megatron_rc.cluster import layout, processes, server
+from megatron_rc.cluster.layout import Command, Options, Server
 from megatron_rc.cluster.meeting import Alone, Leader, Member
 from megatron_rc.cluster.processes import say
 from megatron_rc.rollout.sglang.http import own_address
 
 if TYPE_CHECKING:
-    from megatron_rc.cluster.launch import Launch
     from megatron_rc.settings import JobSettings
 
 GRACE = 30.0
@@ -52,51 +43,60 @@ def visible_gpus(wanted: int) -> list[str]:
     return names[:wanted]
 
 
-def become_the_trainer(settings: JobSettings, given: Launch) -> NoReturn:
+def become_the_trainer(settings: JobSettings, options: Options) -> NoReturn:
     """On one node without servers, nothing but torchrun is needed: this process becomes it."""
-    command = trainer_of(settings, 0, given.places(1, ["127.0.0.1"], visible_gpus(settings.cluster.gpus_per_node)), [])
+    options = replace(options, visible=visible_gpus(settings.cluster.gpus_per_node))
+    command = layout.trainer_of(settings, 0, options, [])
     assert command is not None
     os.execvpe(command.words[0], command.words, _trainer_environment(command))
 
 
-def run(settings: JobSettings, given: Launch) -> None:
+def run(settings: JobSettings, options: Options) -> None:
     """Start this node's part and stay until the job ends.
 
     Raises:
         ValueError: why it ended.
     """
-    nodes, rank, path = settings.cluster.nodes, given.node_rank, settings.model.hf_path
-    if nodes > 1 and (rank is None or not given.master_addr):
+    nodes, path = settings.cluster.nodes, settings.model.hf_path
+    if nodes == 1:
+        options = replace(options, node_rank=0, master_addr="127.0.0.1")
+    rank, master, port = options.node_rank, options.master_addr, options.master_port
+    if rank is None or not master:
         raise ValueError("--node-rank and --master-addr must be given when there are several nodes and no Slurm job")
-    rank, master = rank or 0, given.master_addr if nodes > 1 and given.master_addr else "127.0.0.1"
     if not 0 <= rank < nodes:
         raise ValueError(f"--node-rank must be one of 0 to {nodes - 1}, got {rank}")
     if path and not (Path(path) / "config.json").is_file():
         raise ValueError(f"model.hf_path={path} has no config.json on this node; download the checkpoint there")
     visible = visible_gpus(settings.cluster.gpus_per_node)
     try:
-        address = own_address(master, given.master_port)
+        address = own_address(master, port)
     except OSError as error:
         raise ValueError(f"--master-addr {master} cannot be reached: {error.strerror or error}") from None
     meeting: Alone | Leader | Member = Alone()
-    if nodes > 1:
-        port, job = given.master_port + 1, repr((settings, given.master_port))
-        meeting = (
-            Leader(port, nodes, job, given.timeout) if rank == 0 else Member(master, port, rank, job, given.timeout)
-        )
-    places = given.places(nodes, [master if r == 0 else address for r in range(nodes)], visible)
-    servers, training = servers_of(settings, rank, places), nodes_of(settings.cluster)[rank].training
+    if nodes > 1 and rank == 0:
+        meeting = Leader(port + 1, nodes, repr((settings, port)), options.timeout)
+    elif nodes > 1:
+        meeting = Member(master, port + 1, rank, repr((settings, port)), options.timeout)
+    here = replace(options, hosts=[master if r == 0 else address for r in range(nodes)], visible=visible)
+    servers, training = layout.servers_of(settings, rank, here), layout.nodes_of(settings.cluster)[rank].training
     processes.exit_on_signals()
     say(f"node {rank} at {address}: {training} training processes, {len(servers)} servers")
     if rank == 0:
-        _warm_up(settings, places, fresh=given.fresh)
-    work(meeting, servers, lambda urls: trainer_of(settings, rank, places, urls))
+        _warm_up(settings, here)
+
+    def trainer(urls: list[str]) -> Command | None:
+        doctor = layout.doctor_of(settings, here, urls)
+        if doctor and rank == 0:
+            _examine(doctor)
+        return layout.trainer_of(settings, rank, here, urls)
+
+    work(meeting, servers, trainer)
 
 
-def _warm_up(settings: JobSettings, places: Places, *, fresh: bool) -> None:
+def _warm_up(settings: JobSettings, options: Options) -> None:
     """Make the checkpoint that the servers start from, unless the job has one or an earlier run made it."""
-    warm, command = warm_folder(settings), warm_up_of(settings, places)
-    if command is None or (not fresh and Path(f"{warm}/hf/config.json").is_file()):
+    warm, command = layout.warm_folder(settings), layout.warm_up_of(settings, options)
+    if command is None or (not options.fresh and Path(f"{warm}/hf/config.json").is_file()):
         return
     say(f"warming up, into {warm}")
     trainer = Children()
@@ -105,6 +105,13 @@ def _warm_up(settings: JobSettings, places: Places, *, fresh: bool) -> None:
         trainer.check(None)
     finally:
         trainer.end()
+
+
+def _examine(doctor: Command) -> None:
+    if subprocess.run(doctor.words, env=processes.child_environment()).returncode:
+        raise ValueError(
+            "the servers and the job do not go together; each error above names its fix (--no-doctor skips the check)"
+        )
 
 
 def work(

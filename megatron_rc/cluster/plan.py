@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.cluster import memory
-from megatron_rc.cluster.layout import Command, Node, Places, nodes_of, servers_of, trainer_of, warm_folder, warm_up_of
+from megatron_rc.cluster import layout, memory
+from megatron_rc.cluster.layout import Command, Node, Options
 from megatron_rc.models.config import hf_config_dict, moe_layers
 from megatron_rc.settings import JobSettings, ModelSettings
 from megatron_rc.tasks.registry import OPTIONS
@@ -24,7 +24,7 @@ class Plan:
 
     @property
     def nodes(self) -> list[Node]:
-        return nodes_of(self.settings.cluster)
+        return layout.nodes_of(self.settings.cluster)
 
     @property
     def train_gpus(self) -> int:
@@ -109,7 +109,7 @@ def make_plan(settings: JobSettings) -> Plan:
         raise ValueError(
             f"cluster.serve_gpus must be 0 when rollout.engine is {rollout.engine!r}, got {cluster.serve_gpus}"
         )
-    if warm_folder(settings) and cluster.nodes > 1:
+    if layout.warm_folder(settings) and cluster.nodes > 1:
         raise ValueError("model.hf_path must name a checkpoint on every node, for the servers to start from")
     groups.check_layout(parallel, plan.train_gpus)
     check_layout(hf, parallel)
@@ -157,18 +157,20 @@ def _hf_config(model: ModelSettings) -> dict[str, Any]:
     return stored
 
 
-def describe(plan: Plan, places: Places) -> str:
+def describe(plan: Plan, options: Options) -> str:
     """The text of a dry run: the layout, GiB per GPU, and each node's commands."""
     settings = plan.settings
-    lines = [*_layout_lines(plan, places), "", *_memory_lines(plan)]
+    lines = [*_layout_lines(plan, options), "", *_memory_lines(plan)]
     if settings.cluster.serve_gpus:
         lines += ["", *_server_lines(plan)]
-    every = [servers_of(settings, rank, places) for rank in range(settings.cluster.nodes)]
+    every = [layout.servers_of(settings, rank, options) for rank in range(settings.cluster.nodes)]
     urls = [server.url for servers in every for server in servers]
     for rank, servers in enumerate(every):
-        commands = [warm_up_of(settings, places) if rank == 0 else None, *(server.command for server in servers)]
-        commands.append(trainer_of(settings, rank, places, urls))
-        lines += ["", f"node {rank} ({places.hosts[rank]}) starts:"]
+        commands = [*(server.command for server in servers), layout.trainer_of(settings, rank, options, urls)]
+        if rank == 0:
+            commands.insert(0, layout.warm_up_of(settings, options))
+            commands.insert(-1, layout.doctor_of(settings, options, urls))
+        lines += ["", f"node {rank} ({options.hosts[rank]}) starts:"]
         lines += [f"  {_shown(command)}" for command in commands if command]
     return "\n".join(lines)
 
@@ -177,7 +179,7 @@ def _shown(command: Command) -> str:
     return " ".join([*(f"{k}={v}" for k, v in command.environment.items()), shlex.join(command.words)])
 
 
-def _layout_lines(plan: Plan, places: Places) -> list[str]:
+def _layout_lines(plan: Plan, options: Options) -> list[str]:
     hf, parallel, rollout = plan.hf, plan.settings.parallel, plan.settings.rollout
     tokens, micro_batches = plan.micro_batch
     model = Path(plan.settings.model.hf_path or "random weights").name
@@ -198,7 +200,7 @@ def _layout_lines(plan: Plan, places: Places) -> list[str]:
                 f"GPUs {_span(range(node.training, node.gpus))} serve "
                 f"({count} server{'s' * (count > 1)} of {node.server_tp})"
             )
-        lines.append(f"node {rank:<4} {places.hosts[rank]}: {', '.join(uses)}")
+        lines.append(f"node {rank:<4} {options.hosts[rank]}: {', '.join(uses)}")
     return lines
 
 

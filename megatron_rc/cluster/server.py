@@ -68,10 +68,6 @@ def _has_experts(model: str, python: str) -> bool:
     return any((text.get(name) or 0) > 1 for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
-def dry_run(command: Sequence[str]) -> str:
-    return f"env PYTHONSAFEPATH=1 {shlex.join(command)}"
-
-
 def check_sglang(python: str) -> None:
     """Raises ValueError when the interpreter ``python`` has no SGLang."""
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"

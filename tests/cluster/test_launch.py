@@ -19,7 +19,8 @@ from typer.testing import CliRunner, Result
 
 from megatron_rc.cli import app
 from megatron_rc.cluster import node
-from megatron_rc.cluster.launch import Launch, launch
+from megatron_rc.cluster.launch import launch
+from megatron_rc.cluster.layout import Options
 from megatron_rc.report.log import read_metrics
 from megatron_rc.schema import load_yaml
 
@@ -60,7 +61,7 @@ def test_a_cpu_server_on_the_second_node_feeds_the_first(tmp_path: Path) -> None
             "task": {"options": {"held_out": 8}},
         },
     )  # fmt: skip
-    words = ["--serve-gpus", "1", "--server-share", "0.3", "--server-port", "0", "--", "--cpu"]
+    words = ["--serve-gpus", "1", "--server-port", "0", "--", "--cpu", "--mem-fraction-static", "0.3"]
     said = two_nodes(tmp_path, config, *words, SGLANG_PYTHON=f"{LAUNCH}/sglang_cpu/python.sh")
     assert trained_steps(tmp_path) == [1, 2]
     assert "stopped the server" in said[1]
@@ -86,8 +87,8 @@ def trained_steps(folder: Path) -> list[int]:
     return [m["step"] for m in read_metrics(folder / "run/metrics.jsonl") if "reward/mean" in m]
 
 
-def given(*assignments: str, **options: Any) -> Launch:
-    return Launch(recipe=RECIPE, assignments=assignments, **options)
+def given(*assignments: str, **options: Any) -> Options:
+    return Options(recipe=RECIPE, assignments=assignments, **options)
 
 
 def printed(capsys: pytest.CaptureFixture[str], *assignments: str, **options: Any) -> str:
@@ -126,13 +127,14 @@ def test_a_dry_run_prints_commands_that_work(capsys: pytest.CaptureFixture[str],
 
 
 def test_a_job_without_a_checkpoint_warms_up_before_its_server_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    launch(Launch(recipe=LAUNCH / "recipes/sglang_cpu_moe.yaml", fresh=True), dry_run=True)
-    warm_up, server, trainer = (
-        shlex.split(line) for line in capsys.readouterr().out.splitlines() if line.startswith("  CUDA_VISIBLE_DEVICES=")
-    )
+    launch(Options(recipe=LAUNCH / "recipes/sglang_cpu_moe.yaml", fresh=True), dry_run=True)
+    lines = capsys.readouterr().out.splitlines()
+    warm_up, server, doctor, trainer = (shlex.split(line) for line in lines if "-m megatron_rc" in line)
     checkpoint = "runs/sglang-moe/warm/hf"
     assert 'output="runs/sglang-moe/warm"' in warm_up and "train.steps=0" in warm_up and "rollout.engine=hf" in warm_up
     assert server[1:5] == [sys.executable, "-m", "megatron_rc", "serve"] and server[5] == checkpoint
+    assert doctor[3] == "doctor" and doctor[doctor.index("--hf-path") + 1] == checkpoint
+    assert doctor[-2:] == ["--sglang", "http://node0:30000"]
     assert f'model.hf_path="{checkpoint}"' in trainer and "warmup.steps=0" in trainer
     assert all("--standalone" in words and "--fresh" in words for words in (warm_up, trainer))
 
@@ -155,7 +157,7 @@ def test_plan_prints_the_same_and_refuses_what_does_not_fit(capsys: pytest.Captu
     def plan(*words: str) -> Result:
         return CliRunner().invoke(app, ["plan", str(LAUNCH / "recipes/qwen3_30b_a3b_2x8.yaml"), *words])
 
-    refused = plan("--gpu-memory", "80")
+    refused = plan("--set", "cluster.gpu_memory=80")
     assert "stage 0 needs about" in str(refused.exception)
     assert "30,532,122,624 parameters" in refused.output and "pipeline 2 x data 4, experts over 4" in refused.output
     fits = plan("--host", "a", "--host", "b")
@@ -191,7 +193,7 @@ def test_what_is_wrong_with_a_node_is_one_sentence(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_c10d_rendezvous_is_torchruns_own(capsys: pytest.CaptureFixture[str]) -> None:
-    said = printed(capsys, "cluster.serve_gpus=0", rdzv_endpoint="head:4000")
+    said = printed(capsys, "cluster.serve_gpus=0", rdzv_endpoint="head:4000", words=[str(RECIPE)])
     assert "--node-rank 1 --master-addr head" in said
     trainers = [line for line in said.splitlines() if "torch.distributed.run" in line]
     assert len(trainers) == 2
@@ -210,10 +212,10 @@ def test_one_node_without_servers_becomes_torchrun(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "execvpe", become)
     with pytest.raises(SystemExit):
-        launch(Launch(recipe=LAUNCH / "recipes/quickstart.yaml", assignments=["train.steps=3"], fresh=True))
+        launch(Options(recipe=LAUNCH / "recipes/quickstart.yaml", assignments=["train.steps=3"], fresh=True))
     _, words, inherited = became
     assert words[1:8] == ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--standalone"]
-    assert words[-3:] == ["--set", "train.steps=3", "--fresh"]
+    assert words[-3:] == ["--fresh", "--set", "train.steps=3"]
     assert inherited["PYTHONSAFEPATH"] == "1" and inherited["CUDA_VISIBLE_DEVICES"] == ""
 
 
@@ -245,7 +247,7 @@ def test_inside_a_slurm_job_the_script_becomes_one_task_a_node(slurm: dict[str, 
 def test_a_slurm_task_takes_its_place_from_slurm(slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**slurm, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}.items():
         monkeypatch.setenv(name, value)
-    started: list[Launch] = []
+    started: list[Options] = []
     monkeypatch.setattr(node, "run", lambda settings, given: started.append(given))
     launch(given())
     launch(given(node_rank=0, master_addr="head"))  # the user's own words win
