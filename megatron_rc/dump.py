@@ -1,12 +1,12 @@
-"""The dump: every training batch as one Parquet file a step, one row a sequence, token ids only."""
+"""The dump: every training batch as one Parquet file per step, one row per sequence, token ids only."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample
-from megatron_rc.schema.files import replace_file
+from megatron_rc.schema.files import replace_file, replace_text
 
 _ids = pa.list_(pa.int32())
 _numbers = pa.list_(pa.float32())
@@ -55,16 +55,6 @@ SAMPLING_KEY = b"megatron_rc.sampling"
 """Schema metadata: the SamplingParams of the step as JSON."""
 
 
-class CorrectedRows(Protocol):
-    """What the dump reads of a correction: packed [N] fp32 ``weights`` and [N] bool ``mask``."""
-
-    @property
-    def weights(self) -> Tensor: ...
-
-    @property
-    def mask(self) -> Tensor: ...
-
-
 class DumpWriter:
     """Writes ``folder/step-000012.parquet``; a file is whole or absent, and writing a step again replaces it."""
 
@@ -79,23 +69,21 @@ class DumpWriter:
         *,
         samples: Sequence[Sample],
         seeds: Sequence[int],
-        old_logprobs: Tensor | None = None,
-        corrected: CorrectedRows | None = None,
+        computed: Mapping[str, Tensor] | None = None,
         routes: bool = False,
     ) -> Path:
-        """Write one step that this process holds whole; the arguments are those of ``dump_table``."""
-        table = dump_table(
-            step, batch, samples=samples, seeds=seeds, old_logprobs=old_logprobs, corrected=corrected, routes=routes
-        )
-        return self.write_tables(step, [table])
+        """Write one step.
 
-    def write_tables(self, step: int, tables: Sequence[pa.Table]) -> Path:
-        """Write one step from the tables of several processes, sequences numbered in the order of the list."""
-        table = pa.concat_tables(tables)
-        place = SCHEMA.get_field_index("sequence")
-        table = table.set_column(place, SCHEMA.field(place), pa.array(np.arange(len(table), dtype=np.int32)))
+        Args:
+            batch: the batch of ``samples``, in their order.
+            seeds: [S] seed of each response, < 2^63, unique in the run; replay finds a response by it.
+            computed: [N] values packed like the batch, by the column that holds them: old_logprobs, weights, mask; a
+                column without values is null.
+            routes: write the routes of the samples, too; they are many times as large as the rest.
+        """
         path = self.folder / f"step-{step:06d}.parquet"
         with replace_file(path) as unfinished:
+            table = _table(step, batch, samples, seeds, computed or {}, routes)
             pq.write_table(table, unfinished, compression="zstd")
         return path
 
@@ -114,33 +102,22 @@ class DiscardedWriter:
             | {name: getattr(s, name) for name in _KEPT}
             for s in samples
         ]
-        path.write_text("".join(json.dumps(row) + "\n" for row in fields))
+        replace_text(path, "".join(json.dumps(row) + "\n" for row in fields))
         return path
 
 
 _KEPT = ("prompt_ids", "output_ids", "logprobs", "finish_reason", "weight_versions", "retractions")
 
 
-def dump_table(
+def _table(
     step: int,
     batch: TokenBatch,
-    *,
     samples: Sequence[Sample],
     seeds: Sequence[int],
-    old_logprobs: Tensor | None = None,
-    corrected: CorrectedRows | None = None,
-    routes: bool = False,
+    computed: Mapping[str, Tensor],
+    routes: bool,
 ) -> pa.Table:
-    """The rows of one process; picklable, so that one process can collect and write them.
-
-    Args:
-        batch: of ``samples``, in their order.
-        seeds: [S] seed of each response, < 2^63, unique in the run; replay finds a response by it.
-        old_logprobs: [N] fp32, nats, packed like the batch; None leaves the column null.
-        corrected: the weights and mask after correction, packed like the batch; None leaves both null.
-        routes: write those of the samples, too; they are many times what the rest of a sample is.
-    """
-    assert len(samples) == len(seeds) == batch.num_sequences, "one sample and one seed a sequence"
+    assert len(samples) == len(seeds) == batch.num_sequences, "one sample and one seed per sequence"
     rows, offsets = _output_rows(batch, samples)
 
     def per_token(values: Tensor | None, kind: pa.DataType) -> pa.Array:
@@ -162,9 +139,9 @@ def dump_table(
         "output_ids": [s.output_ids for s in samples],
         "loss_mask": per_token(batch.loss_mask, _flags),
         "rollout_logprobs": [s.logprobs for s in samples],
-        "old_logprobs": per_token(old_logprobs, _numbers),
-        "weights": per_token(None if corrected is None else corrected.weights, _numbers),
-        "mask": per_token(None if corrected is None else corrected.mask, _flags),
+        "old_logprobs": per_token(computed.get("old_logprobs"), _numbers),
+        "weights": per_token(computed.get("weights"), _numbers),
+        "mask": per_token(computed.get("mask"), _flags),
         "advantage": per_sequence(batch.advantages, pa.float32()),
         "reward": per_sequence(batch.rewards, pa.float32()),
         "finish_reason": [s.finish_reason for s in samples],

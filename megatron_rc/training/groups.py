@@ -1,4 +1,4 @@
-"""Process groups of a training job: TP x PP x EP x DP on NCCL or gloo."""
+"""The process groups of a training job, TP x PP x EP x DP on NCCL or gloo, and errors that all processes raise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class SharedError(ValueError):
-    """A user's error that every process raises together, so that none waits for another."""
+    """An error of the user that every process raises together."""
 
 
 @dataclass(frozen=True)
@@ -38,29 +38,39 @@ class Groups:
 
     @property
     def is_writer(self) -> bool:
-        """One process writes files and draws the display."""
+        """Whether this process writes the files and draws the display."""
         return self.rank == 0
 
     def gather(self, compute: Callable[[], T]) -> list[T]:
-        """``compute()`` of every rank, in rank order, on every rank.
+        """``compute()`` of every rank, in rank order, on every rank; raises as `together`."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, self.together(compute))
+        return values
+
+    def together(self, compute: Callable[[], T]) -> T:
+        """``compute()`` of this rank, once it has returned on every rank.
 
         Raises:
-            SharedError: compute raised ValueError on some rank; every rank raises, so none waits for another for ever.
+            SharedError: compute raised ValueError on some rank; every rank raises it.
         """
-        mine: tuple[Any, str | None]
+        error = None
         try:
-            mine = (compute(), None)
-        except ValueError as error:
-            mine = (None, str(error))
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, mine)
-        for _, message in everyone:
+            value = compute()
+        except ValueError as failure:
+            error = str(failure)
+        self.raise_everywhere(error)
+        return value
+
+    def raise_everywhere(self, error: str | None) -> None:
+        """Raise the first error of all ranks on every rank, so that none waits for another for ever; a collective."""
+        errors: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(errors, error)
+        for message in errors:
             if message is not None:
                 raise SharedError(message)
-        return [value for value, _ in everyone]
 
     def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` of the last pipeline stage, in place on every stage."""
+        """Copy ``tensor`` of the last pipeline stage into that of every other stage."""
         if dist.get_world_size(self.pipeline) > 1:
             source = dist.get_global_rank(self.pipeline, dist.get_world_size(self.pipeline) - 1)
             dist.broadcast(tensor, src=source, group=self.pipeline)
@@ -83,7 +93,7 @@ def check_layout(parallel: ParallelSettings, world_size: int) -> None:
 
 @contextmanager
 def initialized(parallel: ParallelSettings, seed: int) -> Iterator[Groups]:
-    """``initialize``, and leave torch.distributed at the end."""
+    """`initialize`, and leave torch.distributed at the end of the block."""
     try:
         yield initialize(parallel, seed)
     finally:

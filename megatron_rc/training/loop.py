@@ -18,9 +18,10 @@ from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.groups import Groups, SharedError
 from megatron_rc.training.observers import Observers
 from megatron_rc.training.policy import Policy
+from megatron_rc.training.schedule import start_phase
 from megatron_rc.training.step.reinforce import StepResult, reinforce_step
 from megatron_rc.training.step.routing import make_routing
-from megatron_rc.training.step.sampling import Rollouts, held_out_accuracy, sample, seed_of
+from megatron_rc.training.step.sampling import SampledBatch, Sampler
 from megatron_rc.training.step.supervised import demonstration_batch, supervised_step
 
 
@@ -58,13 +59,20 @@ class Job:
             groups,
             backend=settings.train.backend,
         )
+        rollout = settings.rollout
+        self.sampler = Sampler(
+            engine,
+            task,
+            groups,
+            rollout.sampling(task.stop_token_ids),
+            settings.train.seed,
+            rollout.sglang.max_rejected_share,
+        )
+        self.evaluates = rollout.engine != "replay"
         self.progress = Progress()
         self.lr_decay: LengthDecayLR | None = None
         self.saved = ""
-        self.checkpoints = Path(settings.output) / "checkpoints"
-        self.reference = Path(settings.output) / "reference"
-        self.evaluates = settings.rollout.engine != "replay"
-        self.sampling = settings.rollout.sampling(task.stop_token_ids)
+        self.output = Path(settings.output)
 
     def run(self, *, resume: bool) -> None:
         """Do what is left of the job.
@@ -73,11 +81,11 @@ class Job:
             resume: continue from the newest complete checkpoint of the output folder, if there is one.
 
         Raises:
-            ValueError: what a user can mend; the last finished step is saved before it is raised.
+            ValueError: an error that the user can mend; the last finished step is saved before it is raised.
         """
-        found = checkpoint.newest(self.checkpoints) if resume else None
-        if found:
-            self._resume(found)
+        newest = checkpoint.newest(self.output / "checkpoints") if resume else None
+        if newest:
+            self._resume(newest)
         elif self.settings.warmup.steps:
             self._start_phase()
         else:
@@ -87,47 +95,23 @@ class Job:
             self._warm_up()
         self._reinforce()
         if self.settings.train.save_hf:
-            self.policy.save_weights(Path(self.settings.output) / "hf")
+            self.policy.save_weights(self.output / "hf")
         self.observers.report()
 
-    def _resume(self, found: Path) -> None:
-        self.progress = checkpoint.read_progress(found)
+    def _resume(self, path: Path) -> None:
+        self.progress = checkpoint.read_progress(path)
         if self.settings.loss.kl_coef and self.progress.phase == "rl":
-            self.policy.load_weights(self.reference)
-            self.policy.snapshot_reference()
+            self.policy.load_weights(self.output / "kl_policy")
+            self.policy.keep_kl_policy()
         self._start_phase()
-        self.engine.load_state_tensors(checkpoint.load(found, self.policy))
+        self.engine.load_state_tensors(checkpoint.load(path, self.policy))
         self.saved = self.progress.name
-        self.observers.resumed(found, self.progress)
+        self.observers.resumed(path, self.progress)
         if self.progress.phase == "rl":
             self._serve()
 
     def _start_phase(self) -> None:
-        warmup, train = self.settings.warmup, self.settings.train
-        if self.progress.phase == "warmup":
-            self.policy.start_phase(
-                lr=warmup.lr, min_lr=0.0, warmup_steps=0, total_steps=warmup.steps, decay_style="constant"
-            )
-        else:
-            self.policy.start_phase(
-                lr=train.lr,
-                min_lr=train.min_lr,
-                warmup_steps=train.lr_warmup_steps,
-                total_steps=train.steps * train.mini_batches_per_rollout,
-                decay_style=train.lr_decay_style,
-            )
-            self._start_lr_decay()
-
-    def _start_lr_decay(self) -> None:
-        if self.settings.lr_decay is None:
-            return
-        self.lr_decay = self.settings.lr_decay.build(self.settings.train.lr)
-        self.lr_decay.attach(self.policy.scheduler)
-        if self.progress.lr_decay is not None:
-            self.lr_decay.load_state_dict(self.progress.lr_decay)
-            return
-        for _ in range(self.progress.step):  # the job had no length decay so far: these rollouts count, unmeasured
-            self.lr_decay.step(None)
+        self.lr_decay = start_phase(self.policy, self.settings, self.progress)
 
     def _warm_up(self) -> None:
         warmup = self.settings.warmup
@@ -149,8 +133,8 @@ class Job:
     def _begin_reinforcement(self) -> None:
         self.progress = Progress(phase="rl", weight_version=self.progress.weight_version)
         if self.settings.loss.kl_coef:
-            self.policy.save_weights(self.reference)
-            self.policy.snapshot_reference()
+            self.policy.save_weights(self.output / "kl_policy")
+            self.policy.keep_kl_policy()
         self._start_phase()
         self._serve()
         self._save()
@@ -162,14 +146,14 @@ class Job:
         while self.progress.step < train.steps:
             started, updates = time.perf_counter(), self.policy.phase_updates
             try:
-                rollouts, result = self._step()
+                sampled, result = self._step()
             except SharedError:
                 if self.policy.phase_updates == updates:
                     self._save()
                 raise
             self.progress.step += 1
             self.progress.lr_decay = self.lr_decay.state_dict() if self.lr_decay else None
-            self.observers.dump(self.progress.step, rollouts, result, self.groups)
+            self.observers.dump(self.progress.step, sampled, result, self.groups)
             self.progress.weight_version += 1
             self._serve()
             metrics, failure = result.metrics, None
@@ -188,33 +172,22 @@ class Job:
             self._save_when_due()
         self._save()
 
-    def _step(self) -> tuple[Rollouts, StepResult]:
+    def _step(self) -> tuple[SampledBatch, StepResult]:
         rollout, train = self.settings.rollout, self.settings.train
         started = time.perf_counter()
         n = rollout.samples_per_prompt
         prompts = self.task.prompts(self.progress.cursor, rollout.prompts_per_step)
-        seeds = [seed_of(train.seed, "rollout", self.progress.cursor * n + i) for i in range(len(prompts) * n)]
         self.observers.phase("rollout", len(prompts) * n // self.groups.world_size)
-        rollouts = sample(
-            self.engine,
-            self.task,
-            self.groups,
-            prompts,
-            self.sampling,
-            n=n,
-            seeds=seeds,
-            max_rejected_share=rollout.sglang.max_rejected_share,
-            on_finished=self.observers.advance,
-        )
+        sampled = self.sampler.rollouts(prompts, n, first=self.progress.cursor, on_finished=self.observers.advance)
         try:
             batch = TokenBatch.from_samples(
-                rollouts.samples, self.sampling, rewards=rollouts.rewards, groups=rollouts.groups
+                sampled.samples, self.sampler.params, rewards=sampled.rewards, groups=sampled.groups
             )
             if self.routing:
-                self.routing.check(rollouts.samples, batch)
+                self.routing.check(sampled.samples, batch)
         except ValueError as error:
             raise SharedError(str(error)) from None  # every process holds the same samples
-        sampled = time.perf_counter()
+        received = time.perf_counter()
         self.observers.phase("update", train.mini_batches_per_rollout)
         result = reinforce_step(
             self.policy,
@@ -228,13 +201,13 @@ class Job:
             on_update=lambda: self.observers.advance(1),
         )
         self.progress.cursor += len(prompts)
-        result.metrics["time/rollout_s"] = sampled - started
-        result.metrics["time/train_s"] = time.perf_counter() - sampled
+        result.metrics["time/rollout_s"] = received - started
+        result.metrics["time/train_s"] = time.perf_counter() - received
         versions = batch.weight_versions[batch.loss_mask]
         if rollout.engine == "sglang":
-            result.metrics |= rollouts.metrics()
+            result.metrics |= sampled.metrics()
         result.metrics["staleness"] = self.progress.weight_version - float(versions.double().mean())
-        return rollouts, result
+        return sampled, result
 
     def _serve(self) -> None:
         """Give the engine the present weights."""
@@ -242,16 +215,7 @@ class Job:
         self.engine.update_weights(self.export(version), version)
 
     def _evaluate(self) -> float:
-        train = self.settings.train
-        return held_out_accuracy(
-            self.engine,
-            self.task,
-            self.groups,
-            self.sampling,
-            n=train.eval_samples,
-            seed=train.seed,
-            max_rejected_share=self.settings.rollout.sglang.max_rejected_share,
-        )
+        return self.sampler.held_out_accuracy(self.settings.train.eval_samples)
 
     def _save_when_due(self) -> None:
         interval = self.settings.train.save_interval
@@ -261,6 +225,6 @@ class Job:
     def _save(self) -> None:
         train = self.settings.train
         if train.save_interval and self.saved != self.progress.name:
-            extra = self.engine.state_tensors()
-            checkpoint.save(self.checkpoints, self.policy, self.progress, extra=extra, keep=train.keep_checkpoints)
+            folder, extra = self.output / "checkpoints", self.engine.state_tensors()
+            checkpoint.save(folder, self.policy, self.progress, extra=extra, keep=train.keep_checkpoints)
             self.saved = self.progress.name

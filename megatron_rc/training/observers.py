@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_rc import schema
@@ -21,7 +20,7 @@ from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.fingerprint import fingerprint
 from megatron_rc.training.groups import Groups
 from megatron_rc.training.step.reinforce import StepResult
-from megatron_rc.training.step.sampling import Rollouts
+from megatron_rc.training.step.sampling import SampledBatch
 
 
 class Observers:
@@ -110,32 +109,23 @@ class Observers:
             self._log.truncate_after(progress.phase, progress.step)
         self.message(f"resumed from {checkpoint}")
 
-    def dump(self, step: int, rollouts: Rollouts, result: StepResult, groups: Groups) -> None:
+    def dump(self, step: int, sampled: SampledBatch, result: StepResult, groups: Groups) -> None:
         """Write the discarded responses of ``step`` where asked for, and its batch, a collective, when dumps are on."""
-        if self._discarded and rollouts.discarded:
-            self._discarded.write(step, rollouts.discarded)
+        if self._discarded and sampled.discarded:
+            self._discarded.write(step, sampled.discarded)
         if not self._dumping:
             return
-        shares = groups.gather(result.whole_rows)
-        if self._dumps is None:
-            return
-        batch = result.batch
-        old, weights, mask = torch.zeros(3, batch.num_tokens).unbind()
-        known = [share for share in shares if share is not None]
-        for rows, values in known:
-            for whole, part in zip((old, weights, mask), values, strict=True):
-                whole[rows] = part.to(whole.dtype)
-        self._dumps.write(
-            step,
-            batch,
-            samples=rollouts.samples,
-            seeds=rollouts.seeds,
-            old_logprobs=old if known else None,
-            corrected=WholeRows(weights, mask.bool()) if known else None,
-            routes=self._dumps_routes,
-        )
-
-
-class WholeRows(NamedTuple):
-    weights: Tensor
-    mask: Tensor
+        computed: dict[str, Tensor] = {}
+        for rows, values in groups.gather(result.whole_rows):
+            for name, part in values.items():
+                whole = computed.setdefault(name, part.new_zeros(result.batch.num_tokens))
+                whole[rows] = part
+        if self._dumps:
+            self._dumps.write(
+                step,
+                result.batch,
+                samples=sampled.samples,
+                seeds=sampled.seeds,
+                computed=computed,
+                routes=self._dumps_routes,
+            )

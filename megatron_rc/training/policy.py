@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,10 @@ from megatron_rc.training.model.attention import packed_seq_params
 from megatron_rc.training.model.build import build_model
 from megatron_rc.training.model.optimizer import build_optimizer, build_scheduler, wrap_ddp
 from megatron_rc.training.model.weights import export_hf, init_weights, load_hf, save_hf
-
-
-@dataclass
-class MicroBatch:
-    """Whole sequences of one micro-batch, with what belongs to their rows."""
-
-    batch: TokenBatch
-    extras: dict[str, Tensor] = field(default_factory=dict)
-    """[n] tensors sliced to the rows of ``batch``."""
-
+from megatron_rc.training.step.microbatches import MicroBatch
 
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, Any]]
-"""(micro-batch, logprobs [n], entropy [n]) -> (scalar loss, anything to collect)."""
+"""(micro-batch, logprobs [n], entropy [n]) -> (scalar loss, a value to collect)."""
 AroundForward = Callable[[int, MicroBatch], AbstractContextManager[None]]
 """(number of the model chunk, micro-batch) -> a context around its forward pass."""
 Around = Callable[[Sequence[MicroBatch], bool], AbstractContextManager[AroundForward]]
@@ -52,7 +43,7 @@ class Policy:
         self.train = train
         self.device = emulation.device()
         self.phase_updates = 0
-        """Optimizer steps since start_phase, without those that the fp16 loss scaler skipped."""
+        """Optimizer steps since start_phase, not counting steps that the fp16 loss scaler skipped."""
         self.hf_config = hf_config_dict(model)
         chunks = build_model(self.hf_config, parallel, train.dtype)
         config: Any = chunks[0].config
@@ -70,7 +61,7 @@ class Policy:
         return [chunk.module for chunk in self.chunks]
 
     def start_phase(self, *, lr: float, min_lr: float, warmup_steps: int, total_steps: int, decay_style: str) -> None:
-        """A new optimizer state and learning-rate schedule over ``total_steps`` optimizer steps."""
+        """Begin with a new optimizer state and a learning-rate schedule over ``total_steps`` optimizer steps."""
         self.phase_updates = 0
         self.optimizer = build_optimizer(self.train, self.chunks)
         self.scheduler = build_scheduler(
@@ -88,24 +79,24 @@ class Policy:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights under Hugging Face names, one at a time; a collective of all processes."""
+        """Yield the weights under Hugging Face names, one at a time; a collective of all processes."""
         return export_hf(self.modules)
 
     def save_weights(self, folder: Path) -> None:
-        """A Hugging Face checkpoint of the present weights; a collective of all processes."""
+        """Write a Hugging Face checkpoint of the present weights; a collective of all processes."""
         save_hf(self.modules, str(folder), self.hf_config)
 
     def load_weights(self, folder: Path) -> None:
         load_hf(self.modules, str(folder))
 
-    def snapshot_reference(self) -> None:
-        """Keep a host copy of the present weights as the reference policy of the KL penalty."""
-        self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
+    def keep_kl_policy(self) -> None:
+        """Keep a host copy of the present weights as the policy that the KL penalty pulls towards."""
+        self._kl_policy = [p.detach().to("cpu", copy=True) for p in self._parameters()]
 
-    def reference_logprobs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """[N] fp32 nats of the reference policy on the last pipeline stage; the trained weights are put back after."""
+    def kl_logprobs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """[N] fp32, nats: log-probs of that policy on the last pipeline stage; the trained weights are put back."""
         trained = [p.detach().clone() for p in self._parameters()]
-        self._overwrite(self._reference)
+        self._overwrite(self._kl_policy)
         try:
             return self.logprobs(micro_batches)[0]
         finally:
@@ -120,13 +111,13 @@ class Policy:
             parameter.copy_(value)
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, around: Around | None = None) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies without gradient.
+        """Compute log-probs and entropies without gradient.
 
         Args:
-            around: put around the schedule and its forward passes.
+            around: contexts around the schedule and its forward passes.
 
         Returns:
-            ([N], [N]) fp32 nats over the rows of ``micro_batches``, on the last pipeline stage; empty elsewhere.
+            ([N], [N]) fp32, nats, over the rows of ``micro_batches``, on the last pipeline stage; empty elsewhere.
         """
 
         def collect(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
@@ -151,8 +142,8 @@ class Policy:
         """One optimizer step on the sum of ``loss`` over all micro-batches of all data-parallel ranks.
 
         Args:
-            before_step: sees what ``loss`` collected; raising there leaves the weights as they were.
-            around: put around the schedule and its forward passes.
+            before_step: called with everything that ``loss`` collected; raising there leaves the weights as they were.
+            around: contexts around the schedule and its forward passes.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -167,7 +158,7 @@ class Policy:
         return UpdateResult(outputs, float(grad_norm or 0.0), bool(applied), lr)
 
     def close(self) -> None:
-        """Let go of the model; a process that trains several jobs would keep each of them, and its groups' threads.
+        """Release the model; a process that trains several jobs would keep each model, and the threads of its groups.
 
         The gradient hooks of megatron-core's DDP refer to it from C++, a cycle that Python's collector cannot see.
         """
@@ -183,44 +174,13 @@ class Policy:
         forward_only: bool,
         around: Around | None,
     ) -> list[Any]:
-        # megatron multiplies a two-tuple loss by cp / micro-batches and gradients by 1 / (dp * cp); cp is 1 here
-        undo = len(micro_batches) * self.groups.data_size
-
-        def loss_function(micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Any]:
-            batch, logits = micro.batch, logits.squeeze(0)
-            if len(logits) > batch.num_tokens:  # a slice of everything would still copy the gradient
-                logits = logits[: batch.num_tokens]
-            result = vocab_parallel_logprobs(
-                logits,
-                batch.targets,
-                tp_group=self.groups.tensor,
-                temperature=batch.sampling.temperature,
-                mask=batch.loss_mask,
-                vocab_size=self.hf_config["vocab_size"],
-                support=batch.support,
-                with_entropy=with_entropy,
-                backend=self.train.backend,
-            )
-            logprobs, entropy = result if isinstance(result, tuple) else (result, torch.zeros_like(result))
-            value, collected = loss(micro, logprobs, entropy)
-            return value * undo, collected
-
-        def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-            micro = next(iterator)
-            batch = micro.batch
-            with around_forward(self.chunks.index(model), micro) if around_forward else nullcontext():
-                output = model(
-                    **model_inputs(batch, self.rows_multiple),
-                    **({} if self.train.dtype == "fp32" else {"fp32_output": False}),
-                )
-            return output, partial(loss_function, micro)
-
         for chunk in self.chunks:
             chunk.train(not forward_only)
-        schedule = get_forward_backward_func()
+        # megatron multiplies a two-tuple loss by cp / micro-batches and gradients by 1 / (dp * cp); cp is 1 here
+        undo = len(micro_batches) * self.groups.data_size
         with around(micro_batches, forward_only) if around else nullcontext() as around_forward:
-            return schedule(
-                forward_step_func=forward_step,
+            return get_forward_backward_func()(
+                forward_step_func=_ForwardStep(self, loss, undo, with_entropy, around_forward),
                 data_iterator=iter(micro_batches),
                 model=self.chunks,
                 num_microbatches=len(micro_batches),
@@ -230,14 +190,53 @@ class Policy:
             )
 
 
+@dataclass(frozen=True)
+class _ForwardStep:
+    """The forward step that Megatron's schedule calls for every micro-batch and model chunk."""
+
+    policy: Policy
+    loss: LossFunction
+    loss_factor: float
+    with_entropy: bool
+    around_forward: AroundForward | None
+
+    def __call__(self, iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+        """(output of the chunk, function of the logits that returns the loss)."""
+        micro, policy = next(iterator), self.policy
+        around = self.around_forward
+        with around(policy.chunks.index(model), micro) if around else nullcontext():
+            output = model(
+                **model_inputs(micro.batch, policy.rows_multiple),
+                **({} if policy.train.dtype == "fp32" else {"fp32_output": False}),
+            )
+        return output, partial(self._loss, micro)
+
+    def _loss(self, micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Any]:
+        batch, logits = micro.batch, logits.squeeze(0)
+        if len(logits) > batch.num_tokens:  # a slice of everything would still copy the gradient
+            logits = logits[: batch.num_tokens]
+        result = vocab_parallel_logprobs(
+            logits,
+            batch.targets,
+            tp_group=self.policy.groups.tensor,
+            temperature=batch.sampling.temperature,
+            mask=batch.loss_mask,
+            vocab_size=self.policy.hf_config["vocab_size"],
+            support=batch.support,
+            with_entropy=self.with_entropy,
+            backend=self.policy.train.backend,
+        )
+        logprobs, entropy = result if isinstance(result, tuple) else (result, torch.zeros_like(result))
+        value, collected = self.loss(micro, logprobs, entropy)
+        return value * self.loss_factor, collected
+
+
 def model_inputs(batch: TokenBatch, multiple: int) -> dict[str, Any]:
-    """What GPTModel takes of a packed batch of N rows, with one more sequence where N is no multiple of ``multiple``.
+    """Keyword arguments of GPTModel for a packed batch of N rows; its logits have the rows of the batch first.
 
     Args:
-        multiple: of rows, where tensor-parallel ranks split them.
-
-    Returns:
-        keyword arguments of the model; its logits have the rows of the batch first.
+        multiple: the number of rows is padded to a multiple of this, by one more sequence, because tensor-parallel
+            ranks split the rows.
     """
     tokens, positions, cu_seqlens, lengths = batch.tokens, batch.position_ids, batch.cu_seqlens, [*batch.lengths]
     if short := -batch.num_tokens % multiple:
@@ -255,25 +254,8 @@ def model_inputs(batch: TokenBatch, multiple: int) -> dict[str, Any]:
 @dataclass
 class UpdateResult:
     outputs: list[Any]
-    """What the loss function collected, a micro-batch each; empty before the last pipeline stage."""
+    """Values that the loss function collected, one per micro-batch; empty before the last pipeline stage."""
     grad_norm: float
     applied: bool
     """False when the fp16 loss scaler skipped the step."""
     lr: float
-
-
-def split_rows(batch: TokenBatch, micro_batches: Sequence[Sequence[int]], **extras: Tensor | None) -> list[MicroBatch]:
-    """Cut ``batch`` into consecutive micro-batches.
-
-    Args:
-        micro_batches: sequence numbers of each micro-batch; together 0 .. S - 1 in order.
-        extras: [N] tensors (None is left out), cut to the rows of each micro-batch.
-    """
-    out = []
-    start = 0
-    for sequences in micro_batches:
-        part = batch.select(sequences)
-        end = start + part.num_tokens
-        out.append(MicroBatch(part, {k: v[start:end] for k, v in extras.items() if v is not None}))
-        start = end
-    return out

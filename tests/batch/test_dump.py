@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.dump import SAMPLING_KEY, SCHEMA, DumpWriter, dump_table, read_dump, sample_of
+from megatron_rc.dump import SAMPLING_KEY, SCHEMA, DumpWriter, read_dump, sample_of
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
 from megatron_rc.rollout.recorded import ReplayEngine
 
 SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.7, top_p=0.9, stop_token_ids=(9,))
 ROUTES = {"routes", "routes_shape"}
 DOCUMENT = Path(__file__).parents[2] / "docs" / "dump.md"
-
-
-@dataclass
-class Corrected:
-    weights: Tensor
-    mask: Tensor
 
 
 def example_samples(shift: int = 0) -> list[Sample]:
@@ -49,8 +41,8 @@ def test_every_column_reads_back_as_it_was_given(tmp_path: Path) -> None:
     samples = example_samples()
     batch = example_batch(samples)
     rows = torch.arange(batch.num_tokens, dtype=torch.float32)
-    corrected = Corrected(weights=rows / 64, mask=rows.long() % 2 == 0)
-    DumpWriter(tmp_path).write(12, batch, samples=samples, seeds=[11, 22, 33], old_logprobs=-rows, corrected=corrected)
+    computed = {"old_logprobs": -rows, "weights": rows / 64, "mask": rows.long() % 2 == 0}
+    DumpWriter(tmp_path).write(12, batch, samples=samples, seeds=[11, 22, 33], computed=computed)
     [records] = read_dump(tmp_path)
     # packed rows that predict the outputs, counted by hand: sequences of 5, 4 and 6 tokens
     expected_rows = [[2.0, 3.0], [5.0, 6.0, 7.0], [10.0, 11.0, 12.0, 13.0]]
@@ -105,18 +97,6 @@ def test_sampling_settings_stand_in_the_schema_metadata(tmp_path: Path) -> None:
         "top_k": -1,
         "stop_token_ids": [9],
     }
-
-
-def test_tables_of_several_processes_become_one_step(tmp_path: Path) -> None:
-    first, second = example_samples(), example_samples(shift=1)
-    tables = [
-        dump_table(5, example_batch(first), samples=first, seeds=[1, 2, 3]),
-        dump_table(5, example_batch(second), samples=second, seeds=[4, 5, 6]),
-    ]
-    DumpWriter(tmp_path).write_tables(5, tables)
-    [records] = read_dump(tmp_path)
-    assert [r["sequence"] for r in records] == list(range(6))
-    assert [sample_of(r) for r in records] == first + second
 
 
 def test_a_crash_while_writing_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ SHIFT_GATE = RolloutCorrection(Weight(), (Rejection("route_shift", "token", uppe
 
 def gradients(policy: Any, batch: Any, **tables: Tensor) -> dict[str, Any]:
     """Log-probs, loss and gradients of an update pass over two micro-batches, which leaves the weights as they are."""
-    from megatron_rc.training.policy import split_rows
+    from megatron_rc.training.step.microbatches import MicroExtras, split_rows
     from megatron_rc.training.step.routing import StepRoutes
 
     before, out = weights(policy), dict[str, Any]()
@@ -36,7 +36,7 @@ def gradients(policy: Any, batch: Any, **tables: Tensor) -> dict[str, Any]:
         out["gradients"] = {n: p.main_grad.clone() for n, p in policy.modules[0].named_parameters()}
 
     routes = StepRoutes(routing_of(policy, record=True), None)
-    parts = split_rows(batch, [[0, 1, 2], [3, 4, 5, 6, 7]], **tables)
+    parts = split_rows(batch, [[0, 1, 2], [3, 4, 5, 6, 7]], MicroExtras(**tables))
     policy.update(parts, loss, with_entropy=False, before_step=look, around=routes.around)
     restore(policy, before)
     return out | {"table": routes.recorded}
@@ -77,22 +77,22 @@ def _one_process(rank: int, path: str) -> dict[str, Any]:
         restore(policy, start)
 
         free = gradients(policy, batch)
-        own = gradients(policy, batch, route_target=free["table"].ids, route_reference=free["table"].ids)
+        own = gradients(policy, batch, replayed_routes=free["table"].ids, compared_routes=free["table"].ids)
         out["free"], out["own"] = free, own
         three = torch.tensor([4, 0, 7]).to(torch.int16).expand(batch.num_tokens, 3, 3)
-        out["three"] = gradients(policy, batch, route_target=three)
+        out["three"] = gradients(policy, batch, replayed_routes=three)
         config = policy.modules[0].config
         config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
         sampler = batch.routes[:, LAYERS].to(torch.int16)
         sampler[batch.cu_seqlens[1:].long() - 1] = torch.tensor([0, 1, 2], dtype=torch.int16)
-        out["recomputed"] = gradients(policy, batch, route_target=sampler)
+        out["recomputed"] = gradients(policy, batch, replayed_routes=sampler)
         config.recompute_granularity = None
-        out["kept"] = gradients(policy, batch, route_target=sampler)
+        out["kept"] = gradients(policy, batch, replayed_routes=sampler)
         out["left"] = [r.router_replay for routers in routing_of(policy, record=True).chunks for r in routers.values()]
         out["registered"] = RouterReplay.global_router_replay_instances == registered
         for name, change in {"dtype": three.float(), "layers": three[:, :2]}.items():
             with pytest.raises(ValueError) as error:
-                gradients(policy, batch, route_target=change)
+                gradients(policy, batch, replayed_routes=change)
             out[name] = str(error.value)
             restore(policy, start)
         out["after an error"] = gradients(policy, batch)

@@ -15,7 +15,7 @@ from megatron_rc.dump import DiscardedWriter
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.tasks import Prompt
 from megatron_rc.training.groups import SharedError
-from megatron_rc.training.step.sampling import Rollouts, held_out_accuracy, sample
+from megatron_rc.training.step.sampling import SampledBatch, Sampler
 
 PROMPTS = [Prompt((i,), "", "") for i in range(4)]
 SEEDS = [100, 101, 110, 111, 120, 121, 130, 131]
@@ -53,10 +53,13 @@ class Task:
 ALONE: Any = SimpleNamespace(rank=0, world_size=1, gather=lambda compute: [compute()])
 
 
-def sampled(damage: dict[int, str], max_share: float, groups: Any = ALONE) -> Rollouts:
-    return sample(
-        Engine(damage), Task(), groups, PROMPTS, SamplingParams(), n=2, seeds=SEEDS, max_rejected_share=max_share
-    )
+def sampler(engine: Engine, max_share: float, groups: Any = ALONE) -> Sampler:
+    task: Any = Task()
+    return Sampler(engine, task, groups, SamplingParams(), seed=0, max_discarded_share=max_share)
+
+
+def sampled(damage: dict[int, str], max_share: float, groups: Any = ALONE) -> SampledBatch:
+    return sampler(Engine(damage), max_share, groups).sample(PROMPTS, 2, SEEDS)
 
 
 def test_damaged_responses_are_kept_apart_and_the_others_keep_their_rewards_groups_and_seeds() -> None:
@@ -111,14 +114,14 @@ def test_a_held_out_evaluation_leaves_damaged_responses_out_of_its_mean_and_stop
             return [response(100 + 10 * p, "timeout" if p == 1 else None) for (p,) in prompts]
 
     def accuracy(share: float) -> float:
-        return held_out_accuracy(Second({}), Task(), ALONE, SamplingParams(), n=1, seed=0, max_rejected_share=share)
+        return sampler(Second({}), share).held_out_accuracy(1)
 
     assert accuracy(0.25) == (100 + 120 + 130) / 3
     with pytest.raises(SharedError, match="1 of 4"):
         accuracy(0.2)
 
 
-def _on_two_processes(rank: int) -> tuple[Rollouts, str]:
+def _on_two_processes(rank: int) -> tuple[SampledBatch, str]:
     from megatron_rc.settings import ParallelSettings
     from megatron_rc.training import groups
 

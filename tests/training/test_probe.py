@@ -19,8 +19,9 @@ def _probed(rank: int, model: str) -> Any:
     from megatron_rc.engine import Sample, SamplingParams
     from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
     from megatron_rc.training import groups
-    from megatron_rc.training.policy import MicroBatch, Policy
+    from megatron_rc.training.policy import Policy
     from megatron_rc.training.probe import Probe
+    from megatron_rc.training.step.microbatches import MicroBatch
 
     parallel = ParallelSettings(pipeline=2)
     place = groups.initialize(parallel, seed=1)

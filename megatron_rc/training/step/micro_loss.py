@@ -1,8 +1,9 @@
-"""The loss of one packed micro-batch: its policy loss, and the metrics of its tokens."""
+"""The loss of one micro-batch, and the metrics of its tokens."""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,77 +13,82 @@ from megatron_rc.correction import Corrected, correct, pair_metrics
 from megatron_rc.loss import policy_loss
 from megatron_rc.metrics import MetricSums
 from megatron_rc.settings import LossSettings
-from megatron_rc.training.policy import MicroBatch
+from megatron_rc.training.step.microbatches import MicroBatch
 
 
 class Collected(NamedTuple):
-    """What the loss of a micro-batch leaves behind."""
+    """Results of a micro-batch beside its loss."""
 
     sums: MetricSums
     logprobs: Tensor
-    """[n] fp32, nats: of the current policy, without gradient."""
+    """[n] fp32, nats: log-probs of the current policy, without gradient."""
 
 
-def micro_loss(
-    corrected: Corrected | None,
-    correction: RolloutCorrection,
-    loss: LossSettings,
-    backend: str,
-    micro: MicroBatch,
-    current: Tensor,
-    entropy: Tensor,
-) -> tuple[Tensor, Collected]:
-    """(scalar loss, what is left behind).
+@dataclass(frozen=True)
+class MicroLoss:
+    correction: RolloutCorrection
+    settings: LossSettings
+    backend: str
+    corrected: Corrected | None
+    """The correction of the whole rollout batch, which the extras of micro-batches hold in parts; None corrects each
+    micro-batch against the current policy."""
 
-    Args:
-        corrected: of the whole rollout, its weights and mask cut into the micro-batch; None: corrected here, against
-            the current policy.
-        current, entropy: [n] fp32, nats.
-    """
-    have, batch = micro.extras, micro.batch
-    old: Tensor | None
-    if corrected is not None:
-        here = dataclasses.replace(corrected, weights=have["weights"], mask=have["mask"])
-        old = have["old"]
+    def __call__(self, micro: MicroBatch, current: Tensor, entropy: Tensor) -> tuple[Tensor, Collected]:
+        """(scalar loss, metrics and log-probs).
+
+        Args:
+            current: [n] fp32, nats, with gradient.
+            entropy: [n] fp32, nats.
+        """
+        extras, settings = micro.extras, self.settings
+        assert extras.advantages is not None and extras.scale is not None
+        corrected, old, sums = self._corrected(micro, current.detach())
+        result = policy_loss(
+            current,
+            old,
+            extras.advantages,
+            corrected,
+            scale=extras.scale,
+            surrogate=settings.surrogate,
+            clip_lower=settings.clip_lower,
+            clip_upper=settings.clip_upper,
+            dual_clip=settings.dual_clip,
+            reference_logprobs=extras.kl_logprobs,
+            kl_coef=settings.kl_coef,
+            entropy=entropy if settings.entropy_coef else None,
+            entropy_coef=settings.entropy_coef,
+            backend=self.backend,
+        )
+        return result.loss, Collected(sums.merge(result.metrics), current.detach())
+
+    def _corrected(self, micro: MicroBatch, current: Tensor) -> tuple[Corrected, Tensor | None, MetricSums]:
+        """(correction of these tokens, log-probs of the old policy, sums of the metrics)."""
+        batch, extras = micro.batch, micro.extras
+        if self.corrected is None:
+            corrected = correct(
+                current,
+                batch.rollout_logprobs,
+                batch.loss_mask,
+                correction=self.correction,
+                cu_seqlens=batch.cu_seqlens,
+                segment_ids=batch.segment_ids,
+                num_segments=batch.num_segments,
+                advantages=extras.advantages,
+                backend=self.backend,
+            )
+            old = batch.rollout_logprobs if self.correction.old == "rollout" else None
+            return corrected, old, corrected.metrics.prefixed("current/")
+        old = extras.old_logprobs
+        assert old is not None and extras.weights is not None and extras.mask is not None
         sums = MetricSums()
         for prefix, other in (("current/", batch.rollout_logprobs), ("current_old/", old)):
             pair = pair_metrics(
-                current.detach(),
+                current,
                 other,
                 batch.loss_mask,
                 cu_seqlens=batch.cu_seqlens,
-                log_ratio_bound=correction.log_ratio_bound,
-                backend=backend,
+                log_ratio_bound=self.correction.log_ratio_bound,
+                backend=self.backend,
             )
             sums.merge(pair.prefixed(prefix))
-    else:
-        here = correct(
-            current.detach(),
-            batch.rollout_logprobs,
-            batch.loss_mask,
-            correction=correction,
-            cu_seqlens=batch.cu_seqlens,
-            segment_ids=batch.segment_ids,
-            num_segments=batch.num_segments,
-            advantages=have["advantages"],
-            backend=backend,
-        )
-        sums = here.metrics.prefixed("current/")
-        old = batch.rollout_logprobs if correction.old == "rollout" else None
-    result = policy_loss(
-        current,
-        old,
-        have["advantages"],
-        here,
-        scale=have["scale"],
-        surrogate=loss.surrogate,
-        clip_lower=loss.clip_lower,
-        clip_upper=loss.clip_upper,
-        dual_clip=loss.dual_clip,
-        reference_logprobs=have.get("reference"),
-        kl_coef=loss.kl_coef,
-        entropy=entropy if loss.entropy_coef else None,
-        entropy_coef=loss.entropy_coef,
-        backend=backend,
-    )
-    return result.loss, Collected(sums.merge(result.metrics), current.detach())
+        return dataclasses.replace(self.corrected, weights=extras.weights, mask=extras.mask), old, sums

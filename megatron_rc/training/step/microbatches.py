@@ -1,4 +1,4 @@
-"""Cut a rollout batch into mini-batches, data-parallel shares and packed micro-batches of about equal token counts."""
+"""Mini-batches, shares of data-parallel ranks and micro-batches of about equal token counts, cut out of one batch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rc.batch import TokenBatch
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Which sequences go where; a sequence is never split."""
+    """The sequences of every data-parallel rank and micro-batch; a sequence is never split."""
 
     shares: tuple[tuple[tuple[int, ...], ...], ...]
     """shares[data_rank][micro_batch] = sequence numbers; every rank has the same number of micro-batches.
@@ -28,7 +34,7 @@ def mini_batches(groups: Sequence[int], count: int) -> list[list[int]]:
 
     Args:
         groups: group id of each sequence; the sequences of a group are adjacent.
-        count: optimizer steps a rollout; fewer parts come back when there are fewer groups.
+        count: optimizer steps per rollout step; fewer parts come back when there are fewer groups.
     """
     members: dict[int, list[int]] = {}
     for sequence, group in enumerate(groups):
@@ -49,13 +55,14 @@ def cut(
 ) -> Cut:
     """Balance ``sequences`` over ``data_size`` ranks and their micro-batches by token count.
 
-    Longest first into the lightest bin; ties go to the lowest bin, so the cut is a pure function of its arguments.
+    The longest sequence goes first into the lightest bin; ties go to the lowest bin, so the cut is a pure function of
+    its arguments.
 
     Args:
         sequences: numbers into ``lengths``.
         lengths: tokens of every sequence.
-        max_tokens: tokens a micro-batch should not exceed; a longer single sequence gets a micro-batch of its own.
-        micro_batches: fixed number of micro-batches a rank; None takes as few as ``max_tokens`` allows.
+        max_tokens: tokens that a micro-batch should not exceed; a longer sequence gets a micro-batch of its own.
+        micro_batches: fixed number of micro-batches per rank; None takes as few as ``max_tokens`` allows.
     """
     total = sum(lengths[s] for s in sequences)
     count = micro_batches or max(1, math.ceil(total / (data_size * max_tokens)))
@@ -82,3 +89,74 @@ def _balance(sequences: Sequence[int], lengths: Sequence[int], count: int) -> li
         bins[lightest].append(sequence)
         heapq.heappush(heap, (load + lengths[sequence], lightest))
     return bins
+
+
+class Share(NamedTuple):
+    """The sequences of one data-parallel rank, in the order of its micro-batches."""
+
+    batch: TokenBatch
+    sequences: list[int]
+    """Number in the whole batch of each sequence; negative for one that is computed but does not count."""
+    micro_batches: list[list[range]]
+    """micro_batches[cut][i]: the sequences of ``batch`` in one micro-batch."""
+
+
+def share_of(batch: TokenBatch, cuts: Sequence[Cut], data_rank: int, device: torch.device) -> Share:
+    """The part of ``batch`` that ``cuts``, one per mini-batch, give to ``data_rank``."""
+    sequences: list[int] = []
+    micro_batches: list[list[range]] = []
+    for one in cuts:
+        micro_batches.append([])
+        for members in one.shares[data_rank]:
+            micro_batches[-1].append(range(len(sequences), len(sequences) + len(members)))
+            sequences += members
+    local = batch.select([s if s >= 0 else ~s for s in sequences])
+    ballast = [i for i, s in enumerate(sequences) if s < 0]
+    return Share((local.muted(ballast) if ballast else local).to(device), sequences, micro_batches)
+
+
+class MicroExtras(NamedTuple):
+    """[n] tensors beside the tokens of a micro-batch; a pass that does not need one has None."""
+
+    advantages: Tensor | None = None
+    scale: Tensor | None = None
+    """From `loss_scale`."""
+    old_logprobs: Tensor | None = None
+    weights: Tensor | None = None
+    """Weights of the correction over the whole batch, and their mask."""
+    mask: Tensor | None = None
+    kl_logprobs: Tensor | None = None
+    """Log-probs of the policy that the KL penalty pulls towards."""
+    replayed_routes: Tensor | None = None
+    """[n, L, k] experts to use in place of the routers' choice."""
+    compared_routes: Tensor | None = None
+    """[n, L, k] experts whose log-probs the routers record."""
+
+
+NO_EXTRAS = MicroExtras()
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Whole sequences that pass through the model together."""
+
+    batch: TokenBatch
+    extras: MicroExtras = NO_EXTRAS
+
+
+def split_rows(
+    batch: TokenBatch, micro_batches: Sequence[Sequence[int]], extras: MicroExtras = NO_EXTRAS
+) -> list[MicroBatch]:
+    """Cut ``batch`` into consecutive micro-batches.
+
+    Args:
+        micro_batches: sequence numbers of each micro-batch; together 0 .. S - 1 in order.
+        extras: tensors over the N rows of ``batch``.
+    """
+    parts, start = [], 0
+    for sequences in micro_batches:
+        part = batch.select(sequences)
+        rows = slice(start, start + part.num_tokens)
+        parts.append(MicroBatch(part, MicroExtras(*(None if values is None else values[rows] for values in extras))))
+        start = rows.stop
+    return parts

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,35 +20,40 @@ from megatron_rc.lr_decay import LengthDecayLR
 from megatron_rc.metrics import MetricSums
 from megatron_rc.settings import LossSettings, TrainSettings
 from megatron_rc.training.groups import Groups
-from megatron_rc.training.policy import Policy, UpdateResult, split_rows
-from megatron_rc.training.step.micro_loss import Collected, micro_loss
-from megatron_rc.training.step.microbatches import Cut, cut, mini_batches
+from megatron_rc.training.policy import Policy, UpdateResult
+from megatron_rc.training.step.metrics import merged, pooled, rollout_metrics
+from megatron_rc.training.step.micro_loss import Collected, MicroLoss
+from megatron_rc.training.step.microbatches import (
+    NO_EXTRAS,
+    Cut,
+    MicroExtras,
+    Share,
+    cut,
+    mini_batches,
+    share_of,
+    split_rows,
+)
 from megatron_rc.training.step.routing import Routing, StepRoutes
-from megatron_rc.training.step.shares import local_share
 
 
 @dataclass
 class StepResult:
     metrics: dict[str, Any]
-    """Numbers, and lists of them for what is measured a layer or a position."""
+    """Numbers, and lists of them for values per layer or position."""
     batch: TokenBatch
     """The whole rollout batch, with advantages; the same on every process."""
-    local: TokenBatch
-    """This rank's sequences, in the order of its micro-batches."""
-    sequences: list[int]
-    """Number in ``batch`` of each local sequence; negative for one that was computed but does not count."""
-    old_logprobs: Tensor | None
-    """[N] fp32 nats over ``local`` on the last pipeline stage in three-policy mode, else None."""
-    corrected: Corrected | None
+    share: Share
+    """This rank's sequences."""
+    columns: dict[str, Tensor]
+    """[N] values over the rows of ``share``, by their column of the dump; only on the last pipeline stage after an old
+    pass."""
 
-    def whole_rows(self) -> tuple[Tensor, list[Tensor]] | None:
-        """(row numbers in ``batch``, [old log-probs, weights, mask] of those rows) known to this rank, on the host."""
-        if self.corrected is None or self.old_logprobs is None:
-            return None
-        counted = [i for i, s in enumerate(self.sequences) if s >= 0]
-        rows = self.local.rows_of(counted)
-        values = [v[rows].cpu() for v in (self.old_logprobs, self.corrected.weights, self.corrected.mask)]
-        return self.batch.rows_of([self.sequences[i] for i in counted]), values
+    def whole_rows(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """(row numbers in ``batch``, values of those rows by column) known to this rank, on the host."""
+        counted = [i for i, s in enumerate(self.share.sequences) if s >= 0] if self.columns else []
+        rows = self.share.batch.rows_of(counted)
+        values = {name: column[rows].cpu() for name, column in self.columns.items()}
+        return self.batch.rows_of([self.share.sequences[i] for i in counted]), values
 
 
 def check_modes(correction: RolloutCorrection, loss: LossSettings, train: TrainSettings) -> None:
@@ -83,55 +87,46 @@ def reinforce_step(
     max_nonfinite_share: float,
     lr_decay: LengthDecayLR | None = None,
     routing: Routing | None = None,
-    on_update: Callable[[], None] | None = None,
+    on_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Train on one rollout batch, the same on every process.
 
     Groups whose rewards are all equal are dropped from the update; in three-policy mode they still take part in the
-    old pass, so that mismatch and length are measured on everything that was sampled. ``lr_decay`` sees that length.
-    ``routing`` records and replays the routes of every pass.
+    old pass, so that mismatch and length are measured on everything that was sampled.
+
+    Args:
+        lr_decay: sees the mean response length before the first update.
+        routing: records and replays the routes of every pass.
+        on_update: called after every optimizer step.
 
     Raises:
         SharedError: more than ``max_nonfinite_share`` of the log-probs are not finite.
     """
     assert batch.rewards is not None and batch.groups is not None
-    groups = policy.groups
-    advantages = ADVANTAGES[loss.advantage](batch.rewards, batch.groups)
     equal = equal_reward_groups(batch.rewards, batch.groups).tolist()
-    batch = dataclasses.replace(batch, advantages=advantages)
-    three_policy = correction.old == "recompute"
-    cuts, updates = _divide(batch, equal, train, groups.data_size, with_dropped=three_policy)
-    local, micro_batches = local_share(batch, cuts, groups.data_rank, policy.device)
-    assert local.advantages is not None
-    routes = routing.start(local) if routing else None
-    per_token = expand_to_tokens(local.advantages, local.cu_seqlens, local.num_tokens)
-
-    metrics = _rollout_metrics(batch, equal)
+    batch = dataclasses.replace(batch, advantages=ADVANTAGES[loss.advantage](batch.rewards, batch.groups))
+    metrics: dict[str, Any] = dict(rollout_metrics(batch, equal))
     if lr_decay is not None:
         lr_decay.step(metrics["response_length/mean"])
         metrics |= lr_decay.metrics()
-    old = corrected = None
+    three_policy = correction.old == "recompute"
+    cuts, num_updates = _divide(batch, equal, train, policy.groups.data_size, with_dropped=three_policy)
+    share = share_of(batch, cuts, policy.groups.data_rank, policy.device)
+    step = _Step(policy, correction, loss, max_nonfinite_share, share, routing.start(share.batch) if routing else None)
     if three_policy:
-        old, corrected, values = _old_pass(
-            policy, local, micro_batches, per_token, correction, max_nonfinite_share, routes
-        )
-        metrics |= values
-    results: list[_Update] = []
-    for part in micro_batches[:updates]:
-        results.append(
-            _update(policy, local, part, per_token, old, corrected, correction, loss, max_nonfinite_share, routes)
-        )
-        if on_update:
-            on_update()
-    metrics |= _update_metrics(results, groups)
-    chosen = [s for division in cuts for micro_batch in division.shares[groups.data_rank] for s in micro_batch]
-    return StepResult(metrics, batch, local, chosen, old, corrected)
+        metrics |= step.old_pass()
+    updates = []
+    for micro_batches in share.micro_batches[:num_updates]:
+        updates.append(step.update(micro_batches))
+        on_update()
+    metrics |= _update_metrics(updates, policy.groups)
+    return StepResult(metrics, batch, share, step.columns())
 
 
 def _divide(
     batch: TokenBatch, equal: Sequence[bool], train: TrainSettings, data_size: int, *, with_dropped: bool
 ) -> tuple[list[Cut], int]:
-    """One cut a mini-batch, then one for the dropped sequences; and the number of mini-batches."""
+    """One cut per mini-batch, then one for the dropped sequences; and the number of mini-batches."""
     assert batch.groups is not None
     trained = [s for s in range(batch.num_sequences) if not equal[s]]
     dropped = [s for s in range(batch.num_sequences) if equal[s]]
@@ -140,7 +135,7 @@ def _divide(
         [trained[i] for i in part]
         for part in mini_batches([numbers[s] for s in trained], train.mini_batches_per_rollout)
     ]
-    updates = len(parts)
+    num_updates = len(parts)
     if dropped and with_dropped:
         parts.append(dropped)
     cuts = [
@@ -153,44 +148,7 @@ def _divide(
         )
         for part in parts
     ]
-    return cuts, updates
-
-
-def _old_pass(
-    policy: Policy,
-    local: TokenBatch,
-    micro_batches: Sequence[Sequence[Sequence[int]]],
-    advantages: Tensor,
-    correction: RolloutCorrection,
-    max_nonfinite_share: float,
-    routes: StepRoutes | None,
-) -> tuple[Tensor | None, Corrected | None, dict[str, Any]]:
-    """log pi before the update, and the correction over all local tokens; on the last pipeline stage."""
-    groups = policy.groups
-    tables = routes.tables() if routes else {}
-    parts = split_rows(local, [sequences for part in micro_batches for sequences in part], **tables)
-    old, entropy = policy.logprobs(parts, around=routes.around if routes else None)
-    shift = routes.after_old_pass(local, old) if routes else None
-    if not groups.last_stage:
-        return None, None, _pooled(None, groups, max_nonfinite_share)
-    corrected = correct(
-        old,
-        local.rollout_logprobs,
-        local.loss_mask,
-        correction=correction,
-        cu_seqlens=local.cu_seqlens,
-        segment_ids=local.segment_ids,
-        num_segments=local.num_segments,
-        advantages=advantages,
-        statistics={} if shift is None else {"route_shift": shift.route_shift},
-        dp_group=groups.data,
-        backend=policy.train.backend,
-    )
-    sums = MetricSums().merge(corrected.metrics.prefixed("old/"))
-    sums.merge(MetricSums.of_means({"entropy": (entropy.sum(), local.loss_mask.sum())}))
-    if shift:
-        sums.merge(shift.sums.prefixed("old/"))
-    return old, corrected, _pooled(sums, groups, max_nonfinite_share)
+    return cuts, num_updates
 
 
 @dataclass
@@ -199,97 +157,119 @@ class _Update:
     sums: MetricSums
 
 
-def _update(
-    policy: Policy,
-    local: TokenBatch,
-    micro_batches: Sequence[Sequence[int]],
-    advantages: Tensor,
-    old: Tensor | None,
-    corrected: Corrected | None,
-    correction: RolloutCorrection,
-    loss: LossSettings,
-    max_nonfinite_share: float,
-    routes: StepRoutes | None,
-) -> _Update:
-    """One optimizer step on the sequences of ``micro_batches``."""
-    groups, three_policy = policy.groups, correction.old == "recompute"
-    first, last = micro_batches[0][0], micro_batches[-1][-1]
-    rows = slice(sum(local.lengths[:first]), sum(local.lengths[: last + 1]))
-    share = local.select(range(first, last + 1))
-    numbered = [[s - first for s in sequences] for sequences in micro_batches]
-    extras: dict[str, Tensor | None] = {"advantages": advantages[rows]}
-    kept = share.loss_mask
-    if corrected is not None and old is not None:
-        kept = corrected.mask[rows]
-        extras |= {"old": old[rows], "weights": corrected.weights[rows], "mask": kept}
-    if groups.last_stage:
-        extras["scale"] = loss_scale(
-            share.loss_mask,
-            kept,
-            aggregation=loss.aggregation,
-            denominator=loss.denominator,
-            cu_seqlens=share.cu_seqlens,
-            dp_group=groups.data,
-            max_length=local.sampling.max_new_tokens,
+@dataclass
+class _Step:
+    """The passes of one process over its share of a rollout batch."""
+
+    policy: Policy
+    correction: RolloutCorrection
+    loss: LossSettings
+    max_nonfinite_share: float
+    share: Share
+    routes: StepRoutes | None
+    old_logprobs: Tensor | None = None
+    """[N] fp32, nats; on the last pipeline stage after the old pass, as ``corrected``."""
+    corrected: Corrected | None = None
+
+    def __post_init__(self) -> None:
+        local = self.share.batch
+        assert local.advantages is not None
+        self.advantages = expand_to_tokens(local.advantages, local.cu_seqlens, local.num_tokens)
+
+    def old_pass(self) -> dict[str, Any]:
+        """Compute log pi before the update, and the correction over all local tokens; returns pooled metrics."""
+        policy, local, routes = self.policy, self.share.batch, self.routes
+        everything = [sequences for part in self.share.micro_batches for sequences in part]
+        extras = routes.extras() if routes else NO_EXTRAS
+        old, entropy = policy.logprobs(split_rows(local, everything, extras), around=routes.around if routes else None)
+        shift = routes.after_old_pass(local, old) if routes else None
+        if not policy.groups.last_stage:
+            return pooled(None, policy.groups, self.max_nonfinite_share)
+        self.old_logprobs = old
+        self.corrected = correct(
+            old,
+            local.rollout_logprobs,
+            local.loss_mask,
+            correction=self.correction,
+            cu_seqlens=local.cu_seqlens,
+            segment_ids=local.segment_ids,
+            num_segments=local.num_segments,
+            advantages=self.advantages,
+            statistics={} if shift is None else {"route_shift": shift.route_shift},
+            dp_group=policy.groups.data,
+            backend=policy.train.backend,
         )
-    if loss.kl_coef:
-        reference = policy.reference_logprobs(split_rows(share, numbered))
-        extras["reference"] = reference if groups.last_stage else None
+        sums = MetricSums().merge(self.corrected.metrics.prefixed("old/"))
+        sums.merge(MetricSums.of_means({"entropy": (entropy.sum(), local.loss_mask.sum())}))
+        if shift:
+            sums.merge(shift.sums.prefixed("old/"))
+        return pooled(sums, policy.groups, self.max_nonfinite_share)
 
-    def check(outputs: list[Collected]) -> None:
-        if not three_policy:
-            _pooled(_merged([o.sums for o in outputs]) if groups.last_stage else None, groups, max_nonfinite_share)
+    def update(self, micro_batches: Sequence[range]) -> _Update:
+        """One optimizer step on these sequences of the share."""
+        policy, local, routes, groups = self.policy, self.share.batch, self.routes, self.policy.groups
+        first, stop = micro_batches[0].start, micro_batches[-1].stop
+        rows = slice(sum(local.lengths[:first]), sum(local.lengths[:stop]))
+        batch = local.select(range(first, stop))
+        numbered = [range(m.start - first, m.stop - first) for m in micro_batches]
+        extras = self._extras(batch, rows)
+        if self.loss.kl_coef:
+            logprobs = policy.kl_logprobs(split_rows(batch, numbered))
+            extras = extras._replace(kl_logprobs=logprobs if groups.last_stage else None)
 
-    result = policy.update(
-        split_rows(share, numbered, **extras, **(routes.tables(rows) if routes else {})),
-        partial(micro_loss, corrected, correction, loss, policy.train.backend),
-        with_entropy=loss.entropy_coef != 0,
-        before_step=check,
-        around=routes.around if routes else None,
-    )
-    sums = _merged([o.sums for o in result.outputs])
-    if routes is None or not groups.last_stage:
-        return _Update(result, sums)
-    current = torch.cat([o.logprobs for o in result.outputs])
-    shift, replayed = routes.after_update(share, rows, current, None if old is None else old[rows])
-    if shift:
-        sums.merge(shift.sums.prefixed("current_old/" if three_policy else "current/"))
-    return _Update(result, sums.merge(replayed))
+        def check(outputs: list[Collected]) -> None:
+            if self.correction.old != "recompute":
+                sums = merged([o.sums for o in outputs]) if groups.last_stage else None
+                pooled(sums, groups, self.max_nonfinite_share)
 
+        result = policy.update(
+            split_rows(batch, numbered, extras),
+            MicroLoss(self.correction, self.loss, policy.train.backend, self.corrected),
+            with_entropy=self.loss.entropy_coef != 0,
+            before_step=check,
+            around=routes.around if routes else None,
+        )
+        sums = merged([o.sums for o in result.outputs])
+        if routes is None or not groups.last_stage:
+            return _Update(result, sums)
+        current = torch.cat([o.logprobs for o in result.outputs])
+        old = None if self.old_logprobs is None else self.old_logprobs[rows]
+        shift, replayed = routes.after_update(batch, rows, current, old)
+        if shift:
+            sums.merge(shift.sums.prefixed("current/" if old is None else "current_old/"))
+        return _Update(result, sums.merge(replayed))
 
-def _pooled(sums: MetricSums | None, groups: Groups, max_nonfinite_share: float) -> dict[str, Any]:
-    """Values over all data-parallel ranks of the last pipeline stage (``sums`` is None elsewhere), on every process."""
-
-    def values() -> dict[str, Any]:
-        if sums is None:
+    def columns(self) -> dict[str, Tensor]:
+        if self.corrected is None or self.old_logprobs is None:
             return {}
-        sums.all_reduce(groups.data)
-        sums.check(max_nonfinite_share)
-        return sums.values()
+        return {
+            "old_logprobs": self.old_logprobs,
+            "weights": self.corrected.weights,
+            "mask": self.corrected.mask,
+        }
 
-    return groups.gather(values)[-1]
-
-
-def _merged(outputs: Sequence[MetricSums]) -> MetricSums:
-    sums = MetricSums()
-    for found in outputs:
-        sums.merge(found)
-    return sums
-
-
-def _rollout_metrics(batch: TokenBatch, equal: Sequence[bool]) -> dict[str, float]:
-    assert batch.rewards is not None and batch.truncated is not None
-    lengths = torch.zeros(batch.num_sequences).index_add_(
-        0, torch.repeat_interleave(torch.tensor(batch.lengths)), batch.loss_mask.float()
-    )
-    return {
-        "reward/mean": float(batch.rewards.mean()),
-        "reward/std": float(batch.rewards.std(correction=0)),
-        "response_length/mean": float(lengths.mean()),
-        "response_length/max": float(lengths.max()),
-        "response_length/truncated": float(batch.truncated.float().mean()),
-        "groups/equal_reward": sum(equal) / len(equal),
-    }
+    def _extras(self, batch: TokenBatch, rows: slice) -> MicroExtras:
+        """Tensors of the update on ``batch``, which are these rows of the share."""
+        extras = self.routes.extras(rows) if self.routes else NO_EXTRAS
+        extras = extras._replace(advantages=self.advantages[rows])
+        kept = batch.loss_mask
+        if self.corrected is not None and self.old_logprobs is not None:
+            kept = self.corrected.mask[rows]
+            extras = extras._replace(
+                old_logprobs=self.old_logprobs[rows], weights=self.corrected.weights[rows], mask=kept
+            )
+        if not self.policy.groups.last_stage:
+            return extras
+        scale = loss_scale(
+            batch.loss_mask,
+            kept,
+            aggregation=self.loss.aggregation,
+            denominator=self.loss.denominator,
+            cu_seqlens=batch.cu_seqlens,
+            dp_group=self.policy.groups.data,
+            max_length=batch.sampling.max_new_tokens,
+        )
+        return extras._replace(scale=scale)
 
 
 def _update_metrics(updates: Sequence[_Update], groups: Groups) -> dict[str, Any]:
@@ -297,8 +277,8 @@ def _update_metrics(updates: Sequence[_Update], groups: Groups) -> dict[str, Any
     metrics: dict[str, Any] = {"updates": float(len(updates)), "grad_norm": math.nan, "lr": math.nan}
     if not updates:
         return metrics
-    sums = _merged([update.sums for update in updates]) if groups.last_stage else None
-    metrics |= _pooled(sums, groups, 1.0)
+    sums = merged([update.sums for update in updates]) if groups.last_stage else None
+    metrics |= pooled(sums, groups, 1.0)
     results = [update.result for update in updates]
     metrics["grad_norm"] = sum(r.grad_norm for r in results) / len(results)
     metrics["lr"] = results[-1].lr

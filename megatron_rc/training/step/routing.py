@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +33,8 @@ from megatron_rc.moe.tables import (
 from megatron_rc.settings import MoeSettings
 from megatron_rc.training import emulation
 from megatron_rc.training.groups import Groups
-from megatron_rc.training.policy import AroundForward, MicroBatch
+from megatron_rc.training.policy import AroundForward
+from megatron_rc.training.step.microbatches import MicroBatch, MicroExtras
 
 
 def moe_shape(hf: dict[str, Any]) -> MoeShape:
@@ -133,9 +134,11 @@ class Routing:
         """Rows of a micro-batch of ``tokens`` that the routers of a tensor-parallel rank see."""
         return local_rows((tokens,), tensor_size=self.tensor_size, tensor_rank=rank)
 
-    def local(self, ids: Tensor) -> Tensor:
-        """[n, L, k]: what this process's routers see of the routes of one micro-batch."""
-        return ids if self.tensor_size == 1 else take_rows(ids, self.rows(len(ids), self.tensor_rank), self.shape)
+    def local(self, ids: Tensor | None) -> Tensor | None:
+        """[n, L, k]: the routes of one micro-batch, of the rows that this process's routers see."""
+        if ids is None or self.tensor_size == 1:
+            return ids
+        return take_rows(ids, self.rows(len(ids), self.tensor_rank), self.shape)
 
     def gathered(self, schedule: RoutedSchedule, sizes: Sequence[int], names: Sequence[str]) -> RouteTable:
         """The rows of all micro-batches in all layers, on every process of the model; a collective of them.
@@ -213,15 +216,15 @@ class StepRoutes:
     recorded: RouteTable | None = None
     """Of the schedule that ran last, for the rows of its micro-batches."""
 
-    def tables(self, rows: slice = slice(None)) -> dict[str, Tensor | None]:
-        """What the micro-batches of these local rows must carry: the routes to replay, and those to compare with."""
+    def extras(self, rows: slice = slice(None)) -> MicroExtras:
+        """The routes that a pass over these local rows replays, and those that it compares its own with."""
         settings = self.routing.settings
-        replay = {"none": None, "R2": self.old, "R3": self.sampler}[settings.replay]
-        other = (self.old or self.sampler) if settings.record else None
-        return {
-            "route_target": None if replay is None else replay.ids[rows],
-            "route_reference": None if other is None else other.ids[rows],
-        }
+        replayed = {"none": None, "R2": self.old, "R3": self.sampler}[settings.replay]
+        compared = (self.old or self.sampler) if settings.record else None
+        return MicroExtras(
+            replayed_routes=None if replayed is None else replayed.ids[rows],
+            compared_routes=None if compared is None else compared.ids[rows],
+        )
 
     @contextmanager
     def around(self, micro_batches: Sequence[MicroBatch], forward_only: bool) -> Iterator[AroundForward]:
@@ -229,14 +232,15 @@ class StepRoutes:
         routing, detail = self.routing, self.routing.settings.record
         with RoutedSchedule(routing.chunks, routing.shape, forward_only=forward_only, detail=detail) as schedule:
 
-            def forward(chunk: int, micro: MicroBatch) -> Any:
-                given = (micro.extras.get(f"route_{name}") for name in ("target", "reference"))
-                target, reference = (None if ids is None else routing.local(ids) for ids in given)
-                return schedule.forward(chunk, target=target, reference=reference)
+            def forward(chunk: int, micro: MicroBatch) -> AbstractContextManager[None]:
+                extras = micro.extras
+                return schedule.forward(
+                    chunk, target=routing.local(extras.replayed_routes), reference=routing.local(extras.compared_routes)
+                )
 
             yield forward
         names = ["ids", *(("logprobs", "margins") if detail else ())]
-        if "route_reference" in micro_batches[0].extras:
+        if micro_batches[0].extras.compared_routes is not None:
             names.append("reference_logprobs")
         self.recorded = routing.gathered(schedule, [micro.batch.num_tokens for micro in micro_batches], names)
 
@@ -283,7 +287,7 @@ class StepRoutes:
         )
 
     def _replayed(self, share: TokenBatch, rows: slice) -> MetricSums:
-        target, routing = self.tables(rows)["route_target"], self.routing
+        target, routing = self.extras(rows).replayed_routes, self.routing
         if target is None or not routing.groups.last_stage:
             return MetricSums()
         assert self.recorded is not None

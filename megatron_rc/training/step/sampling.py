@@ -14,16 +14,16 @@ from megatron_rc.training.groups import Groups, SharedError
 
 
 @dataclass
-class Rollouts:
+class SampledBatch:
     """The good samples of a step, prompt by prompt; the same on every process."""
 
     samples: list[Sample]
     rewards: list[float]
     groups: list[int]
-    """Number of the prompt that each one answers."""
+    """Number of the prompt that each sample answers."""
     seeds: list[int]
     discarded: list[Sample] = field(default_factory=list)
-    """What came back damaged and is not trained on."""
+    """Samples that came back damaged and are not trained on."""
 
     def metrics(self) -> dict[str, float]:
         """Shares of all responses that were damaged, in all and by reason, and how often the server retracted one."""
@@ -41,80 +41,93 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 2
 
 
-def sample(
-    engine: RolloutEngine,
-    task: Task,
-    groups: Groups,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    *,
-    n: int,
-    seeds: Sequence[int],
-    max_rejected_share: float = 0.0,
-    on_finished: Callable[[int], None] | None = None,
-) -> Rollouts:
-    """Sample and score ``n`` responses a prompt.
+@dataclass(frozen=True)
+class Sampler:
+    """Samples and scores responses to the prompts of a task."""
 
-    Args:
-        max_rejected_share: of the responses that may come back damaged; the others are trained on without them.
+    engine: RolloutEngine
+    task: Task
+    groups: Groups
+    params: SamplingParams
+    seed: int
+    """Seed of the job."""
+    max_discarded_share: float
+    """Share of the responses of one call that may come back damaged; the others are used without them."""
 
-    Raises:
-        SharedError: an engine or a reward function failed on some process, or too many responses are damaged; raised
-            on all processes.
-    """
-    first, last = (len(prompts) * r // groups.world_size for r in (groups.rank, groups.rank + 1))
+    def rollouts(
+        self, prompts: Sequence[Prompt], n: int, *, first: int, on_finished: Callable[[int], None]
+    ) -> SampledBatch:
+        """`sample` training prompts.
 
-    def mine() -> tuple[list[Sample], list[float]]:
-        share = prompts[first:last]
-        if not share:
-            return [], []
-        with emulation.suspended():
-            samples = engine.generate(
-                [p.token_ids for p in share], params, n=n, seeds=seeds[first * n : last * n], on_finished=on_finished
-            )
+        Args:
+            first: number of the first prompt in the training stream; the seeds follow from it.
+        """
+        seeds = [seed_of(self.seed, "rollout", first * n + i) for i in range(len(prompts) * n)]
+        return self.sample(prompts, n, seeds, on_finished)
+
+    def held_out_accuracy(self, n: int) -> float:
+        """Mean reward of ``n`` answers per held-out prompt, sampled with the same seeds at every call."""
+        prompts = self.task.eval_prompts()
+        seeds = [seed_of(self.seed, "eval", i) for i in range(len(prompts) * n)]
+        rewards = self.sample(prompts, n, seeds).rewards
+        return sum(rewards) / len(rewards)
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        seeds: Sequence[int],
+        on_finished: Callable[[int], None] | None = None,
+    ) -> SampledBatch:
+        """Sample and score ``n`` responses per prompt.
+
+        Args:
+            seeds: one per response.
+            on_finished: called with the number of newly finished responses.
+
+        Raises:
+            SharedError: an engine or a reward function failed on some process, or too many responses are damaged;
+                raised on all processes.
+        """
+        rank, world = self.groups.rank, self.groups.world_size
+        first, last = (len(prompts) * r // world for r in (rank, rank + 1))
+
+        def local() -> tuple[list[Sample], list[float]]:
+            share = prompts[first:last]
+            if not share:
+                return [], []
+            with emulation.suspended():
+                samples = self.engine.generate(
+                    [p.token_ids for p in share],
+                    self.params,
+                    n=n,
+                    seeds=seeds[first * n : last * n],
+                    on_finished=on_finished,
+                )
+            good = [i for i, s in enumerate(samples) if s.discarded is None]
+            return samples, self.task.rewards([share[i // n] for i in good], [samples[i].output_ids for i in good])
+
+        gathered = self.groups.gather(local)
+        samples = [s for part, _ in gathered for s in part]
+        discarded = [s for s in samples if s.discarded is not None]
+        self._check_discarded(discarded, len(samples))
         good = [i for i, s in enumerate(samples) if s.discarded is None]
-        return samples, task.rewards([share[i // n] for i in good], [samples[i].output_ids for i in good])
+        return SampledBatch(
+            samples=[samples[i] for i in good],
+            rewards=[r for _, rewards in gathered for r in rewards],
+            groups=[i // n for i in good],
+            seeds=[seeds[i] for i in good],
+            discarded=discarded,
+        )
 
-    gathered = groups.gather(mine)
-    samples = [s for part, _ in gathered for s in part]
-    discarded = [s for s in samples if s.discarded is not None]
-    _check_discarded(discarded, len(samples), max_rejected_share)
-    good = [i for i, s in enumerate(samples) if s.discarded is None]
-    return Rollouts(
-        samples=[samples[i] for i in good],
-        rewards=[r for _, rewards in gathered for r in rewards],
-        groups=[i // n for i in good],
-        seeds=[seeds[i] for i in good],
-        discarded=discarded,
-    )
-
-
-def _check_discarded(discarded: Sequence[Sample], total: int, max_share: float) -> None:
-    if not discarded or (len(discarded) <= max_share * total and len(discarded) < total):
-        return
-    reasons = Counter(str(s.discarded) for s in discarded)
-    examples = {str(s.discarded): s.discarded_detail for s in reversed(discarded)}
-    listed = "; ".join(f"{count} {reason} ({examples[reason]})" for reason, count in reasons.most_common())
-    raise SharedError(
-        f"{len(discarded)} of {total} responses came back damaged, rollout.sglang.max_rejected_share is {max_share!r}: "
-        f"{listed}"
-    )
-
-
-def held_out_accuracy(
-    engine: RolloutEngine,
-    task: Task,
-    groups: Groups,
-    params: SamplingParams,
-    *,
-    n: int,
-    seed: int,
-    max_rejected_share: float = 0.0,
-) -> float:
-    """Mean reward of ``n`` sampled answers a held-out prompt, with the same seeds at every call."""
-    prompts = task.eval_prompts()
-    seeds = [seed_of(seed, "eval", i) for i in range(len(prompts) * n)]
-    rewards = sample(
-        engine, task, groups, prompts, params, n=n, seeds=seeds, max_rejected_share=max_rejected_share
-    ).rewards
-    return sum(rewards) / len(rewards)
+    def _check_discarded(self, discarded: Sequence[Sample], total: int) -> None:
+        allowed = self.max_discarded_share
+        if not discarded or (len(discarded) <= allowed * total and len(discarded) < total):
+            return
+        reasons = Counter(str(s.discarded) for s in discarded)
+        examples = {str(s.discarded): s.discarded_detail for s in reversed(discarded)}
+        listed = "; ".join(f"{count} {reason} ({examples[reason]})" for reason, count in reasons.most_common())
+        raise SharedError(
+            f"{len(discarded)} of {total} responses came back damaged, rollout.sglang.max_rejected_share is "
+            f"{allowed!r}: {listed}"
+        )

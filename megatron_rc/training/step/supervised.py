@@ -1,4 +1,4 @@
-"""Supervised warm-up: cross-entropy on demonstrations through the same batches, cuts and schedules."""
+"""The supervised warm-up: cross-entropy on demonstrations through the same batches, cuts and schedules."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.loss import loss_scale
 from megatron_rc.settings import TrainSettings
-from megatron_rc.training.policy import MicroBatch, Policy, split_rows
-from megatron_rc.training.step.microbatches import cut
-from megatron_rc.training.step.shares import local_share
+from megatron_rc.training.policy import Policy
+from megatron_rc.training.step.microbatches import MicroBatch, MicroExtras, cut, share_of, split_rows
 
 
 def demonstration_batch(pairs: Sequence[tuple[list[int], list[int]]]) -> TokenBatch:
@@ -28,7 +27,7 @@ def supervised_step(policy: Policy, batch: TokenBatch, train: TrainSettings) -> 
     """One optimizer step on the mean cross-entropy over response tokens.
 
     Returns:
-        metrics; ``cross_entropy`` in nats a token, measured before the step.
+        metrics; ``cross_entropy`` in nats per token, measured before the step.
     """
     groups = policy.groups
     division = cut(
@@ -38,14 +37,15 @@ def supervised_step(policy: Policy, batch: TokenBatch, train: TrainSettings) -> 
         max_tokens=train.max_tokens_per_microbatch,
         micro_batches=train.micro_batches,
     )
-    local, micro_batches = local_share(batch, [division], groups.data_rank, policy.device)
+    local, _, (micro_batches,) = share_of(batch, [division], groups.data_rank, policy.device)
     scale = loss_scale(local.loss_mask, local.loss_mask, cu_seqlens=local.cu_seqlens, dp_group=groups.data)
 
     def loss(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
-        value = -(logprobs * micro.extras["scale"]).sum()
+        assert micro.extras.scale is not None
+        value = -(logprobs * micro.extras.scale).sum()
         return value, value.detach()
 
-    result = policy.update(split_rows(local, micro_batches[0], scale=scale), loss, with_entropy=False)
+    result = policy.update(split_rows(local, micro_batches, MicroExtras(scale=scale)), loss, with_entropy=False)
     total = torch.stack([*result.outputs, torch.zeros((), device=policy.device)]).sum()
     dist.all_reduce(total, group=groups.data)
     return {"cross_entropy": float(groups.from_last_stage(total)), "grad_norm": result.grad_norm, "lr": result.lr}

@@ -22,7 +22,8 @@ def _train_and_sync(rank: int, url: str, model: str, folder: str) -> list[dict[s
     from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
     from megatron_rc.settings import ModelSettings, ParallelSettings, SGLangSettings, TrainSettings
     from megatron_rc.training import groups
-    from megatron_rc.training.policy import MicroBatch, Policy
+    from megatron_rc.training.policy import Policy
+    from megatron_rc.training.step.microbatches import MicroBatch
 
     place = groups.initialize(ParallelSettings(tensor=2), seed=1)
     train = TrainSettings(optimizer="sgd", lr=8.0)

@@ -1,0 +1,59 @@
+"""The numbers of one rollout step: of what was sampled, and pooled over the ranks of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_rc.batch import TokenBatch
+from megatron_rc.metrics import MetricSums
+from megatron_rc.training.groups import Groups
+
+
+def rollout_metrics(batch: TokenBatch, equal: Sequence[bool]) -> dict[str, float]:
+    """Rewards and response lengths.
+
+    Args:
+        equal: whether all rewards of a sequence's group are equal.
+    """
+    assert batch.rewards is not None and batch.truncated is not None
+    lengths = torch.zeros(batch.num_sequences).index_add_(
+        0, torch.repeat_interleave(torch.tensor(batch.lengths)), batch.loss_mask.float()
+    )
+    return {
+        "reward/mean": float(batch.rewards.mean()),
+        "reward/std": float(batch.rewards.std(correction=0)),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/truncated": float(batch.truncated.float().mean()),
+        "groups/equal_reward": sum(equal) / len(equal),
+    }
+
+
+def merged(parts: Sequence[MetricSums]) -> MetricSums:
+    sums = MetricSums()
+    for part in parts:
+        sums.merge(part)
+    return sums
+
+
+def pooled(sums: MetricSums | None, groups: Groups, max_nonfinite_share: float) -> dict[str, Any]:
+    """Values over all data-parallel ranks, on every process.
+
+    Args:
+        sums: those of this rank on the last pipeline stage, None elsewhere.
+
+    Raises:
+        SharedError: more than ``max_nonfinite_share`` of the log-probs are not finite.
+    """
+
+    def values() -> dict[str, Any]:
+        if sums is None:
+            return {}
+        sums.all_reduce(groups.data)
+        sums.check(max_nonfinite_share)
+        return sums.values()
+
+    return groups.gather(values)[-1]
