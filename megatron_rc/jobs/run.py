@@ -1,4 +1,9 @@
-"""From settings to a running job: which task, which engine, and how the processes agree."""
+"""From settings to a running job: its task, its engine, and the objects of the training loop.
+
+Functions import what they build, because torch, transformers and megatron-core take seconds to import, may be missing
+where only the command line is used, and print warnings that must be silenced first. megatron-core must also be
+imported after the emulation of CUDA is on.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def quiet_imports() -> None:
-    """Without what megatron-core says on import: one warning a missing library, module and process."""
+    """Silence megatron-core's import-time warnings about missing libraries."""
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
 
@@ -35,7 +40,7 @@ OUTPUTS = (
     "metrics.jsonl",
     "report.html",
     "checkpoints",
-    "reference",
+    "kl_policy",
     "hf",
     "dump",
     "rejected",
@@ -85,7 +90,7 @@ def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
 
 
 def _delete_outputs(folder: Path) -> None:
-    """Delete what a job writes, and nothing else that lies in its folder."""
+    """Delete the files that a job writes, and nothing else in its folder."""
     for name in OUTPUTS:
         path = folder / name
         if path.is_dir():
@@ -97,11 +102,11 @@ def _delete_outputs(folder: Path) -> None:
 def _task(settings: JobSettings, hf_config: dict[str, Any]) -> Task:
     from megatron_rc.tasks.registry import build_task
 
-    chosen = settings.task
-    task = build_task(chosen.kind, chosen.options, seed=settings.train.seed, tokenizer=settings.model.hf_path)
+    kind, options = settings.task.kind, settings.task.options
+    task = build_task(kind, options, seed=settings.train.seed, tokenizer=settings.model.hf_path)
     if task.vocab_size > hf_config["vocab_size"]:
         raise ValueError(
-            f"the tokenizer of task {chosen.kind!r} has {task.vocab_size} ids, the model's vocab_size is "
+            f"the tokenizer of task {kind!r} has {task.vocab_size} ids, the model's vocab_size is "
             f"{hf_config['vocab_size']}"
         )
     return task
@@ -127,7 +132,7 @@ def _engine(settings: JobSettings, policy: Policy, groups: Groups, probe: Probe 
 
 
 def _probe(settings: JobSettings, policy: Policy) -> Probe | None:
-    """What proves the servers' weights, where they are to serve what is trained and no knob changes it on the way."""
+    """Probe that checks the servers' weights; None if a perturbation changes them on purpose."""
     rollout = settings.rollout
     if rollout.engine != "sglang" or rollout.quantize != "none" or rollout.amplify or rollout.staleness:
         return None
@@ -140,27 +145,14 @@ def _probe(settings: JobSettings, policy: Policy) -> Probe | None:
 def _sglang_engine(settings: JobSettings, policy: Policy, groups: Groups, probe: Probe | None) -> RolloutEngine:
     from megatron_rc.rollout.sglang.engine import SGLangEngine
 
-    chosen = settings.rollout.sglang
-
-    def agree(error: str | None) -> None:
-        def mine() -> None:
-            if error is not None:
-                raise ValueError(error)
-
-        groups.gather(mine)
-
-    made: list[RolloutEngine] = []
-
-    def connect() -> None:
-        engine = SGLangEngine(
-            dataclasses.replace(chosen, sync_dir=chosen.sync_dir or str(Path(settings.output) / "sync")),
+    sglang = settings.rollout.sglang
+    return groups.together(
+        lambda: SGLangEngine(
+            dataclasses.replace(sglang, sync_dir=sglang.sync_dir or str(Path(settings.output) / "sync")),
             policy.hf_config,
-            agree=agree,
+            agree=groups.raise_everywhere,
             writer=groups.is_writer,
-            return_routes=chosen.capture_routes or settings.moe.wants_routes,
+            return_routes=sglang.capture_routes or settings.moe.wants_routes,
             probe=probe.logprobs if probe else None,
         )
-        made.append(engine)
-
-    groups.gather(connect)
-    return made[0]
+    )
