@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from megatron_rc import schema, versions
 from megatron_rc import settings as job_settings
+from megatron_rc import versions
 from megatron_rc.cluster import commands
 from megatron_rc.jobs import run as job
 from megatron_rc.jobs.run import quiet_imports
@@ -94,7 +94,7 @@ app.command(context_settings={"ignore_unknown_options": True})(commands.serve)
 @app.command()
 def grid(
     config: Annotated[Path, typer.Argument(help="YAML of the grid: job, axes, seeds; docs/moe.md explains one.")],
-    only: Annotated[list[str], typer.Option(metavar="AXIS=CHOICE,...", help="These choices alone.")] = [],  # noqa: B006
+    only: Annotated[list[str], typer.Option(metavar="AXIS=CHOICE,...", help="Run only these choices.")] = [],  # noqa: B006
     seeds: Annotated[str, typer.Option(help="Seeds in place of the YAML's, such as 1,2,3.")] = "",
     output: Annotated[str, typer.Option(help="Folder in place of the YAML's.")] = "",
     assignments: Annotated[
@@ -103,7 +103,7 @@ def grid(
     warm: Annotated[
         bool, typer.Option("--warm", help="Only make and name the checkpoints that cells start from.")
     ] = False,
-    table: Annotated[bool, typer.Option("--table", help="Run nothing; write the table of what is finished.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Run nothing; write the table of the finished cells.")] = False,
 ) -> None:
     """Train one job for every choice on every axis of a grid, and write their table and picture.
 
@@ -111,80 +111,45 @@ def grid(
     """
     quiet_imports()
     from megatron_rc.jobs import grid as grids
-    from megatron_rc.report.grid import read_run, write_grid
 
-    data: dict[str, Any] = schema.load_yaml(config)
-    if seeds:
-        data["seeds"] = seeds.split(",")
-    if output:
-        data["output"] = output
-    chosen = schema.from_dict(grids.GridSettings, data | {"arguments": assignments})
+    settings = grids.load(config, seeds=seeds, output=output, assignments=assignments)
     if warm:
-        return print(*grids.warm(chosen), sep="\n")
-    pairs = [word.partition("=") for word in only]
-    todo = grids.cells(chosen, {axis: names.split(",") for axis, _, names in pairs})
-    failed = {} if table else grids.run(chosen, todo, lambda said: print(said, file=sys.stderr, flush=True))
-    done = grids.finished(chosen)
-    if not done:
-        raise ValueError(f"no cell of {chosen.output} is finished" + "".join(f"; {k}: {v}" for k, v in failed.items()))
-    for path in write_grid([read_run(c.choices, c.seed, c.folder) for c in done], Path(chosen.output)):
-        print(path)
-    if failed:
-        raise ValueError("failed: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
+        print(*grids.warm(settings), sep="\n")
+    else:
+        choices = {axis: names.split(",") for axis, _, names in (word.partition("=") for word in only)}
+        grids.run_and_write(settings, choices, only_write=table)
 
 
 @app.command()
 def settings() -> None:
     """Print every field of the YAML with its type, default and meaning (Markdown)."""
-    from megatron_rc.jobs import describe
-    from megatron_rc.settings import JobSettings
+    from megatron_rc.jobs import pages
 
-    print("# Settings of `megatron-rc train`\n\nPrinted by `megatron-rc settings`.\n")
-    print(describe.sections(JobSettings), end="")
+    print(pages.settings(), end="")
 
 
 @app.command()
 def presets() -> None:
     """Print the correction presets with their settings and sources (Markdown)."""
-    from megatron_rc.config import PRESETS
-    from megatron_rc.jobs import describe
+    from megatron_rc.jobs import pages
 
-    print("# Correction presets\n\nPrinted by `megatron-rc presets`.\n")
-    rows = [(f"`{name}`", describe.changed(p.correction), p.source) for name, p in PRESETS.items()]
-    print(describe.table(("preset", "settings", "source"), rows), end="")
+    print(pages.presets(), end="")
 
 
 @app.command(name="versions")
 def supported_versions() -> None:
     """Print which releases of Python, megatron-core, Triton and SGLang are supported (Markdown)."""
-    from megatron_rc.jobs import describe
+    from megatron_rc.jobs import pages
 
-    print("# Supported releases\n\nPrinted by `megatron-rc versions`. An installation bounds none of them from above:")
-    print("what is too old, or has another signature than the patch was made for, is refused when it is used.\n")
-    packages = ("megatron-core", "Python", "Triton", "SGLang")
-    uses = ("`train`", '`patch("megatron-training")`', '`patch("megatron-lm")`')
-    print(describe.table((*packages, *uses), versions.matrix()), end="")
-    print("\n## What ran together\n")
-    print(describe.table(("Python", "megatron-core", "Triton", "SGLang", "what ran"), versions.TESTED), end="")
+    print(pages.releases(), end="")
 
 
 @app.command()
 def metrics() -> None:
     """Print every metric of a pair of policies with its formula (Markdown)."""
-    from megatron_rc.jobs import describe
-    from megatron_rc.metrics import METRICS, SHARES
-    from megatron_rc.moe.shift_metrics import EXPERT_SHIFT, EXPERT_SHIFT_LISTS
+    from megatron_rc.jobs import pages
 
-    print("# Metrics\n\nPrinted by `megatron-rc metrics`. `old/` is the trainer before the update against the sampler,")
-    print("`current/` the trainer during the update against the sampler, `current_old/` the former two.\n")
-    print("l = log pi - log mu of a token, rho = e^l; rho(y) = exp sum_t l of a sequence; p = pi, q = mu; w: the final")
-    print("weights.\n")
-    formulas = {**{name: metric.formula for name, metric in METRICS.items()}, **SHARES}
-    print(describe.table(("metric", "formula"), [(f"`{name}`", text) for name, text in formulas.items()]), end="")
-    print("\n## Expert shift\n\nOf a model with experts, with `moe.record`. S, S': the experts of a token in a layer")
-    print("by the two engines (a decision), k their number; a token is shifted when one of its decisions differs.\n")
-    routes = {**EXPERT_SHIFT, **EXPERT_SHIFT_LISTS}
-    print(describe.table(("metric", "formula"), [(f"`{name}`", text) for name, text in routes.items()]), end="")
+    print(pages.metrics(), end="")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""A grid of training jobs, one for every choice on every axis and every seed; resumable, shared among processes."""
+"""A grid of training jobs, one per choice on every axis and per seed; resumable, shared among processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import itertools
 import shlex
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 from megatron_rc import schema
 from megatron_rc.jobs import run as job
+from megatron_rc.report.grid import read_run, write_grid
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings import JobSettings
 
@@ -26,18 +28,19 @@ class GridSettings:
     """The YAML of `megatron-rc grid`."""
 
     job: dict[str, Any]
-    """Fields of a training job that all have in common."""
+    """Fields of a training job that all cells have in common."""
     axes: dict[str, dict[str, dict[str, Any]]]
-    """Axis -> choice -> dotted field of the job -> value."""
+    """Maps axis -> choice -> dotted field of the job -> value."""
     seeds: tuple[int, ...] = (1,)
-    """Every cell is run with each of them as train.seed."""
+    """Every cell is run with each of these as train.seed."""
     output: str = "runs/grid"
     launcher: str = ""
-    """What starts a job of several processes, such as `torchrun --nproc_per_node 8`; empty: this process runs it."""
+    """Command that starts a job of several processes, such as `torchrun --nproc_per_node 8`; empty runs jobs in this
+    process."""
     keep_weights: bool = False
     """Keep the checkpoints of finished cells."""
     arguments: tuple[str, ...] = ()
-    """`--set` of the command line, for every job."""
+    """Values of `--set` on the command line, for every job."""
 
     def __post_init__(self) -> None:
         if not self.seeds:
@@ -63,8 +66,18 @@ class Cell(NamedTuple):
         return bool(records) and records[-1]["step"] >= self.steps
 
 
+def load(path: Path, *, seeds: str = "", output: str = "", assignments: Sequence[str] = ()) -> GridSettings:
+    """The grid of a YAML file; seeds, separated by commas, and output replace those of the file unless empty."""
+    data = schema.load_yaml(path)
+    if seeds:
+        data["seeds"] = seeds.split(",")
+    if output:
+        data["output"] = output
+    return schema.from_dict(GridSettings, data | {"arguments": assignments})
+
+
 def cells(grid: GridSettings, only: Mapping[str, Sequence[str]] | None = None) -> list[Cell]:
-    """The cells of a grid, the last axis fastest; with ``only``, those of the named choices.
+    """The cells of a grid, the last axis fastest; ``only`` keeps those of the choices that it names.
 
     Raises:
         ValueError: ``only`` names an axis or a choice that the grid lacks, or a job's settings are wrong.
@@ -76,45 +89,59 @@ def cells(grid: GridSettings, only: Mapping[str, Sequence[str]] | None = None) -
         for name in set(names) - set(grid.axes[axis]):
             raise ValueError(f"axis {axis!r} has no choice {name!r}; it has {', '.join(grid.axes[axis])}")
     columns = [[name for name in choices if name in only.get(axis, choices)] for axis, choices in grid.axes.items()]
-    found = []
+    out = []
     for names in itertools.product(*columns):
         choices = dict(zip(grid.axes, names, strict=True))
         steps = _settings(grid, _fields(grid, choices)).train.steps
         folder = Path(grid.output) / "-".join(names)
-        found += [Cell(choices, seed, folder / f"seed-{seed}", steps) for seed in grid.seeds]
-    return found
+        out += [Cell(choices, seed, folder / f"seed-{seed}", steps) for seed in grid.seeds]
+    return out
 
 
 def finished(grid: GridSettings) -> list[Cell]:
-    """The finished cells in the folder of a grid, of all its choices and of every seed that was ever run there."""
+    """The finished cells in the folder of a grid, of all its choices and of every seed that ever ran there."""
     folders = Path(grid.output).glob("*/seed-*")
     seeds = sorted({int(folder.name.removeprefix("seed-")) for folder in folders})
     return [cell for cell in cells(replace(grid, seeds=tuple(seeds) or grid.seeds)) if cell.finished()]
 
 
 def warm(grid: GridSettings) -> list[Path]:
-    """The checkpoint of every seed that its cells start from; none for a job without a warm-up."""
+    """Make the checkpoint per seed that its cells start from; a job without a warm-up has none."""
     common = _settings(grid, grid.job)
     return [_warmed(grid, seed) for seed in grid.seeds] if common.warmup.steps else []
 
 
-def run(grid: GridSettings, todo: Sequence[Cell], tell: Callable[[str], None]) -> dict[str, str]:
-    """Run every cell that is not finished and that no other process is running; wait for those of the others.
+def run_and_write(grid: GridSettings, only: Mapping[str, Sequence[str]], *, only_write: bool = False) -> None:
+    """Run the unfinished cells of the choices that ``only`` names; write and name the table and picture of all cells.
 
-    Start the same command in several terminals, or again after a crash: a cell goes on from its newest checkpoint.
+    Raises:
+        ValueError: as `cells`, or cells failed; the table holds the others.
+    """
+    todo = cells(grid, only)
+    failed = {} if only_write else run(grid, todo)
+    done = finished(grid)
+    if not done:
+        raise ValueError(f"no cell of {grid.output} is finished" + "".join(f"; {k}: {v}" for k, v in failed.items()))
+    print(*write_grid([read_run(c.choices, c.seed, c.folder) for c in done], Path(grid.output)), sep="\n")
+    if failed:
+        raise ValueError("failed: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
 
-    Args:
-        tell: called with a sentence of progress.
+
+def run(grid: GridSettings, todo: Sequence[Cell]) -> dict[str, str]:
+    """Run every cell that is not finished and that no other process is running; wait for the cells of the others.
+
+    Start the same command in several terminals, or again after a crash: a cell continues from its newest checkpoint.
+    A line on stderr reports every cell that ended.
 
     Returns:
-        why, by the name of the cell, of those that failed.
+        the reason by the name of the cell, for cells that failed.
     """
     failed: dict[str, str] = {}
     while left := [cell for cell in todo if cell.name not in failed and not cell.finished()]:
         idle = True
         for cell in left:
-            with _claimed(cell.folder) as mine:
-                if not mine or cell.finished():
+            with _claimed(cell.folder) as claimed:
+                if not claimed or cell.finished():
                     continue
                 idle, started = False, time.monotonic()
                 try:
@@ -123,7 +150,8 @@ def run(grid: GridSettings, todo: Sequence[Cell], tell: Callable[[str], None]) -
                     failed[cell.name] = str(error)
                 took = f"{time.monotonic() - started:.0f} s"
                 done = sum(other.finished() for other in todo)
-                tell(f"{done}/{len(todo)} {cell.name}: {failed.get(cell.name, took)}")
+                line = f"{done}/{len(todo)} {cell.name}: {failed.get(cell.name, took)}"
+                print(line, file=sys.stderr, flush=True)
         if idle:
             time.sleep(1.0)
     return failed
@@ -193,7 +221,7 @@ def _changed(data: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 @contextmanager
 def _claimed(folder: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Whether this process may work in ``folder``; the claim ends with the block, or with the process."""
+    """Yield whether this process may work in ``folder``; the claim ends with the block, or with the process."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:
         try:
