@@ -196,20 +196,6 @@ class TokenBatch:
                 moved[field.name] = value.to(device)
         return dataclasses.replace(self, **moved)
 
-    def padded(self, values: Tensor) -> Tensor:
-        """[N, ...] packed -> [S, max length, ...] padded with zeros."""
-        out = values.new_zeros(self.num_sequences, max(self.lengths, default=0), *values.shape[1:])
-        out[self._padded_mask()] = values
-        return out
-
-    def packed(self, values: Tensor) -> Tensor:
-        """[S, max length, ...] padded -> [N, ...] packed."""
-        return values[self._padded_mask()]
-
-    def _padded_mask(self) -> Tensor:
-        lengths = torch.tensor(self.lengths, device=self.tokens.device)
-        return torch.arange(max(self.lengths, default=0), device=lengths.device) < lengths[:, None]
-
 
 _ROW_FIELDS = (
     *("tokens", "targets", "position_ids", "loss_mask"),

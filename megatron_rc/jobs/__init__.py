@@ -1,1 +1,1 @@
-"""Training jobs from their settings: one job, a grid of jobs, the tables that describe them."""
+"""Training jobs from their settings: one job, a grid of jobs, and the pages that document them."""

@@ -1,4 +1,4 @@
-"""The reference of a settings dataclass, read from its source: every field with its type, default and docstring."""
+"""Documentation of a settings dataclass from its source: every field with its type, default and docstring."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_rc import schema
 
 class Field(NamedTuple):
     name: str
-    """Dotted, as `--set` takes it."""
+    """Dotted path, as `--set` takes it."""
     type: str
     default: str
     doc: str
 
 
 def describe(cls: Any, prefix: str = "") -> Iterator[Field]:
-    """Fields of ``cls`` and of the dataclasses nested in it, in order; a nested one that may be null is a row, too."""
+    """Fields of ``cls`` and of the dataclasses in it, in order, and the fields that hold such a dataclass or null."""
     hints = typing.get_type_hints(cls)
     docs = _docstrings(cls)
     for field in dataclasses.fields(cls):
@@ -37,7 +37,7 @@ def describe(cls: Any, prefix: str = "") -> Iterator[Field]:
 
 
 def sections(cls: Any) -> str:
-    """Markdown: one table for each section of ``cls``."""
+    """Markdown with one table per section of ``cls``."""
     by_section: dict[str, list[tuple[str, ...]]] = {}
     for field in describe(cls):
         row = (f"`{field.name}`", f"`{field.type}`", f"`{field.default}`", field.doc)

@@ -1,1 +1,1 @@
-"""What is known about Hugging Face checkpoints: configurations, parameter names, files."""
+"""The Hugging Face formats: model families, configurations, parameter names, checkpoint files."""

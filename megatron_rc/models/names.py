@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors a Megatron parameter is made of, and how tensor parallelism cuts it."""
+"""The Hugging Face tensors of every Megatron parameter, and how tensor parallelism cuts them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HfTensor:
     name: str
     shape: tuple[int, ...]
     split: int | None = None
-    """Dimension that tensor parallelism cuts into equal parts (the vocabulary rounded up); None: every rank has all."""
+    """Dimension that tensor parallelism cuts into equal parts, the vocabulary rounded up; None is not cut."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Parameter:
     """One parameter of the whole model and the Hugging Face tensors it is joined from."""
 
     megatron: tuple[str, ...]
-    """Its names with model-wide layer and expert numbers; which of them exists depends on the layer spec."""
+    """Possible names, with model-wide layer and expert numbers; the layer spec decides which one exists."""
     tensors: tuple[HfTensor, ...]
     layer: int | None = None
     """None outside the layers."""
@@ -36,7 +36,7 @@ class Parameter:
     head_dim: int = 0
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Local parameter from the local part of each tensor: q k v by query group, gate above up, or itself."""
+        """The local parameter from the local part of each tensor: q k v by query group, gate above up, or one part."""
         if self.join_as == "query_groups":
             groups = parts[1].shape[0] // self.head_dim
             return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
@@ -45,15 +45,15 @@ class Parameter:
     def split(self, local: Tensor) -> list[Tensor]:
         """The inverse of ``join``."""
         if self.join_as == "query_groups":
-            heads_a_group = self.tensors[0].shape[0] // self.tensors[1].shape[0]
-            grouped = local.unflatten(0, (-1, (heads_a_group + 2) * self.head_dim))
-            sizes = [heads_a_group * self.head_dim, self.head_dim, self.head_dim]
+            heads_per_group = self.tensors[0].shape[0] // self.tensors[1].shape[0]
+            grouped = local.unflatten(0, (-1, (heads_per_group + 2) * self.head_dim))
+            sizes = [heads_per_group * self.head_dim, self.head_dim, self.head_dim]
             return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
         return list(local.chunk(2)) if self.join_as == "stacked" else [local]
 
 
 def parameters(hf: dict[str, Any]) -> list[Parameter]:
-    """Every parameter of the model ``hf`` (from ``hf_config_dict``), in the order that export follows."""
+    """Every parameter of the model ``hf`` (from ``hf_config_dict``), in the order of the export."""
     vocabulary = (hf["vocab_size"], hf["hidden_size"])
     embedding = HfTensor("model.embed_tokens.weight", vocabulary, 0)
     out = [Parameter(("embedding.word_embeddings.weight",), (embedding,))]
@@ -106,7 +106,7 @@ def _experts(hf: dict[str, Any], layer: int) -> list[Parameter]:
     router = HfTensor(f"{theirs}.gate.weight", (hf["num_experts"], hf["hidden_size"]))
     out = [Parameter((f"{ours}.router.weight",), (router,), layer)]
     for expert in range(hf["num_experts"]):
-        # one module an expert without TransformerEngine, one numbered weight an expert in its grouped linear
+        # one module per expert without TransformerEngine, one numbered weight per expert in its grouped linear
         fc1, fc2 = (
             (f"{ours}.experts.local_experts.{expert}.{fc}.weight", f"{ours}.experts.{fc}.weight{expert}")
             for fc in ("linear_fc1", "linear_fc2")

@@ -1,4 +1,4 @@
-"""Checkpoints through megatron.core.dist_checkpointing: a folder is either complete or ignored."""
+"""Checkpoints by megatron.core.dist_checkpointing: a folder is either complete or ignored."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ STATE = "state.json"
 
 @dataclass
 class Progress:
-    """Where a job stands; everything else is a function of it, of the weights and of the settings."""
+    """The position of a job; everything else follows from it, the weights and the settings."""
 
     phase: str = "warmup"
     """warmup or rl."""
     step: int = 0
     """Finished steps of the phase."""
     cursor: int = 0
-    """Prompts of the training stream already used by reinforcement learning."""
+    """Prompts of the training stream that reinforcement learning has used."""
     weight_version: int = 0
     lr_decay: dict[str, Any] | None = None
     """State of the length-decay learning rate after the finished steps; None when the job has none."""
@@ -47,7 +47,7 @@ def save(folder: Path, policy: Policy, progress: Progress, *, extra: dict[str, t
     ``keep`` are deleted.
 
     Args:
-        extra: replicated tensors to store beside the model, such as queued rollout weights; the same on every rank.
+        extra: tensors to store beside the model, such as queued rollout weights; the same on every rank.
     """
     target, partial = folder / progress.name, folder / f".partial-{progress.name}"
     if policy.groups.is_writer:
@@ -82,7 +82,7 @@ def load(path: Path, policy: Policy) -> dict[str, torch.Tensor]:
     """Load model, optimizer, scheduler and generator states in place; a collective of all processes.
 
     Returns:
-        the ``extra`` tensors given to save.
+        the ``extra`` tensors of `save`.
 
     Raises:
         ValueError: the checkpoint has tensors of another shape than the model.
@@ -117,7 +117,7 @@ def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     for index, chunk in enumerate(policy.chunks):
         state[f"model{index}"] = chunk.module.sharded_state_dict(prefix=f"model{index}." if index else "")
     if policy.phase_updates:
-        # before its first update of a phase an optimizer has no state, and none that could be loaded
+        # an optimizer has no state before the first update of its phase, and could not load one
         model_state = state["model0"] if len(policy.chunks) == 1 else dict(state)
         state["optimizer"] = policy.optimizer.sharded_state_dict(model_state, is_loading=is_loading)
     state["scheduler"] = policy.scheduler.state_dict()
@@ -132,9 +132,9 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Oldest first; warm-up comes before reinforcement learning."""
-    found = [path.parent for path in folder.glob(f"*/{STATE}") if not path.parent.name.startswith(".")]
-    return sorted(found, key=lambda path: (path.name.split("-")[0] == "rl", path.name))
+    """Complete checkpoints, oldest first; warm-up comes before reinforcement learning."""
+    folders = [path.parent for path in folder.glob(f"*/{STATE}") if not path.parent.name.startswith(".")]
+    return sorted(folders, key=lambda path: (path.name.split("-")[0] == "rl", path.name))
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
-"""Megatron-core on a machine without CUDA: the same code path, with the device answered as cpu.
+"""Emulation of CUDA's names, so that megatron-core takes the same code path on a machine without CUDA.
 
 Megatron-core names the device "cuda" in factory calls, asks ``torch.cuda`` for the current device and the generator
-state, and checks tensor type names. This module answers those questions for CPU tensors and changes no arithmetic.
+state, and checks tensor type names. This module answers with the CPU and changes no arithmetic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _active: _CudaNamesOnCpu | None = None
 
 
 def device() -> torch.device:
-    """Where this process computes."""
+    """The device on which this process computes."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
 
 
@@ -38,14 +38,14 @@ def emulate_cuda_on_cpu() -> None:
     for name, replacement in _TORCH_CUDA.items():
         setattr(torch.cuda, name, replacement)
     _never_compile()
-    # said once per process and per missing library by megatron-core; the fingerprint lists what is installed
+    # megatron-core warns once per process and missing library; the fingerprint lists what is installed
     logging.getLogger("megatron").setLevel(logging.ERROR)
     _patch_megatron()
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Without the emulation, for code that names its devices: a sampler's many small calls are a fifth faster."""
+    """Switch the emulation off for code that names its devices: a sampler's many small calls are a fifth faster."""
     if _active is None:
         yield
         return
@@ -57,7 +57,7 @@ def suspended() -> Iterator[None]:
 
 
 def _never_compile() -> None:
-    """Compiled fusions would need a C++ compiler on the machine, and seconds to import what compiles them."""
+    """Make torch.compile do nothing: fusions would need a C++ compiler and seconds of imports."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.set_stance("force_eager")
     torch.compile = _not_compiled
@@ -117,7 +117,7 @@ _TORCH_CUDA = {
     "current_device": lambda: _CPU,
     "set_device": lambda device: None,
     "synchronize": lambda device=None: None,
-    "current_stream": lambda device=None: None,  # asked for by finish_grad_sync from 0.17 on
+    "current_stream": lambda device=None: None,  # finish_grad_sync asks for it since 0.17
     "get_rng_state": lambda *args: torch.get_rng_state(),
     "set_rng_state": lambda state, *args: torch.set_rng_state(state),
     "manual_seed": torch.manual_seed,

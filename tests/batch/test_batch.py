@@ -98,14 +98,6 @@ def test_context_slices_partition_the_rows_and_keep_segment_ids_ascending(seed, 
         assert part.num_segments == whole.num_segments
 
 
-def test_padded_and_packed_are_inverse():
-    batch = random_batch(3)
-    padded = batch.padded(batch.tokens)
-    assert padded.shape == (batch.num_sequences, max(batch.lengths))
-    assert torch.equal(batch.packed(padded), batch.tokens)
-    assert padded[0, batch.lengths[0] :].eq(0).all()
-
-
 def test_a_muted_sequence_has_no_loss_token_and_no_segment():
     batch = random_batch(5)
     muted = batch.muted([1, 4])

@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 _SHORTEST_BLOCK = 32
-"""Sequences up to this length share one block; above it a block spans a factor of two, which bounds the padding."""
+"""Sequences up to this length share one block; longer ones are grouped by powers of two, which bounds the padding."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Block:
     """Sequences of similar length, attended to as one padded batch."""
 
     rows: Tensor
-    """[B * length] int64: packed row that fills each padded place; places past a sequence's end hold any other row."""
+    """[B * length] int64: the packed row in each padded place; places past the end of a sequence hold any row."""
     length: int
 
 
 class BlockLayout:
-    """Where packed rows stand in padded blocks; worked out once, by the first layer that asks."""
+    """The places of packed rows in padded blocks; computed once, by the first layer that asks."""
 
     def __init__(self, cu_seqlens: Tensor, lengths: Sequence[int] | None) -> None:
         self._cu_seqlens, self._lengths = cu_seqlens, lengths
@@ -45,7 +45,7 @@ class BlockLayout:
 
     @property
     def home(self) -> Tensor:
-        """[N] int64, where each row stands in the concatenation of all blocks."""
+        """[N] int64, place of each row in the concatenation of all blocks."""
         return self._tensors[2]
 
     @cached_property
@@ -87,18 +87,18 @@ class PackedLayout(PackedSeqParams):
     layout: BlockLayout = field(kw_only=True)
 
     def as_batch_of_one(self) -> PackedLayout:
-        """The same rows, told to Megatron as one sequence [N, 1, ...]; attention still goes by ``layout``."""
+        """The same rows, presented to Megatron as one sequence [N, 1, ...]; attention still follows ``layout``."""
         return PackedLayout(qkv_format="sbhd", layout=self.layout)
 
 
 def packed_seq_params(cu_seqlens: Tensor, max_seqlen: int, lengths: Sequence[int] | None = None) -> PackedLayout:
-    """Describe N packed rows to GPTModel; every row belongs to a sequence and zero-length sequences are legal.
+    """The layout of N packed rows for GPTModel; every row belongs to a sequence, zero-length sequences are legal.
 
     Args:
         cu_seqlens: [S + 1] int32, where each sequence starts; the last entry is N.
         max_seqlen: longest sequence, tokens.
-        lengths: tokens of each sequence on the host; without them attention on CUDA waits for the device to read
-            them, unless TransformerEngine does it.
+        lengths: tokens of each sequence, on the host; without them attention on CUDA waits for the device, unless
+            TransformerEngine computes it.
 
     Returns:
         PackedLayout: pass it as ``packed_seq_params``.
@@ -114,10 +114,10 @@ def packed_seq_params(cu_seqlens: Tensor, max_seqlen: int, lengths: Sequence[int
 
 
 class PackedSelfAttention(SelfAttention):
-    """Megatron's SelfAttention, fed rotary angles by row instead of by sequence.
+    """Megatron's SelfAttention with rotary angles per row instead of per sequence.
 
-    Its own packed path reads the lengths back from the device and slices every sequence in a Python loop, twice a
-    layer. Given one angle a row, a packed micro-batch is an ordinary batch of one.
+    Its own packed path reads the lengths back from the device and slices every sequence in a Python loop, twice per
+    layer. With one angle per row, a packed micro-batch is an ordinary batch of one.
     """
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **inputs: Any) -> Any:
@@ -147,7 +147,7 @@ class PackedCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedLayout | None = None,
     ) -> Tensor:
-        """Attend.
+        """Attention inside each sequence.
 
         Args:
             query: [N, 1, heads of this rank, d].
@@ -172,7 +172,7 @@ class PackedCoreAttention(MegatronModule):
             for rows in (query, key, value)
         )
         # explicit expansion: fp32 on CUDA has no grouped-query kernel and would fall back to the full score matrix
-        heads_a_group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(heads_a_group, dim=1), v.repeat_interleave(heads_a_group, dim=1)
+        heads_per_group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(heads_per_group, dim=1), v.repeat_interleave(heads_per_group, dim=1)
         context = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
         return context.transpose(1, 2).flatten(0, 1).flatten(1)

@@ -1,4 +1,4 @@
-"""A Megatron GPTModel from a Hugging Face Qwen3 or Qwen3-MoE configuration."""
+"""A Megatron GPTModel from a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_rc.training.model.attention import PackedCoreAttention, PackedSelf
 
 
 class Libraries(NamedTuple):
-    """What this process can accelerate with; never required."""
+    """The optional libraries that accelerate this process."""
 
     transformer_engine: bool
     """TransformerEngine's layers and attention."""
@@ -64,13 +64,13 @@ def transformer_config(hf: dict[str, Any], parallel: ParallelSettings, dtype: Dt
 
     Args:
         hf: from ``hf_config_dict``.
-        dtype: of parameters and activations.
+        dtype: precision of parameters and activations.
 
     Raises:
         ValueError: the layout does not fit the model.
     """
     check_layout(hf, parallel)
-    found, moe = libraries(), moe_layers(hf)
+    optional, moe = libraries(), moe_layers(hf)
     cuda = torch.cuda.is_available()
     fields: dict[str, Any] = dict(
         num_layers=hf["num_hidden_layers"],
@@ -104,13 +104,13 @@ def transformer_config(hf: dict[str, Any], parallel: ParallelSettings, dtype: Dt
         bias_activation_fusion=cuda,
         bias_dropout_fusion=cuda,
         masked_softmax_fusion=False,
-        apply_rope_fusion=found.transformer_engine,
-        gradient_accumulation_fusion=found.gradient_accumulation_fusion,
+        apply_rope_fusion=optional.transformer_engine,
+        gradient_accumulation_fusion=optional.gradient_accumulation_fusion,
     )
     if parallel.expert > 1:
         fields["expert_tensor_parallel_size"] = 1
     if any(moe):
-        fields |= _moe_fields(hf, moe, grouped_gemm=found.transformer_engine)
+        fields |= _moe_fields(hf, moe, grouped_gemm=optional.transformer_engine)
     return TransformerConfig(**fields)
 
 
@@ -132,7 +132,7 @@ def _moe_fields(hf: dict[str, Any], moe: list[bool], *, grouped_gemm: bool) -> d
 
 
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Layers of this pipeline stage: TransformerEngine's where installed, else Megatron's own with packed attention."""
+    """Layers of this pipeline stage: TransformerEngine's if installed, else Megatron's own with packed attention."""
     if libraries().transformer_engine:
         return gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
@@ -153,19 +153,12 @@ class RowsNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any) -> None:
         super().__init__(hidden_size, eps=eps)
-        # megatron-core sums the gradient over the ranks of weights that are marked so
+        # megatron-core sums the gradients of weights with this mark over the ranks
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def build_model(
-    hf: dict[str, Any],
-    parallel: ParallelSettings,
-    dtype: Dtype = "fp32",
-    *,
-    pre_process: bool | None = None,
-    post_process: bool | None = None,
-) -> list[torch.nn.Module]:
-    """This rank's part of the model, weights at Megatron's random initialisation.
+def build_model(hf: dict[str, Any], parallel: ParallelSettings, dtype: Dtype = "fp32") -> list[torch.nn.Module]:
+    """This rank's part of the model, with Megatron's random initialisation.
 
     Call it as ``model(input_ids [1, N], position_ids [1, N], None, packed_seq_params=packed_seq_params(...))``; the
     last stage answers with logits [1, N, padded vocabulary / TP] in ``dtype`` (pass ``fp32_output=False`` unless fp32).
@@ -174,10 +167,9 @@ def build_model(
 
     Args:
         hf: from ``hf_config_dict``.
-        pre_process, post_process: whether this stage embeds tokens and makes logits; None: its place decides.
 
     Returns:
-        One module a virtual stage, that is one; a Float16Module around it for bf16 and fp16.
+        One module per virtual stage, that is one; inside a Float16Module for bf16 and fp16.
 
     Raises:
         ValueError: the layout does not fit the model.
@@ -188,8 +180,8 @@ def build_model(
         layer_spec(config),
         vocab_size=padded_vocab_size(hf, parallel.tensor),
         max_sequence_length=hf["max_position_embeddings"],
-        pre_process=parallel_state.is_pipeline_first_stage() if pre_process is None else pre_process,
-        post_process=parallel_state.is_pipeline_last_stage() if post_process is None else post_process,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
         share_embeddings_and_output_weights=hf["tie_word_embeddings"],
         position_embedding_type="rope",

@@ -16,7 +16,7 @@ def wrap_ddp(chunks: list[torch.nn.Module], dtype: str) -> list[DistributedDataP
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
         use_distributed_optimizer=False,
-        check_for_nan_in_grad=dtype != "fp16",  # fp16 overflows are the loss scaler's to handle
+        check_for_nan_in_grad=dtype != "fp16",  # the loss scaler handles fp16 overflows
     )
     return [
         DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0)
@@ -25,7 +25,7 @@ def wrap_ddp(chunks: list[torch.nn.Module], dtype: str) -> list[DistributedDataP
 
 
 def build_optimizer(train: TrainSettings, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """get_megatron_optimizer with Adam (fused when Apex or TransformerEngine is installed) or SGD."""
+    """Megatron's optimizer with Adam, which is fused when Apex or TransformerEngine is installed, or SGD."""
     config = OptimizerConfig(
         optimizer=train.optimizer,
         lr=train.lr,
@@ -62,7 +62,7 @@ def build_scheduler(
     decay_style: str,
     weight_decay: float,
 ) -> OptimizerParamScheduler:
-    """Megatron's scheduler counted in optimizer steps, starting at step 0 with the first learning rate set."""
+    """Megatron's scheduler, counted in optimizer steps; it sets the first learning rate at once."""
     for group in optimizer.param_groups:
         group["max_lr"], group["min_lr"] = lr, min_lr
     return OptimizerParamScheduler(

@@ -1,4 +1,4 @@
-"""Weights in and out under Hugging Face names, one tensor at a time over TP x PP x EP."""
+"""Import and export of weights under Hugging Face names, one tensor at a time over TP x PP x EP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rc.models.names import HfTensor, Parameter, parameters
 
 
 class Source(Protocol):
-    """Where import reads from."""
+    """The tensors that an import reads."""
 
     def read(self, tensor: HfTensor, start: int, stop: int) -> Tensor:
         """Rows ``start:stop`` of ``tensor`` along its split dimension, or all of it."""
@@ -51,28 +51,28 @@ def init_weights(model: Sequence[torch.nn.Module], seed: int) -> None:
 
 
 def export_hf(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """The whole model under Hugging Face names, one full tensor at a time, padding removed.
+    """Yield the whole model under Hugging Face names, one full tensor at a time, padding removed.
 
-    Every process must take every item: each one is a collective. All of them receive the same names in the same order
-    and the same values, on their own device in the parameters' dtype; one tensor is held at a time. An item may be a
-    view of a parameter: copy what is kept beyond the next optimizer step.
+    Every process must take every item, because each one is a collective. All processes receive the same names in the
+    same order and the same values, on their own device in the parameters' dtype. An item may be a view of a parameter:
+    copy what must outlive the next optimizer step.
     """
     hf, local = _core(model[0]).hf_config, _local_parameters(model)
     dtype = _core(model[0]).config.params_dtype
     stage_of_layer = _stage_of_layer(local)
     last_stage = parallel_state.get_pipeline_model_parallel_world_size() - 1
-    experts_a_rank = hf.get("num_experts", 0) // parallel_state.get_expert_model_parallel_world_size()
+    experts_per_rank = hf.get("num_experts", 0) // parallel_state.get_expert_model_parallel_world_size()
     seen: set[str] = set()
     for parameter in parameters(hf):
         if parameter.layer is not None:
             stage = stage_of_layer[parameter.layer]
         else:
             stage = 0 if parameter.megatron[0].startswith("embedding") else last_stage
-        owner = None if parameter.expert is None else parameter.expert // experts_a_rank
-        mine = _find(local, parameter)
+        owner = None if parameter.expert is None else parameter.expert // experts_per_rank
+        held = _find(local, parameter)
         parts: Sequence[Tensor | None] = [None] * len(parameter.tensors)
-        if mine is not None:
-            parts = parameter.split(mine.detach().to(dtype))
+        if held is not None:
+            parts = parameter.split(held.detach().to(dtype))
         for tensor, part in zip(parameter.tensors, parts, strict=True):
             # tied word embeddings: the head is the embedding again
             if tensor.name not in seen:
@@ -90,11 +90,11 @@ def save_hf(
 ) -> None:
     """Write config.json and safetensors that transformers, SGLang and ``load_hf`` read; a collective of all processes.
 
-    The first process writes and holds at most one file's tensors; a file appears under its name only when whole.
+    The first process writes and holds at most the tensors of one file.
 
     Args:
         hf_config: from ``hf_config_dict``.
-        dtype: of the file; None keeps the model's.
+        dtype: precision of the files; None keeps the model's.
         max_shard_bytes: size at which another file is begun.
     """
     dtype = dtype or _core(model[0]).config.params_dtype
@@ -200,7 +200,7 @@ def _broadcast(full: Tensor, source: int, group: dist.ProcessGroup) -> None:
 
 
 def _stage_of_layer(local: dict[str, torch.nn.Parameter]) -> dict[int, int]:
-    layers = {int(found[1]) for name in local if (found := _LAYER.match(name))}
+    layers = {int(match[1]) for name in local if (match := _LAYER.match(name))}
     group = parallel_state.get_pipeline_model_parallel_group()
     of_stage: list[Any] = [layers]
     if group.size() > 1:

@@ -1,1 +1,1 @@
-"""One training step: sampling, micro-batches, loss, routing."""
+"""One training step: sampling, micro-batches, loss, routes."""

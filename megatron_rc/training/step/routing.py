@@ -1,4 +1,4 @@
-"""Routes of the trained policy over the groups of a job: recorded, compared with the sampler's, and replayed."""
+"""Routes of the trained policy, gathered over the ranks of a job: recorded, compared with the sampler's, replayed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def moe_shape(hf: dict[str, Any]) -> MoeShape:
 
 
 def check_routing(settings: MoeSettings, correction: RolloutCorrection) -> None:
-    """Refuse combinations that need routes nobody has.
+    """Refuse combinations that need routes which no pass computes.
 
     Raises:
         ValueError: naming the fields to change.
@@ -70,7 +70,7 @@ def _judges_routes(correction: RolloutCorrection) -> bool:
 
 
 class Routing:
-    """What a job keeps from step to step: the routers of this process, and where those of the others are."""
+    """The routers of this process, and the places of those of the other processes; kept from step to step."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Routing:
 
         Args:
             modules: the model chunks of this process, in the order of the schedule.
-            backend: of `compare_routes`.
+            backend: argument of `compare_routes`.
 
         Raises:
             ValueError: a model without experts, or routers that cannot be recorded.
@@ -99,7 +99,7 @@ class Routing:
         stages: list[list[int]] = [[] for _ in range(dist.get_world_size(groups.pipeline))]
         dist.all_gather_object(stages, mine, group=groups.pipeline)
         self.stages = stages
-        """Layers with experts of every pipeline stage, in the order in which it records them."""
+        """Layers with experts per pipeline stage, in the order of their records."""
         split = any(r.config.sequence_parallel for routers in self.chunks for r in routers.values())
         self.tensor_size = dist.get_world_size(groups.tensor) if split else 1
         self.tensor_rank = dist.get_rank(groups.tensor) if split else 0
@@ -108,7 +108,7 @@ class Routing:
         """Refuse samples whose routes are missing, damaged, or not those of this model.
 
         Args:
-            batch: of ``samples``, on the host.
+            batch: the batch of ``samples``, on the host.
 
         Raises:
             ValueError: naming the sample, or what was expected.
@@ -131,7 +131,7 @@ class Routing:
         return StepRoutes(self, None if routes is None else sampler_table(routes, local.cu_seqlens, self.shape))
 
     def rows(self, tokens: int, rank: int) -> Tensor:
-        """Rows of a micro-batch of ``tokens`` that the routers of a tensor-parallel rank see."""
+        """Rows of a micro-batch of ``tokens`` rows that the routers of a tensor-parallel rank see."""
         return local_rows((tokens,), tensor_size=self.tensor_size, tensor_rank=rank)
 
     def local(self, ids: Tensor | None) -> Tensor | None:
@@ -145,7 +145,7 @@ class Routing:
 
         Args:
             sizes: tokens of each micro-batch.
-            names: fields of RouteTable that were recorded.
+            names: recorded fields of RouteTable.
         """
         here = schedule.table() if any(self.chunks) else None
         parts = {}
@@ -210,11 +210,11 @@ class StepRoutes:
 
     routing: Routing
     sampler: RouteTable | None
-    """Of the local rows; None where the sampler returned none."""
+    """Routes of the local rows; None if the sampler returned none."""
     old: RouteTable | None = None
-    """What the trainer chose before the update, for the local rows."""
+    """Routes that the trainer chose before the update, for the local rows."""
     recorded: RouteTable | None = None
-    """Of the schedule that ran last, for the rows of its micro-batches."""
+    """Routes of the schedule that ran last, for the rows of its micro-batches."""
 
     def extras(self, rows: slice = slice(None)) -> MicroExtras:
         """The routes that a pass over these local rows replays, and those that it compares its own with."""
@@ -228,7 +228,7 @@ class StepRoutes:
 
     @contextmanager
     def around(self, micro_batches: Sequence[MicroBatch], forward_only: bool) -> Iterator[AroundForward]:
-        """Record one schedule, replaying what its micro-batches carry; a collective of the model's processes."""
+        """Record one schedule, and replay the routes in its extras; a collective of the model's processes."""
         routing, detail = self.routing, self.routing.settings.record
         with RoutedSchedule(routing.chunks, routing.shape, forward_only=forward_only, detail=detail) as schedule:
 
@@ -245,10 +245,10 @@ class StepRoutes:
         self.recorded = routing.gathered(schedule, [micro.batch.num_tokens for micro in micro_batches], names)
 
     def after_old_pass(self, local: TokenBatch, old_logprobs: Tensor) -> ExpertShift | None:
-        """Keep the recorded routes as the old ones; their shift from the sampler's where it is asked for.
+        """Keep the recorded routes as the old ones, and return their shift from the sampler's if it is recorded.
 
         Args:
-            old_logprobs: [N] on the last pipeline stage; elsewhere it is not looked at and nothing comes back.
+            old_logprobs: [N] on the last pipeline stage; other stages ignore it and return None.
         """
         self.old = self.recorded
         return self._shift(self.sampler, local, old_logprobs, local.rollout_logprobs)
@@ -260,10 +260,10 @@ class StepRoutes:
 
         Args:
             share: the sequences of the update, local rows ``rows``.
-            logprobs: [n] current ones, of these rows; as in `after_old_pass`.
+            logprobs: [n] current log-probs of these rows, as in `after_old_pass`.
 
         Returns:
-            (the shift, metrics of the replay: its share of all rows, and how often the routers chose otherwise).
+            (the shift, metrics of the replay: its share of all rows, and how often the routers chose other experts).
         """
         other = self.old or self.sampler
         before = share.rollout_logprobs if old_logprobs is None else old_logprobs
