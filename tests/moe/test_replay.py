@@ -121,14 +121,16 @@ def test_trainer_and_sampler_of_equal_weights_choose_the_same_experts(found: dic
 
 def test_a_planted_flip_shows_without_replay_and_is_gone_with_the_samplers_routes(found: dict[str, Any]) -> None:
     replayed = found["R3"]
-    gap = (replayed.old_logprobs - replayed.local.rollout_logprobs)[replayed.local.loss_mask].abs()
+    gap = (replayed.columns["old_logprobs"] - replayed.share.batch.rollout_logprobs)[
+        replayed.share.batch.loss_mask
+    ].abs()
     assert gap.max() < 1e-4
     assert found["off"]["old/k3"] > 1e-2 and found["off"]["old/abs_log_ratio_shifted"] > 0.05
     assert found["off"]["old/route_any_diff"] > 0.3 and found["off"]["old/route_overlap"] < 0.9
 
 
 def test_replay_says_how_much_it_replayed_and_how_often_the_router_disagrees(found: dict[str, Any]) -> None:
-    metrics, local = found["R3"].metrics, found["R3"].local
+    metrics, local = found["R3"].metrics, found["R3"].share.batch
     assert metrics["replay/share"] == pytest.approx(1 - local.num_sequences / local.num_tokens)
     # the weights are those of the old pass, and so are the experts that the routers wanted
     assert metrics["replay/disagreement"] == metrics["old/route_any_diff"] > 0.3
@@ -208,7 +210,7 @@ def test_a_rejection_on_route_shift_drops_exactly_the_tokens_above_it(found: dic
     result, touched = found["gate"], found["off"]["old/route_tokens_touched"]
     rejected = result.metrics["old/rejected_route_shift_token_token"]
     assert 0 < rejected < touched, "one of three layers is allowed to differ"
-    kept = result.corrected.mask.sum() / result.local.loss_mask.sum()
+    kept = result.columns["mask"].sum() / result.share.batch.loss_mask.sum()
     assert kept == pytest.approx(1 - rejected)
 
 

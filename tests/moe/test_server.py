@@ -36,5 +36,5 @@ def test_megatron_chooses_the_experts_that_the_server_chose(tmp_path_factory: py
     shares = dict(zip((*MARGINS, math.inf), result.metrics["old/route_any_diff_by_margin"], strict=True))
     assert all(math.isnan(share) or share == 0 for edge, share in shares.items() if edge > NEAR_TIE)
     assert result.metrics["old/route_any_diff"] < 0.01
-    gap = (result.old_logprobs - result.local.rollout_logprobs)[result.local.loss_mask]
-    assert torch.count_nonzero(result.local.loss_mask) > count and gap.abs().max() < 1e-4
+    gap = (result.columns["old_logprobs"] - result.share.batch.rollout_logprobs)[result.share.batch.loss_mask]
+    assert torch.count_nonzero(result.share.batch.loss_mask) > count and gap.abs().max() < 1e-4
