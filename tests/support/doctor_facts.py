@@ -32,11 +32,11 @@ class Defect:
     warning: str = ""
     note: str = ""
     fix: str = ""
-    """A part of the sentence that mends it."""
+    """A part of the sentence that says how to mend it."""
 
     def assert_found(self) -> None:
         finding = SGLANG[self.check].run(self.change(good()))
-        assert finding.decided and self.fix in finding.fix, finding
+        assert finding.decided and finding.fix and self.fix in finding.fix, finding
         expected = {name: part for name in ("error", "warning", "note") if (part := getattr(self, name))}
         assert list(expected) == [finding.status] and expected[finding.status] in finding.found, finding
         for sentence in (finding.found, finding.fix):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +30,10 @@ def shorter(facts: Facts) -> Facts:
     return answer("plain", output_ids, **fields, routed_experts=routes)(facts)
 
 
+NEEDED = rollout(top_k=4)
+"""The job samples with kept ids."""
+plain, truncated = partial(answer, "plain"), partial(answer, "truncated")
+
 DEFECTS = [
     Defect(
         "answer-accepted",
@@ -36,91 +41,42 @@ DEFECTS = [
         error="discard the answer to a plain request: nan_logprob, a log-prob is null",
         fix="tested SGLang",
     ),
-    Defect(
-        "answer-accepted", answer("plain", prompt_tokens=5), error="prompt_tokens is 5, expected 4", fix="tested SGLang"
-    ),
-    Defect(
-        "answer-accepted",
-        answer("plain", output_token_logprobs=ENTRIES[::-1]),
-        error="other tokens",
-        fix="tested SGLang",
-    ),
+    Defect("answer-accepted", plain(prompt_tokens=5), error="prompt_tokens is 5, expected 4"),
+    Defect("answer-accepted", plain(output_token_logprobs=ENTRIES[::-1]), error="other tokens"),
     Defect(
         "answer-accepted",
-        answer("plain", weight_versions=[{"version": "default", "start": 0, "end": 7}]),
+        plain(weight_versions=[{"version": "default", "start": 0, "end": 7}]),
         error="cover 7 of 8 tokens",
-        fix="tested SGLang",
     ),
-    Defect(
-        "answer-accepted", both(rollout(top_k=4), refused_probe("truncated")), error="answered 400", fix="tested SGLang"
-    ),
-    Defect(
-        "answer-accepted",
-        both(rollout(top_k=4), answer("truncated", output_token_sampling_mask=None)),
-        error="missing_support",
-        fix="tested SGLang",
-    ),
+    Defect("answer-accepted", both(NEEDED, refused_probe("truncated")), error="answered 400"),
+    Defect("answer-accepted", both(NEEDED, truncated(output_token_sampling_mask=None)), error="missing_support"),
     Defect(
         "answer-counts",
-        answer("plain", output_token_logprobs=ENTRIES[:-1]),
+        plain(output_token_logprobs=ENTRIES[:-1]),
         error="7 log-probs came back for 8 tokens",
         fix="tested SGLang",
     ),
-    Defect(
-        "answer-counts",
-        answer("plain", output_token_logprobs=[*ENTRIES, ENTRIES[0]]),
-        error="9 log-probs",
-        fix="tested SGLang",
-    ),
-    Defect("answer-counts", answer("plain", output_token_logprobs=None), error="0 log-probs", fix="tested SGLang"),
-    Defect("answer-counts", shorter, error="8 tokens were asked for and 7 came", fix="tested SGLang"),
+    Defect("answer-counts", plain(output_token_logprobs=[*ENTRIES, ENTRIES[0]]), error="9 log-probs"),
+    Defect("answer-counts", plain(output_token_logprobs=None), error="0 log-probs"),
+    Defect("answer-counts", shorter, error="8 tokens were asked for and 7 came"),
     Defect("answer-logprobs", first_logprob(None), error="null", fix="tested SGLang"),
-    Defect("answer-logprobs", first_logprob(-math.inf), error="infinite", fix="tested SGLang"),
-    Defect("answer-logprobs", first_logprob(0.1), error="above 0", fix="tested SGLang"),
+    Defect("answer-logprobs", first_logprob(-math.inf), error="infinite"),
+    Defect("answer-logprobs", first_logprob(0.1), error="above 0"),
+    Defect("answer-kept-ids", truncated(output_token_sampling_mask=None), note="no kept ids", fix="rollout.top_k=-1"),
+    Defect("answer-kept-ids", both(NEEDED, truncated(output_token_sampling_mask=None)), error="no kept ids"),
+    Defect("answer-kept-ids", refused_probe("truncated"), note="refused"),
+    Defect("answer-kept-ids", both(NEEDED, refused_probe("truncated")), error="refused"),
+    Defect("answer-kept-ids", truncated(output_token_sampling_logprobs=RENORMALISED[1:]), error="7 log-probs"),
+    Defect("answer-kept-ids", truncated(output_token_sampling_mask=[[36]] * 8), error="not among its kept ids"),
     Defect(
         "answer-kept-ids",
-        answer("truncated", output_token_sampling_mask=None),
-        note="no kept ids",
-        fix="rollout.top_k=-1",
-    ),
-    Defect(
-        "answer-kept-ids",
-        both(rollout(top_k=4), answer("truncated", output_token_sampling_mask=None)),
-        error="no kept ids",
-        fix="top_p",
-    ),
-    Defect("answer-kept-ids", refused_probe("truncated"), note="refused", fix="rollout.top_k=-1"),
-    Defect(
-        "answer-kept-ids", both(rollout(top_k=4), refused_probe("truncated")), error="refused", fix="rollout.top_k=-1"
-    ),
-    Defect(
-        "answer-kept-ids",
-        answer("truncated", output_token_sampling_logprobs=RENORMALISED[1:]),
-        error="7 log-probs",
-        fix="top_k",
-    ),
-    Defect(
-        "answer-kept-ids",
-        answer("truncated", output_token_sampling_mask=[[36]] * 8),
-        error="not among its kept ids",
-        fix="top_k",
-    ),
-    Defect(
-        "answer-kept-ids",
-        answer("truncated", output_token_sampling_mask=[list(range(37))] * 8),
+        truncated(output_token_sampling_mask=[list(range(37))] * 8),
         error="more kept ids than top_k=4",
-        fix="top_k",
     ),
-    Defect(
-        "answer-kept-ids", answer("truncated", output_token_sampling_logprobs=[0.5] * 8), error="above 0", fix="top_k"
-    ),
-    Defect(
-        "answer-routes", answer("plain", routed_experts=None), error="no routes", fix="--enable-return-routed-experts"
-    ),
-    Defect(
-        "answer-routes", answer("plain", routed_experts="AAAA"), error="3 bytes, expected 66 expert ids", fix="--enable"
-    ),
-    Defect("answer-spans", answer("plain", weight_versions=None), error="which weights", fix="max_staleness"),
+    Defect("answer-kept-ids", truncated(output_token_sampling_logprobs=[0.5] * 8), error="above 0"),
+    Defect("answer-routes", plain(routed_experts=None), error="no routes", fix="--enable-return-routed-experts"),
+    Defect("answer-routes", plain(routed_experts="AAAA"), error="3 bytes, expected 66 expert ids"),
+    Defect("answer-spans", plain(weight_versions=None), error="which weights", fix="max_staleness"),
 ]
 
 
