@@ -34,6 +34,38 @@ def routes_of(rows: range) -> np.ndarray:
     return ((first + np.arange(LAYERS)[:, None] + np.arange(TOP_K)) % EXPERTS).astype(np.int32)
 
 
+def answer_to(body: dict[str, Any], count: int, version: str, *, aborted: bool) -> dict[str, Any]:
+    """A good answer to a request, with ``count`` tokens unless one of its stop tokens comes first."""
+    ids, stop_ids = body["input_ids"], body["sampling_params"].get("stop_token_ids", ())
+    output = tokens_after(ids, count)
+    stops = [i for i, token in enumerate(output) if token in stop_ids]
+    output = output[: stops[0] + 1] if stops else output
+    finish: dict[str, Any] = {"type": "length", "length": len(output)}
+    if aborted:
+        finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+    elif stops:
+        finish = {"type": "stop", "matched": output[-1]}
+    meta: dict[str, Any] = {
+        "id": body.get("rid", ""),
+        "finish_reason": finish,
+        "prompt_tokens": len(ids),
+        "completion_tokens": len(output),
+        "weight_version": version,
+        "weight_versions": [{"version": version, "start": 0, "end": len(output)}],
+        "num_retractions": 0,
+        "output_token_logprobs": [[logprob_of(token), token, None] for token in output],
+        "output_token_logprobs_length": len(output),
+    }
+    if body.get("return_sampling_mask"):
+        meta["output_token_sampling_mask"] = [kept_ids(token) for token in output]
+        meta["output_token_sampling_logprobs"] = [logprob_of(token) / 2 for token in output]
+        meta["output_token_sampling_mask_length"] = len(output)
+    if body.get("return_routed_experts"):
+        rows = range(body.get("routed_experts_start_len", 0), len(ids) + len(output) - 1)
+        meta["routed_experts"] = base64.b64encode(routes_of(rows).tobytes()).decode()
+    return {"output_ids": output, "meta_info": meta}
+
+
 def damaged(answer: dict[str, Any], damage: str) -> Any:
     meta, output = answer["meta_info"], answer["output_ids"]
     logprobs = meta["output_token_logprobs"]
@@ -85,6 +117,9 @@ def damaged(answer: dict[str, Any], damage: str) -> Any:
     elif damage == "wild_routes":
         wild = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32) + EXPERTS
         meta["routed_experts"] = base64.b64encode(wild.tobytes()).decode()
+    elif damage in ("other_probe", "positive_probe"):
+        for entry in meta["input_token_logprobs"][1:]:
+            entry[0] = entry[0] - 1 if damage == "other_probe" else 0.5
     else:
         raise ValueError(f"no such fault: {damage}")
     return answer

@@ -1,70 +1,77 @@
-"""A small HTTP server on loopback that speaks SGLang's protocol and misbehaves on demand."""
+"""A small HTTP server on loopback that speaks SGLang's protocol, loads weights for real, and fails on demand."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
-import hashlib
 import json
+import os
 import threading
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-from faulty_answers import damaged, kept_ids, logprob_of, routes_of, tokens_after
-
-from megatron_rc.versions import SGLANG
+import torch
+import torch.multiprocessing as mp
+from faulty_answers import answer_to, damaged
+from faulty_weights import BLOCKING, WeightEndpoints, probe_logprobs
 
 INFO: dict[str, Any] = {
-    "version": SGLANG.newest,
+    "version": "0.5.23",
+    "dtype": "float32",
+    "device": "cpu",
+    "tp_size": 1,
     "enable_return_routed_experts": True,
     "enable_deterministic_inference": False,
     "sampling_mask_max_tokens": 4096,
     "max_req_input_len": 250,
     "preferred_sampling_params": None,
 }
-_HALF_WAY = ("drop", "truncated")
+PROBE = "the probe of a weight update"
+"""Stands for the path of /generate requests that are not those of a job."""
+
+
+class Fault(NamedTuple):
+    """What goes wrong with the calls of one path."""
+
+    path: str
+    what: int | str | Callable[[int, dict[str, Any]], int | str | None]
+    """A status to answer; or "die", the server ends; "reset", the connection does; "hang", no answer comes; "ignore",
+    success is answered and nothing done; "damage", it is done and one weight changed. For /generate also "slow", an
+    abort ends it; "abort", it is aborted half-way; "drop", "truncated", "html", how the answer is sent; or a damage
+    of ``damaged``. A function decides for each call by its number and its body; None: nothing."""
+    after: int = 0
+    """Calls of this path that go well first."""
 
 
 class _Drop(Exception):
-    """Close the connection, after these bytes."""
+    """Close the connection."""
 
 
-class FaultySglang:
-    """One server in a thread of its own; a block of ``with`` starts and stops it.
-
-    ``fault`` is asked about every /generate, with the number of the request and its body, and names what goes wrong:
-    reset, 500, 503, 400, slow (an abort ends it), stuck (nothing does), drop, truncated, html, or a damage of
-    ``damaged``; None: nothing. ``broken`` does so for control paths: a status to answer, or "die".
-    """
+class FaultySglang(WeightEndpoints):
+    """One server in a thread of its own; a block of ``with`` starts and stops it."""
 
     def __init__(
         self,
-        fault: Callable[[int, dict[str, Any]], str | None] = lambda number, body: None,
-        *,
+        *faults: Fault,
         info: dict[str, Any] | None = None,
-        model_type: str = "qwen3_moe",
         token_seconds: float = 0.0,
         workers: Sequence[str] | None = None,
         port: int = 0,
+        process: bool = False,
     ) -> None:
-        self.fault = fault
+        super().__init__()
+        self.faults = list(faults)
         self.info = INFO | (info or {})
-        self.model_type = model_type
-        self.token_seconds = token_seconds
-        self.workers = workers
-        self.port = port
+        self.token_seconds, self.workers, self.port = token_seconds, workers, port
         self.version = "default"
-        self.weights = hashlib.sha256(b"default")
-        self.probe_logprob = -1.0
-        self.broken: dict[str, int | str] = {}
-        self.asked: list[dict[str, Any]] = []
-        """Bodies of all /generate."""
-        self.calls: Counter[str] = Counter()
+        self.bodies: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        """Of all requests, by path."""
         self.aborted: list[str] = []
-        self.most_running = 0
         self.running: dict[str, asyncio.Event] = {}
+        self.most_running = 0
+        self._process = process
         self._continued = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -75,6 +82,23 @@ class FaultySglang:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """Bodies of a job's /generate requests."""
+        return self.bodies["/generate"]
+
+    @property
+    def calls(self) -> Counter[str]:
+        return Counter({path: len(bodies) for path, bodies in self.bodies.items()})
+
+    @property
+    def paused(self) -> bool:
+        return not self._continued.is_set()
+
+    def fail(self, path: str, what: Any, after: int = 0) -> None:
+        """Add a Fault that counts its calls from now on."""
+        self.faults.append(Fault(path, what, self.calls[path] + after))
 
     def __enter__(self) -> FaultySglang:
         self._thread.start()
@@ -110,6 +134,8 @@ class FaultySglang:
         asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
 
     async def _die(self) -> None:
+        if self._process:
+            os._exit(1)
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -133,16 +159,13 @@ class FaultySglang:
                 sizes = [line.split(":")[1] for line in headers if line.lower().startswith("content-length")]
                 data = await reader.readexactly(int(sizes[0])) if sizes else b""
                 path = first.split()[1]
-                self.calls[path] += 1
                 status, answer, sent = await self._answer(path, json.loads(data) if data else {})
                 content = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
                 kind = "text/plain" if path == "/flush_cache" else "application/json"
                 lines = f"HTTP/1.1 {status} X", f"content-type: {kind}", f"content-length: {len(content)}", "", ""
-                writer.write(
-                    "\r\n".join(lines).encode() + (content[: len(content) // 2] if sent == "drop" else content)
-                )
+                writer.write("\r\n".join(lines).encode() + content[: sent * len(content) // 2])
                 await writer.drain()
-                if sent == "drop":
+                if sent < 2:
                     raise _Drop
         except (_Drop, asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
             pass
@@ -151,155 +174,139 @@ class FaultySglang:
             self._writers.discard(writer)
             writer.transport.abort()
 
-    async def _answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any, str]:
-        """(status, JSON, how it is sent)."""
-        broken = self.broken.get(path)
-        if broken == "die":
-            await self._die()
-            raise _Drop
-        if isinstance(broken, int):
-            return broken, {"success": False, "message": f"told to answer {broken}"}, ""
-        if path == "/generate":
-            return await self._generate(body)
-        if path == "/workers" and self.workers is not None:
-            listed = [{"url": url, "is_healthy": True, "worker_type": "regular"} for url in self.workers]
-            return 200, {"workers": listed, "total": len(listed)}, ""
-        handler = getattr(self, "_" + path.lstrip("/"), None)
-        if handler is None:
-            return 404, {"detail": "Not Found"}, ""
-        status, answer = handler(body)
-        return status, answer, ""
+    def _fault(self, path: str, number: int, body: dict[str, Any]) -> int | str | None:
+        for fault in self.faults:
+            if fault.path == path and number >= fault.after:
+                what = fault.what(number, body) if callable(fault.what) else fault.what
+                if what is not None:
+                    return what
+        return None
 
-    async def _generate(self, body: dict[str, Any]) -> tuple[int, Any, str]:
-        if "rid" not in body:  # the probe of a weight update
-            return 200, self.answer_of(body | {"rid": ""}, 1, aborted=False), ""
-        number = len(self.asked)
-        self.asked.append(body)
-        fault = self.fault(number, body)
-        await self._continued.wait()
-        if fault == "reset":
+    async def _answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any, int]:
+        """Status, JSON, and how many halves of it are sent."""
+        key = PROBE if path == "/generate" and "rid" not in body else path
+        self.bodies[key].append(body)
+        what = self._fault(key, len(self.bodies[key]) - 1, body)
+        if what == "die":
+            await self._die()
+        if what in ("die", "reset"):
             raise _Drop
-        if fault in ("500", "503", "400"):
-            return int(fault), {"error": {"message": f"told to answer {fault}, input [[1, 2, 3]]"}}, ""
-        rid, budget = body["rid"], body["sampling_params"]["max_new_tokens"]
+        if what == "hang":
+            await asyncio.Event().wait()
+        if isinstance(what, int):
+            return what, {"error": {"message": f"told to answer {what}, input [[1, 2, 3]]"}}, 2
+        if what == "ignore":
+            return 200, {"success": True}, 2
+        if path == "/generate":
+            return await self._generate(body, what)
+        handler = getattr(self, "do" + path.replace("/", "_"), None)
+        if handler is None:
+            return 404, {"detail": "Not Found"}, 2
+        answer = await asyncio.to_thread(handler, body) if path in BLOCKING else handler(body)
+        if what == "damage":
+            self.weights["model.norm.weight"][0] += 1
+        return (*answer, 2) if isinstance(answer, tuple) else (200, answer, 2)
+
+    async def _generate(self, body: dict[str, Any], what: str | None) -> tuple[int, Any, int]:
+        await self._continued.wait()
+        rid, budget = body.get("rid", ""), body["sampling_params"]["max_new_tokens"]
         aborted = self.running[rid] = asyncio.Event()
         self.most_running = max(self.most_running, len(self.running))
+        done, start = budget, self._loop.time()
         try:
-            wait = 1e6 if fault in ("slow", "stuck") else self.token_seconds * budget
-            start = self._loop.time()
-            if fault == "stuck":
-                await asyncio.Event().wait()
-            if wait:
-                try:
-                    await asyncio.wait_for(aborted.wait(), wait)
-                    fault = "slow" if fault == "slow" else "aborted"
-                except TimeoutError:
-                    pass
+            if wait := 1e6 if what == "slow" else self.token_seconds * budget:
+                await asyncio.wait_for(aborted.wait(), wait)
+                done = budget // 2 if what == "slow" else int((self._loop.time() - start) / self.token_seconds)
+        except TimeoutError:
+            pass
         finally:
             del self.running[rid]
-        passed = self._loop.time() - start
-        done = budget
-        if fault == "aborted":
-            done = min(budget, int(passed / self.token_seconds))
-        elif fault in ("slow", "abort"):
+        if what == "abort":
             done = budget // 2
-        answer = self.answer_of(body, done, aborted=fault in ("slow", "abort", "aborted"))
-        if fault in _HALF_WAY:
+        is_cut = what in ("abort", "slow") or aborted.is_set()
+        answer = answer_to(body, min(done, budget), self.version, aborted=is_cut)
+        if rid == "":
+            values = [None, *probe_logprobs(self.weights, body["input_ids"])]
+            entries = zip(values, body["input_ids"], strict=True)
+            answer["meta_info"]["input_token_logprobs"] = [[value, token, None] for value, token in entries]
+        if not self.info["enable_return_routed_experts"]:
+            answer["meta_info"].pop("routed_experts", None)
+        if what in ("drop", "truncated"):
             text = json.dumps(answer)
-            return 200, text[: len(text) // 2] if fault == "truncated" else text, fault
-        if fault == "html":
-            return 200, "<html>busy</html>", ""
-        if fault in (None, "slow", "abort", "aborted"):
-            return 200, answer, ""
-        return 200, damaged(answer, fault), ""
+            return (200, text, 1) if what == "drop" else (200, text[: len(text) // 2], 2)
+        if what == "html":
+            return 200, "<html>busy</html>", 2
+        return 200, answer if what in (None, "slow", "abort") else damaged(answer, what), 2
 
-    def answer_of(self, body: dict[str, Any], count: int, *, aborted: bool) -> dict[str, Any]:
-        ids, sampling = body["input_ids"], body["sampling_params"]
-        output = tokens_after(ids, count)
-        stops = [i for i, token in enumerate(output) if token in sampling.get("stop_token_ids", ())]
-        output = output[: stops[0] + 1] if stops else output
-        finish: dict[str, Any] = {"type": "length", "length": len(output)}
-        if aborted:
-            finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-        elif stops:
-            finish = {"type": "stop", "matched": output[-1]}
-        meta: dict[str, Any] = {
-            "id": body["rid"],
-            "finish_reason": finish,
-            "prompt_tokens": len(ids),
-            "completion_tokens": len(output),
-            "weight_version": self.version,
-            "weight_versions": [{"version": self.version, "start": 0, "end": len(output)}],
-            "num_retractions": 0,
-            "output_token_logprobs": [[logprob_of(token), token, None] for token in output],
-            "output_token_logprobs_length": len(output),
-        }
-        if body.get("logprob_start_len") == 0:
-            meta["input_token_logprobs"] = [
-                [self.probe_logprob if i else None, token, None] for i, token in enumerate(ids)
-            ]
-        if body.get("return_sampling_mask"):
-            meta["output_token_sampling_mask"] = [kept_ids(token) for token in output]
-            meta["output_token_sampling_logprobs"] = [logprob_of(token) / 2 for token in output]
-            meta["output_token_sampling_mask_length"] = len(output)
-        if body.get("return_routed_experts") and self.info["enable_return_routed_experts"]:
-            rows = range(body.get("routed_experts_start_len", 0), len(ids) + len(output) - 1)
-            meta["routed_experts"] = base64.b64encode(routes_of(rows).tobytes()).decode()
-        return {"output_ids": output, "meta_info": meta}
+    def do_state(self, body: Any) -> Any:
+        sums = {name: float(tensor.double().sum()) for name, tensor in self.weights.items()}
+        return {"sums": sums, "paused": self.paused, "calls": self.calls}
 
-    def _server_info(self, body: dict[str, Any]) -> tuple[int, Any]:
-        return 200, self.info | {"weight_version": self.version}
+    def do_fault(self, body: Any) -> Any:
+        """Replace the faults, for servers in processes of their own."""
+        self.faults.clear()
+        for fault in body.get("faults", ()):
+            self.fail(*fault)
+        return {}
 
-    def _model_info(self, body: dict[str, Any]) -> tuple[int, Any]:
-        return 200, {"weight_version": self.version, "model_path": "model", "model_type": self.model_type}
+    def do_workers(self, body: Any) -> Any:
+        if self.workers is None:
+            return 404, {"detail": "Not Found"}
+        return {"workers": [{"url": url, "is_healthy": True, "worker_type": "regular"} for url in self.workers]}
 
-    def _abort_request(self, body: dict[str, Any]) -> tuple[int, Any]:
+    def do_server_info(self, body: Any) -> Any:
+        return self.info
+
+    def do_model_info(self, body: Any) -> Any:
+        return {"weight_version": self.version, "model_path": "model", "model_type": "qwen3_moe"}
+
+    def do_abort_request(self, body: Any) -> Any:
         for rid, event in self.running.items():
             if body.get("abort_all") or (body.get("rid") and rid.startswith(body["rid"])):
                 self.aborted.append(rid)
                 event.set()
-        return 200, {}
+        return {}
 
-    def _pause_generation(self, body: dict[str, Any]) -> tuple[int, Any]:
+    def do_pause_generation(self, body: Any) -> Any:
         self._continued.clear()
-        if body.get("mode", "abort") == "abort":
-            self._abort_request({"abort_all": True})
-        return 200, {"message": "Generation paused successfully.", "status": "ok"}
+        return self.do_abort_request({"abort_all": body["mode"] == "abort"})
 
-    def _continue_generation(self, body: dict[str, Any]) -> tuple[int, Any]:
+    def do_continue_generation(self, body: Any) -> Any:
         self._continued.set()
-        return 200, {"message": "Generation continued successfully.", "status": "ok"}
+        return {"status": "ok"}
 
-    def _flush_cache(self, body: dict[str, Any]) -> tuple[int, Any]:
-        return (400, "Flush cache failed.\n") if self.running else (200, "Cache flushed.\n")
+    def do_flush_cache(self, body: Any) -> Any:
+        return (400, "Flush cache failed.\n") if self.running else "Cache flushed.\n"
 
-    def _begin_weight_update(self, body: dict[str, Any]) -> tuple[int, Any]:
-        self.weights = hashlib.sha256()
-        return self._end_weight_update(body)
-
-    def _end_weight_update(self, body: dict[str, Any]) -> tuple[int, Any]:
-        return 200, {"success": True, "message": "Success."}
-
-    def _update_weights_from_tensor(self, body: dict[str, Any]) -> tuple[int, Any]:
-        self.weights.update(json.dumps(body["serialized_named_tensors"]).encode())
-        self.version = body.get("weight_version") or self.version
-        return 200, {"success": True, "message": "Success."}
-
-    def _update_weights_from_disk(self, body: dict[str, Any]) -> tuple[int, Any]:
-        self.weights = hashlib.sha256(body["model_path"].encode())
-        self.version = body.get("weight_version") or self.version
-        return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
-
-    def _update_weight_version(self, body: dict[str, Any]) -> tuple[int, Any]:
-        if body.get("abort_all_requests", True):
-            self._abort_request({"abort_all": True})
+    def do_update_weight_version(self, body: Any) -> Any:
+        self.do_abort_request({"abort_all": body.get("abort_all_requests", True)})
         self.version = body["new_version"]
-        return 200, {"success": True, "message": "Weight version updated", "new_version": self.version}
+        return {"success": True}
 
-    def _weights_checker(self, body: dict[str, Any]) -> tuple[int, Any]:
-        digest = self.weights.hexdigest()
-        ranks = [{"checksums": {"model.norm.weight": digest[:16]}, "per_gpu_checksum": digest}]
-        return 200, {"success": True, "message": "Success.", "per_engine_checksum": digest, "ranks": ranks}
+
+def _serve(connection: Any) -> None:
+    torch.set_num_threads(1)
+    with FaultySglang(process=True) as server:
+        connection.send(server.url)
+        connection.recv()
+
+
+@contextmanager
+def servers_in_processes(count: int) -> Iterator[list[str]]:
+    """Urls of servers in processes of their own: a torch.distributed group has one member per process."""
+    # forked from one process that has imported torch, instead of importing it in each
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["faulty_sglang"])
+    pipes = [context.Pipe() for _ in range(count)]
+    processes = [context.Process(target=_serve, args=(theirs,), daemon=True) for _, theirs in pipes]
+    for process in processes:
+        process.start()
+    try:
+        yield [ours.recv() for ours, _ in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 if __name__ == "__main__":

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from faulty_sync_server import CONFIG, FaultySyncServer, weights_of
+from faulty_sglang import FaultySglang
+from faulty_weights import weights_of
 
 from megatron_rc.rollout.sglang.pool import Pool
 from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
 from megatron_rc.settings import SGLangSettings
 
+CONFIG = {"model_type": "qwen3", "vocab_size": 37, "max_position_embeddings": 64}
 PATH = {"disk": "/update_weights_from_disk", "tensor": "/update_weights_from_tensor"}
 """The transports that reach servers in threads of one process."""
 
@@ -43,7 +45,7 @@ class Job:
         return [server.out for server in self.pool.servers]
 
 
-def holds(server: FaultySyncServer, seed: int) -> bool:
+def holds(server: FaultySglang, seed: int) -> bool:
     return all(torch.equal(server.weights[name], tensor) for name, tensor in weights_of(seed).items())
 
 
@@ -51,9 +53,7 @@ def started(
     stack: ExitStack, transport: str, folder: Path, count: int = 2, info: dict[str, Any] | None = None, **options: Any
 ) -> Any:
     """(job, server, ...), which end with ``stack``."""
-    servers = [FaultySyncServer(info).start() for _ in range(count)]
-    for server in servers:
-        stack.callback(server.die)
+    servers = [stack.enter_context(FaultySglang(info=info)) for _ in range(count)]
     job = Job([server.url for server in servers], transport, folder, **options)
     stack.callback(job.pool.close)
     stack.callback(job.sync.close)

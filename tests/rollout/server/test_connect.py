@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from faulty_answers import tokens_after
-from faulty_sglang import FaultySglang
+from faulty_sglang import PROBE, FaultySglang
+from faulty_weights import probe_logprobs, weights_of
 from sglang_engines import MODEL, sglang_engine
 
 from megatron_rc.engine import RolloutEngine, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=8)
-WEIGHTS = [("model.norm.weight", torch.ones(4))]
+WEIGHTS = list(weights_of(1).items())
 
 
 def refused(*urls: str, **changes: Any) -> str:
@@ -48,8 +49,8 @@ def test_what_cannot_work_is_refused_by_one_sentence_that_names_the_server() -> 
         assert "mixture-of-experts" in refused(url, model={"vocab_size": 37}, return_routes=True)
         server.info["preferred_sampling_params"] = {"top_k": 3}
         assert "--preferred-sampling-params" in refused(url)
-        server.broken["/model_info"] = 500
-        assert refused(url).endswith(f"{url}/model_info answered 500: told to answer 500")
+        server.fail("/model_info", 500)
+        assert refused(url).endswith(f"{url}/model_info answered 500: told to answer 500, input [...]")
         server.die()
         assert refused(url).endswith(f"{url} refuses connections")
     assert refused("127.0.0.1:3") == "urls must start with http:// or https://, got '127.0.0.1:3'"
@@ -165,7 +166,7 @@ def test_a_server_that_fails_during_an_update_is_out_for_every_process(failure: 
     agreed: list[str | None] = []
 
     def probe(prompt: list[int]) -> list[float]:
-        return [-1.0] * (len(prompt) - 1)
+        return probe_logprobs(weights_of(1), prompt)
 
     with FaultySglang() as good, FaultySglang() as bad:
         urls = good.url, bad.url
@@ -175,9 +176,9 @@ def test_a_server_that_fails_during_an_update_is_out_for_every_process(failure: 
         ):
             taken = iter(WEIGHTS)
             if failure == "dies":
-                bad.broken["/update_weights_from_tensor"] = "die"
+                bad.fail("/update_weights_from_tensor", "die")
             else:
-                bad.probe_logprob = -2.0
+                bad.fail(PROBE, "other_probe")
             writer.update_weights(WEIGHTS, 1)
             if failure == "dies":
                 bad.listen()
@@ -186,8 +187,7 @@ def test_a_server_that_fails_during_an_update_is_out_for_every_process(failure: 
             assert agreed == [None] and writer.weight_version == reader.weight_version == 1
             for engine in (writer, reader):
                 assert [server.url for server in engine._pool.rotation] == [good.url]
-            bad.broken.clear()
-            bad.probe_logprob = -1.0
+            bad.faults.clear()
             writer.update_weights(WEIGHTS, 2)
             reader.update_weights(WEIGHTS, 2)
             assert len(writer._pool.rotation) == len(reader._pool.rotation) == 2

@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from faulty_answers import logprob_of, tokens_after
-from faulty_sglang import FaultySglang
+from faulty_sglang import Fault, FaultySglang
+from faulty_weights import weights_of
 from sglang_engines import sglang_engine
 
 from megatron_rc.engine import Sample, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=8)
 REASONS = {
-    "400": "server_error",
+    400: "server_error",
     "extra_logprob": "length_mismatch",
     "phantom": "phantom_logprob",
     "nan": "nan_logprob",
@@ -36,12 +36,12 @@ REASONS = {
 """Faults that end a response at once."""
 TRANSIENT = {
     "reset": "server_error",
-    "500": "server_error",
-    "503": "server_error",
+    500: "server_error",
+    503: "server_error",
     "drop": "server_error",
     "truncated": "bad_answer",
     "html": "bad_answer",
-    "stuck": "timeout",
+    "hang": "timeout",
     "slow": "timeout",
     "abort": None,
 }
@@ -58,17 +58,17 @@ def assert_whole(sample: Sample) -> None:
     assert sample.logprobs == [logprob_of(token) for token in sample.output_ids]
 
 
-def faults_of(server: FaultySglang, seed: int, share: float) -> dict[tuple[int, ...], list[str | None]]:
+def faults_of(server: FaultySglang, seed: int, share: float) -> dict[tuple[int, ...], list[Any]]:
     """Let this share of the requests fail, and record by prompt what went wrong, in order."""
     generator, kinds = random.Random(seed), [*REASONS, *TRANSIENT]
-    met: dict[tuple[int, ...], list[str | None]] = defaultdict(list)
+    met: dict[tuple[int, ...], list[Any]] = defaultdict(list)
 
-    def fault(number: int, body: dict[str, Any]) -> str | None:
+    def fault(number: int, body: dict[str, Any]) -> Any:
         kind = generator.choice(kinds) if generator.random() < share else None
         met[tuple(body["input_ids"][:2])].append(kind)
         return kind
 
-    server.fault = fault
+    server.fail("/generate", fault)
     return met
 
 
@@ -98,15 +98,13 @@ def test_of_1000_prompts_with_a_fifth_of_faults_each_ends_once_and_in_order() ->
 
 
 def at_request(number: int, server: FaultySglang, call: Callable[[], None]) -> None:
-    """In a thread of its own: the servers' threads answer meanwhile."""
-    fault = server.fault
+    """Call in a thread of its own: the servers' threads answer meanwhile."""
 
-    def counting(asked: int, body: dict[str, Any]) -> str | None:
+    def counting(asked: int, body: dict[str, Any]) -> None:
         if asked == number:
             threading.Thread(target=call).start()
-        return fault(asked, body)
 
-    server.fault = counting
+    server.faults.insert(0, Fault("/generate", counting))
 
 
 def test_of_1000_prompts_each_ends_once_also_when_servers_die_and_return_with_old_weights() -> None:
@@ -114,7 +112,7 @@ def test_of_1000_prompts_each_ends_once_also_when_servers_die_and_return_with_ol
     with FaultySglang() as good, FaultySglang() as dies, FaultySglang() as restarts:
         servers = good, dies, restarts
         with sglang_engine(*(server.url for server in servers), timeout_s=1.5) as engine:
-            engine.update_weights([("model.norm.weight", torch.ones(4))], 1)
+            engine.update_weights(weights_of(1).items(), 1)
             for seed, server in enumerate(servers):
                 faults_of(server, seed, share=0.2)
 
@@ -168,7 +166,7 @@ def test_a_server_that_never_answers_holds_the_process_no_longer_than_its_timeou
         if paused:
             engine._pool.servers[0].post("/pause_generation", {"mode": "abort"}, 5)
         else:
-            server.fault = lambda number, body: "stuck"
+            server.fail("/generate", "hang")
         started = time.monotonic()
         samples = engine.generate(prompts_of(64), PARAMS, n=1, seeds=range(64))
         # two attempts, each with its limit and as much again for the abort
@@ -183,7 +181,7 @@ def test_a_response_that_exceeds_its_time_is_continued_where_it_stood() -> None:
         slow_once[body["input_ids"][1]] += 1
         return "slow" if slow_once[body["input_ids"][1]] == 1 else None
 
-    with FaultySglang(fault) as server, sglang_engine(server.url, timeout_s=1.0) as engine:
+    with FaultySglang(Fault("/generate", fault)) as server, sglang_engine(server.url, timeout_s=1.0) as engine:
         for sample in engine.generate(prompts_of(5), PARAMS, n=1, seeds=range(5)):
             assert_whole(sample)
         assert [len(body["input_ids"]) for body in server.asked] == [2] * 5 + [2 + 4] * 5
@@ -192,7 +190,7 @@ def test_a_response_that_exceeds_its_time_is_continued_where_it_stood() -> None:
 
 def test_without_partial_rollouts_a_late_response_is_discarded_with_its_tokens_and_not_drawn_anew() -> None:
     # drawing it anew would favour short responses
-    with FaultySglang(lambda number, body: "slow") as server:
+    with FaultySglang(Fault("/generate", "slow")) as server:
         with sglang_engine(server.url, timeout_s=0.2, partial=False) as engine:
             (sample,) = engine.generate(prompts_of(1), PARAMS, n=1, seeds=[0])
         assert len(server.asked) == 1
@@ -200,7 +198,7 @@ def test_without_partial_rollouts_a_late_response_is_discarded_with_its_tokens_a
 
 
 def test_aborts_by_the_server_do_not_use_up_retries_while_tokens_come() -> None:
-    with FaultySglang(lambda number, body: "abort" if number < 3 else None) as server:
+    with FaultySglang(Fault("/generate", lambda number, body: "abort" if number < 3 else None)) as server:
         with sglang_engine(server.url, retries=0) as engine:
             (sample,) = engine.generate(prompts_of(1), PARAMS, n=1, seeds=[0])
         assert [body["sampling_params"]["max_new_tokens"] for body in server.asked] == [8, 4, 2, 1]
@@ -237,7 +235,7 @@ def test_an_aborted_call_keeps_its_tokens_and_the_next_one_continues_them() -> N
 
 
 def test_an_abort_ends_a_call_whose_server_does_not_answer_it() -> None:
-    with FaultySglang(lambda number, body: "stuck") as server, sglang_engine(server.url, timeout_s=2) as engine:
+    with FaultySglang(Fault("/generate", "hang")) as server, sglang_engine(server.url, timeout_s=2) as engine:
         aborting(engine, 0.1)
         started = time.monotonic()
         samples = engine.generate(prompts_of(4), PARAMS, n=1, seeds=range(4))
@@ -265,7 +263,7 @@ def test_an_interrupt_leaves_no_request_and_no_thread(how: str, interruptible: N
         return "slow" if number else None
 
     on_finished = raise_keyboard_interrupt if how == "callback" else None
-    with FaultySglang(fault) as server, sglang_engine(server.url) as engine:
+    with FaultySglang(Fault("/generate", fault)) as server, sglang_engine(server.url) as engine:
         with pytest.raises(KeyboardInterrupt):
             engine.generate(prompts_of(20), PARAMS, n=1, seeds=range(20), on_finished=on_finished)
         assert len(set(server.aborted)) == len(server.asked) - 1
@@ -294,7 +292,7 @@ def test_samples_of_a_prompt_share_a_server_and_servers_share_the_load() -> None
 
 def test_neither_logs_nor_details_hold_tokens(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    with FaultySglang(lambda number, body: "400") as server, sglang_engine(server.url) as engine:
+    with FaultySglang(Fault("/generate", 400)) as server, sglang_engine(server.url) as engine:
         (sample,) = engine.generate([[11, 13]], PARAMS, n=1, seeds=[0])
     assert sample.discarded_detail.endswith("answered 400: told to answer 400, input [...]")
     assert "11, 13" not in caplog.text

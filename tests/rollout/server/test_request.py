@@ -11,7 +11,6 @@ import faulty_answers as faulty
 import numpy as np
 import pytest
 import torch
-from faulty_sglang import FaultySglang
 
 from megatron_rc.engine import SamplingParams
 from megatron_rc.rollout.sglang.http import without_tokens
@@ -21,7 +20,6 @@ ROUTES = RouteShape(faulty.LAYERS, faulty.TOP_K, faulty.EXPERTS)
 PROMPT = [3, 4, 5]
 PLAIN = SamplingParams(max_new_tokens=6, temperature=0.7)
 KEPT = SamplingParams(max_new_tokens=6, top_k=4, top_p=0.9)
-SERVER = FaultySglang()
 
 
 def request(
@@ -37,7 +35,8 @@ def request(
 
 def answer(asked: Request, damage: str | None = None, *, count: int | None = None, aborted: bool = False) -> Any:
     """As JSON carries it."""
-    good = SERVER.answer_of(asked.body(), asked.budget if count is None else count, aborted=aborted)
+    count = asked.budget if count is None else count
+    good = faulty.answer_to(asked.body(), count, "default", aborted=aborted)
     return json.loads(json.dumps(faulty.damaged(good, damage) if damage else good))
 
 

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from faulty_sync_server import FaultySyncServer, probe_logprobs, weights_of
+from faulty_sglang import PROBE, FaultySglang
+from faulty_weights import probe_logprobs, weights_of
 from sync_jobs import PATH, holds, started
 
 
@@ -18,7 +19,7 @@ def start() -> Iterator[Any]:
         yield partial(started, stack)
 
 
-CONTROL = ("/pause_generation", "/flush_cache", "/weights_checker", "/update_weight_version", "/generate")
+CONTROL = ("/pause_generation", "/flush_cache", "/weights_checker", "/update_weight_version", PROBE)
 
 
 @pytest.mark.parametrize("fault", [500, "die", "hang"])
@@ -30,7 +31,7 @@ def test_a_server_that_fails_anywhere_is_out_and_stays_paused_while_the_other_go
 ):
     job, good, bad = start(transport, tmp_path, timeout_s=1.0)
     job.update(1, version=1)
-    bad.faults[path] = (bad.calls[path], fault)
+    bad.fail(path, fault)
     job.update(2, version=2)
     assert job.out[0] is None and holds(good, 2) and good.version == "2" and not good.paused
     assert job.out[1] is not None and "version 2" in job.out[1]
@@ -43,26 +44,21 @@ def test_a_server_that_fails_anywhere_is_out_and_stays_paused_while_the_other_go
 def test_a_server_that_was_out_comes_back_with_the_next_update_also_as_a_new_process(start, tmp_path, transport):
     job, good, bad = start(transport, tmp_path, timeout_s=2.0)
     job.update(1, version=1)
-    bad.faults[PATH[transport]] = (bad.calls[PATH[transport]], "die")
+    bad.fail(PATH[transport], "die")
     job.update(2, version=2)
     assert job.out[1] is not None
     job.update(3, version=3)
     assert "refuses connections" in str(job.out[1])
-    again = FaultySyncServer()
-    again.port = bad.port
-    again.start()
-    try:
+    with FaultySglang(port=bad.port) as again:
         job.update(4, version=4)
         assert job.out == [None, None] and holds(again, 4) and holds(good, 4) and again.version == "4"
-    finally:
-        again.die()
 
 
 @pytest.mark.parametrize("transport", PATH)
 def test_when_no_server_is_left_each_is_named_with_its_reason_and_all_weights_were_taken(start, tmp_path, transport):
     job, one, two = start(transport, tmp_path)
-    one.faults["/pause_generation"] = (0, 500)
-    two.faults["/flush_cache"] = (0, 400)
+    one.fail("/pause_generation", 500)
+    two.fail("/flush_cache", 400)
     with pytest.raises(ValueError, match="no SGLang server") as raised:
         job.update(1, version=1)
     assert f"{one.url}: pausing failed" in str(raised.value) and f"{two.url}: flushing failed" in str(raised.value)
@@ -72,7 +68,7 @@ def test_when_no_server_is_left_each_is_named_with_its_reason_and_all_weights_we
 def test_servers_that_die_first_do_not_keep_the_writer_from_taking_all_weights(start, tmp_path):
     job, one, two = start("tensor", tmp_path, timeout_s=2.0)
     for server in (one, two):
-        server.faults[PATH["tensor"]] = (1, "die")
+        server.fail(PATH["tensor"], "die", after=1)
     with pytest.raises(ValueError, match="no SGLang server"):
         job.update(1, version=1)
     assert job.taken == len(weights_of(1))
@@ -81,7 +77,7 @@ def test_servers_that_die_first_do_not_keep_the_writer_from_taking_all_weights(s
 @pytest.mark.parametrize("transport", PATH)
 def test_a_damaged_weight_is_found_by_the_checksum_of_the_majority(start, tmp_path, transport):
     job, *servers = start(transport, tmp_path, count=3)
-    servers[1].faults[PATH[transport]] = (0, "damage")
+    servers[1].fail(PATH[transport], "damage")
     job.update(1, version=1)
     assert job.out[0] is None and job.out[2] is None
     assert "differ" in str(job.out[1]) and "model.norm.weight" in str(job.out[1])
@@ -89,7 +85,7 @@ def test_a_damaged_weight_is_found_by_the_checksum_of_the_majority(start, tmp_pa
 
 def test_of_two_servers_with_different_weights_neither_is_trusted(start, tmp_path):
     job, one, two = start("tensor", tmp_path)
-    two.faults[PATH["tensor"]] = (0, "damage")
+    two.fail(PATH["tensor"], "damage")
     with pytest.raises(ValueError, match="differ"):
         job.update(1, version=1)
     assert one.paused and two.paused
@@ -98,7 +94,7 @@ def test_of_two_servers_with_different_weights_neither_is_trusted(start, tmp_pat
 def test_weights_that_a_single_server_did_not_take_are_found_though_it_says_they_arrived(start, tmp_path):
     job, one = start("disk", tmp_path, count=1)
     job.update(1, version=1)
-    one.faults[PATH["disk"]] = (1, "ignore")
+    one.fail(PATH["disk"], "ignore")
     with pytest.raises(ValueError, match="kept their old values"):
         job.update(2, version=2)
 
@@ -106,7 +102,7 @@ def test_weights_that_a_single_server_did_not_take_are_found_though_it_says_they
 def test_a_version_that_reads_back_differently_takes_the_server_out(start, tmp_path):
     job, _, bad = start("tensor", tmp_path)
     # the first call names the weights unproved
-    bad.faults["/update_weight_version"] = (1, "ignore")
+    bad.fail("/update_weight_version", "ignore", after=1)
     job.update(1, version=1)
     assert job.out == [None, "update to version 1: naming failed: it was named 1 and reads back 'unproved-1'"]
 

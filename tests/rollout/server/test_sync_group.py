@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from faulty_sync_server import servers_in_processes, weights_of
+from faulty_sglang import servers_in_processes
+from faulty_weights import weights_of
 from sync_jobs import Job, started
 
 PATH_GROUP = "/update_weights_from_distributed"
@@ -52,7 +53,7 @@ def test_a_group_of_two_servers_is_joined_once_and_survives_failures_of_one(grou
     job.update(1, version=22)
     assert job.out == [None, None] and holds_at(good, 1) and holds_at(bad, 1)
     # a clean refusal in the middle of an update: the bucket is sent once more, to both, and then without that server
-    tell(bad, "/fault", {PATH_GROUP: (1, 500)})
+    tell(bad, "/fault", {"faults": [(PATH_GROUP, 500, 1)]})
     job.update(3, version=3)
     assert job.out[0] is None and "told to answer 500" in str(job.out[1])
     assert holds_at(good, 3) and tell(bad, "/state")["paused"]
@@ -61,7 +62,7 @@ def test_a_group_of_two_servers_is_joined_once_and_survives_failures_of_one(grou
     job.update(4, version=4)
     assert job.out == [None, None] and holds_at(good, 4) and holds_at(bad, 4)
     # and a death inside the broadcast
-    tell(bad, "/fault", {PATH_GROUP: (1, "die")})
+    tell(bad, "/fault", {"faults": [(PATH_GROUP, "die", 1)]})
     job.update(5, version=5)
     assert job.out[0] is None and job.out[1] is not None and holds_at(good, 5)
     assert tell(good, "/model_info")["weight_version"] == "5"
@@ -72,7 +73,7 @@ def test_a_group_of_two_servers_is_joined_once_and_survives_failures_of_one(grou
 def test_a_server_that_hangs_in_the_group_is_given_up_after_the_timeout(group_job):
     job, (good, bad) = group_job
     job.update(1, version=1)
-    tell(bad, "/fault", {PATH_GROUP: (1, "hang")})
+    tell(bad, "/fault", {"faults": [(PATH_GROUP, "hang", 1)]})
     began = time.monotonic()
     job.update(2, version=2)
     assert job.out[0] is None and job.out[1] is not None and holds_at(good, 2)

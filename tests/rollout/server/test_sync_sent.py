@@ -13,9 +13,9 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from faulty_sync_server import CONFIG, weights_of
+from faulty_weights import weights_of
 from safetensors.torch import load_file
-from sync_jobs import PATH, holds, started
+from sync_jobs import CONFIG, PATH, holds, started
 
 from megatron_rc import schema
 from megatron_rc.rollout.sglang.weights import TRANSPORTS, weight_sync
@@ -81,10 +81,11 @@ def test_servers_of_before_the_bracket_and_the_checksum_are_updated_without_them
     job, one, two = start("tensor", tmp_path)
     for server in (one, two):
         server.session = True  # an old server asks for no session
-        server.faults |= dict.fromkeys(["/begin_weight_update", "/end_weight_update", "/weights_checker"], (0, 404))
+        for path in ("/begin_weight_update", "/end_weight_update", "/weights_checker"):
+            server.fail(path, 404)
     job.update(1, version=1)
     assert job.out == [None, None] and holds(one, 1) and one.calls["/end_weight_update"] == 0
-    two.faults[PATH["tensor"]] = (two.calls[PATH["tensor"]], "damage")
+    two.fail(PATH["tensor"], "damage")
     with pytest.raises(ValueError, match="nats from the servers' median"):
         job.update(2, version=2)
 
@@ -92,7 +93,7 @@ def test_servers_of_before_the_bracket_and_the_checksum_are_updated_without_them
 def test_a_server_of_tensor_parallelism_gets_a_payload_a_rank_of_a_smaller_bucket(start, tmp_path):
     job, one = start("tensor", tmp_path, count=1, info={"tp_size": 2})
     job.update(1, version=1)
-    bodies = [body for path, body in one.bodies if path == PATH["tensor"]]
+    bodies = one.bodies[PATH["tensor"]]
     assert holds(one, 1) and all(len(body["serialized_named_tensors"]) == 2 for body in bodies)
 
 
@@ -132,17 +133,17 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_folder(tmp_path):
     # a limit on the size of files stands in for a disk that is full: the write itself fails
     program = """
 import resource, signal, sys
-from faulty_sync_server import CONFIG, FaultySyncServer
+from faulty_sglang import FaultySglang
 from sync_jobs import Job
 from pathlib import Path
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-server = FaultySyncServer().start()
-job = Job([server.url], "disk", Path(sys.argv[1]))
-resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
-try:
-    job.update(1, version=1)
-except ValueError as error:
-    print(error, server.version, server.paused, len(list(Path(sys.argv[1]).iterdir())), job.taken)
+with FaultySglang() as server:
+    job = Job([server.url], "disk", Path(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+    try:
+        job.update(1, version=1)
+    except ValueError as error:
+        print(error, server.version, server.paused, len(list(Path(sys.argv[1]).iterdir())), job.taken)
 """
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
