@@ -75,7 +75,7 @@ def kept_ids(facts: Facts) -> Outcome:
             f"top_k={rollout.top_k} is more than the {most} kept ids that the server returns",
             fix=f"Start the server with --sampling-mask-max-tokens {rollout.top_k}, or lower rollout.top_k to {most}.",
         )
-    return good(f"kept ids come back for {settings}, up to {most} a token")
+    return good(f"kept ids come back for {settings}, up to {most} per token")
 
 
 @SAMPLING.check(

@@ -69,7 +69,7 @@ class HFEngine:
         seeds: Sequence[int],
         on_finished: Callable[[int], None] | None = None,
     ) -> list[Sample]:
-        """Sample ``n`` responses a prompt; the contract is RolloutEngine.generate.
+        """Sample ``n`` responses per prompt; the contract is RolloutEngine.generate.
 
         Raises:
             ValueError: what ``check_request`` refuses.
@@ -240,7 +240,7 @@ class HFEngine:
 
 
 class Drawn(NamedTuple):
-    """One token a row."""
+    """One token per row."""
 
     ids: Tensor
     """[B] int64."""
@@ -251,7 +251,7 @@ class Drawn(NamedTuple):
 
 
 def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> Drawn:
-    """Draw one token a row by inverting its cumulative distribution.
+    """Draw one token per row by inverting its cumulative distribution.
 
     token = min{i : sum_{j <= i} p_j > u}, p = softmax(logits / temperature over the kept ids), in fp64
 
@@ -265,7 +265,7 @@ def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> Drawn:
         scaled = scaled.masked_fill(~kept, float("-inf"))
     logprobs = scaled.log_softmax(-1)
     cumulative = logprobs.double().exp_().cumsum(-1)
-    # u <= 1 - 2^-53 keeps the product below the total after rounding: the id found has positive probability
+    # u <= 1 - 2^-53 keeps the product below the total after rounding: the id has positive probability
     ids = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
     # a row of NaN has no order: any id will do, its log-prob is NaN and the trainer drops it
     ids = ids.clamp_(max=logits.shape[-1] - 1)
@@ -283,7 +283,7 @@ def kept_ids(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
         top_k: -1 keeps all.
 
     Returns:
-        [B, V] bool, at least one True a row.
+        [B, V] bool, at least one True per row.
     """
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(scaled, dtype=torch.bool)

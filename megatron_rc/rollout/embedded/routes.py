@@ -34,8 +34,8 @@ class RouteCapture:
             rows: [B] int64 responses.
             of: [B] int64, which row of the forward pass belongs to each; None: the same order.
         """
-        for layer, chosen in self._last.items():
-            ids = chosen.view(len(rows) if of is None else int(of.max()) + 1, -1, self._top_k)
+        for layer, experts in self._last.items():
+            ids = experts.view(len(rows) if of is None else int(of.max()) + 1, -1, self._top_k)
             ids = (ids if of is None else ids[of]).to("cpu", torch.int32)
             self._table[rows.cpu(), column : column + ids.shape[1], layer] = ids
         self._last = {}

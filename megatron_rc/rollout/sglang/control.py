@@ -80,7 +80,7 @@ def read_version(server: Server, timeout_s: float) -> str:
 
 
 def checksums(server: Server, timeout_s: float) -> list[dict[str, str]] | None:
-    """Of every rank, the checksum of each tensor by the server's name for it; None where it cannot compute them."""
+    """Checksums per rank, by the server's name of each tensor; None where the server cannot compute them."""
     try:
         answer = _fields(server.post("/weights_checker", {"action": "checksum"}, timeout_s))
     except ServerError as error:

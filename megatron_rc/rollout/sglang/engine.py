@@ -104,7 +104,7 @@ class SGLangEngine:
         seeds: Sequence[int],
         on_finished: Callable[[int], None] | None = None,
     ) -> list[Sample]:
-        """Sample ``n`` responses a prompt; the contract is RolloutEngine.generate.
+        """Sample ``n`` responses per prompt; the contract is RolloutEngine.generate.
 
         Every response is in the answer once, in order. What failed for good carries the reason in ``discarded``:
         length_mismatch, phantom_logprob, nan_logprob, positive_logprob, missing_support, support_mismatch,
@@ -215,9 +215,9 @@ class SGLangEngine:
     def _check_server(self, server: Server) -> None:
         if server.info.get("preferred_sampling_params"):
             raise ValueError(f"{server.url} was started with --preferred-sampling-params, which change what is asked")
-        expected, found = self._hf_config.get("model_type"), server.model.get("model_type")
-        if expected and found and expected != found:
-            raise ValueError(f"{server.url} serves a model of type {found!r}, the trained one is of type {expected!r}")
+        trained, served = self._hf_config.get("model_type"), server.model.get("model_type")
+        if trained and served and trained != served:
+            raise ValueError(f"{server.url} serves a model of type {served!r}, the trained one is of type {trained!r}")
         if self._routes is not None and not server.info.get("enable_return_routed_experts"):
             raise ValueError(f"{server.url} returns no routes: start it with --enable-return-routed-experts")
 

@@ -1,4 +1,4 @@
-"""The servers of an engine: found by url or through a router, asked in turn, taken out of rotation."""
+"""The servers of an engine: connected by url or through a router, asked in turn, taken out of rotation."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ class Pool:
 
         async def read(server: Server) -> None:
             try:
-                found = (await server.ask("/model_info", None, self._timeout_s)).get("weight_version")
+                served = (await server.ask("/model_info", None, self._timeout_s)).get("weight_version")
             except ServerError as error:
                 server.out = server.out or str(error)
                 return
-            if found != version:
-                server.out = server.out or f"it serves weights {found!r} and not {version!r}"
+            if served != version:
+                server.out = server.out or f"it serves weights {served!r} and not {version!r}"
             elif put_back:
                 server.out = None
 
@@ -117,9 +117,9 @@ class Pool:
 
     async def _connect(self, urls: Sequence[str]) -> list[Server]:
         try:
-            found = await asyncio.gather(*map(self._workers, urls))
+            behind = await asyncio.gather(*map(self._workers, urls))
             # of a data-parallel server a router lists every rank, as url@rank
-            unique = dict.fromkeys(url.partition("@")[0].rstrip("/") for workers in found for url in workers)
+            unique = dict.fromkeys(url.partition("@")[0].rstrip("/") for workers in behind for url in workers)
             return list(await asyncio.gather(*map(self._connected, unique)))
         except ServerError as error:
             raise ValueError(f"cannot use the SGLang server: {error}") from None

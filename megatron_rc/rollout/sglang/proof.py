@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Checksums = list[dict[str, str]]
-"""Of every rank of a server, by the server's name of the tensor."""
+"""Checksums per rank of a server, each by the server's name of the tensor."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FUSED = (
@@ -26,7 +26,7 @@ _FUSED = (
 
 
 class Ledger:
-    """What was sent: the first update that a server proved fixes names and shapes, later ones must equal it."""
+    """Names, shapes and sums of the weights sent; every update must hold the tensors of the first accepted one."""
 
     def __init__(self) -> None:
         self._shapes: dict[str, torch.Size] = {}

@@ -32,7 +32,7 @@ class DamagedAnswer(Exception):
 
 
 class RouteShape(NamedTuple):
-    """Of the routes of one token."""
+    """Numbers that shape the routes of one token."""
 
     layers: int
     top_k: int
@@ -202,8 +202,8 @@ class Request:
 
     def _logprobs(self, ids: Sequence[int], entries: Any) -> list[float]:
         if entries is None or len(entries) != len(ids):
-            found = 0 if entries is None else len(entries)
-            raise DamagedAnswer("length_mismatch", f"{found} log-probs came back for {len(ids)} tokens")
+            count = 0 if entries is None else len(entries)
+            raise DamagedAnswer("length_mismatch", f"{count} log-probs came back for {len(ids)} tokens")
         if [entry[1] for entry in entries] != ids:
             raise DamagedAnswer("bad_answer", "the log-probs belong to other tokens than output_ids")
         return checked_logprobs([entry[0] for entry in entries])
@@ -252,16 +252,16 @@ class Request:
         spans = meta.get("weight_versions")
         if not spans:
             spans = [{"version": meta["weight_version"], "start": 0, "end": outputs}]
-        found, end = [], 0
+        versions, end = [], 0
         for span in spans:
             if span["start"] != end or span["end"] < end:
                 raise DamagedAnswer("bad_answer", "the weight versions do not cover the tokens one after the other")
             end = span["end"]
             if end > span["start"]:
-                found.append((self._version(span["version"]), span["start"], end))
+                versions.append((self._version(span["version"]), span["start"], end))
         if end != outputs:
             raise DamagedAnswer("bad_answer", f"the weight versions cover {end} of {outputs} tokens")
-        return found
+        return versions
 
     def _version(self, name: Any) -> int:
         if isinstance(name, str) and name.isascii() and name.isdigit():

@@ -74,12 +74,12 @@ class GroupSync:
         # the first failure may come from a server that restarted and left the group: all get a second chance
         chance = True
         while live := [server for server in servers if server.url not in failures]:
-            found = self._join(live, backend) or self._broadcast(live, bucket)
-            if not found:
+            failed = self._join(live, backend) or self._broadcast(live, bucket)
+            if not failed:
                 break
-            self._leave(tell=[server for server in live if server.url not in found])
+            self._leave(tell=[server for server in live if server.url not in failed])
             if not chance:
-                failures |= found
+                failures |= failed
             chance = False
         return failures
 
@@ -163,7 +163,7 @@ class GroupSync:
             threads.shutdown()
 
     def _leave(self, tell: Sequence[Server] = ()) -> None:
-        """Break up the group here, and on the servers that are to be told."""
+        """Break up the group here, and on the servers in ``tell``."""
         if self._group is None:
             return
         group, self._group, self._servers = self._group, None, []

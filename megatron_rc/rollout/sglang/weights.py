@@ -58,7 +58,7 @@ class WeightSync:
     transport: Transport
     hf_config: Mapping[str, Any]
     timeout_s: float = 600.0
-    """Of one call to a server."""
+    """Longest wait for one call to a server."""
     probe: Callable[[list[int]], list[float]] | None = None
     """The trainer's log-probs of a prompt: log pi(prompt[t] | prompt[:t]) of t >= 1, nats, at temperature 1, by the
     weights just sent. Called once an update in the writing process alone, after all weights were taken."""
@@ -214,9 +214,9 @@ class _Update:
 
     def name_and_read_back(self, server: Server) -> None:
         control.set_version(server, str(self.version), self.timeout_s)
-        found = control.read_version(server, self.timeout_s)
-        if found != str(self.version):
-            raise ValueError(f"it was named {self.version} and reads back {found!r}")
+        version = control.read_version(server, self.timeout_s)
+        if version != str(self.version):
+            raise ValueError(f"it was named {self.version} and reads back {version!r}")
 
     def prompt(self) -> list[int]:
         config = self.sync.hf_config
@@ -225,15 +225,15 @@ class _Update:
     def probe(self, server: Server) -> list[float]:
         return control.prompt_logprobs(server, self.prompt(), self.timeout_s)
 
-    def compare_probe(self, found: Mapping[str, list[float]], dtype: torch.dtype) -> None:
+    def compare_probe(self, logprobs: Mapping[str, list[float]], dtype: torch.dtype) -> None:
         sync = self.sync
         if sync.probe is not None:
             expected, whose = sync.probe(self.prompt()), "the trainer's"
         else:
-            expected, whose = [median(values) for values in zip(*found.values(), strict=True)], "the servers' median"
+            expected, whose = [median(values) for values in zip(*logprobs.values(), strict=True)], "the servers' median"
         failures = {}
         tolerance = PROBE_TOLERANCE[dtype] * fmean(map(abs, expected))
-        for url, values in found.items():
+        for url, values in logprobs.items():
             difference = mean_difference(values, expected)
             # written so that NaN fails
             if not difference <= tolerance:

@@ -39,7 +39,7 @@ def test_a_suitable_server_passes(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "found"),
     [
-        ("kept-ids", rollout(top_p=0.9, top_k=8), "up to 4096 a token"),
+        ("kept-ids", rollout(top_p=0.9, top_k=8), "up to 4096 per token"),
         ("generation-config", served(generation_config={"temperature": 0.6}), "OpenAI endpoints only"),
         ("experts", lambda _: Facts(server("bad_dense"), trainer(DENSE)), "neither model"),
         (
