@@ -214,12 +214,20 @@ def segments(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, int]:
     Returns:
         ([N] int32 ascending ids; rows outside a run carry the id of the run before them, 0 at the front), run count.
     """
-    starts_sequence = torch.zeros(len(loss_mask) + 1, dtype=torch.bool, device=loss_mask.device)
-    starts_sequence[cu_seqlens.long()] = True
-    before = torch.roll(loss_mask, 1)
-    begins = loss_mask & (~before | starts_sequence[:-1])
-    ids = begins.cumsum(0)
+    ids = first_tokens(loss_mask, cu_seqlens).cumsum(0)
     return (ids - 1).clamp(min=0).to(torch.int32), int(ids[-1]) if len(ids) else 0
+
+
+def first_tokens(loss_mask: Tensor, offsets: Tensor) -> Tensor:
+    """[N] bool: the first token of every contiguous run of loss_mask = 1 inside a sequence.
+
+    Args:
+        loss_mask: [N] bool, packed.
+        offsets: [S + 1] integers, row where each sequence starts.
+    """
+    starts = torch.zeros(len(loss_mask) + 1, dtype=torch.bool, device=loss_mask.device)
+    starts = starts.index_fill(0, offsets.long(), True)[:-1]
+    return loss_mask & (starts | ~loss_mask.roll(1))
 
 
 def _check_sample(index: int, sample: Sample, sampling: SamplingParams) -> None:

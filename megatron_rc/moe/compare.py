@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from megatron_rc.fused import backend_module
 from megatron_rc.reference.routes import RouteComparison
-
-_CHUNK_IDS = 2**19
-"""Expert ids looked at in detail at a time; bounds the memory of everything computed from them."""
 
 
 def check_routes(name: str, routes: Tensor) -> None:
@@ -48,17 +43,3 @@ def compare_routes(a: Tensor, b: Tensor, mask: Tensor | None = None, *, backend:
         raise ValueError(f"a and b must have the same shape, got {tuple(a.shape)} and {tuple(b.shape)}")
     compared: RouteComparison = backend_module("routes", backend, a=a, b=b, mask=mask).compare_routes(a, b, mask)
     return compared
-
-
-def chunks(ids: Tensor) -> Iterator[slice]:
-    """Spans of tokens of [N, L, k] ``ids`` that are looked at together."""
-    tokens = max(1, _CHUNK_IDS // max(1, ids[:1].numel()))
-    return (slice(first, first + tokens) for first in range(0, max(1, len(ids)), tokens))
-
-
-def overlap(a: Tensor, b: Tensor) -> Tensor:
-    """|A & B| of every decision: [n, L] int16 from [n, L, k] ids, distinct in a row."""
-    found = torch.zeros(a.shape, dtype=torch.bool, device=a.device)
-    for other in b.to(a.dtype).unbind(-1):
-        found |= a == other[..., None]
-    return (found & (a >= 0)).sum(-1, dtype=torch.int16)

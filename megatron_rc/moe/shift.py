@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron_rc.metrics import MetricSums
-from megatron_rc.moe.compare import chunks, compare_routes, overlap
+from megatron_rc.moe.compare import compare_routes
 from megatron_rc.moe.router_distance import gate_distance, router_kl
 from megatron_rc.moe.shift_metrics import MARGINS, POSITIONS, expert_shift_metrics
 from megatron_rc.moe.tables import RouteTable
+from megatron_rc.reference.routes import chunks, common_experts
 
 
 class ExpertShift(NamedTuple):
@@ -90,11 +91,11 @@ def expert_shift(
 
 
 def _details(trainer: RouteTable, other: RouteTable, counts: Tensor, far: Tensor | None) -> dict[str, Tensor]:
-    """What has to be looked at decision by decision; summed over tokens."""
+    """Sums over tokens of what is computed decision by decision."""
     k, sums = trainer.shape.top_k, dict[str, Tensor]()
     for span in chunks(trainer.ids):
         mine, theirs, counted = trainer[span], other[span], counts[span]
-        common = overlap(mine.ids, theirs.ids)
+        common = common_experts(mine.ids, theirs.ids)[0].T.contiguous()
         differs = (common != k).double()
         part = {"jaccard": counted @ (common.double() / (2 * k - common))}
         if far is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rc.batch import first_tokens
+
 
 def segment_reduce(values: Tensor, reduce: str, offsets: Tensor) -> Tensor:
     """[U] "sum", "max" or "min" of values [N] over rows offsets[u] to offsets[u + 1]."""
@@ -20,12 +22,10 @@ def unit_sums(columns: Tensor, offsets: Tensor) -> Tensor:
 def segments(
     loss_tokens: Tensor, offsets: Tensor, segment_ids: Tensor | None, num_segments: int | None
 ) -> tuple[Tensor, int]:
-    """Ascending segment id of every row, and a bound of their number that is known without asking the device."""
+    """Ascending segment id of every row, and an upper bound of their number that needs no answer of the device."""
     if segment_ids is None or num_segments is None:
-        starts = torch.zeros(len(loss_tokens) + 1, dtype=torch.bool, device=loss_tokens.device)
-        starts = starts.index_fill(0, offsets.long(), True)[:-1]
-        begins = loss_tokens & (starts | ~loss_tokens.roll(1))
+        ids = (first_tokens(loss_tokens, offsets).cumsum(0) - 1).clamp(min=0)
         # of n tokens at most (n + 1) / 2 start a run
-        return (begins.cumsum(0) - 1).clamp(min=0), (len(loss_tokens) + len(offsets)) // 2 + 1
+        return ids, (len(loss_tokens) + len(offsets)) // 2 + 1
     # rows outside a turn, padding for one, may carry any id: they take that of the turn before
     return torch.where(loss_tokens, segment_ids.reshape(-1), 0).cummax(0).values, num_segments

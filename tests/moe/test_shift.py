@@ -22,6 +22,7 @@ from megatron_rc.moe.router_distance import router_kl
 from megatron_rc.moe.shift import ExpertShift, expert_shift
 from megatron_rc.moe.shift_metrics import MARGINS, POSITIONS
 from megatron_rc.moe.tables import MoeShape, RouteTable
+from megatron_rc.reference import routes
 
 TWO = MoeShape(num_layers=2, layers=(0, 1), top_k=2, num_experts=4)
 MASK = torch.tensor([True, True, True, False])
@@ -182,7 +183,7 @@ def test_no_cut_of_the_batch_changes_a_value(monkeypatch: pytest.MonkeyPatch) ->
     for part in parts[1:]:
         merged.merge(part.sums)
     same(merged.values(), whole)
-    monkeypatch.setattr(compare, "_CHUNK_IDS", 50)
+    monkeypatch.setattr(routes, "_CHUNK_IDS", 50)
     same(random_shift(slice(None)).sums.values(), whole)
 
 
