@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from megatron_rc import RolloutCorrection, Weight, correct, loss_scale, policy_loss, vocab_parallel_logprobs
-from megatron_rc.loss import expand_to_tokens, rloo_advantages
+from megatron_rc.advantages import expand_to_tokens, rloo_advantages
 
 VOCABULARY, LENGTH, GROUPS, SAMPLES = 12, 6, 16, 8
 

@@ -17,18 +17,18 @@ from megatron_rc.metrics import MetricSums
 
 @dataclass(frozen=True)
 class Corrected:
-    """What `correct` answers; everything is detached."""
+    """The result of `correct`; every tensor is detached."""
 
     weights: Tensor
-    """[N] or [B, T] as given, fp32 (fp64 for fp64 log-probs); 0 where mask is 0."""
+    """[N] or [B, T] like the input, fp32 (fp64 for fp64 log-probs); 0 where mask is 0."""
     mask: Tensor
-    """[N] or [B, T], bool: tokens that still count in the policy-gradient term."""
+    """[N] or [B, T], bool: the tokens that still count in the policy-gradient term."""
     bad_sequences: Tensor
     """[S] bool: sequences with a corrupt log-prob."""
     metrics: MetricSums
-    """Of the tokens of this rank; `metrics.all_reduce` pools them over DP x CP."""
+    """Statistics of the tokens of this rank; `metrics.all_reduce` pools them over DP x CP."""
     correction: RolloutCorrection = field(default_factory=RolloutCorrection)
-    """What was asked for: `policy_loss` refuses what does not go with it."""
+    """The settings that made it; `policy_loss` refuses arguments that contradict them."""
 
 
 def correct(
@@ -46,12 +46,12 @@ def correct(
     cp_group: dist.ProcessGroup | None = None,
     backend: str = "auto",
 ) -> Corrected:
-    """Importance weights and mask that let pi learn from tokens of mu; call it once on all local tokens of a rollout.
+    """Importance weights and mask, so that pi learns from tokens of mu; call it once on all local tokens of a rollout.
 
     With l = log pi - log mu of a token, the value shared by a unit is rho = e^l (token), exp sum l (sequence),
     exp mean l (geometric, segment), sums and means over the unit's loss tokens. weights = min(rho, upper),
     clamp(rho, lower, upper), or rho inside the bounds and dropped outside; then every Rejection drops its units; then
-    normalize="batch" divides by the mean weight of the kept tokens. Gates do not see each other or the weight.
+    normalize="batch" divides by the mean weight of the kept tokens. No gate sees another gate or the weight.
     A NaN or +inf log-prob, or -inf from the sampler, drops its sequence when any unit is larger than a token, else its
     token. log pi = -inf with a finite log mu is rho = 0. Nothing here waits for the device.
 
@@ -59,27 +59,27 @@ def correct(
         train_logprobs: [N] packed or [B, T] padded, fp32, nats.
         rollout_logprobs: the same shape, fp32, nats, as returned at sampling time.
         loss_mask: the same shape, bool; rows without it may hold anything.
-        correction: what to do.
+        correction: the weight, the rejections and the normalisation.
         cu_seqlens: [S + 1] int32, ending in N; packed layout only.
-        segment_ids: the shape of loss_mask, int, ascending over loss tokens; which turn a token belongs to, and so
-            which sequence. Without it turns are the contiguous runs of loss_mask.
-        num_segments: above every segment id; goes with segment_ids.
-        advantages: the shape of loss_mask, or one a sequence; for rejections with when="negative_advantage", which
+        segment_ids: the shape of loss_mask, int, ascending over loss tokens; the turn that a token belongs to. No two
+            sequences share one. Without it, turns are the contiguous runs of loss_mask.
+        num_segments: a number above every segment id; required with segment_ids.
+        advantages: the shape of loss_mask, or one per sequence; for rejections with when="negative_advantage", which
             look at the sign of a unit's mean.
         statistics: name -> tensor of the shape of loss_mask, for rejections on that name.
         dp_group: data-parallel ranks, for normalize="batch".
         cp_group: ranks that hold other tokens of the same sequences, in the same order.
-        backend: "torch"; "triton", which answers in three launches, a fourth where turns are judged, and one more to
-            normalise (an argument that is not contiguous is copied, a launch each); or "auto": triton where its
-            kernels can take every argument, which excludes fp64.
+        backend: "torch"; "triton", which needs three launches, a fourth where turns are judged, and one more to
+            normalise (an argument that is not contiguous is copied, in a launch of its own); or "auto": triton where
+            its kernels can take every argument, which excludes fp64.
 
     Returns:
         Corrected, in the layout of the input.
 
     Raises:
-        ValueError: shapes that do not fit; advantages, statistics or segments that `correction` needs and are missing;
-            "triton" with what its kernels cannot take. Under set_debug_checks(True) also cu_seqlens that do not ascend
-            from 0 to N, segment_ids that do not ascend below num_segments, ranks of cp_group that hold other sequences.
+        ValueError: mismatched shapes; missing advantages, statistics or segments that `correction` needs; "triton" with
+            a tensor that its kernels cannot take. Under set_debug_checks(True) also cu_seqlens that do not ascend from
+            0 to N, segment_ids that do not ascend below num_segments, ranks of cp_group that hold other sequences.
 
     Source: truncated IS, Yao et al. (fengyao.notion.site/off-policy-rl); masked and geometric forms, szrlee,
         rl-collapse part 3; IcePop, arXiv 2510.18855.
@@ -105,22 +105,22 @@ def pair_metrics(
     sequences: bool = True,
     backend: str = "auto",
 ) -> MetricSums:
-    """The metrics of any two policies, with pi = train and mu = rollout: current/mu, old/mu, current/old.
+    """Metrics of any two policies, with pi = train and mu = rollout: current/mu, old/mu, current/old.
 
     Args:
         train_logprobs, rollout_logprobs: [N] packed or [B, T] padded, fp32, nats.
         loss_mask: the same shape, bool.
         cu_seqlens: [S + 1] int32, packed layout only.
         log_ratio_bound: clamp of log-ratios before exp, nats.
-        cp_group: completes the sums of sequences in one all-gather; without it every sequence must be whole.
-        sequences: False leaves out metrics of whole sequences, and so needs neither cu_seqlens nor cp_group.
+        cp_group: its ranks complete the sums of sequences in one all-gather; without it every sequence must be whole.
+        sequences: False leaves out the metrics of whole sequences and needs neither cu_seqlens nor cp_group.
         backend: as in `correct`.
 
     Returns:
-        Sums of the tokens of this rank; pool them with `MetricSums.all_reduce` over DP x CP.
+        Statistics of the tokens of this rank; pool them with `MetricSums.all_reduce` over DP x CP.
 
     Raises:
-        ValueError: shapes that do not fit each other; as `correct` for `backend` and under set_debug_checks(True).
+        ValueError: mismatched shapes; as `correct` for `backend` and under set_debug_checks(True).
     """
     if sequences:
         pair = check_pair(train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, cp_group)

@@ -16,12 +16,12 @@ from megatron_rc.config import STATISTICS, Rejection, RolloutCorrection, Unit, W
 
 
 class WeightBound(NamedTuple):
-    """One bound of the importance weight."""
+    """A bound of the importance weight."""
 
     side: str
     """"lower" or "upper"."""
     name: str
-    """Of the metric that counts units beyond it."""
+    """Name of the metric that counts units beyond it."""
     log: float
 
 
@@ -30,11 +30,11 @@ class WeightPlan(NamedTuple):
 
     weight: Weight
     unit: Unit
-    """Which tokens share one weight."""
+    """The tokens that share one weight."""
     reduce: str
-    """From the log-ratios of the tokens to that of the unit: "sum" or "mean"."""
+    """"sum" or "mean": how log-ratios of tokens become that of the unit."""
     bounds: tuple[WeightBound, ...]
-    """Those that are set, the lower one first."""
+    """The bounds that are set, the lower one first."""
 
     @classmethod
     def of(cls, weight: Weight) -> WeightPlan:
@@ -56,9 +56,9 @@ class GatePlan(NamedTuple):
 
     gate: Rejection
     name: str
-    """Of its metric, "rejected_<gate>", numbered where a name repeats."""
+    """Name of its metric, "rejected_<gate>", numbered where a name repeats."""
     lower: float | None
-    """In the unit of the statistic; the log of the bound for a ratio."""
+    """In units of the statistic; for a ratio, the log of the bound."""
     upper: float | None
 
     @property
@@ -109,7 +109,7 @@ def log_bound(bound: float | None) -> float | None:
 
 
 class Pair(NamedTuple):
-    """Log-probs of two policies, in one of two layouts."""
+    """Log-probs of two policies, packed or padded."""
 
     train_logprobs: Tensor
     """[N] or [B, T]."""
@@ -124,7 +124,7 @@ class Pair(NamedTuple):
 
     @property
     def offsets(self) -> Tensor:
-        """[S + 1], row where each sequence starts once tokens are flattened."""
+        """[S + 1], the row where each sequence starts after tokens are flattened."""
         if self.cu_seqlens is not None:
             return self.cu_seqlens
         rows, length = self.loss_mask.shape
@@ -135,15 +135,15 @@ class Extras(NamedTuple):
     """Optional inputs that this correction uses; the others are None."""
 
     segment_ids: Tensor | None
-    """[N] or [B, T]; None where no turn is needed, or where they are the runs of loss_mask."""
+    """[N] or [B, T]; None where no turn is judged, or where turns are the runs of loss_mask."""
     num_segments: int | None
     advantages: Tensor | None
-    """Of the shape of loss_mask, or [S]."""
+    """The shape of loss_mask, or [S]."""
     statistics: dict[str, Tensor]
-    """Of the shape of loss_mask each, in the order in which the rejections name them."""
+    """Name -> the shape of loss_mask, in the order in which the rejections name them."""
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """By the names that errors give them."""
+        """The tensors by the names that errors give them."""
         named = {f"statistics[{name!r}]": given for name, given in self.statistics.items()}
         return {"segment_ids": self.segment_ids, "advantages": self.advantages, **named}
 

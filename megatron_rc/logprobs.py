@@ -1,4 +1,12 @@
-"""vocab_parallel_logprobs: log-probs and entropy of vocabulary-sharded logits with one tensor-parallel collective."""
+"""vocab_parallel_logprobs: log-probs and entropy of vocabulary-sharded logits with one tensor-parallel collective.
+
+    statistics   every shard reads its logits once: max z, sum e^(z - max), sum e^(z - max) (z - max), z[target] per row
+    gather       one all-gather of those four numbers over the tensor-parallel group
+    merge        every rank joins all shards in rank order, to the same bits: logprob, entropy, max, log sum
+    gradient     backward reads the logits once more and writes their gradient; it communicates nothing
+
+`reference.rows` and `fused.rows` compute the first, third and fourth step; the gather and autograd are here.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +25,7 @@ from megatron_rc.reference.rows import Merged, Rows
 
 _shard_widths: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int | None], tuple[int, ...]]] = WeakKeyDictionary()
 
-# all_gather_into_tensor warns of its new name where there is one
+# newer releases of torch rename all_gather_into_tensor and warn about the old name
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -40,19 +48,19 @@ def vocab_parallel_logprobs(
     logprob = z[target] - LSE(z) and entropy = LSE(z) - sum_j p_j z_j with p = softmax(z). The gradient of both is that
     of softmax: (onehot - p) / temperature and -p (log p + entropy) / temperature; temperature gets none.
 
-    One all-gather of four fp32 numbers a row (max z, sum e^(z - max), sum e^(z - max) (z - max), z[target]), merged in
-    rank order, so every rank holds the same bits; backward communicates nothing. A row depends on no other row. The
-    first call of a (group, shard width, vocab_size) also exchanges the shard widths and waits for the device once; make
-    it before capturing a CUDA graph. Groups that serve several vocabularies of unequal shards must pass vocab_size.
+    The only collective is one all-gather of four fp32 numbers per row; every rank holds the same bits afterwards. A row
+    depends on no other row. The first call with a (group, shard width, vocab_size) also exchanges the shard widths and
+    waits for the device once; make it before capturing a CUDA graph. A group that serves several vocabularies of
+    unequal shards must pass vocab_size.
 
     A target outside the vocabulary or the kept ids, or whose logit is -inf, has logprob -inf and no gradient. A row
     whose logits are all -inf has logprob -inf and entropy 0. A NaN or +inf logit gives NaN. A row with mask 0, or with
     zero upstream gradients, has a gradient of exactly 0 whatever its logits are, and the kernels do not read them. Ids,
-    offsets, a temperature tensor and the number of rows are validated only under set_debug_checks(True), as that waits
-    for the device.
+    offsets, a temperature tensor and the number of rows are checked only under set_debug_checks(True), because the
+    checks wait for the device.
 
-    Nothing is copied for backward: a tensor argument or a result that is written to before backward raises there. The
-    kernels compute forward in one launch (two with a tensor-parallel group) and backward in one.
+    Nothing is copied for backward: if a tensor argument or a result is written to in between, backward raises. The
+    kernels need one launch for forward (two with a tensor-parallel group) and one for backward.
 
     Args:
         logits: [N, V_local] or [B, T, V_local], any float dtype and strides; consecutive ids of rank r follow those of
@@ -64,7 +72,7 @@ def vocab_parallel_logprobs(
         vocab_size: global; ids from here on (padding) count as -inf.
         support: distinct kept ids of every row, CSR over N (B * T) rows.
         with_entropy: return the entropy too.
-        inplace_backward: write the gradient into the storage of logits instead of a new tensor. Autograd sees it: a
+        inplace_backward: write the gradient into the storage of logits instead of a new tensor. Autograd notices: a
             second backward, or another operation that saved these logits, raises instead of reading the gradient.
         backend: "torch", "triton", or "auto": triton where its kernels can take the logits, which excludes fp64.
 
@@ -72,7 +80,7 @@ def vocab_parallel_logprobs(
         logprobs, fp32, nats, in the shape of targets; or (logprobs, entropy).
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not match, a temperature <= 0, a vocab_size larger than all shards
+        ValueError: mismatched shapes, dtypes or devices, a temperature <= 0, a vocab_size larger than all shards
             together, logits that overlap in memory with inplace_backward, an unknown backend, "triton" with logits that
             its kernels cannot take; under set_debug_checks(True) also targets or kept ids outside the vocabulary,
             offsets that do not ascend, a temperature tensor with a value <= 0, ranks of tp_group with unequal rows.
@@ -122,7 +130,7 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 6
-        # unpacking compares versions: what anybody has written to since forward raises here
+        # unpacking compares versions: a tensor that was written to since forward raises here
         logits, targets, per_row, mask, ids, offsets, *merged = ctx.saved_tensors
         temperature = ctx.temperature if per_row is None else per_row
         rows = Rows(targets, temperature, mask, ids, offsets, ctx.start, ctx.num_valid)
@@ -135,7 +143,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _gather(statistics: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """[4, N] of this shard -> [R, 4, N] of all, in rank order."""
+    """Statistics [4, N] of this shard -> those of all shards [R, 4, N], in rank order."""
     gathered = statistics.new_empty(tp_group.size() * 4, statistics.shape[1])
     _all_gather(gathered, statistics, group=tp_group)
     return gathered.view(tp_group.size(), 4, statistics.shape[1])
@@ -172,7 +180,7 @@ def _check_arguments(
     support: Support | None,
     inplace_backward: bool,
 ) -> None:
-    """What can be said without waiting for the device."""
+    """The checks that do not wait for the device."""
     if logits.dim() not in (2, 3) or not logits.is_floating_point() or logits.shape[-1] == 0:
         raise ValueError(
             f"logits must be floating point [N, V_local] or [B, T, V_local], got {logits.dtype} {tuple(logits.shape)}"
@@ -204,13 +212,15 @@ def _check_arguments(
 
 
 def _check_values(rows: Rows, vocab_size: int, tp_group: dist.ProcessGroup | None) -> None:
-    """What must be read from the device to be said."""
+    """The checks that read values from the device."""
     targets, device = rows.targets, rows.targets.device
     if tp_group is not None and tp_group.size() > 1:
         counts = torch.empty(tp_group.size(), dtype=torch.int64, device=device)
         _all_gather(counts, torch.full((1,), targets.numel(), device=device), group=tp_group)
         if (counts != counts[0]).any():
-            raise ValueError(f"logits must have as many rows on every rank of tp_group, got {counts.tolist()}")
+            raise ValueError(
+                f"the number of rows of logits must be equal on all ranks of tp_group, got {counts.tolist()}"
+            )
     kept = torch.ones_like(targets, dtype=torch.bool) if rows.mask is None else rows.mask != 0
     outside = targets[kept & ((targets < 0) | (targets >= vocab_size))]
     if outside.numel():

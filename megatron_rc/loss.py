@@ -1,35 +1,21 @@
-"""The scalar that Megatron differentiates: the scale of every token and the policy loss."""
+"""policy_loss(): the scalar that Megatron differentiates; loss_scale(): the factor of every token in it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.advantages import equal_reward_groups, expand_to_tokens, grpo_advantages, rloo_advantages
+from megatron_rc.advantages import expand_to_tokens
 from megatron_rc.collectives import all_reduced
 from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surrogate, check_clipping
+from megatron_rc.correction import Corrected
 from megatron_rc.fused import backend_module
 from megatron_rc.metrics import MetricSums
 from megatron_rc.reference.policy_loss import LossInputs, LossOptions
 from megatron_rc.reference.sums import Statistics
-
-if TYPE_CHECKING:
-    from megatron_rc.correction import Corrected
-
-__all__ = [
-    "Aggregation",
-    "Denominator",
-    "PolicyLoss",
-    "equal_reward_groups",
-    "expand_to_tokens",
-    "grpo_advantages",
-    "loss_scale",
-    "policy_loss",
-    "rloo_advantages",
-]
 
 
 def loss_scale(
@@ -43,22 +29,22 @@ def loss_scale(
     cp_group: dist.ProcessGroup | None = None,
     max_length: int | None = None,
 ) -> Tensor:
-    """What multiplies each token's loss, so that the plain sum over all tokens, micro-batches and ranks is the loss.
+    """The factor of each token's loss, such that the plain sum over all tokens, micro-batches and ranks is the loss.
 
     With T_i the counted tokens of sequence i and S the sequences with T_i > 0, over all ranks:
     token-mean 1 / sum_i T_i; seq-mean-token-mean 1 / (S T_i); seq-mean-token-sum 1 / S;
-    seq-mean-token-sum-norm 1 / (S max_length). Call it once an optimizer step and slice; it may communicate.
+    seq-mean-token-sum-norm 1 / (S max_length). Call it once per optimizer step, then slice; it may communicate.
 
     Args:
         loss_mask: [N] packed or [B, T] padded, bool; tokens of this optimizer step on this rank.
         kept_mask: the same shape, `Corrected.mask`.
-        aggregation: one of the four.
-        denominator: "original" counts loss_mask, "kept" the tokens of loss_mask & kept_mask. "original" does not make
-            the step larger when more is rejected.
+        aggregation: one of these four.
+        denominator: "original" counts loss_mask, "kept" loss_mask & kept_mask. With "original" the step does not grow
+            when more tokens are rejected.
         cu_seqlens: [S + 1] int32, packed layout only.
         dp_group: ranks with other sequences.
         cp_group: ranks with other tokens of the same sequences, in the same order.
-        max_length: tokens, for seq-mean-token-sum-norm only.
+        max_length: in tokens, for seq-mean-token-sum-norm only.
 
     Returns:
         fp32, the shape of loss_mask; positive on loss_mask (also on rejected tokens, where the KL and entropy terms
@@ -98,7 +84,7 @@ def loss_scale(
 
 class PolicyLoss(NamedTuple):
     loss: Tensor
-    """0-d, differentiable; the share of these tokens in the loss of the optimizer step."""
+    """0-d, differentiable: what these tokens contribute to the loss of the optimizer step."""
     metrics: MetricSums
 
 
@@ -121,18 +107,18 @@ def policy_loss(
 ) -> PolicyLoss:
     """sum_t scale_t [mask_t w_t L_t + kl_coef K_t - entropy_coef H_t] over the tokens of one micro-batch.
 
-    With r = current / old: ppo is L = -A r outside the trust region cut off, that is -A min(r, 1 + clip_upper) for
-    A > 0 and -A max(r, 1 - clip_lower) for A < 0, there also -A min(., dual_clip). reinforce is L = -A log current.
-    w, mask are `corrected`'s, and touch this term alone; K and H count wherever scale is not 0.
+    With r = current / old, ppo is -A r, cut off outside the trust region: L = -A min(r, 1 + clip_upper) for A > 0 and
+    L = -A max(r, 1 - clip_lower) for A < 0, there also -A min(., dual_clip). reinforce is L = -A log current. w and
+    mask come from `corrected` and apply to this term alone; K and H count wherever scale is not 0.
 
-    K = r (e^d - 1 - d), d = log reference - log current, estimates KL(pi||ref) from samples of old. As r has a gradient
-    too, that of K is r log(pi / ref) grad log pi: the gradient of KL(pi||ref). Without r in front, k3 has the gradient
-    of KL(ref||pi). When mu is neither old nor pi, K leaves old / mu uncorrected.
+    K = r (e^d - 1 - d), d = log reference - log current, estimates KL(pi||ref) from samples of old. Since r has a
+    gradient too, that of K is r log(pi / ref) grad log pi: the gradient of KL(pi||ref). Without r in front, k3 would
+    have the gradient of KL(ref||pi). When mu is neither old nor pi, K leaves old / mu uncorrected.
 
-    old_logprobs chooses the old policy: log-probs before the update; None, old = current.detach(), r = 1 in value; or
-    those of mu, two policies, r = pi / mu. log r and d are clamped to log_ratio_bound before exp. A token whose current
-    log-prob is -inf, or whose old one is not finite, adds nothing. All but current_logprobs and entropy are constants:
-    no gradient flows into them. No collective runs here, and nothing waits for the device.
+    old_logprobs decides what old is: the policy before the update; None, which means current.detach() and r = 1 in
+    value; or mu (two policies), which means r = pi / mu. log r and d are clamped to log_ratio_bound before exp. A token
+    whose current log-prob is -inf, or whose old one is not finite, adds nothing. All tensors but current_logprobs and
+    entropy are constants without gradient. No collective runs here, and nothing waits for the device.
 
     Args:
         current_logprobs: [N] packed or [B, T] padded, fp32, nats, with gradient.
@@ -141,14 +127,14 @@ def policy_loss(
         corrected: weights and mask (bool) of these tokens, and the settings that made them.
         scale: the same shape, fp32, from loss_scale; 0 where loss_mask is 0.
         clip_lower, clip_upper, dual_clip: bounds of r, on the scale of r - 1, r - 1 and r.
-        reference_logprobs: the same shape, fp32, nats, of the policy to stay close to.
+        reference_logprobs: the same shape, fp32, nats: the policy to stay close to.
         entropy: the same shape, fp32, nats, with gradient, from vocab_parallel_logprobs.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        PolicyLoss. The loss of no token at all is 0 and differentiable. Metrics: loss, policy_loss, kl_ref and entropy
-        weighted by scale; clip_low, clip_high and dual_clip as shares of kept tokens. For current
-        against old there is `pair_metrics`.
+        PolicyLoss. Without any token the loss is 0 and differentiable. Metrics: loss, policy_loss, kl_ref and entropy
+        weighted by scale; clip_low, clip_high and dual_clip as shares of kept tokens. `pair_metrics` compares current
+        with old.
 
     Raises:
         ValueError: a shape, dtype, bound or missing argument; a weight on the ppo ratio of two policies.

@@ -32,7 +32,7 @@ class LossInputs(NamedTuple):
     """The same shape."""
 
     def named(self) -> dict[str, Tensor | None]:
-        """By the names that errors give them, those of the arguments of `megatron_rc.policy_loss`."""
+        """The tensors by the names of the arguments of `megatron_rc.policy_loss`."""
         return {
             "current_logprobs": self.current,
             "old_logprobs": self.old,
@@ -46,7 +46,7 @@ class LossInputs(NamedTuple):
 
 
 class LossOptions(NamedTuple):
-    """The numbers of the loss, as arguments of `megatron_rc.policy_loss`."""
+    """The settings of the loss, as arguments of `megatron_rc.policy_loss`."""
 
     surrogate: Surrogate
     clip_lower: float
@@ -74,7 +74,7 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tenso
     counts = scale != 0
     usable = counts & old.isfinite() & (detached != -torch.inf)
     kept = usable & inputs.mask
-    # where comes before every function of a log-prob: what is dropped has a gradient of exactly 0, NaN or not
+    # where() comes before every function of a log-prob: a dropped token has a gradient of exactly 0, even if it is NaN
     log_ratio = current - old
     clipped: list[Tensor] = []
     if options.surrogate == "ppo":
@@ -101,7 +101,7 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tenso
 
 
 def _clipped_ratio(ratio: Tensor, advantages: Tensor, options: LossOptions) -> tuple[Tensor, list[Tensor]]:
-    """The ratio as it enters -A r, constant where it is cut off, and where that is."""
+    """(the ratio as it enters -A r, constant where it is cut off; the masks of each cut)."""
     good, bad = advantages > 0, advantages < 0
     highest, lowest = 1 + options.clip_upper, 1 - options.clip_lower
     cuts = [(good & (ratio > highest), highest), (bad & (ratio < lowest), lowest)]

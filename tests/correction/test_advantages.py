@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_rc.loss import equal_reward_groups, expand_to_tokens, grpo_advantages, rloo_advantages
+from megatron_rc.advantages import equal_reward_groups, expand_to_tokens, grpo_advantages, rloo_advantages
 
 INF, NAN = float("inf"), float("nan")
 

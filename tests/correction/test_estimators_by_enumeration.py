@@ -11,8 +11,8 @@ import torch
 from enumeration import Batch, Sequence, World
 from torch import Tensor
 
+from megatron_rc.advantages import expand_to_tokens, grpo_advantages, rloo_advantages
 from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
-from megatron_rc.loss import expand_to_tokens, grpo_advantages, rloo_advantages
 
 INF = float("inf")
 WORLDS = {

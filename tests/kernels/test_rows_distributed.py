@@ -211,5 +211,5 @@ def test_two_launches_and_one_all_gather_forward_one_launch_backward(
 
 def test_ranks_with_unequal_rows_are_told(ranks: list[dict[str, Any]]) -> None:
     assert [rank["refusal"] for rank in ranks[:2]] == [
-        "logits must have as many rows on every rank of tp_group, got [3, 4]"
+        "the number of rows of logits must be equal on all ranks of tp_group, got [3, 4]"
     ] * 2

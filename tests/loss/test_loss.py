@@ -14,16 +14,10 @@ from loss_batch import corrected_of, evaluate, padded, random_batch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rc.advantages import equal_reward_groups, expand_to_tokens, grpo_advantages, rloo_advantages
 from megatron_rc.config import RolloutCorrection, Weight
 from megatron_rc.correction import Corrected
-from megatron_rc.loss import (
-    equal_reward_groups,
-    expand_to_tokens,
-    grpo_advantages,
-    loss_scale,
-    policy_loss,
-    rloo_advantages,
-)
+from megatron_rc.loss import loss_scale, policy_loss
 from megatron_rc.metrics import MetricSums
 
 INF, NAN = float("inf"), float("nan")

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.advantages import expand_to_tokens
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import correct
 from megatron_rc.logprobs import vocab_parallel_logprobs
-from megatron_rc.loss import expand_to_tokens, loss_scale, policy_loss
+from megatron_rc.loss import loss_scale, policy_loss
 from megatron_rc.metrics import MetricSums
 
 VOCABULARY = 3
