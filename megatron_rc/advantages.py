@@ -1,4 +1,4 @@
-"""From rewards to advantages: the baselines of groups, and one value a sequence handed to its tokens."""
+"""Rewards -> advantages: the baselines of groups, and the value of a sequence for each of its tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = r_i - mean of the other rewards of its group: REINFORCE with a leave-one-out baseline, unbiased.
 
     All finite rewards of a group enter the baseline, those of rejected samples too. A sample without a finite reward,
-    or alone in its group, gets 0: there is nothing to compare it with.
+    or alone in its group, gets 0, because there is nothing to compare it with.
 
     Args:
         rewards: [S] float.
@@ -33,7 +33,7 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = Tr
     """A_i = (r_i - mean) / (std + epsilon) over the finite rewards of its group, std with n - 1 in the denominator.
 
     Args:
-        rewards, groups: as in rloo_advantages; the same samples get 0.
+        rewards, groups: as in rloo_advantages; a sample that gets 0 there gets 0 here.
         divide_by_std: False leaves r_i - mean (Dr. GRPO).
         epsilon: in units of the reward.
 
@@ -52,9 +52,9 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = Tr
 
 
 def equal_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:
-    """[S] bool: the finite rewards of the sample's group are all equal, so that the group teaches nothing.
+    """[S] bool: the finite rewards of the sample's group are all equal, so the group teaches nothing.
 
-    True also where a group has one or no finite reward. Args as in rloo_advantages.
+    Also true where a group has one or no finite reward. Args as in rloo_advantages.
     """
     group = _Groups.of(rewards, groups)
     largest = group.reduce(torch.where(group.finite, group.rewards, -torch.inf), "max")
@@ -63,12 +63,12 @@ def equal_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def expand_to_tokens(values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """[S] one value a sequence -> [N] packed: each token gets that of its sequence."""
+    """One value per sequence [S] -> one per token [N] packed."""
     return values.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
 
 
 class _Groups(NamedTuple):
-    """Rewards by group without leaving the device: [S] everywhere, the answer of a group at each of its samples."""
+    """Reductions of rewards over groups, on the device; every result is [S], the value of its group at each sample."""
 
     rewards: Tensor
     """fp64; 0 where not finite."""
@@ -77,7 +77,7 @@ class _Groups(NamedTuple):
     number: Tensor
     """int64, dense number of the sample's group."""
     offsets: Tensor
-    """[S + 1], where each group starts in `order`; the unused ones are empty."""
+    """[S + 1], where each group starts in `order`; unused groups are empty."""
 
     @classmethod
     def of(cls, rewards: Tensor, groups: Tensor) -> _Groups:
@@ -92,7 +92,7 @@ class _Groups(NamedTuple):
         return cls(torch.where(finite, rewards.double(), 0), finite, order, number, offsets)
 
     def reduce(self, values: Tensor, how: str) -> Tensor:
-        # segment by segment in a fixed order: no atomics; unsafe skips checks that would wait for the device
+        # adds segment by segment in a fixed order, without atomics; unsafe skips checks that would wait for the device
         return torch.segment_reduce(values[self.order], how, offsets=self.offsets, unsafe=True)[self.number]
 
     def sums(self, values: Tensor) -> Tensor:

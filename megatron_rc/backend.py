@@ -1,4 +1,4 @@
-"""Which backend computes, the Triton kernels or plain PyTorch, and the switch for checks that wait for the device."""
+"""The choice between Triton kernels and plain PyTorch, and the switch for checks that wait for the device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _debug_checks = False
 
 
 def set_debug_checks(enabled: bool) -> bool:
-    """Turn checks on or off that read values on the device, and so wait for it: off unless turned on.
+    """Turn on or off the checks that read values from the device and so wait for it; they are off by default.
 
     They cover target ids, kept ids and their offsets, temperatures, cu_seqlens, segment ids, and whether the ranks of a
-    group agree on the number of rows. Turn them on on every rank or on none: the last one communicates.
+    group agree on the number of rows. Turn them on on every rank or on none, because the last one communicates.
 
     Returns:
         Whether they were on before.
@@ -35,14 +35,14 @@ def debug_checks() -> bool:
 
 
 def use_triton(backend: str, **tensors: Tensor | None) -> bool:
-    """Whether the Triton kernels compute: they do for "triton", and for "auto" where they can.
+    """Whether the Triton kernels compute: always for "triton", and for "auto" where they can.
 
     Args:
         backend: "auto", "torch" or "triton".
-        tensors: every tensor argument by its name; floating point ones must have a dtype the kernels compute in.
+        tensors: every tensor argument by its name; the kernels take floating point tensors of some dtypes only.
 
     Raises:
-        ValueError: an unknown backend, or "triton" with a tensor that the kernels cannot take.
+        ValueError: unknown backend, or "triton" although the kernels cannot take a tensor.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")

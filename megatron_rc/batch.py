@@ -1,4 +1,4 @@
-"""TokenBatch: one rollout batch in the packed layout, shifted once so that row t predicts token t + 1."""
+"""TokenBatch: one rollout batch in the packed layout, shifted once, so that row t predicts token t + 1."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Support(NamedTuple):
     """[N + 1] int64."""
 
     def select(self, rows: Tensor) -> Support:
-        """The support of ``rows`` [M] (int64), in that order."""
+        """The kept ids of ``rows`` [M] (int64), in that order."""
         counts = (self.offsets[1:] - self.offsets[:-1])[rows]
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         within = torch.arange(int(offsets[-1]), device=rows.device) - offsets[:-1].repeat_interleave(counts)
@@ -34,7 +34,7 @@ class Support(NamedTuple):
 
 @dataclass
 class TokenBatch:
-    """S sequences of N tokens in all, packed. Row t of every [N] tensor belongs to logits row t.
+    """S packed sequences with N tokens in all. Row t of every [N] tensor belongs to logits row t.
 
     The last row of each sequence predicts nothing: its loss_mask is False.
     """
@@ -42,7 +42,7 @@ class TokenBatch:
     tokens: Tensor
     """[N] int64 input ids."""
     targets: Tensor
-    """[N] int64, the id that row t predicts; 0 on the last row of a sequence."""
+    """[N] int64, the id that each row predicts; 0 on the last row of a sequence."""
     position_ids: Tensor
     """[N] int64, position inside the sequence."""
     loss_mask: Tensor
@@ -52,9 +52,9 @@ class TokenBatch:
     cu_seqlens: Tensor
     """[S + 1] int32."""
     segment_ids: Tensor
-    """[N] int32, ascending; rows of one contiguous run of loss_mask share an id that no other run has."""
+    """[N] int32, ascending; every contiguous run of loss_mask has an id of its own."""
     weight_versions: Tensor
-    """[N] int32, version of the rollout weights that drew the target; -1 where loss_mask is False."""
+    """[N] int32, version of the rollout weights that the target was sampled with; -1 where loss_mask is False."""
     lengths: tuple[int, ...]
     """Tokens of each sequence, on the host."""
     num_segments: int
@@ -62,20 +62,20 @@ class TokenBatch:
     rewards: Tensor | None = None
     """[S] fp32."""
     groups: Tensor | None = None
-    """[S] int64, which prompt a sequence answers."""
+    """[S] int64, number of the prompt that a sequence answers."""
     advantages: Tensor | None = None
     """[S] fp32."""
     support: Support | None = None
     routes: Tensor | None = None
     """[N, layers, k] int32; the row of the last token of a sequence is zeros."""
     truncated: Tensor | None = None
-    """[S] bool, the response ended at max_new_tokens."""
+    """[S] bool: the response was cut off at max_new_tokens."""
 
     def __post_init__(self) -> None:
         if self.sampling.truncates and self.support is None:
             raise ValueError(
                 f"sampling with top_p={self.sampling.top_p} top_k={self.sampling.top_k} needs the kept ids of every "
-                "token (support): without them pi and mu are normalised over different sets"
+                "token (support): without them, pi and mu would be normalised over different sets"
             )
 
     @property
@@ -98,7 +98,7 @@ class TokenBatch:
         """Shift and pack samples.
 
         Raises:
-            ValueError: a sample whose log-probs, kept ids or routes do not match its tokens, named by its index.
+            ValueError: log-probs, kept ids or routes of a sample do not match its tokens; the error names its index.
         """
         for index, sample in enumerate(samples):
             _check_sample(index, sample, sampling)
@@ -145,7 +145,7 @@ class TokenBatch:
         )
 
     def rows_of(self, sequences: Sequence[int]) -> Tensor:
-        """[M] int64 row numbers of ``sequences``, in their order."""
+        """Row numbers of ``sequences`` in their order, [M] int64."""
         starts = [0]
         for n in self.lengths:
             starts.append(starts[-1] + n)
@@ -153,7 +153,7 @@ class TokenBatch:
         return torch.cat(parts).to(self.tokens.device) if parts else self.tokens.new_zeros(0)
 
     def select(self, sequences: Sequence[int]) -> TokenBatch:
-        """The batch of these sequences, in this order; segments are numbered anew."""
+        """The batch of these sequences, in this order; segments are numbered again."""
         which = torch.tensor(list(sequences), dtype=torch.int64, device=self.tokens.device)
         taken = self._take(self.rows_of(sequences), tuple(self.lengths[i] for i in sequences))
         fields: dict[str, Any] = {n: None if (v := getattr(self, n)) is None else v[which] for n in _SEQUENCE_FIELDS}
@@ -161,23 +161,23 @@ class TokenBatch:
         return dataclasses.replace(taken, **fields, segment_ids=segment_ids, num_segments=num_segments)
 
     def _take(self, rows: Tensor, lengths: tuple[int, ...]) -> TokenBatch:
-        """These rows, with the per-sequence fields and segment numbers as they are."""
+        """These rows; per-sequence fields and segment numbers stay as they are."""
         fields: dict[str, Any] = {n: None if (v := getattr(self, n)) is None else v[rows] for n in _ROW_FIELDS}
         fields["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).to(rows.device, torch.int32)
         fields["support"] = None if self.support is None else self.support.select(rows)
         return dataclasses.replace(self, **fields, lengths=lengths)
 
     def muted(self, sequences: Sequence[int]) -> TokenBatch:
-        """The same batch in which nothing of ``sequences`` counts: their loss_mask is False."""
+        """The same batch, in which no token of ``sequences`` counts: their loss_mask is False."""
         loss_mask = self.loss_mask.clone()
         loss_mask[self.rows_of(sequences)] = False
         segment_ids, num_segments = segments(loss_mask, self.cu_seqlens)
         return dataclasses.replace(self, loss_mask=loss_mask, segment_ids=segment_ids, num_segments=num_segments)
 
     def context_slice(self, size: int, rank: int) -> TokenBatch:
-        """Rows of context-parallel rank ``rank`` of ``size``: chunks rank and 2*size-1-rank of every sequence.
+        """The rows of context-parallel rank ``rank`` of ``size``: chunks rank and 2*size-1-rank of every sequence.
 
-        Every rank keeps the same S in the same order; segment_ids are those of the whole sequences.
+        Every rank keeps all sequences in the same order; segment_ids are those of whole sequences.
         """
         rows, lengths, start = [], [], 0
         for n in self.lengths:
@@ -197,10 +197,16 @@ class TokenBatch:
         return dataclasses.replace(self, **moved)
 
 
-_ROW_FIELDS = (
-    *("tokens", "targets", "position_ids", "loss_mask"),
-    *("rollout_logprobs", "segment_ids", "weight_versions", "routes"),
-)
+_ROW_FIELDS = [
+    "tokens",
+    "targets",
+    "position_ids",
+    "loss_mask",
+    "rollout_logprobs",
+    "segment_ids",
+    "weight_versions",
+    "routes",
+]
 _SEQUENCE_FIELDS = ("rewards", "groups", "advantages", "truncated")
 
 
@@ -212,7 +218,7 @@ def segments(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, int]:
         cu_seqlens: [S + 1] int32.
 
     Returns:
-        ([N] int32 ascending ids; rows outside a run carry the id of the run before them, 0 at the front), run count.
+        ([N] int32 ascending ids; rows outside a run have the id of the run before them, or 0), number of runs.
     """
     ids = first_tokens(loss_mask, cu_seqlens).cumsum(0)
     return (ids - 1).clamp(min=0).to(torch.int32), int(ids[-1]) if len(ids) else 0
@@ -239,8 +245,8 @@ def _check_sample(index: int, sample: Sample, sampling: SamplingParams) -> None:
     if sample.output_mask is not None and len(sample.output_mask) != outputs:
         raise ValueError(f"sample {index}: output_mask has {len(sample.output_mask)} entries for {outputs} tokens")
     if sampling.truncates and (sample.support is None or len(sample.support) != outputs):
-        found = "none" if sample.support is None else f"{len(sample.support)} rows"
-        raise ValueError(f"sample {index}: top-p/top-k sampling needs kept ids for {outputs} tokens, got {found}")
+        rows = "none" if sample.support is None else f"{len(sample.support)} rows"
+        raise ValueError(f"sample {index}: top-p/top-k sampling needs kept ids for {outputs} tokens, got {rows}")
     if sample.routes is not None and len(sample.routes) != len(sample.prompt_ids) + outputs - 1:
         expected = len(sample.prompt_ids) + outputs - 1
         raise ValueError(f"sample {index}: routes have {len(sample.routes)} rows, expected tokens - 1 = {expected}")

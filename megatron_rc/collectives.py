@@ -10,19 +10,19 @@ from torch import Tensor
 
 
 def is_alone(group: dist.ProcessGroup | None) -> bool:
-    """Whether there is nobody to communicate with."""
+    """Whether the group has no other rank to communicate with."""
     return group is None or dist.get_world_size(group) == 1
 
 
 def is_first_rank(group: dist.ProcessGroup | None) -> bool:
-    """Whether this rank reports what all ranks of the group know."""
+    """Whether this rank reports results that all ranks of the group have."""
     return group is None or dist.get_rank(group) == 0
 
 
 def all_reduced(
     tensor: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
-    """The tensor pooled over a group, in memory of its own; the tensor itself where there is nobody to pool with."""
+    """The tensor pooled over a group, in new memory; the tensor itself if there is no other rank."""
     if is_alone(group):
         return tensor
     pooled = tensor.clone()

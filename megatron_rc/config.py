@@ -1,4 +1,4 @@
-"""RolloutCorrection: which importance weight, which rejections, which old policy; presets and YAML."""
+"""RolloutCorrection: the importance weight, the rejections and the old policy; presets and YAML."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ class Weight:
     """The importance weight of the policy-gradient term: a bounded rho = pi / mu, detached."""
 
     level: Level = "token"
-    """Who shares one rho: token; sequence (exp of the summed log-ratio); geometric (exp of its mean over the sequence);
-    segment (exp of its mean over one turn)."""
+    """Which tokens share one ratio: token; sequence (exp of the summed log-ratio); geometric (exp of its mean over the
+    sequence); segment (exp of its mean over one turn)."""
     mode: Mode = "truncate"
-    """truncate: min(rho, upper); clip: clamp(rho, lower, upper); mask: rho inside [lower, upper], dropped outside."""
+    """truncate: min(rho, upper); clip: clamp(rho, lower, upper); mask: rho inside [lower, upper], and units outside are
+    dropped."""
     lower: float | None = None
     """Smallest pi / mu, inclusive; required by clip, optional for mask, refused for truncate."""
     upper: float | None = 2.0
-    """Largest pi / mu, inclusive; .inf leaves rho untruncated up to exp(log_ratio_bound)."""
+    """Largest pi / mu, inclusive; .inf truncates nothing below exp(log_ratio_bound)."""
 
     def __post_init__(self) -> None:
         _one_of("level", self.level, Level)
@@ -62,15 +63,16 @@ class Rejection:
     """ratio (pi / mu), k2 (l^2 / 2), k3 (e^l - 1 - l), abs_log_ratio (|l|), prob_diff (pi - mu, signed), with
     l = log pi - log mu; or a name given to `correct` in `statistics`."""
     level: Unit = "sequence"
-    """What is judged and dropped: one token, one sequence, or one segment (turn)."""
+    """The unit that is judged and dropped: a token, a sequence, or a segment (one turn)."""
     reduce: Reduce = "sum"
-    """From tokens to the unit; in log space for ratio (sum: product of ratios, mean: geometric mean)."""
+    """How values of tokens become that of the unit; in log space for ratio (sum: product of ratios, mean: geometric
+    mean)."""
     lower: float | None = None
-    """Smallest value kept, inclusive."""
+    """Smallest value that is kept, inclusive."""
     upper: float | None = None
-    """Largest value kept, inclusive."""
+    """Largest value that is kept, inclusive."""
     when: When = "always"
-    """negative_advantage: only units of negative advantage can be dropped."""
+    """negative_advantage: only units with a negative mean advantage can be dropped."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.statistic, str) or not self.statistic:
@@ -88,7 +90,7 @@ class Rejection:
 
     @property
     def name(self) -> str:
-        """How metrics call this gate, such as 'ratio_sequence_mean' or 'k2_token_negative_advantage'."""
+        """The name of this gate in metrics, such as 'ratio_sequence_mean' or 'k2_token_negative_advantage'."""
         parts = [self.statistic, self.level]
         if self.level != "token":
             parts.append(self.reduce)
@@ -99,19 +101,19 @@ class Rejection:
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """How a batch sampled from mu is corrected to train pi. Every bound is a bound on pi / mu and is inclusive."""
+    """The correction of a batch sampled from mu to train pi. Every bound is a bound on pi / mu, and inclusive."""
 
     weight: Weight | None = None
-    """None: no importance weight (weights = 1 where the mask is 1)."""
+    """None: no importance weight (every weight is 1 where the mask is 1)."""
     reject: tuple[Rejection, ...] = ()
-    """Gates; a token counts only when all of them keep it."""
+    """Gates; a token counts only if all of them keep it."""
     normalize: Normalize = "none"
     """batch: divide the weights by their mean over the kept tokens of the whole rollout batch, pooled over DP x CP."""
     old: Old = "recompute"
     """recompute: three policies, pi_old from a forward pass before the update. current: pi_old = pi.detach(), for one
-    optimizer step a rollout. rollout: two policies, the surrogate's ratio is pi / mu itself."""
+    optimizer step per rollout. rollout: two policies, the surrogate's ratio is pi / mu itself."""
     log_ratio_bound: float = 20.0
-    """Log-ratios are clamped to +- this before exp in weights and metrics; gates compare unclamped logs."""
+    """Weights and metrics clamp log-ratios to +- this before exp; gates compare unclamped logs."""
 
     def __post_init__(self) -> None:
         if self.weight is not None and not isinstance(self.weight, Weight):
@@ -126,7 +128,7 @@ class RolloutCorrection:
         if self.normalize == "batch" and self.old != "recompute":
             raise ValueError(
                 f"normalize must be 'none' when old is {self.old!r}: its weights are computed one micro-batch at a "
-                "time, and a mean over less than the batch would depend on how it was cut"
+                "time, and a mean over less than the batch would depend on how the batch was cut"
             )
 
     def check_surrogate(self, surrogate: Surrogate) -> None:
@@ -139,15 +141,15 @@ class RolloutCorrection:
         if surrogate == "ppo" and self.old == "rollout" and self.weight is not None:
             raise ValueError(
                 "weight must be None when old is 'rollout' and the surrogate is 'ppo': its ratio already is pi / mu, "
-                "an importance weight on top would count it twice"
+                "and an importance weight would count it twice"
             )
 
     @classmethod
     def preset(cls, name: str) -> RolloutCorrection:
-        """A named method with its published or customary bounds; `PRESETS` lists them with their sources.
+        """A named method with its published or customary bounds; `PRESETS` lists all of them with their sources.
 
         Raises:
-            ValueError: no preset of that name; the nearest name is given.
+            ValueError: there is no preset of that name; the error suggests the nearest name.
         """
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}{schema.nearest(name, PRESETS)}")
@@ -157,11 +159,11 @@ class RolloutCorrection:
     def expand(cls, value: Any) -> Any:
         """Turn a preset name, or a mapping with the key `preset`, into the plain mapping of all fields.
 
-        Other keys of the mapping override the preset: a nested `weight` field by field, `reject` as a whole. Anything
-        else is returned as it is, so that a configuration loader may call this on whatever stands under `correction`.
+        Other keys of the mapping override the preset: `weight` field by field, `reject` as a whole. Anything else is
+        returned as it is, so a configuration loader may call this on whatever stands under `correction`.
 
         Raises:
-            ValueError: no preset of that name.
+            ValueError: there is no preset of that name.
         """
         if isinstance(value, str):
             return cls.preset(value).to_dict()
@@ -180,12 +182,12 @@ class RolloutCorrection:
         """From nested mappings, a mapping with `preset` and overrides, or a preset name.
 
         Raises:
-            ValueError: one sentence naming the field, what was found and what was expected.
+            ValueError: one sentence with the field, its value and what was expected.
         """
         return schema.from_dict(cls, data)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain mappings that `from_dict` reads back."""
+        """Nested plain mappings, which `from_dict` reads back."""
         return schema.to_dict(self)
 
     @classmethod
@@ -193,14 +195,14 @@ class RolloutCorrection:
         """From a YAML file, YAML text, or a preset name.
 
         Raises:
-            ValueError: no such file or preset, not YAML, or a wrong field, named.
+            ValueError: no such file or preset, no YAML, or a wrong field, which the error names.
         """
         if str(path_or_text).strip() in PRESETS:
             return cls.preset(str(path_or_text).strip())
         return cls.from_dict(schema.load_yaml(path_or_text))
 
     def to_yaml(self) -> str:
-        """YAML text that `from_yaml` reads back."""
+        """YAML text, which `from_yaml` reads back."""
         return schema.dump_yaml(self.to_dict())
 
 
@@ -236,7 +238,7 @@ def _ordered_bounds(lower: float | None, upper: float | None) -> None:
 class Preset(NamedTuple):
     correction: RolloutCorrection
     source: str
-    """Where the form and the bounds come from."""
+    """The origin of the form and of the bounds."""
 
 
 def _geometric_gate(lower: float, upper: float) -> Rejection:

@@ -1,4 +1,4 @@
-"""What every sampler implements: token ids in, token ids and log-probs out, weights back."""
+"""RolloutEngine, the protocol of every sampler: token ids in, token ids and log-probs out, weights back in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn: softmax(logits / temperature), then top-k, then top-p, then one draw."""
+    """How a token is drawn: softmax(logits / temperature), then top-k, then top-p, then one draw."""
 
     max_new_tokens: int = 128
     temperature: float = 1.0
@@ -51,7 +51,7 @@ class Sample:
     output_ids: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length", "abort"]
-    """abort: it was stopped early and not continued."""
+    """abort: generation was stopped early and not continued."""
     weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
     """(version, start, end) spans over the output tokens."""
     support: list[list[int]] | None = None
@@ -61,11 +61,11 @@ class Sample:
     routes: torch.Tensor | None = None
     """[prompt + output - 1, layers, k] expert ids, int32; row i is the routing that predicted token i + 1."""
     retractions: int = 0
-    """Times the server put the request back in its queue and computed it anew."""
+    """How often the server put the request back into its queue and computed it again."""
     discarded: str | None = None
-    """Why this must not be trained on, worded as the end of a metric name ("nan_logprob"); None: it may be."""
+    """Why this sample must not be trained on, as the end of a metric name ("nan_logprob"); None: it may be."""
     discarded_detail: str = ""
-    """One sentence beside ``discarded`` with what was found; no token and no text of a prompt is in it."""
+    """One sentence that explains ``discarded``, without any token or text of the prompt."""
 
 
 def check_request(
@@ -120,15 +120,15 @@ class RolloutEngine(Protocol):
         seeds: Sequence[int],
         on_finished: Callable[[int], None] | None = None,
     ) -> list[Sample]:
-        """Sample ``n`` responses a prompt.
+        """Sample ``n`` responses per prompt.
 
-        What came back damaged is in the answer too, with ``Sample.discarded`` set; the caller leaves it out.
+        Damaged responses are returned as well, with ``Sample.discarded`` set; the caller leaves them out.
 
         Args:
             prompts: token ids of each prompt.
-            n: responses a prompt; sample j of prompt i is element i * n + j of the answer.
-            seeds: one seed a response, length len(prompts) * n; a response depends on its seed, its prompt and the
-                weights, not on what else is in the call.
+            n: responses per prompt; sample j of prompt i is element i * n + j of the answer.
+            seeds: one seed per response, len(prompts) * n in all; a response depends on its seed, its prompt and the
+                weights, not on the other prompts of the call.
             on_finished: called with the number of newly finished responses.
         """
         ...

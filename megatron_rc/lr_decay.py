@@ -1,4 +1,4 @@
-"""LengthDecayLR: the learning rate halves periodically, with a period set by the surge of the response length."""
+"""LengthDecayLR: a learning rate that halves periodically, with a period set by the surge of the response length."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Any
 
 from megatron_rc.surge import SurgeDetector
 
-__all__ = ["LengthDecayLR", "LengthDecaySettings", "SurgeDetector"]
-
 
 class LengthDecayLR:
-    """Length-decay learning rate: constant until responses surge, then halved periodically down to a floor.
+    """Length-decay learning rate: constant until responses surge in length, then halved periodically down to a floor.
 
     With t the number of the rollout, 1-based, and P the decay period in rollouts::
 
@@ -23,20 +21,20 @@ class LengthDecayLR:
         scale = max(2^-floor(t / P), min_lr_ratio)            1 while P is not known
         lr    = initial_lr * scale
 
-    The first halving is that of rollout P itself, before its optimizer steps. The period counts rollouts: the scale is
-    the same for all optimizer steps of one, and a rollout that led to no step counts. A period that is found after
-    rollout P (only a ``period_per_surge`` near 1 or below, or a very short warm-up of the detector, allows it) puts
-    the scale at once where it would be had P been known from the start: a late decay costs more than an early one.
+    The first halving applies to rollout P itself, before its optimizer steps. The period counts rollouts: the scale is
+    the same for all optimizer steps of a rollout, and a rollout without any step counts too. If P becomes known only
+    after rollout P (which takes a ``period_per_surge`` near 1 or below, or a very short warm-up of the detector), the
+    scale jumps to where it would be had P been known from the start: a late decay costs more than an early one.
 
-    The lengths must be those of the global batch, so that all ranks come to the same learning rate.
+    The lengths must be those of the global batch, so that all ranks compute the same learning rate.
 
     Args:
         initial_lr: eta_0, > 0.
         min_lr_ratio: the floor over eta_0, 0 to 1.
-        decay_period: P in rollouts; None: from the surge that ``detector`` finds. With a given period the detector
-            still watches, for the metrics, and changes nothing.
+        decay_period: P in rollouts; None: from the surge that ``detector`` reports. With a fixed period the detector
+            still watches, for the metrics, but changes nothing.
         period_per_surge: P over the surge step, > 0; the decimal is taken exactly, 1.8 is surge_step * 9 // 5.
-        detector: the constants of the search; it is copied, and what it has seen is not.
+        detector: its constants are copied; the lengths that it has seen are not.
 
     Raises:
         ValueError: an argument out of its range.
@@ -70,12 +68,12 @@ class LengthDecayLR:
 
     @property
     def rollouts(self) -> int:
-        """Rollouts so far: the number, 1-based, of the one that ``lr`` is for; 0 before the first."""
+        """Number of rollouts so far, which is the number (1-based) of the one that ``lr`` is for."""
         return self.detector.rollouts
 
     @property
     def decay_period(self) -> int | None:
-        """Rollouts between two halvings; None while it is neither given nor found."""
+        """Rollouts between two halvings; None while it is neither fixed nor known from a surge."""
         if self._fixed_period is not None or self.detector.surge_step is None:
             return self._fixed_period
         exact = Fraction(str(self.period_per_surge)) * self.detector.surge_step
@@ -97,11 +95,11 @@ class LengthDecayLR:
 
         Args:
             mean_response_length: scalar, tokens, >= 0: mean over the responses of the global batch (all data-parallel
-                ranks), truncated ones included, before groups of equal rewards are filtered. None or NaN when nothing
-                could be measured: the rollout counts, the detector does not see it.
+                ranks), truncated ones included, before groups of equal rewards are filtered. None or NaN where nothing
+                could be measured: the rollout counts, but the detector does not see it.
 
         Returns:
-            lr; attached schedulers have it already.
+            lr, which attached schedulers have already.
 
         Raises:
             ValueError: a negative or infinite length.
@@ -111,14 +109,14 @@ class LengthDecayLR:
         return self.lr
 
     def metrics(self) -> dict[str, float]:
-        """What to log for this rollout.
+        """Metrics of this rollout.
 
         Returns:
             lr_decay/scale (lr over eta_0), lr_decay/surge_in_warmup (0 or 1), lr_decay/unmeasured (rollouts without a
             length), and once they exist lr_decay/length_ratio (fast over slow mean length), lr_decay/surge_step and
             lr_decay/period (rollouts).
         """
-        found = {
+        values = {
             "scale": self.scale,
             "surge_in_warmup": float(self.detector.surge_in_warmup is not None),
             "unmeasured": self.detector.rollouts - self.detector.measured,
@@ -126,20 +124,20 @@ class LengthDecayLR:
             "surge_step": self.detector.surge_step,
             "period": self.decay_period,
         }
-        return {f"lr_decay/{k}": float(v) for k, v in found.items() if v is not None and not math.isnan(v)}
+        return {f"lr_decay/{k}": float(v) for k, v in values.items() if v is not None and not math.isnan(v)}
 
     def attach(self, opt_param_scheduler: Any) -> None:
         """Multiply what Megatron's OptimizerParamScheduler computes for each parameter group by ``scale``.
 
-        The scheduler's get_lr is wrapped on this one object, so its warm-up, its decay and the max_lr and min_lr of
-        each group go on as they are, ``initial_lr`` must be its max_lr, and its state_dict holds the values without
-        the scale: saving and loading it needs no care. Attaching twice changes nothing.
+        get_lr is wrapped on this one scheduler object: its warm-up, its decay and the max_lr and min_lr of each group
+        stay as they are, and ``initial_lr`` must equal its max_lr. Its state_dict holds the values without the scale,
+        so saving and loading it needs no care. Attaching twice changes nothing.
 
         Args:
             opt_param_scheduler: with max_lr, get_lr(param_group) and step(increment).
 
         Raises:
-            ValueError: not such a scheduler, another max_lr, or one that another LengthDecayLR is attached to.
+            ValueError: the object is no such scheduler, has another max_lr, or another LengthDecayLR is attached to it.
         """
         if any(attachment.scheduler is opt_param_scheduler for attachment in self._attached):
             return
@@ -157,10 +155,10 @@ class LengthDecayLR:
         self._refresh()
 
     def detach(self, opt_param_scheduler: Any) -> None:
-        """Undo `attach` exactly; the groups get the scheduler's own learning rate back. Nothing if it is not attached.
+        """Undo `attach` exactly: the groups get the scheduler's own learning rate back. Not attached: nothing happens.
 
         Raises:
-            ValueError: somebody replaced the scheduler's get_lr after `attach`.
+            ValueError: get_lr of the scheduler was replaced after `attach`.
         """
         for attachment in [a for a in self._attached if a.scheduler is opt_param_scheduler]:
             attachment.undo()
@@ -168,11 +166,11 @@ class LengthDecayLR:
             opt_param_scheduler.step(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the rollouts so far have left behind, exact in JSON, without the constructor's arguments."""
+        """State after the rollouts so far, exact in JSON, without the arguments of the constructor."""
         return self.detector.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state`` as `state_dict` returned it, with the arguments this object was constructed with.
+        """Continue from ``state``, as `state_dict` returned it, with the arguments of this object.
 
         Raises:
             ValueError: the state has other fields.
@@ -182,11 +180,11 @@ class LengthDecayLR:
 
     def _refresh(self) -> None:
         for attachment in self._attached:
-            attachment.scheduler.step(0)  # writes the learning rate of every group, and counts no step
+            attachment.scheduler.step(0)  # writes the learning rate of every group and counts no step
 
 
 class _Attachment:
-    """get_lr of one scheduler, wrapped."""
+    """The wrapped get_lr of one scheduler."""
 
     def __init__(self, scheduler: Any, decay: LengthDecayLR) -> None:
         self.scheduler = scheduler
@@ -210,16 +208,16 @@ class _Attachment:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthDecaySettings:
-    """The arguments of LengthDecayLR but the learning rate, as a configuration file has them."""
+    """The arguments of LengthDecayLR in a configuration file; the learning rate comes from elsewhere."""
 
     min_lr_ratio: float = 0.1
-    """Where halving ends, as a share of the initial learning rate."""
+    """The floor, as a share of the initial learning rate."""
     decay_period: int | None = None
-    """Rollouts between two halvings, such as 204; null: from the surge that the detector finds."""
+    """Rollouts between two halvings, such as 204; null: derived from the surge that the detector reports."""
     period_per_surge: float = 1.8
-    """Decay period over surge step, rounded down."""
+    """The decay period is this times the surge step, rounded down."""
     detector: SurgeDetector = field(default_factory=SurgeDetector)
-    """When the response length surges."""
+    """The detector of the surge in response length."""
 
     def __post_init__(self) -> None:
         _check(self.min_lr_ratio, self.decay_period, self.period_per_surge)

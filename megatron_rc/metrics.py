@@ -1,7 +1,7 @@
-"""Every metric of a pair of policies: name, formula, pooled sufficient statistics, report values.
+"""Metrics of a pair of policies: names, formulas, and the pooled sums that they are computed from.
 
-A call leaves sums and maxima on the device (`MetricSums`); they are merged over micro-batches and reduced over DP x CP,
-and only `values` divides. So no metric depends on how the batch was cut.
+A call leaves sums and maxima on the device (`MetricSums`). They are merged over micro-batches and reduced over DP x CP,
+and only `values` divides, so no metric depends on how the batch was cut.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def extreme(name: str, *, over: str, formula: str) -> Metric:
 
 
 def ess(weight: str, *, over: str, formula: str) -> Metric:
-    """Effective sample size, as a share."""
+    """Effective sample size, as a share of the number of samples."""
     square = square_of(weight)
     return Metric(formula, lambda s: quotient(s[weight] ** 2, s[over] * s[square]), needs=square)
 
 
 def divergence(total: Callable[[Sums], float], *, formula: str) -> Metric:
-    """A mean over tokens that is not negative."""
+    """A mean over tokens of something that is never negative."""
     # an exact 0 may come out as -1e-18 in the difference of two sums
     return Metric(formula, lambda s: quotient(max(0.0, total(s)), s["tokens"]), needs="rho_log_ratio")
 
@@ -66,7 +66,7 @@ def divergence(total: Callable[[Sums], float], *, formula: str) -> Metric:
 def _correlation(s: Sums) -> float:
     n = s["tokens"]
     spreads = [n * s[square_of(x)] - s[x] ** 2 for x in "pq"]
-    # what is left of equal probabilities is rounding
+    # for equal probabilities only rounding is left
     if any(spread <= 1e-14 * n * s[square_of(x)] for spread, x in zip(spreads, "pq", strict=True)):
         return math.nan
     return (n * s["p_q"] - s["p"] * s["q"]) / math.sqrt(spreads[0] * spreads[1])
@@ -149,7 +149,7 @@ SHARES = {
     "clipped_high": "rho of the weight's level > upper, mode clip",
     "outside_low": "rho of the weight's level < lower, mode mask",
     "outside_high": "rho of the weight's level > upper, mode mask",
-    "rejected_<gate>": "dropped by the Rejection of that name, whatever other gates say",
+    "rejected_<gate>": "dropped by the Rejection of that name, whatever other gates decide",
 }
 """`<name>_token`: share of tokens; `<name>_seq`: share of sequences with at least one such token."""
 
@@ -196,7 +196,7 @@ class MetricSums:
         return cls(Parts(totals | {f"count:{name}": count for name, (_, count) in means.items()}, {}, {}).joined())
 
     def prefixed(self, prefix: str) -> MetricSums:
-        """The same statistics, named with `prefix` in front by `values`: "current/", "old/", "current_old/"."""
+        """The same statistics under names that start with `prefix`, such as "current/" or "old/"."""
         renamed = MetricSums()
         renamed._metrics = self._metrics
         renamed._sums = self._sums.prefixed(prefix)
@@ -205,7 +205,7 @@ class MetricSums:
         return renamed
 
     def merge(self, other: MetricSums) -> MetricSums:
-        """Take in the statistics of other tokens, or of another prefix. Returns self."""
+        """Add the statistics of other tokens, or of another prefix. Returns self."""
         self._metrics = {**self._metrics, **other._metrics}
         self._sums = self._sums.join(other._sums, torch.add)
         self._maxima = self._maxima.join(other._maxima, torch.maximum)
@@ -228,10 +228,10 @@ class MetricSums:
         return self
 
     def check(self, max_nonfinite_share: float = 0.01) -> None:
-        """Call on all ranks after `all_reduce` and before the optimizer step.
+        """Refuse too many corrupt log-probs; call it on all ranks after `all_reduce` and before the optimizer step.
 
         Raises:
-            ValueError: a larger share of the loss tokens has a NaN or infinite log-prob.
+            ValueError: more than this share of the loss tokens has a NaN or infinite log-prob.
         """
         for prefix, s in self._fetch().items():
             total = s.get("loss_tokens", 0.0)

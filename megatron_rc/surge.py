@@ -1,4 +1,4 @@
-"""SurgeDetector: finds on-line the step at which responses suddenly grow several times longer."""
+"""SurgeDetector: on-line detection of the rollout at which responses suddenly grow several times longer."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 
 @dataclass
 class SurgeDetector:
-    """Watches the mean response length of a run, one rollout at a time, for its first surge.
+    """Detector of the first surge of the mean response length, fed one rollout at a time.
 
-    Two exponential averages of the log-length are compared, both corrected for their start::
+    Two exponential averages of the log-length are compared, both corrected for their start at 0::
 
         fast_t = fast_(t-1) + fast * (log L_t - fast_(t-1)),   slow_t likewise
         ratio_t = exp(fast_t / (1 - (1 - fast)^t) - slow_t / (1 - (1 - slow)^t))
 
-    A surge is a run of ``patience`` rollouts with ratio_t > threshold, and its step is the first of that run. Averages
-    of logarithms are geometric means: they ignore the unit of length, and the few very long batches of a log-normal
-    noise move them less than they move arithmetic means. Means below one token count as one token.
+    A surge is ``patience`` consecutive rollouts with ratio_t > threshold, and its step is the first of them. Averages
+    of logarithms are geometric means: they do not depend on the unit of length, and single very long batches move them
+    less than arithmetic means. Mean lengths below one token count as one token.
 
-    The first ``warmup`` measured rollouts only build the averages: the slow one has no past yet that a surge could
-    stand out from. There fast_t is compared with its own lowest value instead, and a run sets ``surge_in_warmup`` and
-    nothing else. Runs are counted anew from the first rollout after the warm-up.
+    The first ``warmup`` measured rollouts only build the averages, because the slow one has no past yet from which a
+    surge could stand out. There fast_t is compared with its own lowest value instead, and a surge only sets
+    ``surge_in_warmup``. After the warm-up the count of consecutive rollouts starts again.
 
-    Source: the surge before a collapse in Beyond Precision (arXiv 2602.01826), section 4. The constants are those that
-    locate simulated surges to 3x and 3.5x best without an alarm on flat curves (benchmarks/surge_detector.py).
+    Source: the surge before a collapse in Beyond Precision (arXiv 2602.01826), section 4. Among constants without a
+    false alarm on flat curves, these locate simulated surges to 3x and 3.5x best (benchmarks/surge_detector.py).
     """
 
     fast: float = 0.2
-    """Weight of the newest log-length in the fast average: a memory of about 5 rollouts."""
+    """Weight of the newest log-length in the fast average, which remembers about 5 rollouts."""
     slow: float = 0.02
-    """Weight of the newest log-length in the slow average: a memory of about 50 rollouts."""
+    """Weight of the newest log-length in the slow average, which remembers about 50 rollouts."""
     threshold: float = 1.475
-    """Ratio of the two averages above which lengths surge."""
+    """Ratio of fast to slow average above which lengths are surging."""
     patience: int = 3
-    """Consecutive rollouts above the threshold that make a surge."""
+    """Number of consecutive rollouts above the threshold that make a surge."""
     warmup: int = 20
-    """Measured rollouts before a surge can be found."""
+    """Number of measured rollouts before a surge can be reported."""
 
     def __post_init__(self) -> None:
         if not 0 < self.slow < self.fast <= 1:
@@ -49,13 +49,13 @@ class SurgeDetector:
         if not self.warmup >= 0:
             raise ValueError(f"warmup must be >= 0, got {self.warmup!r}")
         self.rollouts = 0
-        """Rollouts seen, with those that had no length."""
+        """Number of rollouts, including those without a length."""
         self.measured = 0
-        """Rollouts with a length."""
+        """Number of rollouts with a length."""
         self.surge_step: int | None = None
         """Rollout (1-based) of the first surge after the warm-up; it never changes once it is set."""
         self.surge_in_warmup: int | None = None
-        """Rollout of the first surge inside the warm-up, which is not acted on."""
+        """Rollout (1-based) of the first surge inside the warm-up, which has no effect."""
         self._fast_average = self._slow_average = 0.0
         self._lowest: float | None = None
         self._run = self._run_start = 0
@@ -65,11 +65,11 @@ class SurgeDetector:
 
         Args:
             mean_response_length: scalar, tokens, >= 0: mean over the responses of the global batch, truncated ones
-                included, before any group is filtered. None or NaN when there was no response to measure: the rollout
-                is counted, and the averages and the run stay as they are.
+                included, before any group is filtered. None or NaN where there was no response to measure: the rollout
+                is counted, and the averages stay as they are.
 
         Returns:
-            ``surge_step``: the rollout of the surge, None while there was none.
+            ``surge_step``: the rollout of the surge, or None.
 
         Raises:
             ValueError: a negative or infinite length.
@@ -101,7 +101,7 @@ class SurgeDetector:
 
     @property
     def ratio(self) -> float:
-        """Fast over slow geometric mean of the lengths so far; NaN before the first."""
+        """Fast geometric mean of the lengths so far, divided by the slow one; NaN before the first length."""
         if not self.measured:
             return math.nan
         slow = self._slow_average / (1 - (1 - self.slow) ** self.measured)
@@ -111,7 +111,7 @@ class SurgeDetector:
         return self._fast_average / (1 - (1 - self.fast) ** self.measured)
 
     def _ratio_in_warmup(self) -> float:
-        """Fast mean over its lowest value; the means of fewer than ``patience`` lengths are too noisy to be one."""
+        """Fast mean divided by its lowest value so far; the first ``patience - 1`` means are too noisy to count."""
         if self.measured < self.patience:
             return 1.0
         mean = self._fast_log_mean()
@@ -119,11 +119,11 @@ class SurgeDetector:
         return math.exp(mean - self._lowest)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the lengths so far have left behind: numbers and None, so that JSON keeps it exactly."""
+        """State after the lengths so far: numbers and None, which JSON keeps exactly."""
         return {name.lstrip("_"): getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``, as `state_dict` returned it; the constants stay those of this detector.
+        """Continue from ``state``, as `state_dict` returned it; the constants stay those of this detector.
 
         Raises:
             ValueError: the state has other fields.
@@ -134,5 +134,14 @@ class SurgeDetector:
             setattr(self, name, state[name.lstrip("_")])
 
 
-_STATE = ("rollouts", "measured", "surge_step", "surge_in_warmup", "_fast_average", "_slow_average", "_lowest",
-          "_run", "_run_start")  # fmt: skip
+_STATE = [
+    "rollouts",
+    "measured",
+    "surge_step",
+    "surge_in_warmup",
+    "_fast_average",
+    "_slow_average",
+    "_lowest",
+    "_run",
+    "_run_start",
+]

@@ -1,4 +1,4 @@
-"""The mathematics on Triton kernels: every module drives them behind the functions of its twin in `reference`."""
+"""The mathematics on Triton kernels: every module has the functions of its twin in `reference`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_rc.backend import use_triton
 
 
 def backend_module(name: str, backend: str, **tensors: Tensor | None) -> Any:
-    """Module `name` of this folder where its kernels compute, else its twin in `reference`, as `use_triton` decides.
+    """Module `name` of this folder if `use_triton` says that its kernels compute, else its twin in `reference`.
 
-    Only here are modules of this folder imported: triton is not installed everywhere.
+    No other place imports modules of this folder, because triton is not installed everywhere.
     """
     folder = "fused" if use_triton(backend, **tensors) else "reference"
     return import_module(f"megatron_rc.{folder}.{name}")

@@ -1,4 +1,4 @@
-"""Triton: `correct` and `pair_metrics` in three launches; which kernels run, and what is pooled between them."""
+"""Triton: `correct` and `pair_metrics` in three launches or a few more, and what is pooled between them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from megatron_rc.reference.sums import Statistics, square_of
 
 
 class _KernelPlan(NamedTuple):
-    """What one correction compiles into the kernels."""
+    """The parts of one correction that are compiled into the kernels."""
 
     sequence: tuple[Column, ...]
-    """Besides the sums of l."""
+    """Columns of sequences, without the sums of l."""
     segment: tuple[Column, ...]
-    """Empty where no turn is judged."""
+    """Columns of segments; none where no turn is judged."""
     decisions: Decisions
     rows: MetricRows
     powers: tuple[tuple[int, int], ...]
-    """Place among the sums of metrics, and the power of a scale of the weights that it takes."""
+    """(place among the sums of metrics, power) of each sum that scales with the weights."""
 
 
 def correct(
@@ -121,7 +121,7 @@ def _segment_columns(tokens: Tokens, extras: Extras, columns: tuple[Column, ...]
     if not columns:
         return None
     device = tokens.loss_mask.device
-    # a segment that no id names lies at a row
+    # without ids, the slot of a segment is one of the rows
     slots = tokens.loss_mask.numel() if extras.num_segments is None else extras.num_segments
     if not to_be_pooled:
         return torch.empty((len(columns), slots), dtype=torch.float32, device=device)
@@ -138,7 +138,7 @@ def _pooled(
     columns: tuple[Column, ...],
     cp_group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, SegmentParts | None]:
-    """Columns of sequences, and finished ones of segments, over context-parallel ranks."""
+    """Columns of sequences and final columns of segments, pooled over context-parallel ranks."""
     added, maxima = [units[:num_added]], [units[num_added:]]
     if segments is not None:
         added.append(segments.columns[: num_sums(columns)])
@@ -157,9 +157,10 @@ def _pooled(
 
 @lru_cache
 def _kernel_plan(plan: Plan, advantages: str) -> _KernelPlan:
-    """
+    """The kernels' view of a plan.
+
     Args:
-        advantages: "token" or "sequence", what one advantage belongs to.
+        advantages: "token" or "sequence": the unit that has one advantage.
     """
     columns: dict[str, list[Column]] = {"token": [], "sequence": [], "segment": []}
     weight, correction = plan.weight, plan.correction

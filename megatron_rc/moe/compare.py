@@ -1,4 +1,4 @@
-"""Routes of two engines compared: by layer and by token in one pass, and decision by decision."""
+"""Comparison of the routes of two engines, by layer and by token."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron_rc.reference.routes import RouteComparison
 
 
 def check_routes(name: str, routes: Tensor) -> None:
-    """Refuse what is not a table of expert ids.
+    """Check that this is a table of expert ids.
 
     Raises:
-        ValueError: not [N, L, k], or another dtype than int16, int32 or int64.
+        ValueError: its shape is not [N, L, k], or its dtype not int16, int32 or int64.
     """
     if routes.ndim != 3:
         raise ValueError(f"{name} must be [tokens, layers, k], got shape {tuple(routes.shape)}")
@@ -22,7 +22,7 @@ def check_routes(name: str, routes: Tensor) -> None:
 
 
 def compare_routes(a: Tensor, b: Tensor, mask: Tensor | None = None, *, backend: str = "auto") -> RouteComparison:
-    """Where the expert sets of two engines differ: |A & B| and A != B, summed over tokens and found for every token.
+    """Where the expert sets of two engines differ: |A & B| and A != B, summed over tokens and for every token.
 
     Args:
         a, b: [N, L, k] expert ids, int16, int32 or int64; distinct in a row, in any order; negative: no expert.
@@ -30,10 +30,10 @@ def compare_routes(a: Tensor, b: Tensor, mask: Tensor | None = None, *, backend:
         backend: "torch", "triton" or "auto".
 
     Returns:
-        RouteComparison; exact, whatever the backend.
+        RouteComparison; exact with either backend.
 
     Raises:
-        ValueError: tables of different shapes or of no integer dtype.
+        ValueError: tables of different shapes, or no integers.
 
     Source: the set overlap and the differing layers of a token as in arXiv 2510.11370.
     """

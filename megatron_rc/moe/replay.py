@@ -1,4 +1,4 @@
-"""RoutedSchedule: record, or replay, the routes of one Megatron forward-backward schedule."""
+"""RoutedSchedule: the routes of one Megatron forward-backward schedule, recorded or replayed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_rc.moe.tables import MoeShape, RouteTable
 class RoutedSchedule:
     """A context around one run of a Megatron schedule, forward only or forward and backward.
 
-    Inside, every forward pass of a chunk runs in `forward`. Replayed experts are given to megatron-core's
-    RouterReplay: only the choice is replaced, gates are the live scores of the replayed experts, so the gradient
-    reaches those and no others. After the forward pass of a micro-batch its routers wait for recomputation, which
-    takes the same routes first in, first out: the order in which every Megatron schedule, interleaved ones too, runs
-    the backward passes of one chunk. At the end the queues are proved consumed and cleared.
+    Every forward pass of a chunk runs inside `forward`. Replayed experts go to megatron-core's RouterReplay, which
+    replaces only the choice: gates are the live scores of the replayed experts, so the gradient reaches these experts
+    and no others. After its forward pass, a micro-batch leaves its routes in a queue for recomputation, first in, first
+    out: every Megatron schedule, interleaved ones too, runs the backward passes of one chunk in that order. At the end
+    the queues are checked and cleared.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class RoutedSchedule:
         """
         Args:
             chunks: the routers of every model chunk of this process, from `routers_of`.
-            shape: of the whole model.
-            detail: record log-probs and margins beside the experts.
+            shape: the shape of the whole model.
+            detail: also record log-probs and margins.
         """
         self.shape, self.forward_only = shape, forward_only
         self._columns = {layer: column for column, layer in enumerate(shape.layers)}
@@ -63,16 +63,16 @@ class RoutedSchedule:
 
     @contextmanager
     def forward(self, chunk: int, *, target: Tensor | None = None, reference: Tensor | None = None) -> Iterator[None]:
-        """Around the forward pass of one micro-batch through one chunk.
+        """A context around the forward pass of one micro-batch through one chunk.
 
         Args:
             chunk: its place in ``chunks``.
             target: [n, L, k] experts to use in the layers of ``shape.layers``, for the n rows that the routers of this
                 process see; None: the routers choose.
-            reference: [n, L, k] experts whose log-probs are recorded beside the router's own choice.
+            reference: [n, L, k] experts whose log-probs are recorded too.
 
         Raises:
-            ValueError: tables of another dtype or shape, or targets for some micro-batches only.
+            ValueError: a table of the wrong dtype or shape, or targets for some micro-batches only.
         """
         for name, table in (("target", target), ("reference", reference)):
             if table is not None:
@@ -93,18 +93,18 @@ class RoutedSchedule:
         finally:
             self._passes[chunk] += 1
             for tap in self._taps[chunk]:
-                # what runs before the next forward pass is recomputation
+                # any pass before the next forward pass is recomputation
                 if self._replays:
                     tap.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
                 else:
                     tap.clear_router_replay_action()
 
     def recorded(self) -> dict[int, list[Seen]]:
-        """Layer -> what its router saw, a micro-batch each in the order of the forward passes."""
+        """Layer -> the passes of its router, one per micro-batch, in the order of the forward passes."""
         return {tap.layer: tap.seen for taps in self._taps for tap in taps}
 
     def table(self) -> RouteTable:
-        """The recorded rows of all micro-batches, one after the other, in the layers of this process."""
+        """The recorded rows of all micro-batches, one after the other, for the layers of this process."""
         seen = dict(sorted(self.recorded().items()))
         return join_layers(seen, self.shape)
 
@@ -134,21 +134,21 @@ class RoutedSchedule:
                     )
 
     def _allowed_left(self, tap: RouterTap, passes: int) -> tuple[int, ...]:
-        """Entries that may wait in the queue of recomputation after the last backward pass."""
+        """Numbers of entries that may be left in the queue for recomputation after the last backward pass."""
         if not self._replays:
             return (0,)
         if self.forward_only:
             return (passes,)
         config = tap.router.config
         if config.recompute_granularity == "full":
-            # of a stage's layers, method "block" recomputes the first few
+            # method "block" recomputes only the first layers of a stage
             return (0,) if config.recompute_method == "uniform" else (0, passes)
         recomputed = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
         return (0,) if recomputed else (passes,)
 
 
 def join_layers(seen: Mapping[int, Sequence[Seen]], shape: MoeShape) -> RouteTable:
-    """What several routers saw, side by side: [N, layers, k], the layers in the order of ``seen``."""
+    """The passes of several routers as one table [N, layers, k], the layers in the order of ``seen``."""
 
     def joined(field: str) -> Tensor | None:
         columns = [[getattr(one, field) for one in passes] for passes in seen.values()]

@@ -1,4 +1,4 @@
-"""What two routers thought of the experts: distance of their gate weights, divergence of their distributions."""
+"""Distances of two routers: of their gate weights, and of their distributions over the experts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def gate_weights(logprobs: Tensor, *, normalized: bool) -> Tensor:
 def gate_distance(mine: RouteTable, theirs: RouteTable) -> Tensor:
     """sum_e |g(e) - g'(e)| over all experts, a gate being 0 outside of the chosen ones.
 
-    The other engine's gates are its own where its log-probs are known; else those that this table's router would give
-    to its experts, and what is measured is the change of the experts alone.
+    If the log-probs of the other engine are known, its gates follow from them. Otherwise they are those that the router
+    of this table would give to its experts, and only the change of experts is measured.
 
     Returns:
         [n, L] fp64.
@@ -37,7 +37,7 @@ def gate_distance(mine: RouteTable, theirs: RouteTable) -> Tensor:
 
 
 def router_kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p||q) of two routers, over k experts and one cell for all others: a lower bound of that over all experts.
+    """KL(p||q) of two routers over k experts and one cell for all others: a lower bound of KL(p||q) over all experts.
 
     sum_i p_i (log p_i - log q_i) + p_rest (log p_rest - log q_rest), rest = 1 - sum_i
 
@@ -48,7 +48,7 @@ def router_kl(p: Tensor, q: Tensor) -> Tensor:
         [...] fp64; exact when k is the number of experts.
     """
     p, q = p.double(), q.double()
-    # rounding may leave the rest at -1e-8: the smallest fp32 step below 1 stands for none
+    # rounding may make the rest -1e-8: it is at least the smallest fp32 step below 1
     rest_p, rest_q = ((1 - part.exp().sum(-1)).clamp(min=2**-24) for part in (p, q))
     inside = (p.exp() * (p - q)).sum(-1)
     return inside + rest_p * (rest_p.log() - rest_q.log())

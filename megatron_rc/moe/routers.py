@@ -1,4 +1,4 @@
-"""The routers of a Megatron model by layer, and one router's part in recording and replay."""
+"""The routers of a Megatron model by layer, and the recording and replay of one router."""
 
 from __future__ import annotations
 
@@ -14,49 +14,47 @@ from torch import Tensor
 def routers_of(chunk: torch.nn.Module) -> dict[int, TopKRouter]:
     """Layer (counted from 0) -> router of the decoder of a model chunk, ascending; {} for a chunk without experts.
 
-    Only the decoder is walked: routers of multi-token prediction carry layer numbers of their own that coincide with
-    decoder layers, and megatron-core's list of all replay instances holds those of every model in the process.
+    Only the decoder is searched: routers of multi-token prediction have layer numbers that coincide with those of the
+    decoder, and megatron-core's list of all replay instances holds those of every model in the process.
 
     Raises:
-        ValueError: a router whose routes cannot be recorded or replayed, with the setting to change.
+        ValueError: the routes of a router cannot be recorded or replayed; the error names the setting to change.
     """
     model: Any = chunk
     while not hasattr(model, "decoder"):
         model = model.module
-    found = {}
+    routers = {}
     for layer in model.decoder.layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:
             _check(router)
-            found[layer.layer_number - 1] = router
-    return dict(sorted(found.items()))
+            routers[layer.layer_number - 1] = router
+    return dict(sorted(routers.items()))
 
 
 def _check(router: TopKRouter) -> None:
     config = router.config
     if config.moe_router_fusion:
-        raise ValueError(
-            "moe_router_fusion must be False: the fused router answers before routes can be recorded or replayed"
-        )
+        raise ValueError("moe_router_fusion must be False: the fused router gives no chance to record or replay routes")
     if router.routing_type == "sinkhorn":
         raise ValueError("moe_router_load_balancing_type must not be 'sinkhorn': it chooses experts without a top-k")
 
 
 class Seen(NamedTuple):
-    """What one forward pass of one router looked like."""
+    """One forward pass of one router."""
 
     ids: Tensor
-    """[n, k]: the experts that the router chose, or would have chosen where others were replayed."""
+    """[n, k]: the experts that the router chose, or would have chosen if none were replayed."""
     logprobs: Tensor | None
-    """[n, k] fp32 nats, of ``ids``."""
+    """[n, k] fp32, nats: log-probs of ``ids``."""
     margins: Tensor | None
     """[n] fp32."""
     reference_logprobs: Tensor | None
-    """[n, k] fp32 nats, of the reference's experts."""
+    """[n, k] fp32, nats: log-probs of the experts in ``RouterTap.reference``."""
 
 
 class RouterTap(RouterReplay):
-    """megatron-core's RouterReplay of one router, which also notes what the router itself chose.
+    """megatron-core's RouterReplay of one router, which also records the choice of the router itself.
 
     It replaces ``router.router_replay`` between `attach` and `detach` and stays out of the list of all instances.
     """
@@ -67,7 +65,7 @@ class RouterTap(RouterReplay):
         instances[:] = [one for one in instances if one is not self]
         self.router, self.layer, self.detail, self.dtype = router, layer, detail, dtype
         self.reference: Tensor | None = None
-        """[n, k] ids whose log-probs are wanted, too."""
+        """[n, k] ids whose log-probs are recorded too."""
         self.seen: list[Seen] = []
         self._before: RouterReplay | None = None
 
@@ -86,7 +84,7 @@ class RouterTap(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The experts to use, as megatron-core asks for them with [n, E] scores."""
+        """(gates, ids) of the experts to use, which megatron-core asks for with [n, E] scores."""
         assert default_compute_topk is not None
         action = self.router_replay_action
         if action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD):
@@ -103,7 +101,7 @@ class RouterTap(RouterReplay):
         return result
 
     def _check_target(self, scores: Tensor) -> None:
-        # gather() takes a shorter index without a word
+        # gather() accepts a shorter index silently
         queue = self.replay_backward_list
         if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
             target = self.target_topk_idx
@@ -120,7 +118,7 @@ class RouterTap(RouterReplay):
         if not self.detail:
             return Seen(kept, None, None, None)
         every = router_logprobs(scores, self.router)
-        # softmax before the top-k makes scores probabilities; their logs have the margin of the logits
+        # with softmax before the top-k, scores are probabilities, whose logs have the margins of the logits
         compared = every if _is_softmax(self.router) else scores.float()
         rest = compared.scatter(1, ids, -torch.inf).amax(1)
         margins = compared.gather(1, ids).amin(1) - rest
@@ -129,12 +127,12 @@ class RouterTap(RouterReplay):
 
 
 def router_logprobs(scores: Tensor, router: Any) -> Tensor:
-    """[n, E] fp32, nats: log p of every expert by the router; a sigmoid router's p is sigmoid / its sum.
+    """Log-probs of every expert by the router, [n, E] fp32, nats; for a sigmoid router p = sigmoid / sum of sigmoids.
 
     Args:
-        scores: [n, E] what megatron-core takes the top-k of: logits, probabilities (softmax before the top-k), or
-            sigmoids plus the expert bias.
-        router: whose configuration says which.
+        scores: [n, E] the scores of which megatron-core takes the top-k: logits, probabilities (softmax before the
+            top-k), or sigmoids plus the expert bias.
+        router: its configuration says which of these they are.
     """
     scores = scores.float()
     if _is_softmax(router):

@@ -1,7 +1,7 @@
-"""Expert shift: how far the routes of two engines are apart, as pooled sums, and what it does to the log-ratio.
+"""Expert shift: the distance of the routes of two engines, as pooled sums, and its effect on log-ratios.
 
-S, S' are the experts that two engines chose for a token in a layer (a decision), k their number. A decision differs
-when S != S'; a token is shifted when one of its decisions differs. Only loss tokens count.
+S and S' are the experts that two engines chose for a token in a layer (a decision), k is their number. A decision
+differs if S != S'; a token is shifted if one of its decisions differs. Only loss tokens count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ExpertShift(NamedTuple):
     sums: MetricSums
     """Its metrics are those of shift_metrics."""
     route_shift: Tensor
-    """[N] fp32, share of the layers with experts whose decision differs; of every token, counted or not."""
+    """[N] fp32, for every token, counted or not: share of the layers with experts whose decision differs."""
 
 
 def expert_shift(
@@ -44,10 +44,10 @@ def expert_shift(
             log-probs, and those of the experts of ``other``, for gate_l1; for kl also log-probs in ``other``.
         other: routes of the sampler, or of an earlier pass, for the same rows.
         loss_mask: [N] bool.
-        log_ratio: [N] fp32, nats; a token with a NaN or +inf does not count anywhere. None: its metrics are absent.
+        log_ratio: [N] fp32, nats; a token with NaN or +inf does not count anywhere. None: metrics of it are absent.
         positions: [N] int64, position in the response.
         log_ratio_bound: clamp of log-ratios, nats.
-        backend: of `compare_routes`.
+        backend: as in `compare_routes`.
 
     Raises:
         ValueError: tables of different shapes.
@@ -80,7 +80,7 @@ def expert_shift(
         sums |= {"abs": far.sum(), "abs_touched": columns["abs_touched"].sum()}
         sums |= {"beyond_2": beyond.sum(), "beyond_2_touched": (beyond * touched).sum()}
     if positions is not None:
-        # a matrix product adds in a fixed order, an indexed sum on a GPU does not
+        # a matrix product adds in a fixed order, unlike an indexed sum on a GPU
         buckets = torch.frexp(positions.float()).exponent.clamp(0, POSITIONS - 1)
         table = _one_hot(buckets, POSITIONS).T @ torch.stack([*columns.values()], 1)
         sums |= {f"position_{name}": column for name, column in zip(columns, table.unbind(1), strict=True)}
@@ -118,7 +118,7 @@ def _one_hot(buckets: Tensor, count: int) -> Tensor:
 
 
 def _load(table: RouteTable, mask: Tensor) -> Tensor:
-    """[L, E] tokens that each expert was given."""
+    """[L, E] number of tokens that each expert received."""
     experts, layers = table.shape.num_experts, len(table.shape.layers)
     counts = torch.zeros(layers * experts + 1, dtype=torch.int64, device=mask.device)
     for span in chunks(table.ids):

@@ -1,6 +1,6 @@
-"""Which rows of a packed batch one process computes, and rows of routes taken for it and put back together.
+"""The rows of a packed batch that one process computes; routes are cut into such rows and joined again.
 
-Pipeline stages need no rows of their own: routers are matched to columns of a table by layer, wherever they are.
+Pipeline stages need no rows of their own: routers are matched to columns of a table by their layer.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def local_rows(
     tensor_rank: int = 0,
     sequence_multiple: int = 1,
 ) -> Tensor:
-    """Row numbers of one packed micro-batch that a process's routers see, in their order.
+    """Numbers of the rows of one packed micro-batch that the routers of a process see, in their order.
 
-    Context parallelism takes chunks r and 2 C - 1 - r of every sequence cut into 2 C; sequence parallelism then takes
-    part r of T equal parts of what the whole process group of that context rank holds.
+    Context parallelism cuts every sequence into 2 C chunks and takes chunks r and 2 C - 1 - r. Sequence parallelism
+    then cuts the rows of that context rank into T equal parts and takes part r.
 
     Args:
         lengths: tokens of each sequence, without padding.
@@ -50,7 +50,7 @@ def local_rows(
 
 
 def take_rows(ids: Tensor, rows: Tensor, shape: MoeShape) -> Tensor:
-    """[n, L, k] routes of ``rows`` (from `local_rows`) out of [N, L, k]; padding rows get distinct experts."""
+    """The routes [n, L, k] of ``rows`` (from `local_rows`) out of [N, L, k]; padding rows get distinct experts."""
     padding = distinct_experts(torch.arange(len(rows), device=ids.device), shape).to(ids.dtype)
     if not len(ids):
         return padding
@@ -59,11 +59,11 @@ def take_rows(ids: Tensor, rows: Tensor, shape: MoeShape) -> Tensor:
 
 
 def join_rows(parts: Sequence[Tensor], rows: Sequence[Tensor], tokens: int) -> Tensor:
-    """[N, ...] put together from what each process holds: the inverse of taking `local_rows`.
+    """The whole [N, ...] from the parts of all processes: the inverse of taking `local_rows`.
 
     Args:
         parts: [n_i, ...] of each process.
-        rows: [n_i] int64 of each, on the host; together they name every row once.
+        rows: [n_i] int64 of each process, on the host; together they name every row once.
         tokens: N.
     """
     out = parts[0].new_zeros(tokens, *parts[0].shape[1:])

@@ -1,4 +1,4 @@
-"""RouteTable: the experts that one engine chose for N tokens, with what its routers thought of them."""
+"""RouteTable: the experts that one engine chose for N tokens, with the log-probs of its routers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron_rc.moe.compare import check_routes
 
 @dataclass(frozen=True)
 class MoeShape:
-    """Of a model with experts."""
+    """Layers and experts of a model with experts."""
 
     num_layers: int
-    """Layers of the model, dense ones among them."""
+    """All layers, including dense ones."""
     layers: tuple[int, ...]
     """The layers with experts, counted from 0."""
     top_k: int
     num_experts: int
     normalized: bool = True
-    """Gates are renormalised over the chosen experts."""
+    """Whether gates are renormalised over the chosen experts."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -41,7 +41,7 @@ class RouteTable:
     logprobs: Tensor | None = None
     """[N, L, k] fp32, nats: log-probabilities of the router, over all experts, of ``ids``."""
     margins: Tensor | None = None
-    """[N, L] fp32: least score of the chosen experts minus the greatest of the others; nats for a softmax router."""
+    """[N, L] fp32: smallest score of a chosen expert minus the largest of the others; nats for a softmax router."""
     reference_logprobs: Tensor | None = None
     """[N, L, k] fp32, nats: log-probabilities by this table's router of the experts that another table chose."""
 
@@ -52,9 +52,9 @@ class RouteTable:
 
 
 def distinct_experts(rows: Tensor, shape: MoeShape) -> Tensor:
-    """[n, L, k] ids for rows that nobody routed: distinct in a row, and spread evenly over the experts.
+    """Ids [n, L, k] for rows without routes: distinct within a row, and spread evenly over the experts.
 
-    Megatron's routing map holds an expert once: a row that names one twice would lose a part of its gates.
+    Megatron's routing map holds each expert once, so a row that named one twice would lose a part of its gates.
 
     Args:
         rows: [n] int64, any numbers; neighbours get neighbouring experts.
@@ -67,7 +67,7 @@ def distinct_experts(rows: Tensor, shape: MoeShape) -> Tensor:
 def sampler_table(routes: Tensor, cu_seqlens: Tensor, shape: MoeShape) -> RouteTable:
     """The sampler's routes, in the layers with experts.
 
-    The last token of a sequence has none: the sampler never computed it, and nothing depends on it. It gets distinct
+    The sampler never computes the last token of a sequence, and nothing depends on its routes; it gets distinct
     experts.
 
     Args:
@@ -75,13 +75,13 @@ def sampler_table(routes: Tensor, cu_seqlens: Tensor, shape: MoeShape) -> RouteT
         cu_seqlens: [S + 1] int32, whole sequences.
 
     Raises:
-        ValueError: not integers, or another number of layers or experts a token than the model has.
+        ValueError: not integers, or another number of layers or of experts per token than the model has.
     """
     check_routes("routes", routes)
     if routes.shape[1] != shape.num_layers:
         raise ValueError(f"routes must hold the model's {shape.num_layers} layers, got {routes.shape[1]}")
     if routes.shape[2] != shape.top_k:
-        raise ValueError(f"routes must hold {shape.top_k} experts a layer, got {routes.shape[2]}")
+        raise ValueError(f"routes must hold {shape.top_k} experts per layer, got {routes.shape[2]}")
     layers = torch.tensor(shape.layers, device=routes.device)
     ids = routes[:, layers].to(shape.dtype)
     padding = distinct_experts(torch.arange(len(ids), device=ids.device), shape)
@@ -89,17 +89,17 @@ def sampler_table(routes: Tensor, cu_seqlens: Tensor, shape: MoeShape) -> RouteT
 
 
 def last_rows(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """[N] bool: the last row of a sequence."""
+    """[N] bool: True on the last row of a sequence."""
     edges = torch.zeros(tokens + 1, dtype=torch.bool, device=cu_seqlens.device)
     return edges.index_fill(0, cu_seqlens.long(), True)[1:]
 
 
 def check_replayable(routes: Tensor, lengths: Sequence[int], shape: MoeShape) -> None:
-    """Refuse routes that a router could not follow; reads every id, so call it where they are on the host.
+    """Refuse routes that no router could follow; reads every id, so call it while they are on the host.
 
     Args:
         routes: [N, layers of the model, k], packed.
-        lengths: tokens of each sequence; the last row of each is not looked at.
+        lengths: tokens of each sequence; its last row is not checked.
 
     Raises:
         ValueError: an expert that does not exist, or one that is named twice for one token and layer.
@@ -118,11 +118,11 @@ def check_samples(samples: Sequence[Sample]) -> None:
     """Refuse samples whose routes may not be those of their tokens.
 
     Raises:
-        ValueError: a sample with routes that the server put back in its queue: it computed the routes anew, later.
+        ValueError: the server put a sample with routes back into its queue, and later computed the routes again.
     """
     for index, sample in enumerate(samples):
         if sample.routes is not None and sample.retractions:
             raise ValueError(
                 f"sample {index} was retracted {sample.retractions} times: its routes were overwritten when it was "
-                "computed anew and are not those of its tokens"
+                "computed again and are not those of its tokens"
             )

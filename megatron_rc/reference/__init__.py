@@ -1,1 +1,1 @@
-"""The mathematics in plain PyTorch: what every kernel is tested against, and the backend of machines without a GPU."""
+"""The mathematics in plain PyTorch: the oracle of every kernel, and the backend of machines without a GPU."""

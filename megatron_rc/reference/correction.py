@@ -1,4 +1,4 @@
-"""`correct` and `pair_metrics` in plain PyTorch: columns per unit, bounded weights, gates, and what they come to."""
+"""`correct` and `pair_metrics` in plain PyTorch: columns per unit, bounded weights, gates, and the final weights."""
 
 from __future__ import annotations
 
@@ -100,14 +100,14 @@ class _Batch:
     offsets: dict[str, Tensor] = field(default_factory=dict)
     """unit -> [U + 1]."""
     of_token: dict[str, Tensor] = field(default_factory=dict)
-    """unit -> [N], which one a token belongs to."""
+    """unit -> [N], the number of the unit that each token belongs to."""
     statistics: dict[str, Tensor] = field(default_factory=dict)
     advantages: dict[str, Tensor] = field(default_factory=dict)
     """unit -> one per token or one per sequence."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
     units: dict[str, Units] = field(default_factory=dict)
-    """unit -> the columns that every call needs, once complete."""
+    """unit -> the columns that every call needs; empty before `complete`."""
 
     def add_unit(self, unit: str, offsets: Tensor, of_token: Tensor) -> None:
         self.offsets[unit], self.of_token[unit] = offsets, of_token
@@ -124,7 +124,7 @@ class _Batch:
         self.advantages["token"] = per_token
 
     def add_columns(self) -> None:
-        """Add what gates on sequences and segments compare, unless it is the sum or mean of l."""
+        """Add the columns that gates on sequences and segments compare, except sums and means of l."""
         valid = self.ratio.valid
         for planned in self.plan.gates:
             gate = planned.gate
@@ -137,7 +137,7 @@ class _Batch:
                 if reduce == "sum":
                     self.sums[planned.name] = column
                 else:
-                    # a minimum travels as the maximum of the opposite
+                    # minima are pooled as maxima of the negated values
                     self.maxima[planned.name] = column if reduce == "max" else -column
             if gate.when == "negative_advantage" and gate.level not in self.advantages:
                 advantages = self.advantages["token"].double()
@@ -165,7 +165,7 @@ class _Batch:
 def _decide(
     batch: _Batch, cp_group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, TokenOutcome, dict[str, Tensor]]:
-    """Weights and mask [N] before normalisation, what they come to, and sequences [S] outside bounds on sequences."""
+    """Weights and mask [N] before normalisation, their sums, and the sequences [S] beyond bounds on sequences."""
     weighted, ratio = _weights(batch), batch.ratio
     gates = [_Flags(g.name, g.gate.level, _outside(batch, g), drops=True) for g in batch.plan.gates]
     flags = weighted.flags + gates
@@ -186,7 +186,7 @@ def _decide(
 
 
 def _outside(batch: _Batch, planned: GatePlan) -> Tensor:
-    """[units] bool: outside the bounds of the gate, and subject to it."""
+    """One bool per unit: it lies outside the bounds of the gate, and the gate applies to it."""
     gate = planned.gate
     if gate.level == "token":
         value = batch.statistic(gate.statistic)
@@ -222,7 +222,7 @@ def _weights(batch: _Batch) -> _Weights:
 
 
 def _dropped(batch: _Batch, flags: list[_Flags]) -> dict[str, Tensor]:
-    """unit -> bool, one per unit."""
+    """unit -> one bool per unit: some bound or corruption drops it."""
     dropped: dict[str, Tensor] = {}
     if batch.plan.drops_corrupt_sequences:
         dropped["sequence"] = batch.units["sequence"].corrupt

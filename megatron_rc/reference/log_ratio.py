@@ -1,4 +1,4 @@
-"""Log-ratios of two policies, their sums over sequences and segments, and what gates compare."""
+"""Log-ratios of two policies, their sums over sequences and segments, and the statistics of gates."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_rc.reference.segments import segment_reduce, unit_sums
 
 
 class LogRatio(NamedTuple):
-    """l = log pi - log mu of every token, fp32 (fp64 for fp64 log-probs)."""
+    """l = log pi - log mu per token, fp32 (fp64 for fp64 log-probs)."""
 
     pair: Tensor
-    """[2, N]: l, which is -inf where pi is 0 and mu is not, and log mu; 0 where not valid."""
+    """[2, N]: l, which is -inf where pi is 0 and mu is not, and log mu; both are 0 where valid is False."""
     valid: Tensor
     """[N] bool: loss tokens whose log-probs are not corrupt."""
     loss_mask: Tensor
@@ -32,9 +32,9 @@ class LogRatio(NamedTuple):
 
 
 def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> LogRatio:
-    """l = train_logprobs - rollout_logprobs, with corruption told apart from pi = 0.
+    """l = train_logprobs - rollout_logprobs, where pi = 0 is legal and corruption is not.
 
-    Corrupt are NaN and +inf on either side, and -inf from the sampler.
+    NaN and +inf on either side, and -inf from the sampler, are corrupt.
 
     Args:
         train_logprobs, rollout_logprobs: [N], any float dtype, nats; anything, NaN too, where loss_mask is 0.
@@ -43,7 +43,7 @@ def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tenso
     dtype = torch.float64 if torch.float64 in (train_logprobs.dtype, rollout_logprobs.dtype) else torch.float32
     rollout = rollout_logprobs.to(dtype)
     value = train_logprobs.to(dtype) - rollout
-    # the maximum is NaN or inf after NaN, +inf on either side, or -inf from the sampler
+    # the maximum is NaN or inf for NaN, for +inf on either side, and for -inf from the sampler
     valid = loss_mask & (torch.maximum(value, rollout) < torch.inf)
     pair = torch.stack([value, rollout])
     return LogRatio(torch.where(valid, pair, pair.new_zeros(())), valid, loss_mask)
@@ -58,13 +58,13 @@ def log_ratio_sums(ratio: LogRatio, offsets: Tensor) -> Tensor:
     Returns:
         [4, U] fp64: sum l, sum log mu and number of valid tokens, number of loss tokens.
     """
-    # fp32 counts exactly up to 2^24 tokens a unit
+    # fp32 counts exactly up to 2^24 tokens per unit
     counts = torch.stack([ratio.valid, ratio.loss_mask]).float()
     return torch.cat([unit_sums(ratio.pair.double(), offsets), unit_sums(counts, offsets)])
 
 
 def gate_statistic(name: str, ratio: LogRatio) -> Tensor:
-    """[N] fp64 statistic of a Rejection, from unclamped l: ratio (as l), k2, k3, abs_log_ratio, prob_diff."""
+    """[N] fp64 statistic of a Rejection from unclamped l: ratio (as l), k2, k3, abs_log_ratio or prob_diff."""
     value = ratio.value.double()
     if name == "k2":
         return value.square() / 2
@@ -88,7 +88,7 @@ def gate_reduce(statistic: Tensor, valid: Tensor, reduce: str, offsets: Tensor) 
 def outside(value: Tensor, lower: float | None, upper: float | None, dtype: torch.dtype) -> Tensor:
     """not (lower <= value <= upper); True for NaN.
 
-    Both sides are rounded to `dtype`, that of the log-probs: log 2 stored in fp32 is not above a bound of log 2.
+    Both sides are rounded to `dtype`, that of the log-probs: log 2 stored in fp32 must not exceed a bound of log 2.
     """
     value = value.to(dtype)
     return value.clamp(lower, upper) != value

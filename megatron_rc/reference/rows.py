@@ -1,4 +1,4 @@
-"""Softmax statistics, log-probs, entropy and gradient of every row of a vocabulary shard, in plain PyTorch."""
+"""Rows of a vocabulary shard in plain PyTorch: softmax statistics, log-probs, entropy and gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rc.reference.segments import segment_reduce
 
 _CHUNK_ELEMENTS = 2**22
-"""Logits turned to fp32 at a time: 16 MiB a temporary, whatever the number of rows."""
+"""Number of logits converted to fp32 at a time: every temporary takes 16 MiB, whatever the number of rows."""
 _BLOCK = 1024
 _FLOOR = -1000.0
 """exp(-1000) is 0 in fp32 and fp64, so this floor under exponents only keeps 0 * (-inf) from being NaN."""
@@ -129,14 +129,14 @@ def row_statistics(
         logits: [n, V_local], any float dtype and strides; -inf is legal anywhere.
         targets: [n] int64, columns of this shard; any other value gives z[target] = -inf.
         temperature: a number or [n].
-        num_valid: columns from here on do not exist.
-        with_entropy: fill the third statistic, else it is 0.
+        num_valid: number of columns that exist; those after them are padding.
+        with_entropy: compute the third statistic, else it is 0.
 
     Returns:
         [4, n] fp32 (fp64 for fp64 logits).
     """
     rows, width = logits.shape
-    # whole blocks of fresh memory: a one-row sum would otherwise be split among threads, and differ from that of many
+    # whole blocks of new memory: the sum of a single row would otherwise be split among threads and differ in its bits
     block = min(_BLOCK, width)
     blocks = -(-width // block)
     z = torch.empty(rows, blocks * block, dtype=compute_dtype(logits), device=logits.device)
@@ -153,7 +153,7 @@ def row_statistics(
 
 
 def merge_statistics(statistics: Tensor) -> Merged:
-    """Join the shards' statistics, in rank order: the same bits wherever it is computed.
+    """Join the statistics of all shards in rank order, to the same bits wherever this is computed.
 
     With M = max_r m_r and a_r = e^(m_r - M): S = sum_r a_r s_r, U = sum_r a_r (u_r + (m_r - M) s_r),
     logprob = z[target] - M - log S, entropy = log S - U / S.
@@ -272,7 +272,7 @@ def _sum_in_order(parts: Tensor) -> Tensor:
 
 class _KeptIds(NamedTuple):
     positions: tuple[Tensor, ...]
-    """Where each kept id lies in logits, one [K] int64 tensor a dimension; column 0 for ids of other shards."""
+    """Position of each kept id in logits, one [K] int64 tensor per dimension; column 0 for ids of other shards."""
     row: Tensor
     offsets: Tensor
     here: Tensor
@@ -304,12 +304,12 @@ class _KeptIds(NamedTuple):
     def write_gradient(self, out: Tensor, logits: Tensor, upstream: Upstream) -> None:
         gradient = support_gradient(self._values(logits), self.is_target, upstream.select(self.row), self.temperature)
         out.zero_()
-        # accumulating, because ids of other shards add 0 to column 0, which may be a kept id
+        # accumulates, because ids of other shards add 0 to column 0, which may be a kept id
         out.index_put_(self.positions, torch.where(self.here, gradient, 0).to(out.dtype), accumulate=True)
 
 
 def _upstream(rows: Rows, merged: Merged, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Upstream:
-    """The upstream gradients that count, flat: 0 where the mask is, and where a logprob is -inf."""
+    """The upstream gradients, flat; 0 where the mask is 0, and for a logprob of -inf."""
     assert merged.entropy is not None
     logprobs = merged.logprobs.reshape(-1)
     kept = None if rows.mask is None else rows.mask.reshape(-1) != 0

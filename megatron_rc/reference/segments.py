@@ -1,4 +1,4 @@
-"""Reductions over runs of rows, in a fixed order and without asking the device for a shape."""
+"""Reductions over runs of rows, in a fixed order and without waiting for the device."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def unit_sums(columns: Tensor, offsets: Tensor) -> Tensor:
 def segments(
     loss_tokens: Tensor, offsets: Tensor, segment_ids: Tensor | None, num_segments: int | None
 ) -> tuple[Tensor, int]:
-    """Ascending segment id of every row, and an upper bound of their number that needs no answer of the device."""
+    """Ascending segment id of every row, and an upper bound of their number that needs no wait for the device."""
     if segment_ids is None or num_segments is None:
         ids = (first_tokens(loss_tokens, offsets).cumsum(0) - 1).clamp(min=0)
         # of n tokens at most (n + 1) / 2 start a run
         return ids, (len(loss_tokens) + len(offsets)) // 2 + 1
-    # rows outside a turn, padding for one, may carry any id: they take that of the turn before
+    # rows outside a turn, such as padding, may carry any id: they get that of the turn before
     return torch.where(loss_tokens, segment_ids.reshape(-1), 0).cummax(0).values, num_segments

@@ -47,7 +47,7 @@ def token_statistics(ratio: LogRatio, bound: float) -> Parts:
     """Over valid tokens: sums of rho, p = pi, q = mu, dev = rho - 1, l, of squares and products; extremes of rho."""
     far = ratio.value.abs()
     sums = {"beyond_2": (far > math.log(2)).count_nonzero(), "clamped": (far > bound).count_nonzero()}
-    # one large table, worked on in place: on a CPU the time goes into memory
+    # one large table, changed in place: on a CPU most of the time goes into memory traffic
     table = ratio.pair[:, None].expand(-1, 2, -1).to(torch.float64).flatten(0, 1)
     table[3] += table[0]
     ell = table[:2].clamp_(-bound, bound)[0]
@@ -65,53 +65,53 @@ def token_statistics(ratio: LogRatio, bound: float) -> Parts:
 
 
 def token_counts(ratio: LogRatio) -> Parts:
-    """What `sequence_statistics` counts when there are sequences."""
+    """Token counts for a call without sequences; otherwise `sequence_statistics` counts them."""
     return Parts({"tokens": ratio.valid.sum(), "loss_tokens": ratio.loss_mask.sum()}, {}, {})
 
 
 class Units(NamedTuple):
-    """Sequences or segments, complete over context-parallel ranks. All fp64 [U]."""
+    """Sequences or segments, complete over context-parallel ranks. Every tensor is [U], fp64."""
 
     total: Tensor
     """sum l."""
     mean: Tensor
-    """mean l; 0 without tokens."""
+    """mean l; 0 without valid tokens."""
     mean_rollout: Tensor
     tokens: Tensor
-    """Valid ones."""
+    """Number of valid tokens."""
     loss_tokens: Tensor
     divisor: Tensor
-    """tokens, or 1 without any."""
+    """tokens, but at least 1."""
     corrupt: Tensor
-    """bool: some loss token is not valid."""
+    """bool: at least one loss token is not valid."""
 
     @classmethod
     def of(cls, sums: Tensor) -> Units:
-        """From the [4, U] that log_ratio_sums returns."""
+        """From [4, U] as log_ratio_sums returns it."""
         divisor = sums[2].clamp(min=1)
         mean, mean_rollout = (sums[:2] / divisor).unbind()
         return cls(sums[0], mean, mean_rollout, sums[2], sums[3], divisor, sums[2] < sums[3])
 
 
 class TokenOutcome(NamedTuple):
-    """What the final weights come to in every sequence, complete over context-parallel ranks. [S], fp64."""
+    """Sums of the final weights per sequence, complete over context-parallel ranks. [S], fp64."""
 
     weight: Tensor
     """Sum of weights."""
     square: Tensor
-    """Sum of their squares."""
+    """Sum of squared weights."""
     kept: Tensor
-    """Kept tokens."""
+    """Number of kept tokens."""
     any_kept: Tensor
     judged: dict[str, Tensor]
-    """name of a bound -> tokens outside it; without the bounds on whole sequences."""
+    """name of a bound -> number of tokens beyond it; bounds on whole sequences are not among them."""
     smallest: Tensor
-    """0-d, of kept tokens; inf without any."""
+    """0-d, smallest weight of a kept token; inf without any."""
     largest: Tensor
 
     @classmethod
     def of_sequences(cls, value: Tensor | None, keep: Tensor | None, sequences: Units) -> TokenOutcome:
-        """Where all tokens of a sequence share weight [S] (None: 1) and fate [S] bool (None: kept)."""
+        """If all tokens of a sequence share its weight [S] (None: 1) and fate [S] bool (None: kept)."""
         kept = sequences.tokens if keep is None else sequences.tokens * keep
         each = torch.ones_like(kept) if value is None else value
         weight, any_kept = each * kept, kept > 0
@@ -127,7 +127,7 @@ class TokenOutcome(NamedTuple):
         offsets: Tensor,
         cp_group: dist.ProcessGroup | None,
     ) -> TokenOutcome:
-        """From weights and mask [N], and tokens [N] outside a bound."""
+        """From weights and mask [N], and the tokens [N] beyond each bound."""
         exact = weights.double()
         counts = torch.stack([mask, *judged.values()]).float()
         local = [unit_sums(table, offsets) for table in (torch.stack([exact, exact.square()]), counts)]
@@ -137,7 +137,7 @@ class TokenOutcome(NamedTuple):
         return cls(weight, square, kept, kept > 0, judged_tokens, smallest, largest(weights))
 
     def scale_to_mean_one(self, dp_group: dist.ProcessGroup | None) -> Tensor:
-        """0-d: kept tokens / sum of weights over all data-parallel ranks; 1 where no weight is left."""
+        """0-d: kept tokens / sum of weights over all data-parallel ranks; 1 if no weight is left."""
         total, kept = all_reduced(torch.stack([self.weight, self.kept]).sum(1), dp_group).unbind()
         return torch.where(total > 0, kept / total, torch.ones_like(total))
 
@@ -147,7 +147,7 @@ class TokenOutcome(NamedTuple):
 
 
 def gap_rows(sequences: Units, bound: float) -> dict[str, Tensor]:
-    """[S] distances of the policies that metrics average over sequences."""
+    """Distances of the policies per sequence, [S], which metrics average."""
     mean, rollout_log_ppl = sequences.mean.clamp(-bound, bound), -sequences.mean_rollout
     capped = sequences.total.clamp(-bound, bound)
     logs = torch.stack([capped, rollout_log_ppl, rollout_log_ppl - mean])
@@ -172,10 +172,10 @@ def sequence_statistics(
     """Sums and sums of squares over whole sequences, token counts over all of them, extremes of rho(y).
 
     Args:
-        sequences: those with a loss token and without a corrupt one are whole.
+        sequences: a sequence counts as whole if it has a loss token and no corrupt one.
         outcome: None where there are no weights.
-        judged: name of a bound on whole sequences -> [S] bool, outside it.
-        counts: False on all context-parallel ranks but one, which then have nothing to add.
+        judged: name of a bound on whole sequences -> [S] bool, the sequences beyond it.
+        counts: True on one context-parallel rank only; the others then add nothing.
     """
     rows = gap_rows(sequences, bound)
     totals = {"tokens": sequences.tokens, "loss_tokens": sequences.loss_tokens, "bad_sequences": sequences.corrupt}
@@ -188,7 +188,7 @@ def sequence_statistics(
             totals[f"token:{name}"], rows[f"seq:{name}"] = tokens, tokens > 0
         for name, outside in judged.items():
             totals[f"token:{name}"], rows[f"seq:{name}"] = outside * sequences.tokens, outside
-    # with a token, and not corrupt
+    # at least one token, and none corrupt
     whole = (sequences.tokens > 0) > sequences.corrupt
     everything = torch.stack([*totals.values()])
     if not counts:
@@ -196,22 +196,22 @@ def sequence_statistics(
     table = torch.stack([*rows.values(), whole]) * whole
     sums = dict(zip(totals, everything.sum(1), strict=True))
     sums |= zip((*rows, "sequences"), table.sum(1), strict=True)
-    # a quotient by False is inf
+    # dividing by False gives inf
     extremes[0]["seq_rho_max"], extremes[1]["seq_rho_min"] = largest(table[0]), least(rows["seq_rho"] / whole)
     sums |= zip((square_of(name) for name in (*rows, "sequences")), table.square_().sum(1), strict=True)
     return Parts(sums, *extremes)
 
 
 def square_of(name: str) -> str:
-    """Name of the sum of squares beside the sum of that name."""
+    """Name of the sum of squares that belongs to the sum of that name."""
     return f"square:{name}"
 
 
 def largest(values: Tensor) -> Tensor:
-    """max of values >= 0, or 0 of nothing."""
+    """max of values >= 0; 0 if there are none."""
     return values.amax() if values.numel() else values.new_zeros(())
 
 
 def least(values: Tensor) -> Tensor:
-    """min, or inf of nothing."""
+    """min; inf if there are none."""
     return values.amin() if values.numel() else values.new_full((), torch.inf)

@@ -286,7 +286,7 @@ def test_samples_whose_routes_cannot_be_trusted_are_refused(found: dict[str, Any
         check_samples(retracted)
     with pytest.raises(ValueError, match="routes must hold the model's 48 layers, got 4"):
         sampler_table(batch.routes, batch.cu_seqlens, dataclasses.replace(shape, num_layers=48))
-    with pytest.raises(ValueError, match="routes must hold 8 experts a layer, got 3"):
+    with pytest.raises(ValueError, match="routes must hold 8 experts per layer, got 3"):
         sampler_table(batch.routes, batch.cu_seqlens, dataclasses.replace(shape, top_k=8))
     with pytest.raises(ValueError, match=r"routes must be int16, int32 or int64, got torch.uint8"):
         sampler_table(batch.routes.to(torch.uint8), batch.cu_seqlens, shape)
