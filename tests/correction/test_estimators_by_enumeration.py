@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import Batch, Sequence, World
+from correction_book import Case, by_the_book
+from enumeration import Batch, World
 from torch import Tensor
 
 from megatron_rc.advantages import expand_to_tokens, grpo_advantages, rloo_advantages
@@ -36,62 +37,24 @@ def close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
-def expected_gradient(world: World, weights: Any) -> Tensor:
-    """E_mu[R sum_t w_t grad log pi_t] for weights(y, reward) -> one a token."""
+def weights_by_the_book(world: World, correction: RolloutCorrection) -> list[list[float]]:
+    """The weight of every token of every sequence of the world, 0 where it is dropped."""
+    once = Batch(world, list(range(len(world.sequences))))
+    train = torch.where(once.loss_mask, world.log_pi[once.context, once.target], 0)
+    case = Case(train, once.rollout, once.loss_mask, once.cu_seqlens, world.reward)
+    weights = torch.tensor(by_the_book(case, correction).weights, dtype=torch.float64)
+    lengths = once.cu_seqlens.diff().tolist()
+    rows = zip(weights.split(lengths), once.loss_mask.split(lengths), strict=True)
+    return [part[mask].tolist() for part, mask in rows]
+
+
+def expected_gradient(world: World, correction: RolloutCorrection) -> Tensor:
+    """E_mu[R sum_t w_t grad log pi_t]."""
     total = torch.zeros_like(world.theta)
-    for y, p, reward in zip(world.sequences, world.probability(world.mu.log()), world.reward.tolist(), strict=True):
-        total += p * reward * world.score(y, weights(y, reward))
+    chances, weights = world.probability(world.mu.log()), weights_by_the_book(world, correction)
+    for y, p, reward, w in zip(world.sequences, chances, world.reward, weights, strict=True):
+        total += p * reward * world.score(y, w)
     return total
-
-
-def log_ratios(world: World, y: Sequence) -> list[float]:
-    pairs = zip(world.logprobs(y, world.log_pi), world.logprobs(y, world.mu.log()), strict=True)
-    return [pi - mu for pi, mu in pairs]
-
-
-def units(world: World, y: Sequence, level: str) -> list[list[int]]:
-    tokens = list(range(len(y)))
-    if level == "token":
-        return [[t] for t in tokens]
-    if level == "segment" and world.turn is not None:
-        return [tokens[: world.turn], tokens[world.turn :]]
-    return [tokens]
-
-
-def weights_by_the_book(world: World, correction: RolloutCorrection, y: Sequence, advantage: float) -> list[float]:
-    """The weight of every token of y, 0 where dropped, by the words of the configuration."""
-    logs = log_ratios(world, y)
-    weights = [1.0] * len(y)
-    if correction.weight is not None:
-        weight = correction.weight
-        for unit in units(world, y, weight.level):
-            log = sum(logs[t] for t in unit) / (len(unit) if weight.level in ("geometric", "segment") else 1)
-            rho, low, high = math.exp(log), weight.lower or 0.0, INF if weight.upper is None else weight.upper
-            value = min(max(rho, low), high) if weight.mode != "mask" else rho * (low <= rho <= high)
-            for t in unit:
-                weights[t] = value
-    q = [math.exp(mu) for mu in world.logprobs(y, world.mu.log())]
-    statistics = {
-        "ratio": logs,
-        "k2": [log**2 / 2 for log in logs],
-        "k3": [math.exp(log) - 1 - log for log in logs],
-        "abs_log_ratio": [abs(log) for log in logs],
-        "prob_diff": [math.exp(log) * one - one for log, one in zip(logs, q, strict=True)],
-    }
-    for gate in correction.reject:
-        for unit in units(world, y, gate.level):
-            values = [statistics[gate.statistic][t] for t in unit]
-            value = {"sum": sum(values), "mean": sum(values) / len(values), "max": max(values), "min": min(values)}[
-                gate.reduce
-            ]
-            value = math.exp(value) if gate.statistic == "ratio" else value
-            inside = (
-                (-INF if gate.lower is None else gate.lower) <= value <= (INF if gate.upper is None else gate.upper)
-            )
-            if not inside and (gate.when == "always" or advantage < 0):
-                for t in unit:
-                    weights[t] = 0.0
-    return weights
 
 
 SEQUENCE_IS = RolloutCorrection(Weight("sequence", "truncate", upper=INF))
@@ -132,8 +95,7 @@ CORRECTIONS = {
 def test_the_expected_gradient_is_that_of_the_configured_weights(
     correction: RolloutCorrection, world: World, population: Batch
 ) -> None:
-    expected = expected_gradient(world, lambda y, reward: weights_by_the_book(world, correction, y, reward))
-    close(population.run(correction).gradient, expected)
+    close(population.run(correction).gradient, expected_gradient(world, correction))
 
 
 def test_configurations_above_drop_some_but_not_all() -> None:
@@ -143,8 +105,8 @@ def test_configurations_above_drop_some_but_not_all() -> None:
             weights = [
                 w
                 for world in WORLDS.values()
-                for y, reward in zip(world.sequences, world.reward.tolist(), strict=True)
-                for w in weights_by_the_book(world, correction, y, reward)
+                for of_sequence in weights_by_the_book(world, correction)
+                for w in of_sequence
             ]
             assert 0.01 < sum(w == 0 for w in weights) / len(weights) < 0.99, name
 
