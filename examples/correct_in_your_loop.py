@@ -18,7 +18,7 @@ VOCABULARY, LENGTH, GROUPS, SAMPLES = 12, 6, 16, 8
 
 def main() -> None:
     torch.manual_seed(0)
-    theta = torch.zeros(LENGTH, VOCABULARY, requires_grad=True)  # one softmax a position: the smallest policy there is
+    theta = torch.zeros(LENGTH, VOCABULARY, requires_grad=True)  # one softmax per position: the smallest policy
     optimizer = torch.optim.Adam([theta], lr=0.1)
     correction = RolloutCorrection(Weight(upper=2.0), RolloutCorrection.preset("k3-reject").reject)
     cu_seqlens = torch.arange(GROUPS * SAMPLES + 1, dtype=torch.int32) * LENGTH

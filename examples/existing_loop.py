@@ -91,7 +91,7 @@ def logprobs_of(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def take_weights(sampler: GPTModel, model: GPTModel) -> None:
-    """Copy the weights in 5 bits, with one scale a tensor."""
+    """Copy the weights in 5 bits, with one scale per tensor."""
     for mine, theirs in zip(sampler.parameters(), model.parameters(), strict=True):
         scale = theirs.abs().max().clamp(min=1e-6) / 15
         mine.copy_((theirs / scale).round() * scale)

@@ -179,7 +179,7 @@ def dump_files(path: str | Path) -> list[Path]:
 
 
 def read_dump(path: str | Path) -> Iterator[list[dict[str, Any]]]:
-    """Yield each step as its list of records, one dictionary a sequence with the columns of SCHEMA as keys.
+    """Yield each step as its list of records, one dictionary per sequence with the columns of SCHEMA as keys.
 
     Raises:
         ValueError: as ``dump_files``.

@@ -185,7 +185,7 @@ ROUTE_PANELS = (
         "Layers that differ", "layers",
         (_against_sampler("differing layers per token", "route_layers_differing"),
          _against_sampler("first differing layer", "route_first_layer")),
-        "In how many layers a token has other experts, and which layer is the first of them, counted from 0.",
+        "How many layers of a token have other experts, and which layer is the first of them, counted from 0.",
         "few and late: an early difference disturbs every layer above it.", noisy=True,
     ),
     Panel(

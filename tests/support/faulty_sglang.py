@@ -67,7 +67,7 @@ class FaultySglang(WeightEndpoints):
         self.token_seconds, self.workers, self.port = token_seconds, workers, port
         self.version = "default"
         self.bodies: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-        """Of all requests, by path."""
+        """Bodies of all requests, by path."""
         self.aborted: list[str] = []
         self.running: dict[str, asyncio.Event] = {}
         self.most_running = 0

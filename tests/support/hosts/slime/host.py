@@ -104,7 +104,7 @@ def positions(length: int, cp_rank: int, cp_size: int) -> list[int]:
 
 
 def held(prompt: int, total: int, length: int, cp_rank: int, cp_size: int) -> list[int]:
-    """Response tokens, counted from 0, whose logits a rank holds: token t is predicted at position t - 1."""
+    """Response tokens, counted from 0, whose logits this rank holds: token t is predicted at position t - 1."""
     return [p + 1 - prompt for p in positions(length, cp_rank, cp_size) if prompt - 1 <= p < total - 1]
 
 
