@@ -16,6 +16,7 @@ from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surr
 from megatron_rc.engine import SamplingParams
 from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.report.sinks import LogSettings
+from megatron_rc.schema.limits import check_at_least, check_positive
 from megatron_rc.tasks.registry import TaskKind
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -43,7 +44,7 @@ class ParallelSettings:
     """Ranks that share the experts of a mixture-of-experts model."""
 
     def __post_init__(self) -> None:
-        _at_least(1, tensor=self.tensor, pipeline=self.pipeline, expert=self.expert)
+        check_at_least(1, tensor=self.tensor, pipeline=self.pipeline, expert=self.expert)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +72,9 @@ class WarmupSettings:
     """Steps between two measurements of that accuracy."""
 
     def __post_init__(self) -> None:
-        _at_least(0, steps=self.steps)
-        _at_least(1, batch_size=self.batch_size, check_interval=self.check_interval)
-        _positive(lr=self.lr)
+        check_at_least(0, steps=self.steps)
+        check_at_least(1, batch_size=self.batch_size, check_interval=self.check_interval)
+        check_positive(lr=self.lr)
         if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
             raise ValueError(f"target_accuracy must be in (0, 1], got {self.target_accuracy!r}")
 
@@ -114,11 +115,11 @@ class SGLangSettings:
     def __post_init__(self) -> None:
         if not self.urls:
             raise ValueError("urls must name at least one server")
-        _at_least(1, concurrency=self.concurrency, bucket_bytes=self.bucket_bytes)
-        _at_least(0, retries=self.retries, max_rejected_share=self.max_rejected_share)
-        _positive(timeout_s=self.timeout_s, backoff_s=self.backoff_s)
+        check_at_least(1, concurrency=self.concurrency, bucket_bytes=self.bucket_bytes)
+        check_at_least(0, retries=self.retries, max_rejected_share=self.max_rejected_share)
+        check_positive(timeout_s=self.timeout_s, backoff_s=self.backoff_s)
         if self.max_staleness is not None:
-            _at_least(0, max_staleness=self.max_staleness)
+            check_at_least(0, max_staleness=self.max_staleness)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +155,9 @@ class RolloutSettings:
 
     def __post_init__(self) -> None:
         self.sampling()
-        _at_least(1, prompts_per_step=self.prompts_per_step)
-        _at_least(2, samples_per_prompt=self.samples_per_prompt)
-        _at_least(0, staleness=self.staleness, amplify=self.amplify, max_nonfinite_share=self.max_nonfinite_share)
+        check_at_least(1, prompts_per_step=self.prompts_per_step)
+        check_at_least(2, samples_per_prompt=self.samples_per_prompt)
+        check_at_least(0, staleness=self.staleness, amplify=self.amplify, max_nonfinite_share=self.max_nonfinite_share)
         if self.engine == "replay" and not self.replay_path:
             raise ValueError("replay_path must name a recorded dump when engine is 'replay'")
 
@@ -189,7 +190,7 @@ class LossSettings:
 
     def __post_init__(self) -> None:
         check_clipping(self.clip_lower, self.clip_upper, self.dual_clip)
-        _at_least(0, kl_coef=self.kl_coef)
+        check_at_least(0, kl_coef=self.kl_coef)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,13 +266,13 @@ class TrainSettings:
     """Write the final weights as a Hugging Face checkpoint to OUTPUT/hf."""
 
     def __post_init__(self) -> None:
-        _positive(lr=self.lr, adam_eps=self.adam_eps)
+        check_positive(lr=self.lr, adam_eps=self.adam_eps)
         not_negative = ("steps", "min_lr", "lr_warmup_steps", "weight_decay", "clip_grad", "save_interval")
-        _at_least(0, **{name: getattr(self, name) for name in not_negative})
+        check_at_least(0, **{name: getattr(self, name) for name in not_negative})
         counts = ("mini_batches_per_rollout", "max_tokens_per_microbatch", "eval_interval", "eval_samples")
-        _at_least(1, **{name: getattr(self, name) for name in counts}, keep_checkpoints=self.keep_checkpoints)
+        check_at_least(1, **{name: getattr(self, name) for name in counts}, keep_checkpoints=self.keep_checkpoints)
         if self.micro_batches is not None:
-            _at_least(1, micro_batches=self.micro_batches)
+            check_at_least(1, micro_batches=self.micro_batches)
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr must be <= lr, got min_lr={self.min_lr!r} lr={self.lr!r}")
 
@@ -297,8 +298,8 @@ class ClusterSettings:
     """GiB of one GPU, for the memory estimate."""
 
     def __post_init__(self) -> None:
-        _at_least(1, nodes=self.nodes, gpus_per_node=self.gpus_per_node, server_tp=self.server_tp)
-        _positive(gpu_memory=self.gpu_memory)
+        check_at_least(1, nodes=self.nodes, gpus_per_node=self.gpus_per_node, server_tp=self.server_tp)
+        check_positive(gpu_memory=self.gpu_memory)
         total = self.nodes * self.gpus_per_node
         if not 0 <= self.serve_gpus < total:
             raise ValueError(
@@ -336,15 +337,3 @@ def load(path_or_text: str | Path, assignments: Iterable[str] = ()) -> JobSettin
         ValueError: one sentence naming the field or the file.
     """
     return schema.from_dict(JobSettings, schema.load_yaml(path_or_text), assignments=assignments)
-
-
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name} must be > 0, got {value!r}")
-
-
-def _at_least(bound: float, **values: float) -> None:
-    for name, value in values.items():
-        if not value >= bound:
-            raise ValueError(f"{name} must be >= {bound}, got {value!r}")

@@ -1,0 +1,17 @@
+"""Limits of numbers in settings, each refused with one sentence that names the field."""
+
+from __future__ import annotations
+
+
+def check_positive(**values: float) -> None:
+    """Raise ValueError for the first value that is not above 0; the keyword is the field's name."""
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be > 0, got {value!r}")
+
+
+def check_at_least(bound: float, **values: float) -> None:
+    """Raise ValueError for the first value below ``bound``; the keyword is the field's name."""
+    for name, value in values.items():
+        if not value >= bound:
+            raise ValueError(f"{name} must be >= {bound}, got {value!r}")
