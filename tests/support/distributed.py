@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 import traceback
@@ -12,16 +13,24 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# ranks are forked from one process that has imported what takes seconds
+multiprocessing.set_forkserver_preload(["preloaded"])
+
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Call ``fn(rank, *args)`` on ``world_size`` processes joined by gloo; ``fn`` must be importable (module level)."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, args=(world_size, folder, fn, args), nprocs=world_size, start_method="spawn")
+        mp.start_processes(
+            _rank, args=(world_size, folder, dict(os.environ), fn, args), nprocs=world_size, start_method="forkserver"
+        )
         return [torch.load(f"{folder}/result{r}", weights_only=False) for r in range(world_size)]
 
 
-def _rank(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+def _rank(
+    rank: int, world_size: int, folder: str, environment: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
