@@ -1,9 +1,9 @@
-"""Build of megatron_rc. Packages are listed one by one: no folder of the repository is installed by accident."""
+"""Build of megatron_rc. Only the folders of megatron_rc are installed, no other folder of the repository."""
 
 import re
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 
@@ -69,34 +69,8 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     keywords=["reinforcement learning", "large language models", "Megatron", "rollout correction"],
-    # megatron_rc.kernels is the link megatron_rc/kernels -> ../triton_kernels
-    packages=[
-        "megatron_rc",
-        "megatron_rc.cluster",
-        "megatron_rc.doctor",
-        "megatron_rc.doctor.host",
-        "megatron_rc.doctor.server",
-        "megatron_rc.fused",
-        "megatron_rc.integrations",
-        "megatron_rc.integrations.megatron_lm",
-        "megatron_rc.integrations.megatron_training",
-        "megatron_rc.integrations.slime",
-        "megatron_rc.jobs",
-        "megatron_rc.kernels",
-        "megatron_rc.models",
-        "megatron_rc.moe",
-        "megatron_rc.reference",
-        "megatron_rc.report",
-        "megatron_rc.report.sinks",
-        "megatron_rc.rollout",
-        "megatron_rc.rollout.embedded",
-        "megatron_rc.rollout.sglang",
-        "megatron_rc.schema",
-        "megatron_rc.tasks",
-        "megatron_rc.training",
-        "megatron_rc.training.model",
-        "megatron_rc.training.step",
-    ],
+    # megatron_rc.kernels is the link megatron_rc/kernels -> ../triton_kernels, which has no __init__.py
+    packages=[*find_packages(include=["megatron_rc", "megatron_rc.*"]), "megatron_rc.kernels"],
     package_data={"megatron_rc.kernels": ["README.md"]},
     install_requires=["numpy", "pyarrow", "pydantic>=2", "pyyaml", "rich", "typer>=0.9"],
     extras_require=EXTRAS,

@@ -2,7 +2,7 @@
 
     python benchmarks/kernel_resources.py
 
-docs/performance.md shows the table; run it again after a kernel or triton_kernels/launch.py has changed.
+docs/performance.md shows the table; run it again after a kernel or triton_kernels/launch_table.py has changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TARGET = "sm_90"
 
 
 def launch_table() -> dict[str, list[int]]:
-    from megatron_rc.kernels.launch import LAUNCH
+    from megatron_rc.kernels.launch_table import LAUNCH
 
     return {name: list(launch) for name, launch in LAUNCH.items()}
 

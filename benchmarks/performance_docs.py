@@ -27,7 +27,7 @@ HOW = """\
 ```bash
 python benchmarks/kernels.py            # one GPU; writes benchmarks/results/kernels-<device>.json after every row
 python benchmarks/kernels.py --resume   # adds the rows that there was no time for
-python benchmarks/kernels.py --sweep    # launch shapes of the two row kernels, as lines for triton_kernels/launch.py
+python benchmarks/kernels.py --sweep    # launch shapes of two row kernels, as lines for triton_kernels/launch_table.py
 TRITON_INTERPRET=1 python benchmarks/kernels.py --smoke     # no GPU: every row at toy size, checked, nothing timed
 python benchmarks/performance_docs.py > docs/performance.md
 ```

@@ -21,6 +21,23 @@ Surrogate = Literal["ppo", "reinforce"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 Denominator = Literal["original", "kept"]
 
+
+class BoundMetrics(NamedTuple):
+    """What a mode does with units beyond the bounds of a weight, and which metrics count them."""
+
+    lower: str | None
+    """Metric of the units below lower; None where the mode has no such bound."""
+    upper: str
+    """Metric of the units above upper."""
+    drops: bool
+    """Whether units beyond a bound are dropped."""
+
+
+MODES: dict[Mode, BoundMetrics] = {
+    "truncate": BoundMetrics(None, "truncated", drops=False),
+    "clip": BoundMetrics("clipped_low", "clipped_high", drops=False),
+    "mask": BoundMetrics("outside_low", "outside_high", drops=True),
+}
 STATISTICS = ("ratio", "k2", "k3", "abs_log_ratio", "prob_diff")
 """Statistics that `correct` computes itself; any other name must be passed to it in `statistics`."""
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.backend import debug_checks
-from megatron_rc.config import STATISTICS, Rejection, RolloutCorrection, Unit, Weight
+from megatron_rc.config import MODES, STATISTICS, Rejection, RolloutCorrection, Unit, Weight
 
 
 class WeightBound(NamedTuple):
@@ -35,20 +35,16 @@ class WeightPlan(NamedTuple):
     """"sum" or "mean": how log-ratios of tokens become that of the unit."""
     bounds: tuple[WeightBound, ...]
     """The bounds that are set, the lower one first."""
+    drops: bool
+    """Whether units beyond a bound are dropped."""
 
     @classmethod
     def of(cls, weight: Weight) -> WeightPlan:
-        names = {
-            "truncate": {"upper": "truncated"},
-            "clip": {"lower": "clipped_low", "upper": "clipped_high"},
-            "mask": {"lower": "outside_low", "upper": "outside_high"},
-        }[weight.mode]
-        values = {"lower": weight.lower, "upper": weight.upper}
-        bounds = (
-            WeightBound(side, names[side], math.log(value)) for side, value in values.items() if value is not None
-        )
+        names = MODES[weight.mode]
+        sides = (("lower", names.lower, weight.lower), ("upper", names.upper, weight.upper))
+        bounds = (WeightBound(side, name, math.log(value)) for side, name, value in sides if name and value is not None)
         unit: Unit = "sequence" if weight.level == "geometric" else weight.level
-        return cls(weight, unit, "sum" if weight.level == "sequence" else "mean", tuple(bounds))
+        return cls(weight, unit, "sum" if weight.level == "sequence" else "mean", tuple(bounds), names.drops)
 
 
 class GatePlan(NamedTuple):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.collectives import all_reduced
+from megatron_rc.config import MODES
 from megatron_rc.reference.sums import Parts, Statistics, square_of
 
 Sums = Mapping[str, Any]
@@ -144,11 +145,12 @@ METRICS: dict[str, Metric] = {
 """Metrics of fixed name. l = log pi - log mu, rho = e^l, rho(y) = exp sum_t l; logs are clamped before exp."""
 
 SHARES = {
-    "truncated": "rho of the weight's level > upper, mode truncate",
-    "clipped_low": "rho of the weight's level < lower, mode clip",
-    "clipped_high": "rho of the weight's level > upper, mode clip",
-    "outside_low": "rho of the weight's level < lower, mode mask",
-    "outside_high": "rho of the weight's level > upper, mode mask",
+    **{
+        name: f"rho of the weight's level {side}, mode {mode}"
+        for mode, names in MODES.items()
+        for name, side in ((names.lower, "< lower"), (names.upper, "> upper"))
+        if name
+    },
     "rejected_<gate>": "dropped by the Rejection of that name, whatever other gates decide",
 }
 """`<name>_token`: share of tokens; `<name>_seq`: share of sequences with at least one such token."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .log_ratio import gate_statistic
+from .rejection_statistics import gate_statistic
 
 Column = tuple[str, int, str]
 COUNT: Column = ("count", -1, "sum")

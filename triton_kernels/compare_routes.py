@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import LAUNCH
+from .launch_table import LAUNCH
 
 
 @triton.jit(do_not_specialize=["N", "stride_mask"])

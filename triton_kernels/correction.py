@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .chunks import OF_TOKENS, SIZES, Tokens, locate_chunk
 from .columns import field, finish, merge_all, statistic_of_tokens
-from .launch import LAUNCH
+from .launch_table import LAUNCH
 from .log_ratio import load_log_ratio
 from .metric_rows import (
     FROM_TOKENS_TO_SEQUENCES,

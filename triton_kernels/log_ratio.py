@@ -1,4 +1,4 @@
-"""Log-ratios of lanes of tokens, and the statistics that gates compare."""
+"""Log-ratios of lanes of tokens, and e^x - 1 and e^x - 1 - x of them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,6 @@ def load_log_ratio(train_logprobs, rollout_logprobs, loss_mask, rows, inside):
     # false for NaN or +inf on either side, and for -inf from the sampler
     valid = loss & (value < float("inf")) & (rollout < float("inf"))
     return tl.where(valid, value, 0.0), tl.where(valid, rollout, 0.0), valid, loss
-
-
-@triton.jit
-def gate_statistic(log_ratio, rollout, NAME: tl.constexpr):
-    """Statistic of a gate from unclamped fp64 l: ratio (as l), k2, k3, abs_log_ratio, prob_diff."""
-    if NAME == "k2":
-        return log_ratio * log_ratio / 2
-    elif NAME == "k3":
-        return expm1(log_ratio, tl.exp(log_ratio)) - log_ratio
-    elif NAME == "abs_log_ratio":
-        return tl.abs(log_ratio)
-    elif NAME == "prob_diff":
-        return tl.exp(rollout + log_ratio) - tl.exp(rollout)
-    else:
-        tl.static_assert(NAME == "ratio")
-        return log_ratio
 
 
 @triton.jit

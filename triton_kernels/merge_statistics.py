@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import LAUNCH
+from .launch_table import LAUNCH
 from .softmax import FLOOR, finish_row, row_offset, row_strides
 
 

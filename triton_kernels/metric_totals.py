@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .chunks import SIZES, Tokens, chunks_of_sequence
-from .launch import LAUNCH
+from .launch_table import LAUNCH
 from .metric_rows import MetricRows
 
 _PARTS = tl.constexpr(4)

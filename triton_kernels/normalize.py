@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .columns import field
-from .launch import LAUNCH
+from .launch_table import LAUNCH
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sums"])

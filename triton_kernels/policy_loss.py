@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import LAUNCH
+from .launch_table import LAUNCH
 from .log_ratio import k3
 from .metric_rows import count, put
 

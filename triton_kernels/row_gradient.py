@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import LAUNCH
+from .launch_table import LAUNCH
 from .softmax import FLOOR, LOG2_E, OF_ROWS, gradient_arguments, logits_strides, row_arguments, row_offset
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import LAUNCH
+from .launch_table import LAUNCH
 from .softmax import LOG2_E, OF_ROWS, finish_row, row_arguments, row_offset
 
 _LOWEST = tl.constexpr(-1e30)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import LAUNCH
+from .launch_table import LAUNCH
 from .softmax import FLOOR, OF_ROWS, gradient_arguments, logits_strides, row_arguments, row_offset
 from .support_statistics import kept_block
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import LAUNCH
+from .launch_table import LAUNCH
 from .softmax import FLOOR, OF_ROWS, finish_row, row_arguments, row_offset
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .chunks import SIZES, Tokens, chunks_of_sequence
 from .columns import Column, field, merge_all, merge_parts, neutral
-from .launch import LAUNCH
+from .launch_table import LAUNCH
 from .segments import BEFORE, NOWHERE, put_segment
 from .unit_sums import SegmentParts
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .chunks import OF_TOKENS, SIZES, Tokens, locate_chunk
 from .columns import Column, field, reduce_tokens, statistic_of_tokens
-from .launch import LAUNCH
+from .launch_table import LAUNCH
 from .log_ratio import load_log_ratio
 from .segments import edge_slots, segment_slots, segment_sums
 

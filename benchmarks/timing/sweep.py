@@ -44,7 +44,7 @@ def sweep(bench: Bench, shapes: list[Shape], ours: Peer, tried: list[Candidate])
 
     Forward and backward are timed in one call with the same candidate, so one sweep serves both kernels.
     """
-    from megatron_rc.kernels.launch import LAUNCH, Launch
+    from megatron_rc.kernels.launch_table import LAUNCH, Launch
 
     before = {name: LAUNCH[name] for name in ("row_statistics", "row_gradient")}
     taken: dict[str, Times] = {name: {} for name in before}
@@ -78,7 +78,7 @@ def sweep(bench: Bench, shapes: list[Shape], ours: Peer, tried: list[Candidate])
 
 
 def launch_lines(row: Row) -> list[str]:
-    """What triton_kernels/launch.py should say for all widths together, then for each width alone."""
+    """What triton_kernels/launch_table.py should say for all widths together, then for each width alone."""
     lines = [f'    "{name}": {_launch(best[0])},' for name, best in row["best"].items() if best]
     for name, of_shape in row["best_of_shape"].items():
         lines += [

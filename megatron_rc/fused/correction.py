@@ -16,7 +16,7 @@ from megatron_rc.kernels.chunks import Tokens
 from megatron_rc.kernels.columns import COUNT, Column, num_sums
 from megatron_rc.kernels.correction import Decisions, Gate, WeightKind, correction_fwd
 from megatron_rc.kernels.metric_rows import MetricRows, metric_rows
-from megatron_rc.kernels.metric_sums import metric_sums_fwd, outcome_rows
+from megatron_rc.kernels.metric_totals import metric_sums_fwd, outcome_rows
 from megatron_rc.kernels.normalize import normalize_fwd
 from megatron_rc.kernels.unit_combine import unit_combine_fwd
 from megatron_rc.kernels.unit_sums import NUM_LOG_RATIO_SUMS, SegmentParts, unit_sums_fwd
@@ -192,7 +192,7 @@ def _kernel_plan(plan: Plan, advantages: str) -> _KernelPlan:
         beyond = {bound.side: bound.name for bound in weight.bounds}
         kind = WeightKind(
             weight.weight.level,
-            weight.weight.mode == "mask",
+            weight.drops,
             "lower" in beyond,
             "upper" in beyond,
             place("segment", _MEAN_LOG_RATIO if weight.unit == "segment" else None),

@@ -11,15 +11,8 @@ from torch import Tensor
 
 from megatron_rc.collectives import is_first_rank, pool_units
 from megatron_rc.inputs import Extras, GatePlan, Pair, Plan
-from megatron_rc.reference.log_ratio import (
-    LogRatio,
-    bounded_ratio,
-    gate_reduce,
-    gate_statistic,
-    log_ratio,
-    log_ratio_sums,
-    outside,
-)
+from megatron_rc.reference.log_ratio import LogRatio, bounded_ratio, log_ratio, log_ratio_sums
+from megatron_rc.reference.rejection_statistics import gate_reduce, gate_statistic, outside
 from megatron_rc.reference.segments import segments
 from megatron_rc.reference.sums import (
     Statistics,
@@ -217,7 +210,7 @@ def _weights(batch: _Batch) -> _Weights:
     flags = []
     for bound in planned.bounds:
         beyond = log_value < bound.log if bound.side == "lower" else log_value > bound.log
-        flags.append(_Flags(bound.name, unit, beyond, weight.mode == "mask"))
+        flags.append(_Flags(bound.name, unit, beyond, planned.drops))
     return _Weights(unit, value, flags)
 
 

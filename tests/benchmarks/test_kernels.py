@@ -237,7 +237,7 @@ def test_the_distance_of_a_gradient_is_measured_in_its_own_rounding() -> None:
 def test_a_sweep_refuses_a_wrong_candidate_restores_the_table_and_prints_lines(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_rc.kernels.launch import LAUNCH
+    from megatron_rc.kernels.launch_table import LAUNCH
 
     before = dict(LAUNCH)
     times = iter(range(9, 0, -1))

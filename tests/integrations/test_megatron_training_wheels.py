@@ -60,7 +60,7 @@ def pretrain(folder: Path, settings: dict[str, object] | None, *flags: str) -> s
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/support/pretrain_job.py"), json.dumps(settings), *FLAGS, *flags],
-        env=os.environ | alone | {"PYTHONPATH": f"{folder}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
+        env=os.environ | alone | {"PYTHONPATH": f"{folder}:{ROOT / 'tests/support'}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,

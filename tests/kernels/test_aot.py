@@ -11,7 +11,7 @@ from pathlib import Path
 import aot
 import pytest
 
-from megatron_rc.kernels.launch import LAUNCH
+from megatron_rc.kernels.launch_table import LAUNCH
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

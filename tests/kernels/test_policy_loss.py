@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from policy_loss_data import PER_TOKEN, Result, evaluate, tokens
 from torch import Tensor
 
-from megatron_rc.kernels.launch import LAUNCH
+from megatron_rc.kernels.launch_table import LAUNCH
 from megatron_rc.kernels.policy_loss import policy_loss_fwd
 from megatron_rc.reference import policy_loss as reference
 from megatron_rc.reference.policy_loss import LossInputs, LossOptions

@@ -15,7 +15,7 @@ from torch import Tensor
 from traffic import Traffic, counted_traffic
 
 from megatron_rc.batch import Support
-from megatron_rc.kernels.launch import LAUNCH
+from megatron_rc.kernels.launch_table import LAUNCH
 from megatron_rc.kernels.support_gradient import support_gradient_bwd
 from megatron_rc.kernels.support_statistics import support_statistics_fwd
 from megatron_rc.reference.rows import support_statistics

@@ -100,7 +100,7 @@ def captured(calls: Callable[[], object]) -> Capture:
     with pytest.MonkeyPatch.context() as patch, triton.knobs.runtime.scope(), recorded_launches() as launches:
         # the kernels are defined already, and stay compiled ones: this is what lets CPU tensors through
         triton.knobs.runtime.interpret = True
-        table = _ReadTable(importlib.import_module("megatron_rc.kernels.launch").LAUNCH, launches)
+        table = _ReadTable(importlib.import_module("megatron_rc.kernels.launch_table").LAUNCH, launches)
         for module in modules:
             if hasattr(module, "LAUNCH"):
                 patch.setattr(module, "LAUNCH", table)

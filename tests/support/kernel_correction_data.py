@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rc.config import Rejection, RolloutCorrection, Weight
 from megatron_rc.correction import Corrected, correct
-from megatron_rc.kernels.launch import LAUNCH
+from megatron_rc.kernels.launch_table import LAUNCH
 
 INF, NAN = math.inf, math.nan
 UNIT_BLOCK = 16

@@ -12,7 +12,7 @@ import torch
 from logprobs_truth import INF, truth
 from torch import Tensor
 
-from megatron_rc.kernels.launch import LAUNCH
+from megatron_rc.kernels.launch_table import LAUNCH
 from megatron_rc.logprobs import vocab_parallel_logprobs
 
 BLOCK = 32

@@ -1,6 +1,11 @@
-"""What most ranks import, in the order that a job imports it: the emulation of CUDA comes before Megatron-Core."""
+"""What the process holds that ranks are forked from: imports that take seconds, and the name of the test modules."""
 
+# ruff: noqa: E402 - the emulation of CUDA comes before Megatron-Core, as in a job
 from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
 
 from megatron_rc.jobs.run import quiet_imports
 from megatron_rc.training import emulation
@@ -8,5 +13,11 @@ from megatron_rc.training import emulation
 quiet_imports()
 emulation.emulate_cuda_on_cpu()
 
-import megatron_rc.rollout.embedded.engine  # noqa: E402
-import megatron_rc.training.loop  # noqa: E402, F401
+import megatron_rc.rollout.embedded.engine
+import megatron_rc.training.loop  # noqa: F401
+
+# functions of tests/training/test_model.py are pickled as those of tests.training.test_model, but the repository's root
+# stays off sys.path
+tests = ModuleType("tests")
+tests.__path__ = [str(Path(__file__).parents[1])]
+sys.modules["tests"] = tests
