@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rc.schema.files import replace_text
 from timing.bench import Call, Row
 
 
@@ -56,7 +56,4 @@ class Record:
         self.save()
 
     def save(self) -> None:
-        # whoever reads the file finds the run before this row or after it, never half of it
-        beside = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        beside.write_text(json.dumps(self.run, indent=1) + "\n")
-        os.replace(beside, self.path)
+        replace_text(self.path, json.dumps(self.run, indent=1) + "\n")
