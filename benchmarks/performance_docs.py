@@ -25,6 +25,7 @@ HOW = """\
 ## How it is measured
 
 ```bash
+bash benchmarks/gpu.sh --minutes 9      # one GPU: checks the kernels (benchmarks/gpu_check.py), then runs the next line
 python benchmarks/kernels.py            # one GPU; writes benchmarks/results/kernels-<device>.json after every row
 python benchmarks/kernels.py --resume   # adds the rows that there was no time for
 python benchmarks/kernels.py --sweep    # launch shapes of two row kernels, as lines for triton_kernels/launch_table.py

@@ -54,13 +54,20 @@ def made_up(smoke: dict[str, Any]) -> dict[str, Any]:
     return run
 
 
-def test_every_row_runs_without_a_gpu_answers_right_and_is_not_timed(tmp_path: Path, smoke: dict[str, Any]) -> None:
-    out = tmp_path / "kernels-smoke.json"
-    command = [sys.executable, str(ROOT / "benchmarks/kernels.py"), "--smoke", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env=script_environment())
+def test_gpu_sh_without_a_gpu_checks_every_kernel_and_runs_every_row(tmp_path: Path, smoke: dict[str, Any]) -> None:
+    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), "--dry-run", "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=script_environment() | {"PYTHON": sys.executable}
+    )
     # it ends with an error when an answer of ours is wrong
     assert done.returncode == 0, done.stdout + done.stderr
-    run = json.loads(out.read_text())
+    check = json.loads((tmp_path / "gpu-check-smoke.json").read_text())
+    assert set(check["states"]) == {"passed", "skipped"} and check["states"]["passed"] > 150
+    # what is skipped is what only a device has
+    reasons = {result["reason"] for result in check["results"] if result["state"] == "skipped"}
+    assert reasons == {"needs a CUDA device"}
+
+    run = json.loads((tmp_path / "kernels-smoke.json").read_text())
     assert run["device"]["kind"] == "cpu" and run["device"]["interpreted"] and run["seconds"] is None
     names, others = [row["name"] for row in run["rows"]], len(TOY.names)
     assert [row["kind"] for row in run["rows"]][others:] == ["logits"] * 6 + ["condition"] * len(TOY.conditions)
