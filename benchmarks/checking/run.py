@@ -49,7 +49,7 @@ def part_of(checks: list[Check], number: int, count: int) -> list[Check]:
 @contextmanager
 def toy_blocks() -> Iterator[None]:
     """Launch shapes for toy sizes; afterwards those of the table again."""
-    from megatron_rc.kernels.launch import LAUNCH
+    from megatron_rc.kernels.launch_table import LAUNCH
 
     before = dict(LAUNCH)
     LAUNCH.update({name: LAUNCH[name]._replace(block=block) for name, block in _TOY_BLOCKS.items()})
