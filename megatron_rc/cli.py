@@ -146,7 +146,7 @@ def supported_versions() -> None:
 
 @app.command()
 def metrics() -> None:
-    """Print every metric of a pair of policies with its formula (Markdown)."""
+    """Print every metric of a training job with its unit and meaning or its formula (Markdown)."""
     from megatron_rc.jobs import pages
 
     print(pages.metrics(), end="")

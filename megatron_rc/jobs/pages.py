@@ -2,8 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megatron_rc import versions
 from megatron_rc.jobs.describe import changed, sections, table
+
+_METRICS = """\
+# Metrics
+
+Printed by `megatron-rc metrics`. Every step is one JSON object in `OUTPUT/metrics.jsonl` with the keys `phase`
+(`warmup` or `rl`), `step`, and those metrics of this page that the settings of the job give rise to; a metric that
+cannot be computed is null. [dashboards.md](dashboards.md) sends the same names to other services. Step 0 of the phase
+rl holds the accuracy before the first update.
+"""
+_PAIRS = """
+## Trainer against sampler
+
+These names have a prefix: `old/` compares the trainer before the update with the sampler, `current/` the trainer during
+the update with the sampler, and `current_old/` the trainer during the update with the trainer before it. The metrics of
+the correction (weights, masks, shares) belong to `old/` when `correction.old` is `recompute`; with the other two values
+there is no `old/`, and they belong to `current/`.
+
+l = log pi - log mu of a token, rho = e^l; rho(y) = exp sum_t l of a sequence; p = pi, q = mu; w: the final weights. In
+`current_old/`, mu is the trainer before the update.
+"""
+_SHARES = """
+Each of these is two metrics: with the ending `_token` the share of tokens, with `_seq` the share of sequences that have
+such a token. A gate is named by its statistic, level and, above the level token, reduction: `k3_segment_mean`.
+"""
+_ROUTES = """
+## Expert shift
+
+Models with experts have these metrics when `moe.record` is on, with the same prefixes. S and S' are the experts that
+the two engines choose for a token in a layer (a decision), and k is their number; a token is shifted when one of its
+decisions differs.
+"""
 
 
 def settings() -> str:
@@ -37,20 +70,15 @@ what is too old, or has another signature than the patch was made for, is refuse
 def metrics() -> str:
     from megatron_rc.metrics import METRICS, SHARES
     from megatron_rc.moe.shift_metrics import EXPERT_SHIFT, EXPERT_SHIFT_LISTS
+    from megatron_rc.training.metric_names import JOB_METRICS
 
-    formulas = {name: metric.formula for name, metric in METRICS.items()} | SHARES
-    return f"""# Metrics
+    parts = [_METRICS]
+    for section, members in JOB_METRICS.items():
+        rows = [(f"`{name}`", metric.unit, metric.meaning) for name, metric in members.items()]
+        parts += [f"\n## {section}\n\n", table(("metric", "unit", "meaning"), rows)]
+    parts += [_PAIRS, _formulas({name: metric.formula for name, metric in METRICS.items()}), _SHARES, _formulas(SHARES)]
+    return "".join([*parts, _ROUTES, _formulas(EXPERT_SHIFT | EXPERT_SHIFT_LISTS)])
 
-Printed by `megatron-rc metrics`. `old/` is the trainer before the update against the sampler,
-`current/` the trainer during the update against the sampler, `current_old/` the former two.
 
-l = log pi - log mu of a token, rho = e^l; rho(y) = exp sum_t l of a sequence; p = pi, q = mu; w: the final
-weights.
-
-{table(("metric", "formula"), [(f"`{name}`", formula) for name, formula in formulas.items()])}
-## Expert shift
-
-Of a model with experts, with `moe.record`. S, S': the experts of a token in a layer
-by the two engines (a decision), k their number; a token is shifted when one of its decisions differs.
-
-{table(("metric", "formula"), [(f"`{name}`", text) for name, text in (EXPERT_SHIFT | EXPERT_SHIFT_LISTS).items()])}"""
+def _formulas(formulas: Mapping[str, str]) -> str:
+    return "\n" + table(("metric", "formula"), [(f"`{name}`", text) for name, text in formulas.items()])

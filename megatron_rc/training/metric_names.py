@@ -1,0 +1,75 @@
+"""Every metric of a training job that is not about a pair of policies: name, unit, meaning.
+
+`megatron_rc.metrics` and `megatron_rc.moe.shift_metrics` have those of pairs. `megatron-rc metrics` prints all of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class JobMetric(NamedTuple):
+    unit: str
+    meaning: str
+
+
+_ACCURACY = JobMetric("reward", "mean reward on the held-out prompts")
+_GRAD_NORM = JobMetric("", "Euclidean norm of the gradient of the whole model before clipping")
+_RATE = JobMetric("", "learning rate of the last optimizer step")
+_MEAN = "mean over the optimizer steps"
+
+JOB_METRICS: dict[str, dict[str, JobMetric]] = {
+    "Rollout": {
+        "reward/mean": JobMetric("reward", "mean reward of the responses"),
+        "reward/std": JobMetric("reward", "standard deviation of the rewards"),
+        "response_length/mean": JobMetric("tokens", "mean length of the responses"),
+        "response_length/max": JobMetric("tokens", "longest response"),
+        "response_length/truncated": JobMetric("share", "responses that ended at max_new_tokens"),
+        "groups/equal_reward": JobMetric("share", "groups whose responses all have the same reward; not trained on"),
+        "staleness": JobMetric("versions", "age of the weights that sampled a token, mean over tokens"),
+        "eval/accuracy": _ACCURACY,
+    },
+    "Update": {
+        "loss": JobMetric("", f"policy_loss + kl_coef * kl_ref - entropy_coef * entropy; {_MEAN}"),
+        "policy_loss": JobMetric("", f"policy-gradient term of the loss; {_MEAN}"),
+        "kl_ref": JobMetric("nats", "KL divergence from the reference policy, as estimated in the loss; with kl_coef"),
+        "entropy": JobMetric("nats", "mean entropy per token before the update; with entropy_coef, during the update"),
+        "clip_high": JobMetric("share", "kept tokens with advantage > 0 and ratio > 1 + clip_upper; surrogate ppo"),
+        "clip_low": JobMetric("share", "kept tokens with advantage < 0 and ratio < 1 - clip_lower; surrogate ppo"),
+        "dual_clip": JobMetric("share", "kept tokens with advantage < 0 and ratio > dual_clip; where it is set"),
+        "grad_norm": JobMetric("", f"{_GRAD_NORM.meaning}; {_MEAN}"),
+        "lr": _RATE,
+        "updates": JobMetric("steps", "optimizer steps of this rollout; 0 if all groups have equal rewards"),
+        "skipped_updates": JobMetric("steps", "optimizer steps that were skipped for a gradient that is not finite"),
+    },
+    "Length-decay learning rate": {
+        "lr_decay/scale": JobMetric("", "factor on the scheduled learning rate"),
+        "lr_decay/length_ratio": JobMetric("", "fast over slow geometric mean of the response lengths"),
+        "lr_decay/surge_step": JobMetric("rollout", "rollout at which the length surged; once it has"),
+        "lr_decay/surge_in_warmup": JobMetric("0 or 1", "1 if the length surged during the detector's warm-up"),
+        "lr_decay/period": JobMetric("rollouts", "rollouts between two cuts; once it is known"),
+        "lr_decay/unmeasured": JobMetric("rollouts", "rollouts without a measured length"),
+    },
+    "Replay of routes": {
+        "replay/share": JobMetric("share", "rows whose experts were replayed"),
+        "replay/disagreement": JobMetric("share", "replayed decisions in which the router would take other experts"),
+    },
+    "SGLang servers": {
+        "rollout/rejected": JobMetric("share", "responses that came back damaged and were discarded"),
+        "rollout/rejected_<reason>": JobMetric("share", "the same, by reason, such as nan_logprob or length_mismatch"),
+        "rollout/retractions": JobMetric("", "how often a server stopped a response and continued it later"),
+    },
+    "Time": {
+        "time/rollout_s": JobMetric("seconds", "sampling and rewards"),
+        "time/train_s": JobMetric("seconds", "old pass, correction and optimizer steps"),
+        "time/step_s": JobMetric("seconds", "the whole step, with the sending of weights and an evaluation if due"),
+        "tokens_per_second": JobMetric("tokens/s", "prompt and response tokens of the batch over time/step_s"),
+    },
+    "Supervised warm-up": {
+        "cross_entropy": JobMetric("nats", "mean per response token of the demonstrations, before the optimizer step"),
+        "grad_norm": _GRAD_NORM,
+        "lr": _RATE,
+        "eval/accuracy": _ACCURACY,
+    },
+}
+"""Maps each section of docs/metrics.md to its metrics; the last one is the phase warmup, the others are rl."""

@@ -1,0 +1,85 @@
+"""docs/metrics.md has every metric that a job writes, and no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+from jobs import DENSE, MOE, ROOT, run_together, settings_file, train
+
+from megatron_rc.engine import Sample
+from megatron_rc.lr_decay import LengthDecayLR
+from megatron_rc.report.log import read_metrics
+from megatron_rc.training.metric_names import JOB_METRICS
+from megatron_rc.training.step.sampling import Rollouts
+
+JOB: dict[str, Any] = {
+    "task": {"options": {"levels": {"2x1": 1.0}, "held_out": 3}},
+    "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6},
+    "train": {"steps": 1, "lr": 1e-3, "save_interval": 0, "save_hf": False},
+}
+CASES = {
+    "experts": [
+        f"model.config={MOE}",
+        "moe={record: true, replay: R3}",
+        "warmup={steps: 1, batch_size: 8, target_accuracy: 1.0, check_interval: 1}",
+        "correction={weight: {upper: 2.0}, reject: [{level: token, lower: 0.1}, {level: sequence, upper: 9.0}]}",
+        "lr_decay={decay_period: 3}",
+        "loss={kl_coef: 0.1, entropy_coef: 0.01, dual_clip: 3.0}",
+    ],
+    "clipped": [f"model.config={DENSE}", "correction={weight: {mode: clip, lower: 0.5, upper: 2.0}, old: current}"],
+    "masked": [f"model.config={DENSE}", "correction={weight: {mode: mask, lower: 0.5, upper: 2.0}}"],
+}
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What small jobs write that together use every setting with a metric of its own."""
+    folder = tmp_path_factory.mktemp("metric-names")
+    config = settings_file(folder, JOB)
+    ended = run_together([train(config, folder / name, *chosen) for name, chosen in CASES.items()], folder)
+    assert [status for status, _ in ended] == [0] * len(CASES), ended
+    return [record for name in CASES for record in read_metrics(folder / name)]
+
+
+def documented() -> set[str]:
+    return set(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
+
+
+def of_a_surge() -> set[str]:
+    """Written once the response length has surged, which takes longer than a small job."""
+    decay = LengthDecayLR(1.0)
+    for step in range(200):
+        decay.step(10.0 * 1.1 ** max(0, step - 50))
+    return set(decay.metrics())
+
+
+def of_servers() -> set[str]:
+    """Written by jobs with SGLang servers."""
+    good = Sample([1], [2], [0.0], "stop")
+    damaged = dataclasses.replace(good, discarded="nan_logprob")
+    return set(Rollouts([good], [0.0], [0], [0], [damaged]).metrics())
+
+
+def general_name(key: str) -> str:
+    """The name of a metric as the page has it: without its pair, its unit or the name of a gate."""
+    pair = re.fullmatch(r"(?:old|current|current_old)/(.+)", key)
+    if pair is None:
+        return re.sub(r"(?<=rollout/rejected_).+", "<reason>", key)
+    name = re.sub(r"(?<=rejected_).+(?=_(?:token|seq)$)", "<gate>", pair[1])
+    return re.sub(
+        r"^(truncated|clipped_low|clipped_high|outside_low|outside_high|rejected_<gate>)_(token|seq)$", r"\1", name
+    )
+
+
+def test_the_page_has_every_metric_that_is_written_and_no_other(records: list[dict[str, Any]]) -> None:
+    keys = {key for record in records for key in record} - {"phase", "step"}
+    assert {general_name(key) for key in keys | of_a_surge() | of_servers()} == documented()
+
+
+def test_the_sections_of_the_page_belong_to_the_phases(records: list[dict[str, Any]]) -> None:
+    warmup = {key for record in records if record["phase"] == "warmup" for key in record} - {"phase", "step"}
+    assert warmup == JOB_METRICS["Supervised warm-up"].keys()
+    assert all(metric.meaning for section in JOB_METRICS.values() for metric in section.values())
