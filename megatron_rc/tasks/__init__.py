@@ -1,4 +1,4 @@
-"""Prompts and rewards: what the policy is asked and how an answer is scored."""
+"""Tasks: what the policy is asked, and how its answers are scored."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ class Prompt:
 
 
 class Task(Protocol):
-    """A source of prompts with a verifiable reward. Everything is a pure function of (seed, index)."""
+    """A source of prompts with verifiable rewards. Everything that it returns is a pure function of seed and index."""
 
     vocab_size: int
-    pad_token_id: int
     stop_token_ids: tuple[int, ...]
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
-        """Training prompts number start .. start + count - 1 of an endless stream; ``start`` is the data cursor."""
+        """Training prompts start to start + count - 1 of an endless stream; ``start`` is the data cursor."""
         ...
 
     def eval_prompts(self) -> list[Prompt]:
@@ -30,11 +29,13 @@ class Task(Protocol):
         ...
 
     def demonstrations(self, start: int, count: int) -> list[tuple[list[int], list[int]]]:
-        """(prompt ids, response ids) pairs for the supervised warm-up; raises ValueError when the task has none."""
+        """(prompt ids, response ids) for the supervised warm-up; raises ValueError if the task has none."""
         ...
 
     def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
-        """One finite number a response; prompts[i] belongs to responses[i]."""
+        """One finite number per response; responses[i] answers prompts[i]."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        ...

@@ -1,4 +1,4 @@
-"""Chains of additions and subtractions with written working: a verifiable task that needs no download."""
+"""The task arithmetic: chains of additions and subtractions with written steps, which needs no download."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _CHARACTER_OF = dict(enumerate(CHARACTERS + STOP_SYMBOL))
 @dataclass(frozen=True, kw_only=True)
 class ArithmeticOptions:
     levels: dict[str, float] = field(default_factory=lambda: {"3x1": 1.0, "4x1": 1.0, "5x1": 1.0, "6x1": 1.0})
-    """Weight of each level: "3x2" is three terms, no number of more than two digits; 2 to 6 terms, 1 to 3 digits."""
+    """Weight of each level; "3x2" has three terms and numbers of at most two digits; 2 to 6 terms, 1 to 3 digits."""
     written_steps: bool = True
-    """Demonstrations write every running total (47+38= 77,85.); false: the result alone (47+38= 85.)."""
+    """Demonstrations write every running total (47+38= 77,85.); false: only the result (47+38= 85.)."""
     demonstration_error_rate: float = 0.7
     """Share of demonstrations with a wrong answer: half of them stop one step early, half slip by one or by a carry."""
     held_out: int = 256
     """Number of held-out problems, all different."""
     seed: int = 1
-    """Other seeds give other problems and other slips; train.seed when not given."""
+    """Seed of the problems and of the errors in demonstrations; train.seed if not given."""
 
     def __post_init__(self) -> None:
         if not self.levels or not sum(self.levels.values()) > 0:
@@ -58,7 +58,7 @@ class ArithmeticOptions:
 class ArithmeticTask:
     """Problems such as ``47+38-5=``; the answer is the last number before the stop token.
 
-    Training and held-out problems are split by a hash of the problem's text, whatever the seed.
+    A hash of its text decides whether a problem is held out, so the split is the same for every seed.
 
     Raises:
         ValueError: the levels have fewer held-out problems than ``held_out``.
@@ -67,7 +67,6 @@ class ArithmeticTask:
     def __init__(self, options: ArithmeticOptions | None = None) -> None:
         self.options = options or ArithmeticOptions()
         self.vocab_size = VOCAB_SIZE
-        self.pad_token_id = PAD_TOKEN_ID
         self.stop_token_ids: tuple[int, ...] = (STOP_TOKEN_ID,)
         self._held_out = self._draw_held_out()
 
@@ -78,7 +77,7 @@ class ArithmeticTask:
         return [_prompt(terms) for terms in self._held_out]
 
     def demonstrations(self, start: int, count: int) -> list[tuple[list[int], list[int]]]:
-        """(prompt ids, response ids); a share of ``demonstration_error_rate`` ends in a wrong answer."""
+        """(prompt ids, response ids); the share ``demonstration_error_rate`` of them ends in a wrong answer."""
         pairs = []
         for index in range(start, start + count):
             terms, rng = self._training_problem("demonstration", index)
@@ -89,11 +88,11 @@ class ArithmeticTask:
         return pairs
 
     def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
-        """1.0 where the response stopped and its last number is the answer, else 0.0."""
+        """1.0 if the response has stopped and its last number is the answer, otherwise 0.0."""
         return [float(_final_number(self.decode(r)) == p.answer) for p, r in zip(prompts, responses, strict=True)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text, '.' for the stop token; padding and ids outside the vocabulary show as '?'."""
+        """The text, with '.' for the stop token and '?' for padding and ids outside the vocabulary."""
         return "".join(_CHARACTER_OF.get(int(i), "?") for i in token_ids)
 
     def _training_problem(self, stream: str, index: int) -> tuple[list[int], random.Random]:
@@ -101,16 +100,16 @@ class ArithmeticTask:
         return next(terms for terms in self._endless_problems(rng) if not is_held_out(_text(terms))), rng
 
     def _draw_held_out(self) -> list[list[int]]:
-        wanted, found = self.options.held_out, dict[str, list[int]]()
-        # a level of few problems repeats itself soon; 400 draws a problem find nearly all that there are
+        wanted, problems = self.options.held_out, dict[str, list[int]]()
+        # a level with few problems soon repeats them; 400 draws per problem reach nearly all of them
         for draw, terms in enumerate(self._endless_problems(random.Random(f"{self.options.seed}/held-out"))):
             if is_held_out(_text(terms)):
-                found.setdefault(_text(terms), terms)
-            if len(found) == wanted:
-                return list(found.values())
+                problems.setdefault(_text(terms), terms)
+            if len(problems) == wanted:
+                return list(problems.values())
             if draw == 400 * wanted:
                 break
-        raise ValueError(f"held_out={wanted} is more than the {len(found)} held-out problems that levels have")
+        raise ValueError(f"held_out={wanted} is more than the {len(problems)} held-out problems of these levels")
 
     def _endless_problems(self, rng: random.Random) -> Iterator[list[int]]:
         names, weights = list(self.options.levels), list(self.options.levels.values())
@@ -120,17 +119,17 @@ class ArithmeticTask:
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a problem belongs to the held-out eighth; a property of its text alone."""
+    """Whether a problem belongs to the held-out eighth, which depends on its text alone."""
     return hashlib.sha256(text.encode()).digest()[0] % 8 == 0
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of ``text``, one a character; '.' is the stop token."""
+    """Token ids of ``text``, one per character; '.' is the stop token."""
     return [_ID_OF[character] for character in text]
 
 
 def running_totals(terms: Sequence[int]) -> list[int]:
-    """The total after every step; a step adds or subtracts one non-zero digit of one term, highest digit first.
+    """The total after each step; a step adds or subtracts one non-zero digit of one term, highest digit first.
 
     47 + 38 - 5 -> 77, 85, 80.
     """
@@ -142,10 +141,10 @@ def running_totals(terms: Sequence[int]) -> list[int]:
 
 
 def careless_totals(terms: Sequence[int], rng: random.Random) -> list[int]:
-    """The totals of a teacher in a hurry, who leaves out the last step or slips in one: the last total is wrong.
+    """The totals of a teacher in a hurry, who leaves out the last step or makes an error in one: the last is wrong.
 
-    A slip loses the carry or borrow of its step; where there is none the digit is one off. Later steps go on from the
-    wrong total; no number gets more digits than the problem has, where that is possible.
+    The error loses the carry or borrow of its step; a step without one has a digit that is off by one. Later steps
+    continue from the wrong total. If possible, no number gets more digits than the problem has.
     """
     steps, totals = list(_steps(terms)), running_totals(terms)
     if rng.random() < 0.5:
@@ -169,7 +168,7 @@ def _steps(terms: Sequence[int]) -> Iterator[int]:
 
 
 def _draw_terms(rng: random.Random, count: int, largest: int) -> list[int]:
-    """Terms whose totals stay in 0..largest: no answer needs a sign."""
+    """Terms whose totals stay within 0 and largest, so that no answer needs a sign."""
     terms = [rng.randrange(largest + 1)]
     for _ in range(count - 1):
         total = sum(terms)

@@ -1,4 +1,4 @@
-"""Prompts of a JSONL file, the checkpoint's own tokenizer, and a reward function named by the user."""
+"""The task jsonl: prompts from a file, the checkpoint's tokenizer, and a reward function of the user."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from megatron_rc.schema.errors import one_line
 from megatron_rc.tasks import Prompt
-from megatron_rc.tasks.reward import describe, load_reward, score
+from megatron_rc.tasks.reward import load_reward, score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,17 +22,17 @@ class JsonlOptions:
     reward: str
     """module:function, called as function(prompt, response, answer) with three texts; returns a finite number."""
     tokenizer: str | None = None
-    """Local directory of the tokenizer; null takes model.hf_path."""
+    """Local folder of the tokenizer; null: model.hf_path."""
     held_out_path: str | None = None
-    """File of held-out prompts; null holds out `held_out_share` of `path`."""
+    """File of held-out prompts; null: hold out `held_out_share` of the prompts of `path`."""
     held_out_share: float = 0.05
-    """Share of the prompts of `path` to hold out, at least one; chosen by a hash of their text, whatever the seed."""
+    """Share of the prompts of `path` to hold out, at least one; selected by a hash of their text, for every seed."""
     chat_template: Literal["auto", "always", "never"] = "auto"
-    """auto: send the prompt as a user's message when the tokenizer has a chat template."""
+    """auto: send the prompt as a user's message if the tokenizer has a chat template."""
     max_prompt_tokens: int = 2048
-    """A longer prompt is an error that names its line."""
+    """Most tokens of a prompt; a longer one is an error that names its line."""
     seed: int = 1
-    """Every epoch visits all prompts once, in an order drawn from the seed (or train.seed) and the epoch."""
+    """Seed of the order in each epoch, which visits every prompt once; train.seed if not given."""
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out_share < 1:
@@ -55,19 +56,18 @@ class JsonlTask:
     """Prompts and answers of a file, scored by the user's function.
 
     Raises:
-        ValueError: one sentence naming the option, or the file and line.
+        ValueError: one sentence that names the option, or the file and line.
     """
 
     def __init__(self, options: JsonlOptions, tokenizer: str | None = None) -> None:
         """
         Args:
-            tokenizer: directory used when ``options.tokenizer`` is None.
+            tokenizer: folder of the tokenizer if ``options.tokenizer`` is None.
         """
         self._options = options
         self._reward = load_reward(options.reward)
         self._tokenizer = _load_tokenizer(options.tokenizer or tokenizer)
         self.stop_token_ids = _stop_token_ids(self._tokenizer)
-        self.pad_token_id: int = _first_not_none(self._tokenizer.pad_token_id, self.stop_token_ids[0])
         self.vocab_size: int = len(self._tokenizer)
         self._has_template = _uses_template(self._tokenizer, options.chat_template)
 
@@ -88,7 +88,7 @@ class JsonlTask:
         raise ValueError("the jsonl task has no demonstrations: warmup.steps must be 0")
 
     def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
-        """The user's function on every response, decoded without special tokens."""
+        """The values of the user's function for responses decoded without special tokens."""
         return [
             score(self._reward, self._options.reward, p.text, self.decode(r), p.answer, self._place(p))
             for p, r in zip(prompts, responses, strict=True)
@@ -98,7 +98,7 @@ class JsonlTask:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _place(self, prompt: Prompt) -> str:
-        return self._places.get((prompt.text, prompt.answer), "a prompt of no file")
+        return self._places.get((prompt.text, prompt.answer), "a prompt that is in no file")
 
     def _order_of(self, epoch: int) -> list[int]:
         if epoch != self._epoch:
@@ -130,10 +130,13 @@ class JsonlTask:
 
 
 def read_rows(path: str, field: str) -> list[Row]:
-    """The rows of a JSONL file; blank lines are skipped.
+    """Read the rows of a JSONL file, without its blank lines.
+
+    Args:
+        field: option that names the file, for error messages.
 
     Raises:
-        ValueError: a missing or empty file, named by the option ``field``; a bad line, named by its number.
+        ValueError: the file is missing or empty, or a line is not a row.
     """
     file = Path(path)
     if not file.is_file():
@@ -172,14 +175,14 @@ def _parse(line: str, place: str) -> Row:
 def _split(options: JsonlOptions) -> tuple[list[Row], list[Row]]:
     rows = read_rows(options.path, "path")
     if options.held_out_path is None:
-        chosen = _hold_out({row.prompt for row in rows}, options)
-        return [r for r in rows if r.prompt not in chosen], [r for r in rows if r.prompt in chosen]
+        held = _hold_out({row.prompt for row in rows}, options)
+        return [r for r in rows if r.prompt not in held], [r for r in rows if r.prompt in held]
     held_out = read_rows(options.held_out_path, "held_out_path")
     known = {row.prompt for row in held_out}
     shared = [row for row in rows if row.prompt in known]
     if shared:
         raise ValueError(
-            f"{len(shared)} training prompts also stand in held_out_path {options.held_out_path!r}, "
+            f"{len(shared)} training prompts are also in held_out_path {options.held_out_path!r}, "
             f"the first at {shared[0].place}"
         )
     return rows, held_out
@@ -187,31 +190,31 @@ def _split(options: JsonlOptions) -> tuple[list[Row], list[Row]]:
 
 def _hold_out(texts: set[str], options: JsonlOptions) -> set[str]:
     if len(texts) < 2:
-        raise ValueError(f"path: {options.path!r} has one prompt, so none can be held out; give held_out_path")
+        raise ValueError(f"path: {options.path!r} has one prompt, so none can be held out; set held_out_path")
     count = min(len(texts) - 1, max(1, round(options.held_out_share * len(texts))))
     return set(sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())[:count])
 
 
 def _load_tokenizer(directory: str | None) -> Any:
     if directory is None:
-        raise ValueError("tokenizer must name a directory when model.hf_path does not")
+        raise ValueError("tokenizer must name a folder when model.hf_path does not")
     if not Path(directory).is_dir():
-        raise ValueError(f"tokenizer: no such directory: {directory!r}")
+        raise ValueError(f"tokenizer: no such folder: {directory!r}")
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # a damaged file raises whatever the library that reads it likes to
-        raise ValueError(f"tokenizer: {directory!r} holds no usable tokenizer: {describe(error)}") from error
+    except Exception as error:  # a damaged file makes the library raise anything
+        raise ValueError(f"tokenizer: {directory!r} holds no usable tokenizer: {one_line(error)}") from error
 
 
 def _stop_token_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The tokenizer's end of sequence and those of generation_config.json: chat models end turns with another one."""
+    """The end of sequence of the tokenizer, and those of generation_config.json, where chat models have others."""
     ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     generation = Path(tokenizer.name_or_path) / "generation_config.json"
     if generation.is_file():
-        found = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
-        ids += found if isinstance(found, list) else [] if found is None else [found]
+        value = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+        ids += value if isinstance(value, list) else [] if value is None else [value]
     if not ids:
         raise ValueError(f"tokenizer: {tokenizer.name_or_path!r} has no end-of-sequence token")
     return tuple(dict.fromkeys(ids))
@@ -221,7 +224,3 @@ def _uses_template(tokenizer: Any, choice: str) -> bool:
     if choice == "always" and not tokenizer.chat_template:
         raise ValueError(f"chat_template is 'always', but tokenizer {tokenizer.name_or_path!r} has no chat template")
     return choice != "never" and bool(tokenizer.chat_template)
-
-
-def _first_not_none(first: int | None, second: int) -> int:
-    return second if first is None else first

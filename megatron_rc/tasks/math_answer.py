@@ -1,12 +1,12 @@
-"""Reward of mathematical answers through the math-verify library."""
+"""A reward function for mathematical answers, with the math-verify library."""
 
 from __future__ import annotations
 
 
 def math_answer(prompt: str, response: str, answer: str) -> float:
-    """1.0 when the final answer written in ``response`` equals ``answer`` as mathematics, else 0.0.
+    """1.0 if the final answer of ``response`` equals ``answer`` as mathematics, otherwise 0.0.
 
-    1/2, 0.5 and \\frac{1}{2} are equal; the response's last boxed or stated expression counts.
+    1/2, 0.5 and \\frac{1}{2} are equal. The last expression that is boxed or stated in the response counts.
 
     Args:
         prompt: not used.
@@ -14,7 +14,7 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
         answer: the expected answer, plain or LaTeX, with or without dollar signs.
 
     Raises:
-        ValueError: the library is missing, or ``answer`` is not an expression it can read.
+        ValueError: the library is missing, or cannot read ``answer``.
 
     Source: https://github.com/huggingface/Math-Verify
     """

@@ -1,8 +1,8 @@
-"""Tasks by the name they have in a YAML file."""
+"""The kinds of task that a YAML file can name; a new kind is an entry in each table of this file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from megatron_rc import schema
@@ -13,25 +13,27 @@ from megatron_rc.tasks.jsonl import JsonlOptions, JsonlTask
 TaskKind = Literal["arithmetic", "jsonl"]
 OPTIONS: dict[TaskKind, Any] = {"arithmetic": ArithmeticOptions, "jsonl": JsonlOptions}
 """Maps each kind of task to the dataclass of its options."""
+BUILDERS: dict[TaskKind, Callable[[Any, str | None], Task]] = {
+    "arithmetic": lambda options, tokenizer: ArithmeticTask(options),
+    "jsonl": JsonlTask,
+}
+"""Maps each kind of task to what makes it of its options and the folder of the checkpoint's tokenizer."""
 
 
 def build_task(
-    kind: str, options: Mapping[str, Any] | None = None, *, seed: int = 1, tokenizer: str | None = None
+    kind: TaskKind, options: Mapping[str, Any] | None = None, *, seed: int = 1, tokenizer: str | None = None
 ) -> Task:
-    """The task ``kind`` with ``options``.
+    """Build the task ``kind`` with ``options``.
 
     Args:
-        kind: arithmetic or jsonl.
-        options: fields of ArithmeticOptions or JsonlOptions.
+        options: fields of the dataclass that `OPTIONS` has for the kind.
         seed: used when ``options`` has no seed.
-        tokenizer: directory of the checkpoint, used by jsonl when ``options`` has no tokenizer.
+        tokenizer: folder of the checkpoint, used by jsonl when ``options`` has no tokenizer.
 
     Raises:
-        ValueError: one sentence naming the field, with the nearest known name of an unknown one.
+        ValueError: one sentence that names the field, and the nearest known name if the field is unknown.
     """
     if kind not in OPTIONS:
         raise ValueError(f"task.kind: unknown task {kind!r}{schema.nearest(kind, OPTIONS)}")
-    chosen = schema.from_dict(OPTIONS[kind], {"seed": seed, **(options or {})}, where="task.options")
-    if kind == "arithmetic":
-        return ArithmeticTask(chosen)
-    return JsonlTask(chosen, tokenizer)
+    checked = schema.from_dict(OPTIONS[kind], {"seed": seed, **(options or {})}, where="task.options")
+    return BUILDERS[kind](checked, tokenizer)

@@ -1,4 +1,4 @@
-"""A reward function named as module:function, and what it may return."""
+"""Reward functions of the user, named as module:function: how they are imported and called."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+from megatron_rc.schema.errors import one_line
+
 RewardFunction = Callable[[str, str, str], Any]
 
 
@@ -15,7 +17,7 @@ def load_reward(name: str) -> RewardFunction:
     """Import ``module:function``.
 
     Raises:
-        ValueError: not of that form, not importable, no such function, or not callable.
+        ValueError: the name has another form, the module cannot be imported, or it has no such function.
     """
     module_name, colon, function_name = name.partition(":")
     if not (colon and module_name and function_name):
@@ -23,7 +25,7 @@ def load_reward(name: str) -> RewardFunction:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # importing runs the user's file, which may raise anything
-        raise ValueError(f"reward {name!r}: importing {module_name!r} failed: {describe(error)}") from error
+        raise ValueError(f"reward {name!r}: importing {module_name!r} failed: {one_line(error)}") from error
     function: Any = getattr(module, function_name, None)
     if function is None:
         raise ValueError(f"reward {name!r}: module {module_name!r} has no {function_name!r}")
@@ -40,18 +42,12 @@ def score(function: RewardFunction, name: str, prompt: str, response: str, answe
         place: file and line of the prompt, for error messages.
 
     Raises:
-        ValueError: the function raised, or returned something else than a finite number.
+        ValueError: the function raised an exception, or returned anything but a finite number.
     """
     try:
         value = function(prompt, response, answer)
     except Exception as error:  # the user's code may raise anything
-        raise ValueError(f"reward {name!r} raised {describe(error)} for {place}") from error
+        raise ValueError(f"reward {name!r} raised {one_line(error)} for {place}") from error
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"reward {name!r} must return a finite number, got {value!r} for {place}")
     return float(value)
-
-
-def describe(error: BaseException) -> str:
-    """The type and message of an error on one line."""
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -103,7 +103,7 @@ def test_a_held_out_file_must_not_share_prompts_with_the_training_file(make: Any
     task = make(held_out_path=write_jsonl(tmp_path / "test.jsonl", numbered(5, first=30)))
     assert [p.answer for p in task.eval_prompts()] == ["30", "31", "32", "33", "34"]
     assert len({p.text for p in task.prompts(0, 20)}) == 20
-    with pytest.raises(ValueError, match=r"^3 training prompts also stand in held_out_path .*train.jsonl line 18$"):
+    with pytest.raises(ValueError, match=r"^3 training prompts are also in held_out_path .*train.jsonl line 18$"):
         make(held_out_path=write_jsonl(tmp_path / "test.jsonl", numbered(5, first=17)))
 
 
@@ -127,7 +127,7 @@ def test_a_template_that_is_asked_for_must_exist(make: Any, tmp_path: Path, toke
 
 def test_ids_come_from_the_tokenizer_and_the_generation_config(make: Any) -> None:
     task = make()
-    assert (task.vocab_size, task.stop_token_ids, task.pad_token_id) == (48, (2, 4), 2)
+    assert (task.vocab_size, task.stop_token_ids) == (48, (2, 4))
     assert task.decode([5, 6, 7, 2]) == "what is the"
 
 
@@ -201,7 +201,7 @@ def test_a_bad_file_is_one_sentence_with_the_line(make: Any, rows: list[Any], se
     [
         ({"path": "nowhere.jsonl"}, "path: no such file: 'nowhere.jsonl'"),
         ({"held_out_path": "nowhere.jsonl"}, "held_out_path: no such file: 'nowhere.jsonl'"),
-        ({"tokenizer": "nowhere"}, "tokenizer: no such directory: 'nowhere'"),
+        ({"tokenizer": "nowhere"}, "tokenizer: no such folder: 'nowhere'"),
         ({"tokenizer": str(Path(__file__).parent)}, "holds no usable tokenizer"),
         ({"held_out_share": 1.0}, "held_out_share must be in (0, 1), got 1.0"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens must be >= 1, got 0"),
@@ -224,7 +224,7 @@ def test_jsonl_needs_a_tokenizer_and_has_no_demonstrations(make: Any, tmp_path: 
     with pytest.raises(ValueError, match="the jsonl task has no demonstrations: warmup.steps must be 0"):
         make().demonstrations(0, 1)
     options = JsonlOptions(path=write_jsonl(tmp_path / "train.jsonl", numbered(3)), reward=rewards)
-    with pytest.raises(ValueError, match=r"tokenizer must name a directory when model.hf_path does not"):
+    with pytest.raises(ValueError, match=r"tokenizer must name a folder when model.hf_path does not"):
         JsonlTask(options)
 
 

@@ -16,6 +16,7 @@ from megatron_rc.jobs.describe import describe
 from megatron_rc.tasks import Prompt
 from megatron_rc.tasks.arithmetic import (
     LEVELS,
+    PAD_TOKEN_ID,
     ArithmeticOptions,
     ArithmeticTask,
     careless_totals,
@@ -85,12 +86,11 @@ def test_running_totals_add_one_digit_at_a_time_highest_first() -> None:
 
 def test_the_vocabulary_is_small_and_covers_everything_written() -> None:
     task = arithmetic()
-    assert task.vocab_size <= 32 and task.pad_token_id < task.vocab_size
-    assert task.pad_token_id not in task.stop_token_ids
+    assert PAD_TOKEN_ID < task.vocab_size <= 32 and PAD_TOKEN_ID not in task.stop_token_ids
     used = {i for prompt, response in task.demonstrations(0, 500) for i in prompt + response}
-    assert task.stop_token_ids[0] in used and task.pad_token_id not in used
+    assert task.stop_token_ids[0] in used and PAD_TOKEN_ID not in used
     assert max(used) < task.vocab_size
-    assert task.decode([task.pad_token_id, 99]) == "??"
+    assert task.decode([PAD_TOKEN_ID, 99]) == "??"
 
 
 @pytest.mark.parametrize(
