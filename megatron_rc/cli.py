@@ -168,6 +168,16 @@ def report(
         print(write_curves_png(folder, png))
 
 
+@app.command(name="wandb-view")
+def wandb_view(
+    project: Annotated[str, typer.Argument(metavar="ENTITY/PROJECT", help="Project on Weights & Biases.")],
+) -> None:
+    """Save the panels of report.html as a view of a Weights & Biases project; docs/dashboards.md."""
+    from megatron_rc.report.wandb_layout import save_wandb_view
+
+    print(save_wandb_view(project))
+
+
 @app.command()
 def doctor(
     flags: Annotated[

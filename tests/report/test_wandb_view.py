@@ -1,0 +1,70 @@
+"""The saved view of Weights & Biases has the panels of the report, and nothing that no job writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wandb_server import wandb_server
+
+from megatron_rc.report.panels import PANELS, ROUTE_PANELS
+from megatron_rc.report.wandb_layout import VIEW, save_wandb_view
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The variables of the request that saves the view."""
+    pytest.importorskip("wandb_workspaces")
+    with wandb_server() as (address, requests):
+        place = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "a" * 40, "HOME": str(tmp_path_factory.mktemp("home"))}
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_rc", "wandb-view", "team/project"],
+            env={**os.environ, **place, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{address}/team/project")
+    (request,) = [request for request in requests if "UpsertView2" in request["query"]]
+    return dict(request["variables"])
+
+
+def test_the_view_is_saved_in_the_project(saved: dict[str, Any]) -> None:
+    assert (saved["entityName"], saved["projectName"], saved["displayName"]) == ("team", "project", VIEW)
+    assert saved["type"] == "project-view"
+
+
+def test_the_view_has_every_panel_of_the_report_once_with_its_metrics(saved: dict[str, Any]) -> None:
+    sections = json.loads(saved["spec"])["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == ["Reinforcement learning", "Expert shift", "Warm-up"]
+    drawn = [panel["config"] for section in sections for panel in section["panels"]]
+    wanted = {panel.title: panel for panel in (*PANELS, *ROUTE_PANELS)}
+    assert sorted(config["chartTitle"] for config in drawn) == sorted(wanted)
+    for config in drawn:
+        panel = wanted[config["chartTitle"]]
+        assert config["metrics"] == [key for curve in panel.curves for key in curve.keys]
+        assert config["yLogScale"] == panel.logarithmic and config["yAxisTitle"] == panel.unit
+
+
+def test_every_metric_of_a_panel_is_documented() -> None:
+    names = set(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
+    keys = {key for panel in (*PANELS, *ROUTE_PANELS) for curve in panel.curves for key in curve.keys}
+    pairs = {key.split("/", 1)[1] for key in keys if key.startswith(("old/", "current/", "current_old/"))}
+    general = {name.removesuffix("_token").removesuffix("_seq") for name in pairs - names}
+    assert {name for name in general - names if not name.startswith("rejected_")} == set()
+    assert {key for key in keys if not key.startswith(("old/", "current/", "current_old/"))} <= names
+
+
+@pytest.mark.parametrize("place", ["project", "team/", "/project", "a/b/c", ""])
+def test_a_project_without_its_entity_is_refused(place: str) -> None:
+    with pytest.raises(ValueError, match="must be given as ENTITY/PROJECT, got"):
+        save_wandb_view(place)
