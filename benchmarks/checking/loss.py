@@ -36,7 +36,7 @@ class Batch:
     options: dict[str, Any] = field(default_factory=dict)
     upstream: float = 1.0
     dtype: torch.dtype = torch.float32
-    """Of the log-probs."""
+    """Data type of the log-probs."""
 
     def double(self) -> Batch:
         wide = {name: t.double() if t.is_floating_point() else t for name, t in self.tensors.items()}

@@ -23,7 +23,7 @@ class Problem:
     """[N, V] or [B, T, V]."""
     targets: Tensor
     options: dict[str, Any] = field(default_factory=dict)
-    """Of vocab_parallel_logprobs."""
+    """Options of vocab_parallel_logprobs."""
     up: Tensor | None = None
     """Upstream gradient of the log-probs; None: they are not used."""
     up_entropy: Tensor | None = None
