@@ -13,18 +13,20 @@ from megatron_rc.engine import Sample
 from megatron_rc.lr_decay import LengthDecayLR
 from megatron_rc.report.log import read_metrics
 from megatron_rc.training.metric_names import JOB_METRICS
-from megatron_rc.training.step.sampling import Rollouts
+from megatron_rc.training.step.sampling import SampledBatch
 
 JOB: dict[str, Any] = {
     "task": {"options": {"levels": {"2x1": 1.0}, "held_out": 3}},
-    "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6},
-    "train": {"steps": 1, "lr": 1e-3, "save_interval": 0, "save_hf": False},
+    # some answers are right after it, some wrong: a group of equal rewards trains nothing
+    "warmup": {"steps": 40, "lr": 5e-3, "batch_size": 128},
+    "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 6},
+    "train": {"steps": 2, "lr": 1e-3, "save_interval": 0, "save_hf": False},
 }
 CASES = {
     "experts": [
         f"model.config={MOE}",
         "moe={record: true, replay: R3}",
-        "warmup={steps: 1, batch_size: 8, target_accuracy: 1.0, check_interval: 1}",
+        "warmup={steps: 40, lr: 5.0e-3, batch_size: 128, target_accuracy: 1.0, check_interval: 20}",
         "correction={weight: {upper: 2.0}, reject: [{level: token, lower: 0.1}, {level: sequence, upper: 9.0}]}",
         "lr_decay={decay_period: 3}",
         "loss={kl_coef: 0.1, entropy_coef: 0.01, dual_clip: 3.0}",
@@ -60,7 +62,7 @@ def of_servers() -> set[str]:
     """Written by jobs with SGLang servers."""
     good = Sample([1], [2], [0.0], "stop")
     damaged = dataclasses.replace(good, discarded="nan_logprob")
-    return set(Rollouts([good], [0.0], [0], [0], [damaged]).metrics())
+    return set(SampledBatch([good], [0.0], [0], [0], [damaged]).metrics())
 
 
 def general_name(key: str) -> str:

@@ -186,7 +186,7 @@ def test_a_reward_that_cannot_be_used_is_refused_before_anything_runs(make: Any,
         ([{"prompt": 3, "answer": 1}], "train.jsonl line 1: prompt must be a text"),
         ([{"prompt": "a", "answer": None}], "train.jsonl line 1: answer must be a text or a number, got None"),
         ([{"prompt": "a", "answer": True}], "train.jsonl line 1: answer must be a text or a number, got True"),
-        (numbered(1), "has one prompt, so none can be held out; give held_out_path"),
+        (numbered(1), "has one prompt, so none can be held out; set held_out_path"),
         ([*numbered(3), {"prompt": "1 " * 9, "answer": 1}], r"line 4: the prompt has 11 tokens, max_prompt_tokens is"),
     ],
 )  # fmt: skip
