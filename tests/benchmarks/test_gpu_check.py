@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any, Any], None]]] = {
     "widths: bf16, 33 columns": ("rows.row_statistics_fwd", "logprobs", times(1e-5, lambda _, answer: answer[0])),
     "kept ids: in place": ("rows.support_gradient_bwd", "gradient", times(0.05, lambda args, _: args[0])),
     "shards: two equal, kept ids, bf16": (
-        "rows.merge_statistics_fwd", "entropy", times(1e-5, lambda _, answer: answer[1])
+        "rows.merge_statistics_fwd", "entropy", times(1e-2, lambda _, answer: answer[1])
     ),
     "loss: 17 tokens": ("policy_loss.policy_loss_bwd", "gradient", times(1e-5, lambda _, answer: answer[0])),
     "correction: sequence clip": ("correction.correction_fwd", "weights", times(1e-6, lambda _, answer: answer[0])),
@@ -67,8 +68,9 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any, Any], None]]] = {
 @pytest.mark.parametrize("title", MUTANTS)
 def test_a_kernel_that_is_a_little_wrong_fails_its_check(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, quantity, change = MUTANTS[title]
-    module, name = f"megatron_rc.fused.{place}".rsplit(".", 1)
-    launcher = getattr(sys.modules[module], name)
+    file, name = place.split(".")
+    module = import_module(f"megatron_rc.fused.{file}")
+    launcher = getattr(module, name)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         answer = launcher(*args, **kwargs)
@@ -76,14 +78,14 @@ def test_a_kernel_that_is_a_little_wrong_fails_its_check(title: str, monkeypatch
         return answer
 
     assert checked(title)["state"] == "passed"
-    monkeypatch.setattr(sys.modules[module], name, wrong)
-    result = checked(title)
+    monkeypatch.setattr(module, name, wrong)
+    result = {"wrong": [], **checked(title)}
     wrong_quantities = [distance["quantity"] for distance in result["wrong"]]
     assert result["state"] == "failed" and any(name.startswith(quantity) for name in wrong_quantities), result
 
 
 def test_memory_that_a_kernel_forgets_to_write_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["megatron_rc.fused.rows"], "row_gradient_bwd", lambda *args, **kwargs: None)
+    monkeypatch.setattr(import_module("megatron_rc.fused.rows"), "row_gradient_bwd", lambda *args, **kwargs: None)
     result = checked("rows: bf16, contiguous")
     assert result["state"] == "failed" and "gradient: NaN and infinities" in {w["quantity"] for w in result["wrong"]}
 
