@@ -153,15 +153,15 @@ def serve(
 
 
 def _wait_until_it_answers(server: subprocess.Popen[bytes], host: str, port: int, log: Path, timeout: float) -> None:
-    begun = told = time.monotonic()
+    begun = reported = time.monotonic()
     while not _answers(host, port):
         if server.poll() is not None:
             _explain("the server ended before it answered", log)
         now = time.monotonic()
         if now - begun >= timeout:
             _explain(f"the server did not answer within {timeout:g} s and was stopped", log)
-        if now - told >= 10:
-            told = now
+        if now - reported >= 10:
+            reported = now
             say(f"waiting for the server: {''.join(_end_of(log, 1)).strip()[:120]}")
         time.sleep(0.5)
 
