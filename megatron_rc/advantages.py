@@ -1,11 +1,15 @@
-"""Rewards -> advantages: the baselines of groups, and the value of a sequence for each of its tokens."""
+"""Rewards -> advantages: the baselines of groups, and the value of a sequence for each of its tokens.
+
+Settings read the names of the estimators from here, without torch: only the functions that compute import it.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -26,7 +30,7 @@ def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     group = _Groups.of(rewards, groups)
     count, total = group.sums(group.finite), group.sums(group.rewards)
     others = (total - group.rewards) / (count - 1).clamp(min=1)
-    return torch.where(group.finite & (count > 1), group.rewards - others, 0).float()
+    return (group.rewards - others).where(group.finite & (count > 1), 0).float()
 
 
 def grpo_advantages(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
@@ -44,11 +48,11 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = Tr
     """
     group = _Groups.of(rewards, groups)
     count = group.sums(group.finite)
-    deviation = torch.where(group.finite, group.rewards - group.sums(group.rewards) / count.clamp(min=1), 0)
+    deviation = (group.rewards - group.sums(group.rewards) / count.clamp(min=1)).where(group.finite, 0)
     if divide_by_std:
         variance = group.sums(deviation.square()) / (count - 1).clamp(min=1)
         deviation = deviation / (variance.sqrt() + epsilon)
-    return torch.where(count > 1, deviation, 0).float()
+    return deviation.where(count > 1, 0).float()
 
 
 def equal_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -57,8 +61,8 @@ def equal_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:
     Also true where a group has one or no finite reward. Args as in rloo_advantages.
     """
     group = _Groups.of(rewards, groups)
-    largest = group.reduce(torch.where(group.finite, group.rewards, -torch.inf), "max")
-    smallest = group.reduce(torch.where(group.finite, group.rewards, torch.inf), "min")
+    largest = group.reduce(group.rewards.where(group.finite, -math.inf), "max")
+    smallest = group.reduce(group.rewards.where(group.finite, math.inf), "min")
     return largest <= smallest
 
 
@@ -81,6 +85,8 @@ class _Groups(NamedTuple):
 
     @classmethod
     def of(cls, rewards: Tensor, groups: Tensor) -> _Groups:
+        import torch
+
         if rewards.dim() != 1 or groups.shape != rewards.shape:
             raise ValueError(f"rewards and groups must both be [S], got {tuple(rewards.shape)}, {tuple(groups.shape)}")
         ordered, order = groups.sort(stable=True)
@@ -89,9 +95,11 @@ class _Groups(NamedTuple):
         edges = torch.arange(len(groups) + 1, device=groups.device)
         finite = rewards.isfinite()
         offsets = torch.searchsorted(sorted_number, edges)
-        return cls(torch.where(finite, rewards.double(), 0), finite, order, number, offsets)
+        return cls(rewards.double().where(finite, 0), finite, order, number, offsets)
 
     def reduce(self, values: Tensor, how: str) -> Tensor:
+        import torch
+
         # adds segment by segment in a fixed order, without atomics; unsafe skips checks that would wait for the device
         return torch.segment_reduce(values[self.order], how, offsets=self.offsets, unsafe=True)[self.number]
 

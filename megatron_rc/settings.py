@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rc import schema
+from megatron_rc.advantages import ADVANTAGES
 from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surrogate, check_clipping
 from megatron_rc.engine import SamplingParams
 from megatron_rc.lr_decay import LengthDecaySettings
@@ -22,6 +23,11 @@ from megatron_rc.tasks.registry import TaskKind
 Dtype = Literal["fp32", "bf16", "fp16"]
 Quantize = Literal["none", "int8", "fp8"]
 SyncTransport = Literal["disk", "tensor", "distributed"]
+# a type checker knows no Literal that is computed
+if TYPE_CHECKING:
+    Advantage = str
+else:
+    Advantage = Literal[tuple(ADVANTAGES)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +173,8 @@ class RolloutSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    advantage: Literal["rloo", "grpo"] = "rloo"
-    """rloo: reward minus the mean reward of the group's other responses. grpo: reward minus the group's mean, divided
-    by its standard deviation."""
+    advantage: Advantage = "rloo"
+    """Estimator of advantages from rewards; `megatron_rc/advantages.py` explains each as `NAME_advantages`."""
     surrogate: Surrogate = "ppo"
     """ppo: clipped ratio current/old. reinforce: log-prob times advantage."""
     clip_lower: float = 0.2
