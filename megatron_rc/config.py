@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatron_rc import schema
+from megatron_rc.schema.limits import check_one_of
 
 Level = Literal["token", "sequence", "geometric", "segment"]
-Mode = Literal["truncate", "clip", "mask"]
 Unit = Literal["token", "sequence", "segment"]
 Reduce = Literal["sum", "mean", "max", "min"]
 When = Literal["always", "negative_advantage"]
@@ -22,22 +21,30 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 Denominator = Literal["original", "kept"]
 
 
-class BoundMetrics(NamedTuple):
+class WeightMode(NamedTuple):
     """What a mode does with units beyond the bounds of a weight, and which metrics count them."""
 
     lower: str | None
     """Metric of the units below lower; None where the mode has no such bound."""
     upper: str
     """Metric of the units above upper."""
+    required: tuple[str, ...]
+    """Bounds that must be set."""
     drops: bool
     """Whether units beyond a bound are dropped."""
 
 
-MODES: dict[Mode, BoundMetrics] = {
-    "truncate": BoundMetrics(None, "truncated", drops=False),
-    "clip": BoundMetrics("clipped_low", "clipped_high", drops=False),
-    "mask": BoundMetrics("outside_low", "outside_high", drops=True),
+MODES = {
+    "truncate": WeightMode(None, "truncated", required=("upper",), drops=False),
+    "clip": WeightMode("clipped_low", "clipped_high", required=("lower", "upper"), drops=False),
+    "mask": WeightMode("outside_low", "outside_high", required=(), drops=True),
 }
+"""Every mode of a weight; all of them clamp rho to the bounds that are set."""
+# a type checker knows no Literal that is computed
+if TYPE_CHECKING:
+    Mode = str
+else:
+    Mode = Literal[tuple(MODES)]
 STATISTICS = ("ratio", "k2", "k3", "abs_log_ratio", "prob_diff")
 """Statistics that `correct` computes itself; any other name must be passed to it in `statistics`."""
 
@@ -58,18 +65,21 @@ class Weight:
     """Largest pi / mu, inclusive; .inf truncates nothing below exp(log_ratio_bound)."""
 
     def __post_init__(self) -> None:
-        _one_of("level", self.level, Level)
-        _one_of("mode", self.mode, Mode)
+        check_one_of("level", self.level, Level)
+        check_one_of("mode", self.mode, Mode)
         _positive_bounds(self.lower, self.upper)
         _ordered_bounds(self.lower, self.upper)
-        if self.mode == "truncate" and self.lower is not None:
-            raise ValueError(f"lower must be None when mode is 'truncate', got lower={self.lower!r}; use mode 'clip'")
-        if self.mode != "mask" and self.upper is None:
-            raise ValueError(f"upper must be set when mode is {self.mode!r}")
-        if self.mode == "clip" and self.lower is None:
-            raise ValueError("lower must be set when mode is 'clip'; use mode 'truncate' to bound from above only")
+        mode = MODES[self.mode]
+        if mode.lower is None and self.lower is not None:
+            raise ValueError(
+                f"lower must be None when mode is {self.mode!r}, got lower={self.lower!r}; use mode 'clip'"
+            )
+        for bound in mode.required:
+            if getattr(self, bound) is None:
+                instead = "; use mode 'truncate' to bound from above only" if bound == "lower" else ""
+                raise ValueError(f"{bound} must be set when mode is {self.mode!r}{instead}")
         if self.lower is None and self.upper is None:
-            raise ValueError("lower or upper must be set when mode is 'mask'")
+            raise ValueError(f"lower or upper must be set when mode is {self.mode!r}")
 
 
 @dataclass(frozen=True)
@@ -94,9 +104,9 @@ class Rejection:
     def __post_init__(self) -> None:
         if not isinstance(self.statistic, str) or not self.statistic:
             raise ValueError(f"statistic must be a name, got {self.statistic!r}")
-        _one_of("level", self.level, Unit)
-        _one_of("reduce", self.reduce, Reduce)
-        _one_of("when", self.when, When)
+        check_one_of("level", self.level, Unit)
+        check_one_of("reduce", self.reduce, Reduce)
+        check_one_of("when", self.when, When)
         if self.lower is None and self.upper is None:
             raise ValueError(f"lower or upper must be set for the rejection on {self.statistic!r}")
         if self.statistic == "ratio":
@@ -137,8 +147,8 @@ class RolloutCorrection:
             raise ValueError(f"weight must be a Weight or None, got {self.weight!r}")
         if not isinstance(self.reject, tuple) or not all(isinstance(gate, Rejection) for gate in self.reject):
             raise ValueError(f"reject must be a tuple of Rejection, got {self.reject!r}")
-        _one_of("normalize", self.normalize, Normalize)
-        _one_of("old", self.old, Old)
+        check_one_of("normalize", self.normalize, Normalize)
+        check_one_of("old", self.old, Old)
         # exp(40) squared is still finite in fp32
         if not 0 < self.log_ratio_bound <= 40:
             raise ValueError(f"log_ratio_bound must be in (0, 40], got {self.log_ratio_bound!r}")
@@ -154,7 +164,7 @@ class RolloutCorrection:
         Raises:
             ValueError: `surrogate` is unknown, or is "ppo" together with old="rollout" and a weight.
         """
-        _one_of("surrogate", surrogate, Surrogate)
+        check_one_of("surrogate", surrogate, Surrogate)
         if surrogate == "ppo" and self.old == "rollout" and self.weight is not None:
             raise ValueError(
                 "weight must be None when old is 'rollout' and the surrogate is 'ppo': its ratio already is pi / mu, "
@@ -231,12 +241,6 @@ def check_clipping(clip_lower: float, clip_upper: float, dual_clip: float | None
         )
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip must be > 1, got {dual_clip!r}")
-
-
-def _one_of(field: str, value: Any, literal: Any) -> None:
-    known = typing.get_args(literal)
-    if value not in known:
-        raise ValueError(f"{field} must be one of {', '.join(map(repr, known))}, got {value!r}")
 
 
 def _positive_bounds(lower: float | None, upper: float | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from megatron_rc.fused import backend_module
 from megatron_rc.metrics import MetricSums
 from megatron_rc.reference.policy_loss import LossInputs, LossOptions
 from megatron_rc.reference.sums import Statistics
+from megatron_rc.schema.limits import check_one_of
 
 
 def loss_scale(
@@ -53,11 +54,8 @@ def loss_scale(
     Raises:
         ValueError: an unknown aggregation or denominator; max_length or cu_seqlens missing.
     """
-    known = get_args(Aggregation)
-    if aggregation not in known:
-        raise ValueError(f"aggregation must be one of {', '.join(map(repr, known))}, got {aggregation!r}")
-    if denominator not in ("original", "kept"):
-        raise ValueError(f"denominator must be 'original' or 'kept', got {denominator!r}")
+    check_one_of("aggregation", aggregation, Aggregation)
+    check_one_of("denominator", denominator, Denominator)
     if kept_mask.shape != loss_mask.shape:
         shapes = f"{tuple(loss_mask.shape)} of loss_mask, got {tuple(kept_mask.shape)}"
         raise ValueError(f"kept_mask must have the shape {shapes}")

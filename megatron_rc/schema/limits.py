@@ -1,6 +1,8 @@
-"""Limits of numbers in settings, each refused with one sentence that names the field."""
+"""Limits of numbers and choices in settings, each refused with one sentence that names the field."""
 
 from __future__ import annotations
+
+from typing import Any, get_args
 
 
 def check_positive(**values: float) -> None:
@@ -15,3 +17,9 @@ def check_at_least(bound: float, **values: float) -> None:
     for name, value in values.items():
         if not value >= bound:
             raise ValueError(f"{name} must be >= {bound}, got {value!r}")
+
+
+def check_one_of(name: str, value: Any, literal: Any) -> None:
+    """Raise ValueError for a value that is none of those of a Literal."""
+    if value not in (known := get_args(literal)):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")

@@ -82,7 +82,7 @@ def test_a_batch_without_tokens_has_scale_zero() -> None:
     ("arguments", "sentence"),
     [
         ({"aggregation": "mean"}, "aggregation must be one of 'token-mean', "),
-        ({"denominator": "all"}, "denominator must be 'original' or 'kept', got 'all'"),
+        ({"denominator": "all"}, "denominator must be one of 'original', 'kept', got 'all'"),
         ({"aggregation": "seq-mean-token-sum"}, "cu_seqlens must be given"),
         ({"aggregation": "seq-mean-token-sum-norm", "cu_seqlens": torch.tensor([0, 3])}, "max_length must be >= 1"),
         ({"kept_mask": torch.ones(2, dtype=torch.bool)}, "kept_mask must have the shape (3,) of loss_mask, got (2,)"),
