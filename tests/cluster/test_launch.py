@@ -139,13 +139,20 @@ def test_a_job_without_a_checkpoint_warms_up_before_its_server_starts(capsys: py
     assert all("--standalone" in words and "--fresh" in words for words in (warm_up, trainer))
 
 
-@pytest.mark.parametrize("recipe", ["qwen3_4b_2x8", "qwen3_30b_a3b_2x8"])
-def test_a_script_launches_its_recipe(recipe: str) -> None:
-    script = LAUNCH / f"train_{recipe}.sh"
-    words = ["bash", script, "--dry-run", "--nodes", "4", "--set", "train.steps=7"]
-    run = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
+def test_a_script_launches_its_recipe(tmp_path: Path) -> None:
+    words = ["--dry-run", "--nodes", "4", "--set", "train.steps=7"]
+    run = subprocess.run(["bash", SCRIPT, *words], env=environment(), capture_output=True, text=True, check=True)
     assert "node 3    node3: GPUs 0-7 serve" in run.stdout and "--set train.steps=7" in run.stdout
-    assert f"megatron_rc train {LAUNCH}/recipes/{recipe}.yaml" in run.stdout
+    assert f"megatron_rc train {RECIPE}" in run.stdout
+    # every other script differs in its recipe alone
+    says = tmp_path / "python"
+    says.write_text('#!/bin/sh\n[ "$1" = -c ] || printf "%s\\n" "$@"\n')
+    says.chmod(0o755)
+    for script in sorted(LAUNCH.glob("train_qwen3_*.sh")):
+        recipe = LAUNCH / f"recipes/{script.stem.removeprefix('train_')}.yaml"
+        command = ["bash", script, *words]
+        run = subprocess.run(command, env=environment(PYTHON=str(says)), capture_output=True, text=True, check=True)
+        assert recipe.is_file() and run.stdout.splitlines() == [*VERB[1:], "launch", str(recipe), *words]
 
 
 def test_the_document_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

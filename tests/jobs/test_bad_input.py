@@ -30,9 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "grading.py").write_text(REWARDS)
     (folder / "not.yaml").write_text("train: [")
     (folder / "empty.jsonl").write_text("")
-    (folder / "sitecustomize.py").write_text(
-        "import sys\nsys.modules['mlflow'] = None  # as if it were not installed\n"
-    )
     good = json.dumps({"prompt": "a b", "answer": "c"})
     (folder / "good.jsonl").write_text(
         "\n".join([good] * 4 + [json.dumps({"prompt": f"d {i}", "answer": ""}) for i in range(9)])
@@ -54,7 +51,7 @@ def jsonl(folder: Path, file: str, reward: str, **options: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> dict[str, tuple[int, str]]:
-    """How every job of this file ended; they share one process, because most of a refusal is importing."""
+    """How every job of this file ended; those of one stage run in one process."""
     config = folder / "settings.yaml"
 
     def job(name: str, *assignments: str) -> list[str]:
@@ -94,7 +91,7 @@ def ended(folder: Path) -> dict[str, tuple[int, str]]:
         "no demonstrations": job("x", *jsonl(folder, "good.jsonl", "by_length"), "warmup.steps=1"),
         "not a job": ["report", str(folder / "hf")],
     }
-    out = dict(zip(first, run_together(list(first.values()), folder), strict=True))
+    out = dict(zip(first, run_together(list(first.values()), folder, missing=["mlflow"]), strict=True))
     missing, nan = (
         doctored(folder, "missing", lambda v: v[:-1]),
         doctored(folder, "nans", lambda v: [math.nan] * len(v)),

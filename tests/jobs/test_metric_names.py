@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 import pytest
-from jobs import DENSE, MOE, ROOT, run_together, settings_file, train
+from jobs import ROOT, run_together, settings_file, train
+from warm_models import TASK, warm_model
 
 from megatron_rc.engine import Sample
 from megatron_rc.lr_decay import LengthDecayLR
@@ -16,23 +17,21 @@ from megatron_rc.training.metric_names import JOB_METRICS
 from megatron_rc.training.step.sampling import SampledBatch
 
 JOB: dict[str, Any] = {
-    "task": {"options": {"levels": {"2x1": 1.0}, "held_out": 3}},
-    # some answers are right after it, some wrong: a group of equal rewards trains nothing
-    "warmup": {"steps": 40, "lr": 5e-3, "batch_size": 128},
+    "task": TASK,
+    "warmup": {"steps": 2, "batch_size": 32},
     "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 6},
     "train": {"steps": 2, "lr": 1e-3, "save_interval": 0, "save_hf": False},
 }
 CASES = {
     "experts": [
-        f"model.config={MOE}",
         "moe={record: true, replay: R3}",
-        "warmup={steps: 40, lr: 5.0e-3, batch_size: 128, target_accuracy: 1.0, check_interval: 20}",
+        "warmup={steps: 2, batch_size: 32, target_accuracy: 1.0, check_interval: 1}",
         "correction={weight: {upper: 2.0}, reject: [{level: token, lower: 0.1}, {level: sequence, upper: 9.0}]}",
         "lr_decay={decay_period: 3}",
         "loss={kl_coef: 0.1, entropy_coef: 0.01, dual_clip: 3.0}",
     ],
-    "clipped": [f"model.config={DENSE}", "correction={weight: {mode: clip, lower: 0.5, upper: 2.0}, old: current}"],
-    "masked": [f"model.config={DENSE}", "correction={weight: {mode: mask, lower: 0.5, upper: 2.0}}"],
+    "clipped": ["correction={weight: {mode: clip, lower: 0.5, upper: 2.0}, old: current}"],
+    "masked": ["correction={weight: {mode: mask, lower: 0.5, upper: 2.0}}"],
 }
 
 
@@ -41,7 +40,9 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What small jobs write that together use every setting with a metric of its own."""
     folder = tmp_path_factory.mktemp("metric-names")
     config = settings_file(folder, JOB)
-    ended = run_together([train(config, folder / name, *chosen) for name, chosen in CASES.items()], folder)
+    warm = {name: warm_model("moe" if name == "experts" else "dense", tmp_path_factory) for name in CASES}
+    commands = [train(config, folder / name, f"model.hf_path={warm[name]}", *chosen) for name, chosen in CASES.items()]
+    ended = run_together(commands, folder)
     assert [status for status, _ in ended] == [0] * len(CASES), ended
     return [record for name in CASES for record in read_metrics(folder / name)]
 

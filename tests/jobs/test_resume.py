@@ -10,78 +10,136 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import command, environment, finished_job, settings_file
+from job_processes import Job
+from jobs import command, environment, finished_job, settings_file, started
 from recordings import LONG_JOB, timeless
+from warm_models import warm_model
 
 from megatron_rc.report.log import read_metrics
 
+Metrics = list[dict[str, Any]]
 
-def kill_after(config: Path, output: Path, phase: str, step: int, processes: int, *arguments: str) -> None:
-    """Start a job and kill it, children included, once ``step`` of ``phase`` is recorded and the next one runs."""
-    job = subprocess.Popen(
-        command(config, "--set", f"output={output}", *arguments, processes=processes),
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+
+class TypedJob:
+    """A job whose command line is started as a user does."""
+
+    def __init__(self, config: Path, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            command(config, *arguments),
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def kill_after(job: Job | TypedJob, output: Path, phase: str, step: int) -> None:
+    """Kill a job, children included, once ``step`` of ``phase`` is recorded and the next one runs."""
     log = output / "metrics.jsonl"
     deadline = time.monotonic() + 120
-    while not (log.is_file() and (phase, step) in [(r["phase"], r["step"]) for r in read_metrics(log)]):
-        assert job.poll() is None and time.monotonic() < deadline, "the job ended before it could be killed"
-        time.sleep(0.01)
-    os.killpg(job.pid, signal.SIGKILL)
-    job.wait()
+    try:
+        while not (log.is_file() and (phase, step) in [(r["phase"], r["step"]) for r in read_metrics(log)]):
+            assert job.running() and time.monotonic() < deadline, "the job ended before it could be killed"
+            time.sleep(0.01)
+    finally:
+        job.kill()
+
+
+@pytest.fixture(scope="module")
+def long_job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {**LONG_JOB, "model": {"hf_path": str(warm_model("dense", tmp_path_factory))}}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, long_job: dict[str, Any]) -> Metrics:
+    """Metrics of the long job that was never killed."""
+    return uninterrupted(tmp_path_factory.mktemp("long-job"), long_job)
+
+
+def uninterrupted(folder: Path, job: dict[str, Any], *arguments: str, processes: int = 1) -> Metrics:
+    output = folder / "whole"
+    metrics = finished_job(settings_file(folder, job), "--set", f"output={output}", *arguments, processes=processes)
+    assert sum(bool(record.get("grad_norm")) for record in metrics if record["phase"] == "rl") >= 3
+    return metrics
 
 
 def resumed_equals_uninterrupted(
-    tmp_path: Path, job: dict[str, Any], phase: str, step: int, processes: int = 1, *arguments: str
+    folder: Path,
+    job: dict[str, Any],
+    whole: Metrics,
+    *kills: tuple[str, int],
+    arguments: tuple[str, ...] = (),
+    processes: int = 1,
+    typed: bool = False,
 ) -> None:
-    config = settings_file(tmp_path, job)
-    whole = finished_job(config, "--set", f"output={tmp_path / 'whole'}", *arguments, processes=processes)
-    kill_after(config, tmp_path / "killed", phase, step, processes, *arguments)
-    killed_at = read_metrics(tmp_path / "killed" / "metrics.jsonl")[-1]
-    resumed = finished_job(config, "--set", f"output={tmp_path / 'killed'}", *arguments, processes=processes)
-    assert (killed_at["phase"], killed_at["step"]) != ("rl", job["train"]["steps"]), "it ended before it was killed"
+    """Kill a job after each of these steps, starting it again each time, and compare with ``whole``.
+
+    Args:
+        typed: start the job that is killed first as a user does.
+    """
+    config, output = settings_file(folder, job), folder / "killed"
+    words = ("--set", f"output={output}", *arguments)
+    for phase, step in kills:
+        running = TypedJob(config, *words) if typed else started(config, *words, processes=processes)
+        kill_after(running, output, phase, step)
+        killed_at = read_metrics(output / "metrics.jsonl")[-1]
+        assert (killed_at["phase"], killed_at["step"]) != ("rl", job["train"]["steps"]), "it ended before it was killed"
+        typed = False
+    resumed = finished_job(config, *words, processes=processes)
     assert timeless(resumed) == timeless(whole)
 
 
-def test_a_job_killed_in_reinforcement_learning_resumes_bit_for_bit(tmp_path: Path):
-    resumed_equals_uninterrupted(tmp_path, LONG_JOB, "rl", 4)
+def test_a_job_killed_in_reinforcement_learning_resumes_bit_for_bit(
+    tmp_path: Path, long_job: dict[str, Any], whole: Metrics
+) -> None:
+    resumed_equals_uninterrupted(tmp_path, long_job, whole, ("rl", 4), typed=True)
 
 
-def test_a_job_killed_before_its_first_checkpoint_with_optimizer_state_resumes_bit_for_bit(tmp_path: Path):
-    resumed_equals_uninterrupted(tmp_path, LONG_JOB, "rl", 1)
+def test_a_job_killed_before_its_first_checkpoint_with_optimizer_state_resumes_bit_for_bit(
+    tmp_path: Path, long_job: dict[str, Any], whole: Metrics
+) -> None:
+    resumed_equals_uninterrupted(tmp_path, long_job, whole, ("rl", 1))
 
 
-def test_a_killed_job_without_checkpoints_starts_anew(tmp_path: Path):
-    train = {**LONG_JOB["train"], "steps": 5, "save_interval": 0}
-    resumed_equals_uninterrupted(
-        tmp_path, {**LONG_JOB, "warmup": {"steps": 5, "batch_size": 32}, "train": train}, "rl", 2
-    )
+def test_a_killed_job_without_checkpoints_starts_anew(tmp_path: Path, long_job: dict[str, Any], whole: Metrics) -> None:
+    job = {**long_job, "train": {**long_job["train"], "save_interval": 0}}
+    resumed_equals_uninterrupted(tmp_path, job, whole, ("rl", 2))
     assert not (tmp_path / "killed/checkpoints").exists()
 
 
 @pytest.mark.full
-def test_a_job_without_optimizer_state_resumes_bit_for_bit(tmp_path: Path):
-    resumed_equals_uninterrupted(tmp_path, {**LONG_JOB, "train": {**LONG_JOB["train"], "optimizer": "sgd"}}, "rl", 4)
+def test_a_job_without_optimizer_state_resumes_bit_for_bit(tmp_path: Path, long_job: dict[str, Any]) -> None:
+    job = {**long_job, "train": {**long_job["train"], "optimizer": "sgd"}}
+    resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), ("rl", 4))
 
 
-def test_a_job_with_stale_weights_and_a_reference_policy_resumes_bit_for_bit(tmp_path: Path):
+def test_a_job_with_stale_weights_and_a_reference_policy_resumes_bit_for_bit(
+    tmp_path: Path, long_job: dict[str, Any]
+) -> None:
     job = {
-        **LONG_JOB,
-        "rollout": {**LONG_JOB["rollout"], "staleness": 2},
+        **long_job,
+        "rollout": {**long_job["rollout"], "staleness": 2},
         "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
     }
-    resumed_equals_uninterrupted(tmp_path, job, "rl", 5)
+    resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), ("rl", 5))
 
 
 @pytest.mark.full
-def test_a_job_killed_in_the_warm_up_resumes_bit_for_bit(tmp_path: Path):
-    resumed_equals_uninterrupted(tmp_path, LONG_JOB, "warmup", 20)
+def test_a_job_killed_in_the_warm_up_resumes_bit_for_bit(tmp_path: Path, long_job: dict[str, Any]) -> None:
+    job = {**long_job, "warmup": {**long_job["warmup"], "steps": 40}}
+    resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), ("warmup", 20))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
-def test_a_job_on_two_processes_resumes_bit_for_bit(tmp_path: Path, axis: str):
-    resumed_equals_uninterrupted(tmp_path, LONG_JOB, "rl", 4, 2, "--set", f"parallel.{axis}=2")
+def test_a_job_on_two_processes_resumes_bit_for_bit(tmp_path: Path, long_job: dict[str, Any], axis: str) -> None:
+    arguments = ("--set", f"parallel.{axis}=2")
+    whole = uninterrupted(tmp_path, long_job, *arguments, processes=2)
+    resumed_equals_uninterrupted(tmp_path, long_job, whole, ("rl", 4), arguments=arguments, processes=2)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from jobs import run_together, settings_file, train
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from recordings import LONG_JOB as LONG
 from recordings import doctored, timeless
+from warm_models import TASK, warm_model
 
 from megatron_rc import LengthDecayLR
 from megatron_rc.report.log import read_metrics
@@ -177,13 +177,11 @@ def test_megatron_s_scheduler_reads_the_rate_of_a_group_through_get_lr() -> None
 
 
 JOB: dict[str, Any] = {
-    "model": LONG["model"],
-    "task": LONG["task"],
+    "task": TASK,
     "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 4},
     "train": {"steps": 8, "lr": 1e-3, "lr_warmup_steps": 2, "save_interval": 2, "eval_interval": 100, "save_hf": False},
 }
 TWO_UPDATES = (
-    "warmup={steps: 40, lr: 5e-3, batch_size: 128}",
     "train.mini_batches_per_rollout=2",
     "lr_decay={decay_period: 3, detector: {warmup: 2}}",
 )
@@ -191,9 +189,9 @@ TWO_UPDATES = (
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Finished jobs; those of one stage share a process, because most of a short job is importing."""
+    """Finished jobs; those of one stage run in one process."""
     folder = tmp_path_factory.mktemp("decay")
-    config = settings_file(folder, JOB)
+    config = settings_file(folder, {**JOB, "model": {"hf_path": str(warm_model("dense", tmp_path_factory))}})
 
     def job(name: str, *assignments: str) -> list[str]:
         return train(config, folder / name, *assignments)

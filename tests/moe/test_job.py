@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import DENSE, MOE, run_together, settings_file, train
+from jobs import DENSE, run_together, settings_file, train
+from warm_models import TASK, warm_model
 
 from megatron_rc.report.log import read_metrics
 
 JOB: dict[str, Any] = {
-    "model": {"config": MOE},
-    "task": {"options": {"levels": {"2x1": 1.0}, "held_out": 3}},
+    "task": TASK,
     "rollout": {"prompts_per_step": 6, "samples_per_prompt": 8, "max_new_tokens": 6, "amplify": 0.3},
     "train": {"steps": 2, "lr": 1e-2, "eval_interval": 100, "mini_batches_per_rollout": 2},
-    "warmup": {"steps": 80, "lr": 5e-3},
 }
 GATE = "correction={reject: [{statistic: route_shift, level: sequence, reduce: mean, upper: 0.05}]}"
 CASES = {
@@ -24,7 +23,10 @@ CASES = {
 }
 AGAIN = [*CASES["R3"], "rollout.engine=replay"]
 REFUSED = {
-    "dense": (["moe.record=true", f"model.config={DENSE}"], "a model with experts, this one has none"),
+    "dense": (
+        ["moe.record=true", "model.hf_path=null", f"model.config={DENSE}"],
+        "a model with experts, this one has none",
+    ),
     "gate": ([GATE], "needs moe.record=true and correction.old='recompute'"),
     "R2": (["moe.replay=R2", "correction.old=rollout"], "correction.old must be 'recompute' when moe.replay is 'R2'"),
 }
@@ -33,7 +35,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, str]]]:
     folder = tmp_path_factory.mktemp("moe-jobs")
-    config = settings_file(folder, JOB)
+    config = settings_file(folder, {**JOB, "model": {"hf_path": str(warm_model("moe", tmp_path_factory))}})
     wanted = {**CASES, **{f"refused {name}": chosen for name, (chosen, _) in REFUSED.items()}}
     commands = [train(config, folder / name, *chosen) for name, chosen in wanted.items()]
     commands[list(CASES).index("R3")].append("--dump")

@@ -6,11 +6,9 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
+import forked
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -18,20 +16,12 @@ import torch.multiprocessing as mp
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Call ``fn(rank, *args)`` on ``world_size`` processes joined by gloo; ``fn`` must be importable (module level)."""
-    _start_server()
+    forked.start_server()
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
-            _rank, args=(world_size, folder, dict(os.environ), fn, args), nprocs=world_size, start_method="forkserver"
+            _rank, args=(world_size, folder, dict(os.environ), fn, args), nprocs=world_size, start_method=forked.METHOD
         )
         return [torch.load(f"{folder}/result{r}", weights_only=False) for r in range(world_size)]
-
-
-def _start_server() -> None:
-    """Start the process that ranks are forked from, where it does not run yet."""
-    forkserver.set_forkserver_preload(["preloaded"])
-    # the server passes over a module that it cannot import, and is not given this process's sys.path
-    with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
-        forkserver.ensure_running()
 
 
 def _rank(

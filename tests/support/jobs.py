@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from job_processes import Job, outcomes
 
 from megatron_rc import schema
 from megatron_rc.report.log import read_metrics
@@ -53,21 +55,15 @@ def environment() -> dict[str, str]:
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
 
 
-def run_job(config: Path, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run a job to its end, whatever its exit status; modules beside its settings can be imported."""
-    return subprocess.run(
-        command(config, *arguments, processes=processes),
-        env={**environment(), "PYTHONPATH": f"{ROOT}:{config.parent}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def started(config: Path, *arguments: str, processes: int = 1) -> Job:
+    """A job in forked processes; modules beside its settings can be imported."""
+    return Job(["train", str(config), *arguments], environment(), config.parent, processes)
 
 
 def finished_job(config: Path, *arguments: str, processes: int = 1) -> list[dict[str, Any]]:
     """Run a job that must succeed; its metrics."""
-    done = run_job(config, *arguments, processes=processes)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    status, said = started(config, *arguments, processes=processes).wait()
+    assert status == 0, said[-4000:]
     output = next(a.partition("=")[2] for a in arguments if a.startswith("output="))
     return read_metrics(Path(output) / "metrics.jsonl")
 
@@ -130,16 +126,6 @@ def train(config: Path, output: Path, *assignments: str) -> list[str]:
     return ["train", str(config), *(w for a in (f"output={output}", *assignments) for w in ("--set", a))]
 
 
-def run_together(commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
-    """(exit status, stderr) of several command lines run in one process, with ``folder`` on its path."""
-    path = f"{ROOT}:{folder}"
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/support/refusals.py")],
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        env={**environment(), "PYTHONPATH": path},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [(status, said) for status, said in json.loads(done.stdout)]
+def run_together(commands: list[list[str]], folder: Path, missing: Sequence[str] = ()) -> list[tuple[int, str]]:
+    """(exit status, stderr) of several command lines run in one process; `job_processes.outcomes`."""
+    return outcomes(commands, environment(), folder, missing)

@@ -1,4 +1,4 @@
-"""What the process holds that ranks are forked from: imports that take seconds, and the name of the test modules."""
+"""What the process holds that ranks and jobs are forked from: slow imports, and the name of the test modules."""
 
 # ruff: noqa: E402 - the emulation of CUDA comes before Megatron-Core, as in a job
 from __future__ import annotations
@@ -13,8 +13,15 @@ from megatron_rc.training import emulation
 quiet_imports()
 emulation.emulate_cuda_on_cpu()
 
+import megatron_rc.cli
 import megatron_rc.rollout.embedded.engine
+import megatron_rc.rollout.recorded
 import megatron_rc.training.loop  # noqa: F401
+from megatron_rc.models.families import FAMILIES
+
+for family in FAMILIES.values():
+    family.config_class()
+    family.model_class()
 
 # functions of tests/training/test_model.py are pickled as those of tests.training.test_model, but the repository's root
 # stays off sys.path

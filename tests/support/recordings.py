@@ -8,16 +8,16 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jobs import DENSE
+from warm_models import TASK
 
 LONG_JOB: dict[str, Any] = {
-    "model": {"config": DENSE},
-    "task": {"options": {"levels": {"2x1": 1.0}, "held_out": 3}},
-    "warmup": {"steps": 40, "lr": 5e-3, "batch_size": 128},
+    "task": TASK,
+    "warmup": {"steps": 2, "lr": 1e-3, "batch_size": 32},
     "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 6},
     "correction": "token-tis",
     "train": {"steps": 8, "lr": 1e-3, "lr_decay_style": "cosine", "save_interval": 3, "eval_interval": 2},
 }
+"""It starts from the dense checkpoint of `warm_models`, and warms up for the sake of the two phases."""
 
 
 def timeless(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

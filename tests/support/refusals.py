@@ -1,19 +1,15 @@
-"""Run several command lines of megatron-rc in one process, and tell how each ended.
-
-``python tests/support/refusals.py`` reads a JSON list of argument lists from stdin and writes
-[[exit status, stderr], ...].
-"""
+"""How a command line of megatron-rc ends in this process."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import sys
 from unittest import mock
 
 
 def outcome(arguments: list[str]) -> tuple[int, str]:
+    """(exit status, stderr)."""
     from megatron_rc.cli import main
 
     said = io.StringIO()
@@ -24,10 +20,3 @@ def outcome(arguments: list[str]) -> tuple[int, str]:
         except SystemExit as error:
             status = int(error.code or 0)
     return status, said.getvalue()
-
-
-if __name__ == "__main__":
-    commands = json.load(sys.stdin)
-    with contextlib.redirect_stdout(io.StringIO()):
-        ended = [outcome(arguments) for arguments in commands]
-    json.dump(ended, sys.stdout)

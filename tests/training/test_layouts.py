@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from distributed import run_ranks
-from jobs import DENSE, MOE, finished_job, settings_file
+from jobs import finished_job, settings_file
+from warm_models import TASK, warm_model
 
 from megatron_rc.dump import read_dump
 
 STEPS = 10
 JOB: dict[str, Any] = {
-    "task": {"options": {"levels": {"2x1": 1.0}, "held_out": 3}},
+    "task": TASK,
     "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 6},
     "correction": "geo-mask-token-tis",
     "train": {"optimizer": "sgd", "lr": 0.05, "steps": STEPS, "micro_batches": 2, "eval_interval": 100},
@@ -21,14 +22,11 @@ JOB: dict[str, Any] = {
 
 
 class Recording:
-    """A policy that answers some problems, and ten steps of its rollouts trained by one process."""
+    """Ten steps of the rollouts of a policy that answers some problems, trained by one process."""
 
-    def __init__(self, folder: Path, model: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, hf: Path) -> None:
         self.config = settings_file(folder, JOB)
-        warm = ["--set", f"output={folder / 'warm'}", "--set", f"model.config={model}"]
-        adam = ["train.steps=0", "train.optimizer=adam", "warmup.steps=100", "warmup.lr=5e-3"]
-        finished_job(self.config, *warm, *(word for a in adam for word in ("--set", a)))
-        self.hf, self.folder = folder / "warm" / "hf", folder
+        self.hf, self.folder = hf, folder
         self.metrics = self.train("one")
         self.dump = folder / "one" / "dump"
 
@@ -75,12 +73,12 @@ class Recording:
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    return Recording(tmp_path_factory.mktemp("dense"), DENSE)
+    return Recording(tmp_path_factory.mktemp("dense"), warm_model("dense", tmp_path_factory))
 
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    return Recording(tmp_path_factory.mktemp("moe"), MOE)
+    return Recording(tmp_path_factory.mktemp("moe"), warm_model("moe", tmp_path_factory))
 
 
 @pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2", "data=2"])
@@ -105,7 +103,7 @@ def test_a_dense_model_trains_the_same_under_combined_layouts(dense: Recording, 
     dense.assert_same_as_one_process(name, metrics)
 
 
-def gradient_norms(rank: int, hf_path: str) -> list[float]:
+def gradient_norms(rank: int, hf_path: str, dump: str) -> list[float]:
     from megatron_rc.batch import TokenBatch
     from megatron_rc.config import RolloutCorrection
     from megatron_rc.dump import sample_of
@@ -116,8 +114,7 @@ def gradient_norms(rank: int, hf_path: str) -> list[float]:
     from megatron_rc.training.step.reinforce import reinforce_step
 
     found = []
-    dump = Path(hf_path).parents[1] / "one" / "dump"
-    records = max(read_dump(dump), key=lambda step: len({(r["group"], r["reward"]) for r in step}))
+    records = max(read_dump(Path(dump)), key=lambda step: len({(r["group"], r["reward"]) for r in step}))
     batch = TokenBatch.from_samples(
         [sample_of(r) for r in records],
         SamplingParams(),
@@ -142,7 +139,7 @@ def gradient_norms(rank: int, hf_path: str) -> list[float]:
 
 
 def test_the_gradient_norm_does_not_depend_on_the_number_of_micro_batches(dense: Recording):
-    (norms,) = run_ranks(1, gradient_norms, str(dense.hf))
+    (norms,) = run_ranks(1, gradient_norms, str(dense.hf), str(dense.dump))
     print("gradient norms at 1, 2, 4, 40 micro-batches:", norms)
     assert norms[0] > 0
     assert norms == pytest.approx([norms[0]] * 4, rel=1e-5)

@@ -1,0 +1,132 @@
+"""Command lines of megatron-rc in processes forked from one that has imported everything, which start at once.
+
+Each has the environment, arguments and exit status of ``python -m megatron_rc``, and the ranks of a job have the
+environment that torchrun gives them. What a user types instead is `jobs.command`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import forked
+from cluster_nodes import free_port
+from refusals import outcome
+
+LIMIT = 300.0
+"""Seconds after which command lines are killed."""
+GRACE = 10.0
+"""Seconds that the other ranks of a job have to end once one has failed."""
+
+
+class Job:
+    """A running command line of megatron-rc."""
+
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, processes: int = 1
+    ) -> None:
+        """Start the command line on ``processes`` ranks, which can import the modules in ``folder``."""
+        forked.start_server()
+        self._written = tempfile.TemporaryDirectory()
+        shared = dict(environment)
+        if processes > 1:
+            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+        self._processes = []
+        for rank in range(processes):
+            ranked = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else shared
+            process = multiprocessing.get_context(forked.METHOD).Process(
+                target=_run, args=(list(arguments), ranked, folder, f"{self._written.name}/{rank}")
+            )
+            process.start()
+            self._processes.append(process)
+
+    def running(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def kill(self) -> None:
+        """Kill every rank with signal 9, children included."""
+        for process in self._processes:
+            if process.is_alive():
+                assert process.pid
+                with suppress(ProcessLookupError):  # it has not made itself the leader of a group yet
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
+                process.join()
+
+    def wait(self) -> tuple[int, str]:
+        """The worst exit status and the stderr of all ranks; ranks that run too long are killed."""
+        deadline = time.monotonic() + LIMIT
+        try:
+            for process in self._processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+                if process.exitcode != 0:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        finally:
+            self.kill()
+        statuses = [process.exitcode or 0 for process in self._processes]
+        said = "".join(Path(f"{self._written.name}/{rank}.err").read_text() for rank in range(len(statuses)))
+        self._written.cleanup()
+        return max(statuses, key=abs), said
+
+
+def outcomes(
+    commands: list[list[str]], environment: Mapping[str, str], folder: Path, missing: Sequence[str] = ()
+) -> list[tuple[int, str]]:
+    """(exit status, stderr) of command lines that run one after the other in one process.
+
+    Args:
+        folder: modules in it can be imported.
+        missing: packages that are not installed, as that process sees it.
+    """
+    forked.start_server()
+    context = multiprocessing.get_context(forked.METHOD)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_outcomes, args=(commands, dict(environment), folder, list(missing), theirs))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(LIMIT), "the command lines take too long"
+        ended: list[tuple[int, str]] = ours.recv()
+        process.join()
+    finally:
+        process.kill()
+    return ended
+
+
+def _run(arguments: list[str], environment: dict[str, str], folder: Path, written: str) -> None:
+    os.setsid()
+    _write_to(f"{written}.out", f"{written}.err")
+    _become(environment, folder)
+    sys.argv = ["megatron-rc", *arguments]
+    from megatron_rc.cli import main
+
+    main()
+
+
+def _outcomes(
+    commands: list[list[str]], environment: dict[str, str], folder: Path, missing: list[str], answers: Connection
+) -> None:
+    _write_to(os.devnull)
+    _become(environment, folder)
+    sys.modules.update(dict.fromkeys(missing))  # type: ignore[arg-type]
+    answers.send([outcome(arguments) for arguments in commands])
+
+
+def _write_to(*files: str) -> None:
+    """Redirect stdout, and stderr where there is a second file."""
+    for number, path in enumerate(files, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+
+
+def _become(environment: dict[str, str], folder: Path) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path.insert(0, str(folder))
