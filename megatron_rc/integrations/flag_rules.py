@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ Severity = Literal["error", "warning", "note"]
 combination that nobody tested. note: worth knowing, or not decidable."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FlagRule:
     """A mistake that the arguments of a training script show.
 
@@ -34,26 +33,107 @@ class FlagRule:
     made_by: Literal["every run", "unpatched runs", "patched runs"] = "every run"
     """Which runs can make the mistake: a patch mends some mistakes of the host, and cannot work with some flags."""
 
-    def problem_in(self, args: Any) -> str | None:
-        """The sentence about these arguments; None where the mistake is not made."""
-        if not self.wrong(args):
-            return None
+    def problem_of(self, args: Any) -> str:
+        """The sentence about arguments that make the mistake."""
         return self.problem if isinstance(self.problem, str) else self.problem(args)
 
-    def refuse(self, args: Namespace, host: str) -> None:
-        """What a patch of the host does about the mistake.
+    def refusal(self, args: Any) -> str:
+        """The problem of these arguments and how to mend it, in one sentence."""
+        return f"{self.problem_of(args)}; {self.fix[0].lower()}{self.fix[1:].rstrip('.')}"
 
-        Raises:
-            ValueError: one sentence that names the flag to change.
-        """
-        if self.severity != "error" or self.made_by == "unpatched runs":
-            return
-        problem = self.problem_in(args)
-        if problem:
-            raise ValueError(f"{host}: {problem}; {self.fix[0].lower()}{self.fix[1:].rstrip('.')}")
+
+@dataclass(frozen=True)
+class _WithDefaults:
+    """The parsed arguments of a host, with a default for each that this version of it does not have."""
+
+    args: Any
+    defaults: Mapping[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.args, name, self.defaults[name]) if name in self.defaults else getattr(self.args, name)
+
+
+def refuse(rules: Iterable[FlagRule], args: Any, defaults: Mapping[str, Any], *, host: str = "") -> None:
+    """Stop a patched run at the first mistake that is an error.
+
+    Args:
+        args: the parsed arguments of the host.
+        defaults: values of arguments that the rules read and this version of the host does not have.
+        host: named at the beginning of the sentence; "": nothing is.
+
+    Raises:
+        ValueError: one sentence that names the flag to change.
+    """
+    complete = _WithDefaults(args, defaults)
+    for rule in rules:
+        if rule.severity == "error" and rule.made_by != "unpatched runs" and rule.wrong(complete):
+            raise ValueError((f"{host}: " if host else "") + rule.refusal(complete))
 
 
 def captures_iteration(args: Any) -> bool:
     """Whether Megatron captures the whole training iteration in a CUDA graph."""
     # older releases name the scope in a flag of its own
-    return "full_iteration" in (args.cuda_graph_impl, getattr(args, "cuda_graph_scope", None))
+    return "full_iteration" in (args.cuda_graph_impl, args.cuda_graph_scope)
+
+
+_INTERLEAVED = [
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "virtual_pipeline_model_parallel_size",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+]
+
+MEGATRON_DEFAULTS: dict[str, Any] = {
+    "cuda_graph_impl": "none",
+    "cuda_graph_scope": None,
+    "moe_enable_routing_replay": False,
+    "moe_router_fusion": False,
+    "moe_router_dtype": None,
+    "num_experts": None,
+    "mtp_num_layers": 0,
+    "recompute_granularity": None,
+    **dict.fromkeys(_INTERLEAVED),
+}
+"""Megatron's own arguments that rules read."""
+
+ROUTER_FUSION = FlagRule(
+    "router-fusion", lambda args: args.moe_router_fusion and args.moe_enable_routing_replay,
+    "the fused router selects its experts before the replay is asked, so the replay is silently ignored",
+    "Drop --moe-router-fusion.", good="no routes are replayed by a fused router",
+)  # fmt: skip
+
+MEGATRON_RULES = (
+    ROUTER_FUSION,
+    FlagRule(
+        "replay-and-recompute",
+        lambda args: (
+            args.moe_enable_routing_replay
+            and args.recompute_granularity == "full"
+            and any(getattr(args, name) for name in _INTERLEAVED)
+        ),
+        "a recomputed layer takes its routes from a queue, first in, first out, which is not the order of interleaved "
+        "stages",
+        "Drop --recompute-granularity full, or interleaved pipeline stages.",
+        good="no layer with replayed routes is computed again in the backward pass",
+    ),
+    FlagRule(
+        "replay-and-recompute",
+        lambda args: args.moe_enable_routing_replay and args.recompute_granularity == "full",
+        "a recomputed layer routes anew unless routes are replayed in the backward pass",
+        "Set RouterReplayAction.REPLAY_BACKWARD before the backward pass, or drop --recompute-granularity full.",
+        severity="warning",
+    ),
+    FlagRule(
+        "replay-and-mtp", lambda args: args.moe_enable_routing_replay and (args.mtp_num_layers or 0) > 0,
+        "routers of --mtp-num-layers register themselves beside those of the decoder",
+        "Match replayed routes to decoder layers by walking the model, not by the order of registration.",
+        good="no router but the decoder's takes part in a replay", severity="warning",
+    ),
+    FlagRule(
+        "router-dtype", lambda args: args.num_experts is not None and args.moe_router_dtype in (None, "none"),
+        "router logits in the model's precision have ties, which every engine breaks in its own way",
+        "Add --moe-router-dtype fp32.", good="router logits are fp32 or more, or no --num-experts is given",
+        severity="warning",
+    ),
+)  # fmt: skip
+"""Mistakes in Megatron's own flags, which every host takes."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_rc import RolloutCorrection
+from megatron_rc import RolloutCorrection, schema
 from megatron_rc.doctor.host.facts import HostFacts, read_hosts
 from megatron_rc.doctor.host.flags import Arguments, Flags
 from megatron_rc.doctor.host.traps import flag_checks
 from megatron_rc.doctor.registry import Finding
+from megatron_rc.integrations import slime
 from megatron_rc.integrations.hosts import HOSTS
 from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
+from megatron_rc.integrations.slime.settings import flag
 
 LM, TRAINING = "megatron-lm", "megatron-training"
 REPLAY = "--moe-enable-routing-replay"
@@ -34,6 +37,11 @@ def facts(host: str, flags: str) -> HostFacts:
 
 def traps(host: str, flags: str) -> dict[str, Finding]:
     return {finding.check: finding for finding in flag_checks(HOSTS[host]).run(facts(host, flags))}
+
+
+def arguments(host: str, flags: str) -> Any:
+    """What a patch of the host would read."""
+    return Arguments(Flags(flags.split()), HOSTS[host].flag_defaults, HOSTS[host].config_flag)
 
 
 TRAPPED = [
@@ -74,12 +82,13 @@ TRAPPED = [
     (LM, "stale-policies", f"{RL} --rl-partial-rollouts", "note", "several versions"),
     ("slime", "ratio-counted-twice", "--use-tis --use-rollout-logprobs", "error", "already is pi / mu"),
     ("slime", "temperature", "--rollout-temperature 0", "error", "greedy"),
-    ("slime", "top-p-top-k", "--rollout-top-k 50", "error", "top-k"),
-    ("miles", "top-p-top-k", "--rollout-top-p 0.95", "error", "top-p"),
+    ("slime", "top-p-top-k", "--rollout-top-k 50", "error", "different sets"),
+    ("miles", "top-p-top-k", "--rollout-top-p 0.95", "error", "records no kept ids"),
     ("slime", "tis-function", TIS, "error", "never called"),
     ("slime", "tis-function", f"{TIS} --get-mismatch-metrics", "note", "metrics alone"),
     ("miles", "loss-function", "--custom-loss-function-path my.loss", "error", "--loss-type policy_loss"),
-    ("slime", "hooks", f"{OURS} --use-tis", "error", "megatron_rc must be a mapping"),
+    ("slime", "hook-settings", f"{OURS} --use-tis", "error", "megatron_rc must be a mapping"),
+    ("miles", "rollout-data-on-miles", flag("rollout_data"), "error", "gives that hook no rollout"),
 ]
 
 
@@ -88,6 +97,86 @@ def test_a_trap_is_found_and_has_a_fix(host: str, check: str, flags: str, status
     finding = traps(host, flags)[check]
     assert (finding.status, finding.decided) == (status, True)
     assert sentence in finding.found and finding.fix
+
+
+TIS_ON = f"--use-tis {OURS}"
+LOSS_ON = f"--loss-type custom_loss {flag('loss')}"
+ROLLOUT_ON = flag("rollout_data")
+REDUCER_ON = flag("pg_loss_reducer")
+DECAY_ON = flag("before_train_step")
+NORMALISED = {"preset": "token-tis", "normalize": "batch"}
+HOOKS_TRAPPED = [
+    ("hook-train-backend", f"{TIS_ON} --train-backend fsdp", {}, "must be megatron, got fsdp"),
+    ("hook-statistic", TIS_ON, {"correction": {"reject": [{"statistic": "mine", "upper": 1}]}}, "got 'mine'"),
+    ("hook-batch-mean", TIS_ON, {"correction": NORMALISED}, "one micro-batch"),
+    ("hook-batch-mean", LOSS_ON, {"correction": NORMALISED}, "one micro-batch"),
+    ("tis-old", TIS_ON, {"correction": {"old": "current"}}, "got 'current'"),
+    (
+        "tis-advantages",
+        TIS_ON,
+        {"correction": {"reject": [{"statistic": "k3", "upper": 0.1, "when": "negative_advantage"}]}},
+        "sees no advantages",
+    ),
+    (
+        "loss-double-ratio",
+        f"{LOSS_ON} --use-rollout-logprobs",
+        {"correction": {"preset": "token-tis", "old": "rollout"}},
+        "count it twice",
+    ),
+    ("loss-estimator", f"{LOSS_ON} --advantage-estimator gspo", {}, "must not be gspo"),
+    ("loss-context-parallel", f"{LOSS_ON} --allgather-cp --context-parallel-size 2", {}, "zigzag"),
+    ("loss-opsm", f"{LOSS_ON} --use-opsm", {}, "--use-opsm must be off"),
+    ("loss-and-tis", f"{LOSS_ON} --use-tis", {}, "--use-tis must be off for loss"),
+    ("loss-old-rollout", f"{LOSS_ON} --use-rollout-logprobs", {}, "got old='recompute'"),
+    (
+        "loss-old-current",
+        f"{LOSS_ON} --num-steps-per-rollout 2",
+        {"correction": {"old": "current"}},
+        "got 2 of them",
+    ),
+    ("loss-reducer", f"{LOSS_ON} --custom-pg-loss-reducer-function-path my.own", {}, "no reducer but its own"),
+    ("reducer-aggregation", REDUCER_ON, {}, "aggregation must be set"),
+    ("reducer-per-token", REDUCER_ON, {"aggregation": "token-mean"}, "got 'token-mean'"),
+    (
+        "reducer-padding",
+        f"{REDUCER_ON} --qkv-format bshd --context-parallel-size 2",
+        {"aggregation": "seq-mean-token-sum"},
+        "must be thd",
+    ),
+    ("rollout-data-old", ROLLOUT_ON, {"correction": {"old": "rollout"}}, "runs before the update"),
+    ("rollout-data-ratio", f"{ROLLOUT_ON} --use-rollout-logprobs", {}, "count it twice"),
+    ("rollout-data-tis", f"{ROLLOUT_ON} --use-tis", {}, "already are in the advantages"),
+    ("lr-decay-missing", DECAY_ON, {}, "lr_decay must be set"),
+    ("lr-decay-lengths", DECAY_ON, {"lr_decay": {}}, "no hook sees response lengths"),
+    ("lr-decay-replicas", f"{DECAY_ON} --indep-dp", {"lr_decay": {"decay_period": 9}}, "share no process group"),
+    ("correction-unapplied", flag("check"), {"correction": "token-tis"}, "needs a hook that applies it"),
+    ("lr-decay-unstepped", TIS_ON, {"lr_decay": {}}, "needs the hook that steps it"),
+]
+
+
+def with_key(folder: Path, flags: str, key: dict[str, object]) -> str:
+    """The flags with a YAML file that has the settings of the hooks."""
+    config = folder / "rc.yaml"
+    config.write_text(schema.dump_yaml({"megatron_rc": key}))
+    return f"{flags} --custom-config-path {config}"
+
+
+@pytest.mark.parametrize(("check", "flags", "key", "sentence"), HOOKS_TRAPPED)
+def test_what_a_hook_cannot_do_is_a_finding_of_its_own_and_refused_by_the_hook(
+    check: str, flags: str, key: dict[str, object], sentence: str, tmp_path: Path
+) -> None:
+    given = with_key(tmp_path, flags, key)
+    errors = {name: finding for name, finding in traps("slime", given).items() if finding.status == "error"}
+    assert sentence in errors[check].found and errors[check].fix
+    with pytest.raises(ValueError) as refusal:
+        slime.check(arguments("slime", given))
+    assert str(refusal.value).partition("; ")[0] in {finding.found for finding in errors.values()}
+
+
+def test_doctor_lists_every_mistake_of_the_hooks_at_once(tmp_path: Path) -> None:
+    given = with_key(tmp_path, f"{LOSS_ON} --use-tis --use-opsm {DECAY_ON}", {"correction": NORMALISED})
+    errors = {name for name, finding in traps("slime", given).items() if finding.status == "error"}
+    assert errors == {"hook-batch-mean", "loss-and-tis", "loss-opsm", "lr-decay-missing"}
 
 
 FREE = [
@@ -110,11 +199,16 @@ def test_flags_without_a_trap_are_good(host: str, flags: str, trapped: set[str])
 
 
 def test_every_trap_is_tried() -> None:
-    tried = {check for _, check, *_ in TRAPPED} | {"batch-normalised-weights"}
+    tried = {check for _, check, *_ in TRAPPED} | {check for check, *_ in HOOKS_TRAPPED} | {"batch-normalised-weights"}
     assert {check.name for host in HOSTS.values() for check in flag_checks(host)} == tried
 
 
-REFUSED = ["", "--perform-rl-step", *(flags for host, _, flags, *_ in TRAPPED if host == LM and PATCHED in flags)]
+REFUSED = [
+    "",
+    "--perform-rl-step",
+    f"{RL} --moe-router-fusion {REPLAY}",
+    *(flags for host, _, flags, *_ in TRAPPED if host == LM and PATCHED in flags),
+]
 
 
 @pytest.mark.parametrize("flags", [*REFUSED, f"{PATCHED} --rl-default-top-p 0.9"])
@@ -122,14 +216,14 @@ def test_the_patch_refuses_what_doctor_calls_an_error_of_a_patched_run(flags: st
     given = f"--rc-preset token-tis {flags}"
     errors = [finding.found for finding in traps(LM, given).values() if finding.status == "error"]
     with pytest.raises(ValueError, match="^megatron-lm: ") as refusal:
-        check_arguments(Arguments(Flags(given.split()), HOSTS[LM].flag_defaults, None), RolloutCorrection())
+        check_arguments(arguments(LM, given), RolloutCorrection())
     assert errors[0] in str(refusal.value)
 
 
 def test_the_patch_takes_the_flags_in_which_doctor_finds_no_error() -> None:
     for host, flags, _ in FREE:
         if host == LM and PATCHED in flags:
-            check_arguments(Arguments(Flags(flags.split()), HOSTS[LM].flag_defaults, None), RolloutCorrection())
+            check_arguments(arguments(LM, flags), RolloutCorrection())
 
 
 def test_keys_of_the_yaml_file_of_slime_are_read(tmp_path: Path) -> None:
@@ -137,13 +231,15 @@ def test_keys_of_the_yaml_file_of_slime_are_read(tmp_path: Path) -> None:
     config.write_text("tis_batch_normalize: true\nmegatron_rc: {correction: token-tis}\n")
     given = f"--use-tis {OURS} --custom-config-path {config}"
     found = traps("slime", given)
-    assert found["batch-normalised-weights"].status == "warning" and found["hooks"].status == "good"
+    assert found["batch-normalised-weights"].status == "warning" and not {
+        name for name, f in found.items() if f.status == "error"
+    }
     config.write_text("megatron_rc: {correction: {preset: token-tis, normalize: batch}}\n")
     found = traps("slime", given)
     assert found["batch-normalised-weights"].status == "good"
-    assert found["hooks"].status == "error" and "normalize" in found["hooks"].found
+    assert found["hook-batch-mean"].status == "error" and "normalize" in found["hook-batch-mean"].found
     config.unlink()
-    assert not traps("slime", given)["hooks"].decided
+    assert not traps("slime", given)["hook-settings"].decided
 
 
 def test_a_value_that_the_shell_would_fill_in_is_undecided() -> None:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -223,6 +224,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(training: Any) -> None:
         patch(HOST, correction=RolloutCorrection(TIS.weight, old="rollout"))
     with patch(HOST, correction=TIS), pytest.raises(ValueError, match="--cuda-graph-impl"):
         train(training, [[batch(0.0)]], schedule=FullCudaGraphWrapper.__new__(FullCudaGraphWrapper))
+    flags = import_module("megatron.training.global_vars").args
+    for change in ({"cuda_graph_scope": "full_iteration"}, {"moe_router_fusion": True}):
+        flags.__dict__.update(moe_enable_routing_replay=True, **change)
+        sentence = f"megatron-training: .*; drop --{next(iter(change)).partition('_scope')[0].replace('_', '-')}"
+        with patch(HOST, correction=TIS), pytest.raises(ValueError, match=sentence):
+            train(training, [[batch(0.0)]])
+        del flags.__dict__[next(iter(change))]
     with patch(HOST, lr_decay=LengthDecayLR(1e-5)), pytest.raises(ValueError, match="initial_lr must be the max_lr"):
         train(training, [])
 

@@ -84,10 +84,10 @@ REFUSED = [
     (("tis",), TOKEN_TIS, {"rollout_top_k": 20}, "^--rollout-top-k must be -1, got 20"),
     (("tis",), TOKEN_TIS, {"train_backend": "fsdp"}, "^--train-backend must be megatron, got fsdp"),
     # what nobody applies or steps
-    ((), TOKEN_TIS, {}, "^megatron_rc.correction needs a hook that applies it: set --use-tis --custom-tis-function"),
+    ((), TOKEN_TIS, {}, "^megatron_rc.correction needs a hook that applies it; set --use-tis --custom-tis-function"),
     (("tis",), TOKEN_TIS, {"use_tis": False}, "^megatron_rc.correction needs a hook"),
     (("loss",), TOKEN_TIS, {"loss_type": "policy_loss"}, "^megatron_rc.correction needs a hook"),
-    ((), {"lr_decay": {}}, {}, "^megatron_rc.lr_decay needs the hook that steps it: set --custom-megatron-before"),
+    ((), {"lr_decay": {}}, {}, "^megatron_rc.lr_decay needs the hook that steps it; set --custom-megatron-before"),
     (("before_train_step",), {}, {}, "^megatron_rc.lr_decay must be set for before_train_step"),
     (("before_train_step",), {"lr_decay": {}}, {}, "^megatron_rc.lr_decay.decay_period must be set where no hook"),
     (("before_train_step",), {"lr_decay": {"decay_period": 9}}, {"indep_dp": True}, "--indep-dp"),
@@ -99,6 +99,19 @@ REFUSED = [
         {"calculate_per_token_loss": True},
         "^--calculate-per-token-loss must be set exactly when megatron_rc.aggregation is 'token-mean'",
     ),
+    (
+        ("pg_loss_reducer",),
+        {"aggregation": "seq-mean-token-sum"},
+        {"qkv_format": "bshd", "context_parallel_size": 2},
+        "^--qkv-format must be thd for pg_loss_reducer",
+    ),
+    # mistakes of the host's own flags
+    (("tis",), TOKEN_TIS, {"use_rollout_logprobs": True}, "already is pi / mu.*drop --use-rollout-logprobs"),
+    (("tis",), TOKEN_TIS, {"rollout_temperature": 0}, "^a greedy sampler.*; set --rollout-temperature above 0$"),
+    (("tis",), {}, {"use_tis": False}, "^it is never called, so nothing is corrected; add --use-tis$"),
+    (("loss",), {}, {"loss_type": "policy_loss"}, "^it is never called with --loss-type policy_loss; add --loss-type"),
+    (("tis",), TOKEN_TIS, {"moe_router_fusion": True, "use_routing_replay": True}, "drop --moe-router-fusion$"),
+    (("tis",), TOKEN_TIS, {"moe_router_fusion": True, "moe_enable_routing_replay": True}, "silently ignored"),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ class Arguments:
     def __getattr__(self, name: str) -> Any:
         flag, default = name.replace("_", "-"), self._defaults.get(name)
         try:
-            keys = self._config_keys()
+            keys = self._config_keys
         except Undecided:
             if flag not in self._flags and name not in self._defaults:
                 raise
@@ -114,6 +115,7 @@ class Arguments:
         except ValueError:
             raise ValueError(f"--{flag} must be a number, got {text!r}") from None
 
+    @cached_property
     def _config_keys(self) -> dict[str, Any]:
         path = self._flags.text(self._config_flag, "") if self._config_flag else ""
         if path and not Path(path).is_file():

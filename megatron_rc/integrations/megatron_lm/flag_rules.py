@@ -6,9 +6,10 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_rc.config import RolloutCorrection
-from megatron_rc.integrations.flag_rules import FlagRule, captures_iteration
+from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, FlagRule, captures_iteration, refuse
 
 DEFAULTS: dict[str, Any] = {
+    **MEGATRON_DEFAULTS,
     "perform_rl_step": False,
     "rl_inference_logprobs_is_correction": False,
     "rl_importance_sampling_truncation_coef": None,
@@ -19,7 +20,6 @@ DEFAULTS: dict[str, Any] = {
     "rl_partial_rollouts": False,
     "inference_dynamic_batching_logprobs_mode": "raw_logprobs",
     "tensor_model_parallel_size": 1,
-    "cuda_graph_impl": "none",
 }
 """Arguments that the rules read, with the host's own defaults."""
 
@@ -144,5 +144,5 @@ def check_arguments(args: Namespace, correction: RolloutCorrection | None) -> No
         ValueError: one sentence that names the flag to change.
     """
     # a length decay alone needs rollouts, and leaves their log-probs to the host
-    for rule in RULES if correction is not None else (SAMPLES_ROLLOUTS,):
-        rule.refuse(args, "megatron-lm")
+    own_rules = RULES if correction is not None else (SAMPLES_ROLLOUTS,)
+    refuse((*MEGATRON_RULES, *own_rules), args, DEFAULTS, host="megatron-lm")

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_rc import versions
-from megatron_rc.integrations.flag_rules import FlagRule, captures_iteration
+from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, FlagRule, captures_iteration
 from megatron_rc.integrations.scheduler_decay import HoldsDecay, make_scheduler
 from megatron_rc.integrations.symbols import Host, Symbol, imported_when_called
 
@@ -77,7 +77,7 @@ def host(version: str | None) -> Host:
         where=f"Install megatron-core {versions.MEGATRON_TRAINING[0]} or newer (Python "
         f"{versions.PYTHON_OF_MEGATRON_TRAINING}), or put a clone of NVIDIA/Megatron-LM on PYTHONPATH.",
         flag_rules=RULES,
-        flag_defaults={"cuda_graph_impl": "none"},
+        flag_defaults=MEGATRON_DEFAULTS,
     )
 
 

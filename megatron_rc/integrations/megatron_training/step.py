@@ -14,6 +14,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
+from megatron_rc.integrations import megatron_training
+from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, refuse
 from megatron_rc.integrations.log_names import prefixed, worth_logging
 from megatron_rc.integrations.scheduler_decay import HoldsDecay, LRDecay
 from megatron_rc.integrations.symbols import Function
@@ -139,6 +141,12 @@ class TrainingStep:
         self.logged |= {name: torch.tensor(value, dtype=torch.float32, device=device) for name, value in known.items()}
 
 
+def _refuse_flags() -> None:
+    from megatron.training.global_vars import get_args
+
+    refuse((*MEGATRON_RULES, *megatron_training.RULES), get_args(), MEGATRON_DEFAULTS, host=megatron_training.NAME)
+
+
 def make_train_step(original: Function, state: PatchState) -> Function:
     """train_step, which opens a TrainingStep and finishes it before the optimizer steps."""
     signature = inspect.signature(original)
@@ -146,6 +154,7 @@ def make_train_step(original: Function, state: PatchState) -> Function:
     @wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
+        _refuse_flags()
         _refuse_replayed_loss(call.arguments["forward_backward_func"])
         optimizer = call.arguments["optimizer"]
         own_step, of_instance = optimizer.step, "step" in vars(optimizer)

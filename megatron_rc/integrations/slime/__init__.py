@@ -19,7 +19,7 @@ from typing import Any
 
 _MODULE_OF = {
     "before_train_step": "learning_rate",
-    "check": "refusals",
+    "check": "flag_rules",
     "loss": "custom_loss",
     "pg_loss_reducer": "reducer",
     "rollout_data": "rollout_hook",

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron_rc.batch import Support
 from megatron_rc.integrations.log_names import prefixed
+from megatron_rc.integrations.slime.flag_rules import refuse_hook
 from megatron_rc.integrations.slime.layout import Layout, Parallel, layout_of, parallel
 from megatron_rc.integrations.slime.reducer import reducer
-from megatron_rc.integrations.slime.refusals import refuse_loss
 from megatron_rc.integrations.slime.settings import SlimeSettings, in_advantages, names, read
 from megatron_rc.integrations.slime.tokens import (
     LENGTHS,
@@ -51,7 +51,7 @@ def loss(
         ValueError: missing log-probs, or a setting that this hook cannot honour, with the flag or field to change.
     """
     settings = read(args)
-    refuse_loss(args, settings)
+    refuse_hook("loss", args)
     correction = settings.correction
     LENGTHS.record(batch["response_lengths"])
     ranks = parallel()

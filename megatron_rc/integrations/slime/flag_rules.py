@@ -1,112 +1,103 @@
-"""Flags of slime and miles that are wrong, whether or not they name a hook of ours."""
+"""Flags of slime and miles that are wrong: those that the hooks refuse, and those that doctor warns about."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
-from megatron_rc.integrations.flag_rules import FlagRule
-from megatron_rc.integrations.slime.refusals import check
-from megatron_rc.integrations.slime.settings import HOOKS, flag, names
+from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, ROUTER_FUSION, FlagRule, refuse
+from megatron_rc.integrations.slime.refusals import HOOK_RULES, RULES_OF_NAMED_HOOKS, TOP_K
+from megatron_rc.integrations.slime.settings import flag, names, read
 
 DEFAULTS: dict[str, Any] = {
-    "use_tis": False,
-    "get_mismatch_metrics": False,
-    "use_rollout_logprobs": False,
-    "use_routing_replay": False,
-    "use_rollout_routing_replay": False,
-    "custom_tis_function_path": None,
-    "custom_loss_function_path": None,
-    "loss_type": "policy_loss",
-    "rollout_temperature": 1.0,
-    "rollout_top_p": 1.0,
-    "rollout_top_k": -1,
+    **MEGATRON_DEFAULTS,
+    **dict.fromkeys(
+        ("use_tis", "get_mismatch_metrics", "use_rollout_logprobs", "use_opsm", "tis_batch_normalize"), False
+    ),
+    **dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay", "calculate_per_token_loss"), False),
+    **dict.fromkeys(("allgather_cp", "indep_dp"), False),
+    **dict.fromkeys(("custom_tis_function_path", "custom_loss_function_path"), None),
+    **dict.fromkeys(("custom_pg_loss_reducer_function_path", "num_steps_per_rollout", "global_batch_size"), None),
+    **{"loss_type": "policy_loss", "advantage_estimator": "grpo", "train_backend": "megatron", "qkv_format": "thd"},
+    **{"rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": -1},
+    **{"context_parallel_size": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 1},
 }
 """Arguments that the rules read, with the hosts' own defaults."""
 
-
-def refusal(args: Any) -> str:
-    """What `check` refuses about these arguments; "" where it refuses nothing, or no hook of ours is named."""
-    if not any(names(args, hook) for hook in HOOKS):
-        return ""
-    try:
-        check(args)
-    except ValueError as refused:
-        return str(refused)
-    return ""
-
-
-RULES = (
+_OWN_RULES = (
     FlagRule(
-        name="router-fusion",
-        wrong=lambda args: args.moe_router_fusion and (args.use_routing_replay or args.use_rollout_routing_replay),
-        problem="the fused router selects its experts before the replay is asked, so the replay is silently ignored",
-        fix="Drop --moe-router-fusion.",
+        "router-fusion",
+        lambda args: args.moe_router_fusion and (args.use_routing_replay or args.use_rollout_routing_replay),
+        ROUTER_FUSION.problem, ROUTER_FUSION.fix,
     ),
     FlagRule(
-        name="ratio-counted-twice",
-        wrong=lambda args: args.use_rollout_logprobs and args.use_tis,
-        problem="with --use-rollout-logprobs the loss's ratio already is pi / mu, and --use-tis multiplies it again",
-        fix="Drop --use-rollout-logprobs, or --use-tis.",
-        good="pi / mu is counted at most once",
+        "ratio-counted-twice", lambda args: args.use_rollout_logprobs and args.use_tis,
+        "with --use-rollout-logprobs the loss's ratio already is pi / mu, and --use-tis multiplies it again",
+        "Drop --use-rollout-logprobs, or --use-tis.", good="pi / mu is counted at most once",
     ),
     FlagRule(
-        name="temperature",
-        wrong=lambda args: args.rollout_temperature <= 0,
-        problem="a greedy sampler has no log-prob that the trainer's could be compared with",
-        fix="Set --rollout-temperature above 0.",
-        good="the trainer divides its logits by the sampler's temperature",
+        "temperature", lambda args: args.rollout_temperature <= 0,
+        "a greedy sampler has no log-prob that the trainer's could be compared with",
+        "Set --rollout-temperature above 0.", good="the trainer divides its logits by the sampler's temperature",
+    ),
+    TOP_K,
+    FlagRule(
+        "tis-function",
+        lambda args: args.custom_tis_function_path and not args.use_tis and not args.get_mismatch_metrics,
+        "it is never called, so nothing is corrected", "Add --use-tis.", good="it is called, or none is given",
     ),
     FlagRule(
-        name="top-p-top-k",
-        wrong=lambda args: args.rollout_top_k > 0,
-        problem="the trainer's log-probs are over the whole vocabulary, the sampler's over its top-k",
-        fix="Drop --rollout-top-k.",
-        good="sampler and trainer have log-probs over the same ids",
-    ),
-    FlagRule(
-        name="tis-function",
-        wrong=lambda args: args.custom_tis_function_path and not args.use_tis and not args.get_mismatch_metrics,
-        problem="it is never called, so nothing is corrected",
-        fix="Add --use-tis.",
-        good="it is called, or none is given",
-    ),
-    FlagRule(
-        name="tis-function",
+        "tis-function", lambda args: args.custom_tis_function_path and not args.use_tis,
+        "--get-mismatch-metrics calls it for its metrics alone", "Add --use-tis if it shall act on the loss.",
         severity="note",
-        wrong=lambda args: args.custom_tis_function_path and not args.use_tis,
-        problem="--get-mismatch-metrics calls it for its metrics alone",
-        fix="Add --use-tis if it shall act on the loss.",
     ),
     FlagRule(
-        name="loss-function",
-        wrong=lambda args: args.custom_loss_function_path and args.loss_type != "custom_loss",
-        problem=lambda args: f"it is never called with --loss-type {args.loss_type}",
-        fix="Add --loss-type custom_loss.",
-        good="it is called, or none is given",
+        "loss-function",
+        # the host gives value_loss to a critic, whose loss is its own
+        lambda args: args.custom_loss_function_path and args.loss_type not in ("custom_loss", "value_loss"),
+        lambda args: f"it is never called with --loss-type {args.loss_type}",
+        "Add --loss-type custom_loss.", good="it is called, or none is given",
     ),
     FlagRule(
-        name="batch-normalised-weights",
-        severity="warning",
-        wrong=lambda args: getattr(args, "tis_batch_normalize", False),
-        problem="weights are normalised over one micro-batch of one rank, so they depend on how the batch was packed",
-        fix=f"Set tis_batch_normalize: false, or megatron_rc.correction.normalize: batch with {flag('rollout_data')}.",
-        good="no weight depends on how the batch was cut",
+        "batch-normalised-weights", lambda args: args.tis_batch_normalize,
+        "weights are normalised over one micro-batch of one rank, so they depend on how the batch was packed",
+        f"Set tis_batch_normalize: false, or megatron_rc.correction.normalize: batch with {flag('rollout_data')}.",
+        good="no weight depends on how the batch was cut", severity="warning",
     ),
-    FlagRule(
-        name="hooks",
-        wrong=lambda args: refusal(args) != "",
-        problem=refusal,
-        fix="Change the flag that the sentence names.",
-        good="none of them is named, or they can do what megatron_rc in the YAML file asks for",
-    ),
-)
+)  # fmt: skip
 
-MILES_RULES = (
-    *RULES,
-    FlagRule(
-        name="top-p-top-k",
-        wrong=lambda args: args.rollout_top_p < 1,
-        problem="the trainer's log-probs are over the whole vocabulary, the sampler's over its top-p",
-        fix="Drop --rollout-top-p.",
-    ),
-)
+RULES = (*_OWN_RULES, *RULES_OF_NAMED_HOOKS)
+
+MILES_TOP_P = FlagRule(
+    "top-p-top-k", lambda args: args.rollout_top_p != 1,
+    lambda args: f"--rollout-top-p must be 1 on miles, which records no kept ids, got {args.rollout_top_p}",
+    "Drop --rollout-top-p.",
+)  # fmt: skip
+MILES_ROLLOUT_DATA = FlagRule(
+    "rollout-data-on-miles", lambda args: names(args, "rollout_data"),
+    "--rollout-data-postprocess-path must be unset on miles, which gives that hook no rollout",
+    "Use the hooks tis, loss or pg_loss_reducer.", good="the hook that sees a rollout is not named",
+)  # fmt: skip
+MILES_RULES = (*RULES, MILES_TOP_P, MILES_ROLLOUT_DATA)
+
+
+def check(args: Namespace) -> None:
+    """Refuse what the hooks named in ``args`` cannot do, before the model is built.
+
+    Raises:
+        ValueError: one sentence naming what to change.
+    """
+    read(args)
+    for hook in HOOK_RULES:
+        if hook == "check" or names(args, hook):
+            refuse_hook(hook, args)
+    refuse((*MEGATRON_RULES, *_OWN_RULES), args, DEFAULTS)
+
+
+def refuse_hook(hook: str, args: Namespace) -> None:
+    """Refuse what one hook cannot do; every hook asks for it, because `check` may not be set.
+
+    Raises:
+        ValueError: one sentence naming what to change.
+    """
+    refuse(HOOK_RULES[hook], args, DEFAULTS)

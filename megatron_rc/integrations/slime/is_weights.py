@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.integrations.flag_rules import refuse
 from megatron_rc.integrations.log_names import prefixed
+from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P, refuse_hook
 from megatron_rc.integrations.slime.layout import layout_of, parallel
-from megatron_rc.integrations.slime.refusals import refuse_tis
 from megatron_rc.integrations.slime.settings import in_advantages, read
 from megatron_rc.integrations.slime.tokens import (
     LENGTHS,
@@ -54,9 +55,9 @@ def tis(
         ValueError: missing log-probs, or a setting that this hook cannot honour, with the flag or field to change.
     """
     settings = read(args)
-    refuse_tis(args, settings)
-    if parallel_state is not None and args.rollout_top_p != 1:
-        raise ValueError(f"--rollout-top-p must be 1 on miles, which records no kept ids, got {args.rollout_top_p}")
+    refuse_hook("tis", args)
+    if parallel_state is not None:
+        refuse((MILES_TOP_P,), args, DEFAULTS)
     LENGTHS.record(response_lengths)
     ranks = parallel()
     layout = layout_of(args, ranks, total_lengths, response_lengths, max_seq_lens)

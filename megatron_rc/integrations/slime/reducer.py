@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megatron_rc.integrations.slime.flag_rules import refuse_hook
 from megatron_rc.integrations.slime.layout import Layout, parallel
-from megatron_rc.integrations.slime.refusals import refuse_pg_loss_reducer
 from megatron_rc.integrations.slime.settings import read
 from megatron_rc.integrations.slime.tokens import LENGTHS
 
@@ -53,12 +53,8 @@ def reducer(
 ) -> Callable[[Tensor], Tensor]:
     """`pg_loss_reducer` with the host's arguments as a parameter."""
     settings = read(args)
-    refuse_pg_loss_reducer(args, settings)
+    refuse_hook("pg_loss_reducer", args)
     ranks = parallel()
-    if ranks.cp_size > 1 and getattr(args, "qkv_format", "thd") == "bshd":
-        raise ValueError(
-            "--qkv-format must be thd for pg_loss_reducer with context parallelism: it does not get the padded lengths"
-        )
     layout = Layout.of(total_lengths, response_lengths, None, ranks.cp_rank, ranks.cp_size)
     scales = [mask.float() for mask in loss_masks]
     if settings.aggregation == "seq-mean-token-mean":

@@ -1,178 +1,245 @@
-"""What a hook of slime or miles cannot do; each refusal names the flag or field to change."""
+"""What a hook of slime or miles cannot do: one rule per mistake, refused by the hook and found by doctor beforehand."""
 
 from __future__ import annotations
 
-from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from megatron_rc.config import STATISTICS
-from megatron_rc.integrations.slime.settings import SlimeSettings, flag, in_advantages, names, read
+from megatron_rc.config import STATISTICS, RolloutCorrection
+from megatron_rc.integrations.flag_rules import FlagRule
+from megatron_rc.integrations.slime.settings import HOOKS, KEY, flag, in_advantages, names, read
+
+_BY_LOSS = f"--loss-type custom_loss {flag('loss')}"
+_BY_TIS = f"Use the host's own loss with --use-tis {flag('tis')}."
+_HOOKS_ARE_FINE = "the hooks of megatron_rc that are named, if any, can do what is asked of them"
 
 
-def check(args: Namespace) -> None:
-    """Refuse what the hooks named in ``args`` cannot do, before the model is built.
+def _correction(args: Any) -> RolloutCorrection:
+    return read(args).correction
 
-    Raises:
-        ValueError: one sentence naming what to change.
-    """
-    settings = read(args)
-    for hook, refuse in _REFUSALS.items():
-        if names(args, hook):
-            refuse(args, settings)
-    correction = settings.correction
-    acts = correction.weight is not None or correction.reject
-    applied = (
+
+def _sentence(check: Callable[[], Any]) -> str:
+    """The sentence of the ValueError that ``check`` raises; "" where it raises none."""
+    try:
+        check()
+    except ValueError as refused:
+        return str(refused)
+    return ""
+
+
+def _sees_one_micro_batch(args: Any) -> bool:
+    """Whether tis or loss applies the correction, and not rollout_data."""
+    return not in_advantages(args, read(args))
+
+
+def _double_ratio(args: Any) -> str:
+    return _sentence(lambda: _correction(args).check_surrogate("ppo"))
+
+
+def _unknown_statistics(args: Any) -> list[str]:
+    return [each.statistic for each in _correction(args).reject if each.statistic not in STATISTICS]
+
+
+def _steps_per_rollout(args: Any) -> int:
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    return args.num_steps_per_rollout or max(1, samples // (args.global_batch_size or samples))
+
+
+def _is_applied(args: Any) -> bool:
+    return (
         names(args, "rollout_data")
-        or (names(args, "tis") and _get(args, "use_tis", False))
-        or (names(args, "loss") and _get(args, "loss_type") == "custom_loss")
+        or (names(args, "tis") and args.use_tis)
+        or (names(args, "loss") and args.loss_type == "custom_loss")
     )
-    if acts and not applied:
-        raise ValueError(
-            f"megatron_rc.correction needs a hook that applies it: set --use-tis {flag('tis')}, "
-            f"or --loss-type custom_loss {flag('loss')}, or {flag('rollout_data')}"
-        )
-    if settings.lr_decay is not None and not names(args, "before_train_step"):
-        raise ValueError(f"megatron_rc.lr_decay needs the hook that steps it: set {flag('before_train_step')}")
 
 
-def refuse_tis(args: Namespace, settings: SlimeSettings) -> None:
-    """tis sees the log-probs of one micro-batch, old and rollout, and neither advantages nor current log-probs."""
-    _refuse_always(args, settings)
-    if settings.correction.old != "recompute":
-        raise ValueError(
-            f"megatron_rc.correction.old must be 'recompute' for tis, which sees no current log-probs, got "
-            f"{settings.correction.old!r}: use --loss-type custom_loss {flag('loss')}"
-        )
-    if in_advantages(args, settings):
-        return
-    _refuse_batch_mean(settings)
-    if any(rejection.when == "negative_advantage" for rejection in settings.correction.reject):
-        raise ValueError(
-            "megatron_rc.correction must not reject by when='negative_advantage' in tis, which sees no advantages: "
-            f"use --loss-type custom_loss {flag('loss')}, or {flag('rollout_data')}"
-        )
+def _sees_lengths(args: Any) -> bool:
+    return any(names(args, hook) for hook in ("rollout_data", "tis", "loss", "pg_loss_reducer"))
 
 
-def refuse_loss(args: Namespace, settings: SlimeSettings) -> None:
-    """loss sees all data of one micro-batch, and is the PPO loss over tokens."""
-    _refuse_always(args, settings)
-    correction, by_tis = settings.correction, f"the host's own loss with --use-tis {flag('tis')} has it"
-    if not in_advantages(args, settings):
-        _refuse_batch_mean(settings)
-    correction.check_surrogate("ppo")
-    estimator = _get(args, "advantage_estimator")
-    if estimator in ("gspo", "cispo"):
-        raise ValueError(f"--advantage-estimator must not be {estimator} for loss, which is PPO over tokens; {by_tis}")
-    if _get(args, "allgather_cp", False) and _get(args, "context_parallel_size", 1) > 1:
-        raise ValueError(f"--allgather-cp must be off for loss, which reads zigzag slices; {by_tis}")
-    if _get(args, "use_opsm", False):
-        raise ValueError(
-            "--use-opsm must be off for loss: set megatron_rc.correction to the preset off-policy-sequence-mask"
-        )
-    if _get(args, "use_tis", False):
-        raise ValueError("--use-tis must be off for loss, which applies megatron_rc.correction itself")
-    if bool(_get(args, "use_rollout_logprobs", False)) != (correction.old == "rollout"):
-        raise ValueError(
-            "--use-rollout-logprobs must be set exactly when megatron_rc.correction.old is 'rollout', "
-            f"got old={correction.old!r}"
-        )
-    if correction.old == "current" and _steps_per_rollout(args) > 1:
-        raise ValueError(
-            "megatron_rc.correction.old must not be 'current' with more than one train step per rollout "
-            f"(--num-steps-per-rollout, --global-batch-size), got {_steps_per_rollout(args)} of them"
-        )
-    if _get(args, "custom_pg_loss_reducer_function_path") is not None and not names(args, "pg_loss_reducer"):
-        raise ValueError(f"loss takes no reducer but its own: unset it, or set {flag('pg_loss_reducer')}")
+TOP_K = FlagRule(
+    "top-p-top-k", lambda args: args.rollout_top_k not in (None, -1, 0),
+    lambda args: f"--rollout-top-k must be -1, got {args.rollout_top_k}: no kept ids are recorded for it, so pi and mu "
+    "would be normalised over different sets",
+    "Drop --rollout-top-k.", good="sampler and trainer have log-probs over the same ids",
+)  # fmt: skip
+_ALWAYS = (
+    FlagRule(
+        "hook-train-backend", lambda args: args.train_backend != "megatron",
+        lambda args: f"--train-backend must be megatron, got {args.train_backend}", "Set --train-backend megatron.",
+    ),
+    TOP_K,
+    FlagRule(
+        "hook-statistic", lambda args: bool(_unknown_statistics(args)),
+        lambda args: f"megatron_rc.correction must reject by one of {', '.join(STATISTICS)}, which are all that a hook "
+        f"computes, got {_unknown_statistics(args)[0]!r}",
+        "Change megatron_rc.correction.reject.",
+    ),
+)  # fmt: skip
+_BATCH_MEAN = FlagRule(
+    "hook-batch-mean", lambda args: _sees_one_micro_batch(args) and _correction(args).normalize == "batch",
+    "megatron_rc.correction.normalize must be 'none' in a hook that sees one micro-batch",
+    f"Set it, or slime's {flag('rollout_data')}, which sees the whole rollout (miles has no such hook).",
+)  # fmt: skip
 
-
-def refuse_pg_loss_reducer(args: Namespace, settings: SlimeSettings) -> None:
-    """The host divides the reducer's result by rollouts, or with --calculate-per-token-loss by tokens."""
-    if settings.aggregation is None:
-        raise ValueError("megatron_rc.aggregation must be set for pg_loss_reducer")
-    per_token = bool(_get(args, "calculate_per_token_loss", False))
-    if per_token != (settings.aggregation == "token-mean"):
-        raise ValueError(
-            "--calculate-per-token-loss must be set exactly when megatron_rc.aggregation is 'token-mean', "
-            f"got {settings.aggregation!r}"
-        )
-
-
-def refuse_rollout_data(args: Namespace, settings: SlimeSettings) -> None:
-    """rollout_data sees the whole rollout before its update."""
-    _refuse_always(args, settings)
-    if settings.correction.old != "recompute":
-        if not names(args, "loss"):
-            raise ValueError(
-                f"megatron_rc.correction.old must be 'recompute' for rollout_data, which runs before the update, got "
-                f"{settings.correction.old!r}: use --loss-type custom_loss {flag('loss')}"
-            )
-        return
-    if _get(args, "use_rollout_logprobs", False):
-        raise ValueError(
+HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
+    "tis": (
+        *_ALWAYS,
+        FlagRule(
+            "tis-old", lambda args: _correction(args).old != "recompute",
+            lambda args: "megatron_rc.correction.old must be 'recompute' for tis, which sees no current log-probs, got "
+            f"{_correction(args).old!r}",
+            f"Use {_BY_LOSS}.",
+        ),
+        _BATCH_MEAN,
+        FlagRule(
+            "tis-advantages",
+            lambda args: _sees_one_micro_batch(args)
+            and any(rejection.when == "negative_advantage" for rejection in _correction(args).reject),
+            "megatron_rc.correction must not reject by when='negative_advantage' in tis, which sees no advantages",
+            f"Use {_BY_LOSS}, or {flag('rollout_data')}.",
+        ),
+    ),
+    "loss": (
+        *_ALWAYS,
+        _BATCH_MEAN,
+        FlagRule(
+            "loss-double-ratio", lambda args: _double_ratio(args) != "", _double_ratio,
+            "Set megatron_rc.correction.weight to null, or old to 'recompute'.",
+        ),
+        FlagRule(
+            "loss-estimator", lambda args: args.advantage_estimator in ("gspo", "cispo"),
+            lambda args: f"--advantage-estimator must not be {args.advantage_estimator} for loss, which is PPO over "
+            "tokens",
+            _BY_TIS,
+        ),
+        FlagRule(
+            "loss-context-parallel", lambda args: args.allgather_cp and args.context_parallel_size > 1,
+            "--allgather-cp must be off for loss, which reads zigzag slices", _BY_TIS,
+        ),
+        FlagRule(
+            "loss-opsm", lambda args: args.use_opsm, "--use-opsm must be off for loss",
+            "Set megatron_rc.correction to the preset off-policy-sequence-mask.",
+        ),
+        FlagRule(
+            "loss-and-tis", lambda args: args.use_tis,
+            "--use-tis must be off for loss, which applies megatron_rc.correction itself", "Drop --use-tis.",
+        ),
+        FlagRule(
+            "loss-old-rollout",
+            lambda args: bool(args.use_rollout_logprobs) != (_correction(args).old == "rollout"),
+            lambda args: "--use-rollout-logprobs must be set exactly when megatron_rc.correction.old is 'rollout', got "
+            f"old={_correction(args).old!r}",
+            "Change one of the two.",
+        ),
+        FlagRule(
+            "loss-old-current", lambda args: _correction(args).old == "current" and _steps_per_rollout(args) > 1,
+            lambda args: "megatron_rc.correction.old must not be 'current' with more than one train step per rollout "
+            f"(--num-steps-per-rollout, --global-batch-size), got {_steps_per_rollout(args)} of them",
+            "Set old to 'recompute', or take one step per rollout.",
+        ),
+        FlagRule(
+            "loss-reducer",
+            lambda args: args.custom_pg_loss_reducer_function_path is not None and not names(args, "pg_loss_reducer"),
+            "loss takes no reducer but its own",
+            f"Drop --custom-pg-loss-reducer-function-path, or set {flag('pg_loss_reducer')}.",
+        ),
+    ),
+    "pg_loss_reducer": (
+        FlagRule(
+            "reducer-aggregation", lambda args: read(args).aggregation is None,
+            "megatron_rc.aggregation must be set for pg_loss_reducer", "Set megatron_rc.aggregation.",
+        ),
+        FlagRule(
+            "reducer-per-token",
+            lambda args: bool(args.calculate_per_token_loss) != (read(args).aggregation == "token-mean"),
+            lambda args: "--calculate-per-token-loss must be set exactly when megatron_rc.aggregation is 'token-mean', "
+            f"got {read(args).aggregation!r}",
+            "Change one of the two.",
+        ),
+        FlagRule(
+            "reducer-padding", lambda args: args.context_parallel_size > 1 and args.qkv_format == "bshd",
+            "--qkv-format must be thd for pg_loss_reducer with context parallelism: it does not get the padded lengths",
+            "Drop --qkv-format bshd.",
+        ),
+    ),
+    "rollout_data": (
+        *_ALWAYS,
+        FlagRule(
+            "rollout-data-old", lambda args: _correction(args).old != "recompute" and not names(args, "loss"),
+            lambda args: "megatron_rc.correction.old must be 'recompute' for rollout_data, which runs before the "
+            f"update, got {_correction(args).old!r}",
+            f"Use {_BY_LOSS}.",
+        ),
+        FlagRule(
+            "rollout-data-ratio", lambda args: _correction(args).old == "recompute" and args.use_rollout_logprobs,
             "--use-rollout-logprobs must be off for rollout_data: the ratio of the loss already is pi / mu, and the "
-            "weights in the advantages would count it twice"
-        )
-    if _get(args, "use_tis", False) and not names(args, "tis"):
-        raise ValueError(
-            "--use-tis must be off with rollout_data, whose weights already are in the advantages "
-            f"({flag('tis')} may stay: it then only reports)"
-        )
+            "weights in the advantages would count it twice",
+            "Drop --use-rollout-logprobs.",
+        ),
+        FlagRule(
+            "rollout-data-tis",
+            lambda args: _correction(args).old == "recompute" and args.use_tis and not names(args, "tis"),
+            "--use-tis must be off with rollout_data, whose weights already are in the advantages",
+            f"Drop --use-tis, or name {flag('tis')}, which then only reports.",
+        ),
+    ),
+    "before_train_step": (
+        FlagRule(
+            "lr-decay-missing", lambda args: read(args).lr_decay is None,
+            "megatron_rc.lr_decay must be set for before_train_step", "Set it; {} takes every default.",
+        ),
+        FlagRule(
+            "lr-decay-lengths",
+            lambda args: getattr(read(args).lr_decay, "decay_period", 0) is None and not _sees_lengths(args),
+            "megatron_rc.lr_decay.decay_period must be set where no hook sees response lengths",
+            f"Set it, or {flag('rollout_data')} (slime), {flag('pg_loss_reducer')}, or another of these hooks.",
+        ),
+        FlagRule(
+            "lr-decay-replicas", lambda args: args.indep_dp,
+            "megatron_rc.lr_decay must be unset with --indep-dp: its replicas share no process group",
+            "Drop --indep-dp, or unset it.",
+        ),
+    ),
+    "check": (
+        FlagRule(
+            "correction-unapplied",
+            lambda args: (_correction(args).weight is not None or bool(_correction(args).reject))
+            and not _is_applied(args),
+            "megatron_rc.correction needs a hook that applies it",
+            f"Set --use-tis {flag('tis')}, or {_BY_LOSS}, or {flag('rollout_data')}.",
+        ),
+        FlagRule(
+            "lr-decay-unstepped", lambda args: read(args).lr_decay is not None and not names(args, "before_train_step"),
+            "megatron_rc.lr_decay needs the hook that steps it", f"Set {flag('before_train_step')}.",
+        ),
+    ),
+}  # fmt: skip
+"""Hook -> the mistakes that it refuses by itself; those of `check` concern the hooks together."""
 
 
-def refuse_before_train_step(args: Namespace, settings: SlimeSettings) -> None:
-    """before_train_step needs a decay, and lengths from another hook unless its period is fixed."""
-    if settings.lr_decay is None:
-        raise ValueError("megatron_rc.lr_decay must be set for before_train_step; {} takes every default")
-    sources = [hook for hook in ("rollout_data", "tis", "loss", "pg_loss_reducer") if names(args, hook)]
-    if settings.lr_decay.decay_period is None and not sources:
-        raise ValueError(
-            "megatron_rc.lr_decay.decay_period must be set where no hook sees response lengths: or set "
-            f"{flag('rollout_data')} (slime), {flag('pg_loss_reducer')}, or another of these hooks"
-        )
-    if _get(args, "indep_dp", False):
-        raise ValueError("megatron_rc.lr_decay must be unset with --indep-dp: its replicas share no process group")
+def _unreadable(args: Any) -> str:
+    return _sentence(lambda: read(args))
 
 
-_REFUSALS = {
-    "tis": refuse_tis,
-    "loss": refuse_loss,
-    "pg_loss_reducer": refuse_pg_loss_reducer,
-    "rollout_data": refuse_rollout_data,
-    "before_train_step": refuse_before_train_step,
-}
+def _is_named(hook: str, args: Any) -> bool:
+    return any(names(args, each) for each in (HOOKS if hook == "check" else (hook,)))
 
 
-def _refuse_always(args: Namespace, settings: SlimeSettings) -> None:
-    backend = _get(args, "train_backend", "megatron")
-    if backend != "megatron":
-        raise ValueError(f"--train-backend must be megatron, got {backend}")
-    top_k = _get(args, "rollout_top_k", -1)
-    if top_k not in (None, -1, 0):
-        raise ValueError(
-            f"--rollout-top-k must be -1, got {top_k}: no kept ids are recorded for it, so pi and mu would be "
-            "normalised over different sets"
-        )
-    for rejection in settings.correction.reject:
-        if rejection.statistic not in STATISTICS:
-            raise ValueError(
-                f"megatron_rc.correction must reject by one of {', '.join(STATISTICS)}, which are all that a hook "
-                f"computes, got {rejection.statistic!r}"
-            )
+def _made_by(hook: str, rule: FlagRule, args: Any) -> bool:
+    return _is_named(hook, args) and not _unreadable(args) and rule.wrong(args)
 
 
-def _refuse_batch_mean(settings: SlimeSettings) -> None:
-    if settings.correction.normalize == "batch":
-        raise ValueError(
-            "megatron_rc.correction.normalize must be 'none' in a hook that sees one micro-batch: slime's "
-            f"{flag('rollout_data')} sees the whole rollout (miles has no such hook)"
-        )
-
-
-def _steps_per_rollout(args: Namespace) -> int:
-    samples = _get(args, "rollout_batch_size", 1) * _get(args, "n_samples_per_prompt", 1)
-    return _get(args, "num_steps_per_rollout") or max(1, samples // (_get(args, "global_batch_size") or samples))
-
-
-def _get(args: Namespace, name: str, default: Any = None) -> Any:
-    # the two hosts do not have the same arguments
-    return getattr(args, name, default)
+RULES_OF_NAMED_HOOKS = (
+    FlagRule(
+        "hook-settings", lambda args: _is_named("check", args) and _unreadable(args) != "", _unreadable,
+        f"Change {KEY} in the YAML file of --custom-config-path.", good="no hook is named, or its settings can be read",
+    ),
+    *(
+        replace(rule, wrong=partial(_made_by, hook, rule), good=rule.good or _HOOKS_ARE_FINE)
+        for hook, rules in HOOK_RULES.items() for rule in rules
+    ),
+)  # fmt: skip
+"""The same mistakes for doctor, each made only where the host's arguments name the hook."""

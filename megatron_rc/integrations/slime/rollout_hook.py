@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from megatron_rc.integrations.log_names import prefixed
+from megatron_rc.integrations.slime.flag_rules import MILES_ROLLOUT_DATA, refuse_hook
 from megatron_rc.integrations.slime.layout import layout_of, parallel
-from megatron_rc.integrations.slime.refusals import refuse_rollout_data
 from megatron_rc.integrations.slime.settings import in_advantages, read
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens
 
@@ -33,12 +33,9 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
             every rank of the last stage, more than max_nonfinite_share of log-probs that are not finite.
     """
     if rollout_id is None or rollout_data is None:
-        raise ValueError(
-            "--rollout-data-postprocess-path must be unset on miles, which gives that hook no rollout: "
-            "use the hooks tis, loss or pg_loss_reducer"
-        )
+        raise ValueError(MILES_ROLLOUT_DATA.refusal(args))
     settings = read(args)
-    refuse_rollout_data(args, settings)
+    refuse_hook("rollout_data", args)
     LENGTHS.record_rollout(rollout_id, rollout_data["response_lengths"])
     ranks = parallel()
     if not in_advantages(args, settings) or not ranks.last_stage:
