@@ -9,21 +9,8 @@ Value = TypeVar("Value")
 
 PREFIX = "rc/"
 _NAMES = {
-    "k1",
-    "k3",
-    "chi2_token",
-    "chi2_seq",
-    "ess_token",
-    "ess_seq",
-    "ess_token_final",
-    "rho_max",
-    "f2",
-    "log_ppl_abs_diff",
-    "weight_mean",
-    "masked_token",
-    "masked_seq",
-    "nonfinite_share",
-    "response_length",
+    *("k1", "k3", "chi2_token", "chi2_seq", "ess_token", "ess_seq", "ess_token_final", "rho_max", "f2"),
+    *("log_ppl_abs_diff", "weight_mean", "masked_token", "masked_seq", "nonfinite_share", "response_length"),
 }
 _BEGINNINGS = ("truncated_", "clipped_", "outside_", "rejected_")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,13 +92,21 @@ class Host:
         return not self.versions or is_release(version, self.versions)
 
 
-def imported_when_called(module: str, name: str) -> Function:
-    """The function ``name`` of ``module``, which is imported at the first call: a table of symbols loads no torch."""
+def replaced_by(
+    module: str, name: str, *, when: Callable[[Any], bool] = lambda session: True
+) -> Callable[[Function, Any], Function | None]:
+    """`Symbol.make` for the function ``name`` of ``module``, which takes (original, session, *what the host passes).
 
-    def call(*args: Any) -> Any:
-        return getattr(import_module(module), name)(*args)
+    The module is imported when a host is patched, because a table of symbols must not load torch.
 
-    return call
+    Args:
+        when: whether a session needs the replacement.
+    """
+
+    def make(original: Function, session: Any) -> Function | None:
+        return partial(getattr(import_module(module), name), original, session) if when(session) else None
+
+    return make
 
 
 class Inspected(NamedTuple):

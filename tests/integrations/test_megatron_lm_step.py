@@ -155,9 +155,9 @@ def test_flags_that_cannot_be_honoured_are_named_before_the_model_is_built(chang
         from megatron.training import global_vars
 
         global_vars.args = arguments(**changes)
-        setup = session.make_setup(host.training.setup_model_and_optimizer, session.Session(RolloutCorrection(), None))
+        setup, own = session.setup_model_and_optimizer, host.training.setup_model_and_optimizer
         with pytest.raises(ValueError, match=flag):
-            setup(None, lambda: pytest.fail("the model was built"))
+            setup(own, session.Session(RolloutCorrection(), None), None, lambda: pytest.fail("the model was built"))
 
 
 def test_a_temperature_with_processed_logprobs_and_top_p_of_1_are_honoured() -> None:

@@ -16,97 +16,75 @@ from __future__ import annotations
 from megatron_rc import versions
 from megatron_rc.integrations.megatron_lm import flag_rules, session
 from megatron_rc.integrations.scheduler_decay import make_scheduler
-from megatron_rc.integrations.symbols import Host, Symbol, imported_when_called
+from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
 
 RL = "megatron.rl.rl_utils"
 PACKING = "megatron.rl.sequence_packing_utils"
 TRAINING = "megatron.training.training"
-LOGPROBS = "megatron_rc.integrations.megatron_lm.logprobs"
-LOSS = "megatron_rc.integrations.megatron_lm.loss"
-ROLLOUTS = "megatron_rc.integrations.megatron_lm.rollouts"
+OURS = "megatron_rc.integrations.megatron_lm"
+_MARKS_MISSING = "marks missing rollout log-probs with NaN"
+
+
+def _corrected(module: str, name: str, parameters: str, ours: str, summary: str) -> Symbol:
+    """A function that a module of this folder replaces by one of the same name, in a run with a correction."""
+    replacement = replaced_by(f"{OURS}.{ours}", name, when=lambda session: session.correction is not None)
+    return Symbol(module, name, parameters, replacement, summary)
+
 
 SYMBOLS = (
     Symbol(
-        TRAINING,
-        "setup_model_and_optimizer",
+        TRAINING, "setup_model_and_optimizer",
         "model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, pg_collection=None",
-        session.make_setup,
+        replaced_by(f"{OURS}.session", "setup_model_and_optimizer"),
         "refuses flags under which rollouts cannot be corrected, before the model is built",
     ),
     Symbol(
-        TRAINING,
-        "get_optimizer_param_scheduler",
-        "optimizer",
-        make_scheduler,
+        TRAINING, "get_optimizer_param_scheduler", "optimizer", make_scheduler,
         "attaches the length decay and keeps its state in the checkpoint",
     ),
-    Symbol(
-        TRAINING,
-        "train_step",
+    _corrected(
+        TRAINING, "train_step",
         "forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func, "
         "iteration=None, pg_collection=None, p2p_communicator=None",
-        imported_when_called(LOSS, "make_train_step"),
-        "one denominator for all tokens of the step; metrics in the host's log",
+        "loss", "one denominator for all tokens of the step; metrics in the host's log",
     ),
-    Symbol(
-        RL,
-        "get_logprobs",
+    _corrected(
+        RL, "get_logprobs",
         "model, tokens, position_ids, no_grad=False, sequence_packing=False, packed_seq_params=None",
-        imported_when_called(LOGPROBS, "make_get_logprobs"),
-        "logits stay sharded over tensor-parallel ranks",
+        "logprobs", "logits stay sharded over tensor-parallel ranks",
     ),
-    Symbol(
-        RL,
-        "selective_log_softmax",
-        "logits, index",
-        imported_when_called(LOGPROBS, "make_selective_log_softmax"),
-        "vocabulary-parallel log-probs in fp32, at the sampling temperature",
+    _corrected(
+        RL, "selective_log_softmax", "logits, index",
+        "logprobs", "vocabulary-parallel log-probs in fp32, at the sampling temperature",
     ),
-    Symbol(
-        RL,
-        "compute_logprobs_batch",
+    _corrected(
+        RL, "compute_logprobs_batch",
         "model, data_loader, forward_backward_func, packing_context, trajs_batch_size, seq_length, "
         "logprobs_batch_size, decoder_seq_length, dtype, pp_group, is_correction, collect_non_loss_data=False",
-        imported_when_called(LOGPROBS, "make_compute_logprobs_batch"),
-        "log-probs before the update in fp32",
+        "logprobs", "log-probs before the update in fp32",
     ),
     Symbol(
-        RL,
-        "prepare_data_for_update",
+        RL, "prepare_data_for_update",
         "model, ref_state_dict, rollouts, tokenizer, sequence_packing, is_correction, request_ledger",
-        imported_when_called(ROLLOUTS, "make_prepare_data"),
+        replaced_by(f"{OURS}.rollouts", "prepare_data_for_update"),
         "corrects the whole rollout batch once; steps the length decay with its mean response length",
     ),
-    Symbol(
-        RL,
-        "calculate_grpo_loss",
+    _corrected(
+        RL, "calculate_grpo_loss",
         "current_logprobs, old_logprobs, ref_logprobs, advantages, clamp_eps_lower, clamp_eps_upper, kl_beta, "
         "entropy_weight, inference_logprobs=None, is_truncation_coef=None, seq_starts=None, seq_lengths=None",
-        imported_when_called(LOSS, "make_calculate_grpo_loss"),
-        "weights and mask of the correction on the policy-gradient term",
+        "loss", "weights and mask of the correction on the policy-gradient term",
     ),
-    Symbol(
-        RL,
-        "align_unpacked_inference_logprobs",
-        "inference_logprobs, old_logprobs_for_data, generation_masks, group_stats",
-        imported_when_called(ROLLOUTS, "make_align_unpacked"),
-        "marks missing rollout log-probs with NaN",
+    _corrected(
+        RL, "align_unpacked_inference_logprobs",
+        "inference_logprobs, old_logprobs_for_data, generation_masks, group_stats", "rollouts", _MARKS_MISSING,
     ),
-    Symbol(
-        RL,
-        "_pad_nonnull_with_zeros",
-        "data, max_len",
-        imported_when_called(ROLLOUTS, "make_pad_nonnull"),
-        "marks missing rollout log-probs with NaN",
+    _corrected(RL, "_pad_nonnull_with_zeros", "data, max_len", "rollouts", _MARKS_MISSING),
+    _corrected(
+        PACKING, "pack_inference_logprobs",
+        "inference_logprobs, packing_info, generation_masks, bin_size", "rollouts", _MARKS_MISSING,
     ),
-    Symbol(
-        PACKING,
-        "pack_inference_logprobs",
-        "inference_logprobs, packing_info, generation_masks, bin_size",
-        imported_when_called(ROLLOUTS, "make_pack_inference_logprobs"),
-        "marks missing rollout log-probs with NaN",
-    ),
-)
+)  # fmt: skip
 
 DIFFERENCES = (
     "log-probs are computed and kept in fp32; the host keeps those of a bf16 model in bf16",

@@ -13,30 +13,22 @@ from megatron_rc.integrations.symbols import Function
 from megatron_rc.logprobs import vocab_parallel_logprobs
 
 
-def make_get_logprobs(original: Function, session: Session) -> Function | None:
-    """get_logprobs, whose forward pass leaves the logits on the rank that computed them.
+def get_logprobs(original: Function, session: Session, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The host's function, whose forward pass leaves the logits on the rank that computed them.
 
     The host still cuts and shifts the tokens, under packing and context parallelism too. It then calls
     selective_log_softmax with logits and ids, which reads the logits as shards for as long as this call lasts.
     """
-    if session.correction is None:
-        return None
+    from megatron.core.utils import get_attr_wrapped_model
+    from megatron.training.global_vars import get_args
 
-    def get_logprobs(model: Any, *args: Any, **kwargs: Any) -> Any:
-        from megatron.core.utils import get_attr_wrapped_model
-        from megatron.training.global_vars import get_args
-
-        session.logits = LogitShards(
-            get_attr_wrapped_model(model, "pg_collection").tp, get_args().rl_default_temperature
-        )
-        hook = model.register_forward_pre_hook(_keep_shards, with_kwargs=True)
-        try:
-            return original(model, *args, **kwargs)
-        finally:
-            hook.remove()
-            session.logits = None
-
-    return get_logprobs
+    session.logits = LogitShards(get_attr_wrapped_model(model, "pg_collection").tp, get_args().rl_default_temperature)
+    hook = model.register_forward_pre_hook(_keep_shards, with_kwargs=True)
+    try:
+        return original(model, *args, **kwargs)
+    finally:
+        hook.remove()
+        session.logits = None
 
 
 def _keep_shards(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -47,33 +39,20 @@ def _keep_shards(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, d
     return args, kwargs
 
 
-def make_selective_log_softmax(original: Function, session: Session) -> Function | None:
-    """selective_log_softmax, which takes logits as vocabulary shards inside get_logprobs."""
-    if session.correction is None:
-        return None
-
-    def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
-        if session.logits is None:
-            return original(logits, index)
-        logprobs = vocab_parallel_logprobs(
-            logits, index, tp_group=session.logits.tp_group, temperature=session.logits.temperature
-        )
-        assert isinstance(logprobs, Tensor)
-        return logprobs
-
-    return selective_log_softmax
+def selective_log_softmax(original: Function, session: Session, logits: Tensor, index: Tensor) -> Tensor:
+    """The host's function, which takes logits as vocabulary shards inside get_logprobs."""
+    if session.logits is None:
+        return original(logits, index)
+    logprobs = vocab_parallel_logprobs(
+        logits, index, tp_group=session.logits.tp_group, temperature=session.logits.temperature
+    )
+    assert isinstance(logprobs, Tensor)
+    return logprobs
 
 
-def make_compute_logprobs_batch(original: Function, session: Session) -> Function | None:
-    """compute_logprobs_batch, which keeps log-probs in fp32 whatever the model's dtype."""
-    if session.correction is None:
-        return None
-    signature = inspect.signature(original)
-
-    def compute_logprobs_batch(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        call.arguments["dtype"] = torch.float32
-        session.num_rows = call.arguments["trajs_batch_size"]
-        return original(*call.args, **call.kwargs)
-
-    return compute_logprobs_batch
+def compute_logprobs_batch(original: Function, session: Session, *args: Any, **kwargs: Any) -> Any:
+    """The host's function, which keeps log-probs in fp32 whatever the model's dtype."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.arguments["dtype"] = torch.float32
+    session.num_rows = call.arguments["trajs_batch_size"]
+    return original(*call.args, **call.kwargs)

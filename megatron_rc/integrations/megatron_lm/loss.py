@@ -15,8 +15,23 @@ from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import Function
 
 
-def make_calculate_grpo_loss(original: Function, session: Session) -> Function | None:
-    """calculate_grpo_loss, weighted by the tensor that our prepare_data_for_update put into `inference_logprobs`.
+def calculate_grpo_loss(
+    original: Function,
+    session: Session,
+    current_logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    advantages: Tensor,
+    clamp_eps_lower: float,
+    clamp_eps_upper: float,
+    kl_beta: float,
+    entropy_weight: float,
+    inference_logprobs: Tensor | None = None,
+    is_truncation_coef: float | None = None,
+    seq_starts: Sequence[int] | None = None,
+    seq_lengths: Sequence[int] | None = None,
+) -> tuple[Tensor, ...]:
+    """The host's loss, weighted by the tensor that our prepare_data_for_update put into `inference_logprobs`.
 
     That tensor holds correction weights w, not log-probs; with old="rollout" it holds log mu, and w comes from the
     rejections on pi / mu.
@@ -25,58 +40,39 @@ def make_calculate_grpo_loss(original: Function, session: Session) -> Function |
     and H, and one for PG alone. In the second call tokens of weight 0 have a ratio of 1, so that a rejected token is
     never infinite or NaN.
     """
-    correction = session.correction
-    if correction is None:
-        return None
-
-    def calculate_grpo_loss(
-        current_logprobs: Tensor,
-        old_logprobs: Tensor,
-        ref_logprobs: Tensor,
-        advantages: Tensor,
-        clamp_eps_lower: float,
-        clamp_eps_upper: float,
-        kl_beta: float,
-        entropy_weight: float,
-        inference_logprobs: Tensor | None = None,
-        is_truncation_coef: float | None = None,
-        seq_starts: Sequence[int] | None = None,
-        seq_lengths: Sequence[int] | None = None,
-    ) -> tuple[Tensor, ...]:
-        if inference_logprobs is None:
-            raise ValueError("add --rl-inference-logprobs-is-correction: the loss was given no rollout log-probs")
-        weights = inference_logprobs
-        session.micro_batch_log = {}
-        if correction.old == "rollout":
-            starts = None if seq_starts is None or seq_lengths is None else [list(seq_starts)[: len(seq_lengths)]]
-            known = ~inference_logprobs.isnan()
-            # an empty bin counts as one sequence
-            of_sequences = advantages if starts is None or starts[0] else advantages.new_zeros(1)
-            rows = RolloutRows(old_logprobs, inference_logprobs, torch.ones_like(known), of_sequences, starts)
-            current = current_logprobs.detach()
-            corrected, weights = corrected_rows(current, rows, correction)
-            session.micro_batch_log = _two_policy_log(current, inference_logprobs, corrected.mask.view_as(known), known)
-            old_logprobs = torch.where(known, inference_logprobs, old_logprobs)
-        call = partial(
-            original,
-            ref_logprobs=ref_logprobs,
-            advantages=advantages,
-            clamp_eps_lower=clamp_eps_lower,
-            clamp_eps_upper=clamp_eps_upper,
-            seq_starts=seq_starts,
-            seq_lengths=seq_lengths,
-        )
-        _, kl_term, ratios, entropy_term, above, below = call(
-            current_logprobs, old_logprobs, kl_beta=kl_beta, entropy_weight=entropy_weight
-        )
-        kept = weights > 0
-        gradient_term, *_ = call(
-            torch.where(kept, current_logprobs, 0), torch.where(kept, old_logprobs, 0), kl_beta=0.0, entropy_weight=0.0
-        )
-        loss = weights * gradient_term + kl_beta * kl_term - entropy_weight * entropy_term
-        return loss, kl_term, ratios, entropy_term, above, below
-
-    return calculate_grpo_loss
+    assert session.correction is not None
+    if inference_logprobs is None:
+        raise ValueError("add --rl-inference-logprobs-is-correction: the loss was given no rollout log-probs")
+    weights = inference_logprobs
+    session.micro_batch_log = {}
+    if session.correction.old == "rollout":
+        starts = None if seq_starts is None or seq_lengths is None else [list(seq_starts)[: len(seq_lengths)]]
+        known = ~inference_logprobs.isnan()
+        # an empty bin counts as one sequence
+        of_sequences = advantages if starts is None or starts[0] else advantages.new_zeros(1)
+        rows = RolloutRows(old_logprobs, inference_logprobs, torch.ones_like(known), of_sequences, starts)
+        current = current_logprobs.detach()
+        corrected, weights = corrected_rows(current, rows, session.correction)
+        session.micro_batch_log = _two_policy_log(current, inference_logprobs, corrected.mask.view_as(known), known)
+        old_logprobs = torch.where(known, inference_logprobs, old_logprobs)
+    call = partial(
+        original,
+        ref_logprobs=ref_logprobs,
+        advantages=advantages,
+        clamp_eps_lower=clamp_eps_lower,
+        clamp_eps_upper=clamp_eps_upper,
+        seq_starts=seq_starts,
+        seq_lengths=seq_lengths,
+    )
+    _, kl_term, ratios, entropy_term, above, below = call(
+        current_logprobs, old_logprobs, kl_beta=kl_beta, entropy_weight=entropy_weight
+    )
+    kept = weights > 0
+    gradient_term, *_ = call(
+        torch.where(kept, current_logprobs, 0), torch.where(kept, old_logprobs, 0), kl_beta=0.0, entropy_weight=0.0
+    )
+    loss = weights * gradient_term + kl_beta * kl_term - entropy_weight * entropy_term
+    return loss, kl_term, ratios, entropy_term, above, below
 
 
 def _two_policy_log(current: Tensor, rollout: Tensor, kept: Tensor, known: Tensor) -> dict[str, Tensor]:
@@ -86,29 +82,23 @@ def _two_policy_log(current: Tensor, rollout: Tensor, kept: Tensor, known: Tenso
     return {name: torch.stack([total, tokens]) for name, total in sums.items()}
 
 
-def make_train_step(original: Function, session: Session) -> Function | None:
-    """train_step, which gives every token of the step the same weight and logs the metrics of the correction.
+def train_step(original: Function, session: Session, forward_step_func: Function, *args: Any, **kwargs: Any) -> Any:
+    """The host's function, which gives every token of the step the same weight and logs the metrics of the correction.
 
     The host divides the loss of a micro-batch by the tokens of that micro-batch, then by the number of micro-batches,
     and averages gradients over data-parallel ranks. Our loss function undoes that and divides by the tokens of all
     micro-batches and ranks; with --calculate-per-token-loss the host does so itself.
     """
-    if session.correction is None:
-        return None
+    from megatron.training.global_vars import get_args
 
-    def train_step(forward_step_func: Function, *args: Any, **kwargs: Any) -> Any:
-        from megatron.training.global_vars import get_args
+    factor = None if get_args().calculate_per_token_loss else _tokens_to_step(session)
 
-        factor = None if get_args().calculate_per_token_loss else _tokens_to_step(session)
+    @wraps(forward_step_func)
+    def forward_step(*step_args: Any, **step_kwargs: Any) -> Any:
+        output, loss_func = forward_step_func(*step_args, **step_kwargs)
+        return output, partial(_logged_loss, loss_func, factor, {**session.rollout_log, **session.micro_batch_log})
 
-        @wraps(forward_step_func)
-        def forward_step(*step_args: Any, **step_kwargs: Any) -> Any:
-            output, loss_func = forward_step_func(*step_args, **step_kwargs)
-            return output, partial(_logged_loss, loss_func, factor, {**session.rollout_log, **session.micro_batch_log})
-
-        return original(forward_step, *args, **kwargs)
-
-    return train_step
+    return original(forward_step, *args, **kwargs)
 
 
 def _tokens_to_step(session: Session) -> Tensor:

@@ -77,32 +77,27 @@ def bin_offsets(starts: Sequence[Sequence[int]], width: int, device: torch.devic
     return torch.tensor([*firsts, len(starts) * width], dtype=torch.int32, device=device)
 
 
-def make_prepare_data(original: Function, session: Session) -> Function:
-    """prepare_data_for_update, which then puts what the loss needs into the tensor of the rollout log-probs.
+def prepare_data_for_update(original: Function, session: Session, *args: Any, **kwargs: Any) -> Any:
+    """The host's function, which then puts what the loss needs into the tensor of the rollout log-probs.
 
     That is the weight of every token; with old="rollout" the rollout log-probs, NaN where one is missing.
     """
-    signature = inspect.signature(original)
+    from megatron.core import mpu
+    from megatron.rl.rl_utils import get_rl_runtime_state
 
-    def prepare_data_for_update(*args: Any, **kwargs: Any) -> Any:
-        from megatron.core import mpu
-        from megatron.rl.rl_utils import get_rl_runtime_state
-
-        iterator, group_stats, examples = original(*args, **kwargs)
-        if session.correction is not None:
-            packing = get_rl_runtime_state().packing_context
-            group = mpu.get_data_parallel_group()
-            if packing is not None:
-                _correct_bins(session, packing, group)
-            else:
-                iterator = _correct_micro_batches(session, iterator, group)
-            session.micro_batch = 0
-        if session.attached is not None:
-            rollouts = signature.bind(*args, **kwargs).arguments["rollouts"]
-            session.attached.decay.step(mean_response_length(rollouts))
-        return iterator, group_stats, examples
-
-    return prepare_data_for_update
+    iterator, group_stats, examples = original(*args, **kwargs)
+    if session.correction is not None:
+        packing = get_rl_runtime_state().packing_context
+        group = mpu.get_data_parallel_group()
+        if packing is not None:
+            _correct_bins(session, packing, group)
+        else:
+            iterator = _correct_micro_batches(session, iterator, group)
+        session.micro_batch = 0
+    if session.attached is not None:
+        rollouts = inspect.signature(original).bind(*args, **kwargs).arguments["rollouts"]
+        session.attached.decay.step(mean_response_length(rollouts))
+    return iterator, group_stats, examples
 
 
 def _correct_bins(session: Session, packing: Any, dp_group: Any) -> None:
@@ -187,49 +182,35 @@ def mean_response_length(rollouts: Sequence[Sequence[Any]]) -> float | None:
     return sum(lengths) / len(lengths) if lengths else None
 
 
-def make_pad_nonnull(original: Function, session: Session) -> Function | None:
-    """_pad_nonnull_with_zeros, which pads with NaN: a log-prob of 0 would be a probability of 1."""
-    if session.correction is None:
-        return None
-
-    def _pad_nonnull_with_zeros(data: Sequence[Tensor | None], max_len: int) -> Tensor:
-        padded = original(data, max_len).clone()
-        for row, logprobs in zip(padded, data, strict=True):
-            row[0 if logprobs is None else len(logprobs) :] = torch.nan
-        return padded
-
-    return _pad_nonnull_with_zeros
+def _pad_nonnull_with_zeros(
+    original: Function, session: Session, data: Sequence[Tensor | None], max_len: int
+) -> Tensor:
+    """The host's function, which pads with NaN: a log-prob of 0 would be a probability of 1."""
+    padded = original(data, max_len).clone()
+    for row, logprobs in zip(padded, data, strict=True):
+        row[0 if logprobs is None else len(logprobs) :] = torch.nan
+    return padded
 
 
-def make_pack_inference_logprobs(original: Function, session: Session) -> Function | None:
-    """pack_inference_logprobs, which marks missing log-probs as not filled, and as NaN."""
-    if session.correction is None:
-        return None
-
-    def pack_inference_logprobs(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        packed, filled = original(*args, **kwargs)
-        filled = filled & ~packed.isnan()
-        return packed.masked_fill(~filled, torch.nan), filled
-
-    return pack_inference_logprobs
+def pack_inference_logprobs(original: Function, session: Session, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """The host's function, which marks missing log-probs as not filled, and as NaN."""
+    packed, filled = original(*args, **kwargs)
+    filled = filled & ~packed.isnan()
+    return packed.masked_fill(~filled, torch.nan), filled
 
 
-def make_align_unpacked(original: Function, session: Session) -> Function | None:
-    """align_unpacked_inference_logprobs, with NaN for missing log-probs."""
-    if session.correction is None:
-        return None
-
-    def align_unpacked_inference_logprobs(
-        inference_logprobs: Sequence[Tensor | None],
-        old_logprobs_for_data: Tensor,
-        generation_masks: Tensor,
-        group_stats: Any,
-    ) -> Tensor:
-        aligned = original(inference_logprobs, old_logprobs_for_data, generation_masks, group_stats)
-        for row, logprobs, generated in zip(aligned, inference_logprobs, generation_masks, strict=True):
-            targets = generated.nonzero().flatten() - 1
-            missing = targets[0 if logprobs is None else len(logprobs) :]
-            row[missing[(missing >= 0) & (missing < len(row))]] = torch.nan
-        return aligned
-
-    return align_unpacked_inference_logprobs
+def align_unpacked_inference_logprobs(
+    original: Function,
+    session: Session,
+    inference_logprobs: Sequence[Tensor | None],
+    old_logprobs_for_data: Tensor,
+    generation_masks: Tensor,
+    group_stats: Any,
+) -> Tensor:
+    """The host's function, with NaN for missing log-probs."""
+    aligned = original(inference_logprobs, old_logprobs_for_data, generation_masks, group_stats)
+    for row, logprobs, generated in zip(aligned, inference_logprobs, generation_masks, strict=True):
+        targets = generated.nonzero().flatten() - 1
+        missing = targets[0 if logprobs is None else len(logprobs) :]
+        row[missing[(missing >= 0) & (missing < len(row))]] = torch.nan
+    return aligned

@@ -61,13 +61,9 @@ def prepare(correction: RolloutCorrection | None, lr_decay: LRDecay | None) -> S
     return Session(correction, lr_decay)
 
 
-def make_setup(original: Function, session: Session) -> Function:
-    """setup_model_and_optimizer, which first checks the flags."""
+def setup_model_and_optimizer(original: Function, session: Session, *args: Any, **kwargs: Any) -> Any:
+    """The host's function, which first checks the flags."""
+    from megatron.training.global_vars import get_args
 
-    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training.global_vars import get_args
-
-        check_arguments(get_args(), session.correction)
-        return original(*args, **kwargs)
-
-    return setup_model_and_optimizer
+    check_arguments(get_args(), session.correction)
+    return original(*args, **kwargs)

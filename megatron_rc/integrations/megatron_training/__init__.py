@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rc import versions
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, FlagRule, captures_iteration
 from megatron_rc.integrations.scheduler_decay import HoldsDecay, make_scheduler
-from megatron_rc.integrations.symbols import Host, Symbol, imported_when_called
+from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
 
 if TYPE_CHECKING:
     from megatron_rc.integrations.megatron_training.micro_batch import correct_micro_batch
@@ -63,14 +63,14 @@ def host(version: str | None) -> Host:
                 MODULE,
                 "train_step",
                 _TRAIN_STEP if short else f"{_TRAIN_STEP}, pg_collection=None, p2p_communicator=None",
-                imported_when_called(STEP, "make_train_step"),
+                replaced_by(STEP, "train_step"),
                 "pools the metrics of correct_micro_batch into the log, and steps the length decay before the "
                 "optimizer",
             ),
         ),
         versions=versions.MEGATRON_TRAINING,
         read_version=versions.megatron_core_version,
-        prepare=imported_when_called(STEP, "prepare"),
+        prepare=lambda correction, lr_decay: import_module(STEP).prepare(correction, lr_decay),
         release=HoldsDecay.release,
         tested="0.17.1, 0.18.2, 0.19.2 and commit d98e8a64ddf3 run on CPU; 0.17.0, 0.18.0, 0.19.0 read",
         differences=("loss functions that call correct_micro_batch get the weights and the mask of the correction",),

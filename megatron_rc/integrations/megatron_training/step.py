@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -141,62 +141,41 @@ class TrainingStep:
         self.logged |= {name: torch.tensor(value, dtype=torch.float32, device=device) for name, value in known.items()}
 
 
-def _refuse_flags() -> None:
+def train_step(original: Function, state: PatchState, *args: Any, **kwargs: Any) -> Any:
+    """The host's function, inside a TrainingStep that is finished before the optimizer steps."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron.training.global_vars import get_args
 
     refuse((*MEGATRON_RULES, *megatron_training.RULES), get_args(), MEGATRON_DEFAULTS, host=megatron_training.NAME)
-
-
-def make_train_step(original: Function, state: PatchState) -> Function:
-    """train_step, which opens a TrainingStep and finishes it before the optimizer steps."""
-    signature = inspect.signature(original)
-
-    @wraps(original)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        _refuse_flags()
-        _refuse_replayed_loss(call.arguments["forward_backward_func"])
-        optimizer = call.arguments["optimizer"]
-        own_step, of_instance = optimizer.step, "step" in vars(optimizer)
-        step = state.step = TrainingStep(state)
-
-        def finish_and_step() -> Any:
-            step.finish()
-            return own_step()
-
-        call.arguments["forward_backward_func"] = _from_the_start(step, call.arguments["forward_backward_func"])
-        optimizer.step = finish_and_step
-        try:
-            loss_dict, *others = original(*call.args, **call.kwargs)
-        finally:
-            state.step = None
-            del optimizer.step
-            if of_instance:
-                optimizer.step = own_step
-        return ({**loss_dict, **step.logged} if loss_dict else loss_dict, *others)
-
-    return train_step
-
-
-def _from_the_start(step: TrainingStep, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which empties the step first: Megatron repeats a pass that it doubts, and the last counts."""
-
-    @wraps(forward_backward_func)
-    def restarted(*args: Any, **kwargs: Any) -> Any:
-        step.forget()
-        return forward_backward_func(*args, **kwargs)
-
-    return restarted
-
-
-def _refuse_replayed_loss(forward_backward_func: Any) -> None:
-    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-
-    if isinstance(forward_backward_func, FullCudaGraphWrapper):
+    call = inspect.signature(original).bind(*args, **kwargs)
+    forward_backward, optimizer = call.arguments["forward_backward_func"], call.arguments["optimizer"]
+    if isinstance(forward_backward, FullCudaGraphWrapper):
         raise ValueError(
             "a CUDA graph of the full iteration replays the loss function without calling it, so metrics and response "
             "lengths are lost; set --cuda-graph-impl to local, transformer_engine or none"
         )
+    own_step, of_instance = optimizer.step, "step" in vars(optimizer)
+    step = state.step = TrainingStep(state)
+
+    @wraps(forward_backward)
+    def from_the_start(*step_args: Any, **step_kwargs: Any) -> Any:
+        # Megatron repeats a pass that it doubts, and the last one counts
+        step.forget()
+        return forward_backward(*step_args, **step_kwargs)
+
+    def finish_and_step() -> Any:
+        step.finish()
+        return own_step()
+
+    call.arguments["forward_backward_func"], optimizer.step = from_the_start, finish_and_step
+    try:
+        loss_dict, *others = original(*call.args, **call.kwargs)
+    finally:
+        state.step = None
+        del optimizer.step
+        if of_instance:
+            optimizer.step = own_step
+    return ({**loss_dict, **step.logged} if loss_dict else loss_dict, *others)
 
 
 def _from_last_stage(report: _Report | None) -> _Report:

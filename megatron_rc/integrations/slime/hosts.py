@@ -24,9 +24,14 @@ _DIFFERENCES = (
 )
 
 
-def _read(name: str, module: str, parameters: str) -> Symbol:
-    """A function around the hooks whose signature is checked to detect an incompatible host version."""
-    return Symbol(module, name, parameters, lambda original, session: None, "not replaced: it surrounds the hooks")
+def _around_the_hooks(package: str, parameters: dict[str, str]) -> tuple[Symbol, ...]:
+    """Functions "module:name" whose signature is checked to detect an incompatible version of the host."""
+    return tuple(
+        Symbol(
+            f"{package}.{module}", name, each, lambda original, session: None, "not replaced: it surrounds the hooks"
+        )
+        for (module, _, name), each in ((path.partition(":"), each) for path, each in parameters.items())
+    )
 
 
 _LOSS = "args, batch, logits, sum_of_sample_mean"
@@ -81,30 +86,18 @@ def _hook_for(correction: RolloutCorrection) -> str:
 SLIME = Host(
     name="slime",
     module="slime",
-    symbols=(
-        _read("load_function", "slime.utils.misc", "path"),
-        _read("policy_loss_function", "slime.backends.megatron_utils.loss", _LOSS),
-        _read("vanilla_tis_function", "slime.backends.megatron_utils.loss", _TIS),
-        _read(
-            "get_logits_and_tokens_offset_with_cp",
-            "slime.backends.megatron_utils.cp_utils",
-            "total_length, response_length",
-        ),
-        _read(
-            "get_batch",
-            "slime.backends.megatron_utils.data",
-            "data_iterator, keys, pad_multiplier=128, allgather_cp=False",
-        ),
-        _read(
-            "train_one_step",
-            "slime.backends.megatron_utils.model",
-            f"{_STEP}, step_global_batch_size, microbatch_pbar=None",
-        ),
-        _read(
-            "MegatronTrainRayActor.train_actor",
-            "slime.backends.megatron_utils.actor",
-            "self, rollout_id, rollout_data, external_data=None",
-        ),
+    symbols=_around_the_hooks(
+        "slime",
+        {
+            "utils.misc:load_function": "path",
+            "backends.megatron_utils.loss:policy_loss_function": _LOSS,
+            "backends.megatron_utils.loss:vanilla_tis_function": _TIS,
+            "backends.megatron_utils.cp_utils:get_logits_and_tokens_offset_with_cp": "total_length, response_length",
+            "backends.megatron_utils.data:get_batch": "data_iterator, keys, pad_multiplier=128, allgather_cp=False",
+            "backends.megatron_utils.model:train_one_step": f"{_STEP}, step_global_batch_size, microbatch_pbar=None",
+            "backends.megatron_utils.actor:MegatronTrainRayActor.train_actor": "self, rollout_id, rollout_data, "
+            "external_data=None",
+        },
     ),
     versions=(),
     read_version=partial(_version, "slime"),
@@ -121,20 +114,17 @@ MILES = replace(
     SLIME,
     name="miles",
     module="miles",
-    symbols=(
-        _read("load_function", "miles.utils.misc", "path, *, sync_required=False"),
-        _read("policy_loss_function", "miles.backends.training_utils.loss_hub.losses", _LOSS),
-        _read("vanilla_tis_function", "miles.backends.training_utils.loss_hub.corrections", _TIS),
-        _read(
-            "get_logits_and_tokens_offset_with_cp",
-            "miles.backends.training_utils.cp_utils",
-            "total_length, response_length, qkv_format='thd', max_seq_len=None, cp_rank=None, cp_size=None",
-        ),
-        _read(
-            "train_one_step",
-            "miles.backends.megatron_utils.model",
-            f"{_STEP}, num_rollouts, witness_info, attempt, ft_test_action_executor=None",
-        ),
+    symbols=_around_the_hooks(
+        "miles",
+        {
+            "utils.misc:load_function": "path, *, sync_required=False",
+            "backends.training_utils.loss_hub.losses:policy_loss_function": _LOSS,
+            "backends.training_utils.loss_hub.corrections:vanilla_tis_function": _TIS,
+            "backends.training_utils.cp_utils:get_logits_and_tokens_offset_with_cp": "total_length, response_length, "
+            "qkv_format='thd', max_seq_len=None, cp_rank=None, cp_size=None",
+            "backends.megatron_utils.model:train_one_step": f"{_STEP}, num_rollouts, witness_info, attempt, "
+            "ft_test_action_executor=None",
+        },
     ),
     read_version=partial(_version, "miles"),
     recipe=partial(recipe, whole_rollouts=False),
