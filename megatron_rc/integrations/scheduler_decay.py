@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
-from megatron_rc.integrations.symbols import Function
+from megatron_rc.integrations.symbols import Function, Symbol, replaced_by
 from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
 
 LRDecay = LengthDecayLR | LengthDecaySettings
@@ -74,17 +73,17 @@ class HoldsDecay:
             self.attached = None
 
 
-def make_scheduler(original: Function, state: HoldsDecay) -> Function | None:
-    """get_optimizer_param_scheduler, whose scheduler has the length decay before a checkpoint is loaded into it."""
-    lr_decay = state.lr_decay
-    if lr_decay is None:
-        return None
+def get_optimizer_param_scheduler(original: Function, state: HoldsDecay, *args: Any, **kwargs: Any) -> Any:
+    """The host's function, whose scheduler has the length decay before a checkpoint is loaded into it."""
+    assert state.lr_decay is not None
+    scheduler = original(*args, **kwargs)
+    state.release()
+    state.attached = SchedulerDecay(scheduler, state.lr_decay)
+    return scheduler
 
-    @wraps(original)
-    def get_optimizer_param_scheduler(*args: Any, **kwargs: Any) -> Any:
-        scheduler = original(*args, **kwargs)
-        state.release()
-        state.attached = SchedulerDecay(scheduler, lr_decay)
-        return scheduler
 
-    return get_optimizer_param_scheduler
+ATTACHES_DECAY = Symbol(
+    "megatron.training.training", "get_optimizer_param_scheduler", "optimizer",
+    replaced_by(__name__, "get_optimizer_param_scheduler", when=lambda state: state.lr_decay is not None),
+    "attaches the length decay and keeps its state in the checkpoint",
+)  # fmt: skip

@@ -30,12 +30,7 @@ class Axis(NamedTuple):
 
 
 def line_chart(
-    series: Sequence[Series],
-    *,
-    title: str,
-    logarithmic: bool = False,
-    noisy: bool = False,
-    marks: Sequence[Mark] = (),
+    series: Sequence[Series], *, title: str, logarithmic: bool = False, noisy: bool = False, marks: Sequence[Mark] = ()
 ) -> str:
     """An SVG element.
 

@@ -26,115 +26,80 @@ DEFAULTS: dict[str, Any] = {
 _RUN_PATCHED = "run the script through `megatron-rc patch --rc-preset NAME`"
 
 SAMPLES_ROLLOUTS = FlagRule(
-    name="rl-step",
-    wrong=lambda args: not args.perform_rl_step,
-    problem="without --perform-rl-step no rollout is sampled",
-    fix="Add --perform-rl-step.",
-    good="rollouts are sampled",
-)
+    "rl-step", lambda args: not args.perform_rl_step, "without --perform-rl-step no rollout is sampled",
+    "Add --perform-rl-step.", good="rollouts are sampled",
+)  # fmt: skip
 RULES = (
     SAMPLES_ROLLOUTS,
     FlagRule(
-        name="rollout-logprobs",
-        wrong=lambda args: not args.rl_inference_logprobs_is_correction,
-        problem="the sampler's log-probs do not reach the loss, so nothing can be corrected",
-        fix="Add --rl-inference-logprobs-is-correction.",
-        good="the sampler's log-probs reach the loss",
+        "rollout-logprobs", lambda args: not args.rl_inference_logprobs_is_correction,
+        "the sampler's log-probs do not reach the loss, so nothing can be corrected",
+        "Add --rl-inference-logprobs-is-correction.", good="the sampler's log-probs reach the loss",
     ),
     FlagRule(
-        name="temperature",
-        made_by="unpatched runs",
-        wrong=lambda args: args.rl_default_temperature != 1,
-        problem=lambda args: (
-            f"tokens are sampled at temperature {args.rl_default_temperature:g}, while get_logprobs "
-            "computes log-probs at temperature 1"
-        ),
-        fix=f"Set it to 1, or {_RUN_PATCHED} and --inference-dynamic-batching-logprobs-mode processed_logprobs.",
-        good="sampler and trainer have log-probs at the same temperature",
+        "temperature", lambda args: args.rl_default_temperature != 1,
+        lambda args: f"tokens are sampled at temperature {args.rl_default_temperature:g}, while get_logprobs computes "
+        "log-probs at temperature 1",
+        f"Set it to 1, or {_RUN_PATCHED} and --inference-dynamic-batching-logprobs-mode processed_logprobs.",
+        good="sampler and trainer have log-probs at the same temperature", made_by="unpatched runs",
     ),
     FlagRule(
-        name="temperature",
-        made_by="patched runs",
-        wrong=lambda args: (
-            args.rl_default_temperature != 1 and args.inference_dynamic_batching_logprobs_mode != "processed_logprobs"
-        ),
-        problem=lambda args: (
-            f"the sampler returns {args.inference_dynamic_batching_logprobs_mode}, those at "
-            f"temperature 1, for tokens sampled at {args.rl_default_temperature:g}"
-        ),
-        fix="Add --inference-dynamic-batching-logprobs-mode processed_logprobs.",
+        "temperature",
+        lambda args: args.rl_default_temperature != 1
+        and args.inference_dynamic_batching_logprobs_mode != "processed_logprobs",
+        lambda args: f"the sampler returns {args.inference_dynamic_batching_logprobs_mode}, those at temperature 1, "
+        f"for tokens sampled at {args.rl_default_temperature:g}",
+        "Add --inference-dynamic-batching-logprobs-mode processed_logprobs.", made_by="patched runs",
     ),
     FlagRule(
-        name="top-p-top-k",
-        wrong=lambda args: args.rl_default_top_p not in (0, 1) or args.rl_default_top_k > 0,
-        problem="the sampler does not return the ids that it kept, so the trainer cannot renormalise over them",
-        fix="Drop --rl-default-top-p and --rl-default-top-k.",
-        good="tokens are sampled from the whole vocabulary",
+        "top-p-top-k", lambda args: args.rl_default_top_p not in (0, 1) or args.rl_default_top_k > 0,
+        "the sampler does not return the ids that it kept, so the trainer cannot renormalise over them",
+        "Drop --rl-default-top-p and --rl-default-top-k.", good="tokens are sampled from the whole vocabulary",
     ),
     FlagRule(
-        name="ratio-bound",
-        made_by="patched runs",
-        wrong=lambda args: args.rl_importance_sampling_truncation_coef is not None,
-        problem="the host would truncate the importance weight again after the correction",
-        fix="Drop --rl-importance-sampling-truncation-coef.",
-        good="the importance weight is bounded once, or there is none",
+        "ratio-bound", lambda args: args.rl_importance_sampling_truncation_coef is not None,
+        "the host would truncate the importance weight again after the correction",
+        "Drop --rl-importance-sampling-truncation-coef.",
+        good="the importance weight is bounded once, or there is none", made_by="patched runs",
     ),
     FlagRule(
-        name="ratio-bound",
-        made_by="unpatched runs",
-        severity="warning",
-        wrong=lambda args: (
-            args.rl_inference_logprobs_is_correction and args.rl_importance_sampling_truncation_coef is None
-        ),
-        problem="the importance weight has no upper bound",
-        fix=f"Set --rl-importance-sampling-truncation-coef 2, or {_RUN_PATCHED}.",
+        "ratio-bound",
+        lambda args: args.rl_inference_logprobs_is_correction and args.rl_importance_sampling_truncation_coef is None,
+        "the importance weight has no upper bound",
+        f"Set --rl-importance-sampling-truncation-coef 2, or {_RUN_PATCHED}.",
+        severity="warning", made_by="unpatched runs",
     ),
     FlagRule(
-        name="packed-logprobs",
-        made_by="unpatched runs",
-        severity="warning",
-        wrong=lambda args: args.rl_use_sequence_packing and args.rl_inference_logprobs_is_correction,
-        problem="a packed token without a rollout log-prob gets log-prob 0, so its weight is pi",
-        fix=f"To leave such tokens out, {_RUN_PATCHED}.",
-        good="no missing log-prob is read as 0",
+        "packed-logprobs", lambda args: args.rl_use_sequence_packing and args.rl_inference_logprobs_is_correction,
+        "a packed token without a rollout log-prob gets log-prob 0, so its weight is pi",
+        f"To leave such tokens out, {_RUN_PATCHED}.", good="no missing log-prob is read as 0",
+        severity="warning", made_by="unpatched runs",
     ),
     FlagRule(
-        name="gathered-logits",
-        made_by="unpatched runs",
-        severity="warning",
-        wrong=lambda args: args.tensor_model_parallel_size > 1,
-        problem=lambda args: (
-            "get_logprobs gathers the whole vocabulary on each of the "
-            f"{args.tensor_model_parallel_size} tensor-parallel ranks"
-        ),
-        fix=f"To keep logits sharded, {_RUN_PATCHED}.",
-        good="no rank gathers logits",
+        "gathered-logits", lambda args: args.tensor_model_parallel_size > 1,
+        lambda args: "get_logprobs gathers the whole vocabulary on each of the "
+        f"{args.tensor_model_parallel_size} tensor-parallel ranks",
+        f"To keep logits sharded, {_RUN_PATCHED}.", good="no rank gathers logits",
+        severity="warning", made_by="unpatched runs",
     ),
     FlagRule(
-        name="captured-denominator",
-        made_by="patched runs",
-        wrong=captures_iteration,
-        problem="a captured iteration keeps the denominator of its first batch",
-        fix="Drop --cuda-graph-impl full_iteration.",
-        good="no captured iteration keeps its denominator",
+        "captured-denominator", captures_iteration,
+        "a captured iteration keeps the denominator of its first batch", "Drop --cuda-graph-impl full_iteration.",
+        good="no captured iteration keeps its denominator", made_by="patched runs",
     ),
     FlagRule(
-        name="replayed-routes",
-        severity="warning",
-        wrong=lambda args: args.moe_enable_routing_replay,
-        problem="megatron/rl never hands the sampler's routes to the trainer, so none are replayed",
-        fix="Drop --moe-enable-routing-replay, or set RouterReplay's data from your own code.",
-        good="no routes are to be replayed",
+        "replayed-routes", lambda args: args.moe_enable_routing_replay,
+        "megatron/rl never hands the sampler's routes to the trainer, so none are replayed",
+        "Drop --moe-enable-routing-replay, or set RouterReplay's data from your own code.",
+        good="no routes are to be replayed", severity="warning",
     ),
     FlagRule(
-        name="stale-policies",
-        severity="note",
-        wrong=lambda args: args.rl_partial_rollouts,
-        problem="tokens of one response come from several versions of the policy, and the ratio measures that as well",
-        fix="Watch k3 and the effective sample size, or drop --rl-partial-rollouts.",
-        good="every response comes from one version of the policy",
+        "stale-policies", lambda args: args.rl_partial_rollouts,
+        "tokens of one response come from several versions of the policy, and the ratio measures that as well",
+        "Watch k3 and the effective sample size, or drop --rl-partial-rollouts.",
+        good="every response comes from one version of the policy", severity="note",
     ),
-)
+)  # fmt: skip
 
 
 def check_arguments(args: Namespace, correction: RolloutCorrection | None) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rc import versions
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, FlagRule, captures_iteration
-from megatron_rc.integrations.scheduler_decay import HoldsDecay, make_scheduler
+from megatron_rc.integrations.scheduler_decay import ATTACHES_DECAY, HoldsDecay
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
 
 if TYPE_CHECKING:
@@ -36,13 +36,11 @@ _TRAIN_STEP = (
 
 RULES = (
     FlagRule(
-        name="full-iteration-graph",
-        wrong=captures_iteration,
-        problem="a captured iteration replays the loss function without calling it, which the patch refuses",
-        fix="Drop --cuda-graph-impl full_iteration.",
-        good="the loss function is called in every step",
+        "full-iteration-graph", captures_iteration,
+        "a captured iteration replays the loss function without calling it, so metrics and response lengths are lost",
+        "Set --cuda-graph-impl to local, transformer_engine or none.", good="the loss function is called in every step",
     ),
-)
+)  # fmt: skip
 
 
 def host(version: str | None) -> Host:
@@ -52,13 +50,7 @@ def host(version: str | None) -> Host:
         name=NAME,
         module=MODULE,
         symbols=(
-            Symbol(
-                MODULE,
-                "get_optimizer_param_scheduler",
-                "optimizer",
-                make_scheduler,
-                "attaches the length decay and keeps its state in the checkpoint",
-            ),
+            ATTACHES_DECAY,
             Symbol(
                 MODULE,
                 "train_step",

@@ -150,10 +150,7 @@ def train_step(original: Function, state: PatchState, *args: Any, **kwargs: Any)
     call = inspect.signature(original).bind(*args, **kwargs)
     forward_backward, optimizer = call.arguments["forward_backward_func"], call.arguments["optimizer"]
     if isinstance(forward_backward, FullCudaGraphWrapper):
-        raise ValueError(
-            "a CUDA graph of the full iteration replays the loss function without calling it, so metrics and response "
-            "lengths are lost; set --cuda-graph-impl to local, transformer_engine or none"
-        )
+        raise ValueError(megatron_training.RULES[0].refusal(None))
     own_step, of_instance = optimizer.step, "step" in vars(optimizer)
     step = state.step = TrainingStep(state)
 

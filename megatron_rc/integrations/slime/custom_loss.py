@@ -11,17 +11,11 @@ from torch import Tensor
 
 from megatron_rc.batch import Support
 from megatron_rc.integrations.log_names import prefixed
-from megatron_rc.integrations.slime.flag_rules import refuse_hook
+from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.layout import Layout, Parallel, layout_of, parallel
 from megatron_rc.integrations.slime.reducer import reducer
-from megatron_rc.integrations.slime.settings import SlimeSettings, in_advantages, names, read
-from megatron_rc.integrations.slime.tokens import (
-    LENGTHS,
-    NO_ROLLOUT_LOGPROBS,
-    correct_tokens,
-    measuring,
-    token_metrics,
-)
+from megatron_rc.integrations.slime.settings import SlimeSettings, in_advantages, names
+from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens, measuring, token_metrics
 from megatron_rc.logprobs import vocab_parallel_logprobs
 from megatron_rc.loss import policy_loss
 
@@ -50,8 +44,7 @@ def loss(
     Raises:
         ValueError: missing log-probs, or a setting that this hook cannot honour, with the flag or field to change.
     """
-    settings = read(args)
-    refuse_hook("loss", args)
+    settings = settings_for("loss", args)
     correction = settings.correction
     LENGTHS.record(batch["response_lengths"])
     ranks = parallel()

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, ROUTER_FUSION, FlagRule, refuse
 from megatron_rc.integrations.slime.refusals import HOOK_RULES, RULES_OF_NAMED_HOOKS, TOP_K
-from megatron_rc.integrations.slime.settings import flag, names, read
+from megatron_rc.integrations.slime.settings import SlimeSettings, flag, names, read
 
 DEFAULTS: dict[str, Any] = {
     **MEGATRON_DEFAULTS,
@@ -87,17 +87,18 @@ def check(args: Namespace) -> None:
     Raises:
         ValueError: one sentence naming what to change.
     """
-    read(args)
     for hook in HOOK_RULES:
         if hook == "check" or names(args, hook):
-            refuse_hook(hook, args)
+            settings_for(hook, args)
     refuse((*MEGATRON_RULES, *_OWN_RULES), args, DEFAULTS)
 
 
-def refuse_hook(hook: str, args: Namespace) -> None:
-    """Refuse what one hook cannot do; every hook asks for it, because `check` may not be set.
+def settings_for(hook: str, args: Namespace) -> SlimeSettings:
+    """The settings of a run, after refusing what this hook cannot do: `check` may not be set.
 
     Raises:
         ValueError: one sentence naming what to change.
     """
+    settings = read(args)
     refuse(HOOK_RULES[hook], args, DEFAULTS)
+    return settings

@@ -11,16 +11,10 @@ from torch import Tensor
 
 from megatron_rc.integrations.flag_rules import refuse
 from megatron_rc.integrations.log_names import prefixed
-from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P, refuse_hook
+from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P, settings_for
 from megatron_rc.integrations.slime.layout import layout_of, parallel
-from megatron_rc.integrations.slime.settings import in_advantages, read
-from megatron_rc.integrations.slime.tokens import (
-    LENGTHS,
-    NO_ROLLOUT_LOGPROBS,
-    correct_tokens,
-    measuring,
-    token_metrics,
-)
+from megatron_rc.integrations.slime.settings import in_advantages
+from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens, measuring, token_metrics
 
 
 def tis(
@@ -54,8 +48,7 @@ def tis(
     Raises:
         ValueError: missing log-probs, or a setting that this hook cannot honour, with the flag or field to change.
     """
-    settings = read(args)
-    refuse_hook("tis", args)
+    settings = settings_for("tis", args)
     if parallel_state is not None:
         refuse((MILES_TOP_P,), args, DEFAULTS)
     LENGTHS.record(response_lengths)

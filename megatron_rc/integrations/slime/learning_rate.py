@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from megatron_rc.integrations.slime.flag_rules import refuse_hook
-from megatron_rc.integrations.slime.settings import SlimeSettings, read
+from megatron_rc.integrations.slime.flag_rules import settings_for
+from megatron_rc.integrations.slime.settings import SlimeSettings
 from megatron_rc.integrations.slime.tokens import LENGTHS
 from megatron_rc.lr_decay import LengthDecayLR
 from megatron_rc.schema.files import read_json, replace_text
@@ -60,8 +60,7 @@ def before_train_step(
     Raises:
         ValueError: there is no lr_decay, no hook that sees lengths, or, in a run that resumes, no state of the decay.
     """
-    settings = read(args)
-    refuse_hook("before_train_step", args)
+    settings = settings_for("before_train_step", args)
     is_critic = getattr(args, "loss_type", None) == "value_loss"
     if step_id != 0 or is_critic or opt_param_scheduler is None:
         return

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_rc.integrations.slime.flag_rules import refuse_hook
+from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.layout import Layout, parallel
-from megatron_rc.integrations.slime.settings import read
 from megatron_rc.integrations.slime.tokens import LENGTHS
 
 
@@ -52,8 +51,7 @@ def reducer(
     args: Namespace, total_lengths: Sequence[int], response_lengths: Sequence[int], loss_masks: Sequence[Tensor]
 ) -> Callable[[Tensor], Tensor]:
     """`pg_loss_reducer` with the host's arguments as a parameter."""
-    settings = read(args)
-    refuse_hook("pg_loss_reducer", args)
+    settings = settings_for("pg_loss_reducer", args)
     ranks = parallel()
     layout = Layout.of(total_lengths, response_lengths, None, ranks.cp_rank, ranks.cp_size)
     scales = [mask.float() for mask in loss_masks]

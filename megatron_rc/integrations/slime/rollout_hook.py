@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from megatron_rc.integrations.log_names import prefixed
-from megatron_rc.integrations.slime.flag_rules import MILES_ROLLOUT_DATA, refuse_hook
+from megatron_rc.integrations.slime.flag_rules import MILES_ROLLOUT_DATA, settings_for
 from megatron_rc.integrations.slime.layout import layout_of, parallel
-from megatron_rc.integrations.slime.settings import in_advantages, read
+from megatron_rc.integrations.slime.settings import in_advantages
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens
 
 
@@ -34,8 +34,7 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
     """
     if rollout_id is None or rollout_data is None:
         raise ValueError(MILES_ROLLOUT_DATA.refusal(args))
-    settings = read(args)
-    refuse_hook("rollout_data", args)
+    settings = settings_for("rollout_data", args)
     LENGTHS.record_rollout(rollout_id, rollout_data["response_lengths"])
     ranks = parallel()
     if not in_advantages(args, settings) or not ranks.last_stage:
