@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from rich.console import Console
@@ -27,11 +28,8 @@ def show(subject: str, findings: Sequence[Finding], *, console: Console) -> None
     console.print(f"{subject}: {summary(findings)}", markup=False, soft_wrap=True)
     decided = sorted((f for f in findings if f.decided and f.status != "good"), key=lambda f: ORDER.index(f.status))
     missing = sorted((f for f in findings if not f.decided), key=lambda f: (f.found, f.fix))
-    undecided = [
-        Finding(", ".join(f.check for f in same), "note", f"not decided: {found}", fix, decided=False)
-        for (found, fix), same in ((key, list(group)) for key, group in groupby(missing, lambda f: (f.found, f.fix)))
-    ]
-    good = [f for f in findings if f.status == "good"]
+    undecided = [replace(f, found=f"not decided: {f.found}") for f in _joined(missing)]
+    good = _joined(f for f in findings if f.status == "good")
     if console.is_terminal:
         console.print(_table([*decided, *undecided, *good]))
         return
@@ -41,6 +39,12 @@ def show(subject: str, findings: Sequence[Finding], *, console: Console) -> None
             console.print(f"{'':<8}fix: {finding.fix}", markup=False, soft_wrap=True)
     for finding in good:
         console.print(f"{'good':<8}{finding.check}: {_sentence(finding.found)}", markup=False, soft_wrap=True)
+
+
+def _joined(findings: Iterable[Finding]) -> list[Finding]:
+    """One finding in the place of neighbours that say the same, with the names of all their checks."""
+    groups = [list(same) for _, same in groupby(findings, lambda f: (f.found, f.fix))]
+    return [replace(same[0], check=", ".join(f.check for f in same)) for same in groups]
 
 
 def summary(findings: Sequence[Finding]) -> str:

@@ -20,17 +20,13 @@ def save_context(folder: str | Path, settings: Mapping[str, Any], fingerprint: M
     (Path(folder) / FINGERPRINT_FILE).write_text(json.dumps(dict(fingerprint), indent=1) + "\n", encoding="utf-8")
 
 
-def load_settings(folder: Path) -> Mapping[str, Any]:
-    """The settings in ``folder``; empty without the file."""
-    file = folder / SETTINGS_FILE
-    return schema.load_yaml(file) if file.is_file() else {}
-
-
-def load_fingerprint(folder: Path) -> Mapping[str, Any]:
-    """The fingerprint in ``folder``; empty without the file."""
-    file = folder / FINGERPRINT_FILE
-    values: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return values
+def load_context(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Settings and fingerprint in ``folder``, each empty without its file."""
+    settings, fingerprint = folder / SETTINGS_FILE, folder / FINGERPRINT_FILE
+    return (
+        schema.load_yaml(settings) if settings.is_file() else {},
+        json.loads(fingerprint.read_text(encoding="utf-8")) if fingerprint.is_file() else {},
+    )
 
 
 def flattened(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

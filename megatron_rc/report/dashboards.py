@@ -44,8 +44,7 @@ class Dashboards:
         Args:
             folder: output folder of the job; holds metrics.jsonl and the state file.
             projects: maps each service to the project there, as `sinks.requested` returns them.
-            name: name of the job.
-            config: shown by the services.
+            name, config: shown by the services.
             say: shows a sentence to the user.
         """
         self._folder, self._projects, self._name, self._config, self._say = folder, projects, name, config, say
@@ -82,14 +81,10 @@ class Dashboards:
                 self._open.pop(service, None)
                 self._retry_at[service] = time.monotonic() + RETRY_SECONDS
                 self._say(f"log.{service}: {one_line(error)}; trying again in {RETRY_SECONDS / 60:.0f} minutes")
-        self._save()
+        replace_text(self._folder / STATE_FILE, json.dumps({"id": self._id, "sent": self._sent}) + "\n")
 
     def close(self, *, failed: bool) -> None:
-        """Finish the open runs.
-
-        Args:
-            failed: the job ends with an error.
-        """
+        """Finish the open runs; ``failed``: the job ends with an error."""
         for service, sink in self._open.items():
             try:
                 sink.close(failed=failed)
@@ -125,9 +120,6 @@ class Dashboards:
             if phase_of(record) == phase and int(record["step"]) > sent.get(phase, -1):
                 sink.write(int(record["step"]), _numbers(record))
                 sent[phase] = int(record["step"])
-
-    def _save(self) -> None:
-        replace_text(self._folder / STATE_FILE, json.dumps({"id": self._id, "sent": self._sent}) + "\n")
 
 
 def _numbers(record: Record) -> dict[str, float]:

@@ -87,7 +87,7 @@ class Display:
         self._bars.advance(self._current, count)
         if not self._console.is_terminal and time.monotonic() - self._phase_printed > PLAIN_PHASE_SECONDS:
             self._phase_printed = time.monotonic()
-            self._print(f"{self._phase_name} {self._phase_done}/{self._phase_total}")
+            self.message(f"{self._phase_name} {self._phase_done}/{self._phase_total}")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show a finished step.
@@ -110,13 +110,10 @@ class Display:
             return
         head = f"warm-up {step}" if warming_up else f"step {step}/{self._total}"
         cells = [f"{row.short} {row.format.format(value)}" for row, value in shown]
-        self._print(" | ".join([head, *cells, *([left] if left else [])]))
+        self.message(" | ".join([head, *cells, *([left] if left else [])]))
 
     def message(self, text: str) -> None:
         """Print a line of text above the table."""
-        self._print(text)
-
-    def _print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
     def _time_left(self, step: int) -> str:

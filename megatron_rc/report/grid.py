@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,11 +67,8 @@ def write_grid(runs: Sequence[Run], folder: Path) -> list[Path]:
     assert runs, "a grid without a finished run has no table"
     written = [_write_csv(runs, folder / "runs.csv"), folder / "table.md"]
     written[1].write_text(table(runs))
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return written
-    return [*written, draw(runs, folder / "grid.png")]
+    drawable = importlib.util.find_spec("matplotlib") is not None
+    return [*written, draw(runs, folder / "grid.png")] if drawable else written
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -77,7 +76,10 @@ def table(runs: Sequence[Run]) -> str:
     columns = [c for c in COLUMNS if any(not math.isnan(run.values[c.title]) for run in runs)]
     axes = list(runs[0].choices)
     lines = ["| " + " | ".join([*axes, *(c.title for c in columns)]) + " |", "|---" * (len(axes) + len(columns)) + "|"]
-    for choices, members in _by_cell(runs).items():
+    cells = defaultdict(list)
+    for run in runs:
+        cells[tuple(run.choices.values())].append(run)
+    for choices, members in cells.items():
         shown = [_shown([run.values[c.title] for run in members], c.form) for c in columns]
         lines.append("| " + " | ".join([*choices, *shown]) + " |")
     return "\n".join(lines) + "\n"
@@ -89,13 +91,6 @@ def _shown(values: Sequence[float], form: str) -> str:
         return ""
     mean = form.format(statistics.fmean(known))
     return mean if len(known) == 1 else f"{mean} ± {form.format((max(known) - min(known)) / 2)}"
-
-
-def _by_cell(runs: Sequence[Run]) -> dict[tuple[str, ...], list[Run]]:
-    cells: dict[tuple[str, ...], list[Run]] = {}
-    for run in runs:
-        cells.setdefault(tuple(run.choices.values()), []).append(run)
-    return cells
 
 
 def _write_csv(runs: Sequence[Run], path: Path) -> Path:
@@ -117,20 +112,16 @@ def draw(runs: Sequence[Run], path: Path, column: Column = DRAWN) -> Path:
 
     names = [*runs[0].choices, *[""] * 4][:4]
     across, colour, along, down = ([*dict.fromkeys(run.choices.get(name, "") for run in runs)] for name in names)
+    values_at = defaultdict(list)
+    for run in runs:
+        values_at[tuple(run.choices.get(name, "") for name in names)].append(run.values[column.title])
     figure = Figure(figsize=(3.6 * len(across) + 0.6, 2.9 * len(down) + 0.8), layout="constrained", facecolor="white")
     panels = figure.subplots(len(down), len(across), sharey=True, squeeze=False)
     for row, lower in enumerate(down):
         for place, upper in enumerate(across):
             axes = panels[row][place]
             for number, choice in enumerate(colour):
-                groups = [
-                    [
-                        run.values[column.title]
-                        for run in runs
-                        if [run.choices.get(name, "") for name in names] == [upper, choice, step, lower]
-                    ]
-                    for step in along
-                ]
+                groups = [values_at[upper, choice, step, lower] for step in along]
                 _dots(axes, groups, number, len(colour), choice)
             axes.set_yscale("log")
             axes.set_xticks(range(len(along)), along, fontsize=8)
@@ -145,14 +136,13 @@ def draw(runs: Sequence[Run], path: Path, column: Column = DRAWN) -> Path:
 
 def _dots(axes: Any, groups: Sequence[Sequence[float]], number: int, count: int, label: str) -> None:
     """Draw mean and range of each group, beside those of the other colours."""
-    shown = [(x, [v for v in group if v > 0]) for x, group in enumerate(groups)]
-    shown = [(x, values) for x, values in shown if values]
+    shift = (number - (count - 1) / 2) * 0.16
+    shown = [(x + shift, positive) for x, group in enumerate(groups) if (positive := [v for v in group if v > 0])]
     if not shown:
         return
-    means = [statistics.fmean(values) for _, values in shown]
-    low = [mean - min(values) for mean, (_, values) in zip(means, shown, strict=True)]
-    high = [max(values) - mean for mean, (_, values) in zip(means, shown, strict=True)]
-    shift = (number - (count - 1) / 2) * 0.16
-    places = [x + shift for x, _ in shown]
+    dots = [(x, statistics.fmean(values), min(values), max(values)) for x, values in shown]
+    places, means, low, high = zip(*dots, strict=True)
+    below = [mean - least for mean, least in zip(means, low, strict=True)]
+    above = [most - mean for mean, most in zip(means, high, strict=True)]
     color = COLORS[number % len(COLORS)]
-    axes.errorbar(places, means, yerr=[low, high], fmt="o", ms=4, capsize=2, color=color, label=label)
+    axes.errorbar(places, means, yerr=[below, above], fmt="o", ms=4, capsize=2, color=color, label=label)

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from megatron_rc.report.context import flattened, load_fingerprint, load_settings
+from megatron_rc.report.context import flattened, load_context
 from megatron_rc.report.curves import Mark, Series, headlines, marks, series
 from megatron_rc.report.heat_map import heat_map
 from megatron_rc.report.log import read_metrics
@@ -52,10 +52,9 @@ def write_report(
         if folder is None:
             raise ValueError("path must be given when source is a list of records")
         path = folder / "report.html"
-    if settings is None:
-        settings = load_settings(folder) if folder else {}
-    if fingerprint is None:
-        fingerprint = load_fingerprint(folder) if folder else {}
+    kept_settings, kept_fingerprint = load_context(folder) if folder else ({}, {})
+    settings = kept_settings if settings is None else settings
+    fingerprint = kept_fingerprint if fingerprint is None else fingerprint
     name = title or str(settings.get("name") or (folder.resolve().name if folder else "run"))
     Path(path).write_text(_page(name, records, settings, fingerprint), encoding="utf-8")
     return Path(path)

@@ -6,6 +6,7 @@ A new metric needs an entry here, and nothing else, to appear in report.html.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 
@@ -40,14 +41,14 @@ class HeatPanel(NamedTuple):
     meaning: str
 
 
-def _against_sampler(label: str, name: str) -> Curve:
-    """Trainer against sampler: measured before the update if the run has that, otherwise during the update."""
-    return Curve(label, (f"old/{name}", f"current/{name}"))
+def _against_sampler(names: Mapping[str, str]) -> tuple[Curve, ...]:
+    """Label -> name; trainer against sampler, measured before the update if the run has that, else during it."""
+    return tuple(Curve(label, (f"old/{name}", f"current/{name}")) for label, name in names.items())
 
 
-def _against_old(label: str, name: str) -> Curve:
-    """Trainer during the update against trainer before it."""
-    return Curve(label, (f"current_old/{name}",))
+def _against_old(names: Mapping[str, str]) -> tuple[Curve, ...]:
+    """Label -> name; trainer during the update against trainer before it."""
+    return tuple(Curve(label, (f"current_old/{name}",)) for label, name in names.items())
 
 
 def _rejected_routes(label: str, unit: Literal["token", "seq"]) -> Curve:
@@ -60,9 +61,7 @@ def _rejected_routes(label: str, unit: Literal["token", "seq"]) -> Curve:
 ACCURACY = Curve("held-out accuracy", ("eval/accuracy",))
 REWARD = Curve("reward", ("reward/mean",))
 LENGTH = Curve("response length", ("response_length/mean", "old/response_length", "current/response_length"))
-K3 = _against_sampler("k3", "k3")
-ESS = _against_sampler("ESS", "ess_token")
-MASKED = _against_sampler("masked", "masked_token")
+K3, ESS, MASKED = _against_sampler({"k3": "k3", "ESS": "ess_token", "masked": "masked_token"})
 GRAD_NORM = Curve("gradient norm", ("grad_norm",))
 LEARNING_RATE = Curve("learning rate", ("lr",))
 LR_SCALE = Curve("length-decay scale", ("lr_decay/scale",))
@@ -99,20 +98,19 @@ PANELS = (
     ),
     Panel(
         "Effective sample size", "fraction of the batch",
-        (_against_sampler("tokens", "ess_token"), _against_sampler("sequences", "ess_seq"),
-         _against_sampler("tokens, after correction", "ess_token_final"),
-         _against_sampler("sequences, after correction", "ess_seq_final")),
+        _against_sampler({"tokens": "ess_token", "sequences": "ess_seq", "tokens, after correction": "ess_token_final",
+                          "sequences, after correction": "ess_seq_final"}),
         "(Σρ)² / (n Σρ²) with ρ = π/μ: the share of the batch that still informs the gradient once it is weighted.",
         "near 1; below about 0.5 a few tokens or sequences decide the step.", noisy=True, in_picture=True,
     ),
     Panel(
-        "log_ppl_abs_diff", "nats per token", (_against_sampler("log_ppl_abs_diff", "log_ppl_abs_diff"),),
+        "log_ppl_abs_diff", "nats per token", _against_sampler({"log_ppl_abs_diff": "log_ppl_abs_diff"}),
         "Mean over sequences of |mean l|: the distance of the two log-perplexities, where differences cannot cancel.",
         "flat and small; it grows with the mismatch even where k3 looks calm.", noisy=True,
     ),
     Panel(
         "Log-perplexity", "nats per token",
-        (_against_sampler("trainer", "train_log_ppl"), _against_sampler("sampler", "rollout_log_ppl")),
+        _against_sampler({"trainer": "train_log_ppl", "sampler": "rollout_log_ppl"}),
         "Mean negative log-probability of the sampled responses, by each engine; its exp is the perplexity.",
         "the two curves coincide, and both fall as the policy becomes sure.",
     ),
@@ -123,10 +121,9 @@ PANELS = (
     ),
     Panel(
         "Corrected share", "fraction",
-        (_against_sampler("weight truncated", "truncated_token"),
-         _against_sampler("weight clipped below", "clipped_low_token"),
-         _against_sampler("weight clipped above", "clipped_high_token"),
-         _against_sampler("masked tokens", "masked_token"), _against_sampler("masked sequences", "masked_seq")),
+        _against_sampler({"weight truncated": "truncated_token", "weight clipped below": "clipped_low_token",
+                          "weight clipped above": "clipped_high_token", "masked tokens": "masked_token",
+                          "masked sequences": "masked_seq"}),
         "How much of the batch the correction touched: weights cut to their bound, tokens or sequences dropped.",
         "a few percent at most; more means that the bounds, not the rewards, steer the update.", noisy=True,
     ),
@@ -167,60 +164,57 @@ _EXPERTS_OF_A_TOKEN = "S are the experts that the trainer's router chooses for a
 ROUTE_PANELS = (
     Panel(
         "Expert overlap", "fraction",
-        (_against_sampler("overlap, sampler", "route_overlap"), _against_sampler("Jaccard, sampler", "route_jaccard"),
-         _against_old("overlap, old", "route_overlap"), _against_old("Jaccard, old", "route_jaccard")),
+        _against_sampler({"overlap, sampler": "route_overlap", "Jaccard, sampler": "route_jaccard"})
+        + _against_old({"overlap, old": "route_overlap", "Jaccard, old": "route_jaccard"}),
         f"|S ∩ S'| / k and |S ∩ S'| / |S ∪ S'|. {_EXPERTS_OF_A_TOKEN} In the curves called old, S' is the trainer's "
         "choice before the update.",
         "above 0.95; the curves called old show how much of the shift one gradient step causes.", noisy=True,
     ),
     Panel(
         "Decisions and tokens that differ", "fraction",
-        (_against_sampler("decisions, sampler", "route_any_diff"),
-         _against_sampler("tokens, sampler", "route_tokens_touched"),
-         _against_old("decisions, old", "route_any_diff"), _against_old("tokens, old", "route_tokens_touched")),
+        _against_sampler({"decisions, sampler": "route_any_diff", "tokens, sampler": "route_tokens_touched"})
+        + _against_old({"decisions, old": "route_any_diff", "tokens, old": "route_tokens_touched"}),
         "Share of (token, layer) with S ≠ S', and of tokens with at least one such layer.",
         "decisions: a few percent; tokens: up to nearly 1 in a deep model.", noisy=True,
     ),
     Panel(
         "Layers that differ", "layers",
-        (_against_sampler("differing layers per token", "route_layers_differing"),
-         _against_sampler("first differing layer", "route_first_layer")),
+        _against_sampler({"differing layers per token": "route_layers_differing",
+                          "first differing layer": "route_first_layer"}),
         "How many layers of a token have other experts, and which layer is the first of them, counted from 0.",
         "few and late: an early difference disturbs every layer above it.", noisy=True,
     ),
     Panel(
         "Gate distance", "L1",
-        (_against_sampler("sampler's experts", "route_gate_l1"), _against_old("old", "route_gate_l1")),
+        _against_sampler({"sampler's experts": "route_gate_l1"}) + _against_old({"old": "route_gate_l1"}),
         "Σ |g(e) − g'(e)| of the gate weights; 2 means that no expert is shared. The sampler returns its experts but "
         "not their weights, so both gates are the trainer's.",
         "small beside the share of decisions that differ: the experts that change have little weight.", noisy=True,
     ),
     Panel(
-        "Router KL", "nats per decision", (_against_old("KL(old || current)", "route_kl"),),
+        "Router KL", "nats per decision", _against_old({"KL(old || current)": "route_kl"}),
         "Divergence of the router's softmax over the old experts and one cell for all others.",
         "follows the learning rate.", logarithmic=True, noisy=True,
     ),
     Panel(
-        "Top-k margin", "nats", (_against_sampler("mean margin", "route_margin"),),
+        "Top-k margin", "nats", _against_sampler({"mean margin": "route_margin"}),
         "Score of the last expert that is taken minus that of the first one that is not: how close the decision is.",
         "steady; with a shrinking margin, smaller errors change experts.", noisy=True,
     ),
     Panel(
         "|l| with and without expert shift", "nats per token",
-        (_against_sampler("shifted tokens", "abs_log_ratio_shifted"),
-         _against_sampler("other tokens", "abs_log_ratio_unshifted")),
+        _against_sampler({"shifted tokens": "abs_log_ratio_shifted", "other tokens": "abs_log_ratio_unshifted"}),
         "Mean |log π − log μ| of tokens with S ≠ S' in some layer, and of the others.",
         "close together; a gap means that the routes cause the mismatch.", logarithmic=True, noisy=True,
     ),
     Panel(
         "F(2) with and without expert shift", "fraction of tokens",
-        (_against_sampler("all", "f2"), _against_sampler("shifted tokens", "f2_shifted"),
-         _against_sampler("other tokens", "f2_unshifted")),
+        _against_sampler({"all": "f2", "shifted tokens": "f2_shifted", "other tokens": "f2_unshifted"}),
         "Share of tokens with max(ρ, 1/ρ) > 2.", "near 0.", noisy=True,
     ),
     Panel(
         "Load change", "fraction of a layer's assignments",
-        (_against_sampler("sampler", "route_load_change"), _against_old("old", "route_load_change")),
+        _against_sampler({"sampler": "route_load_change"}) + _against_old({"old": "route_load_change"}),
         "Half of Σ |load(e) − load'(e)|, mean over layers: work that moved to other experts.",
         "well below the share of decisions that differ: flips cancel unless they have a direction.", noisy=True,
     ),

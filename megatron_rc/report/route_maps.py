@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_rc.report.curves import Record, phase_of
@@ -40,7 +40,7 @@ def _over_steps(records: Sequence[Record], panel: HeatPanel) -> HeatMap | None:
     columns = [record for record in records if isinstance(record.get(key), list)]
     lists = [[math.nan if v is None else float(v) for v in record[key]] for record in columns]
     cells = [list(row) for row in zip(*lists, strict=True)]
-    names = _ROW_NAMES[panel.rows](columns[-1] if columns else {}, key, len(cells))
+    names = _row_names(panel.rows, columns[-1] if columns else {}, key, len(cells))
     while cells and all(math.isnan(value) for value in cells[-1]):
         cells.pop()
     if not cells:
@@ -56,7 +56,7 @@ def _experts(records: Sequence[Record]) -> list[HeatMap]:
     if last is None:
         return []
     cells = [[math.nan if v is None else float(v) for v in row] for row in last[key]]
-    names = _layer_names(last, key, len(cells))
+    names = _row_names("layer", last, key, len(cells))
     experts = [str(i) for i in range(len(cells[0]))]
     return [HeatMap(EXPERTS.title, f"step {last['step']}", EXPERTS.meaning, cells, names, experts, "layer", "expert")]
 
@@ -66,22 +66,10 @@ def _first_key(records: Sequence[Record], name: str) -> str:
     return next((prefix + name for prefix in _PREFIXES if prefix + name in present), name)
 
 
-def _layer_names(record: Record, key: str, count: int) -> list[str]:
-    layers = record.get(f"{key.partition('/')[0]}/route_layers", range(count))
-    return [str(int(layer)) for layer in layers]
-
-
-def _margin_names(record: Record, key: str, count: int) -> list[str]:
-    edges = record.get(f"{key.partition('/')[0]}/route_margins", range(count - 1))
-    return [*(f"< {edge:g}" for edge in edges), "above"]
-
-
-def _position_names(record: Record, key: str, count: int) -> list[str]:
+def _row_names(rows: str, record: Record, key: str, count: int) -> list[str]:
+    pair = key.partition("/")[0]
+    if rows == "layer":
+        return [str(int(layer)) for layer in record.get(f"{pair}/route_layers", range(count))]
+    if rows == "margin":
+        return [*(f"< {edge:g}" for edge in record.get(f"{pair}/route_margins", range(count - 1))), "above"]
     return ["0", *(f"{2**i}" for i in range(count - 1))]
-
-
-_ROW_NAMES: dict[str, Callable[[Record, str, int], list[str]]] = {
-    "layer": _layer_names,
-    "margin": _margin_names,
-    "position": _position_names,
-}

@@ -104,22 +104,18 @@ def _correct_bins(session: Session, packing: Any, dp_group: Any) -> None:
     info, device = packing.packing_info, packing.old_logprobs.device
     if getattr(packing, "packed_inference_logprobs", None) is None:
         raise ValueError(_NO_LOGPROBS)
+    # an empty bin counts as one sequence
+    bins = (of_bin if len(of_bin) else torch.zeros(1) for of_bin in packing.bin_advantages)
     rows = RolloutRows(
         packing.old_logprobs.float(),
         packing.packed_inference_logprobs.to(device),
         packing.packed_loss_mask[:, 1:].bool().to(device),
-        _sequence_advantages(packing.bin_advantages, device),
+        torch.cat([of_bin.to(device).float() for of_bin in bins]),
         # the host adds the end of the last sequence to the starts of a bin
         [list(info.seq_starts[b])[: len(sequences)] for b, sequences in enumerate(info.bin_seq_indices)],
     )
     packing.packed_inference_logprobs = _for_the_loss(session, rows, dp_group)
     session.tokens = rows.loss_mask.sum(1).tolist()
-
-
-def _sequence_advantages(bin_advantages: Sequence[Tensor], device: torch.device) -> Tensor:
-    """[S]; an empty bin counts as one sequence."""
-    parts = [of_bin.to(device) if len(of_bin) else torch.zeros(1, device=device) for of_bin in bin_advantages]
-    return torch.cat([part.float() for part in parts])
 
 
 def _correct_micro_batches(session: Session, iterator: Any, dp_group: Any) -> Any:

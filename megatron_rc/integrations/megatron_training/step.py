@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -23,15 +24,16 @@ from megatron_rc.metrics import MetricSums
 from megatron_rc.training import emulation
 
 
+@dataclass
 class PatchState(HoldsDecay):
     """The state of one patch of a program that runs Megatron's training steps."""
 
-    def __init__(self, correction: RolloutCorrection, lr_decay: LRDecay | None) -> None:
-        self.correction, self.lr_decay = correction, lr_decay
-        self.step: TrainingStep | None = None
-        """The step that is running; None outside, as in evaluation."""
-        self.has_reports = False
-        """True once any loss function has called correct_micro_batch in a step."""
+    correction: RolloutCorrection
+    lr_decay: LRDecay | None
+    step: TrainingStep | None = None
+    """The step that is running; None outside, as in evaluation."""
+    has_reports: bool = False
+    """True once any loss function has called correct_micro_batch in a step."""
 
 
 def prepare(correction: RolloutCorrection | None, lr_decay: LRDecay | None) -> PatchState:

@@ -75,7 +75,8 @@ def loss(
     gap = metrics["k1"].abs()
     metrics = prefixed(metrics)
     metrics["train_rollout_logprob_abs_diff"] = gap
-    metrics["pg_clipfrac"] = _clipped(log_ratio.exp(), advantages, args.eps_clip, args.eps_clip_high)
+    ratio, bounds = log_ratio.exp(), (1 - args.eps_clip, 1 + args.eps_clip_high)
+    metrics["pg_clipfrac"] = ((advantages > 0) & (ratio > bounds[1]) | (advantages < 0) & (ratio < bounds[0])).float()
     metrics["ppo_kl"] = -log_ratio
     log = {name: sum_of_sample_mean(values) for name, values in metrics.items()}
     log["pg_loss"] = policy.loss.detach().clone()
@@ -153,11 +154,6 @@ def _scale(reduce: Reduce, like: Tensor) -> Tensor:
         at = torch.zeros_like(like, requires_grad=True)
         (scale,) = torch.autograd.grad(reduce(at), at)
     return scale
-
-
-def _clipped(ratio: Tensor, advantages: Tensor, lower: float, upper: float) -> Tensor:
-    """[N] 1 where PPO's clip cuts off the gradient, else 0."""
-    return ((advantages > 0) & (ratio > 1 + upper) | (advantages < 0) & (ratio < 1 - lower)).float()
 
 
 def _kl(args: Namespace, current: Tensor, old: Tensor, reference: Tensor, loss_mask: Tensor) -> Tensor:

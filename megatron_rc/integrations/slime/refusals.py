@@ -13,7 +13,7 @@ from megatron_rc.integrations.slime.settings import HOOKS, KEY, flag, in_advanta
 
 _BY_LOSS = f"--loss-type custom_loss {flag('loss')}"
 _BY_TIS = f"Use the host's own loss with --use-tis {flag('tis')}."
-_HOOKS_ARE_FINE = "the hooks of megatron_rc that are named, if any, can do what is asked of them"
+_HOOKS_ARE_FINE = "no hook that is named makes this mistake"
 
 
 def _correction(args: Any) -> RolloutCorrection:
@@ -81,7 +81,7 @@ _ALWAYS = (
 _BATCH_MEAN = FlagRule(
     "hook-batch-mean", lambda args: _sees_one_micro_batch(args) and _correction(args).normalize == "batch",
     "megatron_rc.correction.normalize must be 'none' in a hook that sees one micro-batch",
-    f"Set it, or slime's {flag('rollout_data')}, which sees the whole rollout (miles has no such hook).",
+    f"Set it to 'none', or add slime's {flag('rollout_data')}, which sees the whole rollout (miles has no such hook).",
 )  # fmt: skip
 
 HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
@@ -121,7 +121,7 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
         ),
         FlagRule(
             "loss-opsm", lambda args: args.use_opsm, "--use-opsm must be off for loss",
-            "Set megatron_rc.correction to the preset off-policy-sequence-mask.",
+            "Drop it, and set megatron_rc.correction to the preset off-policy-sequence-mask.",
         ),
         FlagRule(
             "loss-and-tis", lambda args: args.use_tis,

@@ -61,11 +61,9 @@ class Sink(Protocol):
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Send the finite values of one step; steps ascend."""
-        ...
 
     def close(self, *, failed: bool) -> None:
         """Send what is still in memory and finish the run."""
-        ...
 
 
 def requested(log: LogSettings) -> dict[str, str]:
