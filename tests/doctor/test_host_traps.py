@@ -170,7 +170,29 @@ def test_what_a_hook_cannot_do_is_a_finding_of_its_own_and_refused_by_the_hook(
     assert sentence in errors[check].found and errors[check].fix
     with pytest.raises(ValueError) as refusal:
         slime.check(arguments("slime", given))
-    assert str(refusal.value).partition("; ")[0] in {finding.found for finding in errors.values()}
+    assert any(str(refusal.value).startswith(f"{finding.found}; ") for finding in errors.values())
+
+
+OWN_TRAPPED = [
+    flags
+    for host, check, flags, status, _ in TRAPPED
+    if (host, status) == ("slime", "error") and check != "hook-settings"
+]
+
+
+@pytest.mark.parametrize("flags", OWN_TRAPPED)
+def test_slime_s_check_refuses_what_doctor_calls_an_error(flags: str, tmp_path: Path) -> None:
+    given = with_key(tmp_path, flags, {})
+    errors = {finding.found for finding in traps("slime", given).values() if finding.status == "error"}
+    with pytest.raises(ValueError) as refusal:
+        slime.check(arguments("slime", given))
+    assert any(str(refusal.value).startswith(f"{error}; ") for error in errors)
+
+
+def test_slime_s_check_takes_the_flags_in_which_doctor_finds_no_error(tmp_path: Path) -> None:
+    for host, flags, _ in FREE:
+        if host in ("slime", "miles"):
+            slime.check(arguments(host, with_key(tmp_path, flags, {})))
 
 
 def test_doctor_lists_every_mistake_of_the_hooks_at_once(tmp_path: Path) -> None:
