@@ -38,10 +38,14 @@ class Tokens(NamedTuple):
     def num_chunks(self, block: int) -> int:
         return self.loss_mask.numel() // block + self.num_sequences
 
+    def layout(self) -> dict[str, Any]:
+        """The arguments of every kernel that must know where sequences lie."""
+        sizes = {"num_sequences": self.num_sequences, "num_tokens": self.loss_mask.numel()}
+        return {"cu_seqlens": self.cu_seqlens, "row_length": self.row_length, **sizes}
+
     def arguments(self) -> dict[str, Any]:
         """The arguments of every kernel that walks over tokens."""
-        sizes = {"num_tokens": self.loss_mask.numel(), "num_sequences": self.num_sequences}
-        return self._asdict() | sizes
+        return self._asdict() | self.layout()
 
 
 SIZES = ["num_tokens", "num_sequences", "row_length"]

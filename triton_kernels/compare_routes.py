@@ -20,17 +20,13 @@ def compare_routes_fwd_kernel(
     differing_layers,  # [N] int32 out
     N,
     L,
-    a_stride_n,
-    a_stride_l,
-    a_stride_k,
-    b_stride_n,
-    b_stride_l,
-    b_stride_k,
+    a_stride_n, a_stride_l, a_stride_k,
+    b_stride_n, b_stride_l, b_stride_k,
     stride_mask,
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,  # next power of two of K
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """One program per tile of BLOCK tokens, layer after layer."""
     tile = tl.program_id(0).to(tl.int64)
     token = tile * BLOCK + tl.arange(0, BLOCK)
@@ -96,18 +92,9 @@ def compare_routes_sum_fwd_kernel(
 def compare_routes_fwd(
     a: Tensor, b: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Where the expert sets of two engines differ: |A & B| and A != B, by layer and by token.
+    """Where the expert sets of two engines differ: the fields of RouteComparison, in its order.
 
-    Integer arithmetic: exact, and the same in any order.
-
-    Args:
-        a, b: [N, L, K] expert ids, int16, int32 or int64, each of its own dtype and strides; distinct in a row, in any
-            order; negative ids mean no expert and belong to no set.
-        mask: [N]; tokens with 0 do not count in the sums over tokens. None: all count.
-
-    Returns:
-        overlap, differing tokens, first differing layer, differing layers and counted tokens: the fields of
-        RouteComparison, in its order.
+    Two launches of integer arithmetic: exact, and the same in any order. The arguments are those of compare_routes.
     """
     tokens, layers, k = a.shape
     launch, column_block = LAUNCH["compare_routes"], 8
@@ -134,8 +121,7 @@ def compare_routes_fwd(
         K=k,
         K_BLOCK=triton.next_power_of_2(k),
         BLOCK=launch.block,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )
     compare_routes_sum_fwd_kernel[(triton.cdiv(columns, column_block),)](
         partials=partials,
@@ -144,7 +130,6 @@ def compare_routes_fwd(
         columns=columns,
         COLUMN_BLOCK=column_block,
         BLOCK=launch.block,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )
     return sums[:layers], sums[layers : 2 * layers], first, differing, sums[2 * layers]

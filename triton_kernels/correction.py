@@ -25,7 +25,7 @@ from .metric_rows import (
     put_whole_sequence,
 )
 from .segments import BEFORE, segment_slots
-from .unit_sums import SegmentParts
+from .unit_sums import SegmentParts, columns_of
 
 
 class WeightKind(NamedTuple):
@@ -85,23 +85,6 @@ class Decided(NamedTuple):
 
 
 @triton.jit
-def _log_ratio_sums(sums, stride, first, last, BLOCK: tl.constexpr):
-    """sum l, sum log mu, valid tokens and loss tokens of units first to last - 1, in a fixed order."""
-    log_ratio = tl.full((), 0.0, tl.float64)
-    rollout = tl.full((), 0.0, tl.float64)
-    tokens = tl.full((), 0.0, tl.float64)
-    loss_tokens = tl.full((), 0.0, tl.float64)
-    for begin in range(first, last, BLOCK):
-        unit = begin + tl.arange(0, BLOCK)
-        inside = unit < last
-        log_ratio += tl.sum(tl.load(sums + unit, mask=inside, other=0.0))
-        rollout += tl.sum(tl.load(sums + stride + unit, mask=inside, other=0.0))
-        tokens += tl.sum(tl.load(sums + 2 * stride + unit, mask=inside, other=0.0))
-        loss_tokens += tl.sum(tl.load(sums + 3 * stride + unit, mask=inside, other=0.0))
-    return log_ratio, rollout, tokens, loss_tokens
-
-
-@triton.jit
 def _of_segments(segment_columns, num_slots, slots, valid, COLUMN: tl.constexpr):
     here = valid & (slots >= 0) & (slots < num_slots)
     return tl.load(segment_columns + COLUMN * num_slots + slots, mask=here, other=0.0).to(tl.float64)
@@ -124,24 +107,18 @@ def correction_fwd_kernel(
     mask,  # [N] bool out
     bad_sequences,  # [S] bool out
     metrics,  # [K, chunks] fp64 out, as MetricRows
-    num_tokens,
-    num_sequences,
-    row_length,
-    stride,
-    num_slots,
+    num_tokens, num_sequences, row_length,
+    stride, num_slots,
     counts,  # 1 on the context-parallel rank that reports whole sequences, else 0
     LOG_RATIO_BOUND: tl.constexpr,
     LEVEL: tl.constexpr,  # to WEIGHT_COLUMN: the fields of a WeightKind
-    DROPS: tl.constexpr,
-    HAS_LOWER: tl.constexpr,
-    HAS_UPPER: tl.constexpr,
+    DROPS: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
     WEIGHT_COLUMN: tl.constexpr,
     GATES: tl.constexpr,  # the fields of every Gate
-    DROPS_CORRUPT_SEQUENCES: tl.constexpr,
-    COMPLETE: tl.constexpr,
+    DROPS_CORRUPT_SEQUENCES: tl.constexpr, COMPLETE: tl.constexpr,
     UNITS: tl.constexpr,  # chunks summed at a time
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """One program per chunk."""
     chunk = tl.program_id(0).to(tl.int64)
     chunks = tl.num_programs(0).to(tl.int64)
@@ -162,7 +139,10 @@ def correction_fwd_kernel(
         if not COMPLETE:
             first = begin // BLOCK + sequence
             last = end // BLOCK + sequence + 1
-        total, total_rollout, tokens, loss_tokens = _log_ratio_sums(sums, stride, first, last, UNITS)
+        total = merge_all(sums, first, last, "sum", UNITS)
+        total_rollout = merge_all(sums + stride, first, last, "sum", UNITS)
+        tokens = merge_all(sums + 2 * stride, first, last, "sum", UNITS)
+        loss_tokens = merge_all(sums + 3 * stride, first, last, "sum", UNITS)
         divisor = tl.where(tokens > 0.0, tokens, 1.0)
         mean = total / divisor
         corrupt = tokens < loss_tokens
@@ -281,11 +261,8 @@ def correction_fwd(
     """The weight and fate of every token, and the parts of every metric.
 
     Args:
-        tokens: the batch.
         sums: [4 + C, chunks], or [4 + C, S] where `complete`; None for metrics of tokens alone.
         segments: finished, complete columns of segments.
-        decisions: what to do.
-        rows: the metrics.
         with_weights: False: only metrics of the pair.
         complete: `sums` holds one column per sequence, not per chunk.
         counts: this rank reports whole sequences; of context-parallel ranks only one does.
@@ -304,14 +281,13 @@ def correction_fwd(
         **tokens.arguments(),
         sums=sums,
         segment_edges=segments and segments.edges,
-        segment_columns=segments and segments.columns,
+        **columns_of(segments),
         bounds=decisions.bounds,
         weights=weights,
         mask=mask,
         bad_sequences=bad_sequences,
         metrics=metrics,
         stride=0 if sums is None else sums.shape[1],
-        num_slots=segments.columns.shape[1] if segments else 0,
         counts=int(counts),
         LOG_RATIO_BOUND=decisions.log_ratio_bound,
         LEVEL=decisions.weight.level,
@@ -324,7 +300,6 @@ def correction_fwd(
         COMPLETE=complete,
         UNITS=LAUNCH["unit_combine"].block,
         BLOCK=launch.block,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )
     return Decided(weights, mask, bad_sequences, metrics)

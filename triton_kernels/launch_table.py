@@ -13,6 +13,11 @@ class Launch(NamedTuple):
     num_warps: int
     num_stages: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What the compiler is told, by Triton's names."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 LAUNCH: dict[str, Launch] = {
     "row_statistics": Launch(block=4096, num_warps=8, num_stages=1),

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .launch_table import LAUNCH
-from .softmax import FLOOR, finish_row, row_offset, row_strides
+from .softmax import FLOOR, Softmax, finish_row, row_offset, with_strides
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_shards", "rows_per_page", "stride_mask_page", "stride_mask"],
-)
+@triton.jit(do_not_specialize=["num_rows", "num_shards", "rows_per_page", "stride_mask_page", "stride_mask"])
 def merge_statistics_fwd_kernel(
     gathered,  # [R, 4, N] (max z, sum e, sum e (z - max), z[target]) of every shard
     mask,  # [N] or [B, T], or None
@@ -23,14 +18,10 @@ def merge_statistics_fwd_kernel(
     entropy,  # [N] nats, if WITH_ENTROPY
     maximum,  # [N] max z, 0 if that is -inf
     log_sum,  # [N] log sum e^(z - max)
-    num_rows,
-    num_shards,
-    rows_per_page,
-    stride_mask_page,
-    stride_mask,
-    WITH_ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    num_rows, num_shards, rows_per_page,
+    stride_mask_page, stride_mask,
+    WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = rows < num_rows
     # elements from one of the four statistics to the next
@@ -65,9 +56,7 @@ def merge_statistics_fwd_kernel(
         tl.store(entropy + rows, tl.where(kept, row_entropy, 0.0), mask=here)
 
 
-def merge_statistics_fwd(
-    gathered: Tensor, mask: Tensor | None, *, with_entropy: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+def merge_statistics_fwd(gathered: Tensor, mask: Tensor | None, *, with_entropy: bool) -> Softmax:
     """logprob = z[target] - M - log S and entropy = log S - U / S of every row, from the statistics of R shards.
 
     With M = max_r m_r and a_r = e^(m_r - M): S = sum_r a_r s_r, U = sum_r a_r (u_r + (m_r - M) s_r). One launch.
@@ -78,27 +67,21 @@ def merge_statistics_fwd(
         with_entropy: compute the entropy.
 
     Returns:
-        (logprobs, entropy or None, maximum, log_sum), [N] fp32; the last two are 0 for a row without a finite logit.
+        The softmax, [N] each.
     """
     launch = LAUNCH["merge_statistics"]
     num_shards, _, num_rows = gathered.shape
-    new = functools.partial(torch.empty, num_rows, dtype=torch.float32, device=gathered.device)
-    logprobs, entropy, maximum, log_sum = new(), new() if with_entropy else None, new(), new()
+    softmax = Softmax.empty(num_rows, gathered.device, with_entropy=with_entropy)
     block = min(launch.block, triton.next_power_of_2(max(num_rows, 1)))
     merge_statistics_fwd_kernel[(triton.cdiv(num_rows, block),)](
         gathered=gathered,
-        mask=mask,
-        logprobs=logprobs,
-        entropy=entropy,
-        maximum=maximum,
-        log_sum=log_sum,
+        **softmax._asdict(),
         num_rows=num_rows,
         num_shards=num_shards,
         rows_per_page=num_rows if mask is None else mask.shape[-1],
-        **row_strides("mask", mask),
+        **with_strides(mask=mask),
         WITH_ENTROPY=with_entropy,
         BLOCK=block,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )
-    return logprobs, entropy, maximum, log_sum
+    return softmax

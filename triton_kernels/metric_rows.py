@@ -13,39 +13,13 @@ import triton.language as tl
 
 from .log_ratio import expm1
 
-OF_TOKENS = (
-    "beyond_2",
-    "clamped",
-    "log_ratio",
-    "rho_log_ratio",
-    "p_q",
-    "dev_abs",
-    "prob_gap",
-    "dev",
-    "square:dev",
-    "rho",
-    "square:rho",
-    "q",
-    "square:q",
-    "p",
-    "square:p",
-    "tokens",
-    "loss_tokens",
-)
+_WITH_SQUARES = tuple(name for each in ("dev", "rho", "q", "p") for name in (each, f"square:{each}"))
+_PRODUCTS = ("log_ratio", "rho_log_ratio", "p_q", "dev_abs", "prob_gap")
+OF_TOKENS = ("beyond_2", "clamped", *_PRODUCTS, *_WITH_SQUARES, "tokens", "loss_tokens")
 OF_WEIGHTS = ("weight", "kept", "square:weight")
 OF_SEQUENCES = ("bad_sequences",)
-OF_WHOLE_SEQUENCES = (
-    "seq_rho",
-    "seq_dev",
-    "rollout_log_ppl",
-    "train_log_ppl",
-    "rollout_ppl",
-    "train_ppl",
-    "mean_abs",
-    "sum_abs",
-    "seq_clamped",
-    "sequences",
-)
+_PERPLEXITIES = ("rollout_log_ppl", "train_log_ppl", "rollout_ppl", "train_ppl")
+OF_WHOLE_SEQUENCES = ("seq_rho", "seq_dev", *_PERPLEXITIES, "mean_abs", "sum_abs", "seq_clamped", "sequences")
 OF_OUTCOMES = ("all_weight", "kept_sequences")
 
 NUM_OF_WEIGHTS = tl.constexpr(len(OF_WEIGHTS))

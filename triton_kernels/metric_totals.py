@@ -16,26 +16,19 @@ _PARTS = tl.constexpr(4)
 
 
 @triton.jit(
-    do_not_specialize=[*SIZES, "chunks", "num_added", "num_once", "num_outcomes", "num_maxima", "outcome_stride"],
+    do_not_specialize=[*SIZES, "chunks", "num_added", "num_once", "num_outcomes", "num_maxima", "outcome_stride"]
 )
 def metric_sums_fwd_kernel(
     cu_seqlens,  # [S + 1], or None for rows of row_length
     rows,  # [K, chunks] fp64, as MetricRows
     outcomes,  # the rows of outcomes, or [O, S] per sequence where COMPLETE
     vector,  # [sums | squares of once and outcomes | maxima | minima] fp64 out
-    num_tokens,
-    num_sequences,
-    row_length,
+    num_tokens, num_sequences, row_length,
     chunks,
-    num_added,
-    num_once,
-    num_outcomes,
-    num_maxima,
+    num_added, num_once, num_outcomes, num_maxima,
     outcome_stride,
-    COMPLETE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    COMPLETE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per row, in a fixed order."""
     row = tl.program_id(0).to(tl.int64)
     cells = rows + row * chunks
@@ -92,26 +85,18 @@ def metric_sums_fwd_kernel(
 def metric_sums_fwd(tokens: Tokens, cells: Tensor, rows: MetricRows, outcomes: Tensor | None = None) -> Tensor:
     """Sums, maxima and minima over all chunks: [len(rows.sums) + maxima + minima] fp64.
 
-    Args:
-        tokens: the batch.
-        cells: [K, chunks] fp64.
-        rows: the names of its rows.
-        outcomes: [O, S] fp64, rows of outcomes per sequence instead of per chunk.
+    From cells [K, chunks] fp64 with these rows; outcomes [O, S] fp64 replace its rows of outcomes, one per chunk.
     """
     launch = LAUNCH["metric_sums"]
     size = len(rows.sums) + len(rows.maxima) + len(rows.minima)
     vector = torch.empty(size, dtype=torch.float64, device=cells.device)
     complete = outcomes is not None
-    if outcomes is None:
-        outcomes = outcome_rows(cells, rows)
+    outcomes = outcome_rows(cells, rows) if outcomes is None else outcomes
     metric_sums_fwd_kernel[(rows.num_rows,)](
-        cu_seqlens=tokens.cu_seqlens,
+        **tokens.layout(),
         rows=cells,
         outcomes=outcomes,
         vector=vector,
-        num_tokens=tokens.loss_mask.numel(),
-        num_sequences=tokens.num_sequences,
-        row_length=tokens.row_length,
         chunks=cells.shape[1],
         num_added=len(rows.added),
         num_once=len(rows.once),
@@ -121,8 +106,7 @@ def metric_sums_fwd(tokens: Tokens, cells: Tensor, rows: MetricRows, outcomes: T
         COMPLETE=complete,
         CHUNK=LAUNCH["unit_sums"].block,
         BLOCK=launch.block,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )
     return vector
 

@@ -50,11 +50,8 @@ def normalize_fwd(weights: Tensor, totals: Tensor, vector: Tensor, powers: tuple
     Args:
         weights: [N] fp32.
         totals: [2] fp64, sum of weights and kept tokens of the whole rollout batch; may be part of `vector`.
-        vector: [K] fp64, sums of metrics.
+        vector: [K] fp64, sums of metrics; returned for the scaled weights.
         powers: (place in `vector`, power of the scale) of every sum that scales.
-
-    Returns:
-        [K] fp64, the sums of metrics of the scaled weights.
     """
     launch = LAUNCH["normalize"]
     scaled = torch.empty_like(vector)
@@ -67,7 +64,6 @@ def normalize_fwd(weights: Tensor, totals: Tensor, vector: Tensor, powers: tuple
         num_sums=len(vector),
         POWERS=powers,
         BLOCK=launch.block,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )
     return scaled

@@ -12,20 +12,11 @@ from torch import Tensor
 
 from .launch_table import LAUNCH
 from .log_ratio import k3
-from .metric_rows import count, put
+from .metric_rows import clamp, count, put
 
 # numbers of tokens and addresses of slices differ from step to step: neither may compile the kernel anew
-_OF_TOKENS = [
-    "current_logprobs",
-    "old_logprobs",
-    "advantages",
-    "weights",
-    "mask",
-    "scales",
-    "reference_logprobs",
-    "entropies",
-    "coefficients",
-]
+_LOGPROBS = ["current_logprobs", "old_logprobs", "reference_logprobs"]
+_OF_TOKENS = [*_LOGPROBS, "advantages", "weights", "mask", "scales", "entropies", "coefficients"]
 
 
 @triton.jit(do_not_specialize=["num_tokens", "row_length"], do_not_specialize_on_alignment=_OF_TOKENS)
@@ -42,18 +33,15 @@ def policy_loss_fwd_kernel(
     partials,  # [2 M, tiles] fp64 out, one column per tile; rows as the metrics of policy_loss_fwd
     num_tokens,
     row_length,
-    ratio_lower,
-    ratio_upper,
+    ratio_lower, ratio_upper,
     dual_clip,  # or None
     log_ratio_bound,
-    kl_coef,
-    entropy_coef,
-    IS_PPO: tl.constexpr,
-    ADVANTAGE_PER_ROW: tl.constexpr,
+    kl_coef, entropy_coef,
+    IS_PPO: tl.constexpr, ADVANTAGE_PER_ROW: tl.constexpr,
     NUM_MEANS: tl.constexpr,  # metrics over the sum of scale
     NUM_SHARES: tl.constexpr,  # metrics over the number of kept tokens
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """One program per tile. tl.where instead of tl.minimum, which would hide a NaN."""
     tiles = tl.num_programs(0)
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -97,8 +85,7 @@ def policy_loss_fwd_kernel(
         reference = tl.load(reference_logprobs + tokens, mask=inside, other=0.0).to(tl.float32)
         distance = tl.where(usable, reference - current, 0.0)
         approaches = (distance >= -log_ratio_bound) & (distance <= log_ratio_bound)
-        distance = tl.where(distance > log_ratio_bound, log_ratio_bound, distance)
-        distance = tl.where(distance < -log_ratio_bound, -log_ratio_bound, distance)
+        distance = clamp(distance, log_ratio_bound)
         estimate = k3(distance)
         kl = tl.sum((scale * tl.where(usable, ratio * estimate, 0.0)).to(tl.float64))
         loss += kl_coef * kl
@@ -203,23 +190,20 @@ def policy_loss_fwd(
         with_coefficients: also compute d loss / d current.
 
     Returns:
-        The loss, 0-d fp32; [2 M] fp64, the totals of M metrics, then what divides each: loss, policy_loss, kl_ref (with
-        reference_logprobs), entropy (when given) over the sum of scale; for ppo clip_high, clip_low, dual_clip (when
-        set) over the number of kept tokens; and d loss / d current, fp32, contiguous in the shape of current.
+        The loss, 0-d fp32; [2 M] fp64, the totals and divisors of M metrics as the reference lists them; and
+        d loss / d current, fp32, contiguous in the shape of current.
     """
-    is_ppo = surrogate == "ppo"
+    is_ppo, device = surrogate == "ppo", current.device
     num_means = 2 + (reference_logprobs is not None) + (entropy is not None)
     num_shares = 2 + (dual_clip is not None) if is_ppo else 0
     launch = LAUNCH["policy_loss"]
     # no token at all is one tile that counts nothing
     tiles = max(1, triton.cdiv(current.numel(), launch.block))
     rows = 2 * (num_means + num_shares)
-    partials = torch.empty((rows, tiles), dtype=torch.float64, device=current.device)
-    totals = torch.empty(rows, dtype=torch.float64, device=current.device)
-    loss = torch.empty((), dtype=torch.float32, device=current.device)
-    coefficients = None
-    if with_coefficients:
-        coefficients = torch.empty(current.shape, dtype=torch.float32, device=current.device)
+    partials = torch.empty((rows, tiles), dtype=torch.float64, device=device)
+    totals = torch.empty(rows, dtype=torch.float64, device=device)
+    loss = torch.empty((), dtype=torch.float32, device=device)
+    coefficients = torch.empty(current.shape, dtype=torch.float32, device=device) if with_coefficients else None
     policy_loss_fwd_kernel[(tiles,)](
         current_logprobs=current.contiguous(),
         old_logprobs=None if old is None else old.contiguous(),
@@ -244,17 +228,10 @@ def policy_loss_fwd(
         NUM_MEANS=num_means,
         NUM_SHARES=num_shares,
         BLOCK=launch.block,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )
     policy_loss_reduce_kernel[(rows,)](
-        partials=partials,
-        totals=totals,
-        loss=loss,
-        num_tiles=tiles,
-        BLOCK=launch.block,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        partials=partials, totals=totals, loss=loss, num_tiles=tiles, BLOCK=launch.block, **launch.options
     )
     return loss, totals, coefficients
 
@@ -292,7 +269,6 @@ def policy_loss_bwd(
         num_tokens=like.numel(),
         entropy_coef=float(entropy_coef),
         BLOCK=launch.block,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )
     return grad_current, grad_entropy

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch_table import LAUNCH
-from .softmax import FLOOR, LOG2_E, OF_ROWS, gradient_arguments, logits_strides, row_arguments, row_offset
+from .softmax import FLOOR, LOG2_E, OF_ROWS, Rows, Softmax, load_divisor, load_upstream, logits_strides, row_offset
 
 
 @triton.jit
@@ -37,53 +37,28 @@ def row_gradient_bwd_kernel(
     log_sum,  # [N] log sum e^(z - max)
     grad_logprobs,  # [N] or [B, T], or None
     grad_entropy,  # [N] or [B, T], or None
-    start,
-    num_valid,
-    width,
-    rows_per_page,
-    stride_out_page,
-    stride_out_row,
-    stride_out_column,
-    stride_logits_page,
-    stride_logits_row,
-    stride_logits_column,
-    stride_targets_page,
-    stride_targets,
-    stride_temperature_page,
-    stride_temperature,
-    stride_mask_page,
-    stride_mask,
-    stride_grad_logprobs_page,
-    stride_grad_logprobs,
-    stride_grad_entropy_page,
-    stride_grad_entropy,
-    TEMPERATURE_PER_ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    start, num_valid, width, rows_per_page,
+    stride_out_page, stride_out_row, stride_out_column,
+    stride_logits_page, stride_logits_row, stride_logits_column,
+    stride_targets_page, stride_targets, stride_temperature_page, stride_temperature,
+    stride_mask_page, stride_mask,
+    stride_grad_logprobs_page, stride_grad_logprobs, stride_grad_entropy_page, stride_grad_entropy,
+    TEMPERATURE_PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     WITH_ENTROPY: tl.constexpr = grad_entropy is not None
-    at_target = tl.full([], 0.0, tl.float32)
-    if grad_logprobs is not None:
-        place = row_offset(row, rows_per_page, stride_grad_logprobs_page, stride_grad_logprobs)
-        at_target = tl.load(grad_logprobs + place).to(tl.float32)
-        at_target = tl.where(tl.load(logprobs + row) == float("-inf"), 0.0, at_target)
-    active = at_target != 0
-    slope = tl.full([], 0.0, tl.float32)
+    at_target, slope, row_entropy, active = load_upstream(
+        row, rows_per_page, logprobs, entropy, mask, grad_logprobs, grad_entropy, stride_mask_page, stride_mask,
+        stride_grad_logprobs_page, stride_grad_logprobs, stride_grad_entropy_page, stride_grad_entropy,
+    )  # fmt: skip
     constant = at_target
     if WITH_ENTROPY:
-        place = row_offset(row, rows_per_page, stride_grad_entropy_page, stride_grad_entropy)
-        slope = tl.load(grad_entropy + place).to(tl.float32)
-        active = active | (slope != 0)
-        constant += slope * tl.load(entropy + row)
-    if mask is not None:
-        active = active & (tl.load(mask + row_offset(row, rows_per_page, stride_mask_page, stride_mask)) != 0)
+        constant += slope * row_entropy
     # a row without gradient has no columns to read: all of it is written as zeros
     valid = tl.where(active, num_valid, 0)
-    if TEMPERATURE_PER_ROW:
-        place = row_offset(row, rows_per_page, stride_temperature_page, stride_temperature)
-        divisor = tl.load(temperature + place, mask=active, other=1.0).to(tl.float32)
-    else:
-        divisor = tl.cast(temperature, tl.float32)
+    divisor = load_divisor(
+        temperature, row, rows_per_page, stride_temperature_page, stride_temperature, active, TEMPERATURE_PER_ROW
+    )
     inverse = tl.div_rn(tl.full([], 1.0, tl.float32), divisor)
     at_target *= inverse
     slope *= -inverse
@@ -117,20 +92,7 @@ def row_gradient_bwd_kernel(
 
 
 def row_gradient_bwd(
-    out: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float | Tensor,
-    mask: Tensor | None,
-    *,
-    start: int,
-    num_valid: int,
-    logprobs: Tensor,
-    entropy: Tensor | None,
-    maximum: Tensor,
-    log_sum: Tensor,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
+    out: Tensor, logits: Tensor, rows: Rows, softmax: Softmax, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
 ) -> None:
     """Write [g (onehot - p) - g_H p (log p + entropy)] / temperature, with log p = z - maximum - log_sum, to ``out``.
 
@@ -139,20 +101,18 @@ def row_gradient_bwd(
 
     Args:
         out: in the shape of logits, any float dtype and strides; may be the logits themselves.
-        logits, targets, temperature, mask, start, num_valid: as in row_statistics_fwd.
-        logprobs, entropy, maximum, log_sum: [N] or [B, T] fp32 contiguous, of the whole vocabulary; the entropy is
-            read where grad_entropy is given.
-        grad_logprobs, grad_entropy: [N] or [B, T], g and g_H, any strides; None: 0.
+        logits, rows: as in row_statistics_fwd.
+        softmax: of the whole vocabulary; the entropy is read where grad_entropy is given.
+        grad_logprobs, grad_entropy: [N] or [B, T], g and g_H, any strides, also those of an expanded tensor; None: 0.
     """
     launch = LAUNCH["row_gradient"]
     width = logits.shape[-1]
-    row_gradient_bwd_kernel[(targets.numel(),)](
-        **row_arguments(logits, targets, temperature, mask, start=start, num_valid=num_valid),
-        **gradient_arguments(logprobs, entropy, maximum, log_sum, grad_logprobs, grad_entropy),
+    row_gradient_bwd_kernel[(rows.targets.numel(),)](
+        **rows.arguments(logits),
+        **softmax.upstream(grad_logprobs, grad_entropy),
         out=out,
         width=width,
         **logits_strides("out", out),
         BLOCK=min(launch.block, triton.next_power_of_2(width)),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )

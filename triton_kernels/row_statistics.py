@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .launch_table import LAUNCH
-from .softmax import LOG2_E, OF_ROWS, finish_row, row_arguments, row_offset
+from .softmax import LOG2_E, OF_ROWS, Rows, Softmax, load_active, load_divisor, new_outputs, row_offset, store_row
 
 _LOWEST = tl.constexpr(-1e30)
 """Below any difference of logits that counts at any temperature: its exponential is 0, but 0 times it is not NaN."""
@@ -42,40 +39,25 @@ def row_statistics_fwd_kernel(
     targets,  # [N] or [B, T] global ids
     temperature,  # a number, or [N] or [B, T]
     mask,  # [N] or [B, T], or None
-    statistics,  # [4, N] max z, sum e, sum e (z - max), z[target]; None if MERGED
-    logprobs,  # [N] nats, if MERGED
-    entropy,  # [N] nats, if MERGED and WITH_ENTROPY
-    maximum,  # [N] max z, 0 if that is -inf, if MERGED
-    log_sum,  # [N] log sum e^(z - max), if MERGED
-    start,
-    num_valid,
-    rows_per_page,
-    stride_logits_page,
-    stride_logits_row,
-    stride_logits_column,
-    stride_targets_page,
-    stride_targets,
-    stride_temperature_page,
-    stride_temperature,
-    stride_mask_page,
-    stride_mask,
-    TEMPERATURE_PER_ROW: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-    MERGED: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    statistics,  # [4, N] max z, sum e, sum e (z - max), z[target]; or None, and the next four are written
+    logprobs,  # [N] nats
+    entropy,  # [N] nats, if WITH_ENTROPY
+    maximum,  # [N] max z, 0 if that is -inf
+    log_sum,  # [N] log sum e^(z - max)
+    start, num_valid, rows_per_page,
+    stride_logits_page, stride_logits_row, stride_logits_column,
+    stride_targets_page, stride_targets, stride_temperature_page, stride_temperature,
+    stride_mask_page, stride_mask,
+    TEMPERATURE_PER_ROW: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
-    kept = row >= 0
-    if mask is not None:
-        kept = tl.load(mask + row_offset(row, rows_per_page, stride_mask_page, stride_mask)) != 0
+    active = load_active(mask, row, rows_per_page, stride_mask_page, stride_mask)
     # a row that does not count has no columns: neither its logits nor its temperature are read
-    valid = tl.where(kept, num_valid, 0)
-    if TEMPERATURE_PER_ROW:
-        place = row_offset(row, rows_per_page, stride_temperature_page, stride_temperature)
-        divisor = tl.load(temperature + place, mask=kept, other=1.0).to(tl.float32)
-    else:
-        divisor = tl.cast(temperature, tl.float32)
+    valid = tl.where(active, num_valid, 0)
+    divisor = load_divisor(
+        temperature, row, rows_per_page, stride_temperature_page, stride_temperature, active, TEMPERATURE_PER_ROW
+    )
     inverse = tl.div_rn(tl.full([], 1.0, tl.float32), divisor)
     scale = inverse * LOG2_E
 
@@ -105,75 +87,33 @@ def row_statistics_fwd_kernel(
     here = (column >= 0) & (column < valid)
     target = tl.load(first + column * stride_logits_column, mask=here, other=float("-inf")).to(tl.float32) * inverse
     row_top *= inverse
-    if MERGED:
-        row_logprob, row_entropy, row_top, row_log_sum = finish_row(row_top, row_total, row_shifted, target)
-        tl.store(logprobs + row, tl.where(kept, row_logprob, 0.0))
-        tl.store(maximum + row, row_top)
-        tl.store(log_sum + row, row_log_sum)
-        if WITH_ENTROPY:
-            tl.store(entropy + row, tl.where(kept, row_entropy, 0.0))
-    else:
-        rows = tl.num_programs(0).to(tl.int64)
-        tl.store(statistics + row, row_top)
-        tl.store(statistics + rows + row, row_total)
-        tl.store(statistics + 2 * rows + row, row_shifted)
-        tl.store(statistics + 3 * rows + row, target)
+    store_row(row, active, row_top, row_total, row_shifted, target, statistics, logprobs, entropy, maximum, log_sum)
 
 
-def row_statistics_fwd(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float | Tensor,
-    mask: Tensor | None,
-    *,
-    start: int,
-    num_valid: int,
-    with_entropy: bool,
-    merged: bool,
-) -> Tensor | tuple[Tensor, Tensor | None, Tensor, Tensor]:
+def row_statistics_fwd(logits: Tensor, rows: Rows, *, with_entropy: bool, merged: bool) -> Tensor | Softmax:
     """Max z, sum e^(z - max), sum e^(z - max) (z - max) and z[target] of every row, z = logits / temperature.
 
     One launch. The statistics are -inf, 0, 0, -inf for a row without a finite logit and for one with mask 0.
 
     Args:
         logits: [N, V_local] or [B, T, V_local] bf16, fp16 or fp32, any strides.
-        targets: [N] or [B, T] int64 or int32, global ids.
-        temperature: a number, or [N] or [B, T].
-        mask: [N] or [B, T]; no logit of a row with 0 is read.
-        start: global id of the first column.
-        num_valid: number of columns that exist; those after them are padding.
+        rows: targets, temperature, mask, and the columns that exist.
         with_entropy: compute the third statistic, else it is 0.
         merged: this shard is the whole vocabulary, so return what merge_statistics_fwd would.
 
     Returns:
-        [4, N] fp32; or (logprobs, entropy, maximum, log_sum), fp32 in the shape of targets.
+        [4, N] fp32; or the softmax, in the shape of the targets.
     """
     launch = LAUNCH["row_statistics"]
-    rows = targets.shape
     block = min(launch.block, triton.next_power_of_2(logits.shape[-1]))
     vector = min(VECTOR_BYTES // logits.element_size(), block)
-    new = functools.partial(torch.empty, dtype=torch.float32, device=logits.device)
-    statistics = outputs = None
-    if merged:
-        outputs = new(rows), new(rows) if with_entropy else None, new(rows), new(rows)
-    else:
-        statistics = new(4, targets.numel())
-    logprobs, entropy, maximum, log_sum = outputs or (None,) * 4
-    row_statistics_fwd_kernel[(targets.numel(),)](
-        **row_arguments(logits, targets, temperature, mask, start=start, num_valid=num_valid),
-        statistics=statistics,
-        logprobs=logprobs,
-        entropy=entropy,
-        maximum=maximum,
-        log_sum=log_sum,
+    answer, outputs = new_outputs(logits, rows, with_entropy=with_entropy, merged=merged)
+    row_statistics_fwd_kernel[(rows.targets.numel(),)](
+        **rows.arguments(logits),
+        **outputs,
         WITH_ENTROPY=with_entropy,
-        MERGED=merged,
         LANES=block // vector,
         VECTOR=vector,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )
-    if outputs is not None:
-        return outputs
-    assert statistics is not None
-    return statistics
+    return answer

@@ -48,18 +48,13 @@ def put_segment(column, slot, num_slots, value, count, among, REDUCE: tl.constex
 @triton.jit
 def segment_sums(
     values,  # fp64 lanes
-    valid,
-    slots,
-    first,
-    last,
-    loss,
+    valid, slots, first, last, loss,
     head,  # cell for the part of the first segment of the chunk
     chunks,  # elements from there to the cell of the last segment
     column,  # [slots]
     num_slots,
-    REDUCE: tl.constexpr,
-    FINISHED: tl.constexpr,
-):
+    REDUCE: tl.constexpr, FINISHED: tl.constexpr,
+):  # fmt: skip
     """One column of every segment of the chunk, one after the other: a chunk holds few turns."""
     slot = first
     while (slot <= last) & (slot != NOWHERE):

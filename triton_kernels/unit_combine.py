@@ -11,23 +11,18 @@ from .chunks import SIZES, Tokens, chunks_of_sequence
 from .columns import Column, field, merge_all, merge_parts, neutral
 from .launch_table import LAUNCH
 from .segments import BEFORE, NOWHERE, put_segment
-from .unit_sums import SegmentParts
+from .unit_sums import SegmentParts, parts_of
 
 
 @triton.jit
 def _combine_segments(
-    first,
-    last,
-    chunks,
-    segment_edges,
+    first, last, chunks, segment_edges,
     counts,  # [2, chunks]
     parts,  # [2, chunks]
     column,  # [slots]
     num_slots,
-    REDUCE: tl.constexpr,
-    FINISHED: tl.constexpr,
-    WRITES_SLOTS: tl.constexpr,
-):
+    REDUCE: tl.constexpr, FINISHED: tl.constexpr, WRITES_SLOTS: tl.constexpr,
+):  # fmt: skip
     """Join the last segment of a chunk with the first of the next chunk that has one, where they are the same."""
     slot = first * 0 + NOWHERE
     value = tl.full((), neutral(REDUCE), tl.float64)
@@ -61,18 +56,14 @@ def unit_combine_fwd_kernel(
     segment_edges,  # [3, chunks] int64, the last row out; None without segments
     segment_parts,  # [G, 2, chunks] fp64
     segment_columns,  # [G, slots] fp32 or fp64 out, where a segment touches the edge of a chunk
-    num_tokens,
-    num_sequences,
-    row_length,
+    num_tokens, num_sequences, row_length,
     chunks,
     num_columns,  # C
     num_sums,  # of the columns; the others are maxima
     num_slots,
     SEGMENT: tl.constexpr,  # the G columns of segments, COUNT first
-    FINISHED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    FINISHED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per sequence and per column, of sequences or of segments."""
     sequence = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1).to(tl.int64)
@@ -89,62 +80,36 @@ def unit_combine_fwd_kernel(
     if segment_edges is not None:
         for c in tl.static_range(len(SEGMENT)):
             if index == num_columns + c:
+                parts, column = segment_parts + 2 * c * chunks, segment_columns + c * num_slots
                 _combine_segments(
-                    first,
-                    last,
-                    chunks,
-                    segment_edges,
-                    segment_parts,
-                    segment_parts + 2 * c * chunks,
-                    segment_columns + c * num_slots,
-                    num_slots,
-                    field(SEGMENT, c, 2),
-                    FINISHED,
-                    WRITES_SLOTS=c == 0,
-                )
+                    first, last, chunks, segment_edges, segment_parts, parts, column, num_slots,
+                    field(SEGMENT, c, 2), FINISHED, WRITES_SLOTS=c == 0,
+                )  # fmt: skip
 
 
 def unit_combine_fwd(
-    tokens: Tokens,
-    sums: Tensor,
-    num_sums: int,
-    segments: SegmentParts | None = None,
-    segment: tuple[Column, ...] = (),
+    tokens: Tokens, sums: Tensor, num_sums: int, segments: SegmentParts | None = None, segment: tuple[Column, ...] = ()
 ) -> Tensor:
-    """Columns of whole sequences; those of segments are completed in place.
+    """Columns of whole sequences, [C, S] fp64, from those of chunks; the columns of segments are completed in place.
 
     Args:
-        tokens: the batch.
-        sums: [C, chunks] fp64.
-        num_sums: the number of columns that are sums; they precede the maxima.
-        segments: from unit_sums_fwd.
-        segment: columns of segments.
-
-    Returns:
-        [C, S] fp64.
+        sums: [C, chunks] fp64; the first num_sums columns are sums, the others maxima.
+        segments, segment: what unit_sums_fwd returned, and its columns.
     """
     launch = LAUNCH["unit_combine"]
     combined = torch.empty((len(sums), tokens.num_sequences), dtype=torch.float64, device=sums.device)
     of_segments = 0 if segments is None else len(segments.columns)
     unit_combine_fwd_kernel[(tokens.num_sequences, len(sums) + of_segments)](
-        cu_seqlens=tokens.cu_seqlens,
+        **tokens.layout(),
         sums=sums,
         combined=combined,
-        segment_edges=segments and segments.edges,
-        segment_parts=segments and segments.parts,
-        segment_columns=segments and segments.columns,
-        num_tokens=tokens.loss_mask.numel(),
-        num_sequences=tokens.num_sequences,
-        row_length=tokens.row_length,
+        **parts_of(segments),
         chunks=sums.shape[1],
         num_columns=len(sums),
         num_sums=num_sums,
-        num_slots=segments.columns.shape[1] if segments else 0,
         SEGMENT=segment,
-        FINISHED=segments is None or segments.finished,
         CHUNK=LAUNCH["unit_sums"].block,
         BLOCK=launch.block,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )
     return combined

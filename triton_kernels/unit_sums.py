@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,9 +29,20 @@ class SegmentParts(NamedTuple):
     columns: Tensor
     """[G, slots] fp32 as gates compare them, or fp64 to be pooled."""
 
-    @property
-    def finished(self) -> bool:
-        return self.columns.dtype == torch.float32
+
+def columns_of(segments: SegmentParts | None) -> dict[str, Any]:
+    """The storage of the columns of segments as kernels take it."""
+    return {"segment_columns": segments and segments.columns, "num_slots": segments.columns.shape[1] if segments else 0}
+
+
+def parts_of(segments: SegmentParts | None) -> dict[str, Any]:
+    """Everything of segments as the kernels take it that compute their columns."""
+    return {
+        "segment_edges": segments and segments.edges,
+        "segment_parts": segments and segments.parts,
+        "FINISHED": segments is None or segments.columns.dtype == torch.float32,
+        **columns_of(segments),
+    }
 
 
 @triton.jit(do_not_specialize=[*SIZES, "num_slots"], do_not_specialize_on_alignment=OF_TOKENS)
@@ -47,15 +58,12 @@ def unit_sums_fwd_kernel(
     segment_edges,  # [3, chunks] int64 out, or None without segments
     segment_parts,  # [G, 2, chunks] fp64 out
     segment_columns,  # [G, slots] fp32 or fp64 out, where a segment lies within one chunk
-    num_tokens,
-    num_sequences,
-    row_length,
+    num_tokens, num_sequences, row_length,
     num_slots,
     SEQUENCE: tl.constexpr,  # the C columns of sequences
     SEGMENT: tl.constexpr,  # the G columns of segments, COUNT first
-    FINISHED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    FINISHED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per chunk."""
     chunk = tl.program_id(0).to(tl.int64)
     chunks = tl.num_programs(0).to(tl.int64)
@@ -96,16 +104,12 @@ def unit_sums_fwd_kernel(
 def unit_sums_fwd(
     tokens: Tokens, sequence: tuple[Column, ...], segment: tuple[Column, ...], columns_of_segments: Tensor | None
 ) -> tuple[Tensor, SegmentParts | None]:
-    """Sums over the tokens of every chunk.
+    """Sums over the tokens of every chunk, [4 + C, chunks] fp64, and the parts of segments.
 
     Args:
-        tokens: the batch.
         sequence: columns of sequences besides the sums of l and log mu and the numbers of tokens.
         segment: columns of segments, COUNT first.
         columns_of_segments: [G, slots], written: fp32 for final values, fp64 for values to be pooled; None without any.
-
-    Returns:
-        [4 + C, chunks] fp64, and the parts of segments.
     """
     launch = LAUNCH["unit_sums"]
     chunks, device = tokens.num_chunks(launch.block), tokens.loss_mask.device
@@ -118,15 +122,10 @@ def unit_sums_fwd(
     unit_sums_fwd_kernel[(chunks,)](
         **tokens.arguments(),
         sums=sums,
-        segment_edges=segments and segments.edges,
-        segment_parts=segments and segments.parts,
-        segment_columns=segments and segments.columns,
-        num_slots=segments.columns.shape[1] if segments else 0,
+        **parts_of(segments),
         SEQUENCE=sequence,
         SEGMENT=segment,
-        FINISHED=segments is None or segments.finished,
         BLOCK=launch.block,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )
     return sums, segments

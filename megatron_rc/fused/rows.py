@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from megatron_rc.kernels import softmax
 from megatron_rc.kernels.merge_statistics import merge_statistics_fwd
 from megatron_rc.kernels.row_gradient import row_gradient_bwd
 from megatron_rc.kernels.row_statistics import row_statistics_fwd
@@ -16,7 +15,9 @@ from megatron_rc.reference.rows import Merged, Rows
 
 def shard_statistics(logits: Tensor, rows: Rows, *, with_entropy: bool) -> Tensor:
     """The four statistics [4, N] of this shard, as reference.rows.row_statistics gives them."""
-    return _statistics(logits, rows, with_entropy, merged=False)
+    statistics = _forward(logits, rows, with_entropy=with_entropy, merged=False)
+    assert isinstance(statistics, Tensor)
+    return statistics
 
 
 def merge_shards(gathered: Tensor, rows: Rows, *, with_entropy: bool) -> Merged:
@@ -26,35 +27,17 @@ def merge_shards(gathered: Tensor, rows: Rows, *, with_entropy: bool) -> Merged:
 
 def merge_one_shard(logits: Tensor, rows: Rows, *, with_entropy: bool) -> Merged:
     """shard_statistics and merge_shards in one, for logits that hold the whole vocabulary."""
-    return Merged(*_statistics(logits, rows, with_entropy, merged=True)).view(rows.targets.shape)
+    return Merged(*_forward(logits, rows, with_entropy=with_entropy, merged=True))
 
 
 def write_gradient(
-    out: Tensor,
-    logits: Tensor,
-    rows: Rows,
-    merged: Merged,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
+    out: Tensor, logits: Tensor, rows: Rows, merged: Merged, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
 ) -> None:
     """Write the gradient of the logits to out, which may be the logits."""
-    options: dict[str, Any] = {
-        "start": rows.start,
-        "num_valid": rows.num_valid,
-        **merged._asdict(),
-        "grad_logprobs": grad_logprobs,
-        "grad_entropy": grad_entropy,
-    }
-    if rows.ids is None or rows.offsets is None:
-        row_gradient_bwd(out, logits, rows.targets, rows.temperature, rows.mask, **options)
-    else:
-        support_gradient_bwd(out, logits, rows.targets, rows.ids, rows.offsets, rows.temperature, rows.mask, **options)
+    backward = row_gradient_bwd if rows.ids is None else support_gradient_bwd
+    backward(out, logits, softmax.Rows(*rows), softmax.Softmax(*merged), grad_logprobs, grad_entropy)
 
 
-def _statistics(logits: Tensor, rows: Rows, with_entropy: bool, *, merged: bool) -> Any:
-    options: dict[str, Any] = {"with_entropy": with_entropy, "merged": merged}
-    options |= {"start": rows.start, "num_valid": rows.num_valid}
-    if rows.ids is None or rows.offsets is None:
-        return row_statistics_fwd(logits, rows.targets, rows.temperature, rows.mask, **options)
-    kept = (rows.ids, rows.offsets)
-    return support_statistics_fwd(logits, rows.targets, *kept, rows.temperature, rows.mask, **options)
+def _forward(logits: Tensor, rows: Rows, *, with_entropy: bool, merged: bool) -> Tensor | softmax.Softmax:
+    forward = row_statistics_fwd if rows.ids is None else support_statistics_fwd
+    return forward(logits, softmax.Rows(*rows), with_entropy=with_entropy, merged=merged)

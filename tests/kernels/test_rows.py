@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_rc.kernels.row_gradient import row_gradient_bwd
 from megatron_rc.kernels.row_statistics import row_statistics_fwd
+from megatron_rc.kernels.softmax import Rows, Softmax
 from megatron_rc.logprobs import vocab_parallel_logprobs
 
 pytestmark = pytest.mark.interpreter
@@ -174,25 +175,12 @@ def test_addresses_are_computed_in_64_bits(shape: tuple[int, ...], strides: tupl
     targets = torch.arange(values[..., 0].numel()).reshape(shape[:-1]) % shape[-1]
     problem = problem_of(values, targets)
     with small_blocks(block):
-        merged = row_statistics_fwd(
-            logits, targets, 1.0, None, start=0, num_valid=shape[-1], with_entropy=True, merged=True
-        )
-        assert isinstance(merged, tuple)
+        rows = Rows(targets, 1.0, None, None, None, start=0, num_valid=shape[-1])
+        softmax = row_statistics_fwd(logits, rows, with_entropy=True, merged=True)
+        assert isinstance(softmax, Softmax)
         exact = solve_exactly(problem)
-        torch.testing.assert_close(merged[0].double(), exact.logprobs, atol=1e-6, rtol=1e-6)
-        named = dict(zip(("logprobs", "entropy", "maximum", "log_sum"), merged, strict=True))
-        row_gradient_bwd(
-            logits,
-            logits,
-            targets,
-            1.0,
-            None,
-            start=0,
-            num_valid=shape[-1],
-            grad_logprobs=problem.up,
-            grad_entropy=problem.up_entropy,
-            **named,
-        )
+        torch.testing.assert_close(softmax.logprobs.double(), exact.logprobs, atol=1e-6, rtol=1e-6)
+        row_gradient_bwd(logits, logits, rows, softmax, problem.up, problem.up_entropy)
     torch.testing.assert_close(logits.double(), exact.gradient, atol=1e-6, rtol=2**-7)
 
 

@@ -16,6 +16,7 @@ from traffic import Traffic, counted_traffic
 
 from megatron_rc.batch import Support
 from megatron_rc.kernels.launch_table import LAUNCH
+from megatron_rc.kernels.softmax import Rows as KernelRows
 from megatron_rc.kernels.support_gradient import support_gradient_bwd
 from megatron_rc.kernels.support_statistics import support_statistics_fwd
 from megatron_rc.reference.rows import support_statistics
@@ -212,18 +213,16 @@ def test_shards_of_unequal_widths_equal_one(widths: tuple[int, ...]) -> None:
 
 def test_a_shard_without_any_valid_column_counts_nothing() -> None:
     rows = case(2)
-    statistics = support_statistics_fwd(
-        rows.logits, rows.targets, *rows.support, 1.0, None, start=90, num_valid=0, with_entropy=True, merged=False
-    )
+    shard = KernelRows(rows.targets, 1.0, None, *rows.support, start=90, num_valid=0)
+    statistics = support_statistics_fwd(rows.logits, shard, with_entropy=True, merged=False)
     assert isinstance(statistics, Tensor)
     assert statistics.tolist() == [[-INF, -INF], [0, 0], [0, 0], [-INF, -INF]]
 
 
 def test_statistics_are_those_of_the_reference() -> None:
     rows = replace(case(4), mask=torch.tensor([1.0, 0.0, 2.0, 1.0]), temperature=0.7)
-    found = support_statistics_fwd(
-        rows.logits, rows.targets, *rows.support, 0.7, rows.mask, start=0, num_valid=90, with_entropy=True, merged=False
-    )
+    shard = KernelRows(rows.targets, 0.7, rows.mask, *rows.support, start=0, num_valid=90)
+    found = support_statistics_fwd(rows.logits, shard, with_entropy=True, merged=False)
     number = torch.arange(4).repeat_interleave(rows.support.offsets.diff())
     expected = support_statistics(
         rows.logits.double()[number, rows.support.ids] / 0.7,
@@ -239,10 +238,10 @@ def test_statistics_are_those_of_the_reference() -> None:
 
 def test_without_entropy_the_log_probs_are_the_same_bits() -> None:
     rows = case(3)
-    where = (rows.logits, rows.targets, *rows.support, 1.3, None)
-    with_it = merged_statistics(*where, start=0, num_valid=90)
-    without = merged_statistics(*where, start=0, num_valid=90, with_entropy=False)
-    assert without[1] is None
+    shard = KernelRows(rows.targets, 1.3, None, *rows.support, start=0, num_valid=90)
+    with_it = merged_statistics(rows.logits, shard)
+    without = merged_statistics(rows.logits, shard, with_entropy=False)
+    assert without.entropy is None
     assert all(torch.equal(with_it[index], without[index]) for index in (0, 2, 3))
 
 
@@ -287,22 +286,10 @@ def test_elements_past_two_to_the_31(far: str, in_place: bool, monkeypatch: pyte
     far_logits.copy_(near.logits.view(shape))
     targets, up = near.targets.view(shape[:-1]), near.up.view(shape[:-1])
     # 32-bit ids, which their products with the strides do not fit in
-    where = (targets, near.support.ids.int(), near.support.offsets, 1.0, None)
-    logprobs, _, maximum, log_sum = merged_statistics(far_logits, *where, start=0, num_valid=8, with_entropy=False)
+    shard = KernelRows(targets, 1.0, None, near.support.ids.int(), near.support.offsets, start=0, num_valid=8)
+    softmax = merged_statistics(far_logits, shard, with_entropy=False)
     out = far_logits if in_place else far_out
-    support_gradient_bwd(
-        out,
-        far_logits,
-        *where,
-        start=0,
-        num_valid=8,
-        logprobs=logprobs,
-        entropy=None,
-        maximum=maximum,
-        log_sum=log_sum,
-        grad_logprobs=up,
-        grad_entropy=None,
-    )
+    support_gradient_bwd(out, far_logits, shard, softmax, up, None)
     expected = by_kernels(replace(near, logits=near.logits.half(), up_entropy=None))
-    assert torch.equal(logprobs.double(), expected.logprobs)
+    assert torch.equal(softmax.logprobs.flatten().double(), expected.logprobs)
     assert torch.equal(out.reshape(4, 8).double(), expected.gradient)

@@ -15,6 +15,7 @@ from megatron_rc.backend import set_debug_checks
 from megatron_rc.config import PRESETS, RolloutCorrection
 from megatron_rc.correction import correct
 from megatron_rc.kernels.row_statistics import row_statistics_fwd
+from megatron_rc.kernels.softmax import Rows
 from megatron_rc.logprobs import vocab_parallel_logprobs
 
 pytestmark = pytest.mark.interpreter
@@ -76,10 +77,10 @@ def test_correcting_with_all_metrics_moves_at_most_64_bytes_a_token(name: str) -
 
 def test_the_counter_sees_a_lane_outside_of_every_argument() -> None:
     logits, targets = torch.randn(3, 100), torch.zeros(3, dtype=torch.int64)
-    options = {"start": 0, "with_entropy": False, "merged": True}
+    rows = Rows(targets, 1.0, None, None, None, start=0, num_valid=80)
     with counted_traffic() as traffic:
-        row_statistics_fwd(logits[:, :80], targets, 1.0, None, num_valid=80, **options)
+        row_statistics_fwd(logits[:, :80], rows, with_entropy=False, merged=True)
         # every logit of the row, and the target's again
         assert traffic.loaded[Place(FORWARD, "logits")] == 3 * (80 + 1) * 4
         with pytest.raises(InterpreterError, match="outside of its arguments"):
-            row_statistics_fwd(logits[:, :80], targets, 1.0, None, num_valid=81, **options)
+            row_statistics_fwd(logits[:, :80], rows._replace(num_valid=81), with_entropy=False, merged=True)

@@ -11,6 +11,8 @@ from logprobs_truth import INF, random_logits, truth, unchecked
 from torch import Tensor
 
 from megatron_rc.batch import Support
+from megatron_rc.kernels.softmax import Rows as KernelRows
+from megatron_rc.kernels.softmax import Softmax
 from megatron_rc.kernels.support_gradient import support_gradient_bwd
 from megatron_rc.kernels.support_statistics import support_statistics_fwd
 from megatron_rc.logprobs import vocab_parallel_logprobs
@@ -48,53 +50,40 @@ class Answer(NamedTuple):
     gradient: Tensor
 
 
-def shards(rows: Rows) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+def shards(rows: Rows) -> Iterator[tuple[Tensor, KernelRows]]:
     start, vocabulary = 0, rows.vocab_size or rows.logits.shape[-1]
     for width in rows.widths or (rows.logits.shape[-1],):
-        here = {"start": start, "num_valid": min(max(vocabulary - start, 0), width)}
+        valid = min(max(vocabulary - start, 0), width)
+        here = KernelRows(rows.targets, rows.temperature, rows.mask, *rows.support, start, valid)
         yield rows.logits[..., start : start + width], here
         start += width
 
 
-def merged_statistics(*args: Any, with_entropy: bool = True, **here: Any) -> tuple[Any, ...]:
-    answer = support_statistics_fwd(*args, **here, with_entropy=with_entropy, merged=True)
-    assert isinstance(answer, tuple)
+def merged_statistics(logits: Tensor, rows: KernelRows, *, with_entropy: bool = True) -> Softmax:
+    answer = support_statistics_fwd(logits, rows, with_entropy=with_entropy, merged=True)
+    assert isinstance(answer, Softmax)
     return answer
 
 
 def by_kernels(rows: Rows) -> Answer:
-    where = (rows.targets, *rows.support, rows.temperature, rows.mask)
     if rows.widths:
-        parts = [
-            support_statistics_fwd(logits, *where, **here, with_entropy=True, merged=False)
-            for logits, here in shards(rows)
-        ]
+        parts = [support_statistics_fwd(*shard, with_entropy=True, merged=False) for shard in shards(rows)]
         merged = merge_statistics(torch.stack([part for part in parts if isinstance(part, Tensor)]))
         kept = torch.tensor(True) if rows.mask is None else rows.mask.reshape(-1) != 0
         logprobs, entropy = torch.where(kept, merged.logprobs, 0), torch.where(kept, merged.entropy, 0)
-        maximum, log_sum = merged.maximum, merged.log_sum
+        softmax = Softmax(logprobs, entropy, merged.maximum, merged.log_sum)
     else:
-        (logits, here) = next(shards(rows))
-        logprobs, entropy, maximum, log_sum = merged_statistics(logits, *where, **here)
+        flat = merged_statistics(*next(shards(rows)))
+        softmax = Softmax(*(part.flatten() for part in flat if part is not None))
     gradients = []
     for logits, here in shards(rows):
         assert not rows.in_place or not rows.widths, "shards here are views of one tensor"
         out = logits if rows.in_place else torch.empty_like(logits)
-        support_gradient_bwd(
-            out,
-            logits,
-            *where,
-            **here,
-            logprobs=logprobs,
-            entropy=entropy if rows.up_entropy is not None else None,
-            maximum=maximum,
-            log_sum=log_sum,
-            grad_logprobs=rows.up,
-            grad_entropy=rows.up_entropy,
-        )
+        support_gradient_bwd(out, logits, here, softmax, rows.up, rows.up_entropy)
         gradients.append(out)
-    assert {part.dtype for part in (logprobs, entropy, maximum, log_sum)} == {torch.float32}
-    return Answer(logprobs.double(), entropy.double(), torch.cat(gradients, -1).flatten(0, -2).double())
+    assert {part.dtype for part in softmax if part is not None} == {torch.float32}
+    assert softmax.entropy is not None
+    return Answer(softmax.logprobs.double(), softmax.entropy.double(), torch.cat(gradients, -1).flatten(0, -2).double())
 
 
 def by_torch(rows: Rows) -> Answer:
