@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.fused import backend_module
-from megatron_rc.inputs import Pair, Plan, check_extras, check_pair, check_tokens
+from megatron_rc.inputs import Extras, Pair, Plan, check_extras, check_pair, check_tokens
 from megatron_rc.metrics import MetricSums
 
 
@@ -86,7 +86,7 @@ def correct(
     """
     plan = Plan.of(correction)
     pair = check_pair(train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, cp_group)
-    extras = check_extras(pair, plan, segment_ids, num_segments, advantages, statistics, cp_group)
+    extras = check_extras(pair, plan, Extras(segment_ids, num_segments, advantages, statistics or {}), cp_group)
     computed = backend_module("correction", backend, **pair._asdict(), **extras.tensors())
     with torch.no_grad():
         weights, mask, bad_sequences, sums = computed.correct(pair, extras, plan, dp_group, cp_group)

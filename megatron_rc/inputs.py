@@ -75,29 +75,25 @@ class Plan(NamedTuple):
     """Statistics that the caller of `correct` must pass, in the order in which the gates name them."""
 
     @classmethod
+    @lru_cache
     def of(cls, correction: RolloutCorrection) -> Plan:
-        return _plan(correction)
+        weight = None if correction.weight is None else WeightPlan.of(correction.weight)
+        gates: list[GatePlan] = []
+        for gate in correction.reject:
+            name = f"rejected_{gate.name}"
+            same = sum(other.name == name or other.name.startswith(f"{name}#") for other in gates)
+            bounds = (gate.lower, gate.upper)
+            if gate.statistic == "ratio":
+                bounds = (log_bound(gate.lower), log_bound(gate.upper))
+            gates.append(GatePlan(gate, f"{name}#{same + 1}" if same else name, *bounds))
+        units = {gate.level for gate in correction.reject} | (set() if weight is None else {weight.unit})
+        statistics = [gate.statistic for gate in correction.reject if gate.statistic not in STATISTICS]
+        return cls(correction, weight, tuple(gates), frozenset(units), tuple(dict.fromkeys(statistics)))
 
     @property
     def drops_corrupt_sequences(self) -> bool:
         """Whether one corrupt token drops its whole sequence."""
         return bool(self.units - {"token"})
-
-
-@lru_cache
-def _plan(correction: RolloutCorrection) -> Plan:
-    weight = None if correction.weight is None else WeightPlan.of(correction.weight)
-    gates: list[GatePlan] = []
-    for gate in correction.reject:
-        name = f"rejected_{gate.name}"
-        same = sum(other.name == name or other.name.startswith(f"{name}#") for other in gates)
-        bounds = (gate.lower, gate.upper)
-        if gate.statistic == "ratio":
-            bounds = (log_bound(gate.lower), log_bound(gate.upper))
-        gates.append(GatePlan(gate, f"{name}#{same + 1}" if same else name, *bounds))
-    units = {gate.level for gate in correction.reject} | (set() if weight is None else {weight.unit})
-    statistics = [gate.statistic for gate in correction.reject if gate.statistic not in STATISTICS]
-    return Plan(correction, weight, tuple(gates), frozenset(units), tuple(dict.fromkeys(statistics)))
 
 
 def log_bound(bound: float | None) -> float | None:
@@ -135,13 +131,18 @@ class Extras(NamedTuple):
     num_segments: int | None
     advantages: Tensor | None
     """The shape of loss_mask, or [S]."""
-    statistics: dict[str, Tensor]
+    statistics: Mapping[str, Tensor]
     """Name -> the shape of loss_mask, in the order in which the rejections name them."""
 
     def tensors(self) -> dict[str, Tensor | None]:
         """The tensors by the names that errors give them."""
         named = {f"statistics[{name!r}]": given for name, given in self.statistics.items()}
         return {"segment_ids": self.segment_ids, "advantages": self.advantages, **named}
+
+
+def check_shape(name: str, value: Tensor, shape: torch.Size, of: str) -> None:
+    if value.shape != shape:
+        raise ValueError(f"{name} must have the shape {tuple(shape)} of {of}, got {tuple(value.shape)}")
 
 
 def check_tokens(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> None:
@@ -172,29 +173,17 @@ def check_pair(
     if debug_checks():
         if cu_seqlens is not None:
             _check_ascends_to(cu_seqlens, len(loss_mask))
-        _check_same_on_ranks("cu_seqlens must hold one number of sequences", pair.num_sequences, cp_group)
+        check_same_on_ranks("cu_seqlens must hold one number of sequences", pair.num_sequences, cp_group, "cp_group")
     return pair
 
 
-def check_extras(
-    pair: Pair,
-    plan: Plan,
-    segment_ids: Tensor | None,
-    num_segments: int | None,
-    advantages: Tensor | None,
-    statistics: Mapping[str, Tensor] | None,
-    cp_group: dist.ProcessGroup | None,
-) -> Extras:
+def check_extras(pair: Pair, plan: Plan, given: Extras, cp_group: dist.ProcessGroup | None) -> Extras:
+    """Those of the given inputs that the correction uses."""
+    segment_ids, num_segments = given[:2] if "segment" in plan.units else (None, None)
     if "segment" in plan.units:
         _check_segments(pair, segment_ids, num_segments, cp_group)
-    else:
-        segment_ids, num_segments = None, None
-    return Extras(
-        segment_ids,
-        num_segments,
-        _needed_advantages(pair, plan, advantages),
-        _needed_statistics(pair.loss_mask.shape, plan, statistics or {}),
-    )
+    statistics = _needed_statistics(pair.loss_mask.shape, plan, given.statistics)
+    return Extras(segment_ids, num_segments, _needed_advantages(pair, plan, given.advantages), statistics)
 
 
 def _check_segments(
@@ -211,7 +200,7 @@ def _check_segments(
     if segment_ids.numel() != pair.loss_mask.numel():
         raise ValueError(f"segment_ids must have the shape of loss_mask, got {tuple(segment_ids.shape)}")
     if debug_checks():
-        _check_same_on_ranks("num_segments must be one number", num_segments, cp_group)
+        check_same_on_ranks("num_segments must be one number", num_segments, cp_group, "cp_group")
         _check_segment_ids(pair, segment_ids, num_segments)
 
 
@@ -233,11 +222,7 @@ def _needed_statistics(shape: torch.Size, plan: Plan, statistics: Mapping[str, T
     for name in plan.statistics:
         if name not in statistics:
             raise ValueError(f"statistics must hold {name!r}, which a rejection uses, got {sorted(statistics)}")
-        if statistics[name].shape != shape:
-            raise ValueError(
-                f"statistics[{name!r}] must have the shape of loss_mask, {tuple(shape)}, "
-                f"got {tuple(statistics[name].shape)}"
-            )
+        check_shape(f"statistics[{name!r}]", statistics[name], shape, "loss_mask")
     return {name: statistics[name] for name in plan.statistics}
 
 
@@ -271,10 +256,10 @@ def _check_segment_ids(pair: Pair, segment_ids: Tensor, num_segments: int) -> No
         raise ValueError("segment_ids must differ between sequences, two of which share one")
 
 
-def _check_same_on_ranks(must: str, value: int, group: dist.ProcessGroup | None) -> None:
+def check_same_on_ranks(must: str, value: int, group: dist.ProcessGroup | None, name: str) -> None:
     if group is None or dist.get_world_size(group) == 1:
         return
     values: list[int | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     if len(set(values)) > 1:
-        raise ValueError(f"{must} on all context-parallel ranks, got {values}")
+        raise ValueError(f"{must} on all ranks of {name}, got {values}")

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from megatron_rc.backend import debug_checks
 from megatron_rc.batch import Support
 from megatron_rc.fused import backend_module
+from megatron_rc.inputs import check_same_on_ranks, check_shape
 from megatron_rc.reference.rows import Merged, Rows
 
 _shard_widths: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int | None], tuple[int, ...]]] = WeakKeyDictionary()
@@ -118,9 +119,8 @@ class _LogProbs(torch.autograd.Function):
             merged = computed.merge_shards(gathered, rows, with_entropy=with_entropy)
         per_row = rows.temperature if isinstance(rows.temperature, Tensor) else None
         ctx.save_for_backward(logits, rows.targets, per_row, rows.mask, rows.ids, rows.offsets, *merged)
-        ctx.temperature, ctx.start, ctx.num_valid = rows.temperature, rows.start, rows.num_valid
-        if per_row is not None:
-            ctx.temperature = None
+        ctx.temperature = rows.temperature if per_row is None else None
+        ctx.start, ctx.num_valid = rows.start, rows.num_valid
         ctx.computed, ctx.inplace_backward = computed, inplace_backward
         ctx.set_materialize_grads(False)
         return merged.logprobs, merged.entropy if with_entropy else None
@@ -187,10 +187,8 @@ def _check_arguments(
         )
     rows = logits.shape[:-1]
     for name, value in (("targets", targets), ("mask", mask), ("temperature", temperature)):
-        if isinstance(value, Tensor) and value.shape != rows:
-            raise ValueError(
-                f"{name} must have the shape {tuple(rows)} of the rows of logits, got {tuple(value.shape)}"
-            )
+        if isinstance(value, Tensor):
+            check_shape(name, value, rows, "the rows of logits")
     if not isinstance(temperature, Tensor) and not temperature > 0:
         raise ValueError(f"temperature must be > 0, got {temperature!r}")
     ids, offsets = (None, None) if support is None else support
@@ -213,14 +211,8 @@ def _check_arguments(
 
 def _check_values(rows: Rows, vocab_size: int, tp_group: dist.ProcessGroup | None) -> None:
     """The checks that read values from the device."""
-    targets, device = rows.targets, rows.targets.device
-    if tp_group is not None and tp_group.size() > 1:
-        counts = torch.empty(tp_group.size(), dtype=torch.int64, device=device)
-        _all_gather(counts, torch.full((1,), targets.numel(), device=device), group=tp_group)
-        if (counts != counts[0]).any():
-            raise ValueError(
-                f"the number of rows of logits must be equal on all ranks of tp_group, got {counts.tolist()}"
-            )
+    targets = rows.targets
+    check_same_on_ranks("the number of rows of logits must be equal", targets.numel(), tp_group, "tp_group")
     kept = torch.ones_like(targets, dtype=torch.bool) if rows.mask is None else rows.mask != 0
     outside = targets[kept & ((targets < 0) | (targets >= vocab_size))]
     if outside.numel():

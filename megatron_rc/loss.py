@@ -13,6 +13,7 @@ from megatron_rc.collectives import all_reduced
 from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surrogate, check_clipping
 from megatron_rc.correction import Corrected
 from megatron_rc.fused import backend_module
+from megatron_rc.inputs import check_shape
 from megatron_rc.metrics import MetricSums
 from megatron_rc.reference.policy_loss import LossInputs, LossOptions
 from megatron_rc.reference.sums import Statistics
@@ -56,9 +57,7 @@ def loss_scale(
     """
     check_one_of("aggregation", aggregation, Aggregation)
     check_one_of("denominator", denominator, Denominator)
-    if kept_mask.shape != loss_mask.shape:
-        shapes = f"{tuple(loss_mask.shape)} of loss_mask, got {tuple(kept_mask.shape)}"
-        raise ValueError(f"kept_mask must have the shape {shapes}")
+    check_shape("kept_mask", kept_mask, loss_mask.shape, "loss_mask")
     loss_mask = loss_mask.bool()
     counted = loss_mask & kept_mask.bool() if denominator == "kept" else loss_mask
     if aggregation == "token-mean":
@@ -173,9 +172,9 @@ def _check_loss_arguments(inputs: LossInputs, options: LossOptions, correction: 
         )
     shape = inputs.current.shape
     for name, value in inputs.named().items():
-        expected = shape[:1] if name == "advantages" and inputs.advantages.dim() == 1 else shape
-        if value is not None and value.shape != expected:
-            raise ValueError(f"{name} must have the shape {tuple(shape)} of current_logprobs, got {tuple(value.shape)}")
+        one_per_row = name == "advantages" and value is not None and value.shape == shape[:1]
+        if value is not None and not one_per_row:
+            check_shape(name, value, shape, "current_logprobs")
     if inputs.mask.dtype != torch.bool:
         raise ValueError(f"corrected.mask must be bool, got {inputs.mask.dtype}")
     for name, value, coefficient in (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -95,24 +95,17 @@ def _statistics(rows: MetricRows, vector: Tensor) -> Statistics:
 
 
 def _tokens(pair: Pair, extras: Extras | None) -> Tokens:
-    def flat(tensor: Tensor) -> Tensor:
-        return tensor.reshape(-1).contiguous()
+    def flat(tensor: Any) -> Any:
+        return None if tensor is None else tensor.reshape(-1).contiguous()
 
-    cu_seqlens, row_length = None, 0
-    if pair.cu_seqlens is None:
-        row_length = pair.loss_mask.shape[1]
-    else:
-        cu_seqlens = pair.cu_seqlens.contiguous()
-    tokens = Tokens(
-        flat(pair.train_logprobs), flat(pair.rollout_logprobs), flat(pair.loss_mask),
-        cu_seqlens, row_length, pair.num_sequences,
-    )  # fmt: skip
+    train, rollout, loss_mask, cu_seqlens = map(flat, pair)
+    row_length = pair.loss_mask.shape[1] if cu_seqlens is None else 0
+    tokens = Tokens(train, rollout, loss_mask, cu_seqlens, row_length, pair.num_sequences)
     if extras is None:
         return tokens
+    statistics = tuple(map(flat, extras.statistics.values()))
     return tokens._replace(
-        advantages=None if extras.advantages is None else flat(extras.advantages),
-        statistics=tuple(map(flat, extras.statistics.values())),
-        segment_ids=None if extras.segment_ids is None else flat(extras.segment_ids),
+        advantages=flat(extras.advantages), statistics=statistics, segment_ids=flat(extras.segment_ids)
     )
 
 
@@ -157,11 +150,7 @@ def _pooled(
 
 @lru_cache
 def _kernel_plan(plan: Plan, advantages: str) -> _KernelPlan:
-    """The kernels' view of a plan.
-
-    Args:
-        advantages: "token" or "sequence": the unit that has one advantage.
-    """
+    """The kernels' view of a plan; `advantages` is the unit that has one advantage, "token" or "sequence"."""
     columns: dict[str, list[Column]] = {"token": [], "sequence": [], "segment": []}
     weight, correction = plan.weight, plan.correction
     if weight is not None and weight.unit == "segment":
@@ -190,13 +179,8 @@ def _kernel_plan(plan: Plan, advantages: str) -> _KernelPlan:
     kind = WeightKind()
     if weight is not None:
         beyond = {bound.side: bound.name for bound in weight.bounds}
-        kind = WeightKind(
-            weight.weight.level,
-            weight.drops,
-            "lower" in beyond,
-            "upper" in beyond,
-            place("segment", _MEAN_LOG_RATIO if weight.unit == "segment" else None),
-        )
+        column = place("segment", _MEAN_LOG_RATIO if weight.unit == "segment" else None)
+        kind = WeightKind(weight.weight.level, weight.drops, "lower" in beyond, "upper" in beyond, column)
     bound = float(correction.log_ratio_bound)
     decisions = Decisions(kind, gates, plan.drops_corrupt_sequences, bound, _bounds(plan))
     rows = metric_rows(True, (*beyond.values(), *(planned.name for planned in plan.gates)))

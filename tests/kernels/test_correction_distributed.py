@@ -90,5 +90,5 @@ def test_metrics_of_a_pair_over_context_parallel_ranks_equal_pytorch_in_one_proc
 def test_ranks_that_disagree_are_told_on_what(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         of_sequences, of_segments = rank["refusals"]
-        assert "cu_seqlens must hold one number of sequences on all context-parallel ranks, got [2, 1]" in of_sequences
-        assert "num_segments must be one number on all context-parallel ranks, got [4, 5]" in of_segments
+        assert "cu_seqlens must hold one number of sequences on all ranks of cp_group, got [2, 1]" in of_sequences
+        assert "num_segments must be one number on all ranks of cp_group, got [4, 5]" in of_segments
