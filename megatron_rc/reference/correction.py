@@ -65,15 +65,6 @@ def _log_ratio(pair: Pair) -> LogRatio:
     return log_ratio(train, rollout, mask.bool())
 
 
-class _Weights(NamedTuple):
-    """The bounded rho of every unit, before any gate."""
-
-    unit: str
-    value: Tensor | None
-    """fp32; None is 1."""
-    flags: list[_Flags]
-
-
 class _Flags(NamedTuple):
     """The units beyond one bound: counted by a metric, and dropped when `drops`."""
 
@@ -159,19 +150,15 @@ def _decide(
     batch: _Batch, cp_group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, TokenOutcome, dict[str, Tensor]]:
     """Weights and mask [N] before normalisation, their sums, and the sequences [S] beyond bounds on sequences."""
-    weighted, ratio = _weights(batch), batch.ratio
-    gates = [_Flags(g.name, g.gate.level, _outside(batch, g), drops=True) for g in batch.plan.gates]
-    flags = weighted.flags + gates
+    (unit, value, flags), ratio = _weights(batch), batch.ratio
+    flags += [_Flags(g.name, g.gate.level, _outside(batch, g), drops=True) for g in batch.plan.gates]
     keep = {unit: ~gone for unit, gone in _dropped(batch, flags).items()}
     mask = ratio.valid
-    for unit, kept in keep.items():
-        mask = mask & batch.to_tokens(unit, kept)
-    if weighted.value is None:
-        weights = mask.to(ratio.value.dtype)
-    else:
-        weights = batch.to_tokens(weighted.unit, weighted.value) * mask
+    for kept_unit, kept in keep.items():
+        mask = mask & batch.to_tokens(kept_unit, kept)
+    weights = mask.to(ratio.value.dtype) if value is None else batch.to_tokens(unit, value) * mask
     if batch.plan.units <= {"sequence"}:
-        outcome = TokenOutcome.of_sequences(weighted.value, keep.get("sequence"), batch.units["sequence"])
+        outcome = TokenOutcome.of_sequences(value, keep.get("sequence"), batch.units["sequence"])
     else:
         judged = {f.name: batch.to_tokens(f.unit, f.flags) & ratio.valid for f in flags if f.unit != "sequence"}
         outcome = TokenOutcome.of_tokens(weights, mask, judged, batch.offsets["sequence"], cp_group)
@@ -194,16 +181,15 @@ def _outside(batch: _Batch, planned: GatePlan) -> Tensor:
     beyond = outside(value, planned.lower, planned.upper, batch.ratio.value.dtype)
     if gate.when == "always":
         return beyond
-    advantage = (
-        batch.advantages[gate.level] if gate.level in batch.advantages else batch.sums[f"advantage {gate.level}"]
-    )
-    return beyond & (advantage < 0)
+    of_units = batch.advantages.get(gate.level)
+    return beyond & ((batch.sums[f"advantage {gate.level}"] if of_units is None else of_units) < 0)
 
 
-def _weights(batch: _Batch) -> _Weights:
+def _weights(batch: _Batch) -> tuple[str, Tensor | None, list[_Flags]]:
+    """(unit, the bounded rho of every unit before any gate, the units beyond its bounds); rho None is 1."""
     planned = batch.plan.weight
     if planned is None:
-        return _Weights("token", None, [])
+        return "token", None, []
     weight, unit = planned.weight, planned.unit
     log_value = batch.log_value(unit, planned.reduce).to(batch.ratio.value.dtype)
     value = bounded_ratio(log_value, weight.lower, weight.upper, batch.plan.correction.log_ratio_bound)
@@ -211,7 +197,7 @@ def _weights(batch: _Batch) -> _Weights:
     for bound in planned.bounds:
         beyond = log_value < bound.log if bound.side == "lower" else log_value > bound.log
         flags.append(_Flags(bound.name, unit, beyond, planned.drops))
-    return _Weights(unit, value, flags)
+    return unit, value, flags
 
 
 def _dropped(batch: _Batch, flags: list[_Flags]) -> dict[str, Tensor]:

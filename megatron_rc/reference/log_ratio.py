@@ -34,11 +34,8 @@ class LogRatio(NamedTuple):
 def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> LogRatio:
     """l = train_logprobs - rollout_logprobs, where pi = 0 is legal and corruption is not.
 
-    NaN and +inf on either side, and -inf from the sampler, are corrupt.
-
-    Args:
-        train_logprobs, rollout_logprobs: [N], any float dtype, nats; anything, NaN too, where loss_mask is 0.
-        loss_mask: [N] bool.
+    NaN and +inf on either side, and -inf from the sampler, are corrupt. Everything is [N]; log-probs are of any float
+    dtype, and may be anything, NaN too, where loss_mask is 0.
     """
     dtype = torch.float64 if torch.float64 in (train_logprobs.dtype, rollout_logprobs.dtype) else torch.float32
     rollout = rollout_logprobs.to(dtype)
@@ -50,14 +47,7 @@ def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tenso
 
 
 def log_ratio_sums(ratio: LogRatio, offsets: Tensor) -> Tensor:
-    """Sums over the tokens of every unit (sequence or segment).
-
-    Args:
-        offsets: [U + 1] integers; unit u owns rows offsets[u] to offsets[u + 1].
-
-    Returns:
-        [4, U] fp64: sum l, sum log mu and number of valid tokens, number of loss tokens.
-    """
+    """[4, U] fp64: sum l, sum log mu, valid tokens and loss tokens of every unit, rows offsets[u] to offsets[u + 1]."""
     # fp32 counts exactly up to 2^24 tokens per unit
     counts = torch.stack([ratio.valid, ratio.loss_mask]).float()
     return torch.cat([unit_sums(ratio.pair.double(), offsets), unit_sums(counts, offsets)])

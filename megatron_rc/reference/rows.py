@@ -95,12 +95,7 @@ def merge_one_shard(logits: Tensor, rows: Rows, *, with_entropy: bool) -> Merged
 
 
 def write_gradient(
-    out: Tensor,
-    logits: Tensor,
-    rows: Rows,
-    merged: Merged,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
+    out: Tensor, logits: Tensor, rows: Rows, merged: Merged, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
 ) -> None:
     """Write the gradient of the logits to out, which may be the logits."""
     upstream = _upstream(rows, merged, grad_logprobs, grad_entropy)
@@ -121,19 +116,11 @@ def compute_dtype(values: Tensor) -> torch.dtype:
 def row_statistics(
     logits: Tensor, targets: Tensor, temperature: float | Tensor, num_valid: int, *, with_entropy: bool
 ) -> Tensor:
-    """Softmax statistics of one vocabulary shard: max z, sum e^(z - max), sum e^(z - max) (z - max), z[target].
+    """[4, n] max z, sum e^(z - max), sum e^(z - max) (z - max) and z[target] of a shard, z = logits / temperature.
 
-    z = logits / temperature. They are -inf, 0, 0, -inf for a row without a finite logit.
-
-    Args:
-        logits: [n, V_local], any float dtype and strides; -inf is legal anywhere.
-        targets: [n] int64, columns of this shard; any other value gives z[target] = -inf.
-        temperature: a number or [n].
-        num_valid: number of columns that exist; those after them are padding.
-        with_entropy: compute the third statistic, else it is 0.
-
-    Returns:
-        [4, n] fp32 (fp64 for fp64 logits).
+    fp32 (fp64 for fp64 logits); -inf, 0, 0, -inf for a row without a finite logit. Logits [n, V_local] have any float
+    dtype and strides. Targets [n] int64 are columns of this shard, and any other value gives z[target] = -inf. Columns
+    from num_valid on are padding. Without entropy the third statistic is 0.
     """
     rows, width = logits.shape
     # whole blocks of new memory: the sum of a single row would otherwise be split among threads and differ in its bits
@@ -156,10 +143,7 @@ def merge_statistics(statistics: Tensor) -> Merged:
     """Join the statistics of all shards in rank order, to the same bits wherever this is computed.
 
     With M = max_r m_r and a_r = e^(m_r - M): S = sum_r a_r s_r, U = sum_r a_r (u_r + (m_r - M) s_r),
-    logprob = z[target] - M - log S, entropy = log S - U / S.
-
-    Args:
-        statistics: [R, 4, N], the (m, s, u, z[target]) of R shards.
+    logprob = z[target] - M - log S, entropy = log S - U / S, from the (m, s, u, z[target]) [R, 4, N] of R shards.
     """
     maxima, sums, shifted, targets = statistics.unbind(1)
     maximum = _zero_if_minus_inf(maxima.amax(0))
@@ -175,16 +159,9 @@ def merge_statistics(statistics: Tensor) -> Merged:
 def row_gradient(
     logits: Tensor, targets: Tensor, upstream: Upstream, temperature: float | Tensor, num_valid: int
 ) -> Tensor:
-    """Gradient of a shard: [g (onehot - p) - g_H p (log p + entropy)] / temperature.
+    """[n, V_local] gradient of a shard: [g (onehot - p) - g_H p (log p + entropy)] / temperature.
 
-    Exactly 0 for rows whose upstream gradients are 0, and for columns from num_valid on.
-
-    Args:
-        logits, targets, temperature, num_valid: as in row_statistics.
-        upstream: [n] each, merged over the shards.
-
-    Returns:
-        [n, V_local] fp32 (fp64 for fp64 logits).
+    fp32 (fp64 for fp64 logits); exactly 0 for rows whose upstream gradients are 0, and for columns from num_valid on.
     """
     z = logits.to(compute_dtype(logits), copy=True).div_(_per_row(temperature))
     gradient = _softmax_gradient_(z, upstream.select((slice(None), None)))
@@ -199,17 +176,10 @@ def row_gradient(
 def support_statistics(
     values: Tensor, is_target: Tensor, rows: Tensor, offsets: Tensor, *, with_entropy: bool
 ) -> Tensor:
-    """row_statistics over the kept ids of every row only.
+    """[4, N] row_statistics over the kept ids of every row only.
 
-    Args:
-        values: [K] fp32, z of the kept ids; -inf for ids of other shards.
-        is_target: [K] bool, the id is the row's target.
-        rows: [K] int64, the row of each id, ascending.
-        offsets: [N + 1] int64, where each row's ids start.
-        with_entropy: as in row_statistics.
-
-    Returns:
-        [4, N].
+    Of each kept id, [K]: z (-inf where another shard has it), whether it is the row's target, and its row, ascending.
+    The ids of row t start at offsets[t].
     """
     maximum = segment_reduce(values, "max", offsets)
     below = (values - _zero_if_minus_inf(maximum)[rows]).clamp(min=_FLOOR)
@@ -221,16 +191,7 @@ def support_statistics(
 
 
 def support_gradient(values: Tensor, is_target: Tensor, upstream: Upstream, temperature: float | Tensor) -> Tensor:
-    """row_gradient at the kept ids; it is 0 everywhere else.
-
-    Args:
-        values, is_target: as in support_statistics.
-        upstream: [K] each, the row's value at each of its ids.
-        temperature: a number or [K].
-
-    Returns:
-        [K].
-    """
+    """[K] row_gradient at the kept ids, from what each has of its row; it is 0 everywhere else."""
     gradient = _softmax_gradient_(values.clone(), upstream)
     gradient += torch.where(is_target, upstream.grad_logprobs, 0)
     return gradient.div_(temperature).masked_fill_(_without_upstream(upstream), 0)
@@ -311,19 +272,13 @@ class _KeptIds(NamedTuple):
 def _upstream(rows: Rows, merged: Merged, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Upstream:
     """The upstream gradients, flat; 0 where the mask is 0, and for a logprob of -inf."""
     assert merged.entropy is not None
-    logprobs = merged.logprobs.reshape(-1)
-    kept = None if rows.mask is None else rows.mask.reshape(-1) != 0
-    differentiable = logprobs != -torch.inf
-    if grad_logprobs is None:
-        grad_logprobs = torch.zeros_like(logprobs)
-    else:
-        differentiable = differentiable if kept is None else differentiable & kept
-        grad_logprobs = torch.where(differentiable, grad_logprobs.reshape(-1), 0)
-    if grad_entropy is not None:
-        grad_entropy = grad_entropy.reshape(-1)
-        grad_entropy = grad_entropy if kept is None else torch.where(kept, grad_entropy, 0)
-    maximum, log_sum, entropy = (x.reshape(-1) for x in (merged.maximum, merged.log_sum, merged.entropy))
-    return Upstream(maximum, log_sum, entropy, grad_logprobs, grad_entropy)
+    logprobs, entropy, maximum, log_sum = (part.reshape(-1) for part in merged if part is not None)
+    kept = torch.ones_like(logprobs, dtype=torch.bool) if rows.mask is None else rows.mask.reshape(-1) != 0
+    by_logprob = torch.zeros_like(logprobs)
+    if grad_logprobs is not None:
+        by_logprob = torch.where(kept & (logprobs != -torch.inf), grad_logprobs.reshape(-1), 0)
+    by_entropy = None if grad_entropy is None else torch.where(kept, grad_entropy.reshape(-1), 0)
+    return Upstream(maximum, log_sum, entropy, by_logprob, by_entropy)
 
 
 def _local_targets(rows: Rows) -> Tensor:
