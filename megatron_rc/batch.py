@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -119,16 +120,11 @@ class TokenBatch:
         loss_mask = torch.tensor(mask, dtype=torch.bool)
         cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         segment_ids, num_segments = segments(loss_mask, cu_seqlens)
-        support = None
-        if sampling.truncates:
-            counts = torch.tensor([0, *kept_counts]).cumsum(0)
-            support = Support(torch.tensor(kept, dtype=torch.int64), counts)
+        kept_ids = Support(torch.tensor(kept, dtype=torch.int64), torch.tensor([0, *kept_counts]).cumsum(0))
         return cls(
             tokens=torch.tensor(tokens, dtype=torch.int64),
             targets=torch.tensor(targets, dtype=torch.int64),
-            position_ids=torch.cat([torch.arange(n) for n in lengths])
-            if lengths
-            else torch.zeros(0, dtype=torch.int64),
+            position_ids=torch.cat([torch.arange(n) for n in (0, *lengths)]),
             loss_mask=loss_mask,
             rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
             cu_seqlens=cu_seqlens,
@@ -139,16 +135,14 @@ class TokenBatch:
             sampling=sampling,
             rewards=None if rewards is None else torch.tensor(rewards, dtype=torch.float32),
             groups=None if groups is None else torch.tensor(groups, dtype=torch.int64),
-            support=support,
+            support=kept_ids if sampling.truncates else None,
             routes=_stack_routes(samples),
             truncated=torch.tensor([s.finish_reason == "length" for s in samples], dtype=torch.bool),
         )
 
     def rows_of(self, sequences: Sequence[int]) -> Tensor:
         """Row numbers of ``sequences`` in their order, [M] int64."""
-        starts = [0]
-        for n in self.lengths:
-            starts.append(starts[-1] + n)
+        starts = [0, *accumulate(self.lengths)]
         parts = [torch.arange(starts[i], starts[i + 1]) for i in sequences]
         return torch.cat(parts).to(self.tokens.device) if parts else self.tokens.new_zeros(0)
 
@@ -189,24 +183,14 @@ class TokenBatch:
         return self._take(torch.cat(rows).to(self.tokens.device), tuple(lengths))
 
     def to(self, device: torch.device) -> TokenBatch:
-        moved: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor | Support):
-                moved[field.name] = value.to(device)
+        moved: Any = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor | Support)}
         return dataclasses.replace(self, **moved)
 
 
-_ROW_FIELDS = [
-    "tokens",
-    "targets",
-    "position_ids",
-    "loss_mask",
-    "rollout_logprobs",
-    "segment_ids",
-    "weight_versions",
-    "routes",
-]
+_ROW_FIELDS = (
+    *("tokens", "targets", "position_ids", "loss_mask"),
+    *("rollout_logprobs", "segment_ids", "weight_versions", "routes"),
+)
 _SEQUENCE_FIELDS = ("rewards", "groups", "advantages", "truncated")
 
 
@@ -247,8 +231,8 @@ def _check_sample(index: int, sample: Sample, sampling: SamplingParams) -> None:
     if sampling.truncates and (sample.support is None or len(sample.support) != outputs):
         rows = "none" if sample.support is None else f"{len(sample.support)} rows"
         raise ValueError(f"sample {index}: top-p/top-k sampling needs kept ids for {outputs} tokens, got {rows}")
-    if sample.routes is not None and len(sample.routes) != len(sample.prompt_ids) + outputs - 1:
-        expected = len(sample.prompt_ids) + outputs - 1
+    expected = len(sample.prompt_ids) + outputs - 1
+    if sample.routes is not None and len(sample.routes) != expected:
         raise ValueError(f"sample {index}: routes have {len(sample.routes)} rows, expected tokens - 1 = {expected}")
 
 
@@ -262,8 +246,6 @@ def _versions_per_token(sample: Sample) -> list[int]:
 def _stack_routes(samples: Sequence[Sample]) -> Tensor | None:
     if not samples or any(s.routes is None for s in samples):
         return None
-    parts = []
-    for s in samples:
-        assert s.routes is not None
-        parts += [s.routes.to(torch.int32), s.routes.new_zeros(1, *s.routes.shape[1:], dtype=torch.int32)]
-    return torch.cat(parts)
+    # one row of zeros for the last token of each sequence
+    padded = [torch.nn.functional.pad(s.routes, (0, 0, 0, 0, 0, 1)) for s in samples if s.routes is not None]
+    return torch.cat(padded).to(torch.int32)

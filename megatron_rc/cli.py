@@ -120,36 +120,22 @@ def grid(
         grids.run_and_write(settings, choices, only_write=table)
 
 
-@app.command()
-def settings() -> None:
-    """Print every field of the YAML with its type, default and meaning (Markdown)."""
+_PAGES = {
+    "settings": "Print every field of the YAML with its type, default and meaning (Markdown).",
+    "presets": "Print the correction presets with their settings and sources (Markdown).",
+    "versions": "Print which releases of Python, megatron-core, Triton and SGLang are supported (Markdown).",
+    "metrics": "Print every metric of a training job with its unit and meaning or its formula (Markdown).",
+}
+
+
+def _print_page(context: typer.Context) -> None:
     from megatron_rc.jobs import pages
 
-    print(pages.settings(), end="")
+    print(getattr(pages, str(context.command.name))(), end="")
 
 
-@app.command()
-def presets() -> None:
-    """Print the correction presets with their settings and sources (Markdown)."""
-    from megatron_rc.jobs import pages
-
-    print(pages.presets(), end="")
-
-
-@app.command(name="versions")
-def supported_versions() -> None:
-    """Print which releases of Python, megatron-core, Triton and SGLang are supported (Markdown)."""
-    from megatron_rc.jobs import pages
-
-    print(pages.releases(), end="")
-
-
-@app.command()
-def metrics() -> None:
-    """Print every metric of a training job with its unit and meaning or its formula (Markdown)."""
-    from megatron_rc.jobs import pages
-
-    print(pages.metrics(), end="")
+for _page, _help in _PAGES.items():
+    app.command(_page, help=_help)(_print_page)
 
 
 @app.command()

@@ -55,12 +55,14 @@ SAMPLING_KEY = b"megatron_rc.sampling"
 """Schema metadata: the SamplingParams of the step as JSON."""
 
 
-class DumpWriter:
-    """Writes ``folder/step-000012.parquet``; a file is whole or absent, and writing a step again replaces it."""
-
+class _FolderWriter:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+
+
+class DumpWriter(_FolderWriter):
+    """Writes ``folder/step-000012.parquet``; a file is whole or absent, and writing a step again replaces it."""
 
     def write(
         self,
@@ -88,12 +90,8 @@ class DumpWriter:
         return path
 
 
-class DiscardedWriter:
+class DiscardedWriter(_FolderWriter):
     """Writes ``folder/step-000012.jsonl``: every response of a step that came back damaged, with the reason."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, samples: Sequence[Sample]) -> Path:
         path = self.folder / f"step-{step:06d}.jsonl"
@@ -107,6 +105,11 @@ class DiscardedWriter:
 
 
 _KEPT = ("prompt_ids", "output_ids", "logprobs", "finish_reason", "weight_versions", "retractions")
+
+
+_COMPUTED = ("old_logprobs", "weights", "mask")
+_OF_SAMPLE = ("prompt_ids", "output_ids", "finish_reason", "support")
+_OF_SAMPLING = ("temperature", "top_p", "top_k")
 
 
 def _table(
@@ -128,36 +131,29 @@ def _table(
     def per_sequence(values: Tensor | None, kind: pa.DataType) -> pa.Array:
         return pa.nulls(len(samples), kind) if values is None else pa.array(values.detach().cpu().numpy(), kind)
 
-    sampling = batch.sampling
     routed = [s.routes if routes else None for s in samples]
     columns = {
         "step": [step] * len(samples),
         "sequence": range(len(samples)),
         "group": per_sequence(batch.groups, pa.int64()),
         "seed": seeds,
-        "prompt_ids": [s.prompt_ids for s in samples],
-        "output_ids": [s.output_ids for s in samples],
         "loss_mask": per_token(batch.loss_mask, _flags),
         "rollout_logprobs": [s.logprobs for s in samples],
-        "old_logprobs": per_token(computed.get("old_logprobs"), _numbers),
-        "weights": per_token(computed.get("weights"), _numbers),
-        "mask": per_token(computed.get("mask"), _flags),
+        **{name: per_token(computed.get(name), SCHEMA.field(name).type) for name in _COMPUTED},
         "advantage": per_sequence(batch.advantages, pa.float32()),
         "reward": per_sequence(batch.rewards, pa.float32()),
-        "finish_reason": [s.finish_reason for s in samples],
+        **{name: [getattr(s, name) for s in samples] for name in _OF_SAMPLE},
         "weight_versions": [
             [{"version": version, "start": start, "end": end} for version, start, end in s.weight_versions]
             for s in samples
         ],
-        "temperature": [sampling.temperature] * len(samples),
-        "top_p": [sampling.top_p] * len(samples),
-        "top_k": [sampling.top_k] * len(samples),
-        "support": [s.support for s in samples],
+        **{name: [getattr(batch.sampling, name)] * len(samples) for name in _OF_SAMPLING},
         "routes": [None if ids is None else ids.numpy().astype(_ROUTE).tobytes() for ids in routed],
         "routes_shape": [None if ids is None else [*ids.shape] for ids in routed],
     }
-    settings = json.dumps(dataclasses.asdict(sampling)).encode()
-    arrays = [_array(columns[field.name], field.type) for field in SCHEMA]
+    settings = json.dumps(dataclasses.asdict(batch.sampling)).encode()
+    values = ((columns[field.name], field.type) for field in SCHEMA)
+    arrays = [column if isinstance(column, pa.Array) else pa.array(column, kind) for column, kind in values]
     return pa.Table.from_arrays(arrays, schema=SCHEMA.with_metadata({SAMPLING_KEY: settings}))
 
 
@@ -216,10 +212,6 @@ def _output_rows(batch: TokenBatch, samples: Sequence[Sample]) -> tuple[Tensor, 
         offsets.append(offsets[-1] + output)
         start += length
     return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64), np.array(offsets, dtype=np.int32)
-
-
-def _array(values: Any, kind: pa.DataType) -> pa.Array:
-    return values if isinstance(values, pa.Array) else pa.array(values, kind)
 
 
 def _check_schema(file: Path) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from megatron_rc.schema.limits import check_at_least, check_positive
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,10 +26,8 @@ class SamplingParams:
     """The stop token itself is part of the output and has a log-prob."""
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens!r}")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be > 0, got {self.temperature!r}")
+        check_at_least(1, max_new_tokens=self.max_new_tokens)
+        check_positive(temperature=self.temperature)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
         if self.top_k != -1 and self.top_k < 1:
@@ -89,8 +89,7 @@ def check_request(
         ValueError: n < 1, another number of seeds than responses, an empty prompt, an id outside the vocabulary, or a
             prompt that with max_new_tokens is longer than the context. The sentence names the prompt by its index.
     """
-    if n < 1:
-        raise ValueError(f"n must be >= 1, got {n!r}")
+    check_at_least(1, n=n)
     if len(seeds) != len(prompts) * n:
         raise ValueError(f"seeds must hold one seed per response ({len(prompts)} x {n}), got {len(seeds)}")
     for index, prompt in enumerate(prompts):

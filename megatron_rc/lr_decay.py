@@ -54,7 +54,8 @@ class LengthDecayLR:
     ) -> None:
         if not 0 < initial_lr < math.inf:
             raise ValueError(f"initial_lr must be > 0 and finite, got {initial_lr!r}")
-        _check(min_lr_ratio, decay_period, period_per_surge)
+        # refuses what is out of its range
+        LengthDecaySettings(min_lr_ratio=min_lr_ratio, decay_period=decay_period, period_per_surge=period_per_surge)
         self.initial_lr = float(initial_lr)
         self.min_lr_ratio = min_lr_ratio
         self.period_per_surge = period_per_surge
@@ -220,22 +221,12 @@ class LengthDecaySettings:
     """The detector of the surge in response length."""
 
     def __post_init__(self) -> None:
-        _check(self.min_lr_ratio, self.decay_period, self.period_per_surge)
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"min_lr_ratio must be in [0, 1], got {self.min_lr_ratio!r}")
+        if self.decay_period is not None and not (isinstance(self.decay_period, int) and self.decay_period >= 1):
+            raise ValueError(f"decay_period must be a whole number of rollouts >= 1, got {self.decay_period!r}")
+        if not 0 < self.period_per_surge < math.inf:
+            raise ValueError(f"period_per_surge must be > 0 and finite, got {self.period_per_surge!r}")
 
     def build(self, initial_lr: float) -> LengthDecayLR:
-        return LengthDecayLR(
-            initial_lr,
-            min_lr_ratio=self.min_lr_ratio,
-            decay_period=self.decay_period,
-            period_per_surge=self.period_per_surge,
-            detector=self.detector,
-        )
-
-
-def _check(min_lr_ratio: float, decay_period: int | None, period_per_surge: float) -> None:
-    if not 0 <= min_lr_ratio <= 1:
-        raise ValueError(f"min_lr_ratio must be in [0, 1], got {min_lr_ratio!r}")
-    if decay_period is not None and not (isinstance(decay_period, int) and decay_period >= 1):
-        raise ValueError(f"decay_period must be a whole number of rollouts >= 1, got {decay_period!r}")
-    if not 0 < period_per_surge < math.inf:
-        raise ValueError(f"period_per_surge must be > 0 and finite, got {period_per_surge!r}")
+        return LengthDecayLR(initial_lr, **vars(self))

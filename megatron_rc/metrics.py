@@ -77,9 +77,7 @@ METRICS: dict[str, Metric] = {
     "k1": Metric("mean(-l), KL(mu||pi)", lambda s: quotient(-s["log_ratio"], s["tokens"]), needs="log_ratio"),
     "k3": divergence(lambda s: s["dev"] - s["log_ratio"], formula="mean(e^l - 1 - l), KL(mu||pi)"),
     "k3_pi_mu": divergence(lambda s: s["rho_log_ratio"] - s["dev"], formula="mean(rho l - (rho - 1)), KL(pi||mu)"),
-    "tv": Metric(
-        "mean|rho - 1| / 2, total variation", lambda s: quotient(s["dev_abs"] / 2, s["tokens"]), needs="dev_abs"
-    ),
+    "tv": Metric("mean|rho - 1| / 2, total variation", lambda s: quotient(s["dev_abs"] / 2, s["tokens"]), "dev_abs"),
     "binary_tv": mean("prob_gap", over="tokens", formula="mean|p - q|"),
     "chi2_token": mean("square:dev", over="tokens", formula="mean (rho - 1)^2, chi2(pi||mu) of a token"),
     "chi2_seq": mean("square:seq_dev", over="sequences", formula="mean (rho(y) - 1)^2, chi2(pi||mu) of a sequence"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
+
+from megatron_rc.schema.limits import check_at_least
 
 
 @dataclass
@@ -44,10 +47,8 @@ class SurgeDetector:
             raise ValueError(f"slow must be > 0 and < fast <= 1, got slow={self.slow!r} fast={self.fast!r}")
         if not 1 < self.threshold < math.inf:
             raise ValueError(f"threshold must be > 1 and finite, got {self.threshold!r}")
-        if not self.patience >= 1:
-            raise ValueError(f"patience must be >= 1, got {self.patience!r}")
-        if not self.warmup >= 0:
-            raise ValueError(f"warmup must be >= 0, got {self.warmup!r}")
+        check_at_least(1, patience=self.patience)
+        check_at_least(0, warmup=self.warmup)
         self.rollouts = 0
         """Number of rollouts, including those without a length."""
         self.measured = 0
@@ -120,7 +121,8 @@ class SurgeDetector:
 
     def state_dict(self) -> dict[str, Any]:
         """State after the lengths so far: numbers and None, which JSON keeps exactly."""
-        return {name.lstrip("_"): getattr(self, name) for name in _STATE}
+        constants = {field.name for field in dataclasses.fields(self)}
+        return {name.lstrip("_"): value for name, value in vars(self).items() if name not in constants}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, as `state_dict` returned it; the constants stay those of this detector.
@@ -130,18 +132,4 @@ class SurgeDetector:
         """
         if state.keys() != self.state_dict().keys():
             raise ValueError(f"state must have the fields {list(self.state_dict())}, got {list(state)}")
-        for name in _STATE:
-            setattr(self, name, state[name.lstrip("_")])
-
-
-_STATE = [
-    "rollouts",
-    "measured",
-    "surge_step",
-    "surge_in_warmup",
-    "_fast_average",
-    "_slow_average",
-    "_lowest",
-    "_run",
-    "_run_start",
-]
+        vars(self).update((name, state[name.lstrip("_")]) for name in vars(self) if name.lstrip("_") in state)

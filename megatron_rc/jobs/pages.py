@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_rc import versions
+from megatron_rc import versions as known
 from megatron_rc.jobs.describe import changed, sections, table
 
 _METRICS = """\
@@ -53,7 +53,7 @@ def presets() -> str:
     return f"# Correction presets\n\nPrinted by `megatron-rc presets`.\n\n{body}"
 
 
-def releases() -> str:
+def versions() -> str:
     columns = ("megatron-core", "Python", "Triton", "SGLang")
     uses = ("`train`", '`patch("megatron-training")`', '`patch("megatron-lm")`')
     return f"""# Supported releases
@@ -61,10 +61,10 @@ def releases() -> str:
 Printed by `megatron-rc versions`. An installation bounds none of them from above:
 what is too old, or has another signature than the patch was made for, is refused when it is used.
 
-{table((*columns, *uses), versions.matrix())}
+{table((*columns, *uses), known.matrix())}
 ## What ran together
 
-{table(("Python", "megatron-core", "Triton", "SGLang", "what ran"), versions.TESTED)}"""
+{table(("Python", "megatron-core", "Triton", "SGLang", "what ran"), known.TESTED)}"""
 
 
 def metrics() -> str:
