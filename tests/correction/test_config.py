@@ -8,14 +8,16 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from correction_book import gapped
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rc import schema
+from megatron_rc import config, schema
 from megatron_rc.config import PRESETS, STATISTICS, Rejection, RolloutCorrection, Weight
+from megatron_rc.correction import correct
 
 
 @pytest.mark.parametrize(
@@ -230,3 +232,17 @@ def test_importing_it_loads_neither_torch_nor_yaml_nor_pydantic() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_weight_mode_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = config.WeightMode("raised", "lowered", required=("lower",), drops=False)
+    monkeypatch.setitem(config.MODES, "floor", row)
+    monkeypatch.setattr(config, "Mode", Literal["floor"])
+    with pytest.raises(ValueError, match="lower must be set when mode is 'floor'"):
+        Weight(mode="floor", upper=3.0)
+    train, rollout, mask, cu_seqlens = gapped(-1.0, 0.5)
+    correction = RolloutCorrection(Weight(mode="floor", lower=1.0, upper=None))
+    corrected = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens)
+    assert corrected.weights.tolist() == pytest.approx([1.0, math.exp(0.5)])
+    assert corrected.mask.all()
+    assert corrected.metrics.values()["raised_token"] == 0.5
