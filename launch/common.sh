@@ -37,10 +37,7 @@ find_python() {
         return
     fi
     for candidate in python3.11 python3.12 python3.13 python3; do
-        if is_python_311 "$candidate"; then
-            echo "$candidate"
-            return
-        fi
+        is_python_311 "$candidate" && echo "$candidate" && return
     done
     die "no Python 3.11 or newer found; install one, or name it with PYTHON=/path/to/python3.11"
 }
@@ -67,31 +64,35 @@ logged_pip() {
     return 1
 }
 
-# prepare NAME EXTRAS: make .venv and install this repository with EXTRAS, unless NAME was installed from the same files.
-prepare() {
-    local name="$1" extras="$2" stamp key log
-    child_environment
-    make_venv
-    stamp="$VENV/installed-$name"
-    log="$VENV/install-$name.log"
-    key="$(
-        cd "$ROOT"
-        { "$VENV/bin/python" --version && echo "$ROOT $extras $TORCH_INDEX" && cat setup.py pyproject.toml constraints-cpu.txt; } |
-            sha256sum
-    )"
+# install_once NAME KEY PINS ARGUMENTS...: pip install ARGUMENTS into $VENV, after the torch that the file PINS names, unless
+# $VENV/installedNAME says that this was done with the same KEY.
+install_once() {
+    local stamp="$VENV/installed$1" log="$VENV/install$1.log" key="$2" pins="$3" folder="${VENV##*/}"
+    shift 3
     if [[ -f "$stamp" && "$(<"$stamp")" == "$key" ]]; then
-        say "the installation in .venv is up to date"
+        say "the installation in $folder is up to date"
         return
     fi
-    say "installing into .venv (some minutes and about 3 GB the first time; progress in ${log#"$ROOT"/})"
+    say "installing into $folder (some minutes and about 3 GB the first time; progress in ${log#"$ROOT"/})"
     rm -f "$stamp" "$log"
     # the CPU build first and from its own index: PyPI's torch brings gigabytes of CUDA, and another triton
-    logged_pip "$log" install --retries 2 --no-deps --index-url "$TORCH_INDEX" "$(grep '^torch==' "$ROOT/constraints-cpu.txt")" ||
+    logged_pip "$log" install --retries 2 --no-deps --index-url "$TORCH_INDEX" "$(grep '^torch==' "$pins")" ||
         die "no CPU build of torch could be installed; MEGATRON_RC_TORCH_INDEX names another package index"
-    logged_pip "$log" install -c "$ROOT/constraints-cpu.txt" -e "$ROOT[$extras]" ||
-        die "installation failed (see above); it is safe to run this again"
+    logged_pip "$log" install "$@" || die "installation failed (see above); it is safe to run this again"
     echo "$key" >"$stamp"
     say "installed"
+}
+
+# prepare NAME EXTRAS: make .venv and install this repository with EXTRAS, unless NAME was installed from the same files.
+prepare() {
+    local pins="$ROOT/constraints-cpu.txt" key
+    child_environment
+    make_venv
+    key="$(
+        { "$VENV/bin/python" --version && echo "$ROOT $2 $TORCH_INDEX" && cat "$ROOT"/{setup.py,pyproject.toml} "$pins"; } |
+            sha256sum
+    )"
+    install_once "-$1" "$key" "$pins" -c "$pins" -e "$ROOT[$2]"
 }
 
 # prepare_triton VERSION NUMPY: a second Triton, with the numpy it goes with, in $VENV/triton-VERSION: as much of both as
@@ -101,9 +102,7 @@ prepare_triton() {
     folder="$VENV/triton-$version"
     log="$VENV/install-triton-$version.log"
     key="triton $version $numpy $("$VENV/bin/python" --version)"
-    if [[ -f "$folder/installed" && "$(<"$folder/installed")" == "$key" ]]; then
-        return
-    fi
+    [[ ! -f "$folder/installed" || "$(<"$folder/installed")" != "$key" ]] || return 0
     say "installing triton $version beside the one in .venv (about 500 MB; progress in ${log#"$ROOT"/})"
     rm -rf "$folder" "$log"
     logged_pip "$log" install --no-deps --only-binary :all: --target "$folder" "triton==$version" "$numpy" ||

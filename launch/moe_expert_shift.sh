@@ -52,16 +52,15 @@ if [[ -z "$sglang" ]]; then
 else
     bash "$ROOT/launch/sglang_cpu/install.sh"
     served="$("$VENV/bin/python" -m megatron_rc grid "$grid" "${options[@]}" --warm | head -n 1)"
+    serve() { bash "$ROOT/launch/sglang_cpu/serve.sh" "$@" --log "$out/sglang-$precision.log"; }
     for precision in ${precisions//,/ }; do
         dtype=bfloat16
         [[ "$precision" != fp32 ]] || dtype=float32
-        server=(--log "$out/sglang-$precision.log")
-        said="$(bash "$ROOT/launch/sglang_cpu/serve.sh" "$served" --port 0 "${server[@]}" --background --stop-with $$ --dtype "$dtype")"
-        url="$(grep -o 'http://[0-9.:]*' <<<"$said")"
-        trap 'bash "$ROOT/launch/sglang_cpu/serve.sh" stop "${server[@]}"' EXIT
+        url="$(serve "$served" --port 0 --background --stop-with $$ --dtype "$dtype" | grep -o 'http://[0-9.:]*')"
+        trap 'serve stop' EXIT
         cells "$precision" --set rollout.engine=sglang --set rollout.sglang.weight_sync=tensor \
             --set "rollout.sglang.urls=['$url']"
-        bash "$ROOT/launch/sglang_cpu/serve.sh" stop "${server[@]}"
+        serve stop
         trap - EXIT
     done
 fi

@@ -17,11 +17,7 @@ Environment: PYTHON (interpreter for .venv), MEGATRON_RC_TORCH_INDEX (package in
 TEXT
 }
 
-if [[ "${1:-}" == "--help" || "${1:-}" == "-h" ]]; then
-    usage
-    exit 0
-fi
-
+[[ "${1:-}" != --help && "${1:-}" != -h ]] || { usage && exit 0; }
 triton_version() { python -c 'import triton; print(triton.__version__)'; }
 
 cd "$ROOT"

@@ -19,30 +19,17 @@ TEXT
 }
 
 install_sglang() {
-    local stamp="$VENV/installed" log="$VENV/install.log" key version
-    key="$({ echo "$ROOT $TORCH_INDEX" && cat "$REQUIREMENTS"; } | sha256sum)"
+    local version key
     mkdir -p "$VENV"
     exec 9>"$VENV/install.lock"
     flock --nonblock 9 || { say "another process is installing into .venv-sglang; waiting for it" && flock 9; }
-    if [[ -x "$VENV/bin/python" && -f "$stamp" && "$(<"$stamp")" == "$key" ]]; then
-        say "the installation in .venv-sglang is up to date"
-        return
-    fi
     child_environment
     make_venv
     version="$("$VENV/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
     [[ "$version" == 3.11 || "$version" == 3.12 ]] ||
         die "SGLang has wheels for Python 3.11 and 3.12, and $VENV holds $version; remove it and name another by PYTHON"
-    say "installing SGLang into .venv-sglang (some minutes and 3 GB; progress in ${log#"$ROOT"/})"
-    rm -f "$stamp" "$log"
-    # the CPU build first and from its own index, as in common.sh
-    logged_pip "$log" install --retries 2 --no-deps --index-url "$TORCH_INDEX" "$(grep '^torch==' "$REQUIREMENTS")" ||
-        die "no CPU build of torch could be installed; MEGATRON_RC_TORCH_INDEX names another package index"
-    say "torch is installed; now $(grep -c '==' "$REQUIREMENTS") packages"
-    logged_pip "$log" install --no-deps -r "$REQUIREMENTS" ||
-        die "installing SGLang failed (see above); it is safe to run this again"
-    echo "$key" >"$stamp"
-    say "SGLang is installed in .venv-sglang"
+    key="$({ echo "$ROOT $TORCH_INDEX" && cat "$REQUIREMENTS"; } | sha256sum)"
+    install_once '' "$key" "$REQUIREMENTS" --no-deps -r "$REQUIREMENTS"
 }
 
 case "${1:-}" in

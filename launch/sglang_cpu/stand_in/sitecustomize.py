@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -22,15 +22,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Memory that no GPU reads has nothing to be registered with."""
 
 
-class _UnpinnedLoader(Loader):
-    def __init__(self, original: Loader) -> None:
-        self._original = original
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._original.create_module(spec)
+class _UnpinnedLoader(SourceFileLoader):
+    """Replaces the calls into the CUDA runtime right after the module's body, before anyone imports them from it."""
 
     def exec_module(self, module: ModuleType) -> None:
-        self._original.exec_module(module)
+        super().exec_module(module)
         for name in ("_cuda_host_register", "_cuda_host_unregister"):
             if not hasattr(module, name):
                 raise ImportError(f"{PINNED_MEMORY} has no {name}: this is not the SGLang of requirements.txt")
@@ -38,16 +34,10 @@ class _UnpinnedLoader(Loader):
 
 
 class _UnpinnedMemory(MetaPathFinder):
-    """Replaces the calls into the CUDA runtime right after the module's body, before anyone imports them from it."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != PINNED_MEMORY:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _UnpinnedLoader(spec.loader)
+    def find_spec(self, fullname: str, path: Sequence[str] | None, *_: Any) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path) if fullname == PINNED_MEMORY else None
+        if spec is not None and spec.origin is not None:
+            spec.loader = _UnpinnedLoader(fullname, spec.origin)
         return spec
 
 

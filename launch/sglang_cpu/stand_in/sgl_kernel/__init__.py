@@ -1,13 +1,12 @@
 """Stands where SGLang's CUDA kernels would be, for a server on a machine without a GPU.
 
 SGLang imports this name unconditionally, and the published package of that name loads CUDA libraries when it is
-imported. Here every name exists and none does anything: whoever calls one is told which kernel was missing.
+imported. Here every name exists and none does anything: a call raises an error that names the kernel.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -54,9 +53,7 @@ class _Submodule(ModuleType):
 class _Submodules(MetaPathFinder, Loader):
     """Finds every ``sgl_kernel.<anything>`` as a package of missing kernels."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
         return ModuleSpec(fullname, self, is_package=True) if fullname.startswith(f"{__name__}.") else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
