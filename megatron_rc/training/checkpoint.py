@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rc.schema.files import read_json, replace_folder
@@ -41,10 +42,7 @@ class Progress:
 
 
 def save(folder: Path, policy: Policy, progress: Progress, *, extra: dict[str, torch.Tensor], keep: int) -> None:
-    """Write ``folder/<phase>-<step>``; a collective of all processes.
-
-    The checkpoint is written under a temporary name and renamed once it is complete, then all but the newest
-    ``keep`` are deleted.
+    """Write ``folder/<phase>-<step>`` and delete all but the newest ``keep``; a collective of all processes.
 
     Args:
         extra: tensors to store beside the model, such as queued rollout weights; the same on every rank.
@@ -57,8 +55,6 @@ def save(folder: Path, policy: Policy, progress: Progress, *, extra: dict[str, t
     dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(partial))
     if policy.groups.is_writer:
         if extra:
-            from safetensors.torch import save_file
-
             save_file({k: v.contiguous().cpu() for k, v in extra.items()}, str(partial / "extra.safetensors"))
         state = {"progress": asdict(progress), "phase_updates": policy.phase_updates}
         (partial / STATE).write_text(json.dumps(state))
@@ -70,31 +66,25 @@ def save(folder: Path, policy: Policy, progress: Progress, *, extra: dict[str, t
 
 def newest(folder: Path) -> Path | None:
     """The newest complete checkpoint, or None."""
-    complete = _complete(folder)
-    return complete[-1] if complete else None
+    return next(reversed(_complete(folder)), None)
 
 
 def read_progress(path: Path) -> Progress:
-    return Progress(**_read_state(path)["progress"])
+    return Progress(**read_json(path / STATE)["progress"])
 
 
 def load(path: Path, policy: Policy) -> dict[str, torch.Tensor]:
-    """Load model, optimizer, scheduler and generator states in place; a collective of all processes.
-
-    Returns:
-        the ``extra`` tensors of `save`.
+    """Load all states in place and return the ``extra`` tensors of `save`; a collective of all processes.
 
     Raises:
         ValueError: the checkpoint has tensors of another shape than the model.
     """
-    policy.phase_updates = _read_state(path)["phase_updates"]
+    policy.phase_updates = read_json(path / STATE)["phase_updates"]
     try:
         state = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(path))
-    except CheckpointException as error:
-        reason = next(iter(error.failures.values()))[0]
+    except (CheckpointException, CheckpointingException, KeyError, RuntimeError) as error:
+        reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         raise ValueError(f"checkpoint {path} does not fit this model: {_first_line(reason)}") from None
-    except (CheckpointingException, KeyError, RuntimeError) as error:
-        raise ValueError(f"checkpoint {path} does not fit this model: {_first_line(error)}") from None
     for index, chunk in enumerate(policy.chunks):
         chunk.module.load_state_dict(state[f"model{index}"], strict=True)
     if policy.phase_updates:
@@ -105,11 +95,7 @@ def load(path: Path, policy: Policy) -> dict[str, torch.Tensor]:
     torch.set_rng_state(state["rng"]["torch"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
     extra = path / "extra.safetensors"
-    if not extra.exists():
-        return {}
-    from safetensors.torch import load_file
-
-    return load_file(str(extra))
+    return load_file(str(extra)) if extra.exists() else {}
 
 
 def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
@@ -121,14 +107,9 @@ def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
         model_state = state["model0"] if len(policy.chunks) == 1 else dict(state)
         state["optimizer"] = policy.optimizer.sharded_state_dict(model_state, is_loading=is_loading)
     state["scheduler"] = policy.scheduler.state_dict()
-    groups = policy.groups
     generators = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
-    state["rng"] = ShardedObject("rng", generators, (groups.world_size,), (groups.rank,))
+    state["rng"] = ShardedObject("rng", generators, (policy.groups.world_size,), (policy.groups.rank,))
     return state
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    return read_json(path / STATE)
 
 
 def _complete(folder: Path) -> list[Path]:

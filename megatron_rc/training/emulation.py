@@ -37,7 +37,10 @@ def emulate_cuda_on_cpu() -> None:
     _active.__enter__()
     for name, replacement in _TORCH_CUDA.items():
         setattr(torch.cuda, name, replacement)
-    _never_compile()
+    # fusions would need a C++ compiler and seconds of imports
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.set_stance("force_eager")
+    torch.compile = _not_compiled
     # megatron-core warns once per process and missing library; the fingerprint lists what is installed
     logging.getLogger("megatron").setLevel(logging.ERROR)
     _patch_megatron()
@@ -54,13 +57,6 @@ def suspended() -> Iterator[None]:
         yield
     finally:
         _active.__enter__()
-
-
-def _never_compile() -> None:
-    """Make torch.compile do nothing: fusions would need a C++ compiler and seconds of imports."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.set_stance("force_eager")
-    torch.compile = _not_compiled
 
 
 def _not_compiled(model: Any = None, **options: Any) -> Any:
@@ -108,9 +104,7 @@ class _CudaNamesOnCpu(TorchFunctionMode):
 
 
 def _names_cuda(value: Any) -> bool:
-    return (isinstance(value, str) and value.startswith("cuda")) or (
-        isinstance(value, torch.device) and value.type == "cuda"
-    )
+    return isinstance(value, str | torch.device) and str(value).startswith("cuda")
 
 
 _TORCH_CUDA = {

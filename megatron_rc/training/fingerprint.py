@@ -16,24 +16,18 @@ _ROOT = Path(__file__).parents[2]
 
 
 def fingerprint(**facts: object) -> dict[str, str]:
-    """Machine, device, driver and versions, as texts to show.
-
-    Args:
-        facts: put in front, such as ``train_dtype="fp32"``.
-
-    Returns:
-        name -> text; packages that are not installed say so.
-    """
-    found = {name: str(value) for name, value in facts.items()}
-    found |= _device()
-    found["cpu"] = f"{_cpu_model()}, {os.cpu_count()} logical cores, torch threads: {torch.get_num_threads()}"
-    found["memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
-    found["system"] = platform.platform()
-    found["python"] = platform.python_version()
-    found |= {name: _version(name) for name in PACKAGES}
-    found["megatron_rc"] = _version("megatron-rc")
-    found["git_commit"] = _git_commit()
-    return found
+    """Machine, device, driver and versions by name, as texts to show, after ``facts`` of the caller."""
+    return {
+        **{name: str(value) for name, value in facts.items()},
+        **_device(),
+        "cpu": f"{_cpu_model()}, {os.cpu_count()} logical cores, torch threads: {torch.get_num_threads()}",
+        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB",
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in PACKAGES},
+        "megatron_rc": _version("megatron-rc"),
+        "git_commit": _git_commit(),
+    }
 
 
 def _device() -> dict[str, str]:

@@ -108,15 +108,10 @@ def initialize(parallel: ParallelSettings, seed: int) -> Groups:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
-        alone = "RANK" not in os.environ
+        alone, backend, wait = "RANK" not in os.environ, emulation.backend(), timedelta(minutes=30)
+        rank, size = (0, 1) if alone else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         store = dist.HashStore() if alone else None
-        dist.init_process_group(
-            emulation.backend(),
-            store=store,
-            rank=0 if alone else int(os.environ["RANK"]),
-            world_size=1 if alone else int(os.environ["WORLD_SIZE"]),
-            timeout=timedelta(minutes=30),
-        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
     check_layout(parallel, dist.get_world_size())
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -18,56 +19,32 @@ from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.groups import Groups, SharedError
 from megatron_rc.training.observers import Observers
 from megatron_rc.training.policy import Policy
-from megatron_rc.training.schedule import start_phase
 from megatron_rc.training.step.reinforce import StepResult, reinforce_step
-from megatron_rc.training.step.routing import make_routing
+from megatron_rc.training.step.routing import Routing, check_routing
 from megatron_rc.training.step.sampling import SampledBatch, Sampler
 from megatron_rc.training.step.supervised import demonstration_batch, supervised_step
 
 
+@dataclass
 class Job:
     """One training run, on every process of it."""
 
-    def __init__(
-        self,
-        settings: JobSettings,
-        groups: Groups,
-        policy: Policy,
-        engine: RolloutEngine,
-        task: Task,
-        observers: Observers,
-        *,
-        export: Callable[[int], Iterable[tuple[str, Tensor]]],
-    ) -> None:
-        """
-        Args:
-            engine: samples the rollouts, and answers the held-out prompts unless it replays a recording.
-            export: version -> the weights to serve, under Hugging Face names; a collective of all processes.
-        """
-        self.settings = settings
-        self.groups = groups
-        self.policy = policy
-        self.engine = engine
-        self.task = task
-        self.observers = observers
-        self.export = export
-        self.routing = make_routing(
-            settings.moe,
-            settings.correction,
-            policy.modules,
-            policy.hf_config,
-            groups,
-            backend=settings.train.backend,
-        )
-        rollout = settings.rollout
-        self.sampler = Sampler(
-            engine,
-            task,
-            groups,
-            rollout.sampling(task.stop_token_ids),
-            settings.train.seed,
-            rollout.sglang.max_rejected_share,
-        )
+    settings: JobSettings
+    groups: Groups
+    policy: Policy
+    engine: RolloutEngine
+    """Samples the rollouts, and answers the held-out prompts unless it replays a recording."""
+    task: Task
+    observers: Observers
+    export: Callable[[int], Iterable[tuple[str, Tensor]]]
+    """Version -> the weights to serve, under Hugging Face names; a collective of all processes."""
+
+    def __post_init__(self) -> None:
+        settings, rollout = self.settings, self.settings.rollout
+        check_routing(settings.moe, settings.correction)
+        self.routing = Routing(settings.moe, settings.correction, self.policy) if settings.moe.active else None
+        sampling, most_damaged = rollout.sampling(self.task.stop_token_ids), rollout.sglang.max_rejected_share
+        self.sampler = Sampler(self.engine, self.task, self.groups, sampling, settings.train.seed, most_damaged)
         self.evaluates = rollout.engine != "replay"
         self.progress = Progress()
         self.lr_decay: LengthDecayLR | None = None
@@ -111,7 +88,28 @@ class Job:
             self._serve()
 
     def _start_phase(self) -> None:
-        self.lr_decay = start_phase(self.policy, self.settings, self.progress)
+        """Begin the phase with a new optimizer, its schedule and, if the job has one, its length decay."""
+        warmup, train, progress, policy = self.settings.warmup, self.settings.train, self.progress, self.policy
+        if progress.phase == "warmup":
+            steps = warmup.steps
+            policy.start_phase(lr=warmup.lr, min_lr=0.0, warmup_steps=0, total_steps=steps, decay_style="constant")
+            return
+        policy.start_phase(
+            lr=train.lr,
+            min_lr=train.min_lr,
+            warmup_steps=train.lr_warmup_steps,
+            total_steps=train.steps * train.mini_batches_per_rollout,
+            decay_style=train.lr_decay_style,
+        )
+        if self.settings.lr_decay is None:
+            return
+        self.lr_decay = self.settings.lr_decay.build(train.lr)
+        self.lr_decay.attach(policy.scheduler)
+        if progress.lr_decay is not None:
+            self.lr_decay.load_state_dict(progress.lr_decay)
+            return
+        for _ in range(progress.step):  # the job had no length decay so far: these rollouts count, unmeasured
+            self.lr_decay.step(None)
 
     def _warm_up(self) -> None:
         warmup = self.settings.warmup
@@ -180,9 +178,8 @@ class Job:
         self.observers.phase("rollout", len(prompts) * n // self.groups.world_size)
         sampled = self.sampler.rollouts(prompts, n, first=self.progress.cursor, on_finished=self.observers.advance)
         try:
-            batch = TokenBatch.from_samples(
-                sampled.samples, self.sampler.params, rewards=sampled.rewards, groups=sampled.groups
-            )
+            params, rewards, groups = self.sampler.params, sampled.rewards, sampled.groups
+            batch = TokenBatch.from_samples(sampled.samples, params, rewards=rewards, groups=groups)
             if self.routing:
                 self.routing.check(sampled.samples, batch)
         except ValueError as error:

@@ -43,15 +43,10 @@ class Observers:
         self._dashboards = None
         if writer:
             facts = fingerprint(train_dtype=settings.train.dtype, rollout_dtype=settings.rollout.dtype)
-            shown = schema.to_dict(settings)
+            shown, wanted = schema.to_dict(settings), sinks.requested(settings.log)
             save_context(folder, shown, facts)
-            self._dashboards = Dashboards(
-                folder,
-                sinks.requested(settings.log),
-                name=settings.name,
-                config=without_credentials({"settings": shown, "machine": facts}),
-                say=self.message,
-            )
+            config = without_credentials({"settings": shown, "machine": facts})
+            self._dashboards = Dashboards(folder, wanted, name=settings.name, config=config, say=self.message)
 
     def __enter__(self) -> Observers:
         if self._display:
@@ -121,11 +116,5 @@ class Observers:
                 whole = computed.setdefault(name, part.new_zeros(result.batch.num_tokens))
                 whole[rows] = part
         if self._dumps:
-            self._dumps.write(
-                step,
-                result.batch,
-                samples=sampled.samples,
-                seeds=sampled.seeds,
-                computed=computed,
-                routes=self._dumps_routes,
-            )
+            samples, seeds, routes = sampled.samples, sampled.seeds, self._dumps_routes
+            self._dumps.write(step, result.batch, samples=samples, seeds=seeds, computed=computed, routes=routes)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from megatron_rc.training import emulation
 from megatron_rc.training.groups import Groups
 from megatron_rc.training.model.attention import packed_seq_params
 from megatron_rc.training.model.build import build_model
-from megatron_rc.training.model.optimizer import build_optimizer, build_scheduler, wrap_ddp
+from megatron_rc.training.model.optimizer import build_optimizer, wrap_ddp
 from megatron_rc.training.model.weights import export_hf, init_weights, load_hf, save_hf
 from megatron_rc.training.step.microbatches import MicroBatch
 
@@ -64,14 +65,23 @@ class Policy:
         """Begin with a new optimizer state and a learning-rate schedule over ``total_steps`` optimizer steps."""
         self.phase_updates = 0
         self.optimizer = build_optimizer(self.train, self.chunks)
-        self.scheduler = build_scheduler(
+        for group in self.optimizer.param_groups:
+            group["max_lr"], group["min_lr"] = lr, min_lr
+        # it sets the first learning rate at once
+        self.scheduler = OptimizerParamScheduler(
             self.optimizer,
-            lr=lr,
+            init_lr=lr / (warmup_steps + 1),  # the first update happens at step 0 and would be lost at 0
+            max_lr=lr,
             min_lr=min_lr,
-            warmup_steps=warmup_steps,
-            total_steps=total_steps,
-            decay_style=decay_style,
-            weight_decay=self.train.weight_decay,
+            lr_warmup_steps=warmup_steps,
+            lr_decay_steps=max(total_steps, warmup_steps + 1),
+            lr_decay_style=decay_style,
+            start_wd=self.train.weight_decay,
+            end_wd=self.train.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=True,
+            override_opt_param_scheduler=False,
         )
 
     @property
@@ -111,13 +121,10 @@ class Policy:
             parameter.copy_(value)
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, around: Around | None = None) -> tuple[Tensor, Tensor]:
-        """Compute log-probs and entropies without gradient.
-
-        Args:
-            around: contexts around the schedule and its forward passes.
+        """Log-probs and entropies without gradient, over the rows of ``micro_batches``.
 
         Returns:
-            ([N], [N]) fp32, nats, over the rows of ``micro_batches``, on the last pipeline stage; empty elsewhere.
+            ([N], [N]) fp32, nats, on the last pipeline stage; empty elsewhere.
         """
 
         def collect(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
@@ -143,7 +150,6 @@ class Policy:
 
         Args:
             before_step: called with everything that ``loss`` collected; raising there leaves the weights as they were.
-            around: contexts around the schedule and its forward passes.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()

@@ -82,14 +82,7 @@ def routing_of(policy: Any, correction: RolloutCorrection | None = None, **moe: 
     from megatron_rc.settings import MoeSettings
     from megatron_rc.training.step.routing import Routing
 
-    return Routing(
-        MoeSettings(**moe),
-        correction or RolloutCorrection(),
-        policy.modules,
-        policy.hf_config,
-        policy.groups,
-        backend="torch",
-    )
+    return Routing(MoeSettings(**moe), correction or RolloutCorrection(), policy)
 
 
 def step(

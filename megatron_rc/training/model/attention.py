@@ -147,17 +147,7 @@ class PackedCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedLayout | None = None,
     ) -> Tensor:
-        """Attention inside each sequence.
-
-        Args:
-            query: [N, 1, heads of this rank, d].
-            key: [N, 1, query groups of this rank, d].
-            value: as ``key``.
-            attention_mask: None; the layout is the mask.
-
-        Returns:
-            [N, 1, heads * d].
-        """
+        """[N, 1, heads * d] of query [N, 1, heads of this rank, d], key and value [N, 1, query groups of it, d]."""
         assert packed_seq_params is not None and attention_mask is None and attention_bias is None
         layout = packed_seq_params.layout
         outputs = [self._attend(query[:, 0], key[:, 0], value[:, 0], block) for block in layout.blocks]

@@ -1,11 +1,10 @@
-"""Megatron's DistributedDataParallel, optimizer and parameter scheduler around the model chunks."""
+"""Megatron's DistributedDataParallel and optimizer around the model chunks."""
 
 from __future__ import annotations
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rc.models.config import torch_dtype
 from megatron_rc.settings import TrainSettings
@@ -18,10 +17,7 @@ def wrap_ddp(chunks: list[torch.nn.Module], dtype: str) -> list[DistributedDataP
         use_distributed_optimizer=False,
         check_for_nan_in_grad=dtype != "fp16",  # the loss scaler handles fp16 overflows
     )
-    return [
-        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    ]
+    return [DistributedDataParallel(c.config, config, c, disable_bucketing=i > 0) for i, c in enumerate(chunks)]
 
 
 def build_optimizer(train: TrainSettings, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
@@ -50,33 +46,3 @@ def build_optimizer(train: TrainSettings, chunks: list[DistributedDataParallel])
     for chunk in chunks:
         chunk.config.grad_scale_func = optimizer.scale_loss
     return optimizer
-
-
-def build_scheduler(
-    optimizer: MegatronOptimizer,
-    *,
-    lr: float,
-    min_lr: float,
-    warmup_steps: int,
-    total_steps: int,
-    decay_style: str,
-    weight_decay: float,
-) -> OptimizerParamScheduler:
-    """Megatron's scheduler, counted in optimizer steps; it sets the first learning rate at once."""
-    for group in optimizer.param_groups:
-        group["max_lr"], group["min_lr"] = lr, min_lr
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=lr / (warmup_steps + 1),  # the first update happens at step 0 and would be lost at 0
-        max_lr=lr,
-        min_lr=min_lr,
-        lr_warmup_steps=warmup_steps,
-        lr_decay_steps=max(total_steps, warmup_steps + 1),
-        lr_decay_style=decay_style,
-        start_wd=weight_decay,
-        end_wd=weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=True,
-        override_opt_param_scheduler=False,
-    )

@@ -19,8 +19,6 @@ from megatron_rc.models.names import HfTensor, Parameter, parameters
 
 
 class Source(Protocol):
-    """The tensors that an import reads."""
-
     def read(self, tensor: HfTensor, start: int, stop: int) -> Tensor:
         """Rows ``start:stop`` of ``tensor`` along its split dimension, or all of it."""
         ...
@@ -70,9 +68,8 @@ def export_hf(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
             stage = 0 if parameter.megatron[0].startswith("embedding") else last_stage
         owner = None if parameter.expert is None else parameter.expert // experts_per_rank
         held = _find(local, parameter)
-        parts: Sequence[Tensor | None] = [None] * len(parameter.tensors)
-        if held is not None:
-            parts = parameter.split(held.detach().to(dtype))
+        nothing = [None] * len(parameter.tensors)
+        parts = nothing if held is None else parameter.split(held.detach().to(dtype))
         for tensor, part in zip(parameter.tensors, parts, strict=True):
             # tied word embeddings: the head is the embedding again
             if tensor.name not in seen:
@@ -165,13 +162,10 @@ def _read_part(source: Source, tensor: HfTensor, rank: int, ranks: int) -> Tenso
         return source.read(tensor, 0, tensor.shape[0])
     size = tensor.shape[tensor.split]
     each = -(-size // ranks)
-    start, stop = min(rank * each, size), min((rank + 1) * each, size)
-    part = source.read(tensor, start, stop)
-    if stop - start == each:
-        return part
+    part = source.read(tensor, min(rank * each, size), min((rank + 1) * each, size))
+    missing = max(0, min(each, (rank + 1) * each - size))
     # only the vocabulary is padded, at its end
-    padding = part.new_zeros(each - (stop - start), *tensor.shape[1:])
-    return torch.cat([part, padding])
+    return torch.cat([part, part.new_zeros(missing, *tensor.shape[1:])]) if missing else part
 
 
 def _collect(tensor: HfTensor, part: Tensor | None, stage: int, owner: int | None, dtype: torch.dtype) -> Tensor:
@@ -202,10 +196,8 @@ def _broadcast(full: Tensor, source: int, group: dist.ProcessGroup) -> None:
 def _stage_of_layer(local: dict[str, torch.nn.Parameter]) -> dict[int, int]:
     layers = {int(match[1]) for name in local if (match := _LAYER.match(name))}
     group = parallel_state.get_pipeline_model_parallel_group()
-    of_stage: list[Any] = [layers]
-    if group.size() > 1:
-        of_stage = [None] * group.size()
-        dist.all_gather_object(of_stage, layers, group=group)
+    of_stage: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_stage, layers, group=group)
     return {layer: stage for stage, held in enumerate(of_stage) for layer in held}
 
 

@@ -13,15 +13,10 @@ from megatron_rc.training.groups import Groups
 
 
 def rollout_metrics(batch: TokenBatch, equal: Sequence[bool]) -> dict[str, float]:
-    """Rewards and response lengths.
-
-    Args:
-        equal: whether all rewards of a sequence's group are equal.
-    """
+    """Rewards and response lengths; ``equal``: whether all rewards of a sequence's group are equal."""
     assert batch.rewards is not None and batch.truncated is not None
-    lengths = torch.zeros(batch.num_sequences).index_add_(
-        0, torch.repeat_interleave(torch.tensor(batch.lengths)), batch.loss_mask.float()
-    )
+    sequence_of_row = torch.repeat_interleave(torch.tensor(batch.lengths))
+    lengths = torch.zeros(batch.num_sequences).index_add_(0, sequence_of_row, batch.loss_mask.float())
     return {
         "reward/mean": float(batch.rewards.mean()),
         "reward/std": float(batch.rewards.std(correction=0)),

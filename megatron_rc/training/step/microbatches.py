@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
+from megatron_rc.settings import TrainSettings
+from megatron_rc.training import emulation
+from megatron_rc.training.groups import Groups
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,7 @@ def cut(
     its arguments.
 
     Args:
-        sequences: numbers into ``lengths``.
-        lengths: tokens of every sequence.
+        sequences: numbers into ``lengths``, the tokens of every sequence.
         max_tokens: tokens that a micro-batch should not exceed; a longer sequence gets a micro-batch of its own.
         micro_batches: fixed number of micro-batches per rank; None takes as few as ``max_tokens`` allows.
     """
@@ -98,21 +99,23 @@ class Share(NamedTuple):
     sequences: list[int]
     """Number in the whole batch of each sequence; negative for one that is computed but does not count."""
     micro_batches: list[list[range]]
-    """micro_batches[cut][i]: the sequences of ``batch`` in one micro-batch."""
+    """micro_batches[part][i]: the sequences of ``batch`` in one micro-batch."""
 
 
-def share_of(batch: TokenBatch, cuts: Sequence[Cut], data_rank: int, device: torch.device) -> Share:
-    """The part of ``batch`` that ``cuts``, one per mini-batch, give to ``data_rank``."""
+def share_of(batch: TokenBatch, parts: Sequence[Sequence[int]], train: TrainSettings, groups: Groups) -> Share:
+    """This rank's share of ``batch``, of which each of ``parts``, sequence numbers, is cut over the ranks."""
     sequences: list[int] = []
     micro_batches: list[list[range]] = []
-    for one in cuts:
+    most, fixed = train.max_tokens_per_microbatch, train.micro_batches
+    for part in parts:
+        shares = cut(part, batch.lengths, data_size=groups.data_size, max_tokens=most, micro_batches=fixed).shares
         micro_batches.append([])
-        for members in one.shares[data_rank]:
+        for members in shares[groups.data_rank]:
             micro_batches[-1].append(range(len(sequences), len(sequences) + len(members)))
             sequences += members
     local = batch.select([s if s >= 0 else ~s for s in sequences])
     ballast = [i for i, s in enumerate(sequences) if s < 0]
-    return Share((local.muted(ballast) if ballast else local).to(device), sequences, micro_batches)
+    return Share((local.muted(ballast) if ballast else local).to(emulation.device()), sequences, micro_batches)
 
 
 class MicroExtras(NamedTuple):

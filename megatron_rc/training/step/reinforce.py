@@ -23,16 +23,7 @@ from megatron_rc.training.groups import Groups
 from megatron_rc.training.policy import Policy, UpdateResult
 from megatron_rc.training.step.metrics import merged, pooled, rollout_metrics
 from megatron_rc.training.step.micro_loss import Collected, MicroLoss
-from megatron_rc.training.step.microbatches import (
-    NO_EXTRAS,
-    Cut,
-    MicroExtras,
-    Share,
-    cut,
-    mini_batches,
-    share_of,
-    split_rows,
-)
+from megatron_rc.training.step.microbatches import NO_EXTRAS, MicroExtras, Share, mini_batches, share_of, split_rows
 from megatron_rc.training.step.routing import Routing, StepRoutes
 
 
@@ -57,11 +48,7 @@ class StepResult:
 
 
 def check_modes(correction: RolloutCorrection, loss: LossSettings, train: TrainSettings) -> None:
-    """Refuse combinations that would be computed on less than they need.
-
-    Raises:
-        ValueError: naming the fields to change.
-    """
+    """Raises ValueError for combinations that would be computed on less than they need."""
     correction.check_surrogate(loss.surrogate)
     if correction.old == "recompute":
         return
@@ -104,57 +91,26 @@ def reinforce_step(
     """
     assert batch.rewards is not None and batch.groups is not None
     equal = equal_reward_groups(batch.rewards, batch.groups).tolist()
+    trained = [s for s, is_equal in enumerate(equal) if not is_equal]
+    dropped = [s for s, is_equal in enumerate(equal) if is_equal]
+    groups = [group for group, is_equal in zip(batch.groups.tolist(), equal, strict=True) if not is_equal]
+    parts = [[trained[i] for i in part] for part in mini_batches(groups, train.mini_batches_per_rollout)]
     batch = dataclasses.replace(batch, advantages=ADVANTAGES[loss.advantage](batch.rewards, batch.groups))
     metrics: dict[str, Any] = dict(rollout_metrics(batch, equal))
     if lr_decay is not None:
         lr_decay.step(metrics["response_length/mean"])
         metrics |= lr_decay.metrics()
     three_policy = correction.old == "recompute"
-    cuts, num_updates = _divide(batch, equal, train, policy.groups.data_size, with_dropped=three_policy)
-    share = share_of(batch, cuts, policy.groups.data_rank, policy.device)
+    share = share_of(batch, [*parts, dropped] if dropped and three_policy else parts, train, policy.groups)
     step = _Step(policy, correction, loss, max_nonfinite_share, share, routing.start(share.batch) if routing else None)
     if three_policy:
         metrics |= step.old_pass()
     updates = []
-    for micro_batches in share.micro_batches[:num_updates]:
+    for micro_batches in share.micro_batches[: len(parts)]:
         updates.append(step.update(micro_batches))
         on_update()
     metrics |= _update_metrics(updates, policy.groups)
     return StepResult(metrics, batch, share, step.columns())
-
-
-def _divide(
-    batch: TokenBatch, equal: Sequence[bool], train: TrainSettings, data_size: int, *, with_dropped: bool
-) -> tuple[list[Cut], int]:
-    """One cut per mini-batch, then one for the dropped sequences; and the number of mini-batches."""
-    assert batch.groups is not None
-    trained = [s for s in range(batch.num_sequences) if not equal[s]]
-    dropped = [s for s in range(batch.num_sequences) if equal[s]]
-    numbers = batch.groups.tolist()
-    parts = [
-        [trained[i] for i in part]
-        for part in mini_batches([numbers[s] for s in trained], train.mini_batches_per_rollout)
-    ]
-    num_updates = len(parts)
-    if dropped and with_dropped:
-        parts.append(dropped)
-    cuts = [
-        cut(
-            part,
-            batch.lengths,
-            data_size=data_size,
-            max_tokens=train.max_tokens_per_microbatch,
-            micro_batches=train.micro_batches,
-        )
-        for part in parts
-    ]
-    return cuts, num_updates
-
-
-@dataclass
-class _Update:
-    result: UpdateResult
-    sums: MetricSums
 
 
 @dataclass
@@ -205,7 +161,7 @@ class _Step:
             sums.merge(shift.sums.prefixed("old/"))
         return pooled(sums, policy.groups, self.max_nonfinite_share)
 
-    def update(self, micro_batches: Sequence[range]) -> _Update:
+    def update(self, micro_batches: Sequence[range]) -> tuple[UpdateResult, MetricSums]:
         """One optimizer step on these sequences of the share."""
         policy, local, routes, groups = self.policy, self.share.batch, self.routes, self.policy.groups
         first, stop = micro_batches[0].start, micro_batches[-1].stop
@@ -231,22 +187,18 @@ class _Step:
         )
         sums = merged([o.sums for o in result.outputs])
         if routes is None or not groups.last_stage:
-            return _Update(result, sums)
+            return result, sums
         current = torch.cat([o.logprobs for o in result.outputs])
         old = None if self.old_logprobs is None else self.old_logprobs[rows]
         shift, replayed = routes.after_update(batch, rows, current, old)
         if shift:
             sums.merge(shift.sums.prefixed("current/" if old is None else "current_old/"))
-        return _Update(result, sums.merge(replayed))
+        return result, sums.merge(replayed)
 
     def columns(self) -> dict[str, Tensor]:
         if self.corrected is None or self.old_logprobs is None:
             return {}
-        return {
-            "old_logprobs": self.old_logprobs,
-            "weights": self.corrected.weights,
-            "mask": self.corrected.mask,
-        }
+        return {"old_logprobs": self.old_logprobs, "weights": self.corrected.weights, "mask": self.corrected.mask}
 
     def _extras(self, batch: TokenBatch, rows: slice) -> MicroExtras:
         """Tensors of the update on ``batch``, which are these rows of the share."""
@@ -272,14 +224,13 @@ class _Step:
         return extras._replace(scale=scale)
 
 
-def _update_metrics(updates: Sequence[_Update], groups: Groups) -> dict[str, Any]:
+def _update_metrics(updates: Sequence[tuple[UpdateResult, MetricSums]], groups: Groups) -> dict[str, Any]:
     """Means over the optimizer steps of this rollout; nothing was updated when every group had equal rewards."""
     metrics: dict[str, Any] = {"updates": float(len(updates)), "grad_norm": math.nan, "lr": math.nan}
     if not updates:
         return metrics
-    sums = merged([update.sums for update in updates]) if groups.last_stage else None
-    metrics |= pooled(sums, groups, 1.0)
-    results = [update.result for update in updates]
+    results, sums = zip(*updates, strict=True)
+    metrics |= pooled(merged(sums) if groups.last_stage else None, groups, 1.0)
     metrics["grad_norm"] = sum(r.grad_norm for r in results) / len(results)
     metrics["lr"] = results[-1].lr
     metrics["skipped_updates"] = float(sum(not r.applied for r in results))

@@ -22,18 +22,10 @@ from megatron_rc.moe.replay import RoutedSchedule
 from megatron_rc.moe.routers import routers_of
 from megatron_rc.moe.shift import ExpertShift, expert_shift
 from megatron_rc.moe.slicing import join_rows, local_rows, take_rows
-from megatron_rc.moe.tables import (
-    MoeShape,
-    RouteTable,
-    check_replayable,
-    check_samples,
-    last_rows,
-    sampler_table,
-)
+from megatron_rc.moe.tables import MoeShape, RouteTable, check_replayable, check_samples, last_rows, sampler_table
 from megatron_rc.settings import MoeSettings
 from megatron_rc.training import emulation
-from megatron_rc.training.groups import Groups
-from megatron_rc.training.policy import AroundForward
+from megatron_rc.training.policy import AroundForward, Policy
 from megatron_rc.training.step.microbatches import MicroBatch, MicroExtras
 
 
@@ -48,11 +40,7 @@ def moe_shape(hf: dict[str, Any]) -> MoeShape:
 
 
 def check_routing(settings: MoeSettings, correction: RolloutCorrection) -> None:
-    """Refuse combinations that need routes which no pass computes.
-
-    Raises:
-        ValueError: naming the fields to change.
-    """
+    """Raises ValueError for settings that need routes which no pass computes."""
     if settings.replay == "R2" and correction.old != "recompute":
         raise ValueError(
             f"correction.old must be 'recompute' when moe.replay is 'R2', which replays the routes of that pass, "
@@ -72,46 +60,27 @@ def _judges_routes(correction: RolloutCorrection) -> bool:
 class Routing:
     """The routers of this process, and the places of those of the other processes; kept from step to step."""
 
-    def __init__(
-        self,
-        settings: MoeSettings,
-        correction: RolloutCorrection,
-        modules: Sequence[torch.nn.Module],
-        hf_config: dict[str, Any],
-        groups: Groups,
-        *,
-        backend: str,
-    ) -> None:
-        """A collective of all processes.
-
-        Args:
-            modules: the model chunks of this process, in the order of the schedule.
-            backend: argument of `compare_routes`.
-
-        Raises:
-            ValueError: a model without experts, or routers that cannot be recorded.
-        """
-        self.settings, self.groups, self.backend = settings, groups, backend
+    def __init__(self, settings: MoeSettings, correction: RolloutCorrection, policy: Policy) -> None:
+        """A collective of all processes; raises ValueError without experts, or with routers that cannot be recorded."""
+        self.settings, self.groups, self.backend = settings, policy.groups, policy.train.backend
         self.needs_routes = settings.replay == "R3" or _judges_routes(correction)
-        self.shape = moe_shape(hf_config)
-        self.chunks = [routers_of(module) for module in modules]
-        mine = [layer for routers in self.chunks for layer in routers]
-        stages: list[list[int]] = [[] for _ in range(dist.get_world_size(groups.pipeline))]
-        dist.all_gather_object(stages, mine, group=groups.pipeline)
-        self.stages = stages
+        self.shape = moe_shape(policy.hf_config)
+        self.chunks = [routers_of(module) for module in policy.modules]
+        mine, groups = [layer for routers in self.chunks for layer in routers], self.groups
+        self.stages: list[list[int]] = [[] for _ in range(dist.get_world_size(groups.pipeline))]
         """Layers with experts per pipeline stage, in the order of their records."""
+        dist.all_gather_object(self.stages, mine, group=groups.pipeline)
+        recorded = [layer for layers in self.stages for layer in layers]
+        assert recorded == list(self.shape.layers), "a stage holds consecutive layers: it has one chunk"
         split = any(r.config.sequence_parallel for routers in self.chunks for r in routers.values())
         self.tensor_size = dist.get_world_size(groups.tensor) if split else 1
         self.tensor_rank = dist.get_rank(groups.tensor) if split else 0
 
     def check(self, samples: Sequence[Sample], batch: TokenBatch) -> None:
-        """Refuse samples whose routes are missing, damaged, or not those of this model.
+        """Raises ValueError when the routes of ``samples`` are missing, damaged, or not those of this model.
 
         Args:
             batch: the batch of ``samples``, on the host.
-
-        Raises:
-            ValueError: naming the sample, or what was expected.
         """
         check_samples(samples)
         if batch.routes is not None:
@@ -167,41 +136,17 @@ class Routing:
         return torch.cat([join_rows(parts, rows[size], size) for size, *parts in micro_batches])
 
     def _all_layers(self, mine: Tensor | None, name: str, tokens: int) -> Tensor:
-        if len(self.stages) == 1:
-            columns = [mine]
-        else:
-            own, columns = dist.get_rank(self.groups.pipeline), []
-            for stage, layers in enumerate(self.stages):
-                part = mine if stage == own else self._empty(name, tokens, len(layers))
-                if part is not None and layers:
-                    source = dist.get_global_rank(self.groups.pipeline, stage)
-                    part = part.contiguous()
-                    dist.broadcast(part.view(torch.uint8), source, group=self.groups.pipeline)
-                    columns.append(part)
-        recorded = [layer for layers in self.stages for layer in layers]
-        assert recorded == list(self.shape.layers), "a stage holds consecutive layers: it has one chunk"
-        return torch.cat([part for part in columns if part is not None], 1)
-
-    def _empty(self, name: str, tokens: int, layers: int) -> Tensor:
+        pipeline, columns = self.groups.pipeline, []
         tail = () if name == "margins" else (self.shape.top_k,)
         dtype = self.shape.dtype if name == "ids" else torch.float32
-        return torch.empty(tokens, layers, *tail, dtype=dtype, device=emulation.device())
-
-
-def make_routing(
-    settings: MoeSettings,
-    correction: RolloutCorrection,
-    modules: Sequence[torch.nn.Module],
-    hf_config: dict[str, Any],
-    groups: Groups,
-    *,
-    backend: str,
-) -> Routing | None:
-    """Routing where ``settings`` ask for it, a collective of all processes; raises as `check_routing` and Routing."""
-    check_routing(settings, correction)
-    if not settings.active:
-        return None
-    return Routing(settings, correction, modules, hf_config, groups, backend=backend)
+        for stage, layers in enumerate(self.stages):
+            part = torch.empty(tokens, len(layers), *tail, dtype=dtype, device=emulation.device())
+            if mine is not None and stage == dist.get_rank(pipeline):
+                part = mine.contiguous()
+            if layers and len(self.stages) > 1:
+                dist.broadcast(part.view(torch.uint8), dist.get_global_rank(pipeline, stage), group=pipeline)
+            columns.append(part)
+        return torch.cat(columns, 1)
 
 
 @dataclass
@@ -259,8 +204,7 @@ class StepRoutes:
         """The shift of the routes of an update pass from the old ones, or the sampler's where there was no old pass.
 
         Args:
-            share: the sequences of the update, local rows ``rows``.
-            logprobs: [n] current log-probs of these rows, as in `after_old_pass`.
+            share: the sequences of the update, local rows ``rows``, with their current ``logprobs`` [n].
 
         Returns:
             (the shift, metrics of the replay: its share of all rows, and how often the routers chose other experts).
@@ -273,18 +217,12 @@ class StepRoutes:
     def _shift(
         self, other: RouteTable | None, batch: TokenBatch, logprobs: Tensor, before: Tensor
     ) -> ExpertShift | None:
-        routing = self.routing
+        routing, recorded = self.routing, self.recorded
         if other is None or not routing.settings.record or not routing.groups.last_stage:
             return None
-        assert self.recorded is not None
-        return expert_shift(
-            self.recorded,
-            other,
-            batch.loss_mask,
-            log_ratio=logprobs - before,
-            positions=response_positions(batch),
-            backend=routing.backend,
-        )
+        assert recorded is not None
+        ratio, positions, backend = logprobs - before, response_positions(batch), routing.backend
+        return expert_shift(recorded, other, batch.loss_mask, log_ratio=ratio, positions=positions, backend=backend)
 
     def _replayed(self, share: TokenBatch, rows: slice) -> MetricSums:
         target, routing = self.extras(rows).replayed_routes, self.routing
@@ -296,12 +234,9 @@ class StepRoutes:
         real = torch.ones_like(share.loss_mask)
         if routing.settings.replay == "R3":
             real = ~last_rows(share.cu_seqlens, share.num_tokens)
-        return MetricSums.of_means(
-            {
-                "replay/share": (real.sum(), real.new_tensor(len(real), dtype=torch.int64)),
-                "replay/disagreement": (live.differing_tokens.sum(), decisions),
-            }
-        )
+        replayed = (real.sum(), real.new_tensor(len(real), dtype=torch.int64))
+        disagreement = (live.differing_tokens.sum(), decisions)
+        return MetricSums.of_means({"replay/share": replayed, "replay/disagreement": disagreement})
 
 
 def response_positions(batch: TokenBatch) -> Tensor:

@@ -57,11 +57,7 @@ class Sampler:
     def rollouts(
         self, prompts: Sequence[Prompt], n: int, *, first: int, on_finished: Callable[[int], None]
     ) -> SampledBatch:
-        """`sample` training prompts.
-
-        Args:
-            first: number of the first prompt in the training stream; the seeds follow from it.
-        """
+        """`sample` training prompts; the seeds follow from ``first``, the number of the first one in the stream."""
         seeds = [seed_of(self.seed, "rollout", first * n + i) for i in range(len(prompts) * n)]
         return self.sample(prompts, n, seeds, on_finished)
 
@@ -73,16 +69,11 @@ class Sampler:
         return sum(rewards) / len(rewards)
 
     def sample(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        seeds: Sequence[int],
-        on_finished: Callable[[int], None] | None = None,
+        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], on_finished: Callable[[int], None] | None = None
     ) -> SampledBatch:
-        """Sample and score ``n`` responses per prompt.
+        """Sample and score ``n`` responses per prompt, each with its own of the ``seeds``.
 
         Args:
-            seeds: one per response.
             on_finished: called with the number of newly finished responses.
 
         Raises:
@@ -97,13 +88,8 @@ class Sampler:
             if not share:
                 return [], []
             with emulation.suspended():
-                samples = self.engine.generate(
-                    [p.token_ids for p in share],
-                    self.params,
-                    n=n,
-                    seeds=seeds[first * n : last * n],
-                    on_finished=on_finished,
-                )
+                ids, mine = [p.token_ids for p in share], seeds[first * n : last * n]
+                samples = self.engine.generate(ids, self.params, n=n, seeds=mine, on_finished=on_finished)
             good = [i for i, s in enumerate(samples) if s.discarded is None]
             return samples, self.task.rewards([share[i // n] for i in good], [samples[i].output_ids for i in good])
 
@@ -122,7 +108,7 @@ class Sampler:
 
     def _check_discarded(self, discarded: Sequence[Sample], total: int) -> None:
         allowed = self.max_discarded_share
-        if not discarded or (len(discarded) <= allowed * total and len(discarded) < total):
+        if not discarded or len(discarded) <= min(allowed * total, total - 1):
             return
         reasons = Counter(str(s.discarded) for s in discarded)
         examples = {str(s.discarded): s.discarded_detail for s in reversed(discarded)}

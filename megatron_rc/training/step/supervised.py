@@ -14,7 +14,7 @@ from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.loss import loss_scale
 from megatron_rc.settings import TrainSettings
 from megatron_rc.training.policy import Policy
-from megatron_rc.training.step.microbatches import MicroBatch, MicroExtras, cut, share_of, split_rows
+from megatron_rc.training.step.microbatches import MicroBatch, MicroExtras, share_of, split_rows
 
 
 def demonstration_batch(pairs: Sequence[tuple[list[int], list[int]]]) -> TokenBatch:
@@ -24,20 +24,9 @@ def demonstration_batch(pairs: Sequence[tuple[list[int], list[int]]]) -> TokenBa
 
 
 def supervised_step(policy: Policy, batch: TokenBatch, train: TrainSettings) -> dict[str, float]:
-    """One optimizer step on the mean cross-entropy over response tokens.
-
-    Returns:
-        metrics; ``cross_entropy`` in nats per token, measured before the step.
-    """
+    """One optimizer step on the mean cross-entropy over response tokens; returns the metrics."""
     groups = policy.groups
-    division = cut(
-        range(batch.num_sequences),
-        batch.lengths,
-        data_size=groups.data_size,
-        max_tokens=train.max_tokens_per_microbatch,
-        micro_batches=train.micro_batches,
-    )
-    local, _, (micro_batches,) = share_of(batch, [division], groups.data_rank, policy.device)
+    local, _, (micro_batches,) = share_of(batch, [range(batch.num_sequences)], train, groups)
     scale = loss_scale(local.loss_mask, local.loss_mask, cu_seqlens=local.cu_seqlens, dp_group=groups.data)
 
     def loss(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
