@@ -10,11 +10,7 @@ from megatron_rc.reference.routes import RouteComparison
 
 
 def check_routes(name: str, routes: Tensor) -> None:
-    """Check that this is a table of expert ids.
-
-    Raises:
-        ValueError: its shape is not [N, L, k], or its dtype not int16, int32 or int64.
-    """
+    """Raises ValueError unless the shape is [N, L, k] and the dtype int16, int32 or int64."""
     if routes.ndim != 3:
         raise ValueError(f"{name} must be [tokens, layers, k], got shape {tuple(routes.shape)}")
     if routes.dtype not in (torch.int16, torch.int32, torch.int64):

@@ -26,12 +26,7 @@ class RoutedSchedule:
     """
 
     def __init__(
-        self,
-        chunks: Sequence[Mapping[int, TopKRouter]],
-        shape: MoeShape,
-        *,
-        forward_only: bool,
-        detail: bool = False,
+        self, chunks: Sequence[Mapping[int, TopKRouter]], shape: MoeShape, *, forward_only: bool, detail: bool = False
     ) -> None:
         """
         Args:
@@ -74,9 +69,14 @@ class RoutedSchedule:
         Raises:
             ValueError: a table of the wrong dtype or shape, or targets for some micro-batches only.
         """
+        expected = (len(self.shape.layers), self.shape.top_k)
         for name, table in (("target", target), ("reference", reference)):
-            if table is not None:
-                self._check_table(name, table)
+            if table is None:
+                continue
+            check_routes(name, table)
+            held = tuple(table.shape[1:])
+            if held != expected:
+                raise ValueError(f"{name} must hold {expected[0]} layers of {expected[1]} experts, got {held}")
         if self._replays is None:
             self._replays = target is not None
         if self._replays != (target is not None):
@@ -105,16 +105,7 @@ class RoutedSchedule:
 
     def table(self) -> RouteTable:
         """The recorded rows of all micro-batches, one after the other, for the layers of this process."""
-        seen = dict(sorted(self.recorded().items()))
-        return join_layers(seen, self.shape)
-
-    def _check_table(self, name: str, table: Tensor) -> None:
-        check_routes(name, table)
-        expected = (len(self.shape.layers), self.shape.top_k)
-        if tuple(table.shape[1:]) != expected:
-            raise ValueError(
-                f"{name} must hold {expected[0]} layers of {expected[1]} experts, got {tuple(table.shape[1:])}"
-            )
+        return join_layers(dict(sorted(self.recorded().items())), self.shape)
 
     def _all_taps(self) -> list[RouterTap]:
         return [tap for taps in self._taps for tap in taps]
@@ -122,29 +113,22 @@ class RoutedSchedule:
     def _prove_consumed(self) -> None:
         for passes, taps in zip(self._passes, self._taps, strict=True):
             for tap in taps:
-                if len(tap.seen) != passes:
-                    raise ValueError(
-                        f"layer {tap.layer}: its router ran {len(tap.seen)} times in {passes} forward passes"
-                    )
-                left = len(tap.replay_backward_list)
-                allowed = self._allowed_left(tap, passes)
-                if left not in allowed:
-                    raise ValueError(
-                        f"layer {tap.layer}: {left} of {passes} replayed micro-batches were not recomputed"
-                    )
+                ran, left, where = len(tap.seen), len(tap.replay_backward_list), f"layer {tap.layer}"
+                if ran != passes:
+                    raise ValueError(f"{where}: its router ran {ran} times in {passes} forward passes")
+                if left not in self._allowed_left(tap, passes):
+                    raise ValueError(f"{where}: {left} of {passes} replayed micro-batches were not recomputed")
 
     def _allowed_left(self, tap: RouterTap, passes: int) -> tuple[int, ...]:
         """Numbers of entries that may be left in the queue for recomputation after the last backward pass."""
-        if not self._replays:
-            return (0,)
-        if self.forward_only:
-            return (passes,)
+        if not self._replays or self.forward_only:
+            return (passes if self._replays else 0,)
         config = tap.router.config
         if config.recompute_granularity == "full":
             # method "block" recomputes only the first layers of a stage
             return (0,) if config.recompute_method == "uniform" else (0, passes)
         recomputed = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
-        return (0,) if recomputed else (passes,)
+        return (0 if recomputed else passes,)
 
 
 def join_layers(seen: Mapping[int, Sequence[Seen]], shape: MoeShape) -> RouteTable:

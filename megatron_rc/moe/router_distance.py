@@ -9,15 +9,15 @@ from megatron_rc.moe.tables import RouteTable
 
 
 def gate_weights(logprobs: Tensor, *, normalized: bool) -> Tensor:
-    """[..., k] fp64 gates of the chosen experts from the router's log-probs of them.
+    """[..., k] fp64 gates of the selected experts from the router's log-probs of them.
 
-    g = softmax over the chosen when normalised, else exp(log-prob).
+    g = softmax over the selected ones when normalised, else exp(log-prob).
     """
     return logprobs.double().softmax(-1) if normalized else logprobs.double().exp()
 
 
 def gate_distance(mine: RouteTable, theirs: RouteTable) -> Tensor:
-    """sum_e |g(e) - g'(e)| over all experts, a gate being 0 outside of the chosen ones.
+    """sum_e |g(e) - g'(e)| over all experts, a gate being 0 outside of the selected ones.
 
     If the log-probs of the other engine are known, its gates follow from them. Otherwise they are those that the router
     of this table would give to its experts, and only the change of experts is measured.

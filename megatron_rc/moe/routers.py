@@ -33,8 +33,7 @@ def routers_of(chunk: torch.nn.Module) -> dict[int, TopKRouter]:
 
 
 def _check(router: TopKRouter) -> None:
-    config = router.config
-    if config.moe_router_fusion:
+    if router.config.moe_router_fusion:
         raise ValueError("moe_router_fusion must be False: the fused router gives no chance to record or replay routes")
     if router.routing_type == "sinkhorn":
         raise ValueError("moe_router_load_balancing_type must not be 'sinkhorn': it chooses experts without a top-k")

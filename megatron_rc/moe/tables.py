@@ -23,7 +23,7 @@ class MoeShape:
     top_k: int
     num_experts: int
     normalized: bool = True
-    """Whether gates are renormalised over the chosen experts."""
+    """Whether gates are renormalised over the selected experts."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -41,7 +41,7 @@ class RouteTable:
     logprobs: Tensor | None = None
     """[N, L, k] fp32, nats: log-probabilities of the router, over all experts, of ``ids``."""
     margins: Tensor | None = None
-    """[N, L] fp32: smallest score of a chosen expert minus the largest of the others; nats for a softmax router."""
+    """[N, L] fp32: smallest score of a selected expert minus the largest of the others; nats for a softmax router."""
     reference_logprobs: Tensor | None = None
     """[N, L, k] fp32, nats: log-probabilities by this table's router of the experts that another table chose."""
 
@@ -95,14 +95,13 @@ def last_rows(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def check_replayable(routes: Tensor, lengths: Sequence[int], shape: MoeShape) -> None:
-    """Refuse routes that no router could follow; reads every id, so call it while they are on the host.
+    """Raises ValueError for an expert that does not exist, or that is named twice for one token and layer.
+
+    It reads every id, so call it while they are on the host.
 
     Args:
         routes: [N, layers of the model, k], packed.
         lengths: tokens of each sequence; its last row is not checked.
-
-    Raises:
-        ValueError: an expert that does not exist, or one that is named twice for one token and layer.
     """
     known = ~last_rows(torch.tensor([0, *lengths]).cumsum(0), len(routes))
     for layer in shape.layers:
@@ -115,11 +114,7 @@ def check_replayable(routes: Tensor, lengths: Sequence[int], shape: MoeShape) ->
 
 
 def check_samples(samples: Sequence[Sample]) -> None:
-    """Refuse samples whose routes may not be those of their tokens.
-
-    Raises:
-        ValueError: the server put a sample with routes back into its queue, and later computed the routes again.
-    """
+    """Raises ValueError for a sample with routes that the server put back into its queue and computed again."""
     for index, sample in enumerate(samples):
         if sample.routes is not None and sample.retractions:
             raise ValueError(
