@@ -16,11 +16,7 @@ from megatron_rc.settings import JobSettings
 
 
 def launch(options: Options, *, dry_run: bool = False) -> None:
-    """Start this node's part of a job and stay until the job ends, or print what would start.
-
-    Raises:
-        ValueError: why the job cannot start, or why it ended.
-    """
+    """Start this node's part of a job and stay until it ends, or print what would start; errors are ValueErrors."""
     if options.rdzv_endpoint:
         host, colon, port = options.rdzv_endpoint.rpartition(":")
         if not (host and colon and port.isdigit()):
@@ -42,11 +38,7 @@ def launch(options: Options, *, dry_run: bool = False) -> None:
 
 
 def print_plan(settings: JobSettings, options: Options) -> None:
-    """Print the layout, the memory and the commands of a job.
-
-    Raises:
-        ValueError: the job cannot be divided among its GPUs, or does not fit them.
-    """
+    """Print a job's layout, memory and commands; raises ValueError when it cannot be divided or does not fit."""
     quiet_imports()
     from megatron_rc.cluster.plan import describe, make_plan
 

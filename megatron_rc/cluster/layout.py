@@ -14,7 +14,6 @@ from megatron_rc.cluster.server import free_port
 from megatron_rc.models.config import DTYPES
 from megatron_rc.settings import ClusterSettings, JobSettings
 
-FIRST_PORT = 30000
 PORT_STEP = 10
 """Between two servers of a node: each takes a few ports beside its own."""
 
@@ -37,20 +36,14 @@ class Node(NamedTuple):
 
 
 def nodes_of(cluster: ClusterSettings) -> list[Node]:
-    """The machines of a cluster, in order.
-
-    Raises:
-        ValueError: the GPUs that serve on a machine cannot be divided into servers.
-    """
+    """The machines of a cluster; raises ValueError when the GPUs that serve on one cannot be divided into servers."""
     size, train_gpus = cluster.gpus_per_node, cluster.nodes * cluster.gpus_per_node - cluster.serve_gpus
     nodes = []
     for rank in range(cluster.nodes):
         node = Node(min(size, max(0, train_gpus - rank * size)), size, cluster.server_tp)
         if node.serving % cluster.server_tp:
-            raise ValueError(
-                f"cluster.server_tp must divide the GPUs that serve on a node, got {cluster.server_tp} and "
-                f"{node.serving} on node {rank}"
-            )
+            got = f"{cluster.server_tp} and {node.serving} on node {rank}"
+            raise ValueError(f"cluster.server_tp must divide the GPUs that serve on a node, got {got}")
         nodes.append(node)
     return nodes
 
@@ -68,7 +61,7 @@ class Options:
     master_port: int = 29500
     rdzv_endpoint: str | None = None
     timeout: int = 1800
-    server_port: int = FIRST_PORT
+    server_port: int = 30000
     server_python: str = "python3"
     server_flags: Sequence[str] = ()
     fresh: bool = False
@@ -143,11 +136,7 @@ def doctor_of(settings: JobSettings, options: Options, urls: Sequence[str]) -> C
 
 
 def trainer_of(settings: JobSettings, rank: int, options: Options, urls: Sequence[str]) -> Command | None:
-    """torchrun of node ``rank``, or None when nothing trains there.
-
-    Args:
-        urls: all servers of this cluster; empty keeps those of the settings.
-    """
+    """torchrun of node ``rank``, or None when nothing trains there; without ``urls``, those of the settings stay."""
     changes = [f"rollout.sglang.urls=[{', '.join(urls)}]"] if urls else []
     if warm_folder(settings):
         changes += [f"model.hf_path={json.dumps(_served_model(settings))}", "warmup.steps=0"]
@@ -168,8 +157,7 @@ def _torchrun(cluster: ClusterSettings, rank: int, options: Options, changes: Se
     words = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(sum(node.training > 0 for node in nodes))),
         *("--nproc-per-node", str(count), *meet, "-m", "megatron_rc", "train", str(options.recipe)),
-        *(["--fresh"] if options.fresh else []),
-        *(["--dump"] if options.dump else []),
+        *(name for name, wanted in (("--fresh", options.fresh), ("--dump", options.dump)) if wanted),
         *_repeated("--set", [*options.assignments, *changes]),
     ]
     return Command(options.sees(range(count)), words)

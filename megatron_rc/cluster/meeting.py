@@ -11,6 +11,7 @@ import json
 import select
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -26,11 +27,16 @@ class _Peer:
         self._buffer = b""
         connection.settimeout(30)
 
-    def send(self, message: dict[str, Any]) -> None:
+    @contextlib.contextmanager
+    def _there(self) -> Iterator[None]:
         try:
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
+            yield
         except OSError as error:
             raise NodeFailure(f"{self.name} is gone ({error.strerror or error})") from None
+
+    def send(self, message: dict[str, Any]) -> None:
+        with self._there():
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, wait: float) -> dict[str, Any] | None:
         """The next message, or None when none comes within ``wait`` seconds."""
@@ -38,10 +44,8 @@ class _Peer:
         while b"\n" not in self._buffer:
             if not select.select([self.socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return None
-            try:
+            with self._there():
                 data = self.socket.recv(65536)
-            except OSError as error:
-                raise NodeFailure(f"{self.name} is gone ({error.strerror or error})") from None
             if not data:
                 raise NodeFailure(f"{self.name} ended before the job did")
             self._buffer += data
@@ -71,9 +75,8 @@ class Leader:
         try:
             self._listener = socket.create_server(("", port), backlog=nodes)
         except OSError as error:
-            raise NodeFailure(
-                f"port {port} cannot be listened on ({error.strerror}); --master-port takes another number"
-            ) from None
+            why = f"port {port} cannot be listened on ({error.strerror})"
+            raise NodeFailure(f"{why}; --master-port takes another number") from None
 
     def gather(self, urls: list[str]) -> list[str]:
         """The servers of all nodes, in the order of nodes."""
@@ -83,11 +86,9 @@ class Leader:
             try:
                 self._admit(_Peer(self._listener.accept()[0], "a node"))
             except TimeoutError:
-                missing = sorted(set(range(1, self._nodes)) - set(self._members))
-                raise NodeFailure(
-                    f"node {', '.join(map(str, missing))} did not come to port {self._port} within "
-                    f"{self._timeout:g} s; the same command must run on every node"
-                ) from None
+                missing = ", ".join(str(rank) for rank in range(1, self._nodes) if rank not in self._members)
+                why = f"node {missing} did not come to port {self._port} within {self._timeout:g} s"
+                raise NodeFailure(f"{why}; the same command must run on every node") from None
         urls_of = {0: urls}
         while len(urls_of) < self._nodes:
             for rank, peer in self._members.items():
@@ -103,8 +104,7 @@ class Leader:
         if hello is None or "rank" not in hello:
             peer.socket.close()  # a port scanner, or a health check
             return
-        rank = hello["rank"]
-        refusal = None
+        rank, refusal = hello["rank"], None
         if hello.get("job") != self._job:
             refusal = f"node {rank} was started with other options than node 0"
         elif rank in self._members or not 1 <= rank < self._nodes:
@@ -118,15 +118,13 @@ class Leader:
     def watch(self, wait: float) -> bool:
         """Wait; raises NodeFailure as soon as another node fails. Always False: node 0 decides when the job is done."""
         deadline = time.monotonic() + wait
-        while True:
+        while (left := deadline - time.monotonic()) > 0:
             by_socket = {peer.socket: peer for peer in self._members.values()}
-            left = max(0.0, deadline - time.monotonic())
             for ready in select.select(list(by_socket), [], [], left)[0]:
                 message = by_socket[ready].receive(0)
                 if message and "finished" in message:
                     del self._members[message["finished"]]
-            if time.monotonic() >= deadline:
-                return False
+        return False
 
     def finish(self, failure: str | None) -> None:
         """Tell everybody that the job is done, or why not."""

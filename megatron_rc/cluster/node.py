@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -27,11 +28,7 @@ GRACE = 30.0
 
 
 def visible_gpus(wanted: int) -> list[str]:
-    """The names that CUDA has for this machine's GPUs; none where there are none, and the trainer computes on the CPU.
-
-    Raises:
-        ValueError: fewer than ``wanted``.
-    """
+    """CUDA's names of ``wanted`` GPUs of this machine; empty where it has none, and the trainer computes on the CPU."""
     names: list[str] = []
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         names = [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
@@ -52,11 +49,7 @@ def become_the_trainer(settings: JobSettings, options: Options) -> NoReturn:
 
 
 def run(settings: JobSettings, options: Options) -> None:
-    """Start this node's part and stay until the job ends.
-
-    Raises:
-        ValueError: why it ended.
-    """
+    """Start this node's part and stay until the job ends; raises ValueError saying why it could not."""
     nodes, path = settings.cluster.nodes, settings.model.hf_path
     if nodes == 1:
         options = replace(options, node_rank=0, master_addr="127.0.0.1")
@@ -73,10 +66,9 @@ def run(settings: JobSettings, options: Options) -> None:
     except OSError as error:
         raise ValueError(f"--master-addr {master} cannot be reached: {error.strerror or error}") from None
     meeting: Alone | Leader | Member = Alone()
-    if nodes > 1 and rank == 0:
-        meeting = Leader(port + 1, nodes, repr((settings, port)), options.timeout)
-    elif nodes > 1:
-        meeting = Member(master, port + 1, rank, repr((settings, port)), options.timeout)
+    if nodes > 1:
+        job, wait = repr((settings, port)), options.timeout
+        meeting = Member(master, port + 1, rank, job, wait) if rank else Leader(port + 1, nodes, job, wait)
     here = replace(options, hosts=[master if r == 0 else address for r in range(nodes)], visible=visible)
     servers, training = layout.servers_of(settings, rank, here), layout.nodes_of(settings.cluster)[rank].training
     processes.exit_on_signals()
@@ -86,8 +78,9 @@ def run(settings: JobSettings, options: Options) -> None:
 
     def trainer(urls: list[str]) -> Command | None:
         doctor = layout.doctor_of(settings, here, urls)
-        if doctor and rank == 0:
-            _examine(doctor)
+        if doctor and rank == 0 and subprocess.run(doctor.words, env=processes.child_environment()).returncode:
+            why = "the servers and the job do not go together; each error above names its fix"
+            raise ValueError(f"{why} (--no-doctor skips the check)")
         return layout.trainer_of(settings, rank, here, urls)
 
     work(meeting, servers, trainer)
@@ -99,31 +92,18 @@ def _warm_up(settings: JobSettings, options: Options) -> None:
     if command is None or (not options.fresh and Path(f"{warm}/hf/config.json").is_file()):
         return
     say(f"warming up, into {warm}")
-    trainer = Children()
-    try:
+    with closing(Children()) as trainer:
         trainer.train(command)
         trainer.check(None)
-    finally:
-        trainer.end()
-
-
-def _examine(doctor: Command) -> None:
-    if subprocess.run(doctor.words, env=processes.child_environment()).returncode:
-        raise ValueError(
-            "the servers and the job do not go together; each error above names its fix (--no-doctor skips the check)"
-        )
 
 
 def work(
     meeting: Alone | Leader | Member, servers: Sequence[Server], trainer: Callable[[list[str]], Command | None]
 ) -> None:
-    """Serve, meet, train, and end everything together.
+    """Serve, meet, train, and end everything together; raises ValueError saying why, if it did not end well.
 
     Args:
         trainer: from the addresses of all servers to this node's trainer, or None to serve until the job ends.
-
-    Raises:
-        ValueError: why the job ended, if it did not end well.
     """
     children = Children()
     failure: str | None = "stopped"
@@ -141,7 +121,7 @@ def work(
     finally:
         processes.ignore_signals()
         meeting.finish(failure)
-        children.end()
+        children.close()
 
 
 class Children:
@@ -154,9 +134,9 @@ class Children:
 
     def serve(self, servers: Sequence[Server]) -> list[str]:
         """Start the servers, all at once, wait until they answer, and return their addresses."""
+        self._logs = [Path(one.log) for one in servers]
         for one in servers:
             words = [*one.command.words, "--background", "--stop-with", str(os.getpid())]
-            self._logs.append(Path(one.log))
             environment = processes.child_environment() | one.command.environment
             self._starting.append(subprocess.Popen(words, env=environment))
         for one, starter in zip(servers, self._starting, strict=True):
@@ -184,7 +164,7 @@ class Children:
         if status:
             raise ValueError("the trainer failed; its own error stands above the launcher's traceback")
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Stop the processes that still run, and nothing else."""
         for starter in self._starting:
             if starter.poll() is None:

@@ -26,13 +26,10 @@ def say(text: str) -> None:
 
 
 def child_environment(**defaults: str) -> dict[str, str]:
-    """The environment of a process that we start: the user's own, which knows caches, GPUs and networks.
+    """The environment of a process that we start: ``defaults``, and above them the user's own.
 
     The folder where a process starts stays off its module path: in this repository, `triton_kernels/` would pass for
     Triton's package of that name.
-
-    Args:
-        defaults: variables that the user may have set otherwise.
     """
     return {**defaults, **os.environ, "PYTHONSAFEPATH": "1"}
 
@@ -93,22 +90,13 @@ def start_keeper(group: int, watched: Sequence[int], grace: float) -> subprocess
     The keeper outlives whoever starts it, and ends when the leader of the group does.
     """
     known = [f"{process}:{started_at(process) or 'ended'}" for process in (group, *watched)]
-    return subprocess.Popen(
-        [sys.executable, "-I", __file__, str(grace), *known],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-def _keep(grace: str, *known: str) -> None:
-    ignore_signals()
-    processes = [(int(number), start) for number, _, start in (word.partition(":") for word in known)]
-    while all(started_at(number) == start for number, start in processes):
-        time.sleep(0.5)
-    end_group(processes[0][0], float(grace))
+    command, none = [sys.executable, "-I", __file__, str(grace), *known], subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=none, stdout=none, stderr=none, start_new_session=True)
 
 
 if __name__ == "__main__":
-    _keep(*sys.argv[1:])
+    ignore_signals()
+    processes = [(int(number), start) for number, _, start in (word.partition(":") for word in sys.argv[2:])]
+    while all(started_at(number) == start for number, start in processes):
+        time.sleep(0.5)
+    end_group(processes[0][0], float(sys.argv[1]))

@@ -45,10 +45,10 @@ def serving_command(
         ValueError: ``model`` has no configuration that can be read.
     """
     where = str(Path(model).resolve()) if Path(model).is_dir() else model
-    words = [python, "-m", "sglang.launch_server", "--model-path", where, "--host", host, "--port", str(port)]
-    words += ["--tp-size", str(tensor), *(CPU_FLAGS if cpu else ())]
     # so that routes can be compared and replayed
-    return [*words, *(["--enable-return-routed-experts"] if _has_experts(model, python) else []), *flags]
+    routes = ["--enable-return-routed-experts"] if _has_experts(model, python) else []
+    words = [python, "-m", "sglang.launch_server", "--model-path", where, "--host", host, "--port", str(port)]
+    return [*words, "--tp-size", str(tensor), *(CPU_FLAGS if cpu else ()), *routes, *flags]
 
 
 def _has_experts(model: str, python: str) -> bool:
@@ -81,12 +81,11 @@ def check_sglang(python: str) -> None:
 
 def _environment() -> dict[str, str]:
     """The environment of a server, without folders on PYTHONPATH that hold our kernels."""
-
-    def holds_kernels(folder: str) -> bool:
+    kept = []
+    for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         kernels = Path(folder) / "triton_kernels"
-        return kernels.is_dir() and not (kernels / "__init__.py").exists()
-
-    kept = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and not holds_kernels(entry)]
+        if not kernels.is_dir() or (kernels / "__init__.py").exists():
+            kept.append(folder)
     return processes.child_environment() | {"PYTHONPATH": os.pathsep.join(kept)}
 
 
@@ -101,11 +100,9 @@ def serve(
     stop_with: int | None = None,
     grace: float = GRACE,
 ) -> None:
-    """Start a server and stay until it ends; whatever ends this process, the server and all it started end, too.
+    """Start ``command`` and stay until it ends; whatever ends this process, the server and all it started end, too.
 
     Args:
-        command: what serves at ``host`` and ``port``.
-        log: gets the server's output.
         timeout: seconds that the server has to answer.
         background: return as soon as the server answers, and leave it running; `stop` ends it.
         stop_with: a process that the server must not outlive.
