@@ -107,8 +107,7 @@ def finished(grid: GridSettings) -> list[Cell]:
 
 def warm(grid: GridSettings) -> list[Path]:
     """Make the checkpoint per seed that its cells start from; a job without a warm-up has none."""
-    common = _settings(grid, grid.job)
-    return [_warmed(grid, seed) for seed in grid.seeds] if common.warmup.steps else []
+    return [_warmed(grid, seed) for seed in grid.seeds] if _settings(grid, grid.job).warmup.steps else []
 
 
 def run_and_write(grid: GridSettings, only: Mapping[str, Sequence[str]], *, only_write: bool = False) -> None:
@@ -131,10 +130,7 @@ def run(grid: GridSettings, todo: Sequence[Cell]) -> dict[str, str]:
     """Run every cell that is not finished and that no other process is running; wait for the cells of the others.
 
     Start the same command in several terminals, or again after a crash: a cell continues from its newest checkpoint.
-    A line on stderr reports every cell that ended.
-
-    Returns:
-        the reason by the name of the cell, for cells that failed.
+    A line on stderr reports every cell that ended; returns the reason by the name of the cell, for those that failed.
     """
     failed: dict[str, str] = {}
     while left := [cell for cell in todo if cell.name not in failed and not cell.finished()]:
@@ -146,12 +142,11 @@ def run(grid: GridSettings, todo: Sequence[Cell]) -> dict[str, str]:
                 idle, started = False, time.monotonic()
                 try:
                     _run_cell(grid, cell)
+                    outcome = f"{time.monotonic() - started:.0f} s"
                 except ValueError as error:
-                    failed[cell.name] = str(error)
-                took = f"{time.monotonic() - started:.0f} s"
+                    outcome = failed[cell.name] = str(error)
                 done = sum(other.finished() for other in todo)
-                line = f"{done}/{len(todo)} {cell.name}: {failed.get(cell.name, took)}"
-                print(line, file=sys.stderr, flush=True)
+                print(f"{done}/{len(todo)} {cell.name}: {outcome}", file=sys.stderr, flush=True)
         if idle:
             time.sleep(1.0)
     return failed
@@ -159,11 +154,10 @@ def run(grid: GridSettings, todo: Sequence[Cell]) -> dict[str, str]:
 
 def _run_cell(grid: GridSettings, cell: Cell) -> None:
     data = _fields(grid, cell.choices)
-    common = _settings(grid, data)
     changes: dict[str, Any] = {"output": str(cell.folder), "train.seed": cell.seed}
     if not grid.keep_weights:
         changes["train.save_hf"] = False
-    if common.warmup.steps:
+    if _settings(grid, data).warmup.steps:
         changes |= {"model": {"hf_path": str(_warmed(grid, cell.seed))}, "warmup.steps": 0}
     _train(grid, _changed(data, changes), cell.folder)
     if not grid.keep_weights:
@@ -188,8 +182,7 @@ def _train(grid: GridSettings, data: dict[str, Any], folder: Path) -> None:
     with open(folder / "log.txt", "a") as log:
         if not grid.launcher:
             with redirect_stdout(log), redirect_stderr(log):
-                job.train(settings, fresh=False, dump=False)
-            return
+                return job.train(settings, fresh=False, dump=False)
         config = folder / "job.yaml"
         config.write_text(schema.dump_yaml(schema.to_dict(settings)))
         command = [*shlex.split(grid.launcher), "-m", "megatron_rc", "train", str(config)]

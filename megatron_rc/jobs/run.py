@@ -34,21 +34,9 @@ def quiet_imports() -> None:
         warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
 
 
-OUTPUTS = (
-    "settings.yaml",
-    "fingerprint.json",
-    "metrics.jsonl",
-    "report.html",
-    "checkpoints",
-    "kl_policy",
-    "hf",
-    "dump",
-    "rejected",
-    "sync",
-    "tensorboard",
-    "wandb",
-    "dashboards.json",
-)
+FILES = ("settings.yaml", "fingerprint.json", "metrics.jsonl", "report.html", "dashboards.json")
+FOLDERS = ("checkpoints", "kl_policy", "hf", "dump", "rejected", "sync", "tensorboard", "wandb")
+"""What a job writes into its folder."""
 
 
 def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
@@ -90,13 +78,11 @@ def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
 
 
 def _delete_outputs(folder: Path) -> None:
-    """Delete the files that a job writes, and nothing else in its folder."""
-    for name in OUTPUTS:
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    """Delete what a job writes, and nothing else in its folder."""
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+    for path in filter(Path.is_dir, (folder / name for name in FOLDERS)):
+        shutil.rmtree(path)
 
 
 def _task(settings: JobSettings, hf_config: dict[str, Any]) -> Task:
@@ -105,10 +91,8 @@ def _task(settings: JobSettings, hf_config: dict[str, Any]) -> Task:
     kind, options = settings.task.kind, settings.task.options
     task = build_task(kind, options, seed=settings.train.seed, tokenizer=settings.model.hf_path)
     if task.vocab_size > hf_config["vocab_size"]:
-        raise ValueError(
-            f"the tokenizer of task {kind!r} has {task.vocab_size} ids, the model's vocab_size is "
-            f"{hf_config['vocab_size']}"
-        )
+        ids, model = task.vocab_size, hf_config["vocab_size"]
+        raise ValueError(f"the tokenizer of task {kind!r} has {ids} ids, the model's vocab_size is {model}")
     return task
 
 
@@ -125,9 +109,8 @@ def _engine(settings: JobSettings, policy: Policy, groups: Groups, probe: Probe 
     if rollout.engine == "sglang":
         engine = _sglang_engine(settings, policy, groups, probe)
     else:
-        engine = HFEngine(
-            policy.hf_config, dtype=rollout.dtype, device=policy.device, return_routes=settings.moe.wants_routes
-        )
+        routes = settings.moe.wants_routes
+        engine = HFEngine(policy.hf_config, dtype=rollout.dtype, device=policy.device, return_routes=routes)
     return StaleEngine(engine, rollout.staleness) if rollout.staleness else engine
 
 
@@ -146,9 +129,10 @@ def _sglang_engine(settings: JobSettings, policy: Policy, groups: Groups, probe:
     from megatron_rc.rollout.sglang.engine import SGLangEngine
 
     sglang = settings.rollout.sglang
+    sglang = dataclasses.replace(sglang, sync_dir=sglang.sync_dir or str(Path(settings.output) / "sync"))
     return groups.together(
         lambda: SGLangEngine(
-            dataclasses.replace(sglang, sync_dir=sglang.sync_dir or str(Path(settings.output) / "sync")),
+            sglang,
             policy.hf_config,
             agree=groups.raise_everywhere,
             writer=groups.is_writer,

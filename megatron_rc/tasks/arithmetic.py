@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -101,14 +102,13 @@ class ArithmeticTask:
 
     def _draw_held_out(self) -> list[list[int]]:
         wanted, problems = self.options.held_out, dict[str, list[int]]()
+        draws = self._endless_problems(random.Random(f"{self.options.seed}/held-out"))
         # a level with few problems soon repeats them; 400 draws per problem reach nearly all of them
-        for draw, terms in enumerate(self._endless_problems(random.Random(f"{self.options.seed}/held-out"))):
+        for terms in itertools.islice(draws, 400 * wanted + 1):
             if is_held_out(_text(terms)):
                 problems.setdefault(_text(terms), terms)
             if len(problems) == wanted:
                 return list(problems.values())
-            if draw == 400 * wanted:
-                break
         raise ValueError(f"held_out={wanted} is more than the {len(problems)} held-out problems of these levels")
 
     def _endless_problems(self, rng: random.Random) -> Iterator[list[int]]:
@@ -133,11 +133,7 @@ def running_totals(terms: Sequence[int]) -> list[int]:
 
     47 + 38 - 5 -> 77, 85, 80.
     """
-    totals, total = [], terms[0]
-    for amount in _steps(terms):
-        total += amount
-        totals.append(total)
-    return totals
+    return list(itertools.accumulate(_steps(terms), initial=terms[0]))[1:]
 
 
 def careless_totals(terms: Sequence[int], rng: random.Random) -> list[int]:

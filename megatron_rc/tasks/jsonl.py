@@ -60,10 +60,7 @@ class JsonlTask:
     """
 
     def __init__(self, options: JsonlOptions, tokenizer: str | None = None) -> None:
-        """
-        Args:
-            tokenizer: folder of the tokenizer if ``options.tokenizer`` is None.
-        """
+        """``tokenizer``: folder of the tokenizer if ``options.tokenizer`` is None."""
         self._options = options
         self._reward = load_reward(options.reward)
         self._tokenizer = _load_tokenizer(options.tokenizer or tokenizer)
@@ -109,44 +106,28 @@ class JsonlTask:
     def _prompts_of(self, rows: Sequence[Row]) -> list[Prompt]:
         texts = [row.prompt for row in rows]
         if self._has_template:
-            texts = [
-                self._tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-                )
-                for text in texts
-            ]
+            template, chats = self._tokenizer.apply_chat_template, [[{"role": "user", "content": t}] for t in texts]
+            texts = [template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
         # a template writes its special tokens itself
         tokenized = self._tokenizer(texts, add_special_tokens=not self._has_template)["input_ids"]
-        longest = self._options.max_prompt_tokens
+        longest, prompts = self._options.max_prompt_tokens, []
         for row, ids in zip(rows, tokenized, strict=True):
             if len(ids) > longest:
                 raise ValueError(f"{row.place}: the prompt has {len(ids)} tokens, max_prompt_tokens is {longest}")
             if not ids:
                 raise ValueError(f"{row.place}: the prompt has no tokens")
-        return [
-            Prompt(token_ids=tuple(ids), text=row.prompt, answer=row.answer)
-            for row, ids in zip(rows, tokenized, strict=True)
-        ]
+            prompts.append(Prompt(token_ids=tuple(ids), text=row.prompt, answer=row.answer))
+        return prompts
 
 
 def read_rows(path: str, field: str) -> list[Row]:
-    """Read the rows of a JSONL file, without its blank lines.
-
-    Args:
-        field: option that names the file, for error messages.
-
-    Raises:
-        ValueError: the file is missing or empty, or a line is not a row.
-    """
+    """The rows of the JSONL file that option ``field`` names; raises ValueError when it has none or a line is not a row."""
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"{field}: no such file: {path!r}")
-    rows = []
     with file.open(encoding="utf-8") as lines:
         try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    rows.append(_parse(line, f"{path} line {number}"))
+            rows = [_parse(line, f"{path} line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
         except UnicodeDecodeError as error:
             raise ValueError(f"{field}: {path!r} is not UTF-8 text ({error.reason})") from None
     if not rows:
@@ -173,26 +154,22 @@ def _parse(line: str, place: str) -> Row:
 
 
 def _split(options: JsonlOptions) -> tuple[list[Row], list[Row]]:
+    """The training rows and the held-out rows, which share no prompt."""
     rows = read_rows(options.path, "path")
-    if options.held_out_path is None:
-        held = _hold_out({row.prompt for row in rows}, options)
-        return [r for r in rows if r.prompt not in held], [r for r in rows if r.prompt in held]
-    held_out = read_rows(options.held_out_path, "held_out_path")
-    known = {row.prompt for row in held_out}
-    shared = [row for row in rows if row.prompt in known]
-    if shared:
-        raise ValueError(
-            f"{len(shared)} training prompts are also in held_out_path {options.held_out_path!r}, "
-            f"the first at {shared[0].place}"
-        )
-    return rows, held_out
-
-
-def _hold_out(texts: set[str], options: JsonlOptions) -> set[str]:
+    if options.held_out_path is not None:
+        held_out = read_rows(options.held_out_path, "held_out_path")
+        known = {row.prompt for row in held_out}
+        shared = [row for row in rows if row.prompt in known]
+        if shared:
+            also = f"{len(shared)} training prompts are also in held_out_path {options.held_out_path!r}"
+            raise ValueError(f"{also}, the first at {shared[0].place}")
+        return rows, held_out
+    texts = {row.prompt for row in rows}
     if len(texts) < 2:
         raise ValueError(f"path: {options.path!r} has one prompt, so none can be held out; set held_out_path")
     count = min(len(texts) - 1, max(1, round(options.held_out_share * len(texts))))
-    return set(sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())[:count])
+    held = set(sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())[:count])
+    return [row for row in rows if row.prompt not in held], [row for row in rows if row.prompt in held]
 
 
 def _load_tokenizer(directory: str | None) -> Any:

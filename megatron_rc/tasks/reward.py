@@ -14,11 +14,7 @@ RewardFunction = Callable[[str, str, str], Any]
 
 
 def load_reward(name: str) -> RewardFunction:
-    """Import ``module:function``.
-
-    Raises:
-        ValueError: the name has another form, the module cannot be imported, or it has no such function.
-    """
+    """Import ``module:function``; raises ValueError for another form, and for what cannot be imported or called."""
     module_name, colon, function_name = name.partition(":")
     if not (colon and module_name and function_name):
         raise ValueError(f"reward must be given as module:function, got {name!r}")
@@ -35,14 +31,9 @@ def load_reward(name: str) -> RewardFunction:
 
 
 def score(function: RewardFunction, name: str, prompt: str, response: str, answer: str, place: str) -> float:
-    """``function(prompt, response, answer)`` as a finite float.
+    """``function(prompt, response, answer)`` as a finite float; ValueError for anything else that it returns or raises.
 
-    Args:
-        name: the function as the user wrote it, for error messages.
-        place: file and line of the prompt, for error messages.
-
-    Raises:
-        ValueError: the function raised an exception, or returned anything but a finite number.
+    The error says ``name``, the function as the user wrote it, and ``place``, the file and line of the prompt.
     """
     try:
         value = function(prompt, response, answer)
