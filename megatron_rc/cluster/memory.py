@@ -164,13 +164,7 @@ def saved_per_token(
 
 
 def activation_bytes(
-    hf: dict[str, Any],
-    parallel: ParallelSettings,
-    dtype: Dtype,
-    *,
-    tokens: int,
-    stage: int,
-    fused: bool = True,
+    hf: dict[str, Any], parallel: ParallelSettings, dtype: Dtype, *, tokens: int, stage: int, fused: bool = True
 ) -> int:
     """Bytes that one micro-batch of ``tokens`` saves on a rank of ``stage``, without logits."""
     b, last = DTYPES[dtype].bytes, stage == parallel.pipeline - 1

@@ -121,7 +121,7 @@ class JsonlTask:
 
 
 def read_rows(path: str, field: str) -> list[Row]:
-    """The rows of the JSONL file that option ``field`` names; raises ValueError when it has none or a line is not a row."""
+    """The rows of the JSONL file that option ``field`` names; ValueError when it has none or a line is not a row."""
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"{field}: no such file: {path!r}")
