@@ -82,12 +82,7 @@ def parameter_count(hf: dict[str, Any]) -> int:
 
 
 def local_parameters(hf: dict[str, Any], parallel: ParallelSettings, stage: int) -> int:
-    """Parameters of one rank of pipeline stage ``stage``.
-
-    Args:
-        hf: from ``hf_config_dict``.
-        stage: 0 to parallel.pipeline - 1; all ranks of a stage hold equally many.
-    """
+    """Parameters of one rank of pipeline stage ``stage``, counted from 0; all ranks of a stage hold equally many."""
     # with expert parallelism a rank holds whole experts, a share of their number; else a share of each
     expert_share = parallel.expert if parallel.expert > 1 else parallel.tensor
     total = 0
@@ -181,11 +176,9 @@ def activation_bytes(
 def trainer_memory(
     settings: JobSettings, hf: dict[str, Any], *, tokens: int, stage: int, micro_batches: int
 ) -> TrainerMemory:
-    """Bytes of a GPU of pipeline stage ``stage``.
+    """Bytes of a GPU of pipeline stage ``stage``, when the largest micro-batch has ``tokens``.
 
-    Args:
-        tokens: in the largest micro-batch.
-        micro_batches: per optimizer step; as many as there are stages from this one on are in flight (1F1B).
+    Of the micro-batches of an optimizer step, as many as there are stages from this one on are in flight (1F1B).
     """
     parallel, train = settings.parallel, settings.train
     dtype, b = train.dtype, DTYPES[train.dtype].bytes
@@ -221,12 +214,7 @@ def _widest(hf: dict[str, Any], parallel: ParallelSettings) -> int:
 
 
 def server_memory(hf: dict[str, Any], dtype: Dtype, *, tensor: int, gpu: int, share: float) -> ServerMemory:
-    """Bytes of one of the ``tensor`` GPUs that share a server.
-
-    Args:
-        gpu: bytes of the GPU.
-        share: the part of it that SGLang takes for weights and cache (--mem-fraction-static).
-    """
+    """Bytes of one of the ``tensor`` GPUs that share a server, which takes ``share`` of its ``gpu`` bytes."""
     b = DTYPES[dtype].bytes
     # a server has one copy of tied embeddings; norms and routers, which every GPU holds, weigh next to nothing
     weights = -(-parameter_count(hf) * b // tensor)

@@ -94,11 +94,7 @@ class Plan:
 
 
 def make_plan(settings: JobSettings) -> Plan:
-    """Check that a job can be divided among the GPUs of its cluster.
-
-    Raises:
-        ValueError: one sentence naming the fields that do not go together.
-    """
+    """The plan of a job; raises ValueError, naming the fields, when its cluster's GPUs cannot be divided this way."""
     # imported here, so that the caller can first silence megatron-core's warnings on import
     from megatron_rc.training import groups
     from megatron_rc.training.model.build import check_layout

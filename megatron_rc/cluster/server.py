@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT
 from typing import NoReturn
 
 from megatron_rc.cluster import processes
@@ -41,8 +42,7 @@ def serving_command(
 ) -> list[str]:
     """The command that serves ``model`` with what rollout correction needs; ``flags`` of the user come last and win.
 
-    Raises:
-        ValueError: ``model`` has no configuration that can be read.
+    Raises ValueError when ``model`` has no configuration that can be read.
     """
     where = str(Path(model).resolve()) if Path(model).is_dir() else model
     # so that routes can be compared and replayed
@@ -72,7 +72,7 @@ def check_sglang(python: str) -> None:
     """Raises ValueError when the interpreter ``python`` has no SGLang."""
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
     try:
-        missing = subprocess.run([python, "-c", code], env=_environment(), stderr=subprocess.DEVNULL).returncode
+        missing = subprocess.run([python, "-c", code], env=_environment(), stderr=DEVNULL).returncode
     except OSError:
         missing = 1
     if missing:
@@ -121,12 +121,7 @@ def serve(
         with open(log, "w") as output:
             # in a session of its own, one number names the server with all it starts, and Ctrl-C does not reach it
             server = subprocess.Popen(
-                command,
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                command, env=_environment(), stdin=DEVNULL, stdout=output, stderr=STDOUT, start_new_session=True
             )
         group = server.pid
         owners = [stop_with] if stop_with else []
@@ -165,14 +160,12 @@ def _wait_until_it_answers(server: subprocess.Popen[bytes], host: str, port: int
 
 def _answers(host: str, port: int) -> bool:
     """Whether /health answers 200."""
-    connection = http.client.HTTPConnection(host, port, timeout=30)
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
+        with contextlib.closing(http.client.HTTPConnection(host, port, timeout=30)) as connection:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False
-    finally:
-        connection.close()
 
 
 def _explain(why: str, log: Path) -> NoReturn:
@@ -188,8 +181,7 @@ def _end_of(log: Path, count: int) -> deque[str]:
 def stop(log: Path, grace: float = GRACE) -> None:
     """End the server that was left running with this log, and nothing else that has its number by now.
 
-    Raises:
-        ValueError: no server was left running with this log.
+    Raises ValueError when no server was left running with this log.
     """
     file = pid_file(log)
     try:

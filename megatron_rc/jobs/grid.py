@@ -113,8 +113,7 @@ def warm(grid: GridSettings) -> list[Path]:
 def run_and_write(grid: GridSettings, only: Mapping[str, Sequence[str]], *, only_write: bool = False) -> None:
     """Run the unfinished cells of the choices that ``only`` names; write and name the table and picture of all cells.
 
-    Raises:
-        ValueError: as `cells`, or cells failed; the table holds the others.
+    Raises ValueError as `cells`, and when cells failed; the table holds the others.
     """
     todo = cells(grid, only)
     failed = {} if only_write else run(grid, todo)

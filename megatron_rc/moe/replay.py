@@ -30,8 +30,7 @@ class RoutedSchedule:
     ) -> None:
         """
         Args:
-            chunks: the routers of every model chunk of this process, from `routers_of`.
-            shape: the shape of the whole model.
+            chunks: the routers of every model chunk of this process, from `routers_of`; ``shape`` is the whole model's.
             detail: also record log-probs and margins.
         """
         self.shape, self.forward_only = shape, forward_only

@@ -55,9 +55,7 @@ def distinct_experts(rows: Tensor, shape: MoeShape) -> Tensor:
     """Ids [n, L, k] for rows without routes: distinct within a row, and spread evenly over the experts.
 
     Megatron's routing map holds each expert once, so a row that named one twice would lose a part of its gates.
-
-    Args:
-        rows: [n] int64, any numbers; neighbours get neighbouring experts.
+    ``rows`` [n] int64 are any numbers; neighbours get neighbouring experts.
     """
     first = rows * shape.top_k
     ids = (first[:, None] + torch.arange(shape.top_k, device=rows.device)) % shape.num_experts
@@ -67,8 +65,7 @@ def distinct_experts(rows: Tensor, shape: MoeShape) -> Tensor:
 def sampler_table(routes: Tensor, cu_seqlens: Tensor, shape: MoeShape) -> RouteTable:
     """The sampler's routes, in the layers with experts.
 
-    The sampler never computes the last token of a sequence, and nothing depends on its routes; it gets distinct
-    experts.
+    The last token of a sequence, which the sampler never computes and nothing depends on, gets distinct experts.
 
     Args:
         routes: [N, layers of the model, k], as in TokenBatch.routes.

@@ -44,8 +44,7 @@ class Progress:
 def save(folder: Path, policy: Policy, progress: Progress, *, extra: dict[str, torch.Tensor], keep: int) -> None:
     """Write ``folder/<phase>-<step>`` and delete all but the newest ``keep``; a collective of all processes.
 
-    Args:
-        extra: tensors to store beside the model, such as queued rollout weights; the same on every rank.
+    ``extra`` are tensors to store beside the model, such as queued rollout weights; the same on every rank.
     """
     target, partial = folder / progress.name, folder / f".partial-{progress.name}"
     if policy.groups.is_writer:
@@ -76,8 +75,7 @@ def read_progress(path: Path) -> Progress:
 def load(path: Path, policy: Policy) -> dict[str, torch.Tensor]:
     """Load all states in place and return the ``extra`` tensors of `save`; a collective of all processes.
 
-    Raises:
-        ValueError: the checkpoint has tensors of another shape than the model.
+    Raises ValueError when the checkpoint has tensors of another shape than the model.
     """
     policy.phase_updates = read_json(path / STATE)["phase_updates"]
     try:

@@ -48,11 +48,7 @@ class Groups:
         return values
 
     def together(self, compute: Callable[[], T]) -> T:
-        """``compute()`` of this rank, once it has returned on every rank.
-
-        Raises:
-            SharedError: compute raised ValueError on some rank; every rank raises it.
-        """
+        """``compute()`` of this rank, once it has returned on every rank; a ValueError of one is raised by all."""
         error = None
         try:
             value = compute()

@@ -52,13 +52,10 @@ class Job:
         self.output = Path(settings.output)
 
     def run(self, *, resume: bool) -> None:
-        """Do what is left of the job.
+        """Do what is left of the job; the last finished step is saved before an error that the user can mend is raised.
 
         Args:
             resume: continue from the newest complete checkpoint of the output folder, if there is one.
-
-        Raises:
-            ValueError: an error that the user can mend; the last finished step is saved before it is raised.
         """
         newest = checkpoint.newest(self.output / "checkpoints") if resume else None
         if newest:

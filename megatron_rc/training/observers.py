@@ -27,11 +27,7 @@ class Observers:
     """Every process calls the same methods; only the writing process draws and writes."""
 
     def __init__(self, settings: JobSettings, *, writer: bool, dumps: bool) -> None:
-        """
-        Args:
-            writer: this process writes the files and draws the display.
-            dumps: write every training batch; the same on every process.
-        """
+        """``dumps``, whether to write every training batch, must be the same on every process."""
         folder = Path(settings.output)
         self._dumping, self._dumps_routes = dumps, settings.moe.dump_routes
         self._display = Display(settings.train.steps, settings.name) if writer else None
@@ -67,11 +63,7 @@ class Observers:
             self.message(f"report: {write_report(self._folder)}")
 
     def start(self, phase: str) -> None:
-        """Open the runs of ``phase`` on the dashboards.
-
-        Raises:
-            ValueError: a dashboard cannot be reached or refuses the run.
-        """
+        """Open the runs of ``phase`` on the dashboards; raises ValueError when one cannot be reached or refuses it."""
         if self._dashboards:
             self._dashboards.start(phase)
 

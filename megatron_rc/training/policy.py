@@ -121,11 +121,7 @@ class Policy:
             parameter.copy_(value)
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, around: Around | None = None) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies without gradient, over the rows of ``micro_batches``.
-
-        Returns:
-            ([N], [N]) fp32, nats, on the last pipeline stage; empty elsewhere.
-        """
+        """Log-probs and entropies without gradient, ([N], [N]) fp32, nats; empty before the last pipeline stage."""
 
         def collect(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
             return logprobs.new_zeros(()), (logprobs, entropy)
@@ -148,8 +144,7 @@ class Policy:
     ) -> UpdateResult:
         """One optimizer step on the sum of ``loss`` over all micro-batches of all data-parallel ranks.
 
-        Args:
-            before_step: called with everything that ``loss`` collected; raising there leaves the weights as they were.
+        ``before_step`` is called with all that ``loss`` collected; raising there leaves the weights as they were.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -240,9 +235,7 @@ class _ForwardStep:
 def model_inputs(batch: TokenBatch, multiple: int) -> dict[str, Any]:
     """Keyword arguments of GPTModel for a packed batch of N rows; its logits have the rows of the batch first.
 
-    Args:
-        multiple: the number of rows is padded to a multiple of this, by one more sequence, because tensor-parallel
-            ranks split the rows.
+    Tensor-parallel ranks split the rows, so one more sequence pads their number to a multiple of ``multiple``.
     """
     tokens, positions, cu_seqlens, lengths = batch.tokens, batch.position_ids, batch.cu_seqlens, [*batch.lengths]
     if short := -batch.num_tokens % multiple:

@@ -39,11 +39,7 @@ def libraries() -> Libraries:
 
 
 def check_layout(hf: dict[str, Any], parallel: ParallelSettings) -> None:
-    """Refuse a layout that this model cannot be cut into.
-
-    Raises:
-        ValueError: naming the fields.
-    """
+    """Raises ValueError for a layout that this model cannot be cut into."""
     moe = any(moe_layers(hf))
     splits = [("num_attention_heads", "tensor"), ("num_key_value_heads", "tensor"), ("num_hidden_layers", "pipeline")]
     splits += [("num_experts", "expert")] if moe else []
@@ -60,15 +56,7 @@ def check_layout(hf: dict[str, Any], parallel: ParallelSettings) -> None:
 
 
 def transformer_config(hf: dict[str, Any], parallel: ParallelSettings, dtype: Dtype) -> TransformerConfig:
-    """Megatron's configuration of the model ``hf``.
-
-    Args:
-        hf: from ``hf_config_dict``.
-        dtype: precision of parameters and activations.
-
-    Raises:
-        ValueError: the layout does not fit the model.
-    """
+    """Megatron's configuration of the model ``hf``, from ``hf_config_dict``; raises as `check_layout`."""
     check_layout(hf, parallel)
     optional, moe = libraries(), moe_layers(hf)
     cuda = torch.cuda.is_available()
@@ -165,14 +153,8 @@ def build_model(hf: dict[str, Any], parallel: ParallelSettings, dtype: Dtype = "
     With experts and parallel.tensor > 1 the rows are also split over TP ranks, so N must be a multiple of it:
     `model_inputs` pads them.
 
-    Args:
-        hf: from ``hf_config_dict``.
-
     Returns:
         One module per virtual stage, that is one; inside a Float16Module for bf16 and fp16.
-
-    Raises:
-        ValueError: the layout does not fit the model.
     """
     config = transformer_config(hf, parallel, dtype)
     model = GPTModel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,17 +29,11 @@ def rollout_metrics(batch: TokenBatch, equal: Sequence[bool]) -> dict[str, float
 
 
 def merged(parts: Sequence[MetricSums]) -> MetricSums:
-    sums = MetricSums()
-    for part in parts:
-        sums.merge(part)
-    return sums
+    return functools.reduce(MetricSums.merge, parts, MetricSums())
 
 
 def pooled(sums: MetricSums | None, groups: Groups, max_nonfinite_share: float) -> dict[str, Any]:
-    """Values over all data-parallel ranks, on every process.
-
-    Args:
-        sums: those of this rank on the last pipeline stage, None elsewhere.
+    """Values of the ``sums`` of all data-parallel ranks, which only the last pipeline stage has, on every process.
 
     Raises:
         SharedError: more than ``max_nonfinite_share`` of the log-probs are not finite.

@@ -34,12 +34,7 @@ class MicroLoss:
     micro-batch against the current policy."""
 
     def __call__(self, micro: MicroBatch, current: Tensor, entropy: Tensor) -> tuple[Tensor, Collected]:
-        """(scalar loss, metrics and log-probs).
-
-        Args:
-            current: [n] fp32, nats, with gradient.
-            entropy: [n] fp32, nats.
-        """
+        """(scalar loss, metrics and log-probs) of ``current`` with gradient and ``entropy``, both [n] fp32, nats."""
         extras, settings = micro.extras, self.settings
         assert extras.advantages is not None and extras.scale is not None
         corrected, old, sums = self._corrected(micro, current.detach())

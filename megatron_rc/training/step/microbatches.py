@@ -32,11 +32,10 @@ class Cut:
 
 
 def mini_batches(groups: Sequence[int], count: int) -> list[list[int]]:
-    """Split sequence numbers into ``count`` parts of whole groups, in order, as even as the groups allow.
+    """Split sequence numbers into ``count`` parts of whole groups, or as many as there are groups, in order and even.
 
     Args:
         groups: group id of each sequence; the sequences of a group are adjacent.
-        count: optimizer steps per rollout step; fewer parts come back when there are fewer groups.
     """
     members: dict[int, list[int]] = {}
     for sequence, group in enumerate(groups):
@@ -150,12 +149,7 @@ class MicroBatch:
 def split_rows(
     batch: TokenBatch, micro_batches: Sequence[Sequence[int]], extras: MicroExtras = NO_EXTRAS
 ) -> list[MicroBatch]:
-    """Cut ``batch`` into consecutive micro-batches.
-
-    Args:
-        micro_batches: sequence numbers of each micro-batch; together 0 .. S - 1 in order.
-        extras: tensors over the N rows of ``batch``.
-    """
+    """Cut ``batch`` and its extras into ``micro_batches``, given as sequence numbers, together 0 .. S - 1 in order."""
     parts, start = [], 0
     for sequences in micro_batches:
         part = batch.select(sequences)

@@ -77,11 +77,7 @@ class Routing:
         self.tensor_rank = dist.get_rank(groups.tensor) if split else 0
 
     def check(self, samples: Sequence[Sample], batch: TokenBatch) -> None:
-        """Raises ValueError when the routes of ``samples`` are missing, damaged, or not those of this model.
-
-        Args:
-            batch: the batch of ``samples``, on the host.
-        """
+        """Raises ValueError when routes of ``samples``, whose batch is on the host, are missing, damaged or foreign."""
         check_samples(samples)
         if batch.routes is not None:
             sampler_table(batch.routes[:0], batch.cu_seqlens[:1], self.shape)
@@ -110,11 +106,10 @@ class Routing:
         return take_rows(ids, self.rows(len(ids), self.tensor_rank), self.shape)
 
     def gathered(self, schedule: RoutedSchedule, sizes: Sequence[int], names: Sequence[str]) -> RouteTable:
-        """The rows of all micro-batches in all layers, on every process of the model; a collective of them.
+        """The recorded fields ``names`` of all micro-batches and layers, on every process of the model; a collective.
 
         Args:
             sizes: tokens of each micro-batch.
-            names: recorded fields of RouteTable.
         """
         here = schedule.table() if any(self.chunks) else None
         parts = {}
@@ -192,8 +187,7 @@ class StepRoutes:
     def after_old_pass(self, local: TokenBatch, old_logprobs: Tensor) -> ExpertShift | None:
         """Keep the recorded routes as the old ones, and return their shift from the sampler's if it is recorded.
 
-        Args:
-            old_logprobs: [N] on the last pipeline stage; other stages ignore it and return None.
+        Only the last pipeline stage has ``old_logprobs`` [N], and the shift.
         """
         self.old = self.recorded
         return self._shift(self.sampler, local, old_logprobs, local.rollout_logprobs)

@@ -73,12 +73,10 @@ class Sampler:
     ) -> SampledBatch:
         """Sample and score ``n`` responses per prompt, each with its own of the ``seeds``.
 
-        Args:
-            on_finished: called with the number of newly finished responses.
+        ``on_finished`` is called with the number of newly finished responses.
 
         Raises:
-            SharedError: an engine or a reward function failed on some process, or too many responses are damaged;
-                raised on all processes.
+            SharedError: an engine or a reward function failed on some process, or too many responses are damaged.
         """
         rank, world = self.groups.rank, self.groups.world_size
         first, last = (len(prompts) * r // world for r in (rank, rank + 1))
