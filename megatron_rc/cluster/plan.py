@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rc import schema
 from megatron_rc.cluster import layout, memory
-from megatron_rc.cluster.layout import Command, Node, Options
+from megatron_rc.cluster.layout import Node, Options
 from megatron_rc.models.config import hf_config_dict, moe_layers
 from megatron_rc.settings import JobSettings, ModelSettings
 from megatron_rc.tasks.registry import OPTIONS
@@ -67,14 +67,9 @@ class Plan:
         ]
 
     def server_memory(self) -> memory.ServerMemory:
-        cluster = self.settings.cluster
-        return memory.server_memory(
-            self.hf,
-            self.settings.train.dtype,
-            tensor=cluster.server_tp,
-            gpu=round(cluster.gpu_memory * memory.GIB),
-            share=cluster.server_share,
-        )
+        cluster, dtype = self.settings.cluster, self.settings.train.dtype
+        tensor, gpu, share = cluster.server_tp, round(cluster.gpu_memory * memory.GIB), cluster.server_share
+        return memory.server_memory(self.hf, dtype, tensor=tensor, gpu=gpu, share=share)
 
     def check_memory(self) -> None:
         """Raises ValueError when the estimate says that the job does not fit."""
@@ -101,40 +96,32 @@ def make_plan(settings: JobSettings) -> Plan:
 
     plan = Plan(settings=settings, hf=_hf_config(settings.model))
     parallel, rollout, cluster, hf = settings.parallel, settings.rollout, settings.cluster, plan.hf
-    if cluster.serve_gpus and rollout.engine != "sglang":
-        raise ValueError(
-            f"cluster.serve_gpus must be 0 when rollout.engine is {rollout.engine!r}, got {cluster.serve_gpus}"
-        )
+    serving = cluster.serve_gpus
+    if serving and rollout.engine != "sglang":
+        raise ValueError(f"cluster.serve_gpus must be 0 when rollout.engine is {rollout.engine!r}, got {serving}")
     if layout.warm_folder(settings) and cluster.nodes > 1:
         raise ValueError("model.hf_path must name a checkpoint on every node, for the servers to start from")
     groups.check_layout(parallel, plan.train_gpus)
     check_layout(hf, parallel)
     for rank, node in enumerate(plan.nodes):
         if node.training % parallel.tensor:
-            raise ValueError(
-                f"parallel.tensor must divide the GPUs that train on a node, got {parallel.tensor} and "
-                f"{node.training} on node {rank}"
-            )
-    if cluster.serve_gpus:
+            got = f"{parallel.tensor} and {node.training} on node {rank}"
+            raise ValueError(f"parallel.tensor must divide the GPUs that train on a node, got {got}")
+    if serving:
         _check_server(hf, cluster.server_tp)
-    if plan.longest > hf["max_position_embeddings"]:
-        raise ValueError(
-            f"rollout.max_new_tokens={rollout.max_new_tokens} after a prompt of {plan.longest_prompt} tokens is "
-            f"longer than the model's context (max_position_embeddings) of {hf['max_position_embeddings']}"
-        )
+    if plan.longest > (context := hf["max_position_embeddings"]):
+        longest = f"rollout.max_new_tokens={rollout.max_new_tokens} after a prompt of {plan.longest_prompt} tokens"
+        raise ValueError(f"{longest} is longer than the model's context (max_position_embeddings) of {context}")
     return plan
 
 
 def _check_server(hf: dict[str, Any], tensor: int) -> None:
-    sizes = ["num_attention_heads", "moe_intermediate_size" if any(moe_layers(hf)) else "intermediate_size"]
-    for name in sizes:
+    for name in ("num_attention_heads", "moe_intermediate_size" if any(moe_layers(hf)) else "intermediate_size"):
         if hf[name] % tensor:
             raise ValueError(f"{name} must be divisible by cluster.server_tp, got {hf[name]} and {tensor}")
-    shared = hf["num_key_value_heads"]
+    shared, rule = hf["num_key_value_heads"], "must divide num_key_value_heads or be a multiple of it"
     if shared % tensor and tensor % shared:
-        raise ValueError(
-            f"cluster.server_tp must divide num_key_value_heads or be a multiple of it, got {tensor} and {shared}"
-        )
+        raise ValueError(f"cluster.server_tp {rule}, got {tensor} and {shared}")
 
 
 def _hf_config(model: ModelSettings) -> dict[str, Any]:
@@ -146,10 +133,8 @@ def _hf_config(model: ModelSettings) -> dict[str, Any]:
         stated = hf_config_dict(ModelSettings(config=model.config))
         for name in model.config:
             if name in stored and stored[name] != stated[name]:
-                raise ValueError(
-                    f"{model.hf_path} is not the model of model.config: its {name} is {stored[name]!r}, "
-                    f"not {stated[name]!r}"
-                )
+                values = f"its {name} is {stored[name]!r}, not {stated[name]!r}"
+                raise ValueError(f"{model.hf_path} is not the model of model.config: {values}")
     return stored
 
 
@@ -167,12 +152,9 @@ def describe(plan: Plan, options: Options) -> str:
             commands.insert(0, layout.warm_up_of(settings, options))
             commands.insert(-1, layout.doctor_of(settings, options, urls))
         lines += ["", f"node {rank} ({options.hosts[rank]}) starts:"]
-        lines += [f"  {_shown(command)}" for command in commands if command]
+        for environment, words in filter(None, commands):
+            lines.append("  " + " ".join([*(f"{k}={v}" for k, v in environment.items()), shlex.join(words)]))
     return "\n".join(lines)
-
-
-def _shown(command: Command) -> str:
-    return " ".join([*(f"{k}={v}" for k, v in command.environment.items()), shlex.join(command.words)])
 
 
 def _layout_lines(plan: Plan, options: Options) -> list[str]:
@@ -191,11 +173,8 @@ def _layout_lines(plan: Plan, options: Options) -> list[str]:
     for rank, node in enumerate(plan.nodes):
         uses = [f"GPUs {_span(range(node.training))} train"] if node.training else []
         if node.serving:
-            count = len(node.servers)
-            uses.append(
-                f"GPUs {_span(range(node.training, node.gpus))} serve "
-                f"({count} server{'s' * (count > 1)} of {node.server_tp})"
-            )
+            count, span = len(node.servers), _span(range(node.training, node.gpus))
+            uses.append(f"GPUs {span} serve ({count} server{'s' * (count > 1)} of {node.server_tp})")
         lines.append(f"node {rank:<4} {options.hosts[rank]}: {', '.join(uses)}")
     return lines
 
@@ -204,30 +183,32 @@ def _span(gpus: range) -> str:
     return str(gpus[0]) if len(gpus) == 1 else f"{gpus[0]}-{gpus[-1]}"
 
 
+def _row(name: str, *values: int, note: str = "") -> str:
+    return f"  {name:<18}" + "".join(f"{value / memory.GIB:10.1f}" for value in values) + note
+
+
 def _memory_lines(plan: Plan) -> list[str]:
     stages = plan.trainer_memory()
-    lines = ["GiB of a trainer GPU" + "".join(f"{f'stage {i}':>10}" for i in range(len(stages)))]
-
-    def row(name: str, values: list[int]) -> str:
-        return f"  {name:<18}" + "".join(f"{value / memory.GIB:10.1f}" for value in values)
-
-    for name in memory.by_name(stages[0]) | memory.by_name(stages[-1]):
-        lines.append(row(name.replace("_", " "), [getattr(stage, name) for stage in stages]))
-    lines.append(row("peak", [stage.total for stage in stages]) + f"   of {plan.settings.cluster.gpu_memory:g}")
-    lines.append("  peak = weights, gradients, optimizer, reserved + the larger of the optimizer's step and the rest")
-    return lines
+    names = memory.by_name(stages[0]) | memory.by_name(stages[-1])
+    return [
+        "GiB of a trainer GPU" + "".join(f"{f'stage {i}':>10}" for i in range(len(stages))),
+        *(_row(name.replace("_", " "), *(getattr(stage, name) for stage in stages)) for name in names),
+        _row("peak", *(stage.total for stage in stages), note=f"   of {plan.settings.cluster.gpu_memory:g}"),
+        "  peak = weights, gradients, optimizer, reserved + the larger of the optimizer's step and the rest",
+    ]
 
 
 def _server_lines(plan: Plan) -> list[str]:
     server, rollout, cluster = plan.server_memory(), plan.settings.rollout, plan.settings.cluster
-    servers = sum(len(node.servers) for node in plan.nodes)
-    wanted = -(-rollout.prompts_per_step * rollout.samples_per_prompt // servers)
+    wanted = -(-rollout.prompts_per_step * rollout.samples_per_prompt // sum(len(node.servers) for node in plan.nodes))
+    sequences = (
+        f"{server.tokens // plan.longest} longest sequences at once of the {wanted} that a step sends to a server"
+    )
+    room = f"   {server.tokens:,} tokens of {server.kv_token / 1024:.0f} KiB: {sequences}"
+    share = f"   of {cluster.gpu_memory:g} (--mem-fraction-static {cluster.server_share:g})"
     return [
         "GiB of a serving GPU",
-        f"  {'weights':<18}{server.weights / memory.GIB:10.1f}",
-        f"  {'cache':<18}{server.kv_cache / memory.GIB:10.1f}   {server.tokens:,} tokens of "
-        f"{server.kv_token / 1024:.0f} KiB: {server.tokens // plan.longest} longest sequences at once "
-        f"of the {wanted} that a step sends to a server",
-        f"  {'together':<18}{(server.weights + server.kv_cache) / memory.GIB:10.1f}   "
-        f"of {cluster.gpu_memory:g} (--mem-fraction-static {cluster.server_share:g})",
+        _row("weights", server.weights),
+        _row("cache", server.kv_cache, note=room),
+        _row("together", server.weights + server.kv_cache, note=share),
     ]

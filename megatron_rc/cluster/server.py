@@ -57,9 +57,8 @@ def _has_experts(model: str, python: str) -> bool:
         ask = "import sys, huggingface_hub as hub; print(hub.hf_hub_download(sys.argv[1], 'config.json'))"
         done = subprocess.run([python, "-c", ask, model], env=_environment(), stdout=subprocess.PIPE, text=True)
         if done.returncode:
-            raise ValueError(
-                f"the config.json of {model} could not be read (see above); MODEL is a directory or a name on the hub"
-            )
+            allowed = "MODEL is a directory or a name on the hub"
+            raise ValueError(f"the config.json of {model} could not be read (see above); {allowed}")
         path = Path(done.stdout.strip())
     if not path.is_file():
         raise ValueError(f"{model} holds no config.json; MODEL is a Hugging Face checkpoint, such as a job's OUTPUT/hf")

@@ -114,7 +114,5 @@ def check_samples(samples: Sequence[Sample]) -> None:
     """Raises ValueError for a sample with routes that the server put back into its queue and computed again."""
     for index, sample in enumerate(samples):
         if sample.routes is not None and sample.retractions:
-            raise ValueError(
-                f"sample {index} was retracted {sample.retractions} times: its routes were overwritten when it was "
-                "computed again and are not those of its tokens"
-            )
+            why = "its routes were overwritten when it was computed again and are not those of its tokens"
+            raise ValueError(f"sample {index} was retracted {sample.retractions} times: {why}")

@@ -77,14 +77,11 @@ def check_layout(parallel: ParallelSettings, world_size: int) -> None:
     """Raises ValueError naming the fields when the world cannot be cut this way."""
     product = parallel.tensor * parallel.pipeline
     if world_size % product:
-        raise ValueError(
-            f"parallel.tensor * parallel.pipeline = {product} must divide the number of processes, got {world_size}"
-        )
-    if world_size // parallel.pipeline % parallel.expert:
-        raise ValueError(
-            f"parallel.expert={parallel.expert} must divide the processes of a pipeline stage, "
-            f"got {world_size // parallel.pipeline}"
-        )
+        name = f"parallel.tensor * parallel.pipeline = {product}"
+        raise ValueError(f"{name} must divide the number of processes, got {world_size}")
+    stage, expert = world_size // parallel.pipeline, parallel.expert
+    if stage % expert:
+        raise ValueError(f"parallel.expert={expert} must divide the processes of a pipeline stage, got {stage}")
 
 
 @contextmanager

@@ -111,7 +111,5 @@ class Sampler:
         reasons = Counter(str(s.discarded) for s in discarded)
         examples = {str(s.discarded): s.discarded_detail for s in reversed(discarded)}
         listed = "; ".join(f"{count} {reason} ({examples[reason]})" for reason, count in reasons.most_common())
-        raise SharedError(
-            f"{len(discarded)} of {total} responses came back damaged, rollout.sglang.max_rejected_share is "
-            f"{allowed!r}: {listed}"
-        )
+        damaged = f"{len(discarded)} of {total} responses came back damaged"
+        raise SharedError(f"{damaged}, rollout.sglang.max_rejected_share is {allowed!r}: {listed}")
