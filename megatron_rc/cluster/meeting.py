@@ -145,10 +145,8 @@ class Member:
                 break
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise NodeFailure(
-                        f"node 0 does not answer at {host}:{port} after {timeout:g} s ({error.strerror or error}); "
-                        "is the command running there, and --master-addr right?"
-                    ) from None
+                    why = f"node 0 does not answer at {host}:{port} after {timeout:g} s ({error.strerror or error})"
+                    raise NodeFailure(f"{why}; is the command running there, and --master-addr right?") from None
                 time.sleep(0.3)
         self._leader, self._rank = _Peer(connection, "node 0"), rank
         self._leader.send({"rank": rank, "job": job})

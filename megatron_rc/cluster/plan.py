@@ -82,10 +82,9 @@ class Plan:
                     "train.max_tokens_per_microbatch or rollout.max_new_tokens, or take larger GPUs"
                 )
         if cluster.serve_gpus and (server := self.server_memory()).tokens < self.longest:
-            raise ValueError(
-                f"a serving GPU holds {server.weights / memory.GIB:.1f} GiB of weights and a cache of "
-                f"{server.tokens:,} tokens, less than one sequence of {self.longest:,}: raise cluster.server_tp"
-            )
+            weights = f"a serving GPU holds {server.weights / memory.GIB:.1f} GiB of weights"
+            cache = f"a cache of {server.tokens:,} tokens, less than one sequence of {self.longest:,}"
+            raise ValueError(f"{weights} and {cache}: raise cluster.server_tp")
 
 
 def make_plan(settings: JobSettings) -> Plan:

@@ -53,15 +53,11 @@ def check_modes(correction: RolloutCorrection, loss: LossSettings, train: TrainS
     if correction.old == "recompute":
         return
     if loss.denominator == "kept":
-        raise ValueError(
-            f"loss.denominator must be 'original' when correction.old is {correction.old!r}: the kept tokens of the "
-            "whole batch are not known before its update"
-        )
+        why = "the kept tokens of the whole batch are not known before its update"
+        raise ValueError(f"loss.denominator must be 'original' when correction.old is {correction.old!r}: {why}")
     if correction.old == "current" and train.mini_batches_per_rollout > 1:
-        raise ValueError(
-            "train.mini_batches_per_rollout must be 1 when correction.old is 'current': after the first optimizer "
-            "step current is no longer the old policy"
-        )
+        why = "after the first optimizer step current is no longer the old policy"
+        raise ValueError(f"train.mini_batches_per_rollout must be 1 when correction.old is 'current': {why}")
 
 
 def reinforce_step(

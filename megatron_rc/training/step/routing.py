@@ -42,15 +42,12 @@ def moe_shape(hf: dict[str, Any]) -> MoeShape:
 def check_routing(settings: MoeSettings, correction: RolloutCorrection) -> None:
     """Raises ValueError for settings that need routes which no pass computes."""
     if settings.replay == "R2" and correction.old != "recompute":
-        raise ValueError(
-            f"correction.old must be 'recompute' when moe.replay is 'R2', which replays the routes of that pass, "
-            f"got {correction.old!r}"
-        )
+        needs = "correction.old must be 'recompute' when moe.replay is 'R2', which replays the routes of that pass"
+        raise ValueError(f"{needs}, got {correction.old!r}")
     if _judges_routes(correction) and (not settings.record or correction.old != "recompute"):
-        raise ValueError(
-            "a rejection on 'route_shift' needs moe.record=true and correction.old='recompute': it compares the "
-            f"routes of that pass with the sampler's, got {settings.record!r} and {correction.old!r}"
-        )
+        needs = "a rejection on 'route_shift' needs moe.record=true and correction.old='recompute'"
+        why = f"it compares the routes of that pass with the sampler's, got {settings.record!r} and {correction.old!r}"
+        raise ValueError(f"{needs}: {why}")
 
 
 def _judges_routes(correction: RolloutCorrection) -> bool:
@@ -84,11 +81,9 @@ class Routing:
             if self.settings.replay == "R3":
                 check_replayable(batch.routes, batch.lengths, self.shape)
         elif self.needs_routes:
-            raise ValueError(
-                "moe.replay='R3' and a rejection on 'route_shift' need the routes of every sample, and the sampler "
-                "returned none: rollout.engine 'hf' and 'sglang' return them, 'replay' if they were dumped "
-                "(moe.dump_routes)"
-            )
+            needs = "moe.replay='R3' and a rejection on 'route_shift' need the routes of every sample"
+            engines = "rollout.engine 'hf' and 'sglang' return them, 'replay' if they were dumped (moe.dump_routes)"
+            raise ValueError(f"{needs}, and the sampler returned none: {engines}")
 
     def start(self, local: TokenBatch) -> StepRoutes:
         """The routes of one rollout batch, of which ``local`` are the sequences of this rank."""
