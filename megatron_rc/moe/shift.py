@@ -58,9 +58,8 @@ def expert_shift(
     if log_ratio is not None:
         mask = mask & (log_ratio < torch.inf)
     compared = compare_routes(trainer.ids, other.ids, mask, backend=backend)
-    layers = len(trainer.shape.layers)
+    layers, counts = len(trainer.shape.layers), mask.double()
     touched = mask & (compared.differing_layers > 0)
-    counts = mask.double()
     first = torch.zeros(layers + 1, dtype=torch.int64, device=mask.device)
     first.index_add_(0, compared.first_differing_layer.long(), mask.long())
     sums = {

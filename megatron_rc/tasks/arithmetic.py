@@ -59,10 +59,8 @@ class ArithmeticOptions:
 class ArithmeticTask:
     """Problems such as ``47+38-5=``; the answer is the last number before the stop token.
 
-    A hash of its text decides whether a problem is held out, so the split is the same for every seed.
-
-    Raises:
-        ValueError: the levels have fewer held-out problems than ``held_out``.
+    A hash of its text decides whether a problem is held out, so the split is the same for every seed. Levels with fewer
+    held-out problems than ``held_out`` are refused.
     """
 
     def __init__(self, options: ArithmeticOptions | None = None) -> None:

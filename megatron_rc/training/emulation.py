@@ -24,10 +24,6 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
 
 
-def backend() -> str:
-    return "nccl" if torch.cuda.is_available() else "gloo"
-
-
 def emulate_cuda_on_cpu() -> None:
     """Make megatron-core run on CPU for the rest of the process; does nothing where CUDA is available."""
     global _active

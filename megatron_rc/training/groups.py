@@ -101,7 +101,8 @@ def initialize(parallel: ParallelSettings, seed: int) -> Groups:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
-        alone, backend, wait = "RANK" not in os.environ, emulation.backend(), timedelta(minutes=30)
+        alone, wait = "RANK" not in os.environ, timedelta(minutes=30)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
         rank, size = (0, 1) if alone else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         store = dist.HashStore() if alone else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)

@@ -17,18 +17,18 @@ def test_every_sequence_is_in_exactly_one_micro_batch_and_ranks_have_equally_man
     lengths, data_size, max_tokens, fixed
 ):
     division = cut(range(len(lengths)), lengths, data_size=data_size, max_tokens=max_tokens, micro_batches=fixed)
-    placed = [s for share in division.shares for micro_batch in share for s in micro_batch if s >= 0]
+    placed = [s for share in division for micro_batch in share for s in micro_batch if s >= 0]
     assert sorted(placed) == list(range(len(lengths)))
-    assert {len(share) for share in division.shares} == {division.num_microbatches}
-    assert all(micro_batch for share in division.shares for micro_batch in share)
+    assert len({len(share) for share in division}) == 1
+    assert all(micro_batch for share in division for micro_batch in share)
     if fixed:
-        assert division.num_microbatches == fixed
+        assert len(division[0]) == fixed
 
 
 @given(lengths=LENGTHS, data_size=st.integers(1, 4), max_tokens=st.integers(50, 2000))
 def test_no_micro_batch_exceeds_the_limit_unless_one_sequence_does(lengths, data_size, max_tokens):
     division = cut(range(len(lengths)), lengths, data_size=data_size, max_tokens=max_tokens)
-    for share in division.shares:
+    for share in division:
         for micro_batch in share:
             load = sum(lengths[s] for s in micro_batch if s >= 0)
             assert load <= max(max_tokens, max(lengths))
@@ -37,14 +37,14 @@ def test_no_micro_batch_exceeds_the_limit_unless_one_sequence_does(lengths, data
 @given(lengths=st.lists(st.integers(1, 100), min_size=40, max_size=80), data_size=st.integers(1, 4))
 def test_ranks_differ_by_at_most_one_longest_sequence_per_micro_batch(lengths, data_size):
     division = cut(range(len(lengths)), lengths, data_size=data_size, max_tokens=10_000, micro_batches=1)
-    loads = [sum(lengths[s] for m in share for s in m) for share in division.shares]
+    loads = [sum(lengths[s] for m in share for s in m) for share in division]
     assert max(loads) - min(loads) <= max(lengths)
 
 
 def test_empty_places_hold_the_shortest_sequence_as_ballast_that_does_not_count():
     division = cut([0, 1], [9, 4], data_size=4, max_tokens=100)
-    flat = [m for share in division.shares for m in share]
-    assert sorted(flat) == [(~1,), (~1,), (0,), (1,)]
+    flat = [m for share in division for m in share]
+    assert sorted(flat) == [[~1], [~1], [0], [1]]
 
 
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=12), count=st.integers(1, 6))

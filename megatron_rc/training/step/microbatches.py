@@ -17,20 +17,6 @@ from megatron_rc.training import emulation
 from megatron_rc.training.groups import Groups
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The sequences of every data-parallel rank and micro-batch; a sequence is never split."""
-
-    shares: tuple[tuple[tuple[int, ...], ...], ...]
-    """shares[data_rank][micro_batch] = sequence numbers; every rank has the same number of micro-batches.
-
-    A micro-batch that would be empty holds ``~s`` for the shortest sequence s: it is computed, but must not count."""
-
-    @property
-    def num_microbatches(self) -> int:
-        return len(self.shares[0])
-
-
 def mini_batches(groups: Sequence[int], count: int) -> list[list[int]]:
     """Split sequence numbers into ``count`` parts of whole groups, or as many as there are groups, in order and even.
 
@@ -53,7 +39,7 @@ def cut(
     data_size: int,
     max_tokens: int,
     micro_batches: int | None = None,
-) -> Cut:
+) -> list[list[list[int]]]:
     """Balance ``sequences`` over ``data_size`` ranks and their micro-batches by token count.
 
     The longest sequence goes first into the lightest bin; ties go to the lowest bin, so the cut is a pure function of
@@ -63,6 +49,10 @@ def cut(
         sequences: numbers into ``lengths``, the tokens of every sequence.
         max_tokens: tokens that a micro-batch should not exceed; a longer sequence gets a micro-batch of its own.
         micro_batches: fixed number of micro-batches per rank; None takes as few as ``max_tokens`` allows.
+
+    Returns:
+        shares[data_rank][micro_batch] = sequence numbers; every rank has the same number of micro-batches. One that
+        would be empty holds ``~s`` for the shortest sequence s: it is computed, but must not count.
     """
     total = sum(lengths[s] for s in sequences)
     count = micro_batches or max(1, math.ceil(total / (data_size * max_tokens)))
@@ -78,7 +68,7 @@ def cut(
         bins = [b or [~ballast] for b in bins]
     # deal bins out heaviest first, so that ranks carry the same load in every micro-batch
     bins.sort(key=lambda b: -sum(lengths[s] for s in b if s >= 0))
-    return Cut(tuple(tuple(tuple(sorted(b)) for b in bins[rank::data_size]) for rank in range(data_size)))
+    return [[sorted(b) for b in bins[rank::data_size]] for rank in range(data_size)]
 
 
 def _balance(sequences: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
@@ -107,7 +97,7 @@ def share_of(batch: TokenBatch, parts: Sequence[Sequence[int]], train: TrainSett
     micro_batches: list[list[range]] = []
     most, fixed = train.max_tokens_per_microbatch, train.micro_batches
     for part in parts:
-        shares = cut(part, batch.lengths, data_size=groups.data_size, max_tokens=most, micro_batches=fixed).shares
+        shares = cut(part, batch.lengths, data_size=groups.data_size, max_tokens=most, micro_batches=fixed)
         micro_batches.append([])
         for members in shares[groups.data_rank]:
             micro_batches[-1].append(range(len(sequences), len(sequences) + len(members)))
