@@ -23,8 +23,7 @@ class _Peer:
     """The other end of a connection, read without blocking."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
-        self.socket, self.name = connection, name
-        self._buffer = b""
+        self.socket, self.name, self._buffer = connection, name, b""
         connection.settimeout(30)
 
     @contextlib.contextmanager

@@ -169,8 +169,7 @@ class Job:
 
     def _step(self) -> tuple[SampledBatch, StepResult]:
         rollout, train = self.settings.rollout, self.settings.train
-        started = time.perf_counter()
-        n = rollout.samples_per_prompt
+        started, n = time.perf_counter(), rollout.samples_per_prompt
         prompts = self.task.prompts(self.progress.cursor, rollout.prompts_per_step)
         self.observers.phase("rollout", len(prompts) * n // self.groups.world_size)
         sampled = self.sampler.rollouts(prompts, n, first=self.progress.cursor, on_finished=self.observers.advance)

@@ -28,14 +28,13 @@ class Observers:
 
     def __init__(self, settings: JobSettings, *, writer: bool, dumps: bool) -> None:
         """``dumps``, whether to write every training batch, must be the same on every process."""
-        folder = Path(settings.output)
+        self._folder = folder = Path(settings.output)
         self._dumping, self._dumps_routes = dumps, settings.moe.dump_routes
         self._display = Display(settings.train.steps, settings.name) if writer else None
         self._log = MetricsLog(folder) if writer else None
         self._dumps = DumpWriter(folder / "dump") if writer and dumps else None
         keeps_discarded = writer and settings.rollout.sglang.dump_rejected
         self._discarded = DiscardedWriter(folder / "rejected") if keeps_discarded else None
-        self._folder = folder
         self._dashboards = None
         if writer:
             facts = fingerprint(train_dtype=settings.train.dtype, rollout_dtype=settings.rollout.dtype)

@@ -68,8 +68,7 @@ def export_hf(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
             stage = 0 if parameter.megatron[0].startswith("embedding") else last_stage
         owner = None if parameter.expert is None else parameter.expert // experts_per_rank
         held = _find(local, parameter)
-        nothing = [None] * len(parameter.tensors)
-        parts = nothing if held is None else parameter.split(held.detach().to(dtype))
+        parts = [None] * len(parameter.tensors) if held is None else parameter.split(held.detach().to(dtype))
         for tensor, part in zip(parameter.tensors, parts, strict=True):
             # tied word embeddings: the head is the embedding again
             if tensor.name not in seen:
