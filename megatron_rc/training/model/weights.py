@@ -162,7 +162,7 @@ def _read_part(source: Source, tensor: HfTensor, rank: int, ranks: int) -> Tenso
     size = tensor.shape[tensor.split]
     each = -(-size // ranks)
     part = source.read(tensor, min(rank * each, size), min((rank + 1) * each, size))
-    missing = max(0, min(each, (rank + 1) * each - size))
+    missing = each - part.shape[tensor.split]
     # only the vocabulary is padded, at its end
     return torch.cat([part, part.new_zeros(missing, *tensor.shape[1:])]) if missing else part
 
