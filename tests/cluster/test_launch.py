@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 from cluster_nodes import LAUNCH, environment, free_port
+from job_processes import Job
 from jobs import DENSE, settings_file
 from sglang_server import save_checkpoint
 from typer.testing import CliRunner, Result
@@ -69,18 +70,12 @@ def test_a_cpu_server_on_the_second_node_feeds_the_first(tmp_path: Path) -> None
 
 def two_nodes(folder: Path, config: Path, *words: str, **extra: str) -> list[str]:
     """What nodes 0 and 1 of one process each say; both must end well. The run goes to ``folder``/run."""
-    start = [*VERB, "launch", str(config), "--set", f"output={folder}/run", "--nodes", "2", "--gpus-per-node", "1"]
+    start = ["launch", str(config), "--set", f"output={folder}/run", "--nodes", "2", "--gpus-per-node", "1"]
     start += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--timeout", "240"]
-    nodes = [
-        subprocess.Popen(
-            [*start, "--node-rank", str(rank), *words], env=environment(**extra), cwd=folder, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    said = [started.communicate(timeout=280)[0] for started in nodes]
-    assert [started.returncode for started in nodes] == [0, 0], "\n".join(said)
-    return said
+    nodes = [Job([*start, "--node-rank", rank, *words], environment(**extra), folder) for rank in ("0", "1")]
+    ended = [node.wait() for node in nodes]
+    assert [status for status, _ in ended] == [0, 0], ended
+    return [said for _, said in ended]
 
 
 def trained_steps(folder: Path) -> list[int]:

@@ -1,7 +1,7 @@
 """Command lines of megatron-rc in processes forked from one that has imported everything, which start at once.
 
 Each has the environment, arguments and exit status of ``python -m megatron_rc``, and the ranks of a job have the
-environment that torchrun gives them. What a user types instead is `jobs.command`.
+environment that torchrun gives them. `jobs.typed_job` runs what a user types instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Job:
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, processes: int = 1
     ) -> None:
-        """Start the command line on ``processes`` ranks, which can import the modules in ``folder``."""
+        """Start the command line on ``processes`` ranks, in ``folder``, whose modules can be imported."""
         forked.start_server()
         self._written = tempfile.TemporaryDirectory()
         shared = dict(environment)
@@ -62,7 +62,7 @@ class Job:
                 process.join()
 
     def wait(self) -> tuple[int, str]:
-        """The worst exit status and the stderr of all ranks; ranks that run too long are killed."""
+        """The worst exit status, and what all ranks wrote; ranks that run too long are killed."""
         deadline = time.monotonic() + LIMIT
         try:
             for process in self._processes:
@@ -72,7 +72,7 @@ class Job:
         finally:
             self.kill()
         statuses = [process.exitcode or 0 for process in self._processes]
-        said = "".join(Path(f"{self._written.name}/{rank}.err").read_text() for rank in range(len(statuses)))
+        said = "".join(Path(f"{self._written.name}/{rank}").read_text() for rank in range(len(statuses)))
         self._written.cleanup()
         return max(statuses, key=abs), said
 
@@ -103,8 +103,11 @@ def outcomes(
 
 def _run(arguments: list[str], environment: dict[str, str], folder: Path, written: str) -> None:
     os.setsid()
-    _write_to(f"{written}.out", f"{written}.err")
+    output = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     _become(environment, folder)
+    os.chdir(folder)
     sys.argv = ["megatron-rc", *arguments]
     from megatron_rc.cli import main
 
@@ -114,16 +117,10 @@ def _run(arguments: list[str], environment: dict[str, str], folder: Path, writte
 def _outcomes(
     commands: list[list[str]], environment: dict[str, str], folder: Path, missing: list[str], answers: Connection
 ) -> None:
-    _write_to(os.devnull)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     _become(environment, folder)
     sys.modules.update(dict.fromkeys(missing))  # type: ignore[arg-type]
     answers.send([outcome(arguments) for arguments in commands])
-
-
-def _write_to(*files: str) -> None:
-    """Redirect stdout, and stderr where there is a second file."""
-    for number, path in enumerate(files, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
 
 
 def _become(environment: dict[str, str], folder: Path) -> None:
