@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from job_processes import Job
-from jobs import command, environment, finished_job, settings_file, started
+from jobs import finished_job, settings_file, started, typed_job
 from recordings import LONG_JOB, timeless
 from warm_models import warm_model
 
@@ -20,27 +18,7 @@ from megatron_rc.report.log import read_metrics
 Metrics = list[dict[str, Any]]
 
 
-class TypedJob:
-    """A job whose command line is started as a user does."""
-
-    def __init__(self, config: Path, *arguments: str) -> None:
-        self._process = subprocess.Popen(
-            command(config, *arguments),
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def running(self) -> bool:
-        return self._process.poll() is None
-
-    def kill(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-
-def kill_after(job: Job | TypedJob, output: Path, phase: str, step: int) -> None:
+def kill_after(job: Job, output: Path, phase: str, step: int) -> None:
     """Kill a job, children included, once ``step`` of ``phase`` is recorded and the next one runs."""
     log = output / "metrics.jsonl"
     deadline = time.monotonic() + 120
@@ -74,50 +52,44 @@ def resumed_equals_uninterrupted(
     folder: Path,
     job: dict[str, Any],
     whole: Metrics,
-    *kills: tuple[str, int],
-    arguments: tuple[str, ...] = (),
+    phase: str,
+    step: int,
+    *arguments: str,
     processes: int = 1,
-    typed: bool = False,
+    resume: Callable[..., Metrics] = finished_job,
 ) -> None:
-    """Kill a job after each of these steps, starting it again each time, and compare with ``whole``.
-
-    Args:
-        typed: start the job that is killed first as a user does.
-    """
+    """Kill a job after a step, start it again with ``resume``, and compare its metrics with ``whole``."""
     config, output = settings_file(folder, job), folder / "killed"
     words = ("--set", f"output={output}", *arguments)
-    for phase, step in kills:
-        running = TypedJob(config, *words) if typed else started(config, *words, processes=processes)
-        kill_after(running, output, phase, step)
-        killed_at = read_metrics(output / "metrics.jsonl")[-1]
-        assert (killed_at["phase"], killed_at["step"]) != ("rl", job["train"]["steps"]), "it ended before it was killed"
-        typed = False
-    resumed = finished_job(config, *words, processes=processes)
+    kill_after(started(config, *words, processes=processes), output, phase, step)
+    killed_at = read_metrics(output / "metrics.jsonl")[-1]
+    resumed = resume(config, *words, processes=processes)
+    assert (killed_at["phase"], killed_at["step"]) != ("rl", job["train"]["steps"]), "it ended before it was killed"
     assert timeless(resumed) == timeless(whole)
 
 
 def test_a_job_killed_in_reinforcement_learning_resumes_bit_for_bit(
     tmp_path: Path, long_job: dict[str, Any], whole: Metrics
 ) -> None:
-    resumed_equals_uninterrupted(tmp_path, long_job, whole, ("rl", 4), typed=True)
+    resumed_equals_uninterrupted(tmp_path, long_job, whole, "rl", 4, resume=typed_job)
 
 
 def test_a_job_killed_before_its_first_checkpoint_with_optimizer_state_resumes_bit_for_bit(
     tmp_path: Path, long_job: dict[str, Any], whole: Metrics
 ) -> None:
-    resumed_equals_uninterrupted(tmp_path, long_job, whole, ("rl", 1))
+    resumed_equals_uninterrupted(tmp_path, long_job, whole, "rl", 1)
 
 
 def test_a_killed_job_without_checkpoints_starts_anew(tmp_path: Path, long_job: dict[str, Any], whole: Metrics) -> None:
     job = {**long_job, "train": {**long_job["train"], "save_interval": 0}}
-    resumed_equals_uninterrupted(tmp_path, job, whole, ("rl", 2))
+    resumed_equals_uninterrupted(tmp_path, job, whole, "rl", 2)
     assert not (tmp_path / "killed/checkpoints").exists()
 
 
 @pytest.mark.full
 def test_a_job_without_optimizer_state_resumes_bit_for_bit(tmp_path: Path, long_job: dict[str, Any]) -> None:
     job = {**long_job, "train": {**long_job["train"], "optimizer": "sgd"}}
-    resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), ("rl", 4))
+    resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), "rl", 4)
 
 
 def test_a_job_with_stale_weights_and_a_reference_policy_resumes_bit_for_bit(
@@ -128,13 +100,13 @@ def test_a_job_with_stale_weights_and_a_reference_policy_resumes_bit_for_bit(
         "rollout": {**long_job["rollout"], "staleness": 2},
         "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
     }
-    resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), ("rl", 5))
+    resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), "rl", 5)
 
 
 @pytest.mark.full
 def test_a_job_killed_in_the_warm_up_resumes_bit_for_bit(tmp_path: Path, long_job: dict[str, Any]) -> None:
     job = {**long_job, "warmup": {**long_job["warmup"], "steps": 40}}
-    resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), ("warmup", 20))
+    resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), "warmup", 20)
 
 
 @pytest.mark.full
@@ -142,4 +114,4 @@ def test_a_job_killed_in_the_warm_up_resumes_bit_for_bit(tmp_path: Path, long_jo
 def test_a_job_on_two_processes_resumes_bit_for_bit(tmp_path: Path, long_job: dict[str, Any], axis: str) -> None:
     arguments = ("--set", f"parallel.{axis}=2")
     whole = uninterrupted(tmp_path, long_job, *arguments, processes=2)
-    resumed_equals_uninterrupted(tmp_path, long_job, whole, ("rl", 4), arguments=arguments, processes=2)
+    resumed_equals_uninterrupted(tmp_path, long_job, whole, "rl", 4, *arguments, processes=2, resume=typed_job)

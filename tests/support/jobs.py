@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,13 +39,6 @@ def settings_file(folder: Path, data: dict[str, Any]) -> Path:
     return path
 
 
-def command(config: Path, *arguments: str, processes: int = 1) -> list[str]:
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    return [*launcher, "-m", "megatron_rc", "train", str(config), *arguments]
-
-
 def script_environment() -> dict[str, str]:
     """Environment of a script that a user starts by its path: Python finds the modules beside it."""
     return {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"} | {"OMP_NUM_THREADS": "1"}
@@ -56,7 +50,7 @@ def environment() -> dict[str, str]:
 
 
 def started(config: Path, *arguments: str, processes: int = 1) -> Job:
-    """A job in forked processes; modules beside its settings can be imported."""
+    """Start a job in forked processes, in the folder of its settings, whose modules can be imported."""
     return Job(["train", str(config), *arguments], environment(), config.parent, processes)
 
 
@@ -64,6 +58,21 @@ def finished_job(config: Path, *arguments: str, processes: int = 1) -> list[dict
     """Run a job that must succeed; its metrics."""
     status, said = started(config, *arguments, processes=processes).wait()
     assert status == 0, said[-4000:]
+    return metrics_of(arguments)
+
+
+def typed_job(config: Path, *arguments: str, processes: int = 1) -> list[dict[str, Any]]:
+    """`finished_job` by the command that a user types."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command += ["-m", "megatron_rc", "train", str(config), *arguments]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return metrics_of(arguments)
+
+
+def metrics_of(arguments: Sequence[str]) -> list[dict[str, Any]]:
     output = next(a.partition("=")[2] for a in arguments if a.startswith("output="))
     return read_metrics(Path(output) / "metrics.jsonl")
 
