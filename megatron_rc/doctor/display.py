@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 
 from rich.console import Console
@@ -56,7 +56,7 @@ def summary(findings: Sequence[Finding]) -> str:
 
 def to_json(results: Mapping[str, Sequence[Finding]]) -> str:
     """A JSON object with the findings of each subject, in the order of the registry."""
-    return json.dumps({subject: [f.to_dict() for f in findings] for subject, findings in results.items()}, indent=2)
+    return json.dumps({subject: [asdict(f) for f in findings] for subject, findings in results.items()}, indent=2)
 
 
 def _table(findings: Sequence[Finding]) -> Table:

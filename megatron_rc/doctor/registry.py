@@ -1,16 +1,15 @@
-"""Checks by name: each looks at facts, and reports what it found and how to mend it."""
+"""Checks by name: each looks at facts and answers with a finding, which says what is wrong and how to mend it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
-
-from megatron_rc.integrations.flag_rules import Severity
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeVar
 
 Status = Literal["good", "error", "warning", "note"]
 
 F = TypeVar("F")
+Look = Callable[[F], "Finding"]
 
 
 class Undecided(Exception):
@@ -19,24 +18,6 @@ class Undecided(Exception):
     def __init__(self, reason: str, fix: str = "") -> None:
         super().__init__(reason)
         self.fix = fix
-
-
-class Outcome(NamedTuple):
-    """The result of a check, made by `good` or `bad`; the check adds its name and its own severity and fix."""
-
-    found: str
-    is_good: bool
-    severity: Severity | None = None
-    fix: str | None = None
-
-
-def good(found: str) -> Outcome:
-    return Outcome(found, is_good=True)
-
-
-def bad(found: str, *, severity: Severity | None = None, fix: str | None = None) -> Outcome:
-    """A mismatch; ``severity`` and ``fix`` only where they differ from those of the check."""
-    return Outcome(found, is_good=False, severity=severity, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -51,8 +32,25 @@ class Finding:
     decided: bool = True
     """False: a fact was missing, so nothing was compared."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+
+def good(found: str) -> Finding:
+    """A match; `Check.run` adds the name of the check to this and to the mismatches below."""
+    return Finding("", "good", found)
+
+
+def error(found: str, fix: str) -> Finding:
+    """A mismatch that fails the job or falsifies the gradient."""
+    return Finding("", "error", found, fix)
+
+
+def warning(found: str, fix: str) -> Finding:
+    """A mismatch that widens the gap between the policies, or a combination that nobody tested."""
+    return Finding("", "warning", found, fix)
+
+
+def note(found: str, fix: str) -> Finding:
+    """A difference worth knowing."""
+    return Finding("", "note", found, fix)
 
 
 @dataclass(frozen=True)
@@ -60,55 +58,40 @@ class Check(Generic[F]):
     name: str
     compares: str
     """What is compared with what, in a few words."""
-    severity: Severity
-    """Severity of a mismatch."""
-    fix: str
-    """How to mend a mismatch, one sentence naming the flag."""
-    look: Callable[[F], Outcome]
+    look: Look[F]
 
     def run(self, facts: F) -> Finding:
-        """Look at the facts; if one is missing, the finding is a note that names it."""
+        """The finding about ``facts``; a note that names the missing fact where one is missing."""
         try:
-            outcome = self.look(facts)
+            finding = self.look(facts)
         except Undecided as missing:
-            return Finding(self.name, "note", str(missing), missing.fix, self.compares, decided=False)
-        if outcome.is_good:
-            return Finding(self.name, "good", outcome.found, compares=self.compares)
-        fix = self.fix if outcome.fix is None else outcome.fix
-        return Finding(self.name, outcome.severity or self.severity, outcome.found, fix, self.compares)
+            finding = Finding("", "note", str(missing), missing.fix, decided=False)
+        return replace(finding, check=self.name, compares=self.compares)
 
 
 class Registry(Generic[F]):
     """Checks of one subject, in the order in which they were added."""
 
-    def __init__(self, subject: str) -> None:
+    def __init__(self, subject: str, *parts: Registry[F]) -> None:
         """
         Args:
             subject: what is checked, such as "SGLang server".
+            parts: registries whose checks come first, in their order.
         """
         self.subject = subject
         self._checks: dict[str, Check[F]] = {}
+        for part in parts:
+            for check in part:
+                self.add(check)
 
-    def check(
-        self, name: str, *, compares: str, severity: Severity, fix: str
-    ) -> Callable[[Callable[[F], Outcome]], Callable[[F], Outcome]]:
-        """Decorator that adds a function from facts to `good(...)` or `bad(...)` under ``name``."""
+    def add(self, check: Check[F]) -> None:
+        assert check.name not in self._checks, f"two checks are called {check.name!r}"
+        self._checks[check.name] = check
 
-        def add(look: Callable[[F], Outcome]) -> Callable[[F], Outcome]:
-            assert name not in self._checks, f"two checks are called {name!r}"
-            self._checks[name] = Check(name, compares, severity, fix, look)
-            return look
-
-        return add
-
-    @classmethod
-    def joined(cls, subject: str, *parts: Registry[F]) -> Registry[F]:
-        """The checks of all parts, in their order."""
-        whole = cls(subject)
-        for check in (check for part in parts for check in part):
-            assert check.name not in whole._checks, f"two checks are called {check.name!r}"
-            whole._checks[check.name] = check
-        return whole
+    def check(self, look: Look[F]) -> Look[F]:
+        """Decorator that adds a check: named as the function is, with what it compares as the docstring."""
+        self.add(Check(look.__name__.replace("_", "-"), (look.__doc__ or "").rstrip("."), look))
+        return look
 
     def __iter__(self) -> Iterator[Check[F]]:
         return iter(self._checks.values())
@@ -117,7 +100,7 @@ class Registry(Generic[F]):
         return self._checks[name]
 
     def run(self, facts: F) -> list[Finding]:
-        """Every check on ``facts``, in order."""
+        """The findings of all checks, in order."""
         return [check.run(facts) for check in self]
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megatron_rc import schema
 from megatron_rc.doctor import display
-from megatron_rc.doctor.registry import Finding, Known, Outcome, Registry, Undecided, bad, worst
+from megatron_rc.doctor.registry import Check, Finding, Known, Registry, Undecided, error, warning, worst
 from megatron_rc.doctor.registry import good as fine
 from megatron_rc.doctor.server.examine import SGLANG
 from megatron_rc.doctor.server.facts import Facts, read_trainer
@@ -22,13 +22,14 @@ from megatron_rc.doctor.server.facts import Facts, read_trainer
 def numbers() -> Registry[int]:
     registry: Registry[int] = Registry("number")
 
-    @registry.check("small", compares="a number against 3", severity="warning", fix="Take a smaller one.")
-    def small(number: int) -> Outcome:
+    @registry.check
+    def is_small(number: int) -> Finding:
+        """A number against 3."""
         if number == 0:
             raise Undecided("there is no number", "Give one.")
         if number > 9:
-            return bad(f"{number} is far too large", severity="error", fix="Start again.")
-        return fine(f"{number} is small") if number < 3 else bad(f"{number} is too large")
+            return error(f"{number} is far too large", "Start again.")
+        return fine(f"{number} is small") if number < 3 else warning(f"{number} is too large", "Take a smaller one.")
 
     return registry
 
@@ -45,15 +46,15 @@ def numbers() -> Registry[int]:
 def test_a_registry_serves_facts_of_any_kind(number: int, finding: tuple[str, str, str, bool]) -> None:
     (found,) = numbers().run(number)
     assert (found.status, found.found, found.fix, found.decided) == finding
-    assert (found.check, found.compares) == ("small", "a number against 3")
+    assert (found.check, found.compares) == ("is-small", "A number against 3")
 
 
 def test_registries_join_in_order_and_refuse_a_name_twice() -> None:
     other: Registry[int] = Registry("other")
-    other.check("odd", compares="", severity="note", fix="")(lambda number: fine("odd"))
-    assert [check.name for check in Registry.joined("both", other, numbers())] == ["odd", "small"]
-    with pytest.raises(AssertionError, match="two checks are called 'small'"):
-        Registry.joined("both", numbers(), numbers())
+    other.add(Check("odd", "", lambda number: fine("odd")))
+    assert [check.name for check in Registry("both", other, numbers())] == ["odd", "is-small"]
+    with pytest.raises(AssertionError, match="two checks are called 'is-small'"):
+        Registry("both", numbers(), numbers())
 
 
 def test_a_fact_that_is_missing_is_named() -> None:

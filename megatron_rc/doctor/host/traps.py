@@ -7,7 +7,7 @@ from functools import partial
 
 from megatron_rc.doctor.host.facts import HostFacts
 from megatron_rc.doctor.host.flags import EXPANDED, Arguments
-from megatron_rc.doctor.registry import Outcome, Registry, bad, good
+from megatron_rc.doctor.registry import Check, Finding, Registry, good, note
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, FlagRule
 from megatron_rc.integrations.symbols import Host
 
@@ -16,24 +16,27 @@ def flag_checks(host: Host) -> Registry[HostFacts]:
     """The checks of a host's flags, in the order in which their names appear in the tables."""
     registry: Registry[HostFacts] = Registry("flags")
 
-    @registry.check("shell-variables", compares="words that the shell replaces", severity="note", fix=EXPANDED)
-    def shell_variables(facts: HostFacts) -> Outcome:
+    @registry.check
+    def shell_variables(facts: HostFacts) -> Finding:
+        """Words that the shell replaces."""
         hidden = facts.flags.variables
         if hidden:
-            return bad(f"flags may hide in {', '.join(hidden[:5])}, so a flag that seems to be missing may be set")
+            return note(
+                f"flags may hide in {', '.join(hidden[:5])}, so a flag that seems to be missing may be set", EXPANDED
+            )
         return good("every flag is spelled out")
 
     rules = (*MEGATRON_RULES, *host.flag_rules)
     for name in dict.fromkeys(rule.name for rule in rules):
         look = partial(_first_mistake, [rule for rule in rules if rule.name == name])
-        registry.check(name, compares="flags of the host", severity="error", fix="")(look)
+        registry.add(Check(name, "flags of the host", look))
     return registry
 
 
-def _first_mistake(rules: Sequence[FlagRule], facts: HostFacts) -> Outcome:
+def _first_mistake(rules: Sequence[FlagRule], facts: HostFacts) -> Finding:
     args = Arguments(facts.flags, {**MEGATRON_DEFAULTS, **facts.host.flag_defaults}, facts.host.config_flag)
     other = "unpatched runs" if facts.is_patched else "patched runs"
     for rule in rules:
         if rule.made_by != other and rule.wrong(args):
-            return bad(rule.problem_of(args), severity=rule.severity, fix=rule.fix)
+            return Finding(rule.name, rule.severity, rule.problem_of(args), rule.fix)
     return good(rules[0].good)

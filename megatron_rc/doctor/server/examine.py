@@ -13,7 +13,7 @@ from megatron_rc.doctor.server.probe import read_servers
 from megatron_rc.doctor.server.sampling import SAMPLING
 from megatron_rc.doctor.server.serving import SERVING
 
-SGLANG: Registry[Facts] = Registry.joined("SGLang server", SERVING, MODEL, SAMPLING, ANSWERS)
+SGLANG: Registry[Facts] = Registry("SGLang server", SERVING, MODEL, SAMPLING, ANSWERS)
 
 
 def examine_servers(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import replace
 
-from megatron_rc.doctor.registry import Outcome, Registry, Undecided, bad, good
-from megatron_rc.doctor.server.facts import Facts
+from megatron_rc.doctor.registry import Finding, Registry, Undecided, error, good, note, warning
+from megatron_rc.doctor.server.facts import GIVE_TRAINER, Facts
 from megatron_rc.rollout.sglang.engine import BELOW_CONTEXT
 from megatron_rc.rollout.sglang.weights import weight_sync
 from megatron_rc.versions import SGLANG, SGLANG_WEIGHT_VERSION, release_of
@@ -17,101 +17,81 @@ CONTROL_PATHS = ("/pause_generation", "/continue_generation", "/flush_cache", "/
                  "/abort_request")  # fmt: skip
 
 
-@SERVING.check(
-    "version",
-    compares=f"SGLang's version against {SGLANG}",
-    severity="warning",
-    fix=f"Install sglang=={SGLANG.newest} for the server.",
-)
-def version(facts: Facts) -> Outcome:
-    found = facts.server.flags["version"]
-    if release_of(found) is None:
-        raise Undecided(f"the server calls its version {found!r}")
-    if found in SGLANG:
-        return good(f"SGLang {found}")
-    return bad(f"SGLang {found} is outside {SGLANG}, for which the bridge is written")
-
-
-@SERVING.check(
-    "engine",
-    compares="rollout.engine against a job that uses servers",
-    severity="warning",
-    fix="Set rollout.engine=sglang.",
-)
-def engine(facts: Facts) -> Outcome:
-    chosen = facts.trainer.settings.rollout.engine
-    return (
-        good("the job samples from servers") if chosen == "sglang" else bad(f"the job samples with engine {chosen!r}")
+@SERVING.check
+def version(facts: Facts) -> Finding:
+    """SGLang's version against the tested ones."""
+    served = facts.server.flags["version"]
+    if release_of(served) is None:
+        raise Undecided(f"the server calls its version {served!r}")
+    if served in SGLANG:
+        return good(f"SGLang {served}")
+    return warning(
+        f"SGLang {served} is outside {SGLANG}, for which the bridge is written",
+        f"Install sglang=={SGLANG.newest} for the server.",
     )
 
 
-@SERVING.check(
-    "control-endpoints",
-    compares="endpoints of a weight update against those of the server",
-    severity="error",
-    fix=f"Serve with SGLang {SGLANG_WEIGHT_VERSION} or newer.",
-)
-def control_endpoints(facts: Facts) -> Outcome:
-    if facts.server.paths is None:
+@SERVING.check
+def engine(facts: Facts) -> Finding:
+    """rollout.engine against a job that uses servers."""
+    name = facts.trainer.settings.rollout.engine
+    if name == "sglang":
+        return good("the job samples from servers")
+    return warning(f"the job samples with engine {name!r}", "Set rollout.engine=sglang.")
+
+
+@SERVING.check
+def control_endpoints(facts: Facts) -> Finding:
+    """Endpoints of a weight update against those of the server."""
+    paths, fix = facts.server.paths, f"Serve with SGLang {SGLANG_WEIGHT_VERSION} or newer."
+    if paths is None:
         raise Undecided("the server does not list its endpoints", "Unset DISABLE_OPENAPI_DOC for the server.")
-    missing = [path for path in CONTROL_PATHS if path not in facts.server.paths]
+    missing = [path for path in CONTROL_PATHS if path not in paths]
     if missing:
-        return bad(f"the server has no {', '.join(missing)}")
-    if "/weights_checker" not in facts.server.paths:
-        return bad("the server has no /weights_checker, so a half-finished update can go unseen", severity="warning")
-    bracket = "/begin_weight_update" in facts.server.paths
-    return good("pause, flush, version and checksum are there" + ("" if bracket else "; updates need no bracket"))
+        return error(f"the server has no {', '.join(missing)}", fix)
+    if "/weights_checker" not in paths:
+        return warning("the server has no /weights_checker, so a half-finished update can go unseen", fix)
+    session = "" if "/begin_weight_update" in paths else "; updates need no session"
+    return good(f"pause, flush, version and checksum are there{session}")
 
 
-@SERVING.check(
-    "serving-state",
-    compares="whether the server answers",
-    severity="error",
-    fix="POST /continue_generation to the server; requests wait until then.",
-)
-def serving_state(facts: Facts) -> Outcome:
+@SERVING.check
+def serving_state(facts: Facts) -> Finding:
+    """Whether the server answers."""
     if facts.server.is_paused:
-        return bad("the server is paused or not ready")
+        fix = "POST /continue_generation to the server; requests wait until then."
+        return error("the server is paused or not ready", fix)
     if not facts.server.model["is_generation"]:
-        return bad("the server does not generate", fix="Start the server without --is-embedding.")
+        return error("the server does not generate", "Start the server without --is-embedding.")
     return good("ready")
 
 
-@SERVING.check(
-    "weight-version",
-    compares="the name of the served weights against the trainer's numbers",
-    severity="warning",
-    fix="Start the server without --weight-version, or let one job alone update it.",
-)
-def weight_version(facts: Facts) -> Outcome:
+@SERVING.check
+def weight_version(facts: Facts) -> Finding:
+    """The name of the served weights against the trainer's numbers."""
     name = facts.server.model["weight_version"]
     if name == "default" or str(name).isdecimal():
         return good(f"{name!r}; a job sends its own weights and number before it samples")
-    return bad("the weights have a name that no trainer of this package gave")
+    fix = "Start the server without --weight-version, or let one job alone update it."
+    return warning("the weights have a name that no trainer of this package gave", fix)
 
 
-@SERVING.check(
-    "disaggregation",
-    compares="prefill and decode on one server",
-    severity="warning",
-    fix="Start the server without --disaggregation-mode.",
-)
-def disaggregation(facts: Facts) -> Outcome:
+@SERVING.check
+def disaggregation(facts: Facts) -> Finding:
+    """Prefill and decode on one server."""
     mode = facts.server.flags["disaggregation_mode"]
     if mode in (None, "null"):
         return good("one server does both")
-    return bad(f"disaggregation mode {mode}: kept ids need more settings there, and the bridge is not tested with it")
+    return warning(
+        f"disaggregation mode {mode}: kept ids need more settings there, and the bridge is not tested with it",
+        "Start the server without --disaggregation-mode.",
+    )
 
 
-@SERVING.check(
-    "parallel-layout",
-    compares="processes of the server against rollout.sglang.weight_sync",
-    severity="note",
-    fix="Compare the log-probs of both once (old/k3 in the report); nothing is to be set.",
-)
-def parallel_layout(facts: Facts) -> Outcome:
-    flags = facts.server.flags
-    sizes = {name: flags[f"{name}_size"] for name in ("tp", "dp", "pp", "ep")}
+@SERVING.check
+def parallel_layout(facts: Facts) -> Finding:
+    """Processes of the server against rollout.sglang.weight_sync."""
+    sizes = {name: facts.server.flags[f"{name}_size"] for name in ("tp", "dp", "pp", "ep")}
     layout = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
     if not layout:
         return good("one process computes a token")
@@ -119,149 +99,138 @@ def parallel_layout(facts: Facts) -> Outcome:
         settings = replace(facts.trainer.job.rollout.sglang, sync_dir=".")
         if refusal := weight_sync(settings, {}).transport.refusal(facts.server.server_info):
             fix = "Set rollout.sglang.weight_sync=disk, or start one server per replica (--dp-size 1)."
-            return bad(refusal, severity="error", fix=fix)
-    return bad(f"{layout}: sums run in another order than in one process, which shifts log-probs in their last bits")
+            return error(refusal, fix)
+    return note(
+        f"{layout}: sums run in another order than in one process, which shifts log-probs in their last bits",
+        "Compare the log-probs of both once (old/k3 in the report); nothing is to be set.",
+    )
 
 
-@SERVING.check(
-    "attention-backend",
-    compares="attention of prefill against that of decode",
-    severity="note",
-    fix="Set --attention-backend alone, not --prefill-attention-backend and --decode-attention-backend.",
-)
-def attention_backend(facts: Facts) -> Outcome:
+@SERVING.check
+def attention_backend(facts: Facts) -> Finding:
+    """Attention of prefill against that of decode."""
     flags = facts.server.flags
     both = flags["attention_backend"]
     prefill, decode = flags["prefill_attention_backend"] or both, flags["decode_attention_backend"] or both
     if prefill is None:
-        raise Undecided("the server has not said which attention backend it chose")
+        raise Undecided("the server does not say which attention backend it uses")
     if prefill == decode:
         return good(f"{prefill} for both; it is never the trainer's kernel, the rounding between them is what k3 shows")
-    return bad(f"prefill runs {prefill} and decode {decode}: a continued response is rounded in two ways")
+    return note(
+        f"prefill runs {prefill} and decode {decode}: a continued response is rounded in two ways",
+        "Set --attention-backend alone, not --prefill-attention-backend and --decode-attention-backend.",
+    )
 
 
-@SERVING.check(
-    "chunked-prefill",
-    compares="--chunked-prefill-size against the context",
-    severity="note",
-    fix="Raise --chunked-prefill-size above the longest prompt, or -1 to turn it off.",
-)
-def chunked_prefill(facts: Facts) -> Outcome:
+@SERVING.check
+def chunked_prefill(facts: Facts) -> Finding:
+    """--chunked-prefill-size against the context."""
     flags = facts.server.flags
     size, longest = flags["chunked_prefill_size"], facts.trainer.longest_prompt or facts.server.context_length
     if flags["enable_mixed_chunk"]:
-        return bad(
+        return note(
             "prefill and decode share a batch (mixed chunks), so rounding depends on the load",
-            fix="Start the server without --enable-mixed-chunk.",
+            "Start the server without --enable-mixed-chunk.",
         )
     if size is None or size <= 0:
         return good("off: a prompt is computed at once")
     if longest is None:
-        raise Undecided("the length of prompts is not known", "Give the trainer's settings with --config job.yaml.")
+        raise Undecided("the length of prompts is not known", GIVE_TRAINER)
     if longest <= size:
         return good(f"no prompt of up to {longest} tokens is cut at {size}")
-    return bad(f"prompts of more than {size} tokens are computed in pieces, with other rounding than in the trainer")
+    return note(
+        f"prompts of more than {size} tokens are computed in pieces, with other rounding than in the trainer",
+        "Raise --chunked-prefill-size above the longest prompt, or -1 to turn it off.",
+    )
 
 
-@SERVING.check(
-    "cache-across-updates",
-    compares="caches that outlive a weight update",
-    severity="error",
-    fix="Start the server without the outside cache (--hicache-storage-backend, --enable-lmcache, --enable-flexkv).",
-)
-def cache_across_updates(facts: Facts) -> Outcome:
+@SERVING.check
+def cache_across_updates(facts: Facts) -> Finding:
+    """Caches that outlive a weight update."""
     flags = facts.server.flags
-    outside = [n for n in ("hicache_storage_backend", "enable_lmcache", "enable_flexkv") if flags.get(n)]
-    if outside:
-        return bad(f"{', '.join(outside)} keeps keys and values of old weights where a flush does not reach")
+    external = [name for name in ("hicache_storage_backend", "enable_lmcache", "enable_flexkv") if flags.get(name)]
+    if external:
+        return error(
+            f"{', '.join(external)} keeps keys and values of old weights where a flush does not reach",
+            "Start the server without the external cache "
+            "(--hicache-storage-backend, --enable-lmcache, --enable-flexkv).",
+        )
     if flags["disable_radix_cache"]:
         return good("no prefix cache")
     return good("the prefix cache is flushed at every weight update of the bridge")
 
 
-@SERVING.check(
-    "routes",
-    compares="rollout.sglang.capture_routes against --enable-return-routed-experts",
-    severity="error",
-    fix="Start the server with --enable-return-routed-experts.",
-)
-def routes(facts: Facts) -> Outcome:
+@SERVING.check
+def routes(facts: Facts) -> Finding:
+    """rollout.sglang.capture_routes against --enable-return-routed-experts."""
     wanted = facts.trainer.job is not None and facts.trainer.job.rollout.sglang.capture_routes
     if not facts.server.has_experts:
         if wanted:
-            found = "routes are asked for and the served model has no experts"
-            return bad(found, fix="Set rollout.sglang.capture_routes=false.")
+            problem = "routes are asked for and the served model has no experts"
+            return error(problem, "Set rollout.sglang.capture_routes=false.")
         return good("the served model has no experts")
     if facts.server.flags["enable_return_routed_experts"]:
         return good("the server returns the experts of every token")
+    fix = "Start the server with --enable-return-routed-experts."
     if wanted:
-        return bad("routes are asked for, and without its flag the server leaves them out silently")
-    return bad("the server cannot return routes, so experts can be neither compared nor replayed", severity="note")
+        return error("routes are asked for, and without its flag the server leaves them out silently", fix)
+    return note("the server cannot return routes, so experts can be neither compared nor replayed", fix)
 
 
-@SERVING.check(
-    "context-length",
-    compares="context and cache of the server against prompt + rollout.max_new_tokens",
-    severity="error",
-    fix="Raise --context-length or lower rollout.max_new_tokens.",
-)
-def context_length(facts: Facts) -> Outcome:
+@SERVING.check
+def context_length(facts: Facts) -> Finding:
+    """Context and cache of the server against prompt + rollout.max_new_tokens."""
     flags = facts.server.flags
     if flags["allow_auto_truncate"]:
-        return bad("the server cuts prompts that are too long, silently", fix="Start it without --allow-auto-truncate.")
+        return error("the server cuts prompts that are too long, silently", "Start it without --allow-auto-truncate.")
     needed = facts.trainer.longest_sequence
     limits = [facts.server.context_length, facts.trainer.config.get("max_position_embeddings")]
     if longest := flags["max_req_input_len"]:
         limits.append(longest + BELOW_CONTEXT)
     limit = min(n for n in limits if n)
     if needed > limit:
-        return bad(f"the longest prompt and response need {needed} tokens, server and model take {limit}")
+        return error(
+            f"the longest prompt and response need {needed} tokens, server and model take {limit}",
+            "Raise --context-length or lower rollout.max_new_tokens.",
+        )
     pool = flags["max_total_num_tokens"]
     if needed > pool:
-        return bad(
+        return error(
             f"the longest prompt and response need {needed} tokens, the server's cache holds {pool}",
-            fix="Raise --max-total-tokens or --mem-fraction-static.",
+            "Raise --max-total-tokens or --mem-fraction-static.",
         )
     return good(f"the longest prompt and response need {needed} of {limit} tokens")
 
 
-@SERVING.check(
-    "concurrency",
-    compares="requests in flight against what the server runs at once",
-    severity="note",
-    fix="Lower rollout.sglang.concurrency, or raise --max-running-requests and the cache (--mem-fraction-static).",
-)
-def concurrency(facts: Facts) -> Outcome:
+@SERVING.check
+def concurrency(facts: Facts) -> Finding:
+    """Requests in flight against what the server runs at once."""
     flags, rollout = facts.server.flags, facts.trainer.settings.rollout
     sent = min(rollout.sglang.concurrency, rollout.prompts_per_step * rollout.samples_per_prompt)
     states = flags["internal_states"]
     if not states or "effective_max_running_requests_per_dp" not in states[0]:
-        raise Undecided("the server does not tell how many requests it runs at once")
+        raise Undecided("the server does not say how many requests it runs at once")
     running = states[0]["effective_max_running_requests_per_dp"] * flags["dp_size"]
     queue = flags["max_queued_requests"]
     if queue is not None and sent > running + queue:
-        return bad(
+        return warning(
             f"one trainer process sends {sent} requests, the server holds {running + queue} and refuses the others",
-            severity="warning",
-            fix="Start the server without --max-queued-requests, or lower rollout.sglang.concurrency.",
+            "Start the server without --max-queued-requests, or lower rollout.sglang.concurrency.",
         )
     at_once = min(sent, running)
     demand, pool = at_once * facts.trainer.longest_sequence, flags["max_total_num_tokens"] * flags["dp_size"]
+    fix = "Lower rollout.sglang.concurrency, or raise --max-running-requests and the cache (--mem-fraction-static)."
     if demand > pool:
         harm = "; a retracted response loses its routes" if rollout.sglang.capture_routes else ""
-        return bad(f"{at_once} responses of full length need {demand} tokens of cache, it holds {pool}{harm}")
+        return note(f"{at_once} responses of full length need {demand} tokens of cache, it holds {pool}{harm}", fix)
     if sent > running:
-        return bad(f"one trainer process sends {sent} requests, of which {sent - running} wait on the server")
+        return note(f"one trainer process sends {sent} requests, of which {sent - running} wait on the server", fix)
     return good(f"{sent} requests of one trainer process fit")
 
 
-@SERVING.check(
-    "exposure",
-    compares="the address the server listens on against its keys",
-    severity="warning",
-    fix="Start the server with --host 127.0.0.1, or keep others out by a firewall.",
-)
-def exposure(facts: Facts) -> Outcome:
+@SERVING.check
+def exposure(facts: Facts) -> Finding:
+    """The address that the server listens on against its keys."""
     flags = facts.server.flags
     host = flags["host"]
     try:
@@ -272,16 +241,16 @@ def exposure(facts: Facts) -> Outcome:
         return good("reachable from its own machine only")
     if flags["api_key"] or flags["admin_api_key"]:
         return good("it asks for a key")
-    return bad(f"whoever reaches {host} port {flags['port']} can replace the weights: the server asks for no key")
+    return warning(
+        f"whoever reaches {host} port {flags['port']} can replace the weights: the server asks for no key",
+        "Start the server with --host 127.0.0.1, or keep others out by a firewall.",
+    )
 
 
-@SERVING.check(
-    "request-logging",
-    compares="whether prompts are written to the server's log",
-    severity="note",
-    fix="Start the server without --log-requests.",
-)
-def request_logging(facts: Facts) -> Outcome:
+@SERVING.check
+def request_logging(facts: Facts) -> Finding:
+    """Whether prompts are written to the server's log."""
     if facts.server.flags["log_requests"]:
-        return bad("the server logs requests, prompts and responses included")
+        problem = "the server logs requests, prompts and responses included"
+        return note(problem, "Start the server without --log-requests.")
     return good("requests are not logged")

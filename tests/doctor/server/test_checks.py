@@ -81,7 +81,7 @@ def test_a_deterministic_server_passes_too() -> None:
         ("answer-counts", refused_probe("plain"), "was refused"),
         ("answer-routes", flags(enable_return_routed_experts=False), "does not return routes"),
         ("answer-spans", info(weight_version="7"), "changed during the probe"),
-        ("attention-backend", flags(attention_backend=None), "has not said"),
+        ("attention-backend", flags(attention_backend=None), "does not say which"),
         ("layer-shapes", served(model_config={}), "do not both state num_hidden_layers"),
         ("concurrency", flags(internal_states=[{}]), "how many requests"),
         ("chunked-prefill", lambda f: Facts(served(context_length=None)(f).server), "length of prompts"),
