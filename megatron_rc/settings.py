@@ -35,7 +35,7 @@ class ModelSettings:
     hf_path: str | None = None
     """Folder with config.json and safetensors to start from; null builds `config` with random weights."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Fields of a Hugging Face config.json, with model_type qwen3 or qwen3_moe; used when hf_path is null."""
+    """Fields of a Hugging Face config.json, with model_type qwen2, qwen3 or qwen3_moe; used when hf_path is null."""
 
 
 @dataclass(frozen=True, kw_only=True)

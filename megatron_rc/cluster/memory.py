@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_rc.models.config import DTYPES, moe_layers, padded_vocab_size
+from megatron_rc.models.families import family_of
 from megatron_rc.models.names import Parameter, parameters
 from megatron_rc.settings import Dtype, JobSettings, ParallelSettings
 
@@ -141,10 +142,12 @@ def saved_per_token(
     def norm(width: int, count: int) -> float:
         return (b if fused else 8) * width + 4 * count
 
-    qk = norm(queries, heads) + norm(keys, groups)
-    if fused or dtype == "fp32":
-        # the key's norm keeps a view of the joint projection, which stays as a whole; the query's keeps a copy
-        qk += b * (queries + keys)
+    qk = 0.0
+    if family_of(hf["model_type"]).query_key_norm:
+        qk = norm(queries, heads) + norm(keys, groups)
+        if fused or dtype == "fp32":
+            # the key's norm keeps a view of the joint projection, which stays as a whole; the query's keeps a copy
+            qk += b * (queries + keys)
     rope = 2 * 2 * head * b
     saved = rows * 2 * (norm(hidden, 1) + b * hidden) + qk + rope + 5 * b * queries + 4 * heads
     if not moe:

@@ -79,23 +79,28 @@ def _with_defaults(fields: dict[str, Any], source: str, *, refuse_unknown: bool)
     return hf
 
 
+_SUPPORTED = {
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "attention_dropout": 0,
+    "quantization_config": None,
+    "hidden_act": "silu",
+    "rope_type": "default",
+    "partial_rotary_factor": 1.0,
+}
+"""The only supported value of each field; a configuration may leave the field out."""
+
+
 def _refuse_unsupported(hf: dict[str, Any], source: str) -> None:
-    rope = hf["rope_parameters"]
-    supported = {
-        "attention_bias": (hf["attention_bias"], False),
-        "use_sliding_window": (hf["use_sliding_window"], False),
-        "attention_dropout": (hf["attention_dropout"], 0),
-        "quantization_config": (hf["quantization_config"], None),
-        "hidden_act": (hf["hidden_act"], "silu"),
-        "rope_type": (rope.get("rope_type", "default"), "default"),
-        "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
-    }
-    for name, (value, only) in supported.items():
+    stated = hf | hf["rope_parameters"]
+    for name, only in _SUPPORTED.items():
+        value = stated.get(name, only)
         if value != only:
             raise ValueError(f"{source}: {name}={value!r} is not supported, it must be {only!r}")
+    has_experts = any(moe_layers(hf))
     sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
     sizes += ["num_key_value_heads", "head_dim"]
-    sizes += ["num_experts", "moe_intermediate_size", "num_experts_per_tok"] if any(moe_layers(hf)) else []
+    sizes += ["num_experts", "moe_intermediate_size", "num_experts_per_tok"] if has_experts else []
     for name in sizes:
         if hf[name] < 1:
             raise ValueError(f"{source}: {name} must be >= 1, got {hf[name]!r}")
@@ -104,7 +109,7 @@ def _refuse_unsupported(hf: dict[str, Any], source: str) -> None:
             f"{source}: num_attention_heads must be divisible by num_key_value_heads, "
             f"got {hf['num_attention_heads']} and {hf['num_key_value_heads']}"
         )
-    if any(moe_layers(hf)):
+    if has_experts:
         top_k = hf["num_experts_per_tok"]
         if top_k > hf["num_experts"]:
             raise ValueError(f"{source}: num_experts_per_tok must be <= num_experts={hf['num_experts']}, got {top_k}")

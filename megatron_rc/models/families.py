@@ -1,7 +1,4 @@
-"""The model families that can be trained and sampled, one row each.
-
-A family with other tensors per layer also changes names.py, and one with other layers training/model/build.py.
-"""
+"""The model families that can be trained and sampled, one row each; everything else about a model is in its config."""
 
 from __future__ import annotations
 
@@ -13,8 +10,12 @@ class Family(NamedTuple):
     """The transformers class of the causal language model; config.json and SGLang use the same name."""
     config: str
     """The transformers class of its configuration."""
-    has_experts: bool
+    has_experts: bool = False
     """Its layers may be mixtures of experts."""
+    query_key_norm: bool = False
+    """Attention normalises the queries and keys of every head before their rotary embedding."""
+    query_key_value_bias: bool = False
+    """The projections to queries, keys and values add a bias."""
 
     def config_class(self) -> Any:
         import transformers
@@ -28,8 +29,9 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", has_experts=False),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", has_experts=True),
+    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", query_key_value_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", query_key_norm=True),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", has_experts=True, query_key_norm=True),
 }
 """Maps model_type of a config.json to its family."""
 

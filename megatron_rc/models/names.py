@@ -1,4 +1,4 @@
-"""The Hugging Face tensors of every Megatron parameter, and how tensor parallelism cuts them."""
+"""The Hugging Face tensors of each Megatron parameter, and how tensor parallelism cuts them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.models.config import moe_layers
+from megatron_rc.models.families import family_of
 
 
 @dataclass(frozen=True)
@@ -72,27 +73,34 @@ def _norm(megatron: tuple[str, ...], name: str, size: int, layer: int | None) ->
 
 def _attention(hf: dict[str, Any], layer: int) -> list[Parameter]:
     ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-    hidden, head = hf["hidden_size"], hf["head_dim"]
+    hidden, head, family = hf["hidden_size"], hf["head_dim"], family_of(hf["model_type"])
     queries, keys = hf["num_attention_heads"] * head, hf["num_key_value_heads"] * head
-    qkv = tuple(
-        HfTensor(f"{theirs}.self_attn.{name}_proj.weight", (rows, hidden), 0)
-        for name, rows in (("q", queries), ("k", keys), ("v", keys))
-    )
-    projection = HfTensor(f"{theirs}.self_attn.o_proj.weight", (hidden, queries), 1)
-    fused = f"{ours}.self_attention.linear_qkv.layer_norm_weight"
-    return [
-        _norm((f"{ours}.input_layernorm.weight", fused), f"{theirs}.input_layernorm", hidden, layer),
-        Parameter((f"{ours}.self_attention.linear_qkv.weight",), qkv, layer, None, "query_groups", head),
-        _norm((f"{ours}.self_attention.q_layernorm.weight",), f"{theirs}.self_attn.q_norm", head, layer),
-        _norm((f"{ours}.self_attention.k_layernorm.weight",), f"{theirs}.self_attn.k_norm", head, layer),
-        Parameter((f"{ours}.self_attention.linear_proj.weight",), (projection,), layer),
-        _norm(
-            (f"{ours}.pre_mlp_layernorm.weight", f"{ours}.mlp.linear_fc1.layer_norm_weight"),
-            f"{theirs}.post_attention_layernorm",
-            hidden,
-            layer,
-        ),
-    ]
+
+    def projections(kind: str, *columns: int) -> Parameter:
+        tensors = tuple(
+            HfTensor(f"{theirs}.self_attn.{name}_proj.{kind}", (rows, *columns), 0)
+            for name, rows in (("q", queries), ("k", keys), ("v", keys))
+        )
+        name = f"{ours}.self_attention.linear_qkv.{kind}"
+        return Parameter((name,), tensors, layer, None, "query_groups", head)
+
+    def norm(name: str, fused: str, theirs_name: str) -> Parameter:
+        """TransformerEngine makes a norm part of the linear layer ``fused`` that follows."""
+        names = f"{ours}.{name}.weight", f"{ours}.{fused}.layer_norm_weight"
+        return _norm(names, f"{theirs}.{theirs_name}", hidden, layer)
+
+    out = [norm("input_layernorm", "self_attention.linear_qkv", "input_layernorm"), projections("weight", hidden)]
+    if family.query_key_value_bias:
+        out.append(projections("bias"))
+    if family.query_key_norm:
+        out += [
+            _norm((f"{ours}.self_attention.{x}_layernorm.weight",), f"{theirs}.self_attn.{x}_norm", head, layer)
+            for x in "qk"
+        ]
+    output = HfTensor(f"{theirs}.self_attn.o_proj.weight", (hidden, queries), 1)
+    out.append(Parameter((f"{ours}.self_attention.linear_proj.weight",), (output,), layer))
+    out.append(norm("pre_mlp_layernorm", "mlp.linear_fc1", "post_attention_layernorm"))
+    return out
 
 
 def _dense_mlp(hf: dict[str, Any], layer: int) -> list[Parameter]:

@@ -27,6 +27,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("dense", DENSE | FOUR, {"pipeline": 2}),
     ("tied", KINDS["tied"] | FOUR, {"pipeline": 2}),
     ("tied", KINDS["tied"], {"tensor": 2}),
+    ("biased", KINDS["biased"], {"tensor": 2}),
     ("moe", MOE, {"expert": 2}),
     ("moe", MOE | FOUR | {"mlp_only_layers": [1]}, {"pipeline": 2}),
 ]
@@ -106,6 +107,8 @@ def every_layout(rank: int) -> list[dict[str, int]]:
 STATES = [
     (DENSE, TrainSettings(dtype="bf16")),
     (DENSE | FOUR, TrainSettings(dtype="fp32")),
+    (KINDS["biased"], TrainSettings(dtype="bf16")),
+    (KINDS["biased"], TrainSettings(dtype="fp32")),
     (MOE, TrainSettings(dtype="bf16", optimizer="sgd")),
     (MOE | {"mlp_only_layers": [1]}, TrainSettings(dtype="fp16")),
 ]

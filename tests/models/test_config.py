@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import DENSE, MOE, transformers_model
+from tiny_models import DENSE, KINDS, MOE, transformers_model
 
 from megatron_rc.models.config import hf_config_dict, moe_layers, padded_vocab_size
+from megatron_rc.models.families import FAMILIES
 from megatron_rc.settings import ModelSettings, ParallelSettings
 from megatron_rc.training.model import build as model_module
 from megatron_rc.training.model.build import check_layout
@@ -38,6 +39,10 @@ from megatron_rc.training.model.build import check_layout
 def test_an_unsupported_configuration_is_refused_by_field(changed: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         hf_config_dict(ModelSettings(config=DENSE | changed))
+
+
+def test_every_family_has_a_model_that_tests_compare_with_transformers() -> None:
+    assert {fields["model_type"] for fields in KINDS.values()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
 from megatron_rc.rollout.embedded.engine import HFEngine, draw
@@ -37,6 +37,7 @@ EXPERTS: dict[str, Any] = {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "qwen3", **SHAPE},
+    "biased": {"model_type": "qwen2", **SHAPE},
     "tied": {"model_type": "qwen3", **SHAPE, "tie_word_embeddings": True, "rope_theta": 1e6},
     "moe": {"model_type": "qwen3_moe", **SHAPE, **EXPERTS},
 }
@@ -51,13 +52,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any,
     def make(kind: str) -> tuple[Any, dict[str, Tensor]]:
         if kind not in made:
             folder = tmp_path_factory.mktemp(kind)
-            fields = {name: value for name, value in CONFIGS[kind].items() if name != "model_type"}
-            dense = CONFIGS[kind]["model_type"] == "qwen3"
-            config_class, model_class = (
-                (Qwen3Config, Qwen3ForCausalLM) if dense else (Qwen3MoeConfig, Qwen3MoeForCausalLM)
-            )
             torch.manual_seed(11)
-            model = model_class._from_config(config_class(**fields), attn_implementation="eager").eval()
+            config = AutoConfig.for_model(**CONFIGS[kind])
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            for name, parameter in model.named_parameters():
+                if name.endswith(".bias"):
+                    parameter.data.uniform_(-1, 1)
             model.save_pretrained(folder)
             made[kind] = model, load_file(folder / "model.safetensors")
         return made[kind]
@@ -316,7 +316,7 @@ def test_a_bad_request_names_the_prompt(pair: Any) -> None:
 
 def test_a_bad_configuration_names_the_field() -> None:
     dense = CONFIGS["dense"]
-    with pytest.raises(ValueError, match="model_type must be one of qwen3, qwen3_moe, got 'llama'"):
+    with pytest.raises(ValueError, match="model_type must be one of qwen2, qwen3, qwen3_moe, got 'llama'"):
         HFEngine({**dense, "model_type": "llama"}, dtype="fp32", device="cpu")
     with pytest.raises(ValueError, match="dtype must be one of fp32, bf16, fp16, got 'int8'"):
         HFEngine(dense, dtype="int8", device="cpu")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Small Qwen3 configurations, and the transformers models of them."""
+"""Small configurations of every model family, and the transformers models of them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ MOE = DENSE | {
 KINDS: dict[str, dict[str, Any]] = {
     "dense": DENSE,
     "tied": DENSE | {"tie_word_embeddings": True},
+    "biased": {name: value for name, value in DENSE.items() if name != "head_dim"} | {"model_type": "qwen2"},
     "moe": MOE,
     "moe-unnormalised-one-dense-layer": MOE | {"norm_topk_prob": False, "mlp_only_layers": [1]},
 }
 
 
 def transformers_model(fields: dict[str, Any], seed: int = 0) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    kwargs = {k: v for k, v in fields.items() if k != "model_type"}
-    moe = fields["model_type"] == "qwen3_moe"
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**kwargs)) if moe else Qwen3ForCausalLM(Qwen3Config(**kwargs))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
     for name, parameter in model.named_parameters():
-        if "norm" in name:
+        if "norm" in name or name.endswith(".bias"):
             parameter.data.uniform_(0.5, 1.5)
     return model
 

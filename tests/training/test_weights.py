@@ -21,6 +21,7 @@ TWO_RANKS = [
     ("dense", {}),
     ("dense", {"tensor": 2}),
     ("tied", {"tensor": 2}),
+    ("biased", {"tensor": 2}),
     ("dense", {"pipeline": 2}),
     ("tied", {"pipeline": 2}),
     ("moe", {"expert": 2}),

@@ -1,4 +1,4 @@
-"""The embedded engine: transformers' Qwen3 or Qwen3-MoE, decoded in batches with a KV cache."""
+"""The embedded engine: a transformers model, decoded in batches with a KV cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class HFEngine:
         """Build the model with random weights; they are version -1 until ``update_weights``.
 
         Args:
-            hf_config: content of a Hugging Face config.json with model_type qwen3 or qwen3_moe.
+            hf_config: content of a Hugging Face config.json, with a model_type of `models.families`.
             dtype: of weights, activations, cache and logits; log-probs are fp32 always.
             max_batch: responses decoded at once.
             return_routes: answer with the experts of every token, of a model that has experts.

@@ -14,7 +14,7 @@ def build_model(hf_config: dict[str, Any], dtype: torch.dtype, device: torch.dev
     """The model with random weights; raises ValueError for an unknown family or sliding-window attention."""
     family = family_of(hf_config.get("model_type"))
     config = family.config_class()(**{key: value for key, value in hf_config.items() if key != "model_type"})
-    if config.use_sliding_window:
+    if getattr(config, "use_sliding_window", False):
         raise ValueError("use_sliding_window must be false: the engine attends to the whole context")
     # the caller's random state is not the engine's to advance
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:

@@ -1,4 +1,4 @@
-"""The experts that a transformers Qwen3-MoE chooses while it decodes."""
+"""The experts that a transformers model chooses while it decodes."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rc.models.config import moe_layers, padded_vocab_size, torch_dtype
+from megatron_rc.models.families import family_of
 from megatron_rc.settings import Dtype, ParallelSettings
 from megatron_rc.training import emulation
 from megatron_rc.training.model.attention import PackedCoreAttention, PackedSelfAttention
@@ -58,7 +59,7 @@ def check_layout(hf: dict[str, Any], parallel: ParallelSettings) -> None:
 def transformer_config(hf: dict[str, Any], parallel: ParallelSettings, dtype: Dtype) -> TransformerConfig:
     """Megatron's configuration of the model ``hf``, from ``hf_config_dict``; raises as `check_layout`."""
     check_layout(hf, parallel)
-    optional, moe = libraries(), moe_layers(hf)
+    optional, moe, family = libraries(), moe_layers(hf), family_of(hf["model_type"])
     cuda = torch.cuda.is_available()
     fields: dict[str, Any] = dict(
         num_layers=hf["num_hidden_layers"],
@@ -69,7 +70,8 @@ def transformer_config(hf: dict[str, Any], parallel: ParallelSettings, dtype: Dt
         kv_channels=hf["head_dim"],
         normalization="RMSNorm",
         layernorm_epsilon=hf["rms_norm_eps"],
-        qk_layernorm=True,
+        qk_layernorm=family.query_key_norm,
+        add_qkv_bias=family.query_key_value_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -129,7 +131,8 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         attention = layer.submodules.self_attention
         attention.module, attention.submodules.core_attention = PackedSelfAttention, PackedCoreAttention
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RowsNorm
-        attention.submodules.q_layernorm = attention.submodules.k_layernorm = RowsNorm
+        if config.qk_layernorm:
+            attention.submodules.q_layernorm = attention.submodules.k_layernorm = RowsNorm
     return spec
 
 

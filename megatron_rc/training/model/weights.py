@@ -41,7 +41,7 @@ def load_hf(model: Sequence[torch.nn.Module], hf_path: str | Path) -> None:
 
 
 def init_weights(model: Sequence[torch.nn.Module], seed: int) -> None:
-    """Draw random weights by Hugging Face name: matrices from N(0, initializer_range^2), norms 1.
+    """Draw random weights by Hugging Face name: matrices from N(0, initializer_range^2), norms 1, biases 0.
 
     Unlike Megatron's own initialisation the result does not depend on the parallel layout.
     """
@@ -206,7 +206,7 @@ class _RandomWeights:
 
     def read(self, tensor: HfTensor, start: int, stop: int) -> Tensor:
         if len(tensor.shape) == 1:
-            return torch.ones(tensor.shape)
+            return torch.full((stop - start,), 0.0 if tensor.name.endswith(".bias") else 1.0)
         digest = hashlib.sha256(f"{self.seed} {tensor.name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         full = torch.randn(tensor.shape, generator=generator) * self.std
