@@ -137,9 +137,11 @@ class RolloutEngine(Protocol):
         ...
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint must hold beside the trained weights, such as weights queued for later; mostly empty."""
-        ...
+        """What a checkpoint must hold beside the trained weights, such as weights queued for later."""
+        return {}
 
-    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None: ...
+    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Restore what ``state_tensors`` returned; the trainer sends the weights themselves anew."""
+        return None
 
     def close(self) -> None: ...

@@ -1,16 +1,16 @@
-"""Differences put between trainer and sampler on purpose, in the weights, so that every engine serves them."""
+"""Deliberate differences between trainer and sampler, made in the weights, so that every engine can serve them."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
+from megatron_rc.engine import RolloutEngine
 from megatron_rc.settings import Quantize
 
 _FP8 = torch.float8_e4m3fn
@@ -18,13 +18,9 @@ _UNQUANTIZED_MODULES = ("embed_tokens", "lm_head", "gate")
 
 
 def perturbed(
-    weights: Iterable[tuple[str, Tensor]],
-    *,
-    quantize: Quantize = "none",
-    amplify: float = 0.0,
-    version: int,
+    weights: Iterable[tuple[str, Tensor]], *, quantize: Quantize = "none", amplify: float = 0.0, version: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """The exported weight stream with noise, then quantisation, put on it; one tensor at a time.
+    """Add noise to the exported weights, then quantise them, one tensor at a time.
 
     Args:
         weights: (Hugging Face checkpoint name, tensor).
@@ -33,7 +29,7 @@ def perturbed(
         version: of the weights; every version has its own noise.
 
     Raises:
-        ValueError: another kind than none, int8, fp8.
+        ValueError: ``quantize`` is not one of none, int8, fp8.
     """
     if quantize not in ("none", "int8", "fp8"):
         raise ValueError(f"quantize must be one of none, int8, fp8, got {quantize!r}")
@@ -48,15 +44,14 @@ def perturbed(
 def is_quantizable(name: str, tensor: Tensor) -> bool:
     """True for the matrices of attention, MLP and experts.
 
-    Embeddings, lm_head, router gates and norms stay as they are: published int8 and fp8 checkpoints of these models
-    leave them alone too.
+    Embeddings, lm_head, router gates and norms stay as they are, as in published int8 and fp8 checkpoints.
     """
     module = name.removesuffix(".weight").rpartition(".")[2]
     return tensor.ndim == 2 and name.endswith(".weight") and module not in _UNQUANTIZED_MODULES
 
 
 def quantized(tensor: Tensor, kind: Literal["int8", "fp8"]) -> Tensor:
-    """Quantise symmetrically with one scale an output channel, and dequantise.
+    """Quantise symmetrically with one scale per output channel, and dequantise.
 
     int8: scale_o = max_i |w_oi| / 127, w' = scale * round(w / scale), error at most scale / 2
     fp8: scale_o = max_i |w_oi| / 448, w' = scale * e4m3(w / scale), error at most max(|w| / 16, scale / 1024)
@@ -80,8 +75,8 @@ def amplified(tensor: Tensor, scale: float, *, name: str, version: int) -> Tenso
     """Add Gaussian noise: w' = w + scale * std(w) * z, z ~ N(0, 1).
 
     Args:
-        tensor: any shape and float dtype; std over all its elements, so a constant tensor stays as it is.
-        name, version: seed z, which therefore is the same on every rank, device and run.
+        tensor: any shape and float dtype; std is over all its elements, so a constant tensor stays as it is.
+        name, version: the seed of z, which therefore is the same on every rank and device and in every run.
 
     Returns:
         The shape and dtype of ``tensor``; computed in fp32.
@@ -94,35 +89,21 @@ def amplified(tensor: Tensor, scale: float, *, name: str, version: int) -> Tenso
 
 
 class StaleEngine:
-    """RolloutEngine around another one, serving the weights of ``staleness`` updates ago.
+    """RolloutEngine around another one that serves the weights of ``staleness`` updates ago.
 
-    Until that many updates have come it serves the first. ``weight_version`` and the samples tell the version that is
-    truly served. Keeps ``staleness`` + 1 copies of the weights in host memory.
+    Until there were that many updates it serves the first. ``weight_version`` and the samples name the version that is
+    really served. ``staleness`` + 1 copies of the weights are kept in host memory.
     """
 
     def __init__(self, engine: RolloutEngine, staleness: int) -> None:
         if staleness < 0:
             raise ValueError(f"staleness must be >= 0, got {staleness!r}")
-        self._engine = engine
+        self._engine, self.generate = engine, engine.generate
         self._queue: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=staleness + 1)
         self.weight_version = engine.weight_version
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int,
-        seeds: Sequence[int],
-        on_finished: Callable[[int], None] | None = None,
-    ) -> list[Sample]:
-        return self._engine.generate(prompts, params, n=n, seeds=seeds, on_finished=on_finished)
-
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Queue ``version`` and load the version that is now ``staleness`` updates old, if it is another one.
-
-        Giving the newest queued version again replaces it.
-        """
+        """Queue ``version``, or replace it if it is the newest, and serve the version ``staleness`` updates old."""
         if self._queue and self._queue[-1][0] == version:
             self._queue.pop()
         self._queue.append((version, {name: _host_copy(tensor) for name, tensor in weights}))
@@ -137,19 +118,19 @@ class StaleEngine:
         return state
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take up the queue that ``state_tensors`` returned, and serve what was served then."""
+        """Restore the queue that ``state_tensors`` returned, and serve what was served then."""
         inner: dict[str, Tensor] = {}
         held: dict[int, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
-            place, _, rest = key.partition("/")
-            if place == "engine":
+            owner, _, rest = key.partition("/")
+            if owner == "engine":
                 inner[rest] = tensor
             else:
                 version, _, name = rest.partition("/")
                 held.setdefault(int(version), {})[name] = _host_copy(tensor)
         self._engine.load_state_tensors(inner)
         self._queue.clear()
-        self._queue.extend(sorted(held.items(), key=lambda item: item[0]))
+        self._queue.extend((version, held[version]) for version in sorted(held))
         if self._queue:
             self._serve_oldest()
 

@@ -10,21 +10,21 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from megatron_rc.dump import dump_files, read_dump, sample_of
-from megatron_rc.engine import Sample, SamplingParams, check_request
+from megatron_rc.engine import RolloutEngine, Sample, SamplingParams, check_request
 
 
-class ReplayEngine:
-    """RolloutEngine over a dump: a response is found by its seed, and its prompt must be the recorded one.
+class ReplayEngine(RolloutEngine):
+    """RolloutEngine over a dump: a response is looked up by its seed, and its prompt must be the recorded one.
 
-    A process may ask for any share of a step, in any order; a resumed run finds its step by itself. For training
-    rollouts only: held-out prompts are not in a dump.
+    A process may ask for any share of a step, in any order, and a resumed run needs no state. For training rollouts
+    only: held-out prompts are not in a dump.
     """
 
     def __init__(self, path: str | Path) -> None:
         """Index the seeds of every file of the dump at ``path``.
 
         Raises:
-            ValueError: no dump, a wrong schema, or a seed that stands for two responses.
+            ValueError: ``path`` holds no dump, a dump has a wrong schema, or a seed stands for two responses.
         """
         self.weight_version = -1
         self._file_of_seed: dict[int, Path] = {}
@@ -49,8 +49,8 @@ class ReplayEngine:
         """The recorded responses of ``seeds``.
 
         Raises:
-            ValueError: another number of seeds than responses, a seed that was not recorded, another prompt than
-                recorded (step, prompt and token are named), or other sampling settings than recorded.
+            ValueError: what ``check_request`` refuses, a seed that was not recorded, or a prompt (named by step, prompt
+                and token) or sampling settings that differ from the recorded ones.
         """
         check_request(prompts, params, n=n, seeds=seeds)
         samples = []
@@ -64,17 +64,11 @@ class ReplayEngine:
         return samples
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take note of the version only."""
+        """Remember the version only."""
         # the export gathers across processes: leaving it unread would leave the other ranks waiting
         for _ in weights:
             pass
         self.weight_version = version
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Nothing to take up: a step is found by its seeds."""
 
     def close(self) -> None:
         self._records.clear()
@@ -103,8 +97,6 @@ def _check_prompt(record: dict[str, Any], prompt: Sequence[int], index: int) -> 
 
 def _check_sampling(record: dict[str, Any], params: SamplingParams) -> None:
     for name in ("temperature", "top_p", "top_k"):
-        if record[name] != getattr(params, name):
-            raise ValueError(
-                f"step {record['step']}: {name} is {getattr(params, name)!r}, but the dump was sampled with "
-                f"{record[name]!r}"
-            )
+        asked, recorded = getattr(params, name), record[name]
+        if asked != recorded:
+            raise ValueError(f"step {record['step']}: {name} is {asked!r}, but the dump was sampled with {recorded!r}")

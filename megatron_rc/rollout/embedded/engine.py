@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 
-from megatron_rc.engine import Sample, SamplingParams, check_request
+from megatron_rc.engine import RolloutEngine, Sample, SamplingParams, check_request
 from megatron_rc.models.config import DTYPES, torch_dtype
 from megatron_rc.rollout.embedded.model import build_model, weight_slots
 from megatron_rc.rollout.embedded.routes import RouteCapture
@@ -21,12 +21,11 @@ _COMPACT_SHARE = 1 / 8
 """Finished rows leave the batch once they are this share of it: copying the cache costs about a tenth of a step."""
 
 
-class HFEngine:
+class HFEngine(RolloutEngine):
     """RolloutEngine that samples in this process from a transformers model.
 
-    Rows of a batch share nothing: token t of a response is drawn by inverting the cumulative distribution at the t-th
-    uniform number of a generator seeded with that response's seed. Another batch composition changes a response only
-    through the rounding of the matrix products.
+    Token t of a response is drawn by inverting the cumulative distribution at the t-th uniform number of a generator
+    with the response's own seed. The rest of the batch changes a response only through the rounding of matrix products.
     """
 
     def __init__(
@@ -42,12 +41,13 @@ class HFEngine:
 
         Args:
             hf_config: content of a Hugging Face config.json, with a model_type of `models.families`.
-            dtype: of weights, activations, cache and logits; log-probs are fp32 always.
+            dtype: of weights, activations, cache and logits; log-probs are always fp32.
             max_batch: responses decoded at once.
-            return_routes: answer with the experts of every token, of a model that has experts.
+            return_routes: return the experts of every token; the model must have experts.
 
         Raises:
-            ValueError: another model_type or dtype, sliding-window attention, max_batch < 1, routes of a dense model.
+            ValueError: the model_type or dtype is unknown, attention has a sliding window, max_batch < 1, or routes are
+                wanted of a dense model.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -79,15 +79,13 @@ class HFEngine:
             prompts, params, n=n, seeds=seeds, vocabulary=config.vocab_size, context=config.max_position_embeddings
         )
         samples: dict[int, Sample] = {}
-        # neighbours of like length waste little padding
+        # prompts of similar length need little padding
         order = sorted(range(len(prompts) * n), key=lambda row: len(prompts[row // n]))
         for start in range(0, len(order), self.max_batch):
             rows = order[start : start + self.max_batch]
+            batch, its_seeds = [prompts[row // n] for row in rows], [seeds[row] for row in rows]
             with torch.inference_mode():
-                decoded = self._decode(
-                    [prompts[row // n] for row in rows], params, [seeds[row] for row in rows], on_finished
-                )
-            samples.update(zip(rows, decoded, strict=True))
+                samples.update(zip(rows, self._decode(batch, params, its_seeds, on_finished), strict=True))
         return [samples[row] for row in range(len(prompts) * n)]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -97,8 +95,8 @@ class HFEngine:
             weights: (name as in a Hugging Face checkpoint, tensor); a tied lm_head.weight is not among them.
 
         Raises:
-            ValueError: a tensor that is unknown, given twice, of another shape, or missing, by name. The model is
-                then partly updated and must not be sampled from.
+            ValueError: naming a tensor that is unknown, given twice, of another shape, or missing. The model is then
+                partly updated and must not be sampled from.
         """
         missing = dict.fromkeys(self._slots)
         for name, tensor in weights:
@@ -115,12 +113,6 @@ class HFEngine:
             raise ValueError(f"weight {next(iter(missing))!r} is missing ({len(missing)} of {len(self._slots)} are)")
         self.weight_version = version
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Nothing to take up: the trainer loads the weights anew."""
-
     def close(self) -> None:
         self._slots.clear()
         del self._model
@@ -132,18 +124,18 @@ class HFEngine:
         seeds: Sequence[int],
         on_finished: Callable[[int], None] | None,
     ) -> list[Sample]:
-        rows, steps = len(prompts), params.max_new_tokens
+        rows, steps, device = len(prompts), params.max_new_tokens, self.device
         cache = DynamicCache(config=self._model.config)
         if self._routes:
             self._routes.start(rows, max(map(len, prompts)) + steps - 1)
         logits, visible, positions = self._prefill(prompts, steps, cache)
-        uniforms = _uniforms(seeds, steps).to(self.device)
-        stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=self.device)
-        tokens = torch.zeros(rows, steps, dtype=torch.int64, device=self.device)
-        logprobs = torch.zeros(rows, steps, device=self.device)
+        uniforms = _uniforms(seeds, steps).to(device)
+        stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
+        tokens = torch.zeros(rows, steps, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(rows, steps, device=device)
         support: list[list[Tensor]] = [[] for _ in range(rows)]
-        live = torch.arange(rows, device=self.device)
-        ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        live = torch.arange(rows, device=device)
+        ended = torch.zeros(rows, dtype=torch.bool, device=device)
         prompt_width = visible.shape[1] - steps
         for step in range(steps):
             drawn = draw(logits, params, uniforms[live, step])
@@ -166,7 +158,7 @@ class HFEngine:
                 live, ended, ids = live[kept_rows], ended[kept_rows], ids[kept_rows]
                 visible, positions = visible[kept_rows], positions[kept_rows]
             mask = visible[:, None, None, : prompt_width + step + 1]
-            with _fast_single_query_attention(self.device):
+            with _fast_single_query_attention(device):
                 logits = self._forward(ids[:, None], positions[:, None] + step, mask, cache)
             if self._routes:
                 self._routes.keep(live, prompt_width + step)
@@ -175,7 +167,7 @@ class HFEngine:
     def _prefill(
         self, prompts: Sequence[Sequence[int]], steps: int, cache: DynamicCache
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One forward over the distinct prompts, left-padded, spread over the rows that share them.
+        """Compute the distinct prompts, left-padded, and spread them over the rows that share them.
 
         Returns:
             [B, V] logits of the first token, [B, W + steps] bool columns of the cache that a row may see, [B] int64
@@ -201,15 +193,8 @@ class HFEngine:
         return logits[rows], visible[rows], lengths[rows]
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
-        out = self._model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return out.logits[:, -1]
+        own = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        return self._model(input_ids=ids, position_ids=positions, attention_mask=mask, **own).logits[:, -1]
 
     def _samples(
         self,
@@ -273,10 +258,10 @@ def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> Drawn:
 
 
 def kept_ids(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The ids that top-k, then top-p over what top-k left, keep.
+    """The ids that remain after top-k, then top-p.
 
-    Top-k keeps the k largest, ties to the lower id. Top-p keeps an id while the mass before it, in descending order
-    and renormalised after top-k, is < top_p: the smallest set whose mass reaches top_p.
+    Top-k keeps the k largest; of equal ones the lower id. Top-p keeps an id while the mass before it, in descending
+    order and renormalised after top-k, is < top_p: the smallest set whose mass reaches top_p.
 
     Args:
         scaled: [B, V] fp32 logits / temperature.
@@ -298,11 +283,11 @@ def kept_ids(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _fast_single_query_attention(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """On the CPU the plain kernel answers single queries twice as fast as the blocked one in bf16, 4 times in fp16."""
+    """On a CPU the plain kernel computes a single query 2 times as fast as the blocked one in bf16, 4 times in fp16."""
     return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else contextlib.nullcontext()
 
 
 def _uniforms(seeds: Sequence[int], count: int) -> Tensor:
-    """[len(seeds), count] fp64 in [0, 1): row i is the stream of seeds[i], drawn on the CPU for every device alike."""
+    """[len(seeds), count] fp64 in [0, 1): row i depends on seeds[i] alone, and on no device."""
     generator = torch.Generator()
     return torch.stack([torch.rand(count, dtype=torch.float64, generator=generator.manual_seed(s)) for s in seeds])

@@ -15,13 +15,13 @@ _DTYPES |= {"float": torch.float32, "half": torch.float16}
 
 
 class Bucket(NamedTuple):
-    """Consecutive tensors of one dtype, as one run of bytes."""
+    """Consecutive tensors of one dtype, as one array of bytes."""
 
     names: list[str]
     shapes: list[torch.Size]
     dtype: torch.dtype
     data: Tensor
-    """[bytes] uint8, the tensors one after the other; overwritten when the next bucket is asked for."""
+    """[bytes] uint8, the tensors one after the other; the next bucket overwrites it."""
 
     def spans(self) -> Iterator[tuple[str, torch.Size, int, int]]:
         """(name, shape, first byte, byte after the last) of every tensor."""
@@ -35,10 +35,10 @@ class Bucket(NamedTuple):
 def buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, device: torch.device | str) -> Iterator[Bucket]:
     """Pack ``weights`` in order; a tensor larger than ``bucket_bytes`` has a bucket of its own.
 
-    One buffer of max(bucket_bytes, largest tensor) bytes serves all buckets; beside it a single tensor is held.
+    All buckets share one buffer of max(bucket_bytes, largest tensor) bytes; one more tensor is held beside it.
 
     Args:
-        weights: all of one dtype; the servers read the bytes at offsets that only then are aligned.
+        weights: all of one dtype, because servers read at offsets that are aligned only then.
         device: of the buffer.
     """
     buffer = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
@@ -71,10 +71,10 @@ def cast(
 
 
 def server_dtype(info: Mapping[str, Any], hf_config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype in which a server holds its weights, so that rounding to it happens once, on the trainer's side.
+    """The dtype in which a server holds its weights, to which the trainer rounds them.
 
     Args:
-        info: the answer of /server_info. Under dtype=auto the server follows its checkpoint's config.json, and takes
+        info: the answer of /server_info. Under dtype=auto the server follows its checkpoint's config.json, but uses
             float16 for a float32 checkpoint.
         hf_config: content of the config.json that the server was started from.
 

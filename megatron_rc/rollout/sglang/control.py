@@ -1,8 +1,8 @@
-"""What a weight update asks of a server beside the weights: pause, session, flush, version, checksum, probe."""
+"""Requests of a weight update beside the weights: session, version, checksums and the log-probs of a probe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -12,18 +12,13 @@ from megatron_rc.rollout.sglang.request import DamagedAnswer, checked_logprobs
 T = TypeVar("T")
 
 
-def on_every(servers: Iterable[Server], call: Callable[[Server], T]) -> tuple[dict[str, T], dict[str, str]]:
-    """``call`` all servers at once.
-
-    Returns:
-        results and, of those that failed, one sentence why; both by url.
-    """
+def on_every(servers: Sequence[Server], call: Callable[[Server], T]) -> tuple[dict[str, T], dict[str, str]]:
+    """Results of ``call`` on all servers at once, and one sentence why each of the others failed; both by url."""
     results, failures = dict[str, T](), dict[str, str]()
-    everyone = list(servers)
-    if not everyone:
+    if not servers:
         return results, failures
-    with ThreadPoolExecutor(len(everyone), thread_name_prefix="sglang") as threads:
-        for server, future in [(server, threads.submit(call, server)) for server in everyone]:
+    with ThreadPoolExecutor(len(servers), thread_name_prefix="sglang") as threads:
+        for server, future in [(server, threads.submit(call, server)) for server in servers]:
             try:
                 results[server.url] = future.result()
             except (ServerError, ValueError) as error:
@@ -31,22 +26,8 @@ def on_every(servers: Iterable[Server], call: Callable[[Server], T]) -> tuple[di
     return results, failures
 
 
-def unreachable(info: Mapping[str, Any], transport: str, *fields: str) -> str | None:
-    """A sentence when a server with this /server_info has parts that ``transport`` does not reach; None otherwise.
-
-    Args:
-        fields: of /server_info, the numbers of such parts.
-    """
-    for field in fields:
-        # with attention alone data-parallel there is one model
-        whole = field == "dp_size" and info.get("enable_dp_attention")
-        if int(info.get(field) or 1) > 1 and not whole:
-            return f"weight_sync={transport} does not support {field}={info[field]}; use weight_sync=disk"
-    return None
-
-
 def begin_update(server: Server, timeout_s: float) -> bool:
-    """Open the session that tensor and distributed updates need; False on servers older than it (before 2026-06)."""
+    """Open the session that tensor and distributed updates need; False on servers that know none (before 2026-06)."""
     try:
         server.post("/begin_weight_update", {}, timeout_s)
     except ServerError as error:
@@ -67,7 +48,7 @@ def set_version(server: Server, version: str, timeout_s: float) -> None:
 
 
 def read_version(server: Server, timeout_s: float) -> str:
-    """The name that the server gives to its weights; old servers say it under another path."""
+    """The name that the server gives to its weights; old servers have another path for it."""
     try:
         answer = _fields(server.get("/model_info", timeout_s))
     except ServerError as error:
@@ -93,14 +74,14 @@ def checksums(server: Server, timeout_s: float) -> list[dict[str, str]] | None:
 
 def _fields(answer: Any) -> dict[str, Any]:
     if not isinstance(answer, dict):
-        raise ValueError(f"it answered with a {type(answer).__name__} where fields with names were due")
+        raise ValueError(f"it answered with a {type(answer).__name__} instead of an object")
     return answer
 
 
 def probe_prompt(vocab_size: int, context: int) -> list[int]:
-    """Token ids over the whole vocabulary, the same for every server and every update.
+    """Token ids spread over the vocabulary, the same for every server and update.
 
-    Without the last id: SGLang names it 0 among the log-probs of a prompt.
+    The last id is left out, because SGLang calls it 0 among the log-probs of a prompt.
     """
     return [(7919 * i * i + 104729 * i + 1) % (vocab_size - 1) for i in range(min(32, context - 1))]
 
@@ -109,7 +90,7 @@ def prompt_logprobs(server: Server, prompt: Sequence[int], timeout_s: float) -> 
     """log mu(prompt[t] | prompt[:t]), nats, at temperature 1, of t = 1 .. len(prompt) - 1.
 
     Raises:
-        ValueError: the answer holds another number of them or a value that no log-prob can have.
+        ValueError: the answer lacks some of them, or holds a value that no log-prob can have.
     """
     body = {
         "input_ids": list(prompt),

@@ -1,4 +1,4 @@
-"""SGLang servers as the rollout engine."""
+"""SGLangEngine: the RolloutEngine of SGLang servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rc.engine import Sample, SamplingParams, check_request
+from megatron_rc.engine import RolloutEngine, Sample, SamplingParams, check_request
 from megatron_rc.rollout.sglang.generation import Response, Run
 from megatron_rc.rollout.sglang.http import Server
 from megatron_rc.rollout.sglang.pool import Pool
@@ -18,15 +18,15 @@ from megatron_rc.versions import SGLANG_KEPT_IDS
 
 _CONTROL_S = 30.0
 BELOW_CONTEXT = 4
-"""max_req_input_len of a server plus this bounds prompt and response together; longer responses it cuts silently."""
+"""A server's max_req_input_len plus this is its limit for prompt and response; it cuts longer responses silently."""
 
 
-class SGLangEngine:
+class SGLangEngine(RolloutEngine):
     """RolloutEngine over one or many SGLang servers, or the workers of an sglang-router.
 
-    Token ids in, token ids out. The log-probs of an answer are those of the distribution it was drawn from: after the
-    temperature, and renormalised over the kept ids under top-p/top-k. SGLang takes top-p over the mass of the whole
-    distribution, also when top-k is active. A response depends on its seed only where all servers run with
+    Token ids go in and come out. The log-probs of an answer are those of the distribution it was drawn from: after the
+    temperature, and renormalised over the kept ids under top-p/top-k. SGLang computes top-p from the mass of the whole
+    distribution, even when top-k is active. Seeds are obeyed only if all servers run with
     --enable-deterministic-inference.
     """
 
@@ -43,8 +43,8 @@ class SGLangEngine:
         """Connect to the servers; their weights are version -1 until ``update_weights``.
 
         Args:
-            settings: the servers, patience with them, and the transport of weights. The workers behind a router are
-                asked directly. What a request drew within ``timeout_s`` is kept.
+            settings: servers, limits of time, and the transport of weights. The workers behind a router are asked
+                directly. Tokens that a request drew within ``timeout_s`` are kept.
             hf_config: content of the trained model's config.json.
             agree: every process calls it at the end of an update; it raises on all when one passes a sentence.
             writer: this process sends the weights; exactly one does.
@@ -52,7 +52,7 @@ class SGLangEngine:
             probe: the trainer's log-probs of a prompt, see ``WeightSync``.
 
         Raises:
-            ValueError: a server that cannot be reached or cannot do what is asked, in one sentence.
+            ValueError: a server cannot be reached or cannot do what is asked.
         """
         self.weight_version = -1
         self._settings, self._hf_config = settings, hf_config
@@ -75,7 +75,7 @@ class SGLangEngine:
         self._send_seeds = all(server.info.get("enable_deterministic_inference") for server in self._pool.servers)
 
     def check_sampling(self, params: SamplingParams) -> None:
-        """Raise ValueError when the servers cannot sample this way and say what they did."""
+        """Raise ValueError when the servers cannot sample this way, or not return the kept ids."""
         if not params.truncates:
             return
         if params.top_k == -1:
@@ -106,7 +106,7 @@ class SGLangEngine:
     ) -> list[Sample]:
         """Sample ``n`` responses per prompt; the contract is RolloutEngine.generate.
 
-        Every response is in the answer once, in order. What failed for good carries the reason in ``discarded``:
+        Every response is returned once, in order. A response that failed for good carries the reason in ``discarded``:
         length_mismatch, phantom_logprob, nan_logprob, positive_logprob, missing_support, support_mismatch,
         missing_routes, routes_bytes, retracted_with_routes, stale_version, unknown_version, empty_output,
         bad_answer, server_error, timeout, aborted.
@@ -117,30 +117,18 @@ class SGLangEngine:
         rows = [[int(token) for token in prompt] for prompt in prompts]
         self._pool.require_rotation()
         self.check_sampling(params)
-        # a server would not refuse an id outside its vocabulary: it would die
-        check_request(
-            rows,
-            params,
-            n=n,
-            seeds=seeds,
-            vocabulary=self._hf_config["vocab_size"],
-            context=self._longest(),
-            limited_by="max_position_embeddings, or --context-length and --max-total-tokens of the servers",
-        )
-        keys = [(tuple(rows[i // n]), seed, *_distribution(params)) for i, seed in enumerate(seeds)]
+        # a server does not refuse an id outside its vocabulary: it dies
+        vocabulary, context = self._hf_config["vocab_size"], self._longest()
+        limits = "max_position_embeddings, or --context-length and --max-total-tokens of the servers"
+        check_request(rows, params, n=n, seeds=seeds, vocabulary=vocabulary, context=context, limited_by=limits)
+        distribution = params.temperature, params.top_p, params.top_k, params.stop_token_ids
+        keys = [(tuple(rows[i // n]), seed, *distribution) for i, seed in enumerate(seeds)]
         responses = [
-            Response(rows[i // n], seed, i // n, self._taken_up(keys[i], params)) for i, seed in enumerate(seeds)
+            Response(rows[i // n], seed, i // n, self._start_of(keys[i], params)) for i, seed in enumerate(seeds)
         ]
-        run = self._run = Run(
-            self._pool,
-            responses,
-            params,
-            self._settings,
-            vocab_size=self._hf_config["vocab_size"],
-            routes=self._routes,
-            send_seeds=self._send_seeds,
-            version=self.weight_version,
-        )
+        settings, version = self._settings, self.weight_version
+        run = Run(self._pool, responses, params, settings, vocabulary, self._routes, self._send_seeds, version)
+        self._run = run
         reported = 0
 
         def report() -> None:
@@ -151,31 +139,31 @@ class SGLangEngine:
             reported = ended
 
         try:
-            self._pool.run(run.all(), report)
+            self._pool.background.run(run.all(), report)
         finally:
             self._run = None
         samples = []
         for key, response in zip(keys, responses, strict=True):
             assert response.sample is not None
             samples.append(response.sample)
-            if self._settings.partial and response.sample.discarded == "aborted" and response.piece.output_ids:
+            if settings.partial and response.sample.discarded == "aborted" and response.piece.output_ids:
                 self._kept[key] = response.piece
         return samples
 
     def abort(self) -> None:
-        """Make a ``generate`` that runs in another thread return soon; unfinished responses are discarded as "aborted".
+        """Make a ``generate`` in another thread return soon; it discards unfinished responses as "aborted".
 
-        With ``partial`` their tokens are kept, and the next ``generate`` that asks for them continues them.
+        With ``partial`` their tokens are kept, and the next ``generate`` with the same prompt and seed continues them.
         """
         run = self._run
         if run is not None:
-            self._pool.soon(run.stop)
+            self._pool.background.soon(run.stop)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Serve ``weights`` as ``version``; every process calls it and takes all weights, the writer sends them.
+        """Serve ``weights`` as ``version``; every process calls it and reads all weights, the writer sends them.
 
         Raises:
-            ValueError: no server took them, from ``agree`` on every process.
+            ValueError: no server took them; ``agree`` raises it on every process.
         """
         error, remaining = None, iter(weights)
         if self._writer:
@@ -193,20 +181,15 @@ class SGLangEngine:
         if oldest is not None:
             self._kept = {key: piece for key, piece in self._kept.items() if piece.weight_versions[0][0] >= oldest}
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Nothing to take up: the trainer sends the weights anew."""
-
     def close(self) -> None:
-        """Leave no thread and no connection behind."""
+        """End all threads and connections."""
         try:
             self._sync.close()
         finally:
             self._pool.close()
 
-    def _taken_up(self, key: tuple[Any, ...], params: SamplingParams) -> Piece:
+    def _start_of(self, key: tuple[Any, ...], params: SamplingParams) -> Piece:
+        """The tokens that an aborted call drew of this response; none if it never began."""
         piece = self._kept.get(key)
         if piece is None or len(piece.output_ids) >= params.max_new_tokens:
             return Piece()
@@ -233,10 +216,6 @@ class SGLangEngine:
 
 
 def alone(error: str | None) -> None:
-    """``agree`` of a process that has no others to agree with."""
+    """``agree`` of a single process."""
     if error is not None:
         raise ValueError(error)
-
-
-def _distribution(params: SamplingParams) -> tuple[Any, ...]:
-    return params.temperature, params.top_p, params.top_k, params.stop_token_ids

@@ -1,4 +1,4 @@
-"""One call of generate: every prompt ends exactly once, as a finished, an unfinished or a discarded sample."""
+"""One call of generate: every response ends exactly once, as a finished, an unfinished or a discarded sample."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megatron_rc.rollout.sglang.request import DamagedAnswer, Piece, Request, Ro
 from megatron_rc.settings import SGLangSettings
 
 _ABORT_GRACE_S = 5.0
-"""An aborted request answers after the step that the server is at; one that does not answer by then is given up on."""
+"""An aborted request is answered after the server's current step; one without an answer by then is given up."""
 _WATCH_S = 0.25
 _LAST_ABORTS_S = 2.0
-"""How long the end of a run waits for aborts that are on their way."""
+"""How long the end of a run waits for abort requests in flight."""
 
 
 @dataclass
 class Response:
-    """One sample in the making."""
+    """A sample that is being drawn."""
 
     prompt_ids: Sequence[int]
     seed: int
@@ -65,34 +65,31 @@ class Flight:
     abort: asyncio.Task[None] | None = None
 
 
+@dataclass
 class Run:
-    """Responses on their way; made in any thread, done in the pool's loop."""
+    """Draws the responses; created in any thread, run in the pool's loop."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        responses: Sequence[Response],
-        params: SamplingParams,
-        settings: SGLangSettings,
-        *,
-        vocab_size: int,
-        routes: RouteShape | None,
-        send_seeds: bool,
-        version: int,
-    ) -> None:
-        self.responses = responses
-        self.ended = 0
-        self._pool, self._params, self._settings = pool, params, settings
-        self._vocab_size, self._routes, self._send_seeds, self._version = vocab_size, routes, send_seeds, version
-        self._flying: dict[str, Flight] = {}
-        self._stopping = asyncio.Event()
-        self._errands: set[asyncio.Task[None]] = set()
-        self._grace_s = min(_ABORT_GRACE_S, settings.timeout_s)
+    pool: Pool
+    responses: Sequence[Response]
+    params: SamplingParams
+    settings: SGLangSettings
+    vocab_size: int
+    routes: RouteShape | None
+    send_seeds: bool
+    version: int
+    ended: int = 0
+    _flights: dict[str, Flight] = field(default_factory=dict)
+    """Requests without an answer, by id."""
+    _aborts: set[asyncio.Task[None]] = field(default_factory=set)
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._grace_s = min(_ABORT_GRACE_S, self.settings.timeout_s)
 
     async def all(self) -> None:
         """End every response."""
         queue = iter(self.responses)
-        workers = [self._work(queue) for _ in range(min(self._settings.concurrency, len(self.responses)))]
+        workers = [self._work(queue) for _ in range(min(self.settings.concurrency, len(self.responses)))]
         watch = asyncio.create_task(self._watch())
         try:
             async with asyncio.TaskGroup() as group:
@@ -100,16 +97,16 @@ class Run:
                     group.create_task(worker)
         finally:
             watch.cancel()
-            if self._errands:
-                await asyncio.wait(self._errands, timeout=_LAST_ABORTS_S)
-                for errand in self._errands:
-                    errand.cancel()
+            if self._aborts:
+                await asyncio.wait(self._aborts, timeout=_LAST_ABORTS_S)
+                for abort in self._aborts:
+                    abort.cancel()
 
     def stop(self) -> None:
-        """End the responses with the tokens they have; called in the loop."""
+        """End the responses with the tokens they have; must be called in the loop."""
         self._stopping.set()
         give_up_at = asyncio.get_running_loop().time() + self._grace_s
-        for flight in self._flying.values():
+        for flight in self._flights.values():
             flight.give_up_at = min(flight.give_up_at, give_up_at)
         self._abort_late()
 
@@ -123,7 +120,7 @@ class Run:
         failures, reason, detail = 0, "server_error", "no server is left in rotation"
         loop, server = asyncio.get_running_loop(), None
         while not self._stopping.is_set():
-            server = self._pool.pick(response.group, avoid=server if failures else None)
+            server = self.pool.pick(response.group, avoid=server if failures else None)
             if server is None:
                 return response.end(reason, detail)
             request, is_transient = self._request(response), True
@@ -131,11 +128,11 @@ class Run:
                 piece, late = await self._attempt(server, request)
             except ServerError as error:
                 reason, detail, is_transient = error.reason, str(error), error.is_transient
-                server.failed(loop.time(), self._settings.backoff_s)
+                server.failed(loop.time(), self.settings.backoff_s)
             except DamagedAnswer as damage:
                 if damage.reason != "unknown_version":
                     return response.end(damage.reason, str(damage), damage.output_ids)
-                # a server that was started anew: nothing it answers counts until the next update
+                # a restarted server: none of its answers count until the next update
                 reason, detail = damage.reason, str(damage)
                 server.out = detail
             else:
@@ -143,29 +140,29 @@ class Run:
                 response.piece += piece
                 if piece.finish_reason != "abort":
                     return self._finish(response)
-                if len(response.piece.output_ids) == self._params.max_new_tokens:
+                if len(response.piece.output_ids) == self.params.max_new_tokens:
                     response.piece.finish_reason = "length"
                     return self._finish(response)
                 reason, detail = ("timeout", "no time was left") if late else ("aborted", "the server aborted it")
                 if self._stopping.is_set():
                     break
-                if not self._settings.partial:
+                if not self.settings.partial:
                     return response.end(reason, detail)
                 if piece.output_ids and not late:
                     continue
             if self._stopping.is_set():
                 break
             failures += 1
-            if not is_transient or failures > self._settings.retries:
+            if not is_transient or failures > self.settings.retries:
                 return response.end(reason, detail)
             await self._rest(failures)
         response.end("aborted", "it was stopped by abort()")
 
     def _finish(self, response: Response) -> None:
         oldest = min(version for version, _, _ in response.piece.weight_versions)
-        allowed = self._settings.max_staleness
-        if allowed is not None and self._version - oldest > allowed:
-            return response.end("stale_version", f"drawn by weights {oldest}, {self._version} are the newest")
+        allowed = self.settings.max_staleness
+        if allowed is not None and self.version - oldest > allowed:
+            return response.end("stale_version", f"drawn by weights {oldest}, {self.version} are the newest")
         return response.end()
 
     def _request(self, response: Response) -> Request:
@@ -174,24 +171,24 @@ class Run:
             rid=uuid.uuid4().hex,
             prompt_ids=response.prompt_ids,
             drawn=response.piece.output_ids,
-            params=self._params,
-            vocab_size=self._vocab_size,
-            seed=response.seed if self._send_seeds else None,
-            routes=self._routes,
-            newest_version=self._version,
+            params=self.params,
+            vocab_size=self.vocab_size,
+            seed=response.seed if self.send_seeds else None,
+            routes=self.routes,
+            newest_version=self.version,
         )
 
     async def _attempt(self, server: Server, request: Request) -> tuple[Piece, bool]:
-        """What was drawn, and whether it is what an abort after the time limit left."""
+        """The tokens drawn, and whether the answer came after the time limit, as that to an aborted request."""
         task, start = asyncio.current_task(), asyncio.get_running_loop().time()
         assert task is not None
-        late_at = start + self._settings.timeout_s
-        flight = self._flying[request.rid] = Flight(server, request.rid, task, late_at, late_at + self._grace_s)
+        late_at = start + self.settings.timeout_s
+        flight = self._flights[request.rid] = Flight(server, request.rid, task, late_at, late_at + self._grace_s)
         server.running += 1
         try:
             body = json.dumps(request.body()).encode()
             answer = await server.ask("/generate", body, None)
-            # checked in the step that decoded it: many decoded answers at once are much to do for the garbage collector
+            # check it before other answers are decoded: many decoded answers at once keep the garbage collector busy
             return request.piece(answer), asyncio.get_running_loop().time() >= late_at
         except ServerError as error:
             if error.status is None and error.connected:
@@ -201,42 +198,42 @@ class Run:
             self._abort(flight)
             if not flight.given_up or task.uncancel():
                 raise
-            sentence = f"{server.url}/generate did not answer within {self._settings.timeout_s:g} s"
+            sentence = f"{server.url}/generate did not answer within {self.settings.timeout_s:g} s"
             raise ServerError(None, sentence, reason="timeout") from None
         finally:
             server.running -= 1
-            del self._flying[request.rid]
+            del self._flights[request.rid]
 
     async def _watch(self) -> None:
-        """Abort requests that are late; give up on those that do not even answer that."""
+        """Abort late requests; give up those that are not answered even then."""
         while True:
-            await asyncio.sleep(min(_WATCH_S, self._settings.timeout_s / 4))
+            await asyncio.sleep(min(_WATCH_S, self.settings.timeout_s / 4))
             self._abort_late()
 
     def _abort_late(self) -> None:
         now = asyncio.get_running_loop().time()
-        for flight in self._flying.values():
+        for flight in self._flights.values():
             if now >= flight.give_up_at and not flight.given_up:
                 flight.given_up = True
                 flight.task.cancel()
             elif now >= flight.late_at or self._stopping.is_set():
-                # again and again: a request that was still on its way to the server missed the first one
+                # repeatedly: the first abort may have reached the server before the request did
                 self._abort(flight)
 
     async def _rest(self, failures: int) -> None:
-        """Wait longer after every failure, by chance so that not all come back at once; stop() ends it."""
-        pause = doubled(self._settings.backoff_s, failures - 1) * random.uniform(0.5, 1.5)
+        """Wait longer after every failure, a random time so that not all return at once; stop() ends the wait."""
+        pause = doubled(self.settings.backoff_s, failures - 1) * random.uniform(0.5, 1.5)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), pause)
 
     def _abort(self, flight: Flight) -> None:
         if flight.abort is None or flight.abort.done():
             flight.abort = asyncio.create_task(_abort(flight.server, flight.rid, self._grace_s))
-            self._errands.add(flight.abort)
-            flight.abort.add_done_callback(self._errands.discard)
+            self._aborts.add(flight.abort)
+            flight.abort.add_done_callback(self._aborts.discard)
 
 
 async def _abort(server: Server, rid: str, timeout_s: float) -> None:
-    """Best effort: a server that is gone has forgotten it, others notice the lost connection later."""
+    """Abort if possible: a server that is gone has no request, others notice the lost connection later."""
     with contextlib.suppress(ServerError):
         await server.ask("/abort_request", json.dumps({"rid": rid}).encode(), timeout_s)

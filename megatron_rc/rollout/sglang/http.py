@@ -1,4 +1,4 @@
-"""HTTP to SGLang servers: one event loop in a thread of its own, asked from that loop or from blocking code."""
+"""HTTP to SGLang servers: one event loop in a thread of its own, for code in that loop and for blocking code."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _TICK_S = 0.1
 _CLEAN_UP_S = 5.0
 _LONGEST_PAUSE_S = 30.0
 _KEEP_ALIVE_S = 2.0
-"""Servers drop connections that idle 5 s; one that is dropped while a request travels fails it."""
+"""Servers drop connections that are idle for 5 s, and a request that is on its way then fails."""
 _LARGE_BODY = 1 << 20
 _HEADERS = {"Content-Type": "application/json"}
 
 
 class ServerError(Exception):
-    """A request that a server did not answer, or answered with an error; the sentence holds no token and no text."""
+    """A request without an answer, or with an error as the answer; the sentence holds no token and no text."""
 
     def __init__(
         self,
@@ -38,14 +38,12 @@ class ServerError(Exception):
     ) -> None:
         """
         Args:
-            status: of HTTP; None when no answer came.
-            reason: why a response that is given up because of this error is discarded.
+            status: of HTTP; None without an answer.
+            reason: the reason for which a response is discarded because of this error.
             connected: False when the server cannot have seen the request.
         """
         super().__init__(sentence)
-        self.status = status
-        self.reason = reason
-        self.connected = connected
+        self.status, self.reason, self.connected = status, reason, connected
 
     @property
     def is_transient(self) -> bool:
@@ -58,21 +56,19 @@ class Background:
 
     def __init__(self) -> None:
         try:
-            import aiohttp  # noqa: F401 - here, so that it is missed before a thread starts
+            import aiohttp  # noqa: F401 - fails here if it is missing, before a thread starts
         except ModuleNotFoundError:
-            raise ValueError("SGLang servers are asked with aiohttp: pip install 'megatron-rc[sglang]'") from None
+            raise ValueError("SGLang servers need aiohttp: pip install 'megatron-rc[sglang]'") from None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-http", daemon=True)
         self._thread.start()
         self.session: aiohttp.ClientSession = self.run(_open_session())
 
     def run(self, work: Coroutine[Any, Any, T], tick: Callable[[], None] | None = None) -> T:
-        """Do ``work`` in the loop and wait for it in this thread.
-
-        When waiting ends early (KeyboardInterrupt, an exception of ``tick``) the work is cancelled first.
+        """Do ``work`` in the loop and wait for it in this thread; an exception while waiting cancels it.
 
         Args:
-            tick: called in this thread ten times a second, and once after the end.
+            tick: called in this thread ten times per second, and once after the end.
         """
         ended, tasks = threading.Event(), list[asyncio.Task[T]]()
 
@@ -97,19 +93,19 @@ class Background:
         return tasks[0].result()
 
     def soon(self, call: Callable[[], None]) -> None:
-        """``call`` in the loop, without waiting for it."""
+        """Call ``call`` in the loop, without waiting for it."""
         self._loop.call_soon_threadsafe(call)
 
     def close(self) -> None:
         if self._loop.is_closed():
             return
-        self.run(_end_everything(self.session))
+        self.run(_end_all_tasks(self.session))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
-async def _end_everything(session: aiohttp.ClientSession) -> None:
+async def _end_all_tasks(session: aiohttp.ClientSession) -> None:
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
         task.cancel()
@@ -136,21 +132,21 @@ class Server:
     def __init__(self, url: str, background: Background) -> None:
         self.url = url
         self.info: dict[str, Any] = {}
-        """Answer of /server_info when connected."""
+        """Answer of /server_info at the time of connection."""
         self.model: dict[str, Any] = {}
-        """Answer of /model_info when connected."""
+        """Answer of /model_info at that time."""
         self.out: str | None = None
-        """One sentence why it is out of rotation; None while it is in."""
+        """Why it is out of rotation, one sentence; None while it is in."""
         self.running = 0
-        """Generations that wait for it."""
+        """Generations without an answer."""
         self.failures = 0
-        """In a row, those of requests that were in flight together counted as one."""
+        """Consecutive ones; failures of requests that were in flight together count as one."""
         self.resting_until = 0.0
-        """Time of the loop before which other servers are asked first."""
+        """Time of the loop until which other servers are preferred."""
         self._background = background
 
     def failed(self, now: float, pause_s: float) -> None:
-        """Let it rest for ``pause_s``, twice as long after every further failure."""
+        """Prefer other servers for ``pause_s``, twice as long after every further failure."""
         if now >= self.resting_until:
             self.resting_until = now + doubled(pause_s, self.failures)
             self.failures += 1
@@ -162,7 +158,7 @@ class Server:
         """The answer, for blocking code.
 
         Raises:
-            ServerError: no answer within the time, a lost connection, a status of 400 or more, broken JSON.
+            ServerError: there was no answer in time, or a lost connection, a status of 400 or more, or broken JSON.
         """
         return self._background.run(self.ask(path, None, timeout_s))
 
@@ -171,11 +167,11 @@ class Server:
         return self._background.run(self.ask(path, json.dumps(body).encode(), timeout_s))
 
     async def ask(self, path: str, body: bytes | None, timeout_s: float | None) -> Any:
-        """The answer, for code in the loop: decoded JSON, or text where the server says it is text.
+        """The answer, for code in the loop: decoded JSON, or text if the server says that it is text.
 
         Args:
             body: JSON of a POST; None: GET.
-            timeout_s: to the last byte of the answer; None: until the task is cancelled.
+            timeout_s: until the last byte of the answer; None: without limit.
 
         Raises:
             ServerError: as in ``get``.
@@ -219,12 +215,12 @@ def own_address(host: str, port: int) -> str:
 
 
 def doubled(pause_s: float, times: int) -> float:
-    """``pause_s`` doubled so often, in bounds."""
+    """``pause_s`` doubled ``times`` times, at most _LONGEST_PAUSE_S."""
     return min(_LONGEST_PAUSE_S, pause_s * 2 ** min(times, 30))
 
 
 def without_tokens(message: Any) -> str:
-    """A server's words, shortened; what may be a list of token ids is left out."""
+    """A server's message, shortened, without what may be a list of token ids."""
     return re.sub(r"[\[{][^\]}]*[\]}]*", "[...]", str(message))[:200]
 
 

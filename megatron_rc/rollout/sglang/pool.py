@@ -1,4 +1,4 @@
-"""The servers of an engine: connected by url or through a router, asked in turn, taken out of rotation."""
+"""The servers of an engine: found by url or through a router, chosen for requests, taken out of rotation."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any
 
 from megatron_rc.rollout.sglang.http import Background, Server, ServerError
 from megatron_rc.versions import SGLANG_WEIGHT_VERSION
-
-T = TypeVar("T")
 
 _REACH_S = 5.0
 _OWN_SHARE = 1.25
@@ -21,8 +19,8 @@ _OWN_SHARE = 1.25
 class Pool:
     """Connected servers.
 
-    A router's url stands for its workers, and these are asked directly: sglang-router 0.3.2 drops the request fields
-    for kept ids and routes, cannot abort, pause or update one worker, and repeats failed generations by itself.
+    A router's url stands for its workers, which are asked directly: sglang-router 0.3.2 drops the request fields for
+    kept ids and routes, cannot abort, pause or update one worker, and repeats failed generations by itself.
     """
 
     def __init__(self, urls: Sequence[str], *, concurrency: int, timeout_s: float) -> None:
@@ -31,25 +29,25 @@ class Pool:
         Args:
             urls: of servers and routers, such as http://10.0.0.1:30000.
             concurrency: generations in flight, over all servers.
-            timeout_s: of every request made here.
+            timeout_s: for each request made here.
 
         Raises:
-            ValueError: a server or router does not answer as one, named in one sentence.
+            ValueError: what a url names does not answer as a server or router does.
         """
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"urls must start with http:// or https://, got {url!r}")
         self._concurrency, self._timeout_s = concurrency, timeout_s
-        self._background = Background()
+        self.background = Background()
         try:
-            self.servers: list[Server] = self.run(self._connect([url.rstrip("/") for url in urls]))
+            self.servers = self.background.run(self._connect([url.rstrip("/") for url in urls]))
         except BaseException:
             self.close()
             raise
 
     @property
     def rotation(self) -> list[Server]:
-        """Servers that are asked for generations."""
+        """Servers that generate."""
         return [server for server in self.servers if server.out is None]
 
     def require_rotation(self) -> None:
@@ -59,10 +57,10 @@ class Pool:
             raise ValueError(f"no SGLang server is left in rotation ({reasons})")
 
     def pick(self, group: int, *, avoid: Server | None = None) -> Server | None:
-        """The server for one generation, or None.
+        """The server for one generation; None if none is in rotation.
 
         Samples of one prompt go to the same server, which has the prompt in its cache, while its load is below
-        _OWN_SHARE of an even one. Servers that failed a moment ago, and ``avoid``, are asked when there are no others.
+        _OWN_SHARE times an even share. Servers that failed a moment ago, and ``avoid``, are the last choice.
         """
         rotation, now = self.rotation, asyncio.get_running_loop().time()
         if not rotation:
@@ -75,10 +73,10 @@ class Pool:
         return min(awake, key=lambda server: server.running)
 
     def take_versions(self, version: str, *, put_back: bool) -> None:
-        """Read every server's weight version; those that name another one, or do not answer, leave the rotation.
+        """Read every server's weight version; servers with another one, or without an answer, leave the rotation.
 
         Args:
-            put_back: the servers that were out and name this version return.
+            put_back: servers that were out of rotation and have this version return.
         """
 
         async def read(server: Server) -> None:
@@ -92,42 +90,34 @@ class Pool:
             elif put_back:
                 server.out = None
 
-        self.run(_all(map(read, self.servers)))
+        self.background.run(_all(map(read, self.servers)))
 
     def disown(self) -> None:
-        """Rename the weights of servers that are out, so that other processes do not take them for good ones."""
+        """Rename the weights of servers that are out of rotation, so that no other process samples from them."""
         body = json.dumps({"new_version": "out-of-rotation", "abort_all_requests": True}).encode()
 
         async def rename(server: Server) -> None:
-            with contextlib.suppress(ServerError):  # one that is gone serves nothing
+            with contextlib.suppress(ServerError):  # a server that is gone serves nothing
                 await server.ask("/update_weight_version", body, min(self._timeout_s, _REACH_S))
 
-        self.run(_all(map(rename, [server for server in self.servers if server.out is not None])))
-
-    def run(self, work: Coroutine[Any, Any, T], tick: Callable[[], None] | None = None) -> T:
-        """``Background.run``."""
-        return self._background.run(work, tick)
-
-    def soon(self, call: Callable[[], None]) -> None:
-        """``Background.soon``."""
-        self._background.soon(call)
+        self.background.run(_all(map(rename, [server for server in self.servers if server.out is not None])))
 
     def close(self) -> None:
-        self._background.close()
+        self.background.close()
 
     async def _connect(self, urls: Sequence[str]) -> list[Server]:
         try:
             behind = await asyncio.gather(*map(self._workers, urls))
-            # of a data-parallel server a router lists every rank, as url@rank
+            # a router lists every rank of a data-parallel server, as url@rank
             unique = dict.fromkeys(url.partition("@")[0].rstrip("/") for workers in behind for url in workers)
             return list(await asyncio.gather(*map(self._connected, unique)))
         except ServerError as error:
             raise ValueError(f"cannot use the SGLang server: {error}") from None
 
     async def _workers(self, url: str) -> list[str]:
-        """Urls behind ``url``, which is its own when it is no router."""
+        """Urls of the workers behind a router; ``url`` itself when it is a server."""
         try:
-            answer = await Server(url, self._background).ask("/workers", None, self._timeout_s)
+            answer = await Server(url, self.background).ask("/workers", None, self._timeout_s)
         except ServerError as error:
             if error.status in (404, 405):
                 return [url]
@@ -143,7 +133,7 @@ class Pool:
         return [worker["url"] for worker in workers]
 
     async def _connected(self, url: str) -> Server:
-        server = Server(url, self._background)
+        server = Server(url, self.background)
         server.info, server.model = await asyncio.gather(
             server.ask("/server_info", None, self._timeout_s), server.ask("/model_info", None, self._timeout_s)
         )

@@ -1,7 +1,7 @@
 """Proofs that a server holds the weights sent: names, checksums and the log-probs of a probe prompt.
 
-The version that a server reads back proves nothing: it accepts tensors with unknown names, and checkpoints that lack
-half of the tensors.
+The version that a server reads back proves nothing: a server accepts tensors with unknown names, and checkpoints
+without half of the tensors.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _FUSED = (
 
 
 class Ledger:
-    """Names, shapes and sums of the weights sent; every update must hold the tensors of the first accepted one."""
+    """Names, shapes and sums of the weights sent; all updates must hold the same tensors as the first accepted one."""
 
     def __init__(self) -> None:
         self._shapes: dict[str, torch.Size] = {}
         self._sums: dict[str, int] = {}
 
     def open(self) -> Delivery:
-        """Follow one update."""
+        """The record of one update."""
         return Delivery(self._shapes)
 
     def changed(self, delivery: Delivery) -> set[str]:
-        """Names whose values certainly differ from those last accepted; some that differ may be absent.
+        """Names of tensors that certainly differ from those last accepted; others may differ, too.
 
         Raises:
-            ValueError: tensors of the first update are missing.
+            ValueError: the update lacks tensors of the first one.
         """
         missing = [name for name in self._shapes if name not in delivery.shapes]
         if missing:
@@ -54,7 +54,7 @@ class Ledger:
         return {name for name, value in sums.items() if name in self._sums and value != self._sums[name]}
 
     def accept(self, delivery: Delivery) -> None:
-        """Servers hold this update now."""
+        """Compare the next update with this one, which servers hold now."""
         self._shapes, self._sums = dict(delivery.shapes), delivery.sums()
 
 
@@ -67,7 +67,7 @@ class Delivery:
         self._sums: list[Tensor] = []
 
     def see(self, name: str, tensor: Tensor) -> None:
-        """Raise ValueError before a tensor is sent that would damage the server: a wrong shape ends its process."""
+        """Record a tensor; ValueError for one that would damage the server, whose process a wrong shape ends."""
         if name in self.shapes:
             raise ValueError(f"the update holds {name} twice")
         if self._expected and name not in self._expected:
@@ -77,7 +77,7 @@ class Delivery:
                 f"the update holds {name} of shape {list(tensor.shape)}, the first one {list(self._expected[name])}"
             )
         self.shapes[name] = tensor.shape
-        # a change may cancel in the sum: it proves that values differ, never that they are equal
+        # equal sums do not prove equal values, because changes may cancel
         self._sums.append(tensor.view(_INTEGERS[tensor.itemsize]).sum(dtype=torch.int64))
 
     def sums(self) -> dict[str, int]:
@@ -85,7 +85,7 @@ class Delivery:
 
 
 def server_name(name: str) -> str:
-    """The server's tensor that a checkpoint's tensor is part of: it fuses q/k/v, gate/up, and experts."""
+    """The server's name for a checkpoint's tensor, or for what it is fused into: q/k/v, gate/up, experts."""
     for pattern, fused in _FUSED:
         if pattern.search(name):
             return pattern.sub(fused, name)
@@ -93,10 +93,10 @@ def server_name(name: str) -> str:
 
 
 def not_sent(names: Iterable[str], held: Checksums) -> str | None:
-    """A sentence when a server holds a tensor of which no part was sent."""
+    """A sentence when a server holds a tensor of which no part was sent, else None."""
     filled = {server_name(name) for name in names}
     if "model.embed_tokens.weight" in filled:
-        # tied word embeddings: some servers list the head beside the embedding that it is
+        # with tied word embeddings some servers list the head as well
         filled.add("lm_head.weight")
     # a draft model beside the policy has weights of its own
     own = {name for rank in held for name in rank if not name.startswith("draft")}
@@ -107,9 +107,9 @@ def not_sent(names: Iterable[str], held: Checksums) -> str | None:
 
 
 def not_taken(changed: Iterable[str], before: Checksums, after: Checksums) -> str | None:
-    """A sentence when new values were sent for a tensor and the server's is as it was."""
+    """A sentence when a tensor of a server kept its old values although new ones were sent, else None."""
     sent = {server_name(name) for name in changed}
-    # a rank's own part may be equal where another rank's is not
+    # one rank's part of a tensor may stay equal while another rank's changes
     new = {
         name
         for rank_before, rank_after in zip(before, after, strict=True)
@@ -121,10 +121,10 @@ def not_taken(changed: Iterable[str], before: Checksums, after: Checksums) -> st
 
 
 def odd_ones_out(held: Mapping[str, Checksums]) -> dict[str, str]:
-    """Servers whose checksums differ from those of most others, with a sentence; all of them when there is no majority.
+    """Why the checksums of servers are wrong, by url: they differ from the majority's; without one, all are wrong.
 
     Args:
-        held: by url, of servers that are cut alike.
+        held: checksums by url, of servers that hold their tensors in equal pieces.
     """
     contents = {url: tuple(tuple(sorted(rank.items())) for rank in ranks) for url, ranks in held.items()}
     counted = Counter(contents.values()).most_common(2)

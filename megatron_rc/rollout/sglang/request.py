@@ -1,4 +1,4 @@
-"""What /generate is asked, and what it answers, checked."""
+"""Requests to /generate, and the checks of its answers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from megatron_rc.engine import SamplingParams
 from megatron_rc.rollout.sglang.http import without_tokens
 
 _POSITIVE_BY_ROUNDING = 1e-5
-"""nats; a log-softmax whose one large term is the whole sum may end this far above 0."""
+"""nats; rounding can lift the log-prob of a token with nearly all of the probability this far above 0."""
 _ROUTE_TYPES = {4: np.int32, 2: np.uint16, 1: np.uint8}
 
 
 class DamagedAnswer(Exception):
-    """An answer that must not be trained on: a reason such as "nan_logprob" and one sentence, without tokens."""
+    """An answer that must not be trained on: a reason such as "nan_logprob", and one sentence without tokens."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
         self.output_ids: list[int] = []
-        """All of the response that is known."""
+        """The tokens of the response, as far as they are known."""
 
 
 class RouteShape(NamedTuple):
-    """Numbers that shape the routes of one token."""
+    """Sizes of the routes of one token."""
 
     layers: int
     top_k: int
@@ -60,7 +60,7 @@ class Piece:
     retractions: int = 0
 
     def __add__(self, then: Piece) -> Piece:
-        """``then`` was drawn after these tokens; the versions of its tokens move behind theirs."""
+        """These tokens followed by those of ``then``, whose spans of versions shift accordingly."""
         if not self.output_ids:
             return then
         if not then.output_ids:
@@ -94,9 +94,9 @@ class Request:
     params: SamplingParams
     vocab_size: int
     seed: int | None
-    """None where the server does not honour seeds."""
+    """None if the server does not obey seeds."""
     routes: RouteShape | None
-    """None where routes are not wanted."""
+    """None if routes are not wanted."""
     newest_version: int
     """-1 before the first weight update."""
 
@@ -106,11 +106,11 @@ class Request:
 
     @property
     def first_route(self) -> int:
-        """The row of routes from which on they are new: the one that predicts the next token."""
+        """The first row of routes that is new: the one that predicts the next token."""
         return len(self.prompt_ids) + len(self.drawn) - 1 if self.drawn else 0
 
     def body(self) -> dict[str, Any]:
-        """Every sampling field that a server may have other defaults for is stated."""
+        """The JSON; it states every sampling field for which a server may have other defaults."""
         params = self.params
         sampling: dict[str, Any] = {
             "n": 1,
@@ -139,17 +139,13 @@ class Request:
         return body
 
     def _known_ids(self, answer: Any) -> list[int]:
-        """The drawn tokens and those of a damaged answer, as far as they are tokens."""
+        """The drawn tokens, and those of a damaged answer if all of them are token ids."""
         ids = answer.get("output_ids") if isinstance(answer, dict) else None
-        good = isinstance(ids, list) and all(type(i) is int and 0 <= i < self.vocab_size for i in ids)
-        return [*self.drawn, *ids] if good and ids else list(self.drawn)
+        are_ids = isinstance(ids, list) and all(type(i) is int and 0 <= i < self.vocab_size for i in ids)
+        return [*self.drawn, *ids] if are_ids and ids else list(self.drawn)
 
     def piece(self, answer: Any) -> Piece:
-        """Check an answer.
-
-        Raises:
-            DamagedAnswer: the answer must not be trained on.
-        """
+        """The tokens of a checked answer; raises DamagedAnswer if it must not be trained on."""
         try:
             return self._piece(answer)
         except DamagedAnswer as error:
@@ -189,7 +185,7 @@ class Request:
 
     def _check_tokens(self, ids: Any, meta: Mapping[str, Any]) -> None:
         if set(map(type, ids)) != {int}:
-            raise DamagedAnswer("bad_answer", "output_ids holds something else than integers")
+            raise DamagedAnswer("bad_answer", "output_ids holds something other than integers")
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             raise DamagedAnswer("bad_answer", f"an output id lies outside the vocabulary of {self.vocab_size}")
         if len(ids) > self.budget:
@@ -228,9 +224,7 @@ class Request:
     def _routes(self, outputs: int, retractions: int, meta: Mapping[str, Any]) -> Tensor:
         assert self.routes is not None
         if retractions:
-            raise DamagedAnswer(
-                "retracted_with_routes", "the routes were overwritten when the request was computed anew"
-            )
+            raise DamagedAnswer("retracted_with_routes", "the routes were overwritten when the server computed again")
         text = meta.get("routed_experts")
         if not text:
             raise DamagedAnswer("missing_routes", "no routes came back")
@@ -269,13 +263,12 @@ class Request:
                 return int(name)
         elif self.newest_version < 0:
             return -1
-        raise DamagedAnswer(
-            "unknown_version", f"the weights are called {name!r:.40}, the newest are {self.newest_version}"
-        )
+        sentence = f"the weights are called {name!r:.40}, the newest are {self.newest_version}"
+        raise DamagedAnswer("unknown_version", sentence)
 
 
 def checked_logprobs(values: list[Any]) -> list[float]:
-    """``values``, if each of them can be a log-prob; raises DamagedAnswer otherwise."""
+    """``values`` if all of them can be log-probs; raises DamagedAnswer otherwise."""
     types = set(map(type, values)) - {float, int}
     # JSON knows no NaN: servers write null for it
     if types == {type(None)}:

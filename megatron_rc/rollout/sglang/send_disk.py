@@ -14,43 +14,37 @@ from torch import Tensor
 from megatron_rc.models.files import Writer
 from megatron_rc.rollout.sglang.control import on_every
 from megatron_rc.rollout.sglang.http import Server
+from megatron_rc.rollout.sglang.transport import Transport
 from megatron_rc.schema.files import replace_folder
 from megatron_rc.settings import SGLangSettings
 
 _PREFIX = "weights-"
 
 
-class DiskSync:
+class DiskSync(Transport):
     """Write a checkpoint, and have every server load it.
 
     A truncated file ends the server's process and a missing one is accepted silently: the checkpoint appears under
     its name only when whole, on the disk and of the right size. The folder of the version that is served stays, so
     that a server can be restarted from it; older ones are deleted.
+
+    ``sync_dir`` is a folder of this job alone, which the servers see under the same path. A file holds
+    ``bucket_bytes``, and this much host memory is used.
     """
 
-    bracketed = False
+    in_session = False
 
     def __init__(self, settings: SGLangSettings, hf_config: Mapping[str, Any]) -> None:
-        """
-        Args:
-            settings: ``sync_dir`` is a folder of this job alone, which the servers see under the same path; folders
-                named weights-* in it are deleted when a newer version is served. A file holds ``bucket_bytes``, and
-                this much host memory is used.
-            hf_config: content of config.json.
-        """
         if settings.sync_dir is None:
             raise ValueError("rollout.sglang.weight_sync=disk needs rollout.sglang.sync_dir")
-        self._sync_dir, self._hf_config = Path(settings.sync_dir).absolute(), dict(hf_config)
-        self._shard_bytes, self._timeout_s = settings.bucket_bytes, settings.timeout_s
-
-    def refusal(self, info: Mapping[str, Any]) -> str | None:
-        return None
+        super().__init__(settings, hf_config)
+        self._sync_dir = Path(settings.sync_dir).absolute()
 
     def send(self, servers: Sequence[Server], weights: Iterator[tuple[str, Tensor]], version: int) -> dict[str, str]:
-        """Sentences of the servers that failed, by url."""
         written = self._write(weights, version)
         body = {"model_path": str(written), "flush_cache": False}
-        done, failures = on_every(servers, lambda s: s.post("/update_weights_from_disk", body, self._timeout_s))
+        timeout_s = self._settings.timeout_s
+        done, failures = on_every(servers, lambda s: s.post("/update_weights_from_disk", body, timeout_s))
         if done:
             for old in self._sync_dir.glob(f"{_PREFIX}*"):
                 if old != written:
@@ -58,15 +52,12 @@ class DiskSync:
                     shutil.rmtree(old, ignore_errors=True)
         return failures
 
-    def close(self) -> None:
-        """Nothing to give back: the last version stays for servers that restart."""
-
     def _write(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Path:
-        # the random part keeps apart what a resumed job writes under the same version
+        # the random part: a resumed job writes another folder for the same version
         name = f"{_PREFIX}{version}-{uuid.uuid4().hex[:8]}"
         folder, final = self._sync_dir / f"{name}.writing", self._sync_dir / name
         try:
-            writer = Writer(folder, self._shard_bytes)
+            writer = Writer(folder, self._settings.bucket_bytes)
             for tensor_name, tensor in weights:
                 writer.add(tensor_name, tensor)
             writer.finish(self._hf_config)

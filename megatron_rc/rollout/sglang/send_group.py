@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megatron_rc.rollout.sglang.buckets import Bucket, buckets
-from megatron_rc.rollout.sglang.control import on_every, unreachable
+from megatron_rc.rollout.sglang.control import on_every
 from megatron_rc.rollout.sglang.http import Server, ServerError, own_address
+from megatron_rc.rollout.sglang.transport import Transport
 from megatron_rc.settings import SGLangSettings
 
 _POLL_SECONDS = 0.002
@@ -32,35 +33,28 @@ class _Group(NamedTuple):
     urls: frozenset[str]
 
 
-class GroupSync:
+class GroupSync(Transport):
     """Broadcast bucket by bucket to all servers at once.
 
+    ``bucket_bytes`` are held once in the trainer and once on every server; ``timeout_s`` is the limit for one bucket.
     When a server fails inside the group, the group is broken up, joined anew without it, and the same bucket is sent
     again: a bucket may be loaded twice. Servers that cannot leave a broken broadcast fail with it.
     """
 
-    bracketed = True
+    undivided = ("dp_size", "pp_size")
 
     def __init__(self, settings: SGLangSettings, hf_config: Mapping[str, Any]) -> None:
-        """
-        Args:
-            settings: ``bucket_bytes`` are held once in the trainer and once on every server; ``timeout_s`` is that of
-                one bucket.
-        """
-        self._bucket_bytes, self._timeout_s = settings.bucket_bytes, settings.timeout_s
+        super().__init__(settings, hf_config)
+        self._timeout_s = settings.timeout_s
         self._group: _Group | None = None
         self._servers: list[Server] = []
 
-    def refusal(self, info: Mapping[str, Any]) -> str | None:
-        return unreachable(info, "distributed", "dp_size", "pp_size")
-
     def send(self, servers: Sequence[Server], weights: Iterator[tuple[str, Tensor]], version: int) -> dict[str, str]:
-        """Sentences of the servers that failed, by url; the others have all the weights."""
         failures: dict[str, str] = {}
         backend = _backend(servers)
         device = torch.device("cpu" if backend == "gloo" else torch.cuda.current_device())
         try:
-            for bucket in buckets(weights, self._bucket_bytes, device):
+            for bucket in buckets(weights, self._settings.bucket_bytes, device):
                 failures |= self._deliver([s for s in servers if s.url not in failures], bucket, backend)
                 if len(failures) == len(servers):
                     break
@@ -72,41 +66,38 @@ class GroupSync:
     def _deliver(self, servers: Sequence[Server], bucket: Bucket, backend: str) -> dict[str, str]:
         failures: dict[str, str] = {}
         # the first failure may come from a server that restarted and left the group: all get a second chance
-        chance = True
+        is_first = True
         while live := [server for server in servers if server.url not in failures]:
             failed = self._join(live, backend) or self._broadcast(live, bucket)
             if not failed:
                 break
-            self._leave(tell=[server for server in live if server.url not in failed])
-            if not chance:
+            self._leave(notify=[server for server in live if server.url not in failed])
+            if not is_first:
                 failures |= failed
-            chance = False
+            is_first = False
         return failures
 
     def close(self) -> None:
         """Break up the group on both sides."""
-        self._leave(tell=self._servers)
+        self._leave(notify=self._servers)
 
     def _join(self, servers: Sequence[Server], backend: str) -> dict[str, str]:
-        """Form the group of ``servers``, unless it stands; sentences of those that failed."""
+        """Form the group of ``servers`` unless it exists; why servers failed, one sentence per url."""
         urls = frozenset(server.url for server in servers)
         if self._group is not None and self._group.urls == urls:
             return {}
-        self._leave(tell=self._servers)
-        # joining waits for all: whoever is gone is found before
+        self._leave(notify=self._servers)
+        # joining waits for all servers, so find out first which ones are gone
         gone = on_every(servers, lambda s: s.get("/model_info", _JOIN_SECONDS))[1]
         if gone:
             return gone
         sizes = [int(server.info.get("tp_size") or 1) for server in servers]
+        world_size = 1 + sum(sizes)
         offsets = {server.url: 1 + sum(sizes[:i]) for i, server in enumerate(servers)}
-        # never used twice: a server that missed the end of a group keeps its name
+        # never used twice: a server that missed the end of a group still holds its name
         name = f"weights-{uuid.uuid4().hex}"
         store = dist.TCPStore(
-            "127.0.0.1",
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_JOIN_SECONDS),
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_JOIN_SECONDS)
         )
 
         def ask(server: Server) -> None:
@@ -115,7 +106,7 @@ class GroupSync:
                 "master_address": own_address(where.hostname or "", where.port or 80),
                 "master_port": store.port,
                 "rank_offset": offsets[server.url],
-                "world_size": 1 + sum(sizes),
+                "world_size": world_size,
                 "group_name": name,
                 "backend": backend,
             }
@@ -124,7 +115,7 @@ class GroupSync:
         with ThreadPoolExecutor(1) as threads:
             asked = threads.submit(on_every, servers, ask)
             try:
-                handle = _join_group(store, name, 1 + sum(sizes), backend, _JOIN_SECONDS, self._timeout_s)
+                handle = _join_group(store, name, world_size, backend, self._timeout_s)
             except RuntimeError as error:
                 failures = asked.result()[1]
                 sentence = f"not all servers joined the group within {_JOIN_SECONDS:g} s: {error}"
@@ -152,7 +143,7 @@ class GroupSync:
             }
             broken = _broadcast(bucket.data, group.handle, list(asked.values()), self._timeout_s)
             if broken is not None:
-                # whoever still waits in the broadcast is let go before its answer is waited for
+                # end the broadcast of servers that are still in it, before waiting for their answers
                 self._leave()
                 _outlive(group.handle, self._timeout_s)
             failures = {url: sentence for url, future in asked.items() if (sentence := _error(future))}
@@ -162,18 +153,18 @@ class GroupSync:
         finally:
             threads.shutdown()
 
-    def _leave(self, tell: Sequence[Server] = ()) -> None:
-        """Break up the group here, and on the servers in ``tell``."""
+    def _leave(self, notify: Sequence[Server] = ()) -> None:
+        """Break up the group here, and on the servers in ``notify``."""
         if self._group is None:
             return
         group, self._group, self._servers = self._group, None, []
         group.handle.abort()
         dist.destroy_process_group(group.handle)
-        _destroy(tell, group.name)
+        _destroy(notify, group.name)
 
 
 def _destroy(servers: Sequence[Server], name: str) -> None:
-    # a server that fails at it has nothing to lose: the name is not used again
+    # failures do not matter: the name is not used again
     on_every(servers, lambda s: s.post("/destroy_weights_update_group", {"group_name": name}, _DESTROY_SECONDS))
 
 
@@ -189,9 +180,7 @@ def _backend(servers: Sequence[Server]) -> str:
     )
 
 
-def _join_group(
-    store: dist.Store, name: str, world_size: int, backend: str, join_timeout_s: float, timeout_s: float
-) -> dist.ProcessGroup:
+def _join_group(store: dist.Store, name: str, world_size: int, backend: str, timeout_s: float) -> dist.ProcessGroup:
     """Rank 0 of a group beside torch.distributed's default one, built the way the servers build theirs.
 
     torch has no public call for a group of processes that share no default group.
@@ -203,7 +192,7 @@ def _join_group(
         distributed_c10d.Backend(backend),
         distributed_c10d.PrefixStore(name, store),
         group_name=distributed_c10d.GroupName(name),
-        timeout=timedelta(seconds=join_timeout_s),
+        timeout=timedelta(seconds=_JOIN_SECONDS),
     )
     distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), handle)
     distributed_c10d._world.pg_group_ranks[handle] = {rank: rank for rank in range(world_size)}
@@ -211,13 +200,13 @@ def _join_group(
 
 
 def _broadcast(data: Tensor, handle: dist.ProcessGroup, asked: Sequence[Future[Any]], timeout_s: float) -> str | None:
-    """None once the broadcast is done; a sentence when it cannot be any more."""
+    """Broadcast ``data``; a sentence when that failed."""
     deadline = time.monotonic() + timeout_s
     try:
         work = dist.broadcast(data, src=0, group=handle, async_op=True)
         assert work is not None
         while not work.is_completed():
-            if any(_failed(future) for future in asked):
+            if any(future.done() and _error(future) is not None for future in asked):
                 return "another server failed during the broadcast"
             if time.monotonic() > deadline:
                 return f"the broadcast was not over after {timeout_s:g} s"
@@ -229,18 +218,13 @@ def _broadcast(data: Tensor, handle: dist.ProcessGroup, asked: Sequence[Future[A
 
 
 def _outlive(handle: dist.ProcessGroup, seconds: float) -> None:
-    """Keep a broken group until its last broadcast timed out: gloo cannot cancel it, and freeing waits for it."""
+    """Keep a broken group until its last broadcast times out: gloo cannot cancel it, and freeing the group waits."""
     threading.Thread(target=lambda kept: time.sleep(seconds), args=(handle,), daemon=True).start()
 
 
-def _failed(future: Future[Any]) -> bool:
-    return future.done() and _error(future) is not None
-
-
 def _error(future: Future[Any]) -> str | None:
-    error = future.exception()
-    if error is None:
-        return None
-    if not isinstance(error, ServerError):
-        raise error
-    return str(error)
+    try:
+        future.result()
+    except ServerError as error:
+        return str(error)
+    return None

@@ -1,11 +1,11 @@
-"""The update protocol: new weights on every server, proved, or the server out of rotation."""
+"""The update protocol: every server has the new weights and proved it, or it leaves the rotation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,41 +19,24 @@ from megatron_rc.rollout.sglang.proof import Checksums, Ledger, mean_difference,
 from megatron_rc.rollout.sglang.send_disk import DiskSync
 from megatron_rc.rollout.sglang.send_group import GroupSync
 from megatron_rc.rollout.sglang.send_tensor import TensorSync
+from megatron_rc.rollout.sglang.transport import Transport
 from megatron_rc.settings import SGLangSettings, SyncTransport
 
 T = TypeVar("T")
 
 PROBE_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.03}
-"""Mean |difference| of the probe's log-probs as a share of their mean size: logits are rounded in proportion to
-theirs, and a trained model finds the probe's tokens very unlikely. Wrong tensors move log-probs by about their size."""
-
+"""Mean |difference| of the probe's log-probs as a share of their mean size: rounding of logits grows with their size,
+and a trained model finds the probe's tokens very unlikely. Wrong tensors change log-probs by about their own size."""
 
 _REACH_SECONDS = 30.0
 _GIVE_UP_SECONDS = 5.0
 _LAYOUT_FIELDS = ("tp_size", "pp_size", "ep_size", "dp_size", "device", "quantization")
-"""Fields of /server_info: servers in which they are equal hold their tensors in equal pieces."""
-
-
-class Transport(Protocol):
-    """One way of bringing tensors to servers that are paused."""
-
-    bracketed: bool
-    """Sends between begin_weight_update and end_weight_update."""
-
-    def refusal(self, info: Mapping[str, Any]) -> str | None:
-        """A sentence when a server with this /server_info cannot be served this way."""
-        ...
-
-    def send(self, servers: Sequence[Server], weights: Iterator[tuple[str, Tensor]], version: int) -> dict[str, str]:
-        """Bring all ``weights``; sentences of the servers that failed, by url. The others have all of them."""
-        ...
-
-    def close(self) -> None: ...
+"""Fields of /server_info: servers that agree on them hold their tensors in equal pieces."""
 
 
 @dataclass
 class WeightSync:
-    """How a trainer's writer updates its servers, and what it knows of them since the last update."""
+    """How the trainer's writing process updates its servers, and what it knows of them since the last update."""
 
     transport: Transport
     hf_config: Mapping[str, Any]
@@ -61,10 +44,10 @@ class WeightSync:
     """Longest wait for one call to a server."""
     probe: Callable[[list[int]], list[float]] | None = None
     """The trainer's log-probs of a prompt: log pi(prompt[t] | prompt[:t]) of t >= 1, nats, at temperature 1, by the
-    weights just sent. Called once an update in the writing process alone, after all weights were taken."""
+    weights just sent. Called once per update, in the writing process alone, after all weights were taken."""
     ledger: Ledger = field(default_factory=Ledger)
     known: dict[str, tuple[str, Checksums]] = field(default_factory=dict)
-    """By url: version and checksums after the last update that the server passed."""
+    """Version and checksums after the last update that a server passed, by url."""
 
     def close(self) -> None:
         self.transport.close()
@@ -79,9 +62,7 @@ TRANSPORTS: dict[SyncTransport, Callable[[SGLangSettings, Mapping[str, Any]], Tr
 
 
 def weight_sync(
-    settings: SGLangSettings,
-    hf_config: Mapping[str, Any],
-    probe: Callable[[list[int]], list[float]] | None = None,
+    settings: SGLangSettings, hf_config: Mapping[str, Any], probe: Callable[[list[int]], list[float]] | None = None
 ) -> WeightSync:
     """The transport that ``settings`` name, with nothing sent yet.
 
@@ -97,18 +78,19 @@ def update_servers(pool: Pool, sync: WeightSync, weights: Iterable[tuple[str, Te
     """Bring ``weights`` to all servers and serve them as ``version``.
 
     Pause, rename the weights to "unproved-<version>", send, flush the cache, compare checksums, rename to
-    str(version), read back, continue, probe. A server that fails anywhere is left paused and out of rotation, and the
-    next update tries it again; what it may still answer carries a version that is not a number. Only a failing
-    probe is found after the server continued: the samples it returned until then carry the new version.
+    str(version), read back, continue, probe. A server that fails anywhere stays paused and out of rotation until the
+    next update tries it again; answers that it may still give carry a version that is not a number. Only the probe
+    runs after the server continued: samples that it returned before the probe failed carry the new version.
 
-    Every tensor is rounded to the servers' dtype once, here. All of ``weights`` are taken whatever happens, for other
-    processes take part in making them.
+    Every tensor is rounded to the servers' dtype once, here. All of ``weights`` are taken whatever happens, because
+    other processes take part in making them.
 
     Args:
         weights: (Hugging Face name, full tensor), one at a time; the same names in every update.
 
     Raises:
-        ValueError: no server is left, each named with its reason; or the weights are not those of the first update.
+        ValueError: no server is left (the reason of each is given), or the weights differ from those of the first
+            update in names or shapes.
     """
     remaining = iter(weights)
     update = _Update(pool, sync, version)
@@ -132,19 +114,19 @@ class _Update:
     def run(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         sync, timeout_s = self.sync, self.timeout_s
         self.drop({s.url: sentence for s in self.live if (sentence := sync.transport.refusal(s.info))})
-        # a server that is gone is found without waiting for as long as an update may take
+        # a server that is gone must not be waited for as long as an update may take
         reach_s = min(timeout_s, _REACH_SECONDS)
         versions = self.step("reading its version", lambda s: control.read_version(s, reach_s))
         self.step("pausing", lambda s: s.post("/pause_generation", {"mode": "abort"}, timeout_s))
         self.step("naming", lambda s: control.set_version(s, self.unproved, timeout_s))
         dtype = self.common_dtype()
         delivery = sync.ledger.open()
-        bracketed = {}
-        if sync.transport.bracketed:
-            bracketed = self.step("opening the update", lambda s: control.begin_update(s, timeout_s))
+        sessions = {}
+        if sync.transport.in_session:
+            sessions = self.step("opening the update", lambda s: control.begin_update(s, timeout_s))
         self.drop(sync.transport.send(self.live, cast(weights, dtype, delivery.see), self.version))
         changed = sync.ledger.changed(delivery)
-        self.step("closing the update", lambda s: bracketed.get(s.url) and s.post("/end_weight_update", {}, timeout_s))
+        self.step("closing the update", lambda s: sessions.get(s.url) and s.post("/end_weight_update", {}, timeout_s))
         self.step("flushing", lambda s: s.post("/flush_cache", {}, timeout_s))
         held = self.step("computing checksums", lambda s: control.checksums(s, timeout_s))
         self.compare({url: sums for url, sums in held.items() if sums}, versions, set(delivery.shapes), changed)
@@ -153,10 +135,7 @@ class _Update:
         self.compare_probe(self.step("probing", self.probe), dtype)
         sync.ledger.accept(delivery)
         for server in self.live:
-            sums = held[server.url]
-            sync.known.pop(server.url, None)
-            if sums:
-                sync.known[server.url] = (str(self.version), sums)
+            sync.known[server.url] = (str(self.version), held[server.url] or [])
             server.out = None
 
     def step(self, doing: str, call: Callable[[Server], T]) -> dict[str, T]:
@@ -178,7 +157,7 @@ class _Update:
             self.reasons[server.url] = failures[server.url]
             self.sync.known.pop(server.url, None)
             server.out = f"update to version {self.version}: {failures[server.url]}"
-        # a probe fails after the server continued under its new name; one that is gone has nothing to lose
+        # a probe fails after the server continued under its new name; for a server that is gone, failures do not matter
         give_up_s = min(self.timeout_s, _GIVE_UP_SECONDS)
         on_every(failed, lambda s: s.post("/pause_generation", {"mode": "abort"}, give_up_s))
         on_every(failed, lambda s: control.set_version(s, self.unproved, give_up_s))
@@ -199,18 +178,18 @@ class _Update:
                 continue
             sentence = not_sent(names, held[server.url])
             known_version, before = self.sync.known.get(server.url, ("", []))
-            # a server that was started anew, or updated by someone else, has no known weights to compare with
+            # of a server that was restarted, or updated by someone else, no earlier checksums are known
             if sentence is None and known_version == versions[server.url] and len(before) == len(held[server.url]):
                 sentence = not_taken(changed, before, held[server.url])
             if sentence is not None:
                 failures[server.url] = sentence
         self.drop(failures)
-        alike: dict[tuple[str, ...], dict[str, Checksums]] = {}
+        by_layout: dict[tuple[str, ...], dict[str, Checksums]] = {}
         for server in self.live:
             if server.url in held:
                 layout = tuple(str(server.info.get(field)) for field in _LAYOUT_FIELDS)
-                alike.setdefault(layout, {})[server.url] = held[server.url]
-        self.drop({url: why for group in alike.values() for url, why in odd_ones_out(group).items()})
+                by_layout.setdefault(layout, {})[server.url] = held[server.url]
+        self.drop({url: why for group in by_layout.values() for url, why in odd_ones_out(group).items()})
 
     def name_and_read_back(self, server: Server) -> None:
         control.set_version(server, str(self.version), self.timeout_s)
@@ -226,9 +205,8 @@ class _Update:
         return control.prompt_logprobs(server, self.prompt(), self.timeout_s)
 
     def compare_probe(self, logprobs: Mapping[str, list[float]], dtype: torch.dtype) -> None:
-        sync = self.sync
-        if sync.probe is not None:
-            expected, whose = sync.probe(self.prompt()), "the trainer's"
+        if self.sync.probe is not None:
+            expected, whose = self.sync.probe(self.prompt()), "the trainer's"
         else:
             expected, whose = [median(values) for values in zip(*logprobs.values(), strict=True)], "the servers' median"
         failures = {}
