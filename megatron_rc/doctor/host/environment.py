@@ -18,12 +18,10 @@ PRESENCE: Registry[HostFacts] = Registry("presence")
 
 
 def examine_hosts(names: Sequence[str], words: Sequence[str], flags_file: Path | None) -> dict[str, list[Finding]]:
-    """Findings about this Python and about each host, by name.
+    """Findings about this Python and about each named host (without names: every known one), by subject.
 
     Args:
-        names: of hosts; empty: all known ones.
-        words: flags of the named host.
-        flags_file: a file with these flags.
+        words: flags of the only named host, instead of ``flags_file``.
 
     Raises:
         ValueError: a host is unknown, or the flags are unreadable, given twice, or not for exactly one host.

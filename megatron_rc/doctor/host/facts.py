@@ -29,11 +29,11 @@ class Environment:
     """The Python that doctor runs in."""
 
     megatron_core: str | None
-    """Its version; None where it cannot be imported."""
+    """Its version; None if it cannot be imported."""
     libraries: Mapping[str, str | None]
-    """Module of `DISTRIBUTIONS` -> version, "unknown" for one without metadata, None for one that is missing."""
+    """Version by module of `DISTRIBUTIONS`: "unknown" without metadata, None if the module is missing."""
     apex_kernels: bool
-    """Whether the compiled module of NVIDIA Apex exists; the package of that name on PyPI has none."""
+    """The compiled module of NVIDIA Apex exists; the package of that name on PyPI has none."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class HostFacts:
     """Symbols by path."""
     given_flags: Flags | None = None
     asked: bool = False
-    """Whether the user named this host."""
+    """The user named this host."""
     helpers_folder: str | None = None
-    """Folder without a Makefile in which Megatron calls make before training; None where make can run."""
+    """Folder without a Makefile in which Megatron calls make before training; None if make can run."""
 
     @property
     def flags(self) -> Flags:
@@ -74,21 +74,16 @@ def read_environment() -> Environment:
 
 
 def read_hosts(names: Sequence[str], flags: Flags | None) -> list[HostFacts]:
-    """Facts of the named hosts, or of all known ones when none is named.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """Facts of the named hosts, or of all known ones without names; ValueError for an unknown name."""
     hosts = [host_named(name) for name in names] or list(HOSTS.values())
     return [_read(host, flags, asked=bool(names)) for host in hosts]
 
 
 def _read(host: Host, flags: Flags | None, asked: bool) -> HostFacts:
-    importable = host.is_importable()
-    symbols = {inspected.symbol.path: inspected for inspected in inspect_symbols(host)} if importable else {}
-    return HostFacts(
-        host, importable, host.read_version() if importable else None, symbols, flags, asked, _unmade_helpers()
-    )
+    if not host.is_importable():
+        return HostFacts(host, False, None, {}, flags, asked, _unmade_helpers())
+    symbols = {inspected.symbol.path: inspected for inspected in inspect_symbols(host)}
+    return HostFacts(host, True, host.read_version(), symbols, flags, asked, _unmade_helpers())
 
 
 def _unmade_helpers() -> str | None:

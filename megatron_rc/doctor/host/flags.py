@@ -18,11 +18,7 @@ EXPANDED = "Let the script echo its command, and give that."
 
 
 class Flags:
-    """Flags by name without dashes in front; a flag given twice has its last value, as in argparse.
-
-    Args:
-        words: of a command line, with or without the programs and the script in front of the flags.
-    """
+    """Flags of a command line by name, without leading dashes; the last of two equal flags counts, as in argparse."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = tuple(words)
@@ -39,11 +35,7 @@ class Flags:
 
     @classmethod
     def of_file(cls, path: Path) -> Flags:
-        """The words of a file: flags alone, or the launch script with them.
-
-        Raises:
-            ValueError: no such file, or a quote that is not closed.
-        """
+        """The flags in a file, which may be a launch script; ValueError if it is missing or a quote is not closed."""
         if not path.is_file():
             raise ValueError(f"flags_file must be a file, found none at {path}")
         try:
@@ -52,15 +44,11 @@ class Flags:
             raise ValueError(f"{path} cannot be split into words: {error}") from None
 
     def __contains__(self, name: str) -> bool:
-        """Whether a switch is on: given, and not taken back by a later --no-NAME."""
+        """True if a switch is on: given, and not turned off by a later --no-NAME."""
         return name in self._values
 
     def text(self, name: str, default: str) -> str:
-        """The first value of a flag.
-
-        Raises:
-            Undecided: it is a shell variable.
-        """
+        """The first value of a flag; Undecided if it is a shell variable."""
         given = self._values.get(name)
         if not given:
             return default
@@ -70,7 +58,7 @@ class Flags:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Words that the shell would have replaced, perhaps by flags."""
+        """Words that the shell would replace, perhaps by flags."""
         return tuple(dict.fromkeys(word for word in self.words if word.startswith("$")))
 
     def names_beginning(self, *starts: str) -> list[str]:
@@ -80,12 +68,11 @@ class Flags:
 class Arguments:
     """The arguments that the host's parser would make of flags: `arguments.train_iters` is the value of --train-iters.
 
-    Reading a value raises Undecided where a shell variable hides it, and ValueError where it must be a number.
+    Reading a value raises Undecided if a shell variable hides it, and ValueError if it is not the number it must be.
 
     Args:
-        flags: those that are given.
-        defaults: values of arguments whose flags are not given; the type of a value is that of its default.
-        config_flag: flag that names a YAML file whose keys are arguments too; None where the host has no such flag.
+        defaults: values of arguments whose flags are not given; they also determine the types.
+        config_flag: flag that names a YAML file whose keys are arguments, too; None if the host has no such flag.
     """
 
     def __init__(self, flags: Flags, defaults: Mapping[str, Any], config_flag: str | None) -> None:

@@ -23,20 +23,18 @@ def examine_servers(
     timeout: float,
     assignments: Sequence[str] = (),
 ) -> dict[str, list[Finding]]:
-    """Findings of every server, under its name.
+    """Findings about each server, by subject.
 
     Args:
         urls: servers and routers; None: those of ``config``.
-        config: YAML of the job.
-        hf_path: directory of the trained model, instead of the YAML's.
+        config, hf_path, assignments: see ``read_trainer``.
         timeout: seconds to wait for one answer.
-        assignments: key=value changes of the YAML.
 
     Raises:
-        ValueError: no server is named, or one of these cannot be read.
+        ValueError: no server is named, or a server or the trainer's side cannot be read.
     """
     trainer = read_trainer(config, hf_path, assignments)
-    chosen = urls or (trainer.job.rollout.sglang.urls if trainer.job else ())
-    if not chosen:
+    urls = urls or (trainer.job.rollout.sglang.urls if trainer.job else ())
+    if not urls:
         raise ValueError("give the servers to look at with --sglang URL, or a job's YAML with --config")
-    return {f"{SGLANG.subject} {s.url}": SGLANG.run(Facts(s, trainer)) for s in read_servers(chosen, timeout)}
+    return {f"{SGLANG.subject} {s.url}": SGLANG.run(Facts(s, trainer)) for s in read_servers(urls, timeout)}

@@ -1,7 +1,8 @@
-"""What is known of a rollout server and of the trainer that will use it."""
+"""Facts about a rollout server and about the trainer that will use it."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,22 +31,19 @@ class ProbeAnswer:
     refusal: str = ""
     """Why it refused, one sentence."""
 
-    def piece(self) -> Piece:
-        """The answer as a job reads it.
-
-        Raises:
-            DamagedAnswer: a job would discard it.
-            Undecided: there is no answer.
-        """
+    def _require_answer(self) -> None:
         if self.refusal:
             raise Undecided(f"the probe request was refused: {self.refusal}")
+
+    def piece(self) -> Piece:
+        """The answer as a job reads it; raises DamagedAnswer if a job would discard it."""
+        self._require_answer()
         return self.request.piece(self.body)
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """Everything in the answer but its tokens."""
-        if self.refusal:
-            raise Undecided(f"the probe request was refused: {self.refusal}")
+        """Everything in the answer except its tokens."""
+        self._require_answer()
         if not isinstance(self.body, dict) or not isinstance(self.body.get("meta_info"), dict):
             raise Undecided("the server's answer to the probe request has no meta_info")
         return self.body["meta_info"]
@@ -53,7 +51,7 @@ class ProbeAnswer:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """Answers of one SGLang server, and the files of its model where they can be read."""
+    """Answers of one SGLang server, and the files of its model if they can be read here."""
 
     url: str
     server_info: Mapping[str, Any]
@@ -63,13 +61,13 @@ class ServerFacts:
     context_length: int | None = None
     """Tokens of prompt and response together, from /v1/models."""
     paths: tuple[str, ...] | None = None
-    """Endpoints the server has; None when it does not list them."""
+    """Endpoints of the server; None if it does not list them."""
     request_fields: tuple[str, ...] | None = None
-    """Fields that /generate knows; the server ignores any other silently."""
+    """Fields that /generate knows; the server silently ignores others."""
     model_config: Mapping[str, Any] | None = None
-    """config.json of the served model; None when it cannot be read here."""
+    """config.json of the served model; None if it cannot be read here."""
     generation_config: Mapping[str, Any] | None = None
-    """generation_config.json of the served model; empty when the readable model has none."""
+    """generation_config.json of the served model; empty if the model can be read and has none."""
     is_paused: bool = False
     probes: Mapping[str, ProbeAnswer] = field(default_factory=dict)
 
@@ -107,7 +105,7 @@ class ServerFacts:
 
 @dataclass(frozen=True)
 class TrainerFacts:
-    """The trainer's settings, its model, and what its task will send."""
+    """The trainer's settings, its model, and the prompts of its task."""
 
     job: JobSettings | None = None
     hf_config: Mapping[str, Any] | None = None
@@ -117,7 +115,7 @@ class TrainerFacts:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response for the task."""
     longest_prompt: int | None = None
-    """Tokens, over the first step's prompts and the held-out ones."""
+    """Tokens of the longest among the first step's prompts and the held-out ones."""
 
     @property
     def settings(self) -> JobSettings:
@@ -150,7 +148,7 @@ class Facts:
 
 
 def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A Hugging Face configuration with one name a quantity, whichever transformers version wrote it."""
+    """A Hugging Face configuration with one name per quantity, whichever transformers version wrote it."""
     rope = config.get("rope_parameters")
     if not rope:
         rope = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
@@ -166,15 +164,13 @@ def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def eos_ids(*configs: Mapping[str, Any] | None) -> set[int]:
     """All end tokens that the configurations name."""
-    found: set[int] = set()
-    for config in configs:
-        value = (config or {}).get("eos_token_id")
-        found |= set(value) if isinstance(value, list) else set() if value is None else {value}
-    return found
+    named = [(config or {}).get("eos_token_id") for config in configs]
+    lists = [value if isinstance(value, list) else [value] for value in named if value is not None]
+    return set(itertools.chain.from_iterable(lists))
 
 
 def read_trainer(config: Path | None, hf_path: str | None, assignments: Sequence[str] = ()) -> TrainerFacts:
-    """What the trainer's YAML and model directory tell.
+    """Facts from the trainer's YAML and model directory.
 
     Args:
         config: the YAML of `megatron-rc train`; None: no settings are known.
@@ -182,7 +178,7 @@ def read_trainer(config: Path | None, hf_path: str | None, assignments: Sequence
         assignments: key=value changes of the YAML.
 
     Raises:
-        ValueError: a setting, model or task that the trainer would refuse, too.
+        ValueError: the trainer would refuse a setting, the model or the task.
     """
     if config is None:
         if hf_path is None:

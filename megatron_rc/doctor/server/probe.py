@@ -1,4 +1,4 @@
-"""Asks live SGLang servers what the checks compare; nothing is changed on a server."""
+"""Reads from live SGLang servers what the checks compare; nothing is changed on a server."""
 
 from __future__ import annotations
 
@@ -20,23 +20,19 @@ PROBES = {
     "cool": SamplingParams(1, temperature=0.5),
     "truncated": SamplingParams(8, top_p=0.9, top_k=4),
 }
-"""Requests that doctor sends, by the name under which the checks find the answers."""
+"""Requests that doctor sends, by the names of their answers."""
 PROMPT = (1, 2, 3, 2)
-"""Ids that every vocabulary has: an id outside it would end the server."""
+"""Ids in every vocabulary: an id outside of it would end the server."""
 _LISTED = 5
-_NO_LIMIT = 1 << 31
-"""Any id counts as one of the vocabulary."""
+_ANY_VOCABULARY = 1 << 31
+"""More ids than a vocabulary has."""
 
 
 def read_servers(urls: Sequence[str], timeout_s: float) -> list[ServerFacts]:
-    """Facts of every server, those behind a router each by itself.
-
-    Args:
-        urls: of servers and routers.
-        timeout_s: of one request.
+    """Facts about each server at ``urls`` or behind a router there; ``timeout_s`` is the limit for one request.
 
     Raises:
-        ValueError: a server cannot be reached, or what answers is no SGLang server; one sentence.
+        ValueError: a server cannot be reached, or does not answer as an SGLang server does.
     """
     pool = Pool(urls, concurrency=1, timeout_s=timeout_s)
     try:
@@ -71,7 +67,7 @@ def _read(server: Server, timeout_s: float) -> ServerFacts:
 
 def probe_request(name: str, routes: RouteShape | None) -> Request:
     """One of PROBES as a job would send it."""
-    return Request(uuid.uuid4().hex, PROMPT, (), PROBES[name], _NO_LIMIT, None, routes, newest_version=-1)
+    return Request(uuid.uuid4().hex, PROMPT, (), PROBES[name], _ANY_VOCABULARY, None, routes, newest_version=-1)
 
 
 def _probe(server: Server, request: Request, timeout_s: float) -> ProbeAnswer:
@@ -89,17 +85,16 @@ def _probe(server: Server, request: Request, timeout_s: float) -> ProbeAnswer:
 
 def _is_paused(server: Server, timeout_s: float) -> bool:
     try:
-        server.get("/ready", timeout_s)
+        _optional(server, "/ready", timeout_s)
     except ServerError as error:
-        if error.status == 503:
-            return True
-        if error.status != 404:
+        if error.status != 503:
             raise
+        return True
     return False
 
 
 def _optional(server: Server, path: str, timeout_s: float) -> Any:
-    """The answer, or None where the server has no such path."""
+    """The answer, or None if the server has no such path."""
     try:
         return server.get(path, timeout_s)
     except ServerError as error:
@@ -114,7 +109,7 @@ def _context_length(models: Any) -> int | None:
 
 
 def _api(schema: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """(paths, fields of /generate) of an OpenAPI description."""
+    """The paths, and the fields of /generate, in an OpenAPI description."""
     if not isinstance(schema, dict) or "paths" not in schema:
         return None, None
     request = schema.get("components", {}).get("schemas", {}).get("GenerateReqInput", {}).get("properties")
@@ -124,8 +119,8 @@ def _api(schema: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
 def _model_files(
     info: Mapping[str, Any], model: Mapping[str, Any]
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """config.json with the server's overrides and generation_config.json, where this machine has them."""
-    # after an update from disk /model_info names the folder of the update, which may be gone
+    """config.json with the server's overrides, and generation_config.json, if this machine has them."""
+    # after an update from disk /model_info names the folder of that update, which may be gone
     for folder in (model.get("model_path"), info["model_path"]):
         files = Path(str(folder))
         if (files / "config.json").is_file():

@@ -5,8 +5,7 @@ from __future__ import annotations
 from megatron_rc.doctor.registry import Finding, Registry, Undecided, error, good, note, warning
 from megatron_rc.doctor.server.facts import Facts, eos_ids
 from megatron_rc.engine import SamplingParams
-from megatron_rc.rollout.sglang.request import Request
-from megatron_rc.versions import SGLANG_KEPT_IDS
+from megatron_rc.rollout.sglang.request import Request, missing_kept_ids
 
 SAMPLING: Registry[Facts] = Registry("sampling")
 
@@ -41,34 +40,16 @@ def temperature(facts: Facts) -> Finding:
 @SAMPLING.check
 def kept_ids(facts: Facts) -> Finding:
     """rollout.top_p and top_k against what the server returns kept ids for."""
-    rollout, flags = facts.trainer.settings.rollout, facts.server.flags
-    if not facts.trainer.truncates:
+    params, info = facts.trainer.settings.rollout.sampling(), facts.server.server_info
+    if not params.truncates:
         return good("top_p=1 and top_k=-1 keep the whole vocabulary, so no kept ids are needed")
-    settings = f"top_p={rollout.top_p} and top_k={rollout.top_k}"
-    known = facts.server.request_fields
-    if known is not None and "return_sampling_mask" not in known:
-        return error(
-            f"{settings} truncate, and this server cannot return kept ids",
-            f"Serve with SGLang {SGLANG_KEPT_IDS} or newer, or set rollout.top_p=1 and rollout.top_k=-1.",
-        )
-    algorithm = flags["speculative_algorithm"]
-    if algorithm and "DFLASH" not in str(algorithm):
-        return error(
-            f"{settings} truncate, and the server returns no kept ids under speculative decoding ({algorithm})",
-            "Start the server without --speculative-algorithm, or set rollout.top_p=1 and rollout.top_k=-1.",
-        )
-    most = flags["sampling_mask_max_tokens"]
-    if rollout.top_k == -1:
-        return error(
-            f"top_p={rollout.top_p} with top_k=-1: the server returns kept ids only for a finite top_k",
-            f"Set rollout.top_k to a number from 2 to {most}, large enough that top_p decides.",
-        )
-    if rollout.top_k > most:
-        return error(
-            f"top_k={rollout.top_k} is more than the {most} kept ids that the server returns",
-            f"Start the server with --sampling-mask-max-tokens {rollout.top_k}, or lower rollout.top_k to {most}.",
-        )
-    return good(f"kept ids come back for {settings}, up to {most} per token")
+    fields = facts.server.request_fields
+    if fields is not None and "return_sampling_mask" not in fields:
+        info = {}  # a server without the field has no limit either, whatever it says
+    if missing := missing_kept_ids(info, params):
+        return error(*missing)
+    most = info["sampling_mask_max_tokens"]
+    return good(f"kept ids come back for top_p={params.top_p} and top_k={params.top_k}, up to {most} per token")
 
 
 @SAMPLING.check

@@ -11,10 +11,9 @@ from megatron_rc.engine import RolloutEngine, Sample, SamplingParams, check_requ
 from megatron_rc.rollout.sglang.generation import Response, Run
 from megatron_rc.rollout.sglang.http import Server
 from megatron_rc.rollout.sglang.pool import Pool
-from megatron_rc.rollout.sglang.request import Piece, RouteShape
+from megatron_rc.rollout.sglang.request import Piece, RouteShape, missing_kept_ids
 from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
 from megatron_rc.settings import SGLangSettings
-from megatron_rc.versions import SGLANG_KEPT_IDS
 
 _CONTROL_S = 30.0
 BELOW_CONTEXT = 4
@@ -75,24 +74,11 @@ class SGLangEngine(RolloutEngine):
         self._send_seeds = all(server.info.get("enable_deterministic_inference") for server in self._pool.servers)
 
     def check_sampling(self, params: SamplingParams) -> None:
-        """Raise ValueError when the servers cannot sample this way, or not return the kept ids."""
-        if not params.truncates:
-            return
-        if params.top_k == -1:
-            raise ValueError(
-                f"top_p={params.top_p!r} needs a finite top_k, too: SGLang returns the kept ids of top-k sampling "
-                "alone; set top_k to 1000, for instance, and top_p cuts what it cuts"
-            )
+        """Raise ValueError when a server cannot return the kept ids of this way of sampling."""
         for server in self._pool.servers:
-            limit = server.info.get("sampling_mask_max_tokens")
-            if limit is None:
+            if missing := missing_kept_ids(server.info, params):
                 raise ValueError(
-                    f"{server.url} returns no kept ids, which top_p and top_k need: serve with SGLang "
-                    f"{SGLANG_KEPT_IDS} or newer, or set top_p=1 and top_k=-1"
-                )
-            if params.top_k > limit:
-                raise ValueError(
-                    f"top_k must be <= {limit}, the --sampling-mask-max-tokens of {server.url}, got {params.top_k!r}"
+                    f"{server.url}: {missing.problem}; {missing.fix[0].lower()}{missing.fix[1:].rstrip('.')}"
                 )
 
     def generate(

@@ -83,8 +83,16 @@ def test_importing_the_package_or_the_engine_does_not_import_aiohttp() -> None:
         ([[3], [3, 37]], PARAMS, "prompt 1 has an id outside the vocabulary of 37"),
         ([[3], [-1]], PARAMS, "prompt 1 has an id outside the vocabulary of 37"),
         ([[3] * 247], PARAMS, "prompt 0 has 247 tokens, which with max_new_tokens=8 is longer than the context of 254"),
-        ([[3]], SamplingParams(top_p=0.9), "top_p=0.9 needs a finite top_k"),
-        ([[3]], SamplingParams(top_k=5000), "top_k must be <= 4096, the --sampling-mask-max-tokens of "),
+        (
+            [[3]],
+            SamplingParams(top_p=0.9),
+            "kept ids only for a finite top_k; set rollout.top_k to a number from 2 to 4096",
+        ),
+        (
+            [[3]],
+            SamplingParams(top_k=5000),
+            "top_k=5000 is more than the 4096 kept ids that .*-max-tokens 5000",
+        ),
     ],
 )
 def test_a_request_that_would_harm_or_be_refused_is_not_sent(
@@ -101,7 +109,14 @@ def test_a_request_that_would_harm_or_be_refused_is_not_sent(
 def test_servers_that_return_no_kept_ids_sample_without_top_k_only() -> None:
     with FaultySglang(info={"sampling_mask_max_tokens": None}) as server, sglang_engine(server.url) as engine:
         engine.check_sampling(PARAMS)
-        with pytest.raises(ValueError, match=f"{server.url} returns no kept ids"):
+        with pytest.raises(ValueError, match=f"{server.url}: .* this server cannot return kept ids; serve with SGLang"):
+            engine.check_sampling(SamplingParams(top_k=4))
+
+
+def test_servers_that_draft_tokens_return_no_kept_ids() -> None:
+    with FaultySglang(info={"speculative_algorithm": "EAGLE"}) as server, sglang_engine(server.url) as engine:
+        engine.check_sampling(PARAMS)
+        with pytest.raises(ValueError, match=r"no kept ids under speculative decoding \(EAGLE\)"):
             engine.check_sampling(SamplingParams(top_k=4))
 
 

@@ -64,7 +64,7 @@ def test_a_server_that_cannot_be_used_is_one_sentence(tmp_path: Path, tmp_path_f
         config, url = job(tmp_path, server.model), f"rollout.sglang.urls=['{server.url}']"
         sentences = {
             "names no experts": [url, "rollout.sglang.capture_routes=true"],
-            "needs a finite top_k": [url, "rollout.top_p=0.9"],
+            "only for a finite top_k": [url, "rollout.top_p=0.9"],
             "http://127.0.0.1:9": ["rollout.sglang.urls=['http://127.0.0.1:9']"],
         }
         answers = run_together([train(config, tmp_path / "out", *chosen) for chosen in sentences.values()], tmp_path)
