@@ -1,4 +1,4 @@
-"""Hugging Face configurations as one dictionary with every field filled in, and the names of dtypes."""
+"""Hugging Face configurations as dictionaries with every field filled in, and the names of dtypes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class Precision(NamedTuple):
     name: str
-    """The name that torch, config.json and the flags of SGLang share."""
+    """The name in torch, in config.json and in the flags of SGLang."""
     bytes: int
     """Per number."""
 
@@ -42,7 +42,7 @@ def hf_config_dict(settings: ModelSettings) -> dict[str, Any]:
         with experts, ``num_experts``; the class accepts them back as keyword arguments.
 
     Raises:
-        ValueError: naming the field that is missing, unknown, of a wrong type, or not supported.
+        ValueError: a field is missing, unknown, of a wrong type, or has a value that is not supported.
     """
     if settings.hf_path is None:
         return _with_defaults(dict(settings.config), "model.config", refuse_unknown=True)

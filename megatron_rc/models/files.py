@@ -1,4 +1,4 @@
-"""The safetensors of a Hugging Face checkpoint: read slice by slice, written file by file."""
+"""The safetensors files of a Hugging Face checkpoint: read slice by slice, written file by file."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class HfCheckpoint:
             raise ValueError(f"{self.path / file} has no tensor {name!r}, which {_INDEX} says it holds") from None
 
     def check(self, expected: Iterable[HfTensor]) -> None:
-        """Compare names and shapes with ``expected``; reads headers only.
+        """Compare names and shapes with ``expected``, from the headers alone.
 
         Raises:
-            ValueError: naming the file and the first tensor that is missing, unexpected or of another shape.
+            ValueError: a tensor is missing, unexpected or of another shape; the error names it and its file.
         """
         known = {tensor.name: tensor for tensor in expected}
         for tensor in known.values():
@@ -86,7 +86,7 @@ class HfCheckpoint:
 
 
 def _derived(name: str, known: dict[str, HfTensor]) -> bool:
-    """Whether this is a tensor that some writers store although other tensors or config.json determine it."""
+    """True for a tensor that some writers store although other tensors or config.json determine it."""
     tied_head = name == "lm_head.weight" and "model.embed_tokens.weight" in known
     return tied_head or name.endswith("rotary_emb.inv_freq")
 
@@ -99,14 +99,10 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 class Writer:
-    """Writes a checkpoint tensor by tensor; a file appears under its name only when it is whole and on the disk."""
+    """Writes a checkpoint tensor by tensor; a file gets its name only when it is whole and on the disk."""
 
     def __init__(self, path: Path, shard_bytes: int) -> None:
-        """Make the folder.
-
-        Args:
-            shard_bytes: size at which another file is begun; about this much host memory is held.
-        """
+        """Make the folder; a file of ``shard_bytes``, the most that is held in host memory, is followed by another."""
         path.mkdir(parents=True, exist_ok=True)
         self.path, self.shard_bytes = path, shard_bytes
         self._pending: dict[str, Tensor] = {}
@@ -115,17 +111,17 @@ class Writer:
         self._dtype = torch.float32
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a copy of ``tensor``, and write a file first where it would grow beyond ``shard_bytes``."""
+        """Copy ``tensor``; first write a file if it would grow beyond ``shard_bytes``."""
         if self._pending and self._pending_bytes + tensor.nbytes > self.shard_bytes:
             self._flush()
-        # the tensor may be a view of a living parameter, and share its storage with others
+        # the tensor may be a view of a parameter that changes, and share its storage with others
         self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._pending_bytes += tensor.nbytes
         self._total_bytes += tensor.nbytes
         self._dtype = tensor.dtype
 
     def finish(self, hf_config: Mapping[str, Any]) -> None:
-        """Write the last file, give all files their names, and write the index and config.json."""
+        """Write the last file, name all files, and write the index and config.json."""
         self._flush()
         count = len(self._shards)
         names = [_SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]

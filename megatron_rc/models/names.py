@@ -20,15 +20,15 @@ class HfTensor:
     name: str
     shape: tuple[int, ...]
     split: int | None = None
-    """Dimension that tensor parallelism cuts into equal parts, the vocabulary rounded up; None is not cut."""
+    """Dimension that tensor parallelism cuts into equal parts (after padding of a vocabulary); None: it is not cut."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of the whole model and the Hugging Face tensors it is joined from."""
+    """One parameter of the whole model, and the Hugging Face tensors that it joins."""
 
     megatron: tuple[str, ...]
-    """Possible names, with model-wide layer and expert numbers; the layer spec decides which one exists."""
+    """Possible names, with layer and expert numbers of the whole model; the layer spec decides which one exists."""
     tensors: tuple[HfTensor, ...]
     layer: int | None = None
     """None outside the layers."""
@@ -37,7 +37,7 @@ class Parameter:
     head_dim: int = 0
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The local parameter from the local part of each tensor: q k v by query group, gate above up, or one part."""
+        """The local parameter from the local parts of its tensors: q, k and v by query group, gate above up, or one."""
         if self.join_as == "query_groups":
             groups = parts[1].shape[0] // self.head_dim
             return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The transformers model that the embedded engine samples from, and where each checkpoint tensor goes in it."""
+"""The transformers model that the embedded engine samples from, and the place of each checkpoint tensor in it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def build_model(hf_config: dict[str, Any], dtype: torch.dtype, device: torch.dev
     config = family.config_class()(**{key: value for key, value in hf_config.items() if key != "model_type"})
     if getattr(config, "use_sliding_window", False):
         raise ValueError("use_sliding_window must be false: the engine attends to the whole context")
-    # the caller's random state is not the engine's to advance
+    # leave the caller's random state as it is
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         model = family.model_class()._from_config(config, attn_implementation="sdpa", dtype=dtype)
     return model.eval().requires_grad_(False)
 
 
 def weight_slots(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Where each checkpoint tensor goes; transformers fuses the experts that checkpoints store one by one."""
+    """The place of each checkpoint tensor; transformers fuses the experts that checkpoints store one by one."""
     slots: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         experts = name.rpartition(".")[0]

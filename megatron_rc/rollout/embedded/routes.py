@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class RouteCapture:
-    """Keeps what every router of the model chose last, and lays it out by response and column of the cache."""
+    """Records the choices of every router of the model, by response and column of the cache."""
 
     def __init__(self, model: Any) -> None:
-        """Raises ValueError for a model without experts."""
+        """Watch the routers of ``model``; ValueError for a model without experts."""
         self._last: dict[int, Tensor] = {}
         self._layers = len(model.model.layers)
         self._top_k = getattr(model.config, "num_experts_per_tok", 0)
@@ -28,11 +28,11 @@ class RouteCapture:
         self._table = torch.zeros(rows, columns, self._layers, self._top_k, dtype=torch.int32)
 
     def keep(self, rows: Tensor, column: int, *, of: Tensor | None = None) -> None:
-        """Write what the last forward pass chose, from ``column`` on.
+        """Record the choices of the last forward pass, from ``column`` on.
 
         Args:
             rows: [B] int64 responses.
-            of: [B] int64, which row of the forward pass belongs to each; None: the same order.
+            of: [B] int64, the row of the forward pass of each response; None: the same order.
         """
         for layer, experts in self._last.items():
             ids = experts.view(len(rows) if of is None else int(of.max()) + 1, -1, self._top_k)

@@ -1,4 +1,4 @@
-"""The servers of an engine: found by url or through a router, chosen for requests, taken out of rotation."""
+"""The servers of an engine: connected by url or through a router, picked for requests, taken out of rotation."""
 
 from __future__ import annotations
 
