@@ -47,7 +47,8 @@ def _read(server: Server, timeout_s: float) -> ServerFacts:
     if not isinstance(server.info, dict) or "model_path" not in server.info:
         raise ValueError(f"{server.url} does not answer /server_info as an SGLang server does")
     config, generation_config = _model_files(server.info, server.model)
-    paths, fields = _api(_optional(server, "/openapi.json", timeout_s))
+    schema, models = (_optional(server, path, timeout_s) for path in ("/openapi.json", "/v1/models"))
+    fields = schema.get("components", {}).get("schemas", {}).get("GenerateReqInput", {}).get("properties")
     is_paused = _is_paused(server, timeout_s)
     routes = RouteShape.of(config) if config and server.info.get("enable_return_routed_experts") else None
     asked = {} if is_paused else {name: probe_request(name, routes) for name in PROBES}
@@ -55,9 +56,9 @@ def _read(server: Server, timeout_s: float) -> ServerFacts:
         url=server.url,
         server_info=server.info,
         model_info=server.model,
-        context_length=_context_length(_optional(server, "/v1/models", timeout_s)),
-        paths=paths,
-        request_fields=fields,
+        context_length=models["data"][0].get("max_model_len") if models.get("data") else None,
+        paths=tuple(schema["paths"]) if "paths" in schema else None,
+        request_fields=None if fields is None else tuple(fields),
         model_config=config,
         generation_config=generation_config,
         is_paused=is_paused,
@@ -93,27 +94,15 @@ def _is_paused(server: Server, timeout_s: float) -> bool:
     return False
 
 
-def _optional(server: Server, path: str, timeout_s: float) -> Any:
-    """The answer, or None if the server has no such path."""
+def _optional(server: Server, path: str, timeout_s: float) -> dict[str, Any]:
+    """The fields of the answer; none if the server has no such path, or answers with something else."""
     try:
-        return server.get(path, timeout_s)
+        answer = server.get(path, timeout_s)
     except ServerError as error:
         if error.status != 404:
             raise
-        return None
-
-
-def _context_length(models: Any) -> int | None:
-    listed = models.get("data") if isinstance(models, dict) else None
-    return listed[0].get("max_model_len") if listed else None
-
-
-def _api(schema: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """The paths, and the fields of /generate, in an OpenAPI description."""
-    if not isinstance(schema, dict) or "paths" not in schema:
-        return None, None
-    request = schema.get("components", {}).get("schemas", {}).get("GenerateReqInput", {}).get("properties")
-    return tuple(schema["paths"]), None if request is None else tuple(request)
+        return {}
+    return answer if isinstance(answer, dict) else {}
 
 
 def _model_files(

@@ -77,9 +77,8 @@ class SGLangEngine(RolloutEngine):
         """Raise ValueError when a server cannot return the kept ids of this way of sampling."""
         for server in self._pool.servers:
             if missing := missing_kept_ids(server.info, params):
-                raise ValueError(
-                    f"{server.url}: {missing.problem}; {missing.fix[0].lower()}{missing.fix[1:].rstrip('.')}"
-                )
+                problem, fix = missing
+                raise ValueError(f"{server.url}: {problem}; {fix[0].lower()}{fix[1:].rstrip('.')}")
 
     def generate(
         self,

@@ -25,46 +25,18 @@ _FUSED = (
 )
 
 
-class Ledger:
-    """Names, shapes and sums of the weights sent; all updates must hold the same tensors as the first accepted one."""
-
-    def __init__(self) -> None:
-        self._shapes: dict[str, torch.Size] = {}
-        self._sums: dict[str, int] = {}
-
-    def open(self) -> Delivery:
-        """The record of one update."""
-        return Delivery(self._shapes)
-
-    def changed(self, delivery: Delivery) -> set[str]:
-        """Names of tensors that certainly differ from those last accepted; others may differ, too.
-
-        Raises:
-            ValueError: the update lacks tensors of the first one.
-        """
-        missing = [name for name in self._shapes if name not in delivery.shapes]
-        if missing:
-            raise ValueError(
-                f"the update lacks {len(missing)} of the {len(self._shapes)} tensors of the first one, such as "
-                f"{missing[0]}"
-            )
-        if not delivery.shapes:
-            raise ValueError("the update holds no tensor")
-        sums = delivery.sums()
-        return {name for name, value in sums.items() if name in self._sums and value != self._sums[name]}
-
-    def accept(self, delivery: Delivery) -> None:
-        """Compare the next update with this one, which servers hold now."""
-        self._shapes, self._sums = dict(delivery.shapes), delivery.sums()
-
-
 class Delivery:
-    """The tensors of one update, seen one by one."""
+    """Names, shapes and sums of the weights of one update, which must hold the tensors of the one before."""
 
-    def __init__(self, expected: Mapping[str, torch.Size]) -> None:
+    def __init__(self, before: Delivery | None) -> None:
+        """
+        Args:
+            before: the last update that servers accepted.
+        """
         self.shapes: dict[str, torch.Size] = {}
-        self._expected = expected
         self._sums: list[Tensor] = []
+        self._expected = before.shapes if before else {}
+        self._sums_before = before.sums() if before else {}
 
     def see(self, name: str, tensor: Tensor) -> None:
         """Record a tensor; ValueError for one that would damage the server, whose process a wrong shape ends."""
@@ -82,6 +54,22 @@ class Delivery:
 
     def sums(self) -> dict[str, int]:
         return dict(zip(self.shapes, torch.stack(self._sums).tolist(), strict=True))
+
+    def changed(self) -> set[str]:
+        """Names of tensors that certainly differ from those of the update before; others may differ, too.
+
+        Raises:
+            ValueError: the update is empty, or lacks tensors of the one before.
+        """
+        missing = [name for name in self._expected if name not in self.shapes]
+        if missing:
+            raise ValueError(
+                f"the update lacks {len(missing)} of the {len(self._expected)} tensors of the first one, such as "
+                f"{missing[0]}"
+            )
+        if not self.shapes:
+            raise ValueError("the update holds no tensor")
+        return {name for name, value in self.sums().items() if self._sums_before.get(name, value) != value}
 
 
 def server_name(name: str) -> str:

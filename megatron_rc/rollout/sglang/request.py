@@ -268,36 +268,30 @@ class Request:
         raise DamagedAnswer("unknown_version", sentence)
 
 
-class MissingKeptIds(NamedTuple):
-    problem: str
-    fix: str
-    """One sentence that names the flag or setting."""
-
-
-def missing_kept_ids(info: Mapping[str, Any], params: SamplingParams) -> MissingKeptIds | None:
-    """Why a server with this /server_info lacks the kept ids that ``params`` need; None if it returns all of them."""
+def missing_kept_ids(info: Mapping[str, Any], params: SamplingParams) -> tuple[str, str] | None:
+    """Why a server with this /server_info lacks the kept ids that ``params`` need, and the fix; None if it has them."""
     if not params.truncates:
         return None
     sampling, most = f"top_p={params.top_p} and top_k={params.top_k}", info.get("sampling_mask_max_tokens")
     without = "or set rollout.top_p=1 and rollout.top_k=-1"
     if most is None:
-        return MissingKeptIds(
+        return (
             f"{sampling} truncate, and this server cannot return kept ids",
             f"Serve with SGLang {SGLANG_KEPT_IDS} or newer, {without}.",
         )
     algorithm = info.get("speculative_algorithm")
     if algorithm and "DFLASH" not in str(algorithm):
-        return MissingKeptIds(
+        return (
             f"{sampling} truncate, and the server returns no kept ids under speculative decoding ({algorithm})",
             f"Start the server without --speculative-algorithm, {without}.",
         )
     if params.top_k == -1:
-        return MissingKeptIds(
+        return (
             f"top_p={params.top_p} with top_k=-1: the server returns kept ids only for a finite top_k",
             f"Set rollout.top_k to a number from 2 to {most}, large enough that top_p decides.",
         )
     if params.top_k > most:
-        return MissingKeptIds(
+        return (
             f"top_k={params.top_k} is more than the {most} kept ids that the server returns",
             f"Start the server with --sampling-mask-max-tokens {params.top_k}, or lower rollout.top_k to {most}.",
         )

@@ -15,7 +15,7 @@ from megatron_rc.rollout.sglang.buckets import cast, server_dtype
 from megatron_rc.rollout.sglang.control import on_every
 from megatron_rc.rollout.sglang.http import Server
 from megatron_rc.rollout.sglang.pool import Pool
-from megatron_rc.rollout.sglang.proof import Checksums, Ledger, mean_difference, not_sent, not_taken, odd_ones_out
+from megatron_rc.rollout.sglang.proof import Checksums, Delivery, mean_difference, not_sent, not_taken, odd_ones_out
 from megatron_rc.rollout.sglang.send_disk import DiskSync
 from megatron_rc.rollout.sglang.send_group import GroupSync
 from megatron_rc.rollout.sglang.send_tensor import TensorSync
@@ -45,7 +45,8 @@ class WeightSync:
     probe: Callable[[list[int]], list[float]] | None = None
     """The trainer's log-probs of a prompt: log pi(prompt[t] | prompt[:t]) of t >= 1, nats, at temperature 1, by the
     weights just sent. Called once per update, in the writing process alone, after all weights were taken."""
-    ledger: Ledger = field(default_factory=Ledger)
+    accepted: Delivery | None = None
+    """The last update that servers passed."""
     known: dict[str, tuple[str, Checksums]] = field(default_factory=dict)
     """Version and checksums after the last update that a server passed, by url."""
 
@@ -120,12 +121,12 @@ class _Update:
         self.step("pausing", lambda s: s.post("/pause_generation", {"mode": "abort"}, timeout_s))
         self.step("naming", lambda s: control.set_version(s, self.unproved, timeout_s))
         dtype = self.common_dtype()
-        delivery = sync.ledger.open()
+        delivery = Delivery(sync.accepted)
         sessions = {}
         if sync.transport.in_session:
             sessions = self.step("opening the update", lambda s: control.begin_update(s, timeout_s))
         self.drop(sync.transport.send(self.live, cast(weights, dtype, delivery.see), self.version))
-        changed = sync.ledger.changed(delivery)
+        changed = delivery.changed()
         self.step("closing the update", lambda s: sessions.get(s.url) and s.post("/end_weight_update", {}, timeout_s))
         self.step("flushing", lambda s: s.post("/flush_cache", {}, timeout_s))
         held = self.step("computing checksums", lambda s: control.checksums(s, timeout_s))
@@ -133,7 +134,7 @@ class _Update:
         self.step("naming", self.name_and_read_back)
         self.step("continuing", lambda s: s.post("/continue_generation", {}, timeout_s))
         self.compare_probe(self.step("probing", self.probe), dtype)
-        sync.ledger.accept(delivery)
+        sync.accepted = delivery
         for server in self.live:
             sync.known[server.url] = (str(self.version), held[server.url] or [])
             server.out = None
