@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import math
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from megatron_rc.rollout.sglang.control import on_every
 from megatron_rc.rollout.sglang.http import Background, Server, ServerError
 from megatron_rc.versions import SGLANG_WEIGHT_VERSION
 
@@ -79,28 +77,24 @@ class Pool:
             put_back: servers that were out of rotation and have this version return.
         """
 
-        async def read(server: Server) -> None:
-            try:
-                served = (await server.ask("/model_info", None, self._timeout_s)).get("weight_version")
-            except ServerError as error:
-                server.out = server.out or str(error)
-                return
-            if served != version:
-                server.out = server.out or f"it serves weights {served!r} and not {version!r}"
+        served, failures = on_every(self.servers, lambda s: s.get("/model_info", self._timeout_s).get("weight_version"))
+        for server in self.servers:
+            problem = failures.get(server.url)
+            if problem is None and served[server.url] != version:
+                problem = f"it serves weights {served[server.url]!r} and not {version!r}"
+            if problem is not None:
+                server.out = server.out or problem
             elif put_back:
                 server.out = None
 
-        self.background.run(_all(map(read, self.servers)))
-
     def disown(self) -> None:
         """Rename the weights of servers that are out of rotation, so that no other process samples from them."""
-        body = json.dumps({"new_version": "out-of-rotation", "abort_all_requests": True}).encode()
-
-        async def rename(server: Server) -> None:
-            with contextlib.suppress(ServerError):  # a server that is gone serves nothing
-                await server.ask("/update_weight_version", body, min(self._timeout_s, _REACH_S))
-
-        self.background.run(_all(map(rename, [server for server in self.servers if server.out is not None])))
+        body, timeout_s = {"new_version": "out-of-rotation", "abort_all_requests": True}, min(self._timeout_s, _REACH_S)
+        # failures do not matter: a server that is gone serves nothing
+        on_every(
+            [server for server in self.servers if server.out is not None],
+            lambda s: s.post("/update_weight_version", body, timeout_s),
+        )
 
     def close(self) -> None:
         self.background.close()
@@ -142,7 +136,3 @@ class Pool:
                 f"{url} does not say its weight version; SGLang {SGLANG_WEIGHT_VERSION} or newer is needed"
             )
         return server
-
-
-async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    await asyncio.gather(*work)
