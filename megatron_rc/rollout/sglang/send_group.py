@@ -30,7 +30,7 @@ _DESTROY_SECONDS = 10.0
 class _Group(NamedTuple):
     name: str
     handle: dist.ProcessGroup
-    urls: frozenset[str]
+    servers: Sequence[Server]
 
 
 class GroupSync(Transport):
@@ -47,7 +47,6 @@ class GroupSync(Transport):
         super().__init__(settings, hf_config)
         self._timeout_s = settings.timeout_s
         self._group: _Group | None = None
-        self._servers: list[Server] = []
 
     def send(self, servers: Sequence[Server], weights: Iterator[tuple[str, Tensor]], version: int) -> dict[str, str]:
         failures: dict[str, str] = {}
@@ -79,14 +78,14 @@ class GroupSync(Transport):
 
     def close(self) -> None:
         """Break up the group on both sides."""
-        self._leave(notify=self._servers)
+        if self._group is not None:
+            self._leave(notify=self._group.servers)
 
     def _join(self, servers: Sequence[Server], backend: str) -> dict[str, str]:
         """Form the group of ``servers`` unless it exists; why servers failed, one sentence per url."""
-        urls = frozenset(server.url for server in servers)
-        if self._group is not None and self._group.urls == urls:
+        if self._group is not None and set(self._group.servers) == set(servers):
             return {}
-        self._leave(notify=self._servers)
+        self.close()
         # joining waits for all servers, so find out first which ones are gone
         gone = on_every(servers, lambda s: s.get("/model_info", _JOIN_SECONDS))[1]
         if gone:
@@ -119,9 +118,9 @@ class GroupSync(Transport):
             except RuntimeError as error:
                 failures = asked.result()[1]
                 sentence = f"not all servers joined the group within {_JOIN_SECONDS:g} s: {error}"
-                return failures or dict.fromkeys(urls, sentence)
+                return failures or {server.url: sentence for server in servers}
             failures = asked.result()[1]
-        self._group, self._servers = _Group(name, handle, urls), list(servers)
+        self._group = _Group(name, handle, list(servers))
         return failures
 
     def _broadcast(self, servers: Sequence[Server], bucket: Bucket) -> dict[str, str]:
@@ -135,8 +134,7 @@ class GroupSync(Transport):
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        threads = ThreadPoolExecutor(len(servers))
-        try:
+        with ThreadPoolExecutor(len(servers)) as threads:
             asked = {
                 server.url: threads.submit(server.post, "/update_weights_from_distributed", body, self._timeout_s)
                 for server in servers
@@ -150,14 +148,12 @@ class GroupSync(Transport):
             if broken is not None:
                 _destroy([server for server in servers if server.url not in failures], group.name)
             return failures or (dict.fromkeys(asked, broken) if broken is not None else {})
-        finally:
-            threads.shutdown()
 
     def _leave(self, notify: Sequence[Server] = ()) -> None:
         """Break up the group here, and on the servers in ``notify``."""
         if self._group is None:
             return
-        group, self._group, self._servers = self._group, None, []
+        group, self._group = self._group, None
         group.handle.abort()
         dist.destroy_process_group(group.handle)
         _destroy(notify, group.name)
