@@ -115,24 +115,13 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def interpreter_made_faster() -> Any:
-    """The interpreter without its most repeated work, where the tests' helper for it can be imported."""
-    if not triton.knobs.runtime.interpret:
-        return nullcontext()
-    try:
-        from fast_interpreter import language_patched_once_a_launch
-    except ImportError:  # it needs pytest
-        return nullcontext()
-    return language_patched_once_a_launch()
-
-
 def main() -> None:
     arguments = parse()
     interpreted = bool(triton.knobs.runtime.interpret)
     device = torch.device("cpu") if interpreted else torch.device("cuda", torch.cuda.current_device())
     setting = Setting(device, arguments.small, interpreted)
     worker, arguments.part = arguments.part is not None, arguments.part or (0, 1)
-    with toy_blocks() if arguments.small else nullcontext(), interpreter_made_faster():
+    with toy_blocks() if arguments.small else nullcontext(), checkout.faster_interpreter():
         if worker:
             run_here(arguments, setting, lambda check: say({"begins": check.title}), say)
             return

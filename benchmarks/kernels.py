@@ -196,4 +196,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with checkout.faster_interpreter():
+        main()

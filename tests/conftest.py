@@ -43,6 +43,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if runs(item)]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _interpreter_that_remembers() -> Iterator[None]:
+    """The interpreter without its most repeated work, for every test of a kernel."""
+    if not INTERPRETED:
+        yield
+        return
+    # the other tests need no triton
+    from fast_interpreter import interpreter_that_remembers
+
+    with interpreter_that_remembers():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _outputs_start_as_nan(request: pytest.FixtureRequest) -> Iterator[None]:
     """Whatever a kernel forgets to write is seen: torch.empty is filled with NaN, or with the largest integer."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from fast_interpreter import language_patched_once_a_launch
 from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +33,7 @@ FULL = Setting(CPU, small=False, interpreted=True)
 
 def checked(title: str) -> dict[str, Any]:
     (check,) = [check for check in all_checks(TOY, []) if check.title == title]
-    with toy_blocks(), language_patched_once_a_launch():
+    with toy_blocks():
         return run_check(check, TOY)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fast_interpreter import language_patched_once_a_launch
 from hypothesis import given, settings
 from kernel_correction_data import (
     SEGMENTS,
@@ -33,7 +32,7 @@ LENGTHS = [9, 0, 3 * UNIT_BLOCK, 1, UNIT_BLOCK + 1, 0, 70]
 
 @pytest.fixture(autouse=True, scope="module")
 def _many_small_chunks() -> Iterator[None]:
-    with language_patched_once_a_launch(), small_blocks():
+    with small_blocks():
         yield
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from correction_book import case
-from fast_interpreter import language_patched_once_a_launch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_correction_data import UNIT_BLOCK, corrections, small_blocks
@@ -40,7 +39,7 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invali
 @pytest.fixture(autouse=True, scope="module")
 def _many_small_chunks() -> Iterator[None]:
     # "auto" is the kernels here
-    with language_patched_once_a_launch(), small_blocks():
+    with small_blocks():
         yield
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from fast_interpreter import language_patched_once_a_launch
 from kernel_correction_data import SEGMENTS, assert_agrees, batch_of, small_blocks
 from launches import count_launches, recorded_launches
 from traffic import counted_traffic
@@ -25,8 +24,7 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invali
 @pytest.fixture(autouse=True)
 def _as_in_production() -> Iterator[None]:
     before = set_debug_checks(False)
-    with language_patched_once_a_launch():
-        yield
+    yield
     set_debug_checks(before)
 
 

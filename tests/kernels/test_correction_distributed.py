@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from fast_interpreter import language_patched_once_a_launch
 from kernel_correction_data import small_blocks
 from test_distributed import (
     CORRECTIONS,
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.interpreter
 
 
 def everything(rank: int) -> dict[str, Any]:
-    with language_patched_once_a_launch(), small_blocks():
+    with small_blocks():
         return {
             "DP": data_parallel(rank, 2),
             "CP": context_parallel(rank, 2, 1),
