@@ -1,10 +1,10 @@
-"""The dump: every training batch as one Parquet file per step, one row per sequence, token ids only."""
+"""The dump's writer: a training batch as one Parquet file per step, one row per sequence, never text."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,43 +16,17 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample
+from megatron_rc.schema.dump import FLAGS, IDS, SAMPLING_KEY, SCHEMA
+from megatron_rc.schema.dump import dump_files as dump_files
+from megatron_rc.schema.dump import read_dump as read_dump
 from megatron_rc.schema.files import replace_file, replace_text
 
-_ids = pa.list_(pa.int32())
-_numbers = pa.list_(pa.float32())
-_flags = pa.list_(pa.bool_())
-_version_span = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
-
-SCHEMA = pa.schema(
-    [
-        pa.field("step", pa.int64(), nullable=False),
-        pa.field("sequence", pa.int32(), nullable=False),
-        pa.field("group", pa.int64()),
-        pa.field("seed", pa.int64(), nullable=False),
-        pa.field("prompt_ids", _ids, nullable=False),
-        pa.field("output_ids", _ids, nullable=False),
-        pa.field("loss_mask", _flags, nullable=False),
-        pa.field("rollout_logprobs", _numbers, nullable=False),
-        pa.field("old_logprobs", _numbers),
-        pa.field("weights", _numbers),
-        pa.field("mask", _flags),
-        pa.field("advantage", pa.float32()),
-        pa.field("reward", pa.float32()),
-        pa.field("finish_reason", pa.string(), nullable=False),
-        pa.field("weight_versions", pa.list_(_version_span), nullable=False),
-        pa.field("temperature", pa.float64(), nullable=False),
-        pa.field("top_p", pa.float64(), nullable=False),
-        pa.field("top_k", pa.int32(), nullable=False),
-        pa.field("support", pa.list_(_ids)),
-        pa.field("routes", pa.large_binary()),
-        pa.field("routes_shape", _ids),
-    ]
-)
-"""Columns of a dump; docs/dump.md says what each one holds."""
-
 _ROUTE = np.dtype("<i4")
-SAMPLING_KEY = b"megatron_rc.sampling"
-"""Schema metadata: the SamplingParams of the step as JSON."""
+COMPUTED = ("old_logprobs", "entropy", "varentropy", "top1_prob", "kept_mass", "weights", "mask", "routes_shifted")
+"""Columns with a value per token that the trainer computes."""
+_OF_SAMPLE = ("prompt_ids", "output_ids", "finish_reason", "support", "server", "syncs", "cached_tokens", "retractions")
+_OF_SAMPLING = ("temperature", "top_p", "top_k")
+_OF_DISCARDED = ("prompt_ids", "output_ids", "logprobs", "finish_reason", "weight_versions", "retractions")
 
 
 class _FolderWriter:
@@ -72,6 +46,8 @@ class DumpWriter(_FolderWriter):
         samples: Sequence[Sample],
         seeds: Sequence[int],
         computed: Mapping[str, Tensor] | None = None,
+        placed: Mapping[str, Sequence[int | None]] | None = None,
+        trainer_version: int | None = None,
         routes: bool = False,
     ) -> Path:
         """Write one step.
@@ -79,13 +55,18 @@ class DumpWriter(_FolderWriter):
         Args:
             batch: the batch of ``samples``, in their order.
             seeds: [S] seed of each response, < 2^63, unique in the run; replay finds a response by it.
-            computed: [N] values packed like the batch, by the column that holds them: old_logprobs, weights, mask; a
-                column without values is null.
+            computed: [N] values packed like the batch, by the column that holds them, one of COMPUTED; a column without
+                values is null.
+            placed: [S] where the trainer put each sequence: train_rank and pack_position, None where it did not.
+            trainer_version: version of the weights that computed old_logprobs.
             routes: write the routes of the samples, too; they are many times as large as the rest.
         """
         path = self.folder / f"step-{step:06d}.parquet"
         with replace_file(path) as unfinished:
-            table = _table(step, batch, samples, seeds, computed or {}, routes)
+            columns: dict[str, Any] = {**_computed(batch, samples, computed or {}), **(placed or {})}
+            columns |= _recorded(batch, samples, routes)
+            columns |= {"step": [step] * len(samples), "trainer_version": [trainer_version] * len(samples)}
+            table = _table(columns | {"sequence": range(len(samples)), "seed": seeds}, batch)
             pq.write_table(table, unfinished, compression="zstd")
         return path
 
@@ -97,52 +78,35 @@ class DiscardedWriter(_FolderWriter):
         path = self.folder / f"step-{step:06d}.jsonl"
         fields = [
             {"rejected": s.discarded, "rejected_detail": s.discarded_detail}
-            | {name: getattr(s, name) for name in _KEPT}
+            | {name: getattr(s, name) for name in _OF_DISCARDED}
             for s in samples
         ]
         replace_text(path, "".join(json.dumps(row) + "\n" for row in fields))
         return path
 
 
-_KEPT = ("prompt_ids", "output_ids", "logprobs", "finish_reason", "weight_versions", "retractions")
-
-
-_COMPUTED = ("old_logprobs", "weights", "mask")
-_OF_SAMPLE = ("prompt_ids", "output_ids", "finish_reason", "support")
-_OF_SAMPLING = ("temperature", "top_p", "top_k")
-
-
-def _table(
-    step: int,
-    batch: TokenBatch,
-    samples: Sequence[Sample],
-    seeds: Sequence[int],
-    computed: Mapping[str, Tensor],
-    routes: bool,
-) -> pa.Table:
-    assert len(samples) == len(seeds) == batch.num_sequences, "one sample and one seed per sequence"
-    rows, offsets = _output_rows(batch, samples)
-
-    def per_token(values: Tensor | None, kind: pa.DataType) -> pa.Array:
+def _table(columns: Mapping[str, Any], batch: TokenBatch) -> pa.Table:
+    """One row per sequence; a column that is not given is null."""
+    settings = json.dumps(dataclasses.asdict(batch.sampling)).encode()
+    arrays = []
+    for field in SCHEMA:
+        values = columns.get(field.name)
         if values is None:
-            return pa.nulls(len(samples), kind)
-        return pa.ListArray.from_arrays(offsets, pa.array(values.detach().cpu()[rows].numpy(), kind.value_type))
+            arrays.append(pa.nulls(batch.num_sequences, field.type))
+        else:
+            arrays.append(values if isinstance(values, pa.Array) else pa.array(values, field.type))
+    return pa.Table.from_arrays(arrays, schema=SCHEMA.with_metadata({SAMPLING_KEY: settings}))
 
-    def per_sequence(values: Tensor | None, kind: pa.DataType) -> pa.Array:
-        return pa.nulls(len(samples), kind) if values is None else pa.array(values.detach().cpu().numpy(), kind)
 
+def _recorded(batch: TokenBatch, samples: Sequence[Sample], routes: bool) -> dict[str, Any]:
+    """Columns that the sampler and the task know."""
     routed = [s.routes if routes else None for s in samples]
-    columns = {
-        "step": [step] * len(samples),
-        "sequence": range(len(samples)),
-        "group": per_sequence(batch.groups, pa.int64()),
-        "seed": seeds,
-        "loss_mask": per_token(batch.loss_mask, _flags),
+    per_sequence = {"group": batch.groups, "advantage": batch.advantages, "reward": batch.rewards}
+    return {
+        **{name: values.cpu().numpy() for name, values in per_sequence.items() if values is not None},
         "rollout_logprobs": [s.logprobs for s in samples],
-        **{name: per_token(computed.get(name), SCHEMA.field(name).type) for name in _COMPUTED},
-        "advantage": per_sequence(batch.advantages, pa.float32()),
-        "reward": per_sequence(batch.rewards, pa.float32()),
         **{name: [getattr(s, name) for s in samples] for name in _OF_SAMPLE},
+        "prompt_length": [len(s.prompt_ids) for s in samples],
         "weight_versions": [
             [{"version": version, "start": start, "end": end} for version, start, end in s.weight_versions]
             for s in samples
@@ -151,37 +115,36 @@ def _table(
         "routes": [None if ids is None else ids.numpy().astype(_ROUTE).tobytes() for ids in routed],
         "routes_shape": [None if ids is None else [*ids.shape] for ids in routed],
     }
-    settings = json.dumps(dataclasses.asdict(batch.sampling)).encode()
-    values = ((columns[field.name], field.type) for field in SCHEMA)
-    arrays = [column if isinstance(column, pa.Array) else pa.array(column, kind) for column, kind in values]
-    return pa.Table.from_arrays(arrays, schema=SCHEMA.with_metadata({SAMPLING_KEY: settings}))
 
 
-def dump_files(path: str | Path) -> list[Path]:
-    """The files of a dump in step order; ``path`` is its folder or one of its files.
+def _computed(batch: TokenBatch, samples: Sequence[Sample], computed: Mapping[str, Tensor]) -> dict[str, pa.Array]:
+    """Columns with a value per token that are packed like the batch."""
+    assert len(samples) == batch.num_sequences, "one sample per sequence"
+    rows, offsets = _output_rows(batch, samples)
 
-    Raises:
-        ValueError: nothing is there, or a file is not Parquet or not of this schema, by file and column.
+    def per_token(values: Tensor, kind: pa.DataType) -> pa.Array:
+        return pa.ListArray.from_arrays(offsets, pa.array(values.detach().cpu()[rows].numpy(), kind.value_type))
+
+    return {
+        "loss_mask": per_token(batch.loss_mask, FLAGS),
+        "turn": per_token(_turns(batch).to(torch.int32), IDS),
+        **{name: per_token(values, SCHEMA.field(name).type) for name, values in computed.items()},
+    }
+
+
+def _turns(batch: TokenBatch) -> Tensor:
+    """[N] int64: turns that began before the end of each row, counted from 0 within the sequence.
+
+    A turn is a run of tokens that the sampler drew; the tokens between two turns have the number of the one before.
     """
-    path = Path(path)
-    files = sorted(path.glob("step-*.parquet"), key=lambda file: (len(file.name), file.name))
-    if path.is_file():
-        files = [path]
-    if not files:
-        raise ValueError(f"{path} holds no dump: no such file, and no step-*.parquet inside")
-    for file in files:
-        _check_schema(file)
-    return files
-
-
-def read_dump(path: str | Path) -> Iterator[list[dict[str, Any]]]:
-    """Yield each step as its list of records, one dictionary per sequence with the columns of SCHEMA as keys.
-
-    Raises:
-        ValueError: as ``dump_files``.
-    """
-    for file in dump_files(path):
-        yield pq.read_table(file, columns=SCHEMA.names).to_pylist()
+    mask = batch.loss_mask.long()
+    begins = mask.clone()
+    begins[1:] -= mask[1:] * mask[:-1]
+    begun = begins.cumsum(0)
+    starts = batch.cu_seqlens[:-1].long()
+    lengths = batch.cu_seqlens.diff().long()
+    before = (begun - begins)[starts.clamp(max=max(0, batch.num_tokens - 1))]
+    return (begun - before.repeat_interleave(lengths, output_size=batch.num_tokens) - 1).clamp(min=0)
 
 
 def sample_of(record: dict[str, Any]) -> Sample:
@@ -199,6 +162,8 @@ def sample_of(record: dict[str, Any]) -> Sample:
         support=record["support"],
         routes=routes,
         output_mask=None if all(mask) else mask,
+        retractions=record["retractions"] or 0,
+        **{name: record[name] for name in ("server", "syncs", "cached_tokens")},
     )
 
 
@@ -212,16 +177,3 @@ def _output_rows(batch: TokenBatch, samples: Sequence[Sample]) -> tuple[Tensor, 
         offsets.append(offsets[-1] + output)
         start += length
     return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64), np.array(offsets, dtype=np.int32)
-
-
-def _check_schema(file: Path) -> None:
-    try:
-        found = pq.read_schema(file)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{file} is not a whole Parquet file: {error}") from None
-    for field in SCHEMA:
-        if field.name not in found.names:
-            raise ValueError(f"{file}: column {field.name!r} is missing")
-        if found.field(field.name).type != field.type:
-            kind = found.field(field.name).type
-            raise ValueError(f"{file}: column {field.name!r} must be of type {field.type}, got {kind}")

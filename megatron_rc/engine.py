@@ -62,6 +62,12 @@ class Sample:
     """[prompt + output - 1, layers, k] expert ids, int32; row i is the routing that predicted token i + 1."""
     retractions: int = 0
     """How often the server put the request back into its queue and computed it again."""
+    server: str | None = None
+    """Name of the server, or embedded engine, that finished the response."""
+    syncs: int | None = None
+    """Weight syncs of that server since it started, as far as this job sent or saw them."""
+    cached_tokens: int | None = None
+    """Tokens of the request that the server took from its prefix cache, the most over the requests of a response."""
     discarded: str | None = None
     """Why this sample must not be trained on, as the end of a metric name ("nan_logprob"); None: it may be."""
     discarded_detail: str = ""

@@ -9,8 +9,9 @@ from typing import Any
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from megatron_rc.dump import dump_files, read_dump, sample_of
+from megatron_rc.dump import sample_of
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams, check_request
+from megatron_rc.schema.dump import dump_files, read_dump
 
 
 class ReplayEngine(RolloutEngine):

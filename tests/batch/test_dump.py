@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,22 +14,28 @@ import pytest
 import torch
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.dump import SAMPLING_KEY, SCHEMA, DumpWriter, read_dump, sample_of
+from megatron_rc.dump import COMPUTED, DumpWriter, sample_of
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
 from megatron_rc.rollout.recorded import ReplayEngine
+from megatron_rc.schema.dump import NUMBERS, OPTIONAL, SAMPLING_KEY, SCHEMA, read_dump
 
 SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.7, top_p=0.9, stop_token_ids=(9,))
 ROUTES = {"routes", "routes_shape"}
+PLACED = ("train_rank", "pack_position", "trainer_version")
+SERVED = ("server", "syncs", "cached_tokens")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "dump.md"
 
 
 def example_samples(shift: int = 0) -> list[Sample]:
     """Three unequal samples; the second is a two-turn one, the third was truncated across a weight update."""
+    served: dict[str, Any] = {"server": "http://a:1", "syncs": 3, "cached_tokens": 2, "retractions": 1}
     third = float(torch.tensor(1 / 3, dtype=torch.float32))
     return [
         Sample([1, 2, 3 + shift], [4, 9], [-third, -0.25], "stop", [(7, 0, 2)], [[4, 5], [9]]),
         Sample([5], [6, 7, 9], [-1.5, 0.0, -2.0], "stop", [(7, 0, 3)], [[6], [7], [1, 9]], [True, False, True]),
-        Sample([2, 2], [1, 1, 1, 1], [-1.0, -2.0, -3.0, -4.0], "length", [(7, 0, 1), (8, 1, 4)], [[1, 2]] * 4),
+        Sample(
+            [2, 2], [1, 1, 1, 1], [-1.0, -2.0, -3.0, -4.0], "length", [(7, 0, 1), (8, 1, 4)], [[1, 2]] * 4, **served
+        ),
     ]
 
 
@@ -41,14 +49,28 @@ def test_every_column_reads_back_as_it_was_given(tmp_path: Path) -> None:
     samples = example_samples()
     batch = example_batch(samples)
     rows = torch.arange(batch.num_tokens, dtype=torch.float32)
-    computed = {"old_logprobs": -rows, "weights": rows / 64, "mask": rows.long() % 2 == 0}
-    DumpWriter(tmp_path).write(12, batch, samples=samples, seeds=[11, 22, 33], computed=computed)
+    numbers = [name for name in COMPUTED if SCHEMA.field(name).type == NUMBERS]
+    computed = {name: rows + i for i, name in enumerate(numbers)}
+    computed |= {"old_logprobs": -rows, "weights": rows / 64, "mask": rows.long() % 2 == 0}
+    DumpWriter(tmp_path).write(
+        12, batch, samples=samples, seeds=[11, 22, 33], computed=computed, trainer_version=8,
+        placed={"train_rank": [1, 0, None], "pack_position": [2, 1, None]},
+    )  # fmt: skip
     [records] = read_dump(tmp_path)
     # packed rows that predict the outputs, counted by hand: sequences of 5, 4 and 6 tokens
     expected_rows = [[2.0, 3.0], [5.0, 6.0, 7.0], [10.0, 11.0, 12.0, 13.0]]
     assert [r["old_logprobs"] for r in records] == [[-row for row in rows] for rows in expected_rows]
     assert [r["weights"] for r in records] == [[row / 64 for row in rows] for rows in expected_rows]
     assert [r["mask"] for r in records] == [[row % 2 == 0 for row in rows] for rows in expected_rows]
+    for i, name in enumerate(numbers):
+        if name not in ("old_logprobs", "weights"):
+            assert [r[name] for r in records] == [[row + i for row in rows] for rows in expected_rows], name
+    assert [r["turn"] for r in records] == [[0, 0], [0, 0, 1], [0] * 4]
+    assert [r["prompt_length"] for r in records] == [3, 1, 2]
+    assert [(r["train_rank"], r["pack_position"]) for r in records] == [(1, 2), (0, 1), (None, None)]
+    assert [r["trainer_version"] for r in records] == [8, 8, 8]
+    assert [r["server"] for r in records] == [None, None, "http://a:1"]
+    assert [(r["syncs"], r["cached_tokens"], r["retractions"]) for r in records][1:] == [(None, None, 0), (3, 2, 1)]
     assert [r["loss_mask"] for r in records] == [[True, True], [True, False, True], [True] * 4]
     assert [r["step"] for r in records] == [12, 12, 12]
     assert [r["sequence"] for r in records] == [0, 1, 2]
@@ -70,7 +92,30 @@ def test_columns_of_a_stage_that_was_not_reached_are_null(tmp_path: Path) -> Non
     DumpWriter(tmp_path).write(0, TokenBatch.from_samples(samples, sampling), samples=samples, seeds=[1])
     [[record]] = read_dump(tmp_path)
     nulls = {name for name, value in record.items() if value is None}
-    assert nulls == {"group", "old_logprobs", "weights", "mask", "advantage", "reward", "support"} | ROUTES
+    assert nulls == {"group", "advantage", "reward", "support", *COMPUTED, *PLACED, *SERVED} | ROUTES
+
+
+def test_a_dump_without_the_optional_columns_reads_and_replays(tmp_path: Path) -> None:
+    samples = example_samples()
+    file = DumpWriter(tmp_path).write(1, example_batch(samples), samples=samples, seeds=[1, 2, 3])
+    pq.write_table(pq.read_table(file).drop_columns(sorted(OPTIONAL)), file)
+    [records] = read_dump(tmp_path)
+    assert set(records[0]) == set(SCHEMA.names) and all(records[2][name] is None for name in OPTIONAL)
+    replayed = ReplayEngine(tmp_path).generate([samples[2].prompt_ids], SAMPLING, n=1, seeds=[3])
+    forgotten = {"server": None, "syncs": None, "cached_tokens": None, "retractions": 0}
+    assert replayed == [dataclasses.replace(samples[2], **forgotten)]
+
+
+def test_turns_are_counted_within_each_sequence(tmp_path: Path) -> None:
+    masks = [[True, False, False, True, True], [False, True, False], [True]]
+    samples = [
+        Sample([1] * lead, [2] * len(mask), [-1.0] * len(mask), "stop", [(0, 0, len(mask))], output_mask=mask)
+        for lead, mask in zip((1, 3, 2), masks, strict=True)
+    ]
+    batch = TokenBatch.from_samples(samples, SamplingParams(max_new_tokens=5))
+    DumpWriter(tmp_path).write(1, batch, samples=samples, seeds=[1, 2, 3])
+    [records] = read_dump(tmp_path)
+    assert [r["turn"] for r in records] == [[0, 0, 0, 1, 1], [0, 0, 0], [0]]
 
 
 def test_routes_are_written_where_they_are_asked_for(tmp_path: Path) -> None:

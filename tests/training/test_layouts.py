@@ -10,7 +10,7 @@ from distributed import run_ranks
 from jobs import finished_job, settings_file
 from warm_models import TASK, warm_model
 
-from megatron_rc.dump import read_dump
+from megatron_rc.schema.dump import read_dump
 
 STEPS = 10
 JOB: dict[str, Any] = {
