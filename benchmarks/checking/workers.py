@@ -6,8 +6,9 @@ import json
 import queue
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -42,8 +43,12 @@ class Worker:
     def _one_process(self, first: int) -> int:
         """How many of the checks from `first` on have ended."""
         done, began, hung = 0, False, False
-        with subprocess.Popen([*self.command, "--skip", str(first)], stdout=subprocess.PIPE, text=True) as process:
-            for line in self._lines(process):
+        command = [*self.command, "--skip", str(first)]
+        with (
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+            closing(self._lines(process)) as lines,
+        ):
+            for line in lines:
                 if line is None:
                     hung = True
                 elif not line.startswith(_MARK):
@@ -62,8 +67,8 @@ class Worker:
             done += 1
         return done
 
-    def _lines(self, process: subprocess.Popen[str]) -> Iterator[str | None]:
-        """What the process prints; None when it has printed nothing for too long and was killed."""
+    def _lines(self, process: subprocess.Popen[str]) -> Generator[str | None]:
+        """What the process prints; None when it has printed nothing for too long. Closing it kills the process."""
         assert process.stdout is not None
         said: queue.Queue[str | None] = queue.Queue()
 
@@ -72,17 +77,24 @@ class Worker:
                 said.put(line)
             said.put(None)
 
-        threading.Thread(target=read, args=(process.stdout,), daemon=True).start()
-        while True:
-            try:
+        reader = threading.Thread(target=read, args=(process.stdout,), daemon=True)
+        reader.start()
+        try:
+            while True:
                 line = said.get(timeout=self.hangs)
-            except queue.Empty:
-                process.kill()
-                yield None
-                return
-            if line is None:
-                return
-            yield line
+                if line is None:
+                    # it ends by itself, with its own status
+                    return
+                yield line
+        except queue.Empty:
+            process.kill()
+            yield None
+        except GeneratorExit:
+            process.kill()
+            raise
+        finally:
+            # the pipe is closed next, which must not happen while it is read
+            reader.join()
 
 
 def run_in_processes(command: list[str], checks: list[Check], count: int, add: Callable[[Result], None]) -> None:

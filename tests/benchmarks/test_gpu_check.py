@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -202,12 +203,23 @@ def test_a_process_that_dies_or_hangs_costs_the_check_it_was_at_and_no_other() -
     ]
 
 
-def test_what_fails_in_the_parent_of_the_processes_ends_the_run() -> None:
+ENDLESS = """
+import time
+while True:
+    print("@check {}", flush=True)
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_fails_in_the_parent_of_the_processes_ends_the_run_and_them() -> None:
     def add(result: dict[str, Any]) -> None:
         raise OSError("no space left")
 
+    before = set(threading.enumerate())
     with pytest.raises(OSError, match="no space left"):
-        run_in_processes([sys.executable, "-c", SCRIPT], [Check("a", "good", lambda s, c: None)], 1, add)
+        run_in_processes([sys.executable, "-c", ENDLESS], [Check("a", "good", lambda s, c: None)], 1, add)
+    assert set(threading.enumerate()) == before
 
 
 def gpu_sh(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
