@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -24,11 +25,20 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+MARK = "mark.interpreter"
+"""What the text of every test file says that holds interpreted tests."""
 set_debug_checks(True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked full")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Under the interpreter, most files hold no test that runs: they are not imported."""
+    if INTERPRETED and collection_path.name.startswith("test_") and MARK not in collection_path.read_text():
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -39,6 +49,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return False
         return (item.get_closest_marker("interpreter") is not None) == INTERPRETED
 
+    for path in {item.path for item in items if item.get_closest_marker("interpreter")}:
+        if MARK not in path.read_text():
+            raise pytest.UsageError(f"{path} holds interpreted tests and must say {MARK}, or they are passed over")
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
     items[:] = [item for item in items if runs(item)]
 
