@@ -116,10 +116,12 @@ def save_tokenizer(path: Path) -> None:
 
 
 def save_tiny_checkpoint(path: Path, model: dict[str, Any] = DENSE) -> None:
-    """A random Qwen3 of transformers with a tokenizer of letters."""
+    """A random Qwen3 of transformers, the same every time, with a tokenizer of letters."""
+    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     save_tokenizer(path)
+    torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in model.items() if k != "model_type"})).save_pretrained(path)
 
 
