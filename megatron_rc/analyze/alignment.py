@@ -1,0 +1,57 @@
+"""Do the two lists of log-probs speak of the same tokens? Correlation at each shift of one against the other."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.significance import Test, normal_p
+
+LAGS = (-3, -2, -1, 0, 1, 2, 3)
+
+
+class LagSums:
+    """Sums for the correlation of log pi[t] with log mu[t + lag] inside sequences, added over chunks.
+
+    A pair counts only if both are loss tokens that stand at that distance in the response.
+    """
+
+    def __init__(self) -> None:
+        self._sums = {lag: np.zeros(6) for lag in LAGS}
+
+    def add(self, chunk: Chunk) -> None:
+        """Add the loss tokens of a chunk."""
+        positions = chunk.tokens["position"]
+        for lag in LAGS:
+            size = max(0, chunk.log_pi.size - abs(lag))
+            early, late = slice(0, size), slice(abs(lag), abs(lag) + size)
+            neighbours = (chunk.sequence_of[early] == chunk.sequence_of[late]) & (
+                positions[late] - positions[early] == abs(lag)
+            )
+            pi, mu = (
+                (chunk.log_pi[early], chunk.log_mu[late]) if lag >= 0 else (chunk.log_pi[late], chunk.log_mu[early])
+            )
+            usable = neighbours & np.isfinite(pi)
+            x, y = pi[usable], mu[usable]
+            self._sums[lag] += [x.size, x.sum(), y.sum(), x @ x, y @ y, x @ y]
+
+    def correlations(self) -> dict[int, float]:
+        """Correlation by lag; 0 where it cannot be computed."""
+        result = {}
+        for lag, (n, x, y, xx, yy, xy) in self._sums.items():
+            spread = (n * xx - x * x) * (n * yy - y * y)
+            result[lag] = float((n * xy - x * y) / math.sqrt(spread)) if spread > 0 else 0.0
+        return result
+
+    def test(self) -> tuple[int, Test]:
+        """The lag of the largest correlation, and the test that it is larger than that at 0 (Fisher's z)."""
+        correlations = self.correlations()
+        best = max(LAGS, key=lambda lag: (correlations[lag], -abs(lag)))
+        pairs = min(self._sums[best][0], self._sums[0][0])
+        if best == 0 or pairs < 10:
+            return best, Test("alignment", 0.0, 1.0)
+        at_best, at_zero = (math.atanh(min(0.999999, correlations[lag])) for lag in (best, 0))
+        z = (at_best - at_zero) / math.sqrt(2 / (pairs - 3))
+        return best, Test("alignment", z, normal_p(z, two_sided=False))

@@ -1,0 +1,156 @@
+"""Whole sequences of a dump as flat arrays: what every reader yields, and what every statistic reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+POSITIVE_FROM = 1e-3
+"""nats; a log-prob above 0 by more than this is damage, by less it is rounding."""
+LOG_RATIO_BOUND = 50.0
+"""nats; log-ratios are clamped to it in sums, so that one impossible token does not make them overflow."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some whole sequences, packed one behind the other."""
+
+    log_pi: Floats
+    """[N] nats; of the trainer, before the update."""
+    log_mu: Floats
+    """[N] nats; of the sampler, as it was logged."""
+    cu_seqlens: Integers
+    """[S + 1]; where each sequence starts."""
+    tokens: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """[N] values by their name in TOKEN_COLUMNS."""
+    sequences: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """[S] values by their name in SEQUENCE_COLUMNS."""
+
+    def __post_init__(self) -> None:
+        sizes = {"log_mu": (self.log_mu, self.log_pi.size)}
+        sizes |= {name: (values, self.log_pi.size) for name, values in self.tokens.items()}
+        sizes |= {name: (values, self.cu_seqlens.size - 1) for name, values in self.sequences.items()}
+        for name, (values, size) in sizes.items():
+            if values.shape != (size,):
+                raise ValueError(f"{name} must hold {size} values, one for each that it goes with, got {values.shape}")
+        offsets = self.cu_seqlens
+        if offsets.ndim != 1 or not offsets.size or offsets[0] != 0 or offsets[-1] != self.log_pi.size:
+            raise ValueError(
+                f"cu_seqlens must run from 0 to the {self.log_pi.size} tokens, got {offsets[:1]} to {offsets[-1:]}"
+            )
+        if (np.diff(offsets) < 0).any():
+            raise ValueError("cu_seqlens must not fall")
+        for names, known in ((self.tokens, TOKEN_COLUMNS), (self.sequences, SEQUENCE_COLUMNS)):
+            for name in names:
+                if name not in known:
+                    raise ValueError(f"unknown column {name!r}; known: {', '.join(known)}")
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_seqlens.size - 1
+
+    @cached_property
+    def lengths(self) -> Integers:
+        return np.diff(self.cu_seqlens)
+
+    @cached_property
+    def sequence_of(self) -> Integers:
+        """[N] index of the sequence that each token belongs to."""
+        return np.repeat(np.arange(self.num_sequences), self.lengths)
+
+    @cached_property
+    def index(self) -> Integers:
+        """[N] index of each token in its sequence, from 0."""
+        return np.arange(self.log_pi.size) - np.repeat(self.cu_seqlens[:-1], self.lengths)
+
+    @cached_property
+    def log_ratio(self) -> Floats:
+        """[N] nats: log pi - log mu, clamped to LOG_RATIO_BOUND."""
+        return np.clip(self.log_pi - self.log_mu, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+    @cached_property
+    def ratio(self) -> Floats:
+        """[N] pi / mu."""
+        return np.exp(self.log_ratio)
+
+    @cached_property
+    def k3(self) -> Floats:
+        """[N] e^l - 1 - l, without cancellation at small l."""
+        return np.expm1(self.log_ratio) - self.log_ratio
+
+    def per_token(self, name: str) -> NDArray[Any]:
+        """[N] values of a column of tokens or sequences."""
+        return self.tokens[name] if name in self.tokens else self.sequences[name][self.sequence_of]
+
+    def has(self, name: str) -> bool:
+        return name in self.tokens or name in self.sequences
+
+    def select(self, keep: NDArray[np.bool_]) -> Chunk:
+        """The tokens with ``keep`` [N]; all sequences stay, some of them perhaps empty."""
+        counts = np.concatenate([[0], np.cumsum(keep)])
+        return Chunk(
+            self.log_pi[keep],
+            self.log_mu[keep],
+            counts[self.cu_seqlens],
+            {name: values[keep] for name, values in self.tokens.items()},
+            self.sequences,
+        )
+
+    def select_sequences(self, keep: NDArray[np.bool_]) -> Chunk:
+        """The sequences with ``keep`` [S]."""
+        kept = self.select(keep[self.sequence_of])
+        return Chunk(
+            kept.log_pi,
+            kept.log_mu,
+            np.concatenate([[0], np.cumsum(self.lengths[keep])]),
+            kept.tokens,
+            {name: values[keep] for name, values in self.sequences.items()},
+        )
+
+
+def loss_tokens(chunk: Chunk) -> Chunk:
+    """The tokens that count in the loss, with the column position in the place of loss_mask."""
+    columns = {name: values for name, values in chunk.tokens.items() if name != "loss_mask"}
+    whole = replace(chunk, tokens={**columns, "position": chunk.index})
+    return whole.select(chunk.tokens["loss_mask"]) if "loss_mask" in chunk.tokens else whole
+
+
+def join(chunks: Sequence[Chunk]) -> Chunk:
+    """One chunk with the sequences of all; only columns that every one of them has remain."""
+
+    def joined(parts: Iterable[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+        columns = list(parts)
+        return {
+            name: np.concatenate([c[name] for c in columns]) for name in columns[0] if all(name in c for c in columns)
+        }
+
+    return Chunk(
+        np.concatenate([c.log_pi for c in chunks]),
+        np.concatenate([c.log_mu for c in chunks]),
+        np.concatenate([[0], np.cumsum(np.concatenate([c.lengths for c in chunks]))]),
+        joined(c.tokens for c in chunks),
+        joined(c.sequences for c in chunks),
+    )
+
+
+def damaged(chunk: Chunk) -> dict[str, NDArray[np.bool_]]:
+    """[N] flags by the kind of damage: values that no log-prob can have.
+
+    -inf of the trainer is a probability of 0, no damage.
+    """
+    log_pi, log_mu = chunk.log_pi, chunk.log_mu
+    return {
+        "nan": np.isnan(log_pi) | np.isnan(log_mu),
+        "infinite": np.isposinf(log_pi) | np.isinf(log_mu),
+        "positive": (np.isfinite(log_pi) & (log_pi > POSITIVE_FROM)) | (np.isfinite(log_mu) & (log_mu > POSITIVE_FROM)),
+    }

@@ -1,0 +1,182 @@
+"""Everything that is measured on a dump, in one pass over its sequences: what the rules and the pages read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_rc.analyze.alignment import LagSums
+from megatron_rc.analyze.chunk import Chunk, Floats, damaged, loss_tokens
+from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
+from megatron_rc.analyze.factors import FACTORS
+from megatron_rc.analyze.growth import Growth, GrowthSums
+from megatron_rc.analyze.honesty import Honesty, honesty
+from megatron_rc.analyze.profile import Permutations, Profile, ProfileSums
+from megatron_rc.analyze.reservoir import Reservoir
+from megatron_rc.analyze.significance import Test, holm
+from megatron_rc.analyze.sums import FIELDS, KeyedSums, Sums, merged, sequence_sums, total
+from megatron_rc.analyze.tail import Tail, TailSums
+
+PLACES = 5
+"""Damaged sequences that are named."""
+HEAT_EDGES = -np.geomspace(20, 1e-4, 61)
+"""nats, rising: edges of the map of log pi against log mu; values outside are in its first or last row."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was measured. Sums cover every token; ``sample`` is what fits into memory."""
+
+    sequences: int
+    """Sequences with at least one loss token and no damage."""
+    damaged: dict[str, int]
+    """Sequences left out, by the kind of damage: nan, infinite, positive."""
+    damaged_places: list[int]
+    """The first of them, by their number in the dump from 0."""
+    columns: frozenset[str]
+    """Columns that all files have."""
+    sums: Sums
+    whole: Honesty
+    by_step: dict[int, Honesty]
+    by_server: dict[str, Honesty]
+    lag_correlations: dict[int, float]
+    best_lag: int
+    alignment: Test
+    token_tail: Tail
+    sequence_tail: Tail
+    growth: Growth
+    profiles: dict[str, Profile]
+    """By the name of the factor, for every factor that the columns allow."""
+    factor_tests: dict[str, Test]
+    """That |l| does not depend on a factor, by its name."""
+    sign_test: Test
+    """That l does not depend on the logged log-prob."""
+    heat: Floats
+    """[61 + 1, 61 + 1] tokens by log mu and log pi."""
+    sample: Chunk
+    """Loss tokens of a uniform sample of the sequences."""
+
+    @property
+    def tests(self) -> list[Test]:
+        """Every test of the report."""
+        panels = [self.whole]
+        panels += self.by_step.values() if len(self.by_step) > 1 else []
+        panels += self.by_server.values() if len(self.by_server) > 1 else []
+        return [
+            self.alignment,
+            *(t for panel in panels for t in panel.tests),
+            *self.factor_tests.values(),
+            self.sign_test,
+        ]
+
+    @cached_property
+    def adjusted(self) -> dict[str, float]:
+        """P-values after Holm's correction over all of them, by the name of the test."""
+        return holm(self.tests)
+
+    def significant(self, test: Test | None, level: float = 0.01) -> bool:
+        return test is not None and self.adjusted.get(test.name, 1.0) < level
+
+    def has(self, *columns: str) -> bool:
+        return self.columns.issuperset(columns)
+
+
+class Gathering:
+    """Adds chunk after chunk."""
+
+    def __init__(self) -> None:
+        self._read = 0
+        self._damaged: dict[str, int] = {}
+        self._places: list[int] = []
+        self._columns: frozenset[str] | None = None
+        self._sums = np.zeros(len(FIELDS))
+        self._steps, self._servers = KeyedSums(), KeyedSums()
+        self._lags, self._growth = LagSums(), GrowthSums()
+        self._tokens, self._weights = TailSums(), TailSums()
+        self._profiles: dict[str, ProfileSums] = {}
+        self._heat = np.zeros((HEAT_EDGES.size + 1, HEAT_EDGES.size + 1))
+        self._reservoir = Reservoir()
+
+    def add(self, chunk: Chunk) -> None:
+        read, chunk = self._without_damage(chunk)
+        self._read += read
+        columns = frozenset({*chunk.tokens, *chunk.sequences})
+        if self._columns is None:
+            self._columns = columns
+            self._profiles = {name: ProfileSums(f) for name, f in FACTORS.items() if columns.issuperset(f.needs)}
+        elif not columns >= self._columns:
+            self._columns &= columns
+            self._profiles = {n: p for n, p in self._profiles.items() if columns.issuperset(p.factor.needs)}
+        rows = sequence_sums(chunk)
+        self._sums = merged(self._sums, total(rows))
+        for sums, column in ((self._steps, "step"), (self._servers, "server")):
+            if column in chunk.sequences:
+                sums.add(chunk.sequences[column], rows)
+        self._lags.add(chunk)
+        self._tokens.add(chunk.log_ratio)
+        self._weights.add(self._growth.add(chunk))
+        for profile in self._profiles.values():
+            profile.add(chunk)
+        bins = (np.searchsorted(HEAT_EDGES, values) for values in (chunk.log_mu, chunk.log_pi))
+        self._heat += np.bincount(
+            np.ravel_multi_index(tuple(bins), self._heat.shape), minlength=self._heat.size
+        ).reshape(self._heat.shape)
+        self._reservoir.add(chunk)
+
+    def evidence(self) -> Evidence:
+        """What was measured.
+
+        Raises:
+            ValueError: there was no loss token with two log-probs.
+        """
+        sums = Sums(self._sums)
+        whole = honesty(sums)
+        assert self._columns is not None, "honesty has refused a dump without tokens"
+        best, alignment = self._lags.test()
+        sample = self._reservoir.sample()
+        profiles = {name: sums.profile() for name, sums in self._profiles.items()}
+        permutations = Permutations(sample)
+        tests = {
+            name: permutations.test(f"|l| by {profile.factor.title}", profile.factor, lambda c: np.abs(c.log_ratio))
+            for name, profile in profiles.items()
+            if len(profile.bins) > 1
+        }
+        sign = permutations.test("l by logged log-prob", FACTORS["log_mu"], lambda c: c.log_ratio)
+        return Evidence(
+            sequences=int(sums.sequences),
+            damaged=self._damaged,
+            damaged_places=self._places,
+            columns=self._columns & {*TOKEN_COLUMNS, *SEQUENCE_COLUMNS},
+            sums=sums,
+            whole=whole,
+            by_step={step: honesty(s, f"step {step}") for step, s in self._steps.items() if s.tokens},
+            by_server={name: honesty(s, f"server {name}") for name, s in self._servers.items() if s.tokens},
+            lag_correlations=self._lags.correlations(),
+            best_lag=best,
+            alignment=alignment,
+            token_tail=self._tokens.tail(),
+            sequence_tail=self._weights.tail(),
+            growth=self._growth.growth(),
+            profiles=profiles,
+            factor_tests=tests,
+            sign_test=sign,
+            heat=self._heat,
+            sample=sample,
+        )
+
+    def _without_damage(self, chunk: Chunk) -> tuple[int, Chunk]:
+        """(sequences in all, the loss tokens of those without damage)."""
+        kept = loss_tokens(chunk)
+        bad = np.zeros(kept.num_sequences, dtype=bool)
+        for kind, flags in damaged(kept).items():
+            sequences = np.bincount(kept.sequence_of, weights=flags, minlength=bad.size) > 0
+            if sequences.any():
+                self._damaged[kind] = self._damaged.get(kind, 0) + int(sequences.sum())
+                bad |= sequences
+        if bad.any():
+            self._places += (self._read + np.flatnonzero(bad)).tolist()
+            self._places = self._places[:PLACES]
+            kept = kept.select_sequences(~bad)
+        return bad.size, kept

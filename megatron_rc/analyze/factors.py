@@ -1,0 +1,129 @@
+"""Who explains the mismatch? The columns, and what follows from them, that |l| may depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_rc.analyze.chunk import Chunk, Integers
+
+Codes = NDArray[np.int64]
+
+LOG_MU_EDGES = -np.concatenate([np.geomspace(20, 0.02, 30), [0.005, 0.001, 1e-4, 1e-5, 1e-6]])
+"""nats, rising: fine where tokens are likely, because half of all tokens have a log-prob above -0.01."""
+MAX_TOKEN_IDS = 1 << 20
+"""Ids above this share bins."""
+
+
+class Factor(NamedTuple):
+    title: str
+    needs: tuple[str, ...]
+    """Columns that must be there."""
+    codes: Callable[[Chunk], NDArray[Any]]
+    """[N] bin of each loss token, or [S] of each sequence."""
+    label: Callable[[Any], str] = str
+    """Text of a bin."""
+    of_sequences: bool = False
+    """True: one value per sequence, and the p-value permutes sequences, else tokens inside their sequence."""
+
+
+def octave(values: NDArray[Any]) -> NDArray[np.int64]:
+    """Four bins per power of two: bin 0 holds 0, and value 1 is in bin 1."""
+    return np.where(values > 0, np.floor(4 * np.log2(np.maximum(values, 1))).astype(np.int64) + 1, 0)
+
+
+def octave_start(code: int) -> int:
+    """The smallest value of a bin of ``octave``."""
+    return 0 if code <= 0 else int(np.ceil(2 ** ((code - 1) / 4)))
+
+
+def octave_label(code: int) -> str:
+    low, high = octave_start(code), octave_start(code + 1) - 1
+    return str(low) if high <= low else f"{low}-{high}"
+
+
+def log_mu_bin(log_mu: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The bin of a logged log-prob; the last bin holds exact zeros alone."""
+    return np.where(log_mu == 0, LOG_MU_EDGES.size + 1, np.searchsorted(LOG_MU_EDGES, log_mu, side="right"))
+
+
+def log_mu_label(code: int) -> str:
+    if code > LOG_MU_EDGES.size:
+        return "exactly 0"
+    low = f"{LOG_MU_EDGES[code - 1]:.2g}" if code else "-inf"
+    high = f"{LOG_MU_EDGES[code]:.2g}" if code < LOG_MU_EDGES.size else "0"
+    return f"{low} to {high}"
+
+
+def from_end(chunk: Chunk) -> Integers:
+    """[N] tokens that follow in the sequence."""
+    return np.repeat(chunk.lengths, chunk.lengths) - 1 - chunk.index
+
+
+def repeated(chunk: Chunk) -> NDArray[np.int64]:
+    """[N] 1 where the id occurred earlier in the sequence."""
+    pairs = chunk.sequence_of * MAX_TOKEN_IDS + chunk.tokens["token_id"] % MAX_TOKEN_IDS
+    _, first = np.unique(pairs, return_index=True)
+    result = np.ones(pairs.size, dtype=np.int64)
+    result[first] = 0
+    return result
+
+
+def since_switch(chunk: Chunk, column: str) -> NDArray[np.int64]:
+    """[N] octave of the tokens since the value of ``column`` last changed inside the sequence."""
+    values, index = chunk.tokens[column], chunk.index
+    starts = np.ones(values.size, dtype=bool)
+    starts[1:] = (values[1:] != values[:-1]) | (index[1:] == 0)
+    begun = np.maximum.accumulate(np.where(starts, np.arange(values.size), 0))
+    return octave(np.arange(values.size) - begun)
+
+
+def cached_share(chunk: Chunk) -> NDArray[np.int64]:
+    """[S] tenths of the prompt that came from the prefix cache."""
+    share = chunk.sequences["cached_tokens"] / np.maximum(chunk.sequences["prompt_length"], 1)
+    return np.clip(np.ceil(10 * share), 0, 10).astype(np.int64)
+
+
+def lag(chunk: Chunk) -> NDArray[np.int64]:
+    """[N] updates between the weights that drew a token and those that scored it."""
+    return chunk.per_token("trainer_version") - chunk.tokens["version"]
+
+
+def _column(name: str) -> Callable[[Chunk], NDArray[Any]]:
+    return lambda chunk: chunk.sequences[name]
+
+
+FACTORS = {
+    "log_mu": Factor("logged log-prob", (), lambda c: log_mu_bin(c.log_mu), log_mu_label),
+    "position": Factor("position in the response", (), lambda c: octave(c.tokens["position"]), octave_label),
+    "from_end": Factor("tokens before the end", (), lambda c: octave(from_end(c)), octave_label),
+    "token_id": Factor("token id", ("token_id",), lambda c: c.tokens["token_id"] % MAX_TOKEN_IDS),
+    "repeated": Factor("id seen before", ("token_id",), lambda c: repeated(c), ("first", "repeated").__getitem__),
+    "turn_start": Factor("tokens since the turn began", ("turn",), lambda c: since_switch(c, "turn"), octave_label),
+    "version_switch": Factor(
+        "tokens since the weights changed", ("version",), lambda c: since_switch(c, "version"), octave_label
+    ),
+    "lag": Factor("updates since sampling", ("version", "trainer_version"), lambda c: lag(c)),
+    "routes": Factor(
+        "experts shifted", ("routes_shifted",), lambda c: np.ceil(10 * c.tokens["routes_shifted"]).astype(np.int64)
+    ),
+    "length": Factor("length of the response", (), lambda c: octave(c.lengths), octave_label, True),
+    "server": Factor("server", ("server",), _column("server"), str, True),
+    "group": Factor("prompt group", ("group",), _column("group"), str, True),
+    "finish_reason": Factor("finish reason", ("finish_reason",), _column("finish_reason"), str, True),
+    "cached": Factor(
+        "cached share of the prompt",
+        ("cached_tokens", "prompt_length"),
+        lambda c: cached_share(c),
+        "{}0 %".format,
+        True,
+    ),
+    "syncs": Factor("syncs since the server started", ("syncs",), _column("syncs"), str, True),
+    "retractions": Factor("retractions", ("retractions",), _column("retractions"), str, True),
+    "train_rank": Factor("train rank", ("train_rank",), _column("train_rank"), str, True),
+    "pack_position": Factor("place in the micro-batch", ("pack_position",), _column("pack_position"), str, True),
+}
+"""Every factor that a report knows, by its name."""

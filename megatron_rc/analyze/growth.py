@@ -1,0 +1,97 @@
+"""How the log-ratio of a sequence grows with its length, and how long it may be before its weight is useless."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rc.analyze.chunk import Chunk, Floats
+
+LENGTHS = 2 ** np.arange(31)
+"""Lengths at which the running sum of log-ratios is looked at."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    lengths: Floats
+    """Lengths t that at least 20 sequences reached."""
+    deviations: Floats
+    """Standard deviation of S_t, the sum of the first t log-ratios, at each length."""
+    exponent: float
+    """h of sd(S_t) ~ t^h: 0.5 noise, 1 a systematic offset, above 1 a drift with the position, 0 a transient at the
+    start; NaN with fewer than three lengths."""
+    ess: float
+    """Effective number of sequences as a share: (sum W)^2 / (S sum W^2) with W = e^(S_T)."""
+    ess_predicted: float
+    """Share that sequences of these lengths have at this k3 if all tokens are alike: S / sum exp(2 T_i K)."""
+    horizon: float
+    """T* = 1 / (2 K): tokens after which the variance of a sequence weight reaches e; infinite without mismatch."""
+    cone: Floats
+    """2 sqrt(2 K t) at each length: noise stays within this."""
+
+
+class GrowthSums:
+    """Moments of the running sum at each length, and of the weights of whole sequences."""
+
+    def __init__(self) -> None:
+        self._moments = np.zeros((LENGTHS.size, 3))
+        self._unit = -math.inf
+        self._weights = np.zeros(2)
+        self._lengths: dict[int, int] = {}
+        self._k3 = 0.0
+
+    def add(self, chunk: Chunk) -> Floats:
+        """Add the loss tokens of a chunk.
+
+        Returns:
+            [S'] log-ratios of its sequences that are not empty.
+        """
+        running = np.concatenate([[0.0], np.cumsum(chunk.log_ratio)])
+        start, lengths = chunk.cu_seqlens[:-1], chunk.lengths
+        for index, length in enumerate(LENGTHS):
+            long = lengths >= length
+            if not long.any():
+                break
+            sums = running[start[long] + length] - running[start[long]]
+            self._moments[index] += [sums.size, sums.sum(), sums @ sums]
+        filled = lengths > 0
+        whole = running[chunk.cu_seqlens[1:]][filled] - running[start][filled]
+        if whole.size:
+            unit = max(self._unit, float(whole.max()))
+            scale = math.exp(self._unit - unit)
+            weights = np.exp(whole - unit)
+            self._weights = self._weights * [scale, scale**2] + [weights.sum(), weights @ weights]
+            self._unit = unit
+            for length, count in zip(*np.unique(lengths[filled], return_counts=True), strict=True):
+                self._lengths[int(length)] = self._lengths.get(int(length), 0) + int(count)
+            self._k3 += float(chunk.k3.sum())
+        return whole
+
+    def growth(self) -> Growth:
+        count, total, squares = self._moments.T
+        enough = count >= 20
+        lengths = LENGTHS[enough].astype(np.float64)
+        deviations = np.sqrt(np.maximum(squares[enough] / count[enough] - (total[enough] / count[enough]) ** 2, 0))
+        usable = deviations > 0
+        exponent = math.nan
+        if usable.sum() >= 3:
+            exponent = float(
+                np.polyfit(np.log(lengths[usable]), np.log(deviations[usable]), 1, w=np.sqrt(count[enough][usable]))[0]
+            )
+        sequences, tokens = sum(self._lengths.values()), sum(t * c for t, c in self._lengths.items())
+        mean = self._k3 / tokens if tokens else 0.0
+        growths = np.array([[c, 2 * t * mean] for t, c in self._lengths.items()]) if tokens else np.zeros((0, 2))
+        predicted = (
+            sequences / float((growths[:, 0] * np.exp(np.minimum(growths[:, 1], 700))).sum()) if tokens else math.nan
+        )
+        return Growth(
+            lengths=lengths,
+            deviations=deviations,
+            exponent=exponent,
+            ess=float(self._weights[0] ** 2 / (self._weights[1] * sequences)) if sequences else math.nan,
+            ess_predicted=predicted,
+            horizon=1 / (2 * mean) if mean else math.inf,
+            cone=2 * np.sqrt(2 * mean * lengths),
+        )

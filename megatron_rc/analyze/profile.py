@@ -1,0 +1,160 @@
+"""Means by bin of a factor, and the share of the variance that the factor explains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_rc.analyze.chunk import Chunk, Floats
+from megatron_rc.analyze.factors import Factor
+from megatron_rc.analyze.significance import Test, normal_p
+
+PERMUTATIONS = 100
+PERMUTED_TOKENS = 30_000
+"""Tokens of the reservoir that a permutation test reads at most."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Means over the tokens of each bin of a factor."""
+
+    factor: Factor
+    bins: list[Any]
+    """Values of the bins, rising."""
+    count: Floats
+    """[B] tokens."""
+    log_ratio: Floats
+    """[B] mean l."""
+    size: Floats
+    """[B] mean |l|."""
+    k3: Floats
+    """[B] mean k3."""
+    explained: float
+    """eta^2 of |l|: share of its variance between bins, less what as many random bins would explain; at least 0."""
+    explained_sign: float
+    """The same of l."""
+
+    def label(self, index: int) -> str:
+        return self.factor.label(self.bins[index])
+
+
+class ProfileSums:
+    """Sums by bin: tokens, l, l^2, |l|, k3."""
+
+    def __init__(self, factor: Factor) -> None:
+        self.factor = factor
+        self._rows: dict[Any, Floats] = {}
+
+    def add(self, chunk: Chunk) -> None:
+        codes = self.factor.codes(chunk)
+        values = (None, chunk.log_ratio, np.square(chunk.log_ratio), np.abs(chunk.log_ratio), chunk.k3)
+        if self.factor.of_sequences:
+            codes = codes[chunk.sequence_of]
+        names, inverse = np.unique(codes, return_inverse=True) if codes.dtype.kind not in "iu" else _small(codes)
+        sums = np.stack([np.bincount(inverse, weights=v, minlength=names.size) for v in values], axis=1)
+        for name, row in zip(names.tolist(), sums, strict=True):
+            if row[0]:
+                self._rows[name] = self._rows.get(name, 0) + row
+
+    def profile(self) -> Profile:
+        bins = sorted(self._rows, key=lambda value: (str(type(value)), value))
+        rows = np.stack([self._rows[name] for name in bins])
+        count, log_ratio, squares, size, k3 = rows.T
+        return Profile(
+            self.factor,
+            bins,
+            count,
+            log_ratio / count,
+            size / count,
+            k3 / count,
+            explained_share(count, size, float(squares.sum())),
+            explained_share(count, log_ratio, float(squares.sum())),
+        )
+
+
+def explained_share(count: Floats, total: Floats, squares: float) -> float:
+    """epsilon^2: eta^2 = between / (between + within) corrected for the number of bins, at least 0.
+
+    Args:
+        count: [B] values per bin.
+        total: [B] their sums.
+        squares: sum of all squared values.
+    """
+    n, bins = float(count.sum()), count.size
+    mean = float(total.sum()) ** 2 / n
+    variance = squares - mean
+    if variance <= 0 or n <= bins:
+        return 0.0
+    between = float((total**2 / count).sum()) - mean
+    return max(0.0, (between - (bins - 1) * (variance - between) / (n - bins)) / variance)
+
+
+class Permutations:
+    """Permutation tests over a sample of sequences, with the same permutations for every factor."""
+
+    def __init__(self, sample: Chunk, seed: int = 1) -> None:
+        """Take the first PERMUTED_TOKENS of a sample of loss tokens."""
+        last = max(1, int(np.searchsorted(sample.cu_seqlens, PERMUTED_TOKENS, side="right")) - 1)
+        keep = (np.arange(sample.num_sequences) < last) & (sample.lengths > 0)
+        self._chunk = chunk = sample.select_sequences(keep)
+        random = np.random.default_rng(seed)
+        self._of_sequences = [random.permutation(chunk.num_sequences) for _ in range(PERMUTATIONS)]
+        self._inside = [np.lexsort((random.random(chunk.index.size), chunk.sequence_of)) for _ in range(PERMUTATIONS)]
+
+    def test(self, name: str, factor: Factor, values: Callable[[Chunk], Floats]) -> Test:
+        """Test that ``values`` [N] do not depend on a factor.
+
+        eta^2 under permutations of whole sequences, or of tokens inside their sequence where the factor changes there,
+        is compared with that of the data. Its law is fitted by a gamma distribution of the same mean and variance,
+        because p-values far below 1 / PERMUTATIONS are needed once they are corrected for the number of tests.
+        """
+        chunk, tokens = self._chunk, values(self._chunk)
+        codes = factor.codes(chunk)
+        if not factor.of_sequences and bool((codes == codes[chunk.cu_seqlens[:-1]][chunk.sequence_of]).all()):
+            codes, of_sequences = codes[chunk.cu_seqlens[:-1]], True
+        else:
+            of_sequences = factor.of_sequences
+        weights = chunk.lengths.astype(np.float64) if of_sequences else np.ones(tokens.size)
+        sums = np.add.reduceat(tokens, chunk.cu_seqlens[:-1]) if of_sequences else tokens
+        orders = self._of_sequences if of_sequences else self._inside
+        _, inverse = np.unique(codes, return_inverse=True)
+        bins = int(inverse.max()) + 1
+        if bins < 2 or sums.size < bins + 2:
+            return Test(name, 0.0, None, "all tokens are in one bin" if bins < 2 else "almost as many bins as values")
+
+        def between(order: NDArray[Any]) -> float:
+            count = np.bincount(inverse, weights=weights[order])
+            return float((np.bincount(inverse, weights=sums[order]) ** 2 / count).sum())
+
+        floor = float(sums.sum() ** 2 / weights.sum())
+        seen = between(np.arange(sums.size)) - floor
+        shuffled = np.array([between(order) for order in orders]) - floor
+        mean, variance = float(shuffled.mean()), float(shuffled.var())
+        if mean <= 0 or variance <= 1e-12 * mean**2:
+            return Test(name, 0.0, None, "permutations change nothing")
+        z = gamma_deviate(seen, mean, variance)
+        return Test(name, z, normal_p(z, two_sided=False))
+
+
+def gamma_deviate(value: float, mean: float, variance: float) -> float:
+    """The standard normal deviate with the same upper tail as ``value`` under a gamma distribution.
+
+    Source: Wilson and Hilferty (1931): the cube root of chi-squared is nearly normal.
+    """
+    freedom = 2 * mean**2 / variance
+    spread = math.sqrt(2 / (9 * freedom))
+    return ((max(value, 0.0) / mean) ** (1 / 3) - (1 - spread**2)) / spread
+
+
+def _small(codes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """As np.unique with the inverse, without sorting, where the range of the codes is small."""
+    low, high = (int(codes.min()), int(codes.max())) if codes.size else (0, 0)
+    if high - low > 4 * codes.size + 1000:
+        names, inverse = np.unique(codes, return_inverse=True)
+        return names, inverse
+    return np.arange(low, high + 1), codes - low

@@ -1,0 +1,102 @@
+"""The statistics behind a diagnosis, against known laws and against the plain way to compute them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from simulated_dumps import honest, one_stale_server, world
+
+from megatron_rc.analyze.chunk import Chunk, loss_tokens
+from megatron_rc.analyze.factors import FACTORS, octave, octave_start
+from megatron_rc.analyze.growth import GrowthSums
+from megatron_rc.analyze.profile import Permutations, ProfileSums, gamma_deviate
+from megatron_rc.analyze.reservoir import Reservoir
+from megatron_rc.analyze.significance import Test, holm, normal_p, self_normalised
+from megatron_rc.analyze.tail import TailSums
+
+
+def size(chunk: Chunk) -> np.ndarray:
+    return np.abs(chunk.log_ratio)
+
+
+@pytest.mark.parametrize("shape", [0.2, 0.5, 0.9])
+def test_k_hat_is_the_shape_of_a_pareto_tail(shape: float) -> None:
+    sums = TailSums()
+    for part in range(4):
+        draws = np.random.default_rng(part).random(50_000)
+        sums.add(-shape * np.log(draws))
+    assert sums.tail().k == pytest.approx(shape, abs=0.08)
+
+
+def test_holm_corrects_the_smallest_p_most() -> None:
+    tests = [Test("a", 0, 0.01), Test("b", 0, 0.04), Test("c", 0, 0.03), Test("d", 0, None, "undecided")]
+    assert holm(tests) == pytest.approx({"a": 0.03, "c": 0.06, "b": 0.06})
+
+
+def test_a_sum_that_one_term_dominates_is_undecided() -> None:
+    decided = self_normalised("z", 10.0, 100.0, 4.0)
+    assert decided.p == pytest.approx(normal_p(1.0))
+    heavy = self_normalised("z", 10.0, 100.0, 40.0)
+    assert heavy.p is None and "40%" in heavy.undecided
+
+
+def test_the_explained_share_is_eta_squared_less_what_chance_explains() -> None:
+    chunk = loss_tokens(one_stale_server(world(1, sequences=32)))
+    sums = ProfileSums(FACTORS["server"])
+    sums.add(chunk)
+    values, servers = size(chunk), chunk.per_token("server")
+    means = {name: values[servers == name].mean() for name in set(servers.tolist())}
+    within = sum(((values[servers == name] - mean) ** 2).sum() for name, mean in means.items())
+    whole = ((values - values.mean()) ** 2).sum()
+    expected = 1 - within / (values.size - len(means)) / (whole / values.size) * (1 - 0 / values.size)
+    assert sums.profile().explained == pytest.approx(expected, rel=0.01)
+
+
+def test_permutation_p_values_of_honest_dumps_are_uniform() -> None:
+    p_values = []
+    for seed in range(60):
+        permutations = Permutations(loss_tokens(honest(world(seed, sequences=16))))
+        test = permutations.test("position", FACTORS["position"], size)
+        assert test.p is not None
+        p_values.append(test.p)
+    distance = np.abs(np.sort(p_values) - (np.arange(60) + 0.5) / 60).max()
+    assert distance < 0.21, "the 1 % point of Kolmogorov and Smirnov's statistic at 60 values"
+
+
+def test_gamma_deviates_have_the_tail_of_the_gamma_law() -> None:
+    draws = np.random.default_rng(1).gamma(3.0, 2.0, 200_000)
+    for level in (1.0, 2.0, 3.0):
+        beyond = np.mean([gamma_deviate(value, 6.0, 12.0) > level for value in draws[:50_000]])
+        assert beyond == pytest.approx(normal_p(level, two_sided=False), rel=0.2)
+
+
+def test_every_sequence_has_the_same_chance_of_the_reservoir() -> None:
+    kept = np.zeros(60)
+    for seed in range(300):
+        reservoir = Reservoir(max_tokens=200, seed=seed)
+        for start in range(0, 60, 20):
+            names = np.arange(start, start + 20)
+            lengths = np.full(20, 10)
+            values = np.zeros(200)
+            reservoir.add(Chunk(values, values, np.concatenate([[0], np.cumsum(lengths)]), {}, {"step": names}))
+        sample = reservoir.sample()
+        assert sample.log_pi.size <= 200
+        kept[sample.sequences["step"]] += 1
+    assert np.abs(kept - 100).max() < 4.5 * np.sqrt(300 * 1 / 3 * 2 / 3)
+
+
+def test_the_effective_sample_size_is_that_of_the_sequence_weights() -> None:
+    random = np.random.default_rng(1)
+    chunk = Chunk(random.normal(size=600) / 5, np.zeros(600), np.arange(31) * 20)
+    sums = GrowthSums()
+    sums.add(chunk.select_sequences(np.arange(30) < 11))
+    sums.add(chunk.select_sequences(np.arange(30) >= 11))
+    weights = np.exp(chunk.log_ratio.reshape(30, 20).sum(axis=1))
+    assert sums.growth().ess == pytest.approx(weights.sum() ** 2 / (30 * (weights**2).sum()))
+
+
+def test_octaves_have_four_bins_per_power_of_two() -> None:
+    values = np.arange(1, 5000)
+    starts = np.array([octave_start(code) for code in octave(values)])
+    assert (starts <= values).all()
+    assert (np.array([octave_start(code + 1) for code in octave(values)]) > values).all()

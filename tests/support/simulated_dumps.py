@@ -1,0 +1,215 @@
+"""Dumps of a simulated sampler and trainer, honest or with one trap, whose every probability is known.
+
+Trainer: Gaussian logits times a log-normal sharpness that changes slowly along a response. Sampler: the same logits
+with noise. A trap changes what the sampler draws from, what it logs, or what the trainer computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_rc.analyze.chunk import Chunk
+
+VOCABULARY, LENGTH, SEQUENCES = 256, 160, 192
+
+
+@dataclass
+class World:
+    """Logits and log-probs [N, V] of both sides before a trap."""
+
+    random: np.random.Generator
+    logits: np.ndarray
+    noisy: np.ndarray
+    sequence: np.ndarray
+    position: np.ndarray
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def world(seed: int, noise: float = 0.03, sequences: int = SEQUENCES) -> World:
+    random = np.random.default_rng(seed)
+    size = (sequences, LENGTH)
+    steps = random.normal(size=size)
+    level = np.empty(size)
+    level[:, 0] = steps[:, 0]
+    for t in range(1, LENGTH):
+        level[:, t] = 0.8 * level[:, t - 1] + 0.6 * steps[:, t]
+    sharpness = np.exp(0.8 + 0.7 * level).reshape(-1, 1)
+    logits = random.normal(size=(sequences * LENGTH, VOCABULARY)) * sharpness
+    noisy = logits + noise * random.normal(size=logits.shape)
+    index = np.arange(sequences * LENGTH)
+    return World(random, logits, noisy, index // LENGTH, index % LENGTH)
+
+
+def draw(random: np.random.Generator, log_probs: np.ndarray) -> np.ndarray:
+    """[N] ids drawn from [N, V] log-probs, -inf for ids that cannot come."""
+    return np.argmax(log_probs + random.gumbel(size=log_probs.shape), axis=1)
+
+
+def chunk_of(w: World, ids: np.ndarray, log_pi: np.ndarray, log_mu: np.ndarray, **columns: Any) -> Chunk:
+    """A chunk of the drawn ids, from the log-probs [N, V] of the trainer and the logged ones [N] or [N, V]."""
+    rows = np.arange(ids.size)
+    probs = np.exp(log_pi)
+    entropy = -(probs * np.where(probs > 0, log_pi, 0)).sum(axis=1)
+    sequences = int(w.sequence[-1]) + 1
+    named: dict[str, Any] = {"step": np.zeros(sequences, dtype=np.int64)}
+    return Chunk(
+        log_pi[rows, ids],
+        log_mu if log_mu.ndim == 1 else log_mu[rows, ids],
+        np.arange(sequences + 1) * LENGTH,
+        {"entropy": entropy, "token_id": ids, **{k: v for k, v in columns.items() if v.size == ids.size}},
+        {**named, **{k: v for k, v in columns.items() if v.size == sequences}},
+    )
+
+
+def honest(w: World) -> Chunk:
+    log_mu = log_softmax(w.noisy)
+    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu)
+
+
+def logged_temperature(w: World, temperature: float) -> Chunk:
+    log_mu = log_softmax(w.noisy / temperature)
+    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu)
+
+
+def kept(log_probs: np.ndarray, top_p: float) -> np.ndarray:
+    """[N, V] True for the ids of the smallest set that holds ``top_p`` of the probability."""
+    order = np.argsort(-log_probs, axis=1)
+    sorted_probs = np.take_along_axis(np.exp(log_probs), order, axis=1)
+    keep_sorted = np.cumsum(sorted_probs, axis=1) - sorted_probs < top_p
+    keep = np.zeros(log_probs.shape, dtype=bool)
+    np.put_along_axis(keep, order, keep_sorted, axis=1)
+    return keep
+
+
+def renormalised_top_p(w: World, top_p: float) -> Chunk:
+    full = log_softmax(w.noisy)
+    log_mu = log_softmax(np.where(kept(full, top_p), full, -1e30))
+    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu)
+
+
+def hidden_top_p(w: World, top_p: float) -> Chunk:
+    full = log_softmax(w.noisy)
+    drawn_from = np.where(kept(full, top_p), full, -np.inf)
+    return chunk_of(w, draw(w.random, drawn_from), log_softmax(w.logits), full)
+
+
+def hidden_temperature(w: World, temperature: float) -> Chunk:
+    ids = draw(w.random, log_softmax(w.noisy / temperature))
+    return chunk_of(w, ids, log_softmax(w.logits), log_softmax(w.noisy))
+
+
+def raw_logs(w: World, temperature: float) -> Chunk:
+    """Sampled and trained at a temperature; logged without it."""
+    ids = draw(w.random, log_softmax(w.noisy / temperature))
+    return chunk_of(w, ids, log_softmax(w.logits / temperature), log_softmax(w.noisy))
+
+
+def padded_vocabulary(w: World, rows: int) -> Chunk:
+    """The trainer's softmax runs over ``rows`` more logits of 0."""
+    log_mu = log_softmax(w.noisy)
+    padded = np.concatenate([w.logits, np.zeros((w.logits.shape[0], rows))], axis=1)
+    return chunk_of(w, draw(w.random, log_mu), log_softmax(padded), log_mu)
+
+
+def shifted(w: World) -> Chunk:
+    chunk = honest(w)
+    log_mu = np.roll(chunk.log_mu, 1)
+    log_mu[chunk.cu_seqlens[:-1]] = -1.0
+    return Chunk(chunk.log_pi, log_mu, chunk.cu_seqlens, chunk.tokens, chunk.sequences)
+
+
+def zero_filled(w: World, share: float) -> Chunk:
+    """Every so many sequences have 0.0 for all log-probs of the sampler."""
+    chunk = honest(w)
+    log_mu = np.where(w.sequence % round(1 / share) == 0, 0.0, chunk.log_mu)
+    return Chunk(chunk.log_pi, log_mu, chunk.cu_seqlens, chunk.tokens, chunk.sequences)
+
+
+def forced_end(w: World) -> Chunk:
+    """The last token was forced, with 0.0 for its log-prob."""
+    chunk = honest(w)
+    log_pi, log_mu = chunk.log_pi.copy(), chunk.log_mu.copy()
+    last = chunk.cu_seqlens[1:] - 1
+    log_mu[last] = 0.0
+    log_pi[last] = log_softmax(w.logits)[last, 0]
+    return Chunk(log_pi, log_mu, chunk.cu_seqlens, chunk.tokens, chunk.sequences)
+
+
+def other_context(w: World) -> Chunk:
+    """The sampler's context differs at the start, and less and less later."""
+    more = w.random.normal(size=w.noisy.shape) * (0.6 * np.exp(-w.position / 15))[:, None]
+    log_mu = log_softmax(w.noisy + more)
+    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu)
+
+
+def stale_weights(w: World) -> Chunk:
+    log_mu = log_softmax(w.noisy + 0.5 * w.random.normal(size=w.noisy.shape))
+    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu)
+
+
+def one_stale_server(w: World) -> Chunk:
+    """One of four servers has old weights."""
+    server = np.array(list("abcd"))[np.arange(int(w.sequence[-1]) + 1) % 4]
+    more = w.random.normal(size=w.noisy.shape) * np.where(server[w.sequence] == "c", 0.4, 0.0)[:, None]
+    log_mu = log_softmax(w.noisy + more)
+    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu, server=server)
+
+
+def stale_cache(w: World) -> Chunk:
+    """A cached prompt of old weights: the longer it was cached, the further the sampler is off."""
+    sequences = int(w.sequence[-1]) + 1
+    cached, syncs = w.random.integers(0, 2, sequences) * 64, np.sort(w.random.integers(0, 12, sequences))
+    size = np.where(cached > 0, 0.06 * syncs, 0.0)[w.sequence] * np.exp(-w.position / 80)
+    log_mu = log_softmax(w.noisy + w.random.normal(size=w.noisy.shape) * size[:, None])
+    columns = {"cached_tokens": cached, "syncs": syncs, "prompt_length": np.full(sequences, 80)}
+    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu, **columns)
+
+
+def expert_flips(w: World) -> Chunk:
+    flips = w.random.random(w.sequence.size) < 0.05
+    log_mu = log_softmax(w.noisy + w.random.normal(size=w.noisy.shape) * np.where(flips, 0.8, 0.0)[:, None])
+    moved = np.where(flips, w.random.integers(1, 8, flips.size) / 8, 0.0)
+    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu, routes_shifted=moved)
+
+
+def policy_lag(w: World) -> Chunk:
+    """Sequences of weights that are up to four updates old."""
+    sequences = int(w.sequence[-1]) + 1
+    lag = w.random.integers(0, 5, sequences)
+    size = 0.1 * np.sqrt(lag)[w.sequence][:, None] * w.random.normal(size=w.noisy.shape)
+    log_mu = log_softmax(w.noisy + size)
+    columns = {"version": (10 - lag)[w.sequence], "trainer_version": np.full(sequences, 10)}
+    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu, **columns)
+
+
+TRAPS: dict[str, tuple[str, Callable[[World], Chunk]]] = {
+    "logged temperature .7": ("RC101", lambda w: logged_temperature(w, 0.7)),
+    "logged temperature .98": ("RC101", lambda w: logged_temperature(w, 0.98)),
+    "renormalised top-p .95": ("RC102", lambda w: renormalised_top_p(w, 0.95)),
+    "renormalised top-p .99": ("RC102", lambda w: renormalised_top_p(w, 0.99)),
+    "hidden temperature .7": ("RC103", lambda w: hidden_temperature(w, 0.7)),
+    "hidden temperature .95": ("RC103", lambda w: hidden_temperature(w, 0.95)),
+    "hidden top-p .95": ("RC103", lambda w: hidden_top_p(w, 0.95)),
+    "hidden top-p .99": ("RC103", lambda w: hidden_top_p(w, 0.99)),
+    "raw logs at temperature .7": ("RC104", lambda w: raw_logs(w, 0.7)),
+    "raw logs at temperature .95": ("RC104", lambda w: raw_logs(w, 0.95)),
+    "padded vocabulary": ("RC106", lambda w: padded_vocabulary(w, 64)),
+    "shifted by one": ("RC201", shifted),
+    "zero-filled": ("RC203", lambda w: zero_filled(w, 1 / 8)),
+    "forced end": ("RC203", forced_end),
+    "another template": ("RC205", other_context),
+    "stale cache": ("RC301", stale_cache),
+    "one stale server": ("RC303", one_stale_server),
+    "expert flips": ("RC404", expert_flips),
+    "honest": ("RC501", honest),
+    "policy lag": ("RC502", policy_lag),
+}
+"""Expected rule and maker of every simulated dump."""
