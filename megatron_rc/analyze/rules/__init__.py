@@ -1,0 +1,69 @@
+"""The rules in the order in which they decide: counts, alignment, honesty, map, location, benign causes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.rules import alignment, benign, counts, honest, location, maps
+from megatron_rc.analyze.rules.rule import Level, Rule, Verdict
+
+RULES = (
+    Rule("RC203", 0, counts.dummy_logprobs),
+    Rule("RC201", 1, alignment.shifted),
+    Rule("RC102", 2, honest.truncated_or_leaking),
+    Rule("RC104", 2, honest.raw_logs),
+    Rule("RC103", 3, honest.hidden_sampling, ("entropy",)),
+    Rule("RC101", 4, maps.temperature),
+    Rule("RC303", 5, location.one_server, ("server",)),
+    Rule("RC301", 5, location.stale_cache, ("cached_tokens", "prompt_length", "syncs")),
+    Rule("RC205", 6, location.other_prompt),
+    Rule("RC404", 7, benign.shifted_experts, ("routes_shifted",)),
+    Rule("RC502", 7, benign.policy_lag, ("version", "trainer_version")),
+    Rule("RC501", 8, benign.numerics),
+)
+"""Every rule that is judged. RC106 is judged with RC102, which it is told apart from."""
+
+CODES = frozenset({rule.code for rule in RULES} | {"RC106"})
+
+
+class Judgement(NamedTuple):
+    verdicts: list[Verdict]
+    """In the order of the rules."""
+    not_run: dict[str, list[str]]
+    """Columns that are missing, by rule."""
+    not_judged: dict[str, str]
+    """The rule whose bug must be mended first, by rule."""
+
+
+def judge(evidence: Evidence, *, select: Collection[str] = (), ignore: Collection[str] = ()) -> Judgement:
+    """What the rules say.
+
+    Args:
+        select: codes of the only rules to judge; empty: all.
+        ignore: codes of rules to leave out.
+
+    Raises:
+        ValueError: an unknown code.
+    """
+    for code in (*select, *ignore):
+        if code not in CODES:
+            raise ValueError(f"unknown rule {code!r}; known: {', '.join(sorted(CODES))}")
+    verdicts: list[Verdict] = []
+    not_run: dict[str, list[str]] = {}
+    not_judged: dict[str, str] = {}
+    bug = ""
+    rules = [rule for rule in RULES if rule.code not in ignore and (not select or rule.code in select)]
+    for index, rule in enumerate(rules):
+        if bug:
+            not_judged[rule.code] = bug
+        elif missing := [name for name in rule.needs if not evidence.has(name)]:
+            not_run[rule.code] = missing
+        elif (verdict := rule.judge(evidence)) is not None and verdict.code not in ignore:
+            verdicts.append(verdict)
+        wrong = [v.code for v in verdicts if v.level in (Level.BUG, Level.SUSPECT)]
+        last_of_stage = index + 1 == len(rules) or rules[index + 1].stage > rule.stage
+        if wrong and last_of_stage:
+            bug = wrong[0]
+    return Judgement(verdicts, not_run, not_judged)

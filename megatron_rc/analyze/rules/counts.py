@@ -1,0 +1,54 @@
+"""Values that were never log-probs of drawn tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.rules.rule import Level, Verdict
+from megatron_rc.analyze.sums import ZERO_BELOW
+
+FEWEST = 3
+"""Impossible zeros from which on a dump is a bug: one can be a damaged token."""
+
+
+def dummy_logprobs(evidence: Evidence) -> Verdict | None:
+    """RC203: log mu is exactly 0 for tokens to which the trainer gives less than one half."""
+    count = evidence.sums.impossible_zeros
+    if count < FEWEST:
+        return None
+    zeros = _zeros(evidence.sample)
+    share = float(evidence.sample.k3[zeros].sum() / evidence.sample.k3.sum()) if zeros.any() else None
+    return Verdict(
+        "RC203",
+        Level.BUG,
+        f"{count:,.0f} tokens ({count / evidence.whole.tokens:.2%}) were logged with log-prob 0.0 although the trainer "
+        f"gives them less than one half{_place(evidence.sample, zeros)}; no "
+        "sampler draws such tokens with certainty",
+        {"impossible_zeros": count, "share_of_tokens": count / evidence.whole.tokens},
+        share=share,
+    )
+
+
+def _zeros(chunk: Chunk) -> np.ndarray:
+    return (chunk.log_mu == 0) & (chunk.log_pi < ZERO_BELOW)
+
+
+def _place(chunk: Chunk, zeros: np.ndarray) -> str:
+    """Where the zeros are, as the end of a sentence part; empty when they have no common place."""
+    if not zeros.any():
+        return ""
+    last = chunk.index[zeros] == chunk.lengths[chunk.sequence_of[zeros]] - 1
+    if last.mean() > 0.9:
+        return ", nearly all at the last token of a response (a forced end?)"
+    sequences = np.unique(chunk.sequence_of[zeros])
+    logged = np.bincount(chunk.sequence_of, weights=chunk.log_mu != 0, minlength=chunk.num_sequences)
+    if (logged[sequences] == 0).mean() > 0.9:
+        return f", in {sequences.size:,} whole responses of zeros (missing log-probs filled in?)"
+    if "token_id" in chunk.tokens:
+        ids, counts = np.unique(chunk.tokens["token_id"][zeros], return_counts=True)
+        if counts.max() > 0.9 * zeros.sum():
+            return f", nearly all of token id {ids[counts.argmax()]} (a forced token?)"
+    neighbours = zeros[1:] & zeros[:-1]
+    return ", in spans (tool results inside the loss mask?)" if neighbours.sum() > 0.5 * zeros.sum() else ""

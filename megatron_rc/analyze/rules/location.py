@@ -1,0 +1,94 @@
+"""Honest logs of two sides that differ in one place: a server, a cache, the start of a response."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.profile import Profile
+from megatron_rc.analyze.rules.rule import Level, Verdict
+
+LEAST_EXPLAINED = 0.05
+"""Share of the variance of |l| between the values of the column."""
+TIMES_OTHERS = 3.0
+"""k3 of the place over that elsewhere."""
+
+
+def one_server(evidence: Evidence) -> Verdict | None:
+    """RC303: one server's gap is far above that of the others."""
+    profile = evidence.profiles["server"]
+    if len(profile.bins) < 2 or not evidence.significant(evidence.factor_tests.get("server")):
+        return None
+    worst = int(profile.k3.argmax())
+    others = _k3_of_others(profile, worst)
+    if profile.k3[worst] < TIMES_OTHERS * others or profile.explained < LEAST_EXPLAINED:
+        return None
+    share = _excess_share(evidence, profile, np.arange(len(profile.bins)) == worst, others)
+    return Verdict(
+        "RC303",
+        Level.BUG,
+        f"server {profile.label(worst)} has k3 {profile.k3[worst]:.1e}, {profile.k3[worst] / max(others, 1e-12):.0f} "
+        f"times that of the others, and {share:.0%} of the gap: it serves other weights",
+        {"k3": float(profile.k3[worst]), "k3_of_others": others, "explained": profile.explained},
+        evidence.adjusted[evidence.factor_tests["server"].name],
+        share,
+    )
+
+
+def stale_cache(evidence: Evidence) -> Verdict | None:
+    """RC301: responses to cached prompts are off, the more the longer the server has been synchronised."""
+    cached, syncs = evidence.profiles["cached"], evidence.profiles["syncs"]
+    if len(cached.bins) < 2 or cached.bins[0] != 0 or not evidence.significant(evidence.factor_tests.get("cached")):
+        return None
+    fresh, used = cached.k3[0], np.asarray(cached.bins) > 0
+    k3 = float(np.average(cached.k3[used], weights=cached.count[used]))
+    if k3 < TIMES_OTHERS * fresh or cached.explained < LEAST_EXPLAINED:
+        return None
+    grows = len(syncs.bins) > 2 and np.corrcoef(np.arange(len(syncs.bins)), syncs.k3)[0, 1] > 0.3
+    sentence = f"responses whose prompt came from the prefix cache have k3 {k3:.1e}, the others {fresh:.1e}"
+    return Verdict(
+        "RC301",
+        Level.BUG if grows else Level.SUSPECT,
+        f"{sentence}, and it grows with the syncs since the server started: the cache holds keys and values of old "
+        "weights"
+        if grows
+        else f"{sentence}: the cache may hold keys and values of old weights",
+        {"k3_cached": k3, "k3_fresh": float(fresh), "explained": cached.explained},
+        evidence.adjusted[evidence.factor_tests["cached"].name],
+        _excess_share(evidence, cached, used, float(fresh)),
+        one_of=() if grows else ("RC301", "RC205"),
+    )
+
+
+def other_prompt(evidence: Evidence) -> Verdict | None:
+    """RC205: the gap is large at the start of a response and decays."""
+    profile = evidence.profiles["position"]
+    if not evidence.significant(evidence.factor_tests.get("position")) or profile.explained < LEAST_EXPLAINED:
+        return None
+    half = np.cumsum(profile.count) > profile.count.sum() / 2
+    start, rest = ~half & (np.cumsum(profile.count) < profile.count.sum() / 8), half
+    if not start.any():
+        return None
+    first, later = (float(np.average(profile.k3[part], weights=profile.count[part])) for part in (start, rest))
+    if first < TIMES_OTHERS * later:
+        return None
+    return Verdict(
+        "RC205",
+        Level.BUG,
+        f"the gap is k3 {first:.1e} in the first eighth of the tokens by position and {later:.1e} in the last half: "
+        "the two sides see different prompts, and the shared response slowly outweighs them",
+        {"k3_start": first, "k3_rest": later, "explained": profile.explained},
+        evidence.adjusted[evidence.factor_tests["position"].name],
+        _excess_share(evidence, profile, ~half, later),
+    )
+
+
+def _k3_of_others(profile: Profile, index: int) -> float:
+    others = np.arange(len(profile.bins)) != index
+    return float(np.average(profile.k3[others], weights=profile.count[others]))
+
+
+def _excess_share(evidence: Evidence, profile: Profile, bins: np.ndarray, floor: float) -> float:
+    """Share of all k3 that ``bins`` have above ``floor``."""
+    excess = float((profile.count[bins] * (profile.k3[bins] - floor)).sum())
+    return min(1.0, max(0.0, excess / evidence.sums.k3)) if evidence.sums.k3 else 0.0

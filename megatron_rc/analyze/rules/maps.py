@@ -1,0 +1,36 @@
+"""The log-ratio follows from the logged log-prob: one side scaled its logits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.factors import LOG_MU_EDGES
+from megatron_rc.analyze.rules.rule import Level, Verdict
+
+LEAST_EXPLAINED = 0.1
+"""Share of the variance of l that the logged log-prob explains."""
+CONFIDENT = (-0.7, -0.01)
+"""nats; log mu of tokens that are likely but not certain."""
+
+
+def temperature(evidence: Evidence) -> Verdict | None:
+    """RC101: sampler and trainer divide the logits by different temperatures, and the logs say so."""
+    profile = evidence.profiles["log_mu"]
+    if profile.explained_sign < LEAST_EXPLAINED or not evidence.significant(evidence.sign_test):
+        return None
+    edges = np.searchsorted(LOG_MU_EDGES, CONFIDENT, side="right")
+    bins = np.asarray(profile.bins)
+    likely = (bins >= edges[0]) & (bins < edges[1])
+    lean = float(np.average(profile.log_ratio[likely], weights=profile.count[likely])) if likely.any() else 0.0
+    colder = "below" if lean < 0 else "above"
+    return Verdict(
+        "RC101",
+        Level.BUG,
+        f"the logged log-prob alone explains {profile.explained_sign:.0%} of the variance of the log-ratio, which is "
+        f"{lean:+.4f} nats for likely tokens and has the other sign for rare ones: the sampler's temperature is "
+        f"{colder} the trainer's",
+        {"explained": profile.explained_sign, "mean_log_ratio_of_likely_tokens": lean},
+        evidence.adjusted[evidence.sign_test.name],
+        profile.explained_sign,
+    )

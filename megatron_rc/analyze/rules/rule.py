@@ -1,0 +1,96 @@
+"""What a rule is, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from importlib import resources
+
+from megatron_rc.analyze.evidence import Evidence
+
+HOSTS = ("verl", "slime", "miles", "Megatron-LM", "NeMo-RL", "TRL")
+"""Every page says what to change in each of them."""
+
+
+class Level(StrEnum):
+    """What a verdict claims."""
+
+    BUG = "BUG"
+    """Logs, weights or inputs of the two sides differ in a way that no rounding explains."""
+    SUSPECT = "suspect"
+    """A bug fits, but the data lie outside of what the rule was calibrated on, or do not separate it from others."""
+    STALENESS = "staleness"
+    """The weights that sampled were older, as the dump itself says."""
+    NUMERICS = "numerics"
+    """Kernels, precision or expert choice; nothing to mend in the logs."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one rule says about a dump."""
+
+    code: str
+    level: Level
+    sentence: str
+    """What is wrong, in this dump's numbers."""
+    numbers: dict[str, float]
+    """The evidence."""
+    p: float | None = None
+    """Corrected for the number of tests; None where the rule needs no test."""
+    share: float | None = None
+    """Share of k3 that it explains; None where that is not defined."""
+    one_of: tuple[str, ...] = ()
+    """Rules that these data do not separate from this one."""
+
+    @property
+    def page(self) -> Page:
+        return Page(self.code)
+
+
+@dataclass(frozen=True)
+class Rule:
+    code: str
+    stage: int
+    """Rules of a later stage are not judged once one of an earlier stage answers BUG or suspect: they would judge that
+    bug once more, because it changes the log-ratios that they read."""
+    judge: Callable[[Evidence], Verdict | None]
+    needs: tuple[str, ...] = ()
+    """Columns without which it is not run."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """The page of a rule, in the package: Markdown with sections."""
+
+    code: str
+
+    @cached_property
+    def text(self) -> str:
+        return (resources.files("megatron_rc.analyze.rules") / "pages" / f"{self.code}.md").read_text(encoding="utf-8")
+
+    def section(self, title: str) -> str:
+        """The text under ``## title``."""
+        _, _, rest = self.text.partition(f"\n## {title}\n")
+        return rest.partition("\n## ")[0].strip()
+
+    @property
+    def title(self) -> str:
+        """The heading, without the code."""
+        return self.text.partition("\n")[0].partition(": ")[2]
+
+    @property
+    def look_alikes(self) -> str:
+        return self.section("What else looks like this")
+
+    @property
+    def experiment(self) -> str:
+        return self.section("The experiment that decides")
+
+    @property
+    def fixes(self) -> dict[str, str]:
+        """What to change, by host."""
+        lines = self.section("Fix").removeprefix("- ").split("\n- ")
+        pairs = (" ".join(line.split()).partition(": ") for line in lines)
+        return {host.strip("*"): text for host, _, text in pairs}
