@@ -71,7 +71,7 @@ setup(
     keywords=["reinforcement learning", "large language models", "Megatron", "rollout correction"],
     # megatron_rc.kernels is the link megatron_rc/kernels -> ../triton_kernels, which has no __init__.py
     packages=[*find_packages(include=["megatron_rc", "megatron_rc.*"]), "megatron_rc.kernels"],
-    package_data={"megatron_rc.kernels": ["README.md"]},
+    package_data={"megatron_rc.kernels": ["README.md"], "megatron_rc.analyze.rules": ["pages/*.md"]},
     install_requires=["numpy", "pyarrow", "pydantic>=2", "pyyaml", "rich", "typer>=0.9"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-rc = megatron_rc.cli:main"]},

@@ -11,6 +11,7 @@ import typer
 
 from megatron_rc import settings as job_settings
 from megatron_rc import versions
+from megatron_rc.analyze import commands as analyze_commands
 from megatron_rc.cluster import commands
 from megatron_rc.jobs import run as job
 from megatron_rc.jobs.run import quiet_imports
@@ -86,6 +87,8 @@ def patch(
         run_script(script, arguments, settings, host=rc_host)
 
 
+app.command()(analyze_commands.analyze)
+app.command()(analyze_commands.explain)
 app.command()(commands.plan)
 app.command()(commands.launch)
 app.command(context_settings={"ignore_unknown_options": True})(commands.serve)

@@ -1,0 +1,94 @@
+"""The commands `megatron-rc analyze` and `megatron-rc explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from megatron_rc.analyze.diagnosis import Diagnosis
+
+CODES = "Codes such as RC203, between commas."
+
+
+def analyze(
+    dump: Annotated[Path, typer.Argument(help="Dump of rollouts: a file, or a folder of them; docs/analyze.md.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print every number as JSON.")] = False,
+    gate: Annotated[
+        str, typer.Option(metavar="CONDITIONS", help="Fail unless they hold, such as 'k3<1e-3, RC2=none'.")
+    ] = "",
+    gate_format: Annotated[
+        Literal["text", "junit", "github"], typer.Option(help="How the outcome of the gate is printed.")
+    ] = "text",
+    select: Annotated[str, typer.Option(metavar="CODES", help=f"The only rules to judge. {CODES}")] = "",
+    ignore: Annotated[str, typer.Option(metavar="CODES", help=f"Rules to leave out. {CODES}")] = "",
+    host: Annotated[str, typer.Option(help="Print the fixes for this codebase only, such as verl.")] = "",
+    share: Annotated[
+        bool, typer.Option("--share", help="Leave out ids, paths and names, to send it to others.")
+    ] = False,
+) -> None:
+    """Say from a dump of rollouts whether the gap is a bug or numerics, whose it is, and what to do.
+
+    Exit status: 0 analyzed, 1 a condition of --gate does not hold, 2 the dump or an option could not be read.
+    """
+    from rich.console import Console
+
+    from megatron_rc.analyze import gate as gates
+    from megatron_rc.analyze import output, terminal
+    from megatron_rc.analyze.diagnosis import diagnose_dump
+
+    shown = Console(highlight=False)
+    diagnosis = _with_progress(
+        dump, lambda progress: diagnose_dump(dump, select=_codes(select), ignore=_codes(ignore), progress=progress)
+    )
+    if as_json:
+        print(output.to_json(diagnosis, share=share))
+    elif gate_format == "text":
+        terminal.show(diagnosis, console=shown, host=host)
+    if not gate:
+        return
+    outcomes = gates.check(diagnosis, gate)
+    if gate_format == "junit":
+        print(output.junit(outcomes))
+    elif gate_format == "github":
+        print(output.github(outcomes), end="")
+    elif not as_json:
+        terminal.show_gate(outcomes, console=shown)
+    if not all(outcome.holds for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def _codes(text: str) -> list[str]:
+    return [code.strip().upper() for code in text.split(",") if code.strip()]
+
+
+def _with_progress(dump: Path, run: Callable[[Callable[[int], None]], Diagnosis]) -> Diagnosis:
+    """Run an analysis under a progress bar on stderr, which only a terminal shows."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    size = sum(file.stat().st_size for file in dump.rglob("*") if file.is_file()) if dump.is_dir() else 0
+    size = size or (dump.stat().st_size if dump.exists() else 0)
+    columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=size)
+        return run(lambda done: progress.advance(task, done))
+
+
+def explain(code: Annotated[str, typer.Argument(help="Code of a rule, such as RC203.")]) -> None:
+    """Print the page of a rule: what it means, how it is decided, what else looks like it, and the fixes."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    from megatron_rc.analyze.rules import CODES as known
+    from megatron_rc.analyze.rules.rule import Page
+
+    if code.upper() not in known:
+        raise ValueError(f"unknown rule {code!r}; known: {', '.join(sorted(known))}")
+    console = Console(highlight=False)
+    text = Page(code.upper()).text
+    console.print(Markdown(text) if console.is_terminal else text, markup=False)

@@ -1,0 +1,140 @@
+"""The answer to "is it a bug or is it numerics?": evidence, verdicts, and what was not judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
+from megatron_rc.analyze.evidence import Evidence, Gathering
+from megatron_rc.analyze.readers import open_dump
+from megatron_rc.analyze.readers.dump import CorruptRows
+from megatron_rc.analyze.rules import Judgement, judge
+from megatron_rc.analyze.rules.rule import Level, Verdict
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What an analysis answers."""
+
+    source: str
+    """Path or name of what was analyzed."""
+    format: str
+    evidence: Evidence
+    judgement: Judgement
+    corrupt: CorruptRows
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        return self.judgement.verdicts
+
+    @property
+    def level(self) -> Level:
+        """The gravest level of the verdicts."""
+        levels = {verdict.level for verdict in self.verdicts}
+        return next((level for level in Level if level in levels), Level.NUMERICS)
+
+    @property
+    def hidden_sampling_possible(self) -> bool:
+        """True without the column entropy: then a hidden temperature or top-p cannot be excluded."""
+        return not self.evidence.has("entropy")
+
+
+def diagnose(
+    log_pi: ArrayLike,
+    log_mu: ArrayLike,
+    cu_seqlens: ArrayLike | None = None,
+    *,
+    name: str = "arrays",
+    select: Collection[str] = (),
+    ignore: Collection[str] = (),
+    **columns: ArrayLike,
+) -> Diagnosis:
+    """Diagnose the gap between trainer and sampler from arrays.
+
+    Args:
+        log_pi: [N], or [B, T] with one sequence per row; log pi of the drawn tokens by the trainer before the update,
+            nats. NumPy arrays, lists, or CPU tensors.
+        log_mu: the same shape; log mu as the sampler logged it, nats.
+        cu_seqlens: [S + 1] where each sequence starts; None with [B, T], or for a single sequence.
+        name: what the report calls the data.
+        select: codes of the only rules to judge.
+        ignore: codes of rules to leave out.
+        columns: further columns by their names in ``analyze.columns``, [N] per token or [S] per sequence, such as
+            ``entropy``, ``loss_mask``, ``server``; each unlocks rules.
+
+    Raises:
+        ValueError: sizes that do not fit, an unknown column or rule, or no loss token.
+    """
+    pi, mu = _array(log_pi).astype(np.float64), _array(log_mu).astype(np.float64)
+    if cu_seqlens is None:
+        rows, length = pi.shape if pi.ndim == 2 else (1, pi.size)
+        cu_seqlens = np.arange(rows + 1) * length
+    arrays = {column: _array(values) for column, values in columns.items()}
+    for column in arrays:
+        if column not in TOKEN_COLUMNS and column not in SEQUENCE_COLUMNS:
+            known = ", ".join([*TOKEN_COLUMNS, *SEQUENCE_COLUMNS])
+            raise ValueError(f"unknown column {column!r}; known: {known}")
+    offsets, tokens = _array(cu_seqlens).astype(np.int64), pi.size
+    # advantage is a column of both kinds; its size says of which
+    per_token = {c: a.reshape(-1) for c, a in arrays.items() if c in TOKEN_COLUMNS and a.size == tokens}
+    chunk = Chunk(
+        pi.reshape(-1),
+        mu.reshape(-1),
+        offsets,
+        {c: a.astype(bool) if c == "loss_mask" else a for c, a in per_token.items()},
+        {c: a for c, a in arrays.items() if c not in per_token},
+    )
+    return diagnosis_of([chunk], name, "arrays", CorruptRows(), select=select, ignore=ignore)
+
+
+def diagnose_dump(
+    path: str | Path,
+    *,
+    select: Collection[str] = (),
+    ignore: Collection[str] = (),
+    progress: Callable[[int], None] = lambda done: None,
+) -> Diagnosis:
+    """Diagnose a dump on disk, in memory that does not grow with it.
+
+    Args:
+        path: a file or folder of a known format.
+        select: codes of the only rules to judge.
+        ignore: codes of rules to leave out.
+        progress: called with the size in bytes of each file once it is read.
+
+    Raises:
+        ValueError: nothing to read, an unknown format or rule, or no loss token.
+    """
+    dump = open_dump(path)
+    return diagnosis_of(dump.chunks(progress), str(path), dump.format, dump.corrupt, select=select, ignore=ignore)
+
+
+def diagnosis_of(
+    chunks: Iterable[Chunk],
+    source: str,
+    format: str,
+    corrupt: CorruptRows,
+    *,
+    select: Collection[str] = (),
+    ignore: Collection[str] = (),
+) -> Diagnosis:
+    gathering = Gathering()
+    for chunk in chunks:
+        gathering.add(chunk)
+    evidence = gathering.evidence()
+    return Diagnosis(source, format, evidence, judge(evidence, select=select, ignore=ignore), corrupt)
+
+
+def _array(values: Any) -> np.ndarray:
+    """As a NumPy array; a tensor of torch is taken off its graph and device first."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = values.float() if "bfloat16" in str(values.dtype) else values
+    return np.asarray(values)

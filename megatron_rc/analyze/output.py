@@ -1,0 +1,118 @@
+"""A diagnosis as JSON with a stable schema, and as JUnit or GitHub annotations."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+from xml.etree import ElementTree
+
+from megatron_rc.analyze.diagnosis import Diagnosis
+from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.gate import Outcome
+from megatron_rc.analyze.honesty import Honesty
+from megatron_rc.analyze.significance import Test
+
+SCHEMA_VERSION = 1
+"""Rises when a key changes its meaning or goes; new keys may come at any time."""
+
+
+def to_dict(diagnosis: Diagnosis, *, share: bool = False) -> dict[str, Any]:
+    """The diagnosis in numbers; docs/analyze.md says what each key means.
+
+    Args:
+        share: leave out what may name people, machines or text: path, names of servers, groups, token ids.
+    """
+    evidence = diagnosis.evidence
+    names = {name: f"server {index}" for index, name in enumerate(evidence.by_server)} if share else {}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "source": "" if share else diagnosis.source,
+        "format": diagnosis.format,
+        "level": diagnosis.level,
+        "tokens": evidence.whole.tokens,
+        "sequences": evidence.sequences,
+        "columns": sorted(evidence.columns),
+        "damaged_sequences": evidence.damaged,
+        "corrupt_rows": diagnosis.corrupt.count,
+        "sampled_tokens": int(evidence.sample.log_pi.size),
+        "verdicts": [
+            {**dataclasses.asdict(v), **({"sentence": ""} if share else {}), "title": v.page.title}
+            for v in diagnosis.verdicts
+        ],
+        "not_run": diagnosis.judgement.not_run,
+        "not_judged": diagnosis.judgement.not_judged,
+        "honesty": _panel(evidence, evidence.whole),
+        "by_step": {str(step): _panel(evidence, panel) for step, panel in evidence.by_step.items()},
+        "by_server": {names.get(name, name): _panel(evidence, panel) for name, panel in evidence.by_server.items()},
+        "growth": {
+            "exponent": evidence.growth.exponent,
+            "horizon": evidence.growth.horizon,
+            "ess": evidence.growth.ess,
+            "ess_predicted": evidence.growth.ess_predicted,
+        },
+        "k_hat": {"tokens": evidence.token_tail.k, "sequences": evidence.sequence_tail.k},
+        "explained": {
+            name: {"explained": profile.explained, **_test(evidence, evidence.factor_tests.get(name))}
+            for name, profile in evidence.profiles.items()
+        },
+    }
+
+
+def to_json(diagnosis: Diagnosis, *, share: bool = False) -> str:
+    """``to_dict`` as JSON; a number that is not finite is null."""
+    return json.dumps(_finite(to_dict(diagnosis, share=share)), indent=2)
+
+
+def junit(outcomes: list[Outcome]) -> str:
+    """The conditions of a gate as a JUnit test suite."""
+    failed = [outcome for outcome in outcomes if not outcome.holds]
+    suite = ElementTree.Element(
+        "testsuite", name="megatron-rc analyze", tests=str(len(outcomes)), failures=str(len(failed))
+    )
+    for outcome in outcomes:
+        case = ElementTree.SubElement(suite, "testcase", name=outcome.condition, classname="megatron_rc.analyze")
+        if not outcome.holds:
+            ElementTree.SubElement(case, "failure", message=_printable(outcome.sentence))
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
+
+
+def github(outcomes: list[Outcome]) -> str:
+    """The failed conditions of a gate as workflow commands of GitHub Actions, one per line."""
+    escapes = {"%": "%25", "\r": "%0D", "\n": "%0A"}
+    lines = []
+    for outcome in outcomes:
+        if not outcome.holds:
+            text = "".join(escapes.get(character, character) for character in outcome.sentence)
+            lines.append(f"::error title=megatron-rc analyze::{text}\n")
+    return "".join(lines)
+
+
+def _panel(evidence: Evidence, panel: Honesty) -> dict[str, Any]:
+    numbers = {
+        field.name: value
+        for field in dataclasses.fields(panel)
+        if not isinstance(value := getattr(panel, field.name), Test)
+    }
+    tests = {"z_rho": panel.z_ratio, "z_W": panel.z_surprise, "z_mean_l": panel.z_log_ratio}
+    return numbers | {name: _test(evidence, test) for name, test in tests.items()}
+
+
+def _test(evidence: Evidence, test: Test | None) -> dict[str, Any]:
+    if test is None:
+        return {"z": None, "p": None, "undecided": "not run"}
+    return {"z": test.z, "p": evidence.adjusted.get(test.name), "undecided": test.undecided}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _printable(text: str) -> str:
+    """Without the control characters that XML forbids."""
+    return "".join(character for character in text if character.isprintable())

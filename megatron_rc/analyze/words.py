@@ -1,0 +1,105 @@
+"""Numbers and verdicts in words, shared by the terminal, the page and the documents."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.honesty import Honesty
+from megatron_rc.analyze.rules.rule import Level, Verdict
+from megatron_rc.analyze.significance import Test
+from megatron_rc.analyze.tail import LIMIT
+
+HEADLINES = {
+    Level.BUG: "BUG: the two sides do not compute the same thing",
+    Level.SUSPECT: "SUSPECT: a bug fits, and an experiment must decide",
+    Level.STALENESS: "STALENESS: older weights sampled",
+    Level.NUMERICS: "NUMERICS: no sign of a bug",
+}
+KAPPA_NEAR = (0.5, 1.5)
+NO_ENTROPY = "Without the column entropy, a hidden temperature or top-p cannot be excluded."
+
+
+def probability(p: float | None) -> str:
+    """A p-value, such as "p 0.03", "p < 1e-99", or "undecided"."""
+    if p is None:
+        return "undecided"
+    return "p < 1e-99" if p < 1e-99 else f"p {p:.1g}" if p < 0.01 else f"p {p:.2f}"
+
+
+def share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} % of k3"
+
+
+def support(verdict: Verdict) -> str:
+    """What a verdict rests on, such as "p < 1e-99, 76 % of k3"."""
+    parts = [probability(verdict.p)] if verdict.p is not None else []
+    return ", ".join([*parts, *filter(None, [share(verdict.share)])])
+
+
+def honesty_lines(evidence: Evidence, panel: Honesty) -> list[tuple[str, str, str, str]]:
+    """(name, value, p-value, meaning) of each number of the honesty panel."""
+
+    def p(test: Test | None) -> str:
+        if test is None:
+            return "not run"
+        return test.undecided if test.p is None else probability(evidence.adjusted.get(test.name))
+
+    lines = [
+        ("z_rho", f"{panel.z_ratio.z:+.1f}", p(panel.z_ratio), _mean_ratio(evidence, panel)),
+        (
+            "z_W",
+            "-" if panel.z_surprise is None else f"{panel.z_surprise.z:+.1f}",
+            p(panel.z_surprise),
+            _surprise(panel),
+        ),
+        ("mean l", f"{panel.mean_log_ratio:+.1e}", p(panel.z_log_ratio), "nats; above 0 is impossible for honest logs"),
+    ]
+    kappa = f"{panel.kappa:.2f} +- {panel.kappa_error:.2f}"
+    lines.append(("kappa", kappa, "", _kappa(panel)))
+    zeros = f"{panel.impossible_zeros:.2%} where the trainer gives less than one half"
+    lines.append(("log mu = 0", f"{panel.exact_zeros:.2%}", "", f"of the tokens; {zeros}"))
+    lines.append(("equal", f"{panel.exact:.2%}", "", "of the tokens have both log-probs equal bit for bit"))
+    return lines
+
+
+def size_lines(evidence: Evidence) -> list[tuple[str, str]]:
+    """(name, text) of each number that says how large the gap is."""
+    whole, growth = evidence.whole, evidence.growth
+    tail = evidence.token_tail.k, evidence.sequence_tail.k
+    trusted = "weights of whole sequences cannot be trusted" if tail[1] > LIMIT else "below the limit of 0.7"
+    horizon = "no limit" if math.isinf(growth.horizon) else f"{growth.horizon:,.0f} tokens"
+    return [
+        ("k3", f"{whole.k3:.2e} nats per token"),
+        ("sigma", f"{whole.sigma:.3f}: the noise of every logit that would give this gap"),
+        ("T*", f"{horizon}: the length from which a sequence weight has a variance above e - 1"),
+        ("ESS", f"{growth.ess:.0%} of the sequences; {growth.ess_predicted:.0%} expected at this k3 and these lengths"),
+        ("k-hat", f"{number(tail[0])} of tokens, {number(tail[1])} of sequences; {trusted}"),
+        ("growth", f"sd of the sum of l grows as t^{number(growth.exponent)}: 0.5 noise, 1 an offset, 0 a transient"),
+    ]
+
+
+def number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
+
+
+def _mean_ratio(evidence: Evidence, panel: Honesty) -> str:
+    text = f"mean ratio {panel.mean_ratio:.5f}"
+    if not evidence.significant(panel.z_ratio):
+        return f"{text}: 1 within its error, as honest logs give"
+    return (
+        f"{text}: {'some of pi cannot be drawn' if panel.mean_ratio < 1 else 'above 1 is impossible for honest logs'}"
+    )
+
+
+def _kappa(panel: Honesty) -> str:
+    if not panel.kappa_counts:
+        return "too uncertain at so small a gap to say anything"
+    near = KAPPA_NEAR[0] <= panel.kappa <= KAPPA_NEAR[1]
+    return "near 1, as a small honest mismatch gives" if near else "far from 1: not a small honest mismatch"
+
+
+def _surprise(panel: Honesty) -> str:
+    if panel.surprise is None:
+        return "needs the column entropy"
+    return f"tokens are {panel.surprise:+.3f} nats more surprising than the trainer's entropy"

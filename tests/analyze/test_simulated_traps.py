@@ -1,0 +1,61 @@
+"""Every rule answers to its trap and to no other, on simulated dumps whose every probability is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from simulated_dumps import TRAPS, honest, log_softmax, world
+
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.diagnosis import diagnosis_of
+from megatron_rc.analyze.honesty import honesty
+from megatron_rc.analyze.readers.dump import CorruptRows
+from megatron_rc.analyze.rules.rule import Level
+from megatron_rc.analyze.sums import Sums, sequence_sums, total
+
+BENIGN = {"RC404", "RC501", "RC502"}
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_a_rule_answers_to_its_trap_and_to_no_other(name: str) -> None:
+    code, make = TRAPS[name]
+    diagnosis = diagnosis_of([make(world(1, sequences=96))], name, "arrays", CorruptRows())
+    verdicts = {verdict.code: verdict.level for verdict in diagnosis.verdicts}
+    if code in BENIGN:
+        assert set(verdicts) == {code, "RC501"}
+        assert not {Level.BUG, Level.SUSPECT} & set(verdicts.values())
+    else:
+        assert verdicts == {code: Level.BUG}
+
+
+def test_honest_batches_reject_as_often_as_the_level_says() -> None:
+    """5 % of 1,000 batches, within 4 standard errors, for both tests of the panel."""
+    batches, rejected = 1000, np.zeros(2)
+    for seed in range(batches):
+        random = np.random.default_rng(seed)
+        logits = random.normal(size=(600, 24)) * np.exp(random.normal(size=(600, 1)))
+        pi, mu = log_softmax(logits), log_softmax(logits + 0.2 * random.normal(size=logits.shape))
+        ids, rows = np.argmax(mu + random.gumbel(size=mu.shape), axis=1), np.arange(600)
+        chunk = Chunk(pi[rows, ids], mu[rows, ids], np.arange(31) * 20, {"entropy": -(np.exp(pi) * pi).sum(axis=1)})
+        panel = honesty(Sums(total(sequence_sums(chunk))))
+        assert panel.z_surprise is not None
+        rejected += [abs(panel.z_ratio.z) > 1.96, abs(panel.z_surprise.z) > 1.96]
+    error = 4 * np.sqrt(0.05 * 0.95 / batches)
+    assert (np.abs(rejected / batches - 0.05) < error).all(), rejected / batches
+
+
+def test_a_hidden_top_p_of_99_percent_is_seen_in_one_batch_of_30_thousand_tokens() -> None:
+    _, make = TRAPS["hidden top-p .99"]
+    diagnosis = diagnosis_of([make(world(5))], "one batch", "arrays", CorruptRows())
+    assert [verdict.code for verdict in diagnosis.verdicts] == ["RC103"]
+
+
+def test_the_order_of_pieces_does_not_change_what_is_measured() -> None:
+    chunk = honest(world(2, sequences=48))
+    halves = [chunk.select_sequences(np.arange(48) // 7 % 2 == part) for part in (0, 1)]
+    whole, parts = (diagnosis_of(c, "", "", CorruptRows()).evidence for c in ([chunk], halves))
+    assert parts.whole.z_ratio.z == pytest.approx(whole.whole.z_ratio.z, rel=1e-12)
+    assert parts.growth.ess == pytest.approx(whole.growth.ess, rel=1e-9)
+    assert parts.token_tail.k == pytest.approx(whole.token_tail.k, rel=1e-9)
+    for name, profile in whole.profiles.items():
+        assert parts.profiles[name].explained == pytest.approx(profile.explained, rel=1e-9, abs=1e-12)
