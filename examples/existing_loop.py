@@ -153,9 +153,10 @@ def train(steps: int = 40) -> None:
 
 
 def start() -> None:
-    """What a launcher does once a process."""
+    """What a launcher does once per process."""
     torch.set_num_threads(1)  # tensors this small are not worth a second one
-    dist.init_process_group(emulation.backend(), store=dist.HashStore(), rank=0, world_size=1)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(0)
 
