@@ -1,0 +1,125 @@
+"""docs/analyze.md and docs/rules/ say what the code does."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulated_dumps import TRAPS, world
+
+from megatron_rc.analyze import gate, output
+from megatron_rc.analyze.diagnosis import diagnosis_of
+from megatron_rc.analyze.readers.dump import CorruptRows
+from megatron_rc.analyze.rules import CODES
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import analyze_docs  # noqa: E402
+
+TEXT = analyze_docs.ANALYZE.read_text(encoding="utf-8")
+BY_VALUE = {
+    "columns": "",
+    "damaged_sequences": ".KIND",
+    "numbers": ".NAME",
+    "not_run": ".CODE",
+    "not_judged": ".CODE",
+    "by_step": ".STEP",
+    "by_server": ".SERVER",
+    "explained": ".FACTOR",
+}
+"""Keys of which the keys below are values of the dump, and the word that the page has for those."""
+
+
+def section(title: str) -> str:
+    return TEXT.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def keys(value: Any, name: str = "") -> Iterator[str]:
+    """The names of all values, as the page writes them."""
+    if name in ("by_step.STEP", "by_server.SERVER"):
+        yield name
+    elif isinstance(value, dict):
+        word = BY_VALUE.get(name.rpartition(".")[2])
+        for key, item in value.items():
+            inner = f"{name}{word}" if word else f"{name}.{key}".lstrip(".")
+            yield from keys(item, re.sub(r"^honesty\.z_\w+", "honesty.TEST", inner))
+    elif isinstance(value, list):
+        for item in value:
+            yield from keys(item, f"{name}[]")
+    else:
+        yield name
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_the_page_of_a_rule_is_that_of_the_package(code: str) -> None:
+    written = (ROOT / f"docs/rules/{code}.md").read_text(encoding="utf-8")
+    assert written == analyze_docs.rule_page(code), "run `make docs`"
+
+
+@pytest.mark.parametrize("name", sorted(analyze_docs.BLOCKS))
+def test_generated_parts_are_what_the_code_says(name: str) -> None:
+    match = re.search(rf"<!-- {name}: [^\n]* -->\n(.*)\n<!-- end of {name} -->", TEXT, re.DOTALL)
+    assert match is not None
+    assert match[1] == analyze_docs.BLOCKS[name](), "run `make docs`"
+
+
+def test_every_number_of_a_gate_has_a_meaning() -> None:
+    assert set(analyze_docs.NUMBERS) == set(gate.NUMBERS)
+
+
+def test_every_key_of_the_json_is_explained_and_no_other() -> None:
+    rows = set(re.findall(r"^\| `(.+?)` \|", section("JSON"), re.MULTILINE))
+    seen: set[str] = set()
+    for trap in ("padded vocabulary", "one stale server", "stale cache"):
+        corrupt = CorruptRows()
+        corrupt.add("a row")
+        chunk = TRAPS[trap][1](world(1))
+        chunk.log_mu[0] = float("nan")
+        diagnosis = diagnosis_of([chunk], "dump", "arrays", corrupt, ignore=["RC404"])
+        seen |= set(keys(json.loads(output.to_json(diagnosis))))
+    assert seen | {"verdicts[].one_of[]", "not_run.CODE[]"} == rows
+
+
+def test_thresholds_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| `(\w+)\.([A-Z_]+)` \| (\S+) \| .+ \|$", section("How a verdict is reached"), re.MULTILINE)
+    assert len(rows) >= 16
+    for module, constant, value in rows:
+        place = "megatron_rc.analyze." + ("rules." if module in RULE_MODULES else "") + module
+        assert getattr(import_module(place), constant) == float(value), f"{module}.{constant}"
+
+
+RULE_MODULES = {"honest", "counts", "location", "maps", "benign", "alignment"}
+
+
+def test_every_constant_of_a_rule_has_a_reason() -> None:
+    explained = set(re.findall(r"^\| `(\w+\.[A-Z_]+)` \|", section("How a verdict is reached"), re.MULTILINE))
+    constants = {
+        f"{module}.{name}"
+        for module in RULE_MODULES
+        for name, value in vars(import_module(f"megatron_rc.analyze.rules.{module}")).items()
+        if name.isupper() and isinstance(value, (int, float)) and not name.startswith("_")
+    }
+    assert constants - {"counts.ZERO_BELOW"} <= explained
+
+
+def test_the_conditions_of_the_page_can_be_read() -> None:
+    chunk = TRAPS["honest"][1](world(1))
+    diagnosis = diagnosis_of([chunk], "dump", "arrays", CorruptRows())
+    examples = re.findall(r"--gate '(.+?)'", TEXT)
+    assert examples
+    for example in examples:
+        assert all(outcome.holds for outcome in gate.check(diagnosis, example))
+
+
+def test_the_example_for_a_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert code is not None
+    exec(code[1], {})
+    assert capsys.readouterr().out
