@@ -89,6 +89,9 @@ def explain(code: Annotated[str, typer.Argument(help="Code of a rule, such as RC
 
     if code.upper() not in known:
         raise ValueError(f"unknown rule {code!r}; known: {', '.join(sorted(known))}")
-    console = Console(highlight=False)
-    text = Page(code.upper()).text
-    console.print(Markdown(text) if console.is_terminal else text, markup=False)
+    console, text = Console(highlight=False), Page(code.upper()).text
+    if console.is_terminal:
+        console.print(Markdown(text))
+    else:
+        # rich would break the lines of a file at 80 columns
+        print(text, end="")

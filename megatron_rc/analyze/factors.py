@@ -118,7 +118,7 @@ FACTORS = {
         "cached share of the prompt",
         ("cached_tokens", "prompt_length"),
         lambda c: cached_share(c),
-        "{}0 %".format,
+        lambda tenths: f"{10 * tenths} %",
         True,
     ),
     "syncs": Factor("syncs since the server started", ("syncs",), _column("syncs"), str, True),

@@ -9,6 +9,8 @@ import pytest
 
 from megatron_rc.analyze import evidence
 from megatron_rc.analyze.alignment import LAGS
+from megatron_rc.analyze.commands import explain
+from megatron_rc.analyze.factors import FACTORS
 from megatron_rc.analyze.rules import CODES, alignment, benign, counts, honest, location, maps
 from megatron_rc.analyze.rules.rule import HOSTS, Page
 from megatron_rc.analyze.sums import ZERO_BELOW
@@ -100,11 +102,25 @@ class TestPage:
         assert bounds - {0, 1} <= THRESHOLDS[code] | LITERALS.get(code, set())
 
 
-def test_the_table_of_rules_lists_every_page() -> None:
+def test_the_table_of_rules_links_every_page() -> None:
     table = (ROOT / "docs/rules/index.md").read_text(encoding="utf-8")
-    rows = {
-        code: (title, judged) for code, title, judged in re.findall(r"^\| (RC\d+) \| (.*?) \| (.*?) \|$", table, re.M)
-    }
-    assert {code for code, (_, judged) in rows.items() if judged == "yes"} == CODES
-    assert {judged for _, judged in rows.values()} == {"yes", "not yet"}
-    assert {code: rows[code][0] for code in CODES} == TITLES
+    linked = re.findall(r"^\| \[(RC\d+)\]\((RC\d+)\.md\) \| (.*?) \| yes \|$", table, re.MULTILINE)
+    waiting = re.findall(r"^\| (RC\d+) \| .* \| not yet \|$", table, re.MULTILINE)
+    assert {code: title for code, _, title in linked} == TITLES
+    assert all(code == page for code, page, _ in linked)
+    assert len(linked) + len(waiting) == table.count("\n| ") - 2
+    assert not CODES & set(waiting)
+
+
+def test_a_page_in_a_pipe_is_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    explain("rc203")
+    assert capsys.readouterr().out == Page("RC203").text
+
+
+def test_a_rule_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(ValueError, match="unknown rule 'RC999'; known: RC101, "):
+        explain("RC999")
+
+
+def test_shares_of_the_prompt_are_labelled_in_per_cent() -> None:
+    assert [FACTORS["cached"].label(tenths) for tenths in (0, 3, 10)] == ["0 %", "30 %", "100 %"]
