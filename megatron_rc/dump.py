@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample
-from megatron_rc.schema.dump import FLAGS, IDS, SAMPLING_KEY, SCHEMA
+from megatron_rc.schema.dump import FLAGS, IDS, KEPT_KEY, SAMPLING_KEY, SCHEMA
 from megatron_rc.schema.dump import dump_files as dump_files
 from megatron_rc.schema.dump import read_dump as read_dump
 from megatron_rc.schema.files import replace_file, replace_text
@@ -25,18 +26,23 @@ _ROUTE = np.dtype("<i4")
 COMPUTED = ("old_logprobs", "entropy", "varentropy", "top1_prob", "kept_mass", "weights", "mask", "routes_shifted")
 """Columns with a value per token that the trainer computes."""
 _OF_SAMPLE = ("prompt_ids", "output_ids", "finish_reason", "support", "server", "syncs", "cached_tokens", "retractions")
+_IDS_OF_TOKENS = ("prompt_ids", "output_ids", "support")
 _OF_SAMPLING = ("temperature", "top_p", "top_k")
 _OF_DISCARDED = ("prompt_ids", "output_ids", "logprobs", "finish_reason", "weight_versions", "retractions")
 
 
-class _FolderWriter:
+class DumpWriter:
+    """Writes ``folder/step-000012.parquet``; a file is whole or absent, and writing a step again replaces it.
+
+    Only the user may read the files, and the folder where this makes it: token ids are text.
+    """
+
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-
-class DumpWriter(_FolderWriter):
-    """Writes ``folder/step-000012.parquet``; a file is whole or absent, and writing a step again replaces it."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        for unfinished in self.folder.glob(".step-*.parquet.writing"):  # of a process that was killed
+            unfinished.unlink()
 
     def write(
         self,
@@ -49,6 +55,8 @@ class DumpWriter(_FolderWriter):
         placed: Mapping[str, Sequence[int | None]] | None = None,
         trainer_version: int | None = None,
         routes: bool = False,
+        tokens: bool = True,
+        max_bytes: int | None = None,
     ) -> Path:
         """Write one step.
 
@@ -60,19 +68,35 @@ class DumpWriter(_FolderWriter):
             placed: [S] where the trainer put each sequence: train_rank and pack_position, None where it did not.
             trainer_version: version of the weights that computed old_logprobs.
             routes: write the routes of the samples, too; they are many times as large as the rest.
+            tokens: write token ids, of kept ids too.
+            max_bytes: this is one of the last steps that a run keeps, and only as many of its first groups are written
+                as take this many bytes before compression; None: every step is written, whole.
         """
+        columns: dict[str, Any] = {**_computed(batch, samples, computed or {}), **(placed or {})}
+        columns |= _recorded(batch, samples, routes)
+        columns |= {"step": [step] * len(samples), "trainer_version": [trainer_version] * len(samples)}
+        columns |= {"sequence": range(len(samples)), "seed": seeds}
+        metadata = {SAMPLING_KEY: json.dumps(dataclasses.asdict(batch.sampling)).encode()}
+        if not tokens:
+            columns |= dict.fromkeys(_IDS_OF_TOKENS)
+        if max_bytes is not None:
+            metadata[KEPT_KEY] = b"1"
+        table = _table(columns, len(samples), metadata)
+        if max_bytes is not None and table.nbytes > max_bytes:
+            table = table.slice(0, _rows_within(max_bytes, table))
         path = self.folder / f"step-{step:06d}.parquet"
         with replace_file(path) as unfinished:
-            columns: dict[str, Any] = {**_computed(batch, samples, computed or {}), **(placed or {})}
-            columns |= _recorded(batch, samples, routes)
-            columns |= {"step": [step] * len(samples), "trainer_version": [trainer_version] * len(samples)}
-            table = _table(columns | {"sequence": range(len(samples)), "seed": seeds}, batch)
+            os.close(os.open(unfinished, os.O_CREAT | os.O_EXCL, mode=0o600))
             pq.write_table(table, unfinished, compression="zstd")
         return path
 
 
-class DiscardedWriter(_FolderWriter):
+class DiscardedWriter:
     """Writes ``folder/step-000012.jsonl``: every response of a step that came back damaged, with the reason."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, samples: Sequence[Sample]) -> Path:
         path = self.folder / f"step-{step:06d}.jsonl"
@@ -85,17 +109,30 @@ class DiscardedWriter(_FolderWriter):
         return path
 
 
-def _table(columns: Mapping[str, Any], batch: TokenBatch) -> pa.Table:
+def _rows_within(max_bytes: int, table: pa.Table) -> int:
+    """Most rows from the first one on that take at most ``max_bytes``, in whole groups, but at least one group."""
+    fewest, most = 0, table.num_rows
+    while fewest < most:
+        middle = (fewest + most + 1) // 2
+        if table.slice(0, middle).nbytes <= max_bytes:
+            fewest = middle
+        else:
+            most = middle - 1
+    groups = table["group"].to_pylist()
+    ends = [row for row in range(1, table.num_rows) if groups[row] != groups[row - 1]]
+    return max((end for end in ends if end <= fewest), default=min(ends, default=table.num_rows))
+
+
+def _table(columns: Mapping[str, Any], rows: int, metadata: dict[bytes, bytes]) -> pa.Table:
     """One row per sequence; a column that is not given is null."""
-    settings = json.dumps(dataclasses.asdict(batch.sampling)).encode()
     arrays = []
     for field in SCHEMA:
         values = columns.get(field.name)
         if values is None:
-            arrays.append(pa.nulls(batch.num_sequences, field.type))
+            arrays.append(pa.nulls(rows, field.type))
         else:
             arrays.append(values if isinstance(values, pa.Array) else pa.array(values, field.type))
-    return pa.Table.from_arrays(arrays, schema=SCHEMA.with_metadata({SAMPLING_KEY: settings}))
+    return pa.Table.from_arrays(arrays, schema=SCHEMA.with_metadata(metadata))
 
 
 def _recorded(batch: TokenBatch, samples: Sequence[Sample], routes: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +22,7 @@ from megatron_rc.backend import debug_checks
 from megatron_rc.batch import Support
 from megatron_rc.fused import backend_module
 from megatron_rc.inputs import check_same_on_ranks, check_shape
-from megatron_rc.reference.rows import Merged, Rows
+from megatron_rc.reference.rows import Merged, Rows, shard_varentropy, sum_in_order
 
 _shard_widths: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int | None], tuple[int, ...]]] = WeakKeyDictionary()
 
@@ -90,15 +90,78 @@ def vocab_parallel_logprobs(
     """
     _check_arguments(logits, targets, temperature, mask, support, inplace_backward)
     computed = backend_module("rows", backend, logits=logits)
-    widths = _widths(logits, tp_group, vocab_size)
-    start, num_valid = _shard(widths, tp_group, vocab_size)
-    temperature = temperature if isinstance(temperature, Tensor) else float(temperature)
-    ids, offsets = (None, None) if support is None else support
-    rows = Rows(targets, temperature, mask, ids, offsets, start, num_valid)
-    if debug_checks():
-        _check_values(rows, sum(widths) if vocab_size is None else vocab_size, tp_group)
+    rows = _rows(logits, targets, temperature, mask, support, vocab_size, tp_group)
     logprobs, entropy = _LogProbs.apply(logits, rows, computed, tp_group, with_entropy, inplace_backward)
     return (logprobs, entropy) if with_entropy else logprobs
+
+
+class Distribution(NamedTuple):
+    """What a diagnosis wants to know of pi at every row, in the shape of the targets; 0 where the mask is 0."""
+
+    logprobs: Tensor
+    """Nats."""
+    entropy: Tensor
+    """Nats."""
+    top1_prob: Tensor
+    """Largest probability."""
+    kept_mass: Tensor | None = None
+    """Share of the distribution over all ids that lies on the kept ids; None without support."""
+    varentropy: Tensor | None = None
+    """Variance of -log pi, nats^2; None unless it was asked for."""
+
+
+@torch.no_grad()
+def vocab_parallel_distribution(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    vocab_size: int | None = None,
+    support: Support | None = None,
+    with_kept_mass: bool = False,
+    with_varentropy: bool = False,
+    backend: str = "auto",
+) -> Distribution:
+    """log pi(target) as `vocab_parallel_logprobs` gives it, and what else its row statistics say; without gradient.
+
+    top1_prob = 1 / sum e^(z - max). kept_mass reads all logits once more, in the same collective; it is computed only
+    with support. varentropy = sum_j p_j (log p_j + entropy)^2 reads them in PyTorch, with one more collective.
+
+    Args:
+        with_kept_mass, with_varentropy: compute these two.
+        logits, targets, tp_group, temperature, mask, vocab_size, support, backend: as in `vocab_parallel_logprobs`.
+
+    Raises:
+        ValueError: as `vocab_parallel_logprobs`.
+    """
+    _check_arguments(logits, targets, temperature, mask, support, inplace_backward=False)
+    computed = backend_module("rows", backend, logits=logits)
+    rows = _rows(logits, targets, temperature, mask, support, vocab_size, tp_group)
+    populations = [rows]
+    if support is not None and with_kept_mass:
+        populations.append(rows._replace(ids=None, offsets=None))
+    if tp_group is None or tp_group.size() == 1:
+        merged = [computed.merge_one_shard(logits, each, with_entropy=each is rows) for each in populations]
+    else:
+        statistics = [computed.shard_statistics(logits, each, with_entropy=each is rows) for each in populations]
+        gathered = _gather(torch.cat(statistics), tp_group).split(4, 1)
+        pairs = zip(gathered, populations, strict=True)
+        merged = [computed.merge_shards(part.contiguous(), each, with_entropy=each is rows) for part, each in pairs]
+    own = merged[0]
+    counted = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask != 0
+    kept_mass = varentropy = None
+    if len(merged) > 1:
+        gap = (own.maximum - merged[1].maximum) + (own.log_sum - merged[1].log_sum)
+        kept_mass = torch.where(counted, gap.exp().clamp(max=1), 0)
+    if with_varentropy:
+        part = shard_varentropy(logits, rows, own)
+        if tp_group is not None and tp_group.size() > 1:
+            part = sum_in_order(_gather(part[None], tp_group)[:, 0])
+        varentropy = torch.where(counted, part.view(targets.shape), 0)
+    assert own.entropy is not None
+    return Distribution(own.logprobs, own.entropy, torch.where(counted, (-own.log_sum).exp(), 0), kept_mass, varentropy)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -142,11 +205,29 @@ class _LogProbs(torch.autograd.Function):
         return out, None, None, None, None, None
 
 
+def _rows(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    support: Support | None,
+    vocab_size: int | None,
+    tp_group: dist.ProcessGroup | None,
+) -> Rows:
+    widths = _widths(logits, tp_group, vocab_size)
+    temperature = temperature if isinstance(temperature, Tensor) else float(temperature)
+    ids, offsets = (None, None) if support is None else support
+    rows = Rows(targets, temperature, mask, ids, offsets, *_shard(widths, tp_group, vocab_size))
+    if debug_checks():
+        _check_values(rows, sum(widths) if vocab_size is None else vocab_size, tp_group)
+    return rows
+
+
 def _gather(statistics: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """Statistics [4, N] of this shard -> those of all shards [R, 4, N], in rank order."""
-    gathered = statistics.new_empty(tp_group.size() * 4, statistics.shape[1])
+    """Statistics [M, N] of this shard -> those of all shards [R, M, N], in rank order."""
+    gathered = statistics.new_empty(tp_group.size() * len(statistics), statistics.shape[1])
     _all_gather(gathered, statistics, group=tp_group)
-    return gathered.view(tp_group.size(), 4, statistics.shape[1])
+    return gathered.view(tp_group.size(), *statistics.shape)
 
 
 def _widths(logits: Tensor, tp_group: dist.ProcessGroup | None, vocab_size: int | None) -> tuple[int, ...]:

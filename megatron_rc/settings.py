@@ -17,6 +17,7 @@ from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surr
 from megatron_rc.engine import SamplingParams
 from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.report.sinks import LogSettings
+from megatron_rc.schema.dump_settings import DumpSettings
 from megatron_rc.schema.limits import check_at_least, check_positive
 from megatron_rc.tasks.registry import TaskKind
 
@@ -208,8 +209,8 @@ class MoeSettings:
     """R2: the update passes use the experts that the trainer chose before the update. R3: every pass uses the experts
     of the sampler."""
     dump_routes: bool = False
-    """With --dump also write the sampler's routes, 4 bytes x layers x experts per token before compression;
-    rollout.engine replay then returns them."""
+    """With --dump or dump.tokens also write the sampler's routes, 4 bytes x layers x experts per token before
+    compression; rollout.engine replay then returns them."""
 
     @property
     def active(self) -> bool:
@@ -333,6 +334,7 @@ class JobSettings:
     lr_decay: LengthDecaySettings | None = None
     """Length-decay learning rate on top of train.lr and its schedule; `{}` takes all its defaults, null has none."""
     log: LogSettings = field(default_factory=LogSettings)
+    dump: DumpSettings = field(default_factory=DumpSettings)
 
 
 def load(path_or_text: str | Path, assignments: Iterable[str] = ()) -> JobSettings:

@@ -52,12 +52,14 @@ def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
     from megatron_rc.report import sinks
     from megatron_rc.rollout.perturb import perturbed
     from megatron_rc.training import groups as parallel
+    from megatron_rc.training.kept_steps import check_dump
     from megatron_rc.training.loop import Job
     from megatron_rc.training.observers import Observers
     from megatron_rc.training.policy import Policy
     from megatron_rc.training.step.reinforce import check_modes
 
     check_modes(settings.correction, settings.loss, settings.train)
+    check_dump(settings, every_step=dump)
     task = _task(settings, hf_config_dict(settings.model))
     folder, rollout = Path(settings.output), settings.rollout
     with parallel.initialized(settings.parallel, settings.train.seed) as groups, ExitStack() as leaving:
@@ -110,7 +112,8 @@ def _engine(settings: JobSettings, policy: Policy, groups: Groups, probe: Probe 
         engine = _sglang_engine(settings, policy, groups, probe)
     else:
         routes = settings.moe.wants_routes
-        engine = HFEngine(policy.hf_config, dtype=rollout.dtype, device=policy.device, return_routes=routes)
+        name = f"embedded-{groups.rank}"
+        engine = HFEngine(policy.hf_config, dtype=rollout.dtype, device=policy.device, return_routes=routes, name=name)
     return StaleEngine(engine, rollout.staleness) if rollout.staleness else engine
 
 

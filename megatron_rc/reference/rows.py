@@ -94,6 +94,22 @@ def merge_one_shard(logits: Tensor, rows: Rows, *, with_entropy: bool) -> Merged
     return merge_shards(statistics[None], rows, with_entropy=with_entropy)
 
 
+def shard_varentropy(logits: Tensor, rows: Rows, merged: Merged) -> Tensor:
+    """[N] this shard's part of sum_j p_j (log p_j + entropy)^2, the variance of -log p, of every row."""
+    assert merged.entropy is not None
+    entropy, maximum, log_sum = (part.reshape(-1) for part in (merged.entropy, merged.maximum, merged.log_sum))
+    if rows.ids is not None:
+        return _KeptIds.of(logits, rows).varentropy(logits, maximum + log_sum, entropy)
+    temperature = _temperature(logits, rows)
+    parts = []
+    for span, chunk in _row_chunks(logits):
+        z = chunk[:, : rows.num_valid].to(compute_dtype(logits), copy=True).div_(_per_row(_of_rows(temperature, span)))
+        log_p = z.sub_(maximum[span, None]).sub_(log_sum[span, None]).clamp_(min=_FLOOR)
+        p = log_p.exp()
+        parts.append(log_p.add_(entropy[span, None]).square_().mul_(p).sum(1))
+    return torch.cat(parts)
+
+
 def write_gradient(
     out: Tensor, logits: Tensor, rows: Rows, merged: Merged, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
 ) -> None:
@@ -149,8 +165,8 @@ def merge_statistics(statistics: Tensor) -> Merged:
     maximum = _zero_if_minus_inf(maxima.amax(0))
     below = (maxima - maximum).clamp(min=_FLOOR)
     scale = below.exp()
-    total = _sum_in_order(scale * sums)
-    total_shifted = _sum_in_order(scale * (shifted + below * sums))
+    total = sum_in_order(scale * sums)
+    total_shifted = sum_in_order(scale * (shifted + below * sums))
     total = torch.where(total == 0, 1, total)
     log_sum = total.log()
     return Merged(targets.amax(0) - maximum - log_sum, log_sum - total_shifted / total, maximum, log_sum)
@@ -224,7 +240,7 @@ def _zero_if_minus_inf(maximum: Tensor) -> Tensor:
     return torch.where(maximum == -torch.inf, 0, maximum)
 
 
-def _sum_in_order(parts: Tensor) -> Tensor:
+def sum_in_order(parts: Tensor) -> Tensor:
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -261,6 +277,10 @@ class _KeptIds(NamedTuple):
         return support_statistics(
             self._values(logits), self.is_target, self.row, self.offsets, with_entropy=with_entropy
         )
+
+    def varentropy(self, logits: Tensor, log_total: Tensor, entropy: Tensor) -> Tensor:
+        log_p = (self._values(logits) - log_total[self.row]).clamp(min=_FLOOR)
+        return segment_reduce(log_p.exp() * (log_p + entropy[self.row]).square(), "sum", self.offsets)
 
     def write_gradient(self, out: Tensor, logits: Tensor, upstream: Upstream) -> None:
         gradient = support_gradient(self._values(logits), self.is_target, upstream.select(self.row), self.temperature)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rc.dump import sample_of
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams, check_request
-from megatron_rc.schema.dump import dump_files, read_dump
+from megatron_rc.schema.dump import dump_files, has_tokens, read_dump
 
 
 class ReplayEngine(RolloutEngine):
@@ -25,11 +25,15 @@ class ReplayEngine(RolloutEngine):
         """Index the seeds of every file of the dump at ``path``.
 
         Raises:
-            ValueError: ``path`` holds no dump, a dump has a wrong schema, or a seed stands for two responses.
+            ValueError: ``path`` holds no dump, a dump has a wrong schema or no token ids, or a seed stands for two
+                responses.
         """
         self.weight_version = -1
         self._file_of_seed: dict[int, Path] = {}
         for file in dump_files(path):
+            if not has_tokens(file):
+                remedy = "record a dump with --dump, or with dump.tokens=true"
+                raise ValueError(f"{file} has no token ids, so its responses cannot be replayed: {remedy}")
             for seed in pq.read_table(file, columns=["seed"])["seed"].to_pylist():
                 if seed in self._file_of_seed:
                     raise ValueError(f"{file}: seed {seed} is also recorded in {self._file_of_seed[seed]}")

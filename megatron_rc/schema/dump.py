@@ -67,6 +67,31 @@ SAMPLING_KEY = b"megatron_rc.sampling"
 """Schema metadata: the SamplingParams of the step as JSON."""
 
 
+KEPT_KEY = b"megatron_rc.kept_step"
+"""Schema metadata of a file that makes way for later steps: one of the last steps that every run keeps."""
+
+
+def step_files(folder: Path) -> dict[int, Path]:
+    """The files of a dump's folder by their step."""
+    files = {file.stem.removeprefix("step-"): file for file in folder.glob("step-*.parquet")}
+    return {int(step): file for step, file in files.items() if step.isdecimal()}
+
+
+def is_kept_step(file: Path) -> bool:
+    """Whether a file makes way for later steps."""
+    try:
+        return KEPT_KEY in (pq.read_schema(file).metadata or {})
+    except pa.ArrowInvalid:
+        return False
+
+
+def has_tokens(file: Path) -> bool:
+    """Whether the responses of a file have their token ids; it is read up to its first row."""
+    with pq.ParquetFile(file) as opened:
+        first = next(opened.iter_batches(1, columns=["output_ids"]), None)
+    return first is None or not first.num_rows or first["output_ids"].null_count == 0
+
+
 def dump_files(path: str | Path) -> list[Path]:
     """The files of a dump in step order; ``path`` is its folder or one of its files.
 

@@ -47,6 +47,12 @@ class Groups:
         dist.all_gather_object(values, self.together(compute))
         return values
 
+    def gather_to_writer(self, value: T) -> list[T]:
+        """``value`` of every rank, in rank order, on the writing process; empty on the others; a collective."""
+        values: list[Any] = [None] * self.world_size if self.is_writer else []
+        dist.gather_object(value, values if self.is_writer else None, dst=0)
+        return values
+
     def together(self, compute: Callable[[], T]) -> T:
         """``compute()`` of this rank, once it has returned on every rank; a ValueError of one is raised by all."""
         error = None

@@ -148,7 +148,7 @@ class Job:
                 raise
             self.progress.step += 1
             self.progress.lr_decay = self.lr_decay.state_dict() if self.lr_decay else None
-            self.observers.dump(self.progress.step, sampled, result, self.groups)
+            self.observers.dump(self.progress, sampled, result, self.groups)
             self.progress.weight_version += 1
             self._serve()
             metrics, failure = result.metrics, None
@@ -191,6 +191,7 @@ class Job:
             max_nonfinite_share=rollout.max_nonfinite_share,
             lr_decay=self.lr_decay,
             routing=self.routing,
+            with_varentropy=self.settings.dump.varentropy,
             on_update=lambda: self.observers.advance(1),
         )
         self.progress.cursor += len(prompts)

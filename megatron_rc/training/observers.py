@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rc import schema
-from megatron_rc.dump import DiscardedWriter, DumpWriter
+from megatron_rc.dump import DiscardedWriter
 from megatron_rc.report import sinks
 from megatron_rc.report.context import save_context, without_credentials
 from megatron_rc.report.dashboards import Dashboards
@@ -19,20 +19,26 @@ from megatron_rc.settings import JobSettings
 from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.fingerprint import fingerprint
 from megatron_rc.training.groups import Groups
+from megatron_rc.training.kept_steps import StepDump
 from megatron_rc.training.step.reinforce import StepResult
 from megatron_rc.training.step.sampling import SampledBatch
+
+PLACED = ("train_rank", "pack_position")
+"""Columns of the dump that say where the trainer put a sequence."""
 
 
 class Observers:
     """Every process calls the same methods; only the writing process draws and writes."""
 
     def __init__(self, settings: JobSettings, *, writer: bool, dumps: bool) -> None:
-        """``dumps``, whether to write every training batch, must be the same on every process."""
+        """``dumps``, whether to write every step whole, must be the same on every process."""
         self._folder = folder = Path(settings.output)
-        self._dumping, self._dumps_routes = dumps, settings.moe.dump_routes
+        self._dumping, self._dumps_routes = dumps or settings.dump.keep > 0, settings.moe.dump_routes
         self._display = Display(settings.train.steps, settings.name) if writer else None
         self._log = MetricsLog(folder) if writer else None
-        self._dumps = DumpWriter(folder / "dump") if writer and dumps else None
+        self._dump = None
+        if writer and self._dumping:
+            self._dump = StepDump(folder / "dump", settings.dump, every_step=dumps)
         keeps_discarded = writer and settings.rollout.sglang.dump_rejected
         self._discarded = DiscardedWriter(folder / "rejected") if keeps_discarded else None
         self._dashboards = None
@@ -46,6 +52,8 @@ class Observers:
     def __enter__(self) -> Observers:
         if self._display:
             self._display.__enter__()
+        if self._dump:
+            self.message(self._dump.announcement)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -95,17 +103,36 @@ class Observers:
             self._log.truncate_after(progress.phase, progress.step)
         self.message(f"resumed from {checkpoint}")
 
-    def dump(self, step: int, sampled: SampledBatch, result: StepResult, groups: Groups) -> None:
-        """Write the discarded responses of ``step`` where asked for, and its batch, a collective, when dumps are on."""
+    def dump(self, progress: Progress, sampled: SampledBatch, result: StepResult, groups: Groups) -> None:
+        """Write a finished step and its discarded responses where they are wanted; a collective.
+
+        The weights that the step was scored with have the version of ``progress``.
+        """
+        step = progress.step
         if self._discarded and sampled.discarded:
             self._discarded.write(step, sampled.discarded)
         if not self._dumping:
             return
-        computed: dict[str, Tensor] = {}
-        for rows, values in groups.gather(result.whole_rows):
-            for name, part in values.items():
-                whole = computed.setdefault(name, part.new_zeros(result.batch.num_tokens))
-                whole[rows] = part
-        if self._dumps:
-            samples, seeds, routes = sampled.samples, sampled.seeds, self._dumps_routes
-            self._dumps.write(step, result.batch, samples=samples, seeds=seeds, computed=computed, routes=routes)
+        parts = groups.gather_to_writer(result.trained_part(groups))
+        if not self._dump:
+            return
+        batch, computed = result.batch, dict[str, Tensor]()
+        placed: dict[str, list[int | None]] = {name: [None] * batch.num_sequences for name in PLACED}
+        for part in parts:
+            if part is None:
+                continue
+            rows = batch.rows_of(part.sequences)
+            for name, values in part.columns.items():
+                computed.setdefault(name, values.new_zeros(batch.num_tokens))[rows] = values
+            for sequence, position in zip(part.sequences, part.positions, strict=True):
+                placed["train_rank"][sequence], placed["pack_position"][sequence] = part.rank, position
+        self._dump.write(
+            step,
+            batch,
+            samples=sampled.samples,
+            seeds=sampled.seeds,
+            computed=computed,
+            placed=placed,
+            trainer_version=progress.weight_version,
+            routes=self._dumps_routes,
+        )

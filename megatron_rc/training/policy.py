@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.logprobs import Distribution, vocab_parallel_distribution, vocab_parallel_logprobs
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
 from megatron_rc.training import emulation
@@ -28,6 +28,8 @@ from megatron_rc.training.model.optimizer import build_optimizer, wrap_ddp
 from megatron_rc.training.model.weights import export_hf, init_weights, load_hf, save_hf
 from megatron_rc.training.step.microbatches import MicroBatch
 
+ReadLogits = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
+"""(micro-batch, its logits [n, V_local]) -> (scalar loss, a value to collect)."""
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, Any]]
 """(micro-batch, logprobs [n], entropy [n]) -> (scalar loss, a value to collect)."""
 AroundForward = Callable[[int, MicroBatch], AbstractContextManager[None]]
@@ -122,16 +124,36 @@ class Policy:
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, around: Around | None = None) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies without gradient, ([N], [N]) fp32, nats; empty before the last pipeline stage."""
+        described = self.distribution(micro_batches, around=around)
+        return described.logprobs, described.entropy
 
-        def collect(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
-            return logprobs.new_zeros(()), (logprobs, entropy)
+    def distribution(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        with_kept_mass: bool = False,
+        with_varentropy: bool = False,
+        around: Around | None = None,
+    ) -> Distribution:
+        """What the present weights say of every token, [N] fp32 each; empty before the last pipeline stage."""
+
+        def read(micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Any]:
+            described = vocab_parallel_distribution(
+                logits,
+                micro.batch.targets,
+                with_kept_mass=with_kept_mass,
+                with_varentropy=with_varentropy,
+                **self._softmax_arguments(micro.batch),
+            )
+            return described.logprobs.new_zeros(()), described
 
         with torch.no_grad():
-            outputs = self._run(micro_batches, collect, with_entropy=True, forward_only=True, around=around)
+            outputs = self._run(micro_batches, read, forward_only=True, around=around)
         if not outputs:
             empty = torch.zeros(0, device=self.device)
-            return empty, empty
-        return torch.cat([o[0] for o in outputs]), torch.cat([o[1] for o in outputs])
+            return Distribution(empty, empty, empty)
+        joined: list[Any] = [None if parts[0] is None else torch.cat(parts) for parts in zip(*outputs, strict=True)]
+        return Distribution(*joined)
 
     def update(
         self,
@@ -146,10 +168,18 @@ class Policy:
 
         ``before_step`` is called with all that ``loss`` collected; raising there leaves the weights as they were.
         """
+
+        def read(micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Any]:
+            result = vocab_parallel_logprobs(
+                logits, micro.batch.targets, with_entropy=with_entropy, **self._softmax_arguments(micro.batch)
+            )
+            logprobs, entropy = result if isinstance(result, tuple) else (result, torch.zeros_like(result))
+            return loss(micro, logprobs, entropy)
+
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = self._run(micro_batches, loss, with_entropy=with_entropy, forward_only=False, around=around)
+        outputs = self._run(micro_batches, read, forward_only=False, around=around)
         if before_step:
             before_step(outputs)
         lr = self.lr
@@ -166,12 +196,22 @@ class Policy:
         for chunk in self.chunks:
             vars(chunk).clear()
 
+    def _softmax_arguments(self, batch: TokenBatch) -> dict[str, Any]:
+        """Keyword arguments of the functions over the vocabulary-parallel logits of a micro-batch."""
+        return {
+            "tp_group": self.groups.tensor,
+            "temperature": batch.sampling.temperature,
+            "mask": batch.loss_mask,
+            "vocab_size": self.hf_config["vocab_size"],
+            "support": batch.support,
+            "backend": self.train.backend,
+        }
+
     def _run(
         self,
         micro_batches: Sequence[MicroBatch],
-        loss: LossFunction,
+        read: ReadLogits,
         *,
-        with_entropy: bool,
         forward_only: bool,
         around: Around | None,
     ) -> list[Any]:
@@ -181,7 +221,7 @@ class Policy:
         undo = len(micro_batches) * self.groups.data_size
         with around(micro_batches, forward_only) if around else nullcontext() as around_forward:
             return get_forward_backward_func()(
-                forward_step_func=_ForwardStep(self, loss, undo, with_entropy, around_forward),
+                forward_step_func=_ForwardStep(self, read, undo, around_forward),
                 data_iterator=iter(micro_batches),
                 model=self.chunks,
                 num_microbatches=len(micro_batches),
@@ -196,9 +236,8 @@ class _ForwardStep:
     """The forward step that Megatron's schedule calls for every micro-batch and model chunk."""
 
     policy: Policy
-    loss: LossFunction
+    read: ReadLogits
     loss_factor: float
-    with_entropy: bool
     around_forward: AroundForward | None
 
     def __call__(self, iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
@@ -216,19 +255,7 @@ class _ForwardStep:
         batch, logits = micro.batch, logits.squeeze(0)
         if len(logits) > batch.num_tokens:  # a slice of everything would still copy the gradient
             logits = logits[: batch.num_tokens]
-        result = vocab_parallel_logprobs(
-            logits,
-            batch.targets,
-            tp_group=self.policy.groups.tensor,
-            temperature=batch.sampling.temperature,
-            mask=batch.loss_mask,
-            vocab_size=self.policy.hf_config["vocab_size"],
-            support=batch.support,
-            with_entropy=self.with_entropy,
-            backend=self.policy.train.backend,
-        )
-        logprobs, entropy = result if isinstance(result, tuple) else (result, torch.zeros_like(result))
-        value, collected = self.loss(micro, logprobs, entropy)
+        value, collected = self.read(micro, logits)
         return value * self.loss_factor, collected
 
 

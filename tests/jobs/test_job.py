@@ -26,9 +26,9 @@ CASES: dict[str, list[str]] = {
     "fp8": ["rollout.quantize=fp8"],
     "amplified": ["rollout.amplify=0.3"],
     "stale": ["rollout.staleness=2", "train.steps=4"],
-    "top-p": ["rollout.top_p=0.7", "rollout.dtype=fp32"],
+    "top-p": ["rollout.top_p=0.7", "rollout.dtype=fp32", "dump.varentropy=true"],
     "top-k": ["rollout.top_k=3", "rollout.dtype=fp32", "rollout.temperature=0.7"],
-    "temperature": ["rollout.temperature=0.5", "rollout.dtype=fp32"],
+    "temperature": ["rollout.temperature=0.5", "rollout.dtype=fp32", "dump.varentropy=true"],
     "trainer bf16": ["train.dtype=bf16", "rollout.dtype=fp32"],
     "trainer fp16": ["train.dtype=fp16", "rollout.dtype=fp32"],
     "current": ["correction={preset: token-tis, old: current}"],
@@ -47,7 +47,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny_checkpoint(folder / "hf")
     config = settings_file(folder, {**JOB, "model": {"hf_path": str(folder / "hf")}, "task": letters_task(folder)})
     commands = [[*train(config, folder / name, *chosen), "--dump"] for name, chosen in CASES.items()]
-    for name, (status, said) in zip(CASES, run_together(commands, folder), strict=True):
+    names = [*CASES, "last steps", "last steps with ids"]
+    commands += [train(config, folder / names[-2], "train.steps=4", "dump.keep=2", "rollout.top_p=0.7")]
+    commands += [train(config, folder / names[-1], "dump.tokens=true", "dump.keep=1")]
+    for name, (status, said) in zip(names, run_together(commands, folder), strict=True):
         assert status == 0, f"{name}: {said}"
     return folder
 
@@ -136,6 +139,65 @@ def test_the_dump_holds_what_was_trained_on(runs: Path):
         assert all(abs(g) < 0.1 for g in gap)
     kept = [w for step in read_dump(runs / "normalised" / "dump") for r in step for w in r["weights"]]
     assert sum(kept) / len(kept) == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fp32", "temperature", "top-p", "top-k"])
+def test_columns_of_the_policy_are_those_of_the_same_weights_in_transformers(runs: Path, name: str):
+    """Every row is compared at its own position, so a column that is shifted by one token differs."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(runs / "hf").double()
+    records = next(read_dump(runs / name / "dump"))
+    assert max(len(r["output_ids"]) for r in records) > 3
+    for record in records:
+        ids = torch.tensor([record["prompt_ids"] + record["output_ids"]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, record["prompt_length"] - 1 : -1] / record["temperature"]
+        full = logits.softmax(-1)
+        kept = torch.ones_like(full, dtype=torch.bool)
+        if record["support"] is not None:
+            for row, allowed in zip(kept, record["support"], strict=True):
+                row[:] = False
+                row[allowed] = True
+        logp = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
+        p, surprise = logp.exp(), torch.where(kept, -logp, 0)
+        entropy = (p * surprise).sum(-1)
+        expected = {
+            "old_logprobs": logp.gather(-1, ids[0, record["prompt_length"] :, None])[:, 0],
+            "entropy": entropy,
+            "top1_prob": p.amax(-1),
+            "kept_mass": (full * kept).sum(-1) if record["support"] is not None else None,
+            "varentropy": (p * (surprise - entropy[:, None]) ** 2).sum(-1)
+            if name in ("temperature", "top-p")
+            else None,
+        }
+        for column, values in expected.items():
+            if values is None:
+                assert record[column] is None, column
+            else:
+                torch.testing.assert_close(torch.tensor(record[column]).double(), values, atol=1e-5, rtol=1e-4)
+
+
+def test_columns_of_the_engine_and_the_trainer_say_what_happened(runs: Path):
+    for step, records in enumerate(read_dump(runs / "fp32" / "dump")):
+        assert {(r["server"], r["syncs"], r["trainer_version"]) for r in records} == {("embedded-0", step + 1, step)}
+        assert {r["weight_versions"][0]["version"] for r in records} == {step}
+        assert {r["train_rank"] for r in records} == {0}
+        assert sorted(r["pack_position"] for r in records) == [*range(len(records))]
+        assert all(r["prompt_length"] == len(r["prompt_ids"]) and not any(r["turn"]) for r in records)
+    stale = [[r["trainer_version"] - r["weight_versions"][0]["version"] for r in records]
+             for records in read_dump(runs / "stale" / "dump")]  # fmt: skip
+    assert [set(lags) for lags in stale] == [{0}, {1}, {2}, {2}]
+
+
+def test_every_run_keeps_its_last_steps_without_token_ids(runs: Path):
+    steps = list(read_dump(runs / "last steps" / "dump"))
+    assert [records[0]["step"] for records in steps] == [3, 4]
+    for record in (r for records in steps for r in records):
+        assert record["prompt_ids"] is record["output_ids"] is record["support"] is None
+        assert len(record["old_logprobs"]) == len(record["entropy"]) == len(record["kept_mass"]) > 0
+    [records] = read_dump(runs / "last steps with ids" / "dump")
+    assert all(len(r["output_ids"]) == len(r["old_logprobs"]) for r in records)
 
 
 def test_a_finished_job_leaves_a_report(runs: Path):

@@ -62,11 +62,12 @@ class Recording:
         ):
             for a, b in zip(mine, one, strict=True):
                 assert a["output_ids"] == b["output_ids"] and a["mask"] == b["mask"], step
-                worst = max(worst, *(abs(x - y) for x, y in zip(a["old_logprobs"], b["old_logprobs"], strict=True)))
+                for name in ("old_logprobs", "entropy", "top1_prob"):
+                    worst = max(worst, *(abs(x - y) for x, y in zip(a[name], b[name], strict=True)))
         cross_entropy = abs(warm["cross_entropy"] / warm_one["cross_entropy"] - 1)
         print(
-            f"{name}: over {STEPS} steps log-probs differ by at most {worst:.1e}, gradient norms by {max(norms):.1e} "
-            f"relative, warm-up cross-entropy by {cross_entropy:.1e} relative"
+            f"{name}: over {STEPS} steps columns of the policy differ by at most {worst:.1e}, gradient norms by "
+            f"{max(norms):.1e} relative, warm-up cross-entropy by {cross_entropy:.1e} relative"
         )
         assert worst < 1e-5
 
@@ -79,6 +80,17 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Recording:
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     return Recording(tmp_path_factory.mktemp("moe"), warm_model("moe", tmp_path_factory))
+
+
+def test_the_dump_says_which_rank_trained_on_which_response(dense: Recording):
+    name = "ranks"
+    dense.replay(name, "train.steps=2", "train.micro_batches=1", processes=2)
+    for records in read_dump(dense.folder / name / "dump"):
+        for rank in (0, 1):
+            positions = sorted(r["pack_position"] for r in records if r["train_rank"] == rank)
+            # one micro-batch for the update, and one for the responses whose groups had equal rewards
+            assert positions and positions[0] == 0 and max(positions) < len(positions)
+        assert {r["train_rank"] for r in records} == {0, 1}
 
 
 @pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2", "data=2"])

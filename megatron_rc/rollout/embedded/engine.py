@@ -36,6 +36,7 @@ class HFEngine(RolloutEngine):
         device: torch.device | str,
         max_batch: int = 256,
         return_routes: bool = False,
+        name: str = "embedded",
     ) -> None:
         """Build the model with random weights; they are version -1 until ``update_weights``.
 
@@ -44,6 +45,7 @@ class HFEngine(RolloutEngine):
             dtype: of weights, activations, cache and logits; log-probs are always fp32.
             max_batch: responses decoded at once.
             return_routes: return the experts of every token; the model must have experts.
+            name: ``Sample.server`` of its responses.
 
         Raises:
             ValueError: the model_type or dtype is unknown, attention has a sliding window, max_batch < 1, or routes are
@@ -56,6 +58,7 @@ class HFEngine(RolloutEngine):
         self.device = torch.device(device)
         self.max_batch = max_batch
         self.weight_version = -1
+        self._name, self._syncs = name, 0
         self._model = build_model(hf_config, torch_dtype(dtype), self.device)
         self._slots = weight_slots(self._model)
         self._routes = RouteCapture(self._model) if return_routes else None
@@ -112,6 +115,7 @@ class HFEngine(RolloutEngine):
         if missing:
             raise ValueError(f"weight {next(iter(missing))!r} is missing ({len(missing)} of {len(self._slots)} are)")
         self.weight_version = version
+        self._syncs += 1
 
     def close(self) -> None:
         self._slots.clear()
@@ -217,6 +221,8 @@ class HFEngine(RolloutEngine):
                     logprobs=values[:length],
                     finish_reason="stop" if ids[length - 1] in stops else "length",
                     weight_versions=[(self.weight_version, 0, length)],
+                    server=self._name,
+                    syncs=self._syncs,
                     support=[one.tolist() for one in kept[:length]] if params.truncates else None,
                     routes=self._routes.of(row, width - len(prompt), width + length - 1) if self._routes else None,
                 )

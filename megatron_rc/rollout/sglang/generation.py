@@ -47,6 +47,9 @@ class Response:
             support=piece.support,
             routes=piece.routes,
             retractions=piece.retractions,
+            server=piece.server,
+            syncs=piece.syncs,
+            cached_tokens=piece.cached_tokens,
             discarded=discarded,
             discarded_detail=detail,
         )
@@ -134,7 +137,7 @@ class Run:
                     return response.end(damage.reason, str(damage), damage.output_ids)
                 # a restarted server: none of its answers count until the next update
                 reason, detail = damage.reason, str(damage)
-                server.out = detail
+                server.out, server.syncs = detail, 0
             else:
                 server.answered()
                 response.piece += piece
@@ -189,7 +192,9 @@ class Run:
             body = json.dumps(request.body()).encode()
             answer = await server.ask("/generate", body, None)
             # check it before other answers are decoded: many decoded answers at once keep the garbage collector busy
-            return request.piece(answer), asyncio.get_running_loop().time() >= late_at
+            piece = request.piece(answer)
+            piece.server, piece.syncs = server.name, server.syncs
+            return piece, asyncio.get_running_loop().time() >= late_at
         except ServerError as error:
             if error.status is None and error.connected:
                 self._abort(flight)

@@ -139,11 +139,18 @@ class Server:
         """Why it is out of rotation, one sentence; None while it is in."""
         self.running = 0
         """Generations without an answer."""
+        self.syncs = 0
+        """Weight updates that it took since this process connected to it, or since its weights were unknown."""
         self.failures = 0
         """Consecutive ones; failures of requests that were in flight together count as one."""
         self.resting_until = 0.0
         """Time of the loop until which other servers are preferred."""
         self._background = background
+
+    @property
+    def name(self) -> str:
+        """The address without what may be a password."""
+        return self.url.partition("://")[2].rpartition("@")[2]
 
     def failed(self, now: float, pause_s: float) -> None:
         """Prefer other servers for ``pause_s``, twice as long after every further failure."""

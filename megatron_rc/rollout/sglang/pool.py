@@ -84,7 +84,9 @@ class Pool:
                 problem = f"it serves weights {served[server.url]!r} and not {version!r}"
             if problem is not None:
                 server.out = server.out or problem
-            elif put_back:
+                continue
+            server.syncs += 1
+            if put_back:
                 server.out = None
 
     def disown(self) -> None:

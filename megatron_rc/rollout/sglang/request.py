@@ -59,6 +59,11 @@ class Piece:
     support: list[list[int]] | None = None
     routes: Tensor | None = None
     retractions: int = 0
+    cached_tokens: int | None = None
+    server: str | None = None
+    """Name of the server that drew the last of the tokens."""
+    syncs: int | None = None
+    """Weight syncs of that server so far."""
 
     def __add__(self, then: Piece) -> Piece:
         """These tokens followed by those of ``then``, whose spans of versions shift accordingly."""
@@ -66,6 +71,7 @@ class Piece:
             return then
         if not then.output_ids:
             return Piece(**{**vars(self), "finish_reason": then.finish_reason})
+        cached = [count for count in (self.cached_tokens, then.cached_tokens) if count is not None]
         drawn = len(self.output_ids)
         spans = list(self.weight_versions)
         for version, start, end in then.weight_versions:
@@ -81,6 +87,9 @@ class Piece:
             None if self.support is None or then.support is None else self.support + then.support,
             None if self.routes is None or then.routes is None else torch.cat([self.routes, then.routes]),
             self.retractions + then.retractions,
+            max(cached, default=None),
+            then.server,
+            then.syncs,
         )
 
 
@@ -182,7 +191,8 @@ class Request:
             support, logprobs = self._support(ids, meta)
         retractions = int(meta["num_retractions"]) if "num_retractions" in meta else 0
         routes = self._routes(len(ids), retractions, meta) if self.routes is not None else None
-        return Piece(ids, logprobs, kind, self._versions(len(ids), meta), support, routes, retractions)
+        cached = int(meta["cached_tokens"]) if "cached_tokens" in meta else None
+        return Piece(ids, logprobs, kind, self._versions(len(ids), meta), support, routes, retractions, cached)
 
     def _check_tokens(self, ids: Any, meta: Mapping[str, Any]) -> None:
         if set(map(type, ids)) != {int}:

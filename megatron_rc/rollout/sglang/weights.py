@@ -118,6 +118,9 @@ class _Update:
         # a server that is gone must not be waited for as long as an update may take
         reach_s = min(timeout_s, _REACH_SECONDS)
         versions = self.step("reading its version", lambda s: control.read_version(s, reach_s))
+        for server in self.live:
+            if sync.known.get(server.url, ("", []))[0] != versions[server.url]:
+                server.syncs = 0
         self.step("pausing", lambda s: s.post("/pause_generation", {"mode": "abort"}, timeout_s))
         self.step("naming", lambda s: control.set_version(s, self.unproved, timeout_s))
         dtype = self.common_dtype()

@@ -90,6 +90,11 @@ class Share(NamedTuple):
     micro_batches: list[list[range]]
     """micro_batches[part][i]: the sequences of ``batch`` in one micro-batch."""
 
+    @property
+    def positions(self) -> list[int]:
+        """Position of each sequence in its micro-batch."""
+        return [i - members.start for part in self.micro_batches for members in part for i in members]
+
 
 def share_of(batch: TokenBatch, parts: Sequence[Sequence[int]], train: TrainSettings, groups: Groups) -> Share:
     """This rank's share of ``batch``, of which each of ``parts``, sequence numbers, is cut over the ranks."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.advantages import ADVANTAGES, equal_reward_groups, expand_to_tokens
@@ -39,12 +40,32 @@ class StepResult:
     """[N] values over the rows of ``share``, by their column of the dump; only on the last pipeline stage after an old
     pass."""
 
-    def whole_rows(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """(row numbers in ``batch``, values of those rows by column) known to this rank, on the host."""
-        counted = [i for i, s in enumerate(self.share.sequences) if s >= 0] if self.columns else []
+    def trained_part(self, groups: Groups) -> TrainedPart | None:
+        """What this rank knows of its share, on the host; None on all but one rank of those that share it."""
+        if not groups.last_stage or dist.get_rank(groups.tensor):
+            return None
+        counted = [i for i, s in enumerate(self.share.sequences) if s >= 0]
+        positions = self.share.positions
         rows = self.share.batch.rows_of(counted)
-        values = {name: column[rows].cpu() for name, column in self.columns.items()}
-        return self.batch.rows_of([self.share.sequences[i] for i in counted]), values
+        return TrainedPart(
+            [self.share.sequences[i] for i in counted],
+            [positions[i] for i in counted],
+            groups.data_rank,
+            {name: column[rows].cpu() for name, column in self.columns.items()},
+        )
+
+
+class TrainedPart(NamedTuple):
+    """The sequences that one data-parallel rank trained on."""
+
+    sequences: list[int]
+    """Their numbers in the whole batch."""
+    positions: list[int]
+    """Position of each in its packed micro-batch."""
+    rank: int
+    """The data-parallel rank."""
+    columns: dict[str, Tensor]
+    """[n] values over their rows, by column of the dump."""
 
 
 def check_modes(correction: RolloutCorrection, loss: LossSettings, train: TrainSettings) -> None:
@@ -70,6 +91,7 @@ def reinforce_step(
     max_nonfinite_share: float,
     lr_decay: LengthDecayLR | None = None,
     routing: Routing | None = None,
+    with_varentropy: bool = False,
     on_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Train on one rollout batch, the same on every process.
@@ -80,6 +102,7 @@ def reinforce_step(
     Args:
         lr_decay: sees the mean response length before the first update.
         routing: records and replays the routes of every pass.
+        with_varentropy: the old pass computes this column of the dump, too, which reads the logits once more.
         on_update: called after every optimizer step.
 
     Raises:
@@ -100,13 +123,13 @@ def reinforce_step(
     share = share_of(batch, [*parts, dropped] if dropped and three_policy else parts, train, policy.groups)
     step = _Step(policy, correction, loss, max_nonfinite_share, share, routing.start(share.batch) if routing else None)
     if three_policy:
-        metrics |= step.old_pass()
+        metrics |= step.old_pass(with_varentropy=with_varentropy)
     updates = []
     for micro_batches in share.micro_batches[: len(parts)]:
         updates.append(step.update(micro_batches))
         on_update()
     metrics |= _update_metrics(updates, policy.groups)
-    return StepResult(metrics, batch, share, step.columns())
+    return StepResult(metrics, batch, share, step.columns)
 
 
 @dataclass
@@ -120,20 +143,27 @@ class _Step:
     share: Share
     routes: StepRoutes | None
     old_logprobs: Tensor | None = None
-    """[N] fp32, nats; on the last pipeline stage after the old pass, as ``corrected``."""
+    """[N] fp32, nats; on the last pipeline stage after the old pass, as ``corrected`` and ``columns``."""
     corrected: Corrected | None = None
+    columns: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         local = self.share.batch
         assert local.advantages is not None
         self.advantages = expand_to_tokens(local.advantages, local.cu_seqlens, local.num_tokens)
 
-    def old_pass(self) -> dict[str, Any]:
+    def old_pass(self, *, with_varentropy: bool) -> dict[str, Any]:
         """Compute log pi before the update, and the correction over all local tokens; returns pooled metrics."""
         policy, local, routes = self.policy, self.share.batch, self.routes
         everything = [sequences for part in self.share.micro_batches for sequences in part]
         extras = routes.extras() if routes else NO_EXTRAS
-        old, entropy = policy.logprobs(split_rows(local, everything, extras), around=routes.around if routes else None)
+        described = policy.distribution(
+            split_rows(local, everything, extras),
+            with_kept_mass=True,
+            with_varentropy=with_varentropy,
+            around=routes.around if routes else None,
+        )
+        old = described.logprobs
         shift = routes.after_old_pass(local, old) if routes else None
         if not policy.groups.last_stage:
             return pooled(None, policy.groups, self.max_nonfinite_share)
@@ -152,9 +182,13 @@ class _Step:
             backend=policy.train.backend,
         )
         sums = MetricSums().merge(self.corrected.metrics.prefixed("old/"))
-        sums.merge(MetricSums.of_means({"entropy": (entropy.sum(), local.loss_mask.sum())}))
+        sums.merge(MetricSums.of_means({"entropy": (described.entropy.sum(), local.loss_mask.sum())}))
+        self.columns = {name: values for name, values in described._asdict().items() if values is not None}
+        self.columns["old_logprobs"] = self.columns.pop("logprobs")
+        self.columns |= {"weights": self.corrected.weights, "mask": self.corrected.mask}
         if shift:
             sums.merge(shift.sums.prefixed("old/"))
+            self.columns["routes_shifted"] = torch.where(local.loss_mask, shift.route_shift, 0)
         return pooled(sums, policy.groups, self.max_nonfinite_share)
 
     def update(self, micro_batches: Sequence[range]) -> tuple[UpdateResult, MetricSums]:
@@ -190,11 +224,6 @@ class _Step:
         if shift:
             sums.merge(shift.sums.prefixed("current/" if old is None else "current_old/"))
         return result, sums.merge(replayed)
-
-    def columns(self) -> dict[str, Tensor]:
-        if self.corrected is None or self.old_logprobs is None:
-            return {}
-        return {"old_logprobs": self.old_logprobs, "weights": self.corrected.weights, "mask": self.corrected.mask}
 
     def _extras(self, batch: TokenBatch, rows: slice) -> MicroExtras:
         """Tensors of the update on ``batch``, which are these rows of the share."""

@@ -1,0 +1,30 @@
+"""The section ``dump`` of a job's settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rc.schema.limits import check_at_least
+
+_SMALLEST = 1024**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpSettings:
+    """The last steps of reinforcement learning, kept in OUTPUT/dump to diagnose a run that collapsed; docs/dump.md.
+    With --dump every step is kept, whole and with its token ids."""
+
+    keep: int = 3
+    """Steps to keep; 0 keeps none."""
+    tokens: bool = False
+    """Keep token ids, too. They are the text of prompts and responses to anyone who has the tokenizer."""
+    varentropy: bool = False
+    """Compute the variance of -log pi of every token; the old pass reads its logits once more for it."""
+    max_bytes: int = 512 * 1024**2
+    """Most bytes of the kept steps together; a step that is larger alone keeps its first groups."""
+
+    def __post_init__(self) -> None:
+        check_at_least(0, keep=self.keep)
+        check_at_least(_SMALLEST, max_bytes=self.max_bytes)
+        if self.tokens and not self.keep:
+            raise ValueError("tokens must be false when keep is 0: no step is kept")

@@ -1,0 +1,169 @@
+"""The steps that a run keeps: rotated, capped, private, without token ids, and never at the cost of a --dump."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from megatron_rc import settings as job_settings
+from megatron_rc.batch import TokenBatch
+from megatron_rc.dump import DumpWriter
+from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.rollout.recorded import ReplayEngine
+from megatron_rc.schema.dump import read_dump
+from megatron_rc.schema.dump_settings import DumpSettings
+from megatron_rc.training.kept_steps import StepDump, check_dump
+
+SAMPLING = SamplingParams(max_new_tokens=4096, top_k=2)
+
+
+def batch_of(sequences: int, tokens: int = 2) -> tuple[TokenBatch, dict[str, Any]]:
+    """A batch whose groups have two responses each, and the other arguments of a write."""
+    samples = [
+        Sample([1, 2], [3] * tokens, [-0.5] * tokens, "length", [(0, 0, tokens)], [[3, 4]] * tokens)
+        for _ in range(sequences)
+    ]
+    batch = TokenBatch.from_samples(samples, SAMPLING, groups=[i // 2 for i in range(sequences)])
+    return batch, {"samples": samples, "seeds": [*range(sequences)]}
+
+
+def write(dump: StepDump, *steps: int, sequences: int = 4, tokens: int = 2) -> None:
+    for step in steps:
+        batch, arguments = batch_of(sequences, tokens)
+        dump.write(step, batch, **arguments)
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [records[0]["step"] for records in read_dump(folder)]
+
+
+def test_the_last_steps_are_kept_whatever_step_a_run_is_at(tmp_path: Path) -> None:
+    write(StepDump(tmp_path / "dump", DumpSettings(keep=2), every_step=False), *range(1, 8))
+    assert steps_in(tmp_path / "dump") == [6, 7]
+
+
+def test_a_resumed_run_leaves_only_steps_that_lead_to_one_another(tmp_path: Path) -> None:
+    write(StepDump(tmp_path, DumpSettings(keep=3), every_step=False), 5, 6, 7)
+    leftover = tmp_path / ".step-000008.parquet.writing"
+    leftover.write_bytes(b"half a file of a process that was killed")
+    resumed = StepDump(tmp_path, DumpSettings(keep=3), every_step=False)
+    assert steps_in(tmp_path) == [5, 6, 7] and not leftover.exists(), "the steps of the crash stay until a new one"
+    write(resumed, 6)
+    assert steps_in(tmp_path) == [5, 6]
+
+
+def test_only_the_user_can_read_what_is_written(tmp_path: Path) -> None:
+    for name, every_step in (("kept", False), ("every", True)):
+        folder = tmp_path / name / "dump"
+        write(StepDump(folder, DumpSettings(), every_step=every_step), 1)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert [stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()] == [0o600]
+
+
+def test_no_token_id_is_in_a_kept_file_unless_asked_for(tmp_path: Path) -> None:
+    for tokens in (False, True):
+        folder = tmp_path / str(tokens)
+        write(StepDump(folder, DumpSettings(tokens=tokens), every_step=False), 1)
+        table = pq.read_table(folder)
+        for name in ("prompt_ids", "output_ids", "support"):
+            assert table[name].null_count == (0 if tokens else table.num_rows), name
+        assert table["routes"].null_count == table.num_rows and table["rollout_logprobs"].null_count == 0
+
+
+def test_routes_are_kept_with_token_ids_alone(tmp_path: Path) -> None:
+    batch, arguments = batch_of(2)
+    for sample in arguments["samples"]:
+        sample.routes = torch.zeros(3, 1, 1, dtype=torch.int32)
+    for tokens in (False, True):
+        folder = tmp_path / str(tokens)
+        StepDump(folder, DumpSettings(tokens=tokens), every_step=False).write(1, batch, **arguments, routes=True)
+        assert pq.read_table(folder)["routes"].null_count == (0 if tokens else 2)
+
+
+def test_the_steps_together_stay_below_the_cap(tmp_path: Path) -> None:
+    cap = 1024**2
+    dump = StepDump(tmp_path, DumpSettings(keep=50, max_bytes=cap), every_step=False)
+    for step in range(1, 9):
+        batch, arguments = batch_of(100, tokens=1000)
+        noise = torch.rand(batch.num_tokens, generator=torch.Generator().manual_seed(step))
+        dump.write(step, batch, **arguments, computed={"old_logprobs": noise})
+        assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= cap
+    kept = steps_in(tmp_path)
+    assert len(kept) >= 2 and kept == [*range(9 - len(kept), 9)]
+
+
+def test_a_step_above_the_cap_keeps_its_first_whole_groups(tmp_path: Path) -> None:
+    write(StepDump(tmp_path, DumpSettings(max_bytes=1024**2), every_step=False), 1, sequences=60, tokens=4096)
+    [records] = read_dump(tmp_path)
+    assert [r["sequence"] for r in records] == [*range(len(records))]
+    assert 0 < len(records) < 60 and len(records) % 2 == 0, "groups have two responses"
+
+
+def test_every_step_stays_where_a_whole_dump_was_asked_for(tmp_path: Path) -> None:
+    write(StepDump(tmp_path, DumpSettings(keep=1), every_step=True), *range(1, 6))
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_keeps_its_last_steps_never_touches_a_whole_dump(tmp_path: Path) -> None:
+    write(StepDump(tmp_path, DumpSettings(), every_step=True), 1, 2, 3, 4, 5)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    later = StepDump(tmp_path, DumpSettings(keep=1), every_step=False)
+    assert "so the last steps are not kept" in later.announcement
+    write(later, 3, 6)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_whole_dump_holds_no_step_without_token_ids(tmp_path: Path) -> None:
+    write(StepDump(tmp_path, DumpSettings(), every_step=False), 1, 2, 3)
+    write(StepDump(tmp_path, DumpSettings(), every_step=True), 4)
+    assert steps_in(tmp_path) == [4]
+    ReplayEngine(tmp_path)
+
+
+def test_replay_refuses_a_dump_without_token_ids(tmp_path: Path) -> None:
+    write(StepDump(tmp_path, DumpSettings(), every_step=False), 1)
+    with pytest.raises(
+        ValueError, match=r"step-000001.parquet has no token ids, .* record a dump with --dump, or with"
+    ):
+        ReplayEngine(tmp_path)
+
+
+def test_a_file_of_another_writer_is_not_deleted(tmp_path: Path) -> None:
+    batch, arguments = batch_of(2)
+    DumpWriter(tmp_path).write(1, batch, **arguments)
+    write(StepDump(tmp_path, DumpSettings(), every_step=True), 2)
+    assert steps_in(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("every_step", "settings", "line"),
+    [
+        (False, DumpSettings(), "the last 3 steps are kept in {}, without token ids, at most 512 MiB"),
+        (False, DumpSettings(keep=1, tokens=True), "the last step is kept in {}, with token ids, at most 512 MiB"),
+        (True, DumpSettings(), "every step goes to {}, with token ids"),
+    ],
+)
+def test_one_line_says_what_is_written(tmp_path: Path, every_step: bool, settings: DumpSettings, line: str) -> None:
+    assert line.format(tmp_path) in StepDump(tmp_path, settings, every_step=every_step).announcement
+
+
+def test_settings_of_the_dump_that_cannot_act_are_refused() -> None:
+    for text, message in {
+        "dump: {keep: 0, tokens: true}": "tokens must be false when keep is 0",
+        "dump: {keep: -1}": "keep must be >= 0",
+        "dump: {max_bytes: 1000}": "max_bytes must be >= 1048576",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            job_settings.load(text)
+    unkept = job_settings.load("dump: {keep: 0, varentropy: true}")
+    check_dump(unkept, every_step=True)
+    with pytest.raises(ValueError, match="dump.varentropy must be false when dump.keep is 0"):
+        check_dump(unkept, every_step=False)
+    with pytest.raises(ValueError, match="dump.varentropy needs correction.old='recompute'"):
+        check_dump(job_settings.load("{correction: {preset: token-tis, old: current}, dump: {varentropy: true}}"),
+                   every_step=True)  # fmt: skip
