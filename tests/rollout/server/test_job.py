@@ -38,7 +38,11 @@ def job(folder: Path, served: str, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout", "sync", "routes"), [("dense", "tensor", "tensor", False), ("moe", "expert", "distributed", True)]
+    ("kind", "layout", "sync", "routes"),
+    [
+        pytest.param("dense", "tensor", "tensor", False, marks=pytest.mark.full),
+        ("moe", "expert", "distributed", True),
+    ],
 )
 def test_a_job_trains_on_a_servers_rollouts_and_sends_it_every_version(
     kind: str, layout: str, sync: str, routes: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
