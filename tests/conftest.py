@@ -56,6 +56,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if runs(item)]
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The servers that the tests shared end with all they started, or the run fails."""
+    folder = session.config._tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ or not any(folder.glob("sglang-*.json")):
+        return
+    from sglang_server import end_shared_servers
+
+    wrong = end_shared_servers(folder)
+    if wrong:
+        pytest.exit("; ".join(wrong), returncode=pytest.ExitCode.TESTS_FAILED)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _interpreter_that_remembers() -> Iterator[None]:
     """The interpreter without its most repeated work, for every test of a kernel."""

@@ -1,22 +1,38 @@
-"""The living processes of a group, read from /proc."""
+"""The living processes of a group, and those that a process started, read from /proc."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+
+def _living() -> Iterator[tuple[int, int, int]]:
+    """(process, its parent, its group) of every living process."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, group = stat.read_text().rpartition(") ")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state != "Z":
+            yield int(stat.parent.name), int(parent), int(group)
 
 
 def members(group: int) -> list[int]:
     """The living processes of a group."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, of_group = stat.read_text().rpartition(") ")[2].split()[:3]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(of_group) == group and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
+    return [process for process, _, of_group in _living() if of_group == group]
+
+
+def descendants(process: int) -> dict[int, int]:
+    """Group of every living process that ``process`` started, or that one of those did."""
+    living = list(_living())
+    groups: dict[int, int] = {}
+    parents = {process}
+    while parents:
+        children = {child: group for child, parent, group in living if parent in parents}
+        groups |= children
+        parents = set(children)
+    return groups
 
 
 def nothing_is_left(group: int, seconds: float = 10) -> bool:

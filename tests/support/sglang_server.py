@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from process_groups import descendants, members, nothing_is_left
+
+from megatron_rc.cluster.server import stop
 
 ROOT = Path(__file__).parents[2]
 SERVE = ROOT / "launch/sglang_cpu/serve.sh"
@@ -100,8 +104,9 @@ def sglang_server(
 def shared_server(kind: str, factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
     """The session's server of ``save_checkpoint(kind)``, as it started, for one test at a time.
 
-    Whoever comes first, on whichever xdist worker, starts it. It ends with the pytest process, however that ends. A
-    test may pause it, change its weights or kill it: the next one gets it back as new.
+    Whoever comes first, on whichever xdist worker, starts it. It ends with the pytest process, however that ends, and
+    `end_shared_servers` looks how. A test may pause it, change its weights or kill it: the next one gets it back as
+    new.
     """
     worker = "PYTEST_XDIST_WORKER" in os.environ
     folder = factory.getbasetemp().parent if worker else factory.getbasetemp()
@@ -122,6 +127,25 @@ def shared_server(kind: str, factory: pytest.TempPathFactory) -> Iterator[Sglang
             server = _start(model, log, (), None, os.getppid() if worker else os.getpid())
             state.write_text(json.dumps(asdict(server)))
         yield server
+
+
+def end_shared_servers(folder: Path) -> list[str]:
+    """End the session's servers, whose files lie in ``folder``; what is wrong with how they end."""
+    wrong = []
+    for state in sorted(folder.glob("sglang-*.json")):
+        known = json.loads(state.read_text())
+        if known is None:
+            continue
+        server = SglangServer(**known)
+        started = descendants(server.process)
+        strangers = sorted(process for process, group in started.items() if group != server.process)
+        if strangers:
+            wrong.append(f"processes {strangers} of {state.stem} are not in its group")
+        with redirect_stdout(io.StringIO()):
+            stop(Path(server.log))
+        if not nothing_is_left(server.process):
+            wrong.append(f"processes {members(server.process)} of {state.stem} outlive it")
+    return wrong
 
 
 def _restored(server: SglangServer) -> bool:
