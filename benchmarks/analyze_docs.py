@@ -8,16 +8,22 @@ between `<!-- NAME: ... -->` and `<!-- end of NAME -->` are replaced.
 
 from __future__ import annotations
 
+import io
+import os
 import re
 
 import checkout
+from rich.console import Console
 
-from megatron_rc.analyze import columns, gate
+from megatron_rc.analyze import columns, gate, terminal
+from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.analyze.rules import CODES
 from megatron_rc.analyze.rules.rule import Page
 
 ROOT = checkout.ROOT
 ANALYZE = ROOT / "docs/analyze.md"
+WIDTH = 118
+"""Columns of a printed report."""
 NUMBERS = {
     "k3": "mean k3",
     "sigma": "noise of a logit that would give this gap",
@@ -62,9 +68,26 @@ def number_table() -> str:
     return "\n".join(["| number | meaning |", "| --- | --- |", *rows])
 
 
+def report(dump: str, host: str) -> str:
+    """What `megatron-rc analyze` prints, started in the repository."""
+    before = os.getcwd()
+    os.chdir(ROOT)
+    try:
+        diagnosis = diagnose_dump(dump)
+    finally:
+        os.chdir(before)
+    console = Console(file=io.StringIO(), width=WIDTH, highlight=False)
+    terminal.show(diagnosis, console=console, host=host)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    command = f"$ megatron-rc analyze {dump}" + (f" --host {host}" if host else "")
+    return "\n".join(["```text", command, *lines, "```"])
+
+
 BLOCKS = {
     "columns": column_tables,
     "numbers": number_table,
+    "healthy": lambda: report("examples/dumps/healthy.parquet", ""),
+    "sick": lambda: report("examples/dumps/sick.parquet", "slime"),
 }
 
 
