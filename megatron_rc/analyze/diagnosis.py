@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ class Diagnosis:
     evidence: Evidence
     judgement: Judgement
     corrupt: CorruptRows
+    ignored: list[str]
+    """One sentence for each kind of file at the path that was not read."""
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -97,6 +99,7 @@ def diagnose(
 def diagnose_dump(
     path: str | Path,
     *,
+    format: str | None = None,
     select: Collection[str] = (),
     ignore: Collection[str] = (),
     progress: Callable[[int], None] = lambda done: None,
@@ -105,6 +108,7 @@ def diagnose_dump(
 
     Args:
         path: a file or folder of a known format.
+        format: name of the format in ``analyze.readers.FORMATS``; None looks into the files.
         select: codes of the only rules to judge.
         ignore: codes of rules to leave out.
         progress: called with the size in bytes of each file once it is read.
@@ -112,8 +116,16 @@ def diagnose_dump(
     Raises:
         ValueError: nothing to read, an unknown format or rule, or no loss token.
     """
-    dump = open_dump(path)
-    return diagnosis_of(dump.chunks(progress), str(path), dump.format, dump.corrupt, select=select, ignore=ignore)
+    dump = open_dump(path, format)
+    return diagnosis_of(
+        dump.chunks(progress),
+        str(path),
+        dump.format,
+        dump.corrupt,
+        ignored=dump.ignored,
+        select=select,
+        ignore=ignore,
+    )
 
 
 def diagnosis_of(
@@ -122,6 +134,7 @@ def diagnosis_of(
     format: str,
     corrupt: CorruptRows,
     *,
+    ignored: Sequence[str] = (),
     select: Collection[str] = (),
     ignore: Collection[str] = (),
 ) -> Diagnosis:
@@ -129,7 +142,7 @@ def diagnosis_of(
     for chunk in chunks:
         gathering.add(chunk)
     evidence = gathering.evidence()
-    return Diagnosis(source, format, evidence, judge(evidence, select=select, ignore=ignore), corrupt)
+    return Diagnosis(source, format, evidence, judge(evidence, select=select, ignore=ignore), corrupt, [*ignored])
 
 
 def _array(values: Any) -> np.ndarray:

@@ -2,25 +2,112 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rc.analyze.readers import parquet
+from megatron_rc.analyze.readers import jsonl, miles, nemo_rl, parquet, prime_rl, slime, verl
 from megatron_rc.analyze.readers.dump import Dump
+from megatron_rc.analyze.readers.format import Content, Format, content_of
 
-FORMATS = (parquet,)
-"""A module per format: FORMAT names it, files(path) lists what it reads at a path, open_files(files) opens that."""
+FORMATS: tuple[Format, ...] = (
+    parquet.FORMAT,
+    jsonl.FORMAT,
+    nemo_rl.FORMAT,
+    prime_rl.FORMAT,
+    slime.FORMAT,
+    miles.FORMAT,
+    verl.FORMAT,
+)
+"""In the order in which they are preferred where a folder holds several."""
+MAX_FILES = 200_000
+"""Files that are looked at below a folder."""
 
 
-def open_dump(path: str | Path) -> Dump:
-    """The dump at a path: a file, or a folder of files.
+def open_dump(path: str | Path, format: str | None = None) -> Dump:
+    """The dump at a path: a file, or a folder of files, whatever their names.
+
+    Args:
+        path: a folder is searched with everything below it.
+        format: name of the format; None looks into the files.
 
     Raises:
-        ValueError: nothing is there, or no format fits.
+        ValueError: nothing is there, the format is unknown, or no file has a known one.
     """
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a dump file or a folder of them")
-    for module in FORMATS:
-        if files := module.files(path):
-            return module.open_files(files)
-    raise ValueError(f"{path} holds no dump; known formats: {', '.join(module.FORMAT for module in FORMATS)}")
+    files = [path] if path.is_file() else _files_below(path)
+    if not files:
+        raise ValueError(f"{path} is an empty folder; give a dump file or a folder of them")
+    contents = {file: content_of(file) for file in files}
+    chosen = _named(format) if format else _best(contents, path)
+    fitting = [file for file, content in contents.items() if _belongs(content, chosen)]
+    if not fitting:
+        raise ValueError(f"{path} holds no file of the format {chosen.name!r}")
+    return Dump(chosen.title, chosen.groups(fitting), chosen.read, _ignored(contents, fitting))
+
+
+def _named(name: str) -> Format:
+    for known in FORMATS:
+        if known.name == name:
+            return known
+    raise ValueError(f"unknown format {name!r}; known: {', '.join(known.name for known in FORMATS)}")
+
+
+def _best(contents: dict[Path, Content], path: Path) -> Format:
+    """The first format that a file has."""
+    for known in FORMATS:
+        if any(known.fits(content) for content in contents.values()):
+            return known
+    for content in contents.values():
+        if content.problem:
+            raise ValueError(content.problem)
+    raise ValueError(f"{path} holds no dump; known formats: {', '.join(known.title for known in FORMATS)}")
+
+
+def _belongs(content: Content, chosen: Format) -> bool:
+    """True for files of the format, and for damaged ones of its container, which are counted."""
+    return chosen.fits(content) or (content.container == chosen.container and bool(content.problem))
+
+
+def _ignored(contents: dict[Path, Content], read: list[Path]) -> list[str]:
+    """One sentence per kind of file that is not read."""
+    kinds: Counter[str] = Counter()
+    example: dict[str, Path] = {}
+    for file, content in contents.items():
+        if file not in read:
+            kind = next((known.title for known in FORMATS if known.fits(content)), "no known format")
+            kinds[kind] += 1
+            example.setdefault(kind, file)
+    return [
+        f"{count} file{'s' if count > 1 else ''} of {kind} {'are' if count > 1 else 'is'} not read, such as "
+        f"{example[kind].name}"
+        for kind, count in kinds.items()
+    ]
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Files below a folder, hidden ones left out, numbers in their names in the order of numbers."""
+    files = []
+    for file in _walk(folder):
+        files.append(file)
+        if len(files) > MAX_FILES:
+            raise ValueError(f"{folder} holds more than {MAX_FILES} files; give the folder of the dump itself")
+    return sorted(files, key=_natural)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in names:
+            file = Path(root, name)
+            if not name.startswith(".") and file.is_file():
+                yield file
+
+
+def _natural(file: Path) -> list[str | int]:
+    parts = re.split("([0-9]+)", str(file))
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)]

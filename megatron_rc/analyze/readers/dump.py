@@ -13,33 +13,57 @@ CHUNK_TOKENS = 1_000_000
 NAMED_ROWS = 5
 
 
+class UnreadableFile(ValueError):
+    """A file of a dump that cannot be read at all; the message names it and says what was expected."""
+
+
 @dataclass
 class CorruptRows:
-    """Rows that were left out, counted, and the first of them named."""
+    """Rows and files that were left out, counted, and the first of them named."""
 
     count: int = 0
+    """Rows that were left out of files that could be read."""
+    files: int = 0
+    """Files that could not be read, or not to their end."""
     first: list[str] = field(default_factory=list)
     """One sentence each: file, row, and what is wrong."""
 
     def add(self, sentence: str) -> None:
         self.count += 1
+        self._name(sentence)
+
+    def add_file(self, sentence: str) -> None:
+        self.files += 1
+        self._name(sentence)
+
+    def _name(self, sentence: str) -> None:
         if len(self.first) < NAMED_ROWS:
             self.first.append(sentence)
+
+
+Group = tuple[Path, ...]
+"""Files that are read together: the ranks of one step where a host writes a file per rank, else a single file."""
 
 
 @dataclass
 class Dump:
     """Files of one format.
 
-    ``chunks`` is read once; afterwards ``corrupt`` says which rows were left out.
+    ``chunks`` is read once; afterwards ``corrupt`` says which rows and files were left out.
     """
 
     format: str
     """Name of the format for the report."""
-    files: list[Path]
-    read: Callable[[Path, CorruptRows], Iterator[Chunk]]
-    """Yields the chunks of one file, whole sequences each, at most about CHUNK_TOKENS long."""
+    groups: list[Group]
+    read: Callable[[Group, CorruptRows], Iterator[Chunk]]
+    """Yields the chunks of one group, whole sequences each, at most about CHUNK_TOKENS long."""
+    ignored: list[str] = field(default_factory=list)
+    """One sentence for each kind of file at the path that is not read."""
     corrupt: CorruptRows = field(default_factory=CorruptRows)
+
+    @property
+    def files(self) -> list[Path]:
+        return [file for group in self.groups for file in group]
 
     @property
     def size(self) -> int:
@@ -47,7 +71,20 @@ class Dump:
         return sum(file.stat().st_size for file in self.files)
 
     def chunks(self, progress: Callable[[int], None] = lambda done: None) -> Iterator[Chunk]:
-        """Yield the chunks of all files; ``progress`` is called with the bytes of each file once it is read."""
-        for file in self.files:
-            yield from self.read(file, self.corrupt)
-            progress(file.stat().st_size)
+        """Yield the chunks of all files; ``progress`` is called with the bytes of each group of files once it is read.
+
+        Raises:
+            ValueError: no file holds a single whole row; the message says why the first one failed.
+        """
+        empty = True
+        for group in self.groups:
+            try:
+                for chunk in self.read(group, self.corrupt):
+                    empty = False
+                    yield chunk
+            except UnreadableFile as error:
+                self.corrupt.add_file(str(error))
+            progress(sum(file.stat().st_size for file in group))
+        if empty:
+            reason = self.corrupt.first[0] if self.corrupt.first else f"{self.files[0]} has no rows"
+            raise ValueError(f"the dump has no row that can be read: {reason}")

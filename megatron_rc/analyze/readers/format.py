@@ -1,0 +1,97 @@
+"""What a format of dumps is, and how a file shows by its content which one it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.readers.dump import CorruptRows, Group, UnreadableFile
+from megatron_rc.analyze.readers.json_lines import CODECS, lines, parsed
+from megatron_rc.analyze.readers.rows import BadRow
+from megatron_rc.analyze.readers.torch_file import TorchFile
+
+FIRST_LINES = 5
+"""Lines of a JSON file of which one must be whole for the file to be known."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What the first look at a file shows."""
+
+    container: str
+    """parquet, jsonl, torch, or unknown."""
+    names: frozenset[str] = frozenset()
+    """Columns of Parquet, keys of the first JSON object, or texts at the start of what torch saved."""
+    problem: str = ""
+    """Why the file cannot be read, where its container is known and it is damaged."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format of dumps."""
+
+    name: str
+    """What ``--format`` takes."""
+    title: str
+    """Name for the report."""
+    container: str
+    needs: frozenset[str]
+    """Names that every file of the format shows."""
+    read: Callable[[Group, CorruptRows], Iterator[Chunk]]
+    """Yields the chunks of files that belong together."""
+    groups: Callable[[list[Path]], list[Group]] = lambda files: [(file,) for file in files]
+    """Files of the format as groups that are read together."""
+    refuses: frozenset[str] = frozenset()
+    """Names that no file of the format shows."""
+
+    def fits(self, content: Content) -> bool:
+        return content.container == self.container and content.names >= self.needs and not content.names & self.refuses
+
+
+def content_of(file: Path) -> Content:
+    """The first look at a file, whatever its name."""
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(4)
+    except OSError as error:
+        return Content("unknown", problem=f"{file} cannot be read: {error.strerror}")
+    if head == b"PAR1":
+        return _parquet(file)
+    if head == b"PK\x03\x04":
+        return _torch(file)
+    if head[:1] in (b"{", b" ", b"\n", b"\t") or any(head.startswith(magic) for magic in CODECS):
+        return _json(file)
+    return Content("unknown")
+
+
+def _parquet(file: Path) -> Content:
+    try:
+        return Content("parquet", frozenset(pq.read_schema(file).names))
+    except (pa.ArrowException, OSError) as error:
+        return Content("parquet", problem=f"{file} is not a whole Parquet file: {error}")
+
+
+def _torch(file: Path) -> Content:
+    try:
+        values = TorchFile(file).first_values()
+    except UnreadableFile as error:
+        return Content("torch", problem=str(error))
+    return Content("torch", frozenset(value for value in values if isinstance(value, str)))
+
+
+def _json(file: Path) -> Content:
+    try:
+        for line in islice(lines(file), FIRST_LINES):
+            try:
+                return Content("jsonl", frozenset(parsed(line)))
+            except BadRow:
+                continue
+    except UnreadableFile as error:
+        return Content("jsonl", problem=str(error))
+    return Content("jsonl", problem=f"{file} has no whole JSON object in its first {FIRST_LINES} lines")

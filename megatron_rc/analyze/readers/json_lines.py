@@ -1,0 +1,89 @@
+"""Files with one JSON object per line, plain or compressed with gzip or Zstandard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.readers.dump import CorruptRows, UnreadableFile
+from megatron_rc.analyze.readers.rows import BadRow, Row, packed
+
+MAX_LINE = 64 << 20
+"""Bytes of a line after decompression: 1M tokens in every column; a longer line is no row of a dump."""
+BLOCK = 1 << 20
+"""Bytes that are decompressed at once."""
+CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+"""Codecs of pyarrow by the first bytes of a file."""
+
+
+def lines(file: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, empty ones included.
+
+    Raises:
+        UnreadableFile: the compressed stream is damaged, or a line is longer than MAX_LINE.
+    """
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(4)
+            opened.seek(0)
+            codec = next((codec for magic, codec in CODECS.items() if head.startswith(magic)), None)
+            if codec is None:
+                yield from _bounded_lines(opened, file)
+            else:
+                with pa.CompressedInputStream(pa.PythonFile(opened, mode="r"), codec) as stream:
+                    yield from _bounded_lines(cast(BinaryIO, stream), file)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise UnreadableFile(f"{file} cannot be read to its end: {error}") from None
+
+
+def _bounded_lines(stream: BinaryIO, file: Path) -> Iterator[bytes]:
+    waiting: list[bytes] = []
+    size = 0
+    while block := stream.read(BLOCK):
+        first, *others = block.split(b"\n")
+        waiting.append(first)
+        size += len(first)
+        for line in others:
+            yield b"".join(waiting)
+            waiting, size = [line], len(line)
+        if size > MAX_LINE:
+            raise UnreadableFile(f"{file} has a line of more than {MAX_LINE >> 20} MiB; a row of a dump is shorter")
+    if size:
+        yield b"".join(waiting)
+
+
+def parsed(line: bytes) -> dict[str, Any]:
+    """The object of a line.
+
+    Raises:
+        BadRow: the line is not one whole JSON object.
+    """
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        raise BadRow("the line is not a whole JSON object") from None
+    if not isinstance(value, dict):
+        raise BadRow("the line is not a JSON object")
+    return value
+
+
+def read_rows(file: Path, corrupt: CorruptRows, row_of: Callable[[dict[str, Any]], Row]) -> Iterator[Chunk]:
+    """Yield the chunks of a file whose lines ``row_of`` makes rows of."""
+
+    def rows() -> Iterator[tuple[str, Row | BadRow]]:
+        for number, line in enumerate(lines(file), 1):
+            if not line.strip():
+                continue
+            row: Row | BadRow
+            try:
+                row = row_of(parsed(line))
+            except BadRow as error:
+                row = error
+            yield f"{file}, line {number}", row
+
+    return packed(rows(), corrupt)

@@ -1,0 +1,71 @@
+"""The columns of this package's Parquet dump as JSON lines, one response per line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
+from megatron_rc.analyze.readers import rows
+from megatron_rc.analyze.readers.dump import CorruptRows, Group
+from megatron_rc.analyze.readers.format import Format
+from megatron_rc.analyze.readers.json_lines import read_rows
+from megatron_rc.analyze.readers.parquet_columns import LOG_MU, LOG_PI, RENAMED, SPAN
+
+
+def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
+    """Yield the chunks of one file."""
+    (file,) = group
+    return read_rows(file, corrupt, row_of)
+
+
+FORMAT = Format("jsonl", "megatron-rc JSON lines", "jsonl", frozenset({LOG_PI, LOG_MU}), read)
+
+
+def row_of(record: dict[str, Any]) -> rows.Row:
+    """The response of a record; a column without a value is absent."""
+    log_pi, log_mu = (rows.log_probs(record.get(name), name) for name in (LOG_PI, LOG_MU))
+    tokens: dict[str, NDArray[Any]] = {}
+    sequence = {}
+    for name, column in TOKEN_COLUMNS.items():
+        value = record.get(RENAMED.get(name, name))
+        # advantage is a column of both kinds: a list is one of tokens
+        if value is None or (name in SEQUENCE_COLUMNS and not isinstance(value, list)):
+            continue
+        tokens[name] = KINDS.get(column.kind, rows.numbers)(value, name)
+    for name in SEQUENCE_COLUMNS:
+        if name not in tokens and record.get(name) is not None:
+            sequence[name] = record[name]
+    if isinstance(record.get("prompt_ids"), list):
+        sequence.setdefault("prompt_length", len(record["prompt_ids"]))
+    if "version" not in tokens and (spans := record.get("weight_versions")) is not None:
+        tokens["version"] = versions(spans, log_mu.size)
+    return rows.Row(log_pi, log_mu, tokens, sequence)
+
+
+KINDS = {"flag": rows.flags, "id": rows.whole_numbers}
+"""Readers of token columns that are not plain numbers."""
+
+
+def versions(spans: Any, length: int) -> NDArray[np.int64]:
+    """[T] version of each token from its spans.
+
+    Raises:
+        BadRow: the spans do not cover the tokens one after the other.
+    """
+    parts, end = [], 0
+    for span in spans if isinstance(spans, list) else [None]:
+        if not isinstance(span, dict) or any(type(span.get(name)) is not int for name in SPAN):
+            raise rows.BadRow("weight_versions must be a list of spans {version, start, end}")
+        version, start, stop = (span[name] for name in SPAN)
+        if start != end or not start <= stop <= length or abs(version) >= 2**63:
+            raise rows.BadRow("weight_versions must be spans that follow each other up to the last token")
+        end = stop
+        parts.append(np.full(stop - start, version, dtype=np.int64))
+    if end != length:
+        raise rows.BadRow(f"weight_versions end at token {end}, {LOG_MU} has {length} values")
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)

@@ -1,0 +1,73 @@
+"""NeMo-RL's ``train_data_step*.jsonl``: one sample per line, each value in a list of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.readers import rows
+from megatron_rc.analyze.readers.dump import CorruptRows, Group
+from megatron_rc.analyze.readers.format import Format
+from megatron_rc.analyze.readers.json_lines import read_rows
+
+LOG_PI, LOG_MU, MASK = "prev_logprobs", "generation_logprobs", "token_loss_mask"
+
+
+def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
+    """Yield the chunks of one file, whose step its name says."""
+    (file,) = group
+    step = step_of(file)
+    return read_rows(file, corrupt, lambda record: row_of(record, step))
+
+
+FORMAT = Format("nemo-rl", "NeMo-RL train data", "jsonl", frozenset({LOG_PI, LOG_MU, MASK}), read)
+
+
+def step_of(file: Path) -> int | None:
+    match = re.search(r"step(\d{1,15})", file.name)
+    return int(match[1]) if match else None
+
+
+def row_of(record: dict[str, Any], step: int | None) -> rows.Row:
+    """The response of a record: from the first token with loss to the last one."""
+    log_pi, log_mu = (rows.log_probs(single(record.get(name)), name) for name in (LOG_PI, LOG_MU))
+    mask = rows.flags(single(record.get(MASK)), MASK)
+    if not log_pi.size == log_mu.size == mask.size:
+        raise rows.BadRow(f"{LOG_PI}, {LOG_MU} and {MASK} have {log_pi.size}, {log_mu.size} and {mask.size} values")
+    trained = np.flatnonzero(mask)
+    start, end = (int(trained[0]), int(trained[-1]) + 1) if trained.size else (0, 0)
+    counted = rows.flags(record.get("sample_loss_mask", [1]), "sample_loss_mask")
+    tokens: dict[str, Any] = {"loss_mask": mask[start:end] & bool(counted.all())}
+    sequence: dict[str, Any] = {"prompt_length": start}
+    if record.get("token_ids") is not None:
+        ids = rows.whole_numbers(single(record["token_ids"]), "token_ids")
+        if ids.size != mask.size:
+            raise rows.BadRow(f"token_ids has {ids.size} values, {MASK} has {mask.size}")
+        tokens["token_id"] = ids[start:end]
+    if record.get("advantages") is not None:
+        advantages = rows.numbers(single(record["advantages"], lists=False), "advantages")
+        if advantages.size == mask.size:
+            tokens["advantage"] = advantages[start:end]
+        elif advantages.size == 1:
+            sequence["advantage"] = advantages[0]
+        else:
+            raise rows.BadRow(f"advantages has {advantages.size} values, {MASK} has {mask.size}")
+    # rewards are those before dynamic sampling filtered them, and then belong to other rows
+    reward = record.get("filtered_rewards", record.get("rewards"))
+    if reward is not None:
+        sequence["reward"] = single(reward)
+    if step is not None:
+        sequence["step"] = step
+    return rows.Row(log_pi[start:end], log_mu[start:end], tokens, sequence)
+
+
+def single(value: Any, *, lists: bool = True) -> Any:
+    """The value inside a list of one; a list of numbers stays as it is unless ``lists``."""
+    if isinstance(value, list) and len(value) == 1 and (lists or isinstance(value[0], list)):
+        return value[0]
+    return value

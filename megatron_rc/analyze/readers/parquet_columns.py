@@ -1,0 +1,225 @@
+"""Columns of Arrow tables as the flat arrays of a chunk, with every type and length checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
+from megatron_rc.analyze.readers.dump import CorruptRows, UnreadableFile
+from megatron_rc.analyze.readers.rows import MAX_TEXT, checked, printable
+
+LOG_PI, LOG_MU = "old_logprobs", "rollout_logprobs"
+RENAMED = {"token_id": "output_ids"}
+"""Names of columns in the file where they differ."""
+VERSIONS, PROMPT = "weight_versions", "prompt_ids"
+SPAN = ("version", "start", "end")
+TOKENS = {LOG_PI: "number", LOG_MU: "number"} | {
+    RENAMED.get(name, name): column.kind for name, column in TOKEN_COLUMNS.items()
+}
+"""Kind of the values by the name in the file of the columns with a list per row."""
+
+
+def wanted_columns(schema: pa.Schema, file: Path) -> list[str]:
+    """Names of the columns that an analysis reads.
+
+    Raises:
+        UnreadableFile: a column is missing, is there twice, or has a type that it cannot have.
+    """
+    known = [*TOKENS, *SEQUENCE_COLUMNS, VERSIONS, PROMPT]
+    names = [name for name in dict.fromkeys(known) if name in schema.names]
+    for needed in (LOG_PI, LOG_MU):
+        if needed not in names:
+            raise UnreadableFile(f"{file}: column {needed!r} is missing; an analysis needs {LOG_PI!r} and {LOG_MU!r}")
+    for name in names:
+        if schema.names.count(name) > 1:
+            raise UnreadableFile(f"{file}: column {name!r} is there {schema.names.count(name)} times")
+        kind = schema.field(name).type
+        if not pa.types.is_null(kind) and (expected := _expected(name, kind)):
+            raise UnreadableFile(f"{file}: column {name!r} must be {expected}, got {kind!s:.80}")
+    return [name for name in names if not pa.types.is_null(schema.field(name).type) or name in (LOG_PI, LOG_MU)]
+
+
+def chunk_of(batches: list[pa.RecordBatch], file: Path, row: int, corrupt: CorruptRows) -> Iterator[Chunk]:
+    """Yield the chunk of some rows, the first of which has number ``row``; nothing when all of them are corrupt."""
+    if not batches:
+        return
+    table = pa.Table.from_batches(batches).combine_chunks()
+    faults = _faults(table)
+    for index in sorted(faults):
+        corrupt.add(f"{file}, row {row + index}: {faults[index]}")
+    good = np.ones(table.num_rows, dtype=bool)
+    good[list(faults)] = False
+    if not good.any():
+        return
+    numbers = np.flatnonzero(good)
+    chunk = _chunk(table if good.all() else table.filter(pa.array(good)))
+    chunk = checked(chunk, lambda index: f"{file}, row {row + numbers[index]}", corrupt)
+    if chunk.num_sequences:
+        yield chunk
+
+
+def _expected(name: str, kind: pa.DataType) -> str:
+    """What a column must be where it is something else; empty where its type fits."""
+    if name == VERSIONS:
+        fields = {kind.value_type.field(i).name for i in range(kind.value_type.num_fields)} if _is_spans(kind) else {}
+        return "" if set(SPAN) <= set(fields) else "a list of spans {version, start, end}"
+    if name == PROMPT:
+        return "" if _is_list(kind) else "a list of integers"
+    if name in TOKENS and _is_list(kind):
+        return "" if _is_number(_plain(kind.value_type)) else "a list of numbers"
+    if name not in SEQUENCE_COLUMNS:
+        return "a list of numbers"
+    kind, wanted = _plain(kind), SEQUENCE_COLUMNS[name].kind
+    if wanted == "text":
+        return "" if pa.types.is_string(kind) or pa.types.is_large_string(kind) else "text"
+    if wanted == "id":
+        return "" if pa.types.is_integer(kind) else "an integer"
+    return "" if _is_number(kind) else "a number"
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _is_spans(kind: pa.DataType) -> bool:
+    return _is_list(kind) and pa.types.is_struct(kind.value_type)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind))
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _faults(table: pa.Table) -> dict[int, str]:
+    """What is wrong with a row, by its number in the table; the first fault of each row."""
+    faults: dict[int, str] = {}
+    lengths = _lengths(table[LOG_MU])
+    for index in np.flatnonzero(lengths < 0):
+        faults[int(index)] = f"{LOG_MU} is missing"
+    for name in (LOG_PI, *_token_columns(table)):
+        own = _lengths(table[name])
+        for index in np.flatnonzero(own != lengths):
+            length = "is missing" if own[index] < 0 else f"has {own[index]} values, {LOG_MU} has {lengths[index]}"
+            faults.setdefault(int(index), f"{name} {length}")
+    if "loss_mask" in _token_columns(table):
+        flat = pc.list_flatten(table["loss_mask"])
+        if flat.null_count:
+            rows = np.asarray(pc.list_parent_indices(table["loss_mask"]))[np.asarray(pc.is_null(flat))]
+            for index in np.unique(rows):
+                faults.setdefault(int(index), "loss_mask must be true or false at every token")
+    if _is_filled(table, VERSIONS):
+        for index in np.flatnonzero(~_versions_fit(table, lengths)):
+            faults.setdefault(int(index), f"{VERSIONS} must be spans that follow each other up to the last token")
+    for name in _sequence_columns(table):
+        if SEQUENCE_COLUMNS[name].kind == "text":
+            for index in np.flatnonzero(np.asarray(pc.utf8_length(_text(table[name]))) > MAX_TEXT):
+                faults.setdefault(int(index), f"{name} must be a text of at most {MAX_TEXT} characters")
+    return faults
+
+
+def _chunk(table: pa.Table) -> Chunk:
+    lengths = _lengths(table[LOG_MU])
+    in_file = _token_columns(table)
+    tokens = {n: _flat(table[RENAMED.get(n, n)]) for n in TOKEN_COLUMNS if RENAMED.get(n, n) in in_file}
+    if "loss_mask" in tokens:
+        tokens["loss_mask"] = tokens["loss_mask"].astype(bool)
+    if _is_filled(table, VERSIONS) and "version" not in tokens:
+        version, start, end = _spans(table[VERSIONS])
+        tokens["version"] = np.repeat(version, end - start)
+    sequences = {
+        name: _texts(table[name]) if SEQUENCE_COLUMNS[name].kind == "text" else _values(table[name].combine_chunks())
+        for name in _sequence_columns(table)
+    }
+    if _is_filled(table, PROMPT):
+        sequences.setdefault("prompt_length", _lengths(table[PROMPT]))
+    return Chunk(
+        _flat(table[LOG_PI]).astype(np.float64),
+        _flat(table[LOG_MU]).astype(np.float64),
+        np.concatenate([[0], np.cumsum(lengths)]),
+        tokens,
+        sequences,
+    )
+
+
+def _is_filled(table: pa.Table, name: str) -> bool:
+    return name in table.column_names and not table[name].null_count
+
+
+def _token_columns(table: pa.Table) -> list[str]:
+    """Names in the file of the optional columns with a list in every row."""
+    names = (name for name in TOKENS if name not in (LOG_PI, LOG_MU) and _is_filled(table, name))
+    return [name for name in names if _is_list(table[name].type)]
+
+
+def _sequence_columns(table: pa.Table) -> list[str]:
+    """The columns with one value in every row."""
+    return [name for name in SEQUENCE_COLUMNS if _is_filled(table, name) and not _is_list(table[name].type)]
+
+
+def _lengths(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    """[R] values per row; -1 for a row without a list."""
+    if pa.types.is_null(column.type):
+        return np.full(len(column), -1)
+    return np.asarray(pc.fill_null(pc.list_value_length(column), -1)).astype(np.int64)
+
+
+def _flat(column: pa.ChunkedArray) -> NDArray[Any]:
+    flat = pc.list_flatten(column)
+    return _values(flat.combine_chunks() if isinstance(flat, pa.ChunkedArray) else flat)
+
+
+def _values(column: pa.Array) -> NDArray[Any]:
+    """[R] numbers, NaN for null."""
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if column.null_count:
+        column = column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column
+        column = column.cast(pa.float64(), safe=False)
+    values: NDArray[Any] = column.to_numpy(zero_copy_only=False)
+    return values
+
+
+def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    return column.cast(_plain(column.type))
+
+
+def _texts(column: pa.ChunkedArray) -> NDArray[Any]:
+    encoded = _text(column).combine_chunks().dictionary_encode()
+    encoded = encoded.combine_chunks() if isinstance(encoded, pa.ChunkedArray) else encoded
+    known = np.array([printable(text) for text in encoded.dictionary.to_pylist()], dtype=str)
+    return known[np.asarray(encoded.indices)]
+
+
+def _spans(column: pa.ChunkedArray) -> tuple[NDArray[Any], ...]:
+    """Version, start and end of every span, -1 for null."""
+    spans = pc.list_flatten(column)
+    return tuple(
+        np.asarray(pc.fill_null(pc.struct_field(spans, name).cast(pa.int64(), safe=False), -1)) for name in SPAN
+    )
+
+
+def _versions_fit(table: pa.Table, lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[R] True where the spans of a row follow each other from its first token to its last."""
+    _, start, end = _spans(table[VERSIONS])
+    count = _lengths(table[VERSIONS])
+    row = np.repeat(np.arange(count.size), count)
+    before = np.concatenate([[0], end[:-1]]) if end.size else end
+    first = np.cumsum(count) - count
+    before[first[count > 0]] = 0
+    wrong = np.bincount(row, weights=(start != before) | (end < start), minlength=count.size) > 0
+    last = np.zeros(count.size, dtype=np.int64)
+    last[count > 0] = end[(np.cumsum(count) - 1)[count > 0]]
+    return ~wrong & (last == lengths)

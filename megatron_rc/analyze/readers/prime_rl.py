@@ -1,0 +1,52 @@
+"""prime-rl's token exports, ``token_exports/step_N/rank_R.jsonl``: one sequence per line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.readers import rows
+from megatron_rc.analyze.readers.dump import CorruptRows, Group
+from megatron_rc.analyze.readers.format import Format
+from megatron_rc.analyze.readers.json_lines import read_rows
+
+LOG_PI, LOG_MU, MASK = "trainer_logprobs", "inference_logprobs", "loss_mask"
+TOKENS = {"entropy": "entropy", "advantage": "advantages"}
+"""Columns of tokens by their name here, with the name in the file."""
+
+
+def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
+    """Yield the chunks of one file."""
+    (file,) = group
+    return read_rows(file, corrupt, row_of)
+
+
+FORMAT = Format("prime-rl", "prime-rl token export", "jsonl", frozenset({LOG_PI, LOG_MU, MASK}), read)
+
+
+def row_of(record: dict[str, Any]) -> rows.Row:
+    """The response of a record: from the first token with loss to the last one."""
+    log_pi, log_mu = (rows.log_probs(record.get(name), name) for name in (LOG_PI, LOG_MU))
+    mask = rows.flags(record.get(MASK), MASK)
+    columns = {name: rows.numbers(record[key], key) for name, key in TOKENS.items() if record.get(key) is not None}
+    if record.get("token_ids") is not None:
+        columns["token_id"] = rows.whole_numbers(record["token_ids"], "token_ids")
+    for name, values in {LOG_PI: log_pi, LOG_MU: log_mu, **columns}.items():
+        if values.size != mask.size:
+            raise rows.BadRow(f"{name} has {values.size} values, {MASK} has {mask.size}")
+    # tokens of the cross-entropy or the reference term alone have no log-prob of the sampler
+    weights = record.get("rl_weights")
+    if isinstance(weights, list) and None not in weights:
+        weights = rows.numbers(weights, "rl_weights")
+        mask = mask & (weights != 0) if weights.size == mask.size else mask
+    trained = np.flatnonzero(mask)
+    start, end = (int(trained[0]), int(trained[-1]) + 1) if trained.size else (0, 0)
+    sequence: dict[str, Any] = {"prompt_length": start}
+    for name, key in {"step": "step", "train_rank": "rank", "pack_position": "micro_sequence_idx"}.items():
+        if record.get(key) is not None:
+            sequence[name] = record[key]
+    tokens = {name: values[start:end] for name, values in columns.items()}
+    return rows.Row(log_pi[start:end], log_mu[start:end], {**tokens, "loss_mask": mask[start:end]}, sequence)

@@ -1,0 +1,83 @@
+"""slime's ``--save-debug-train-data`` and ``--dump-details``: one torch file per rollout with all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.readers import rows
+from megatron_rc.analyze.readers.dump import CorruptRows, Group, UnreadableFile
+from megatron_rc.analyze.readers.format import Format
+from megatron_rc.analyze.readers.torch_file import TorchFile, item_of, length_of, value_of
+from megatron_rc.analyze.readers.train_samples import LOG_MU, LOG_PI, row_of
+
+VERSION = 2
+
+
+def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
+    """Yield the chunks of one file.
+
+    Raises:
+        UnreadableFile: not a whole file of format version 2, or without log-probs.
+    """
+    (file,) = group
+    saved = TorchFile(file).load()
+    if type(saved) is not dict or saved.get("format_version") != VERSION or type(saved.get("samples")) is not list:
+        raise UnreadableFile(f"{file} must hold slime's train data of format_version {VERSION} with a list of samples")
+    samples = saved["samples"]
+    for name in (LOG_PI, LOG_MU):
+        if not any(type(sample) is dict and sample.get(name) is not None for sample in samples):
+            raise UnreadableFile(f"{file}: no sample has {name!r}; an analysis needs {LOG_PI!r} and {LOG_MU!r}")
+    packs = pack_positions(saved.get("dp_shards"))
+
+    def each() -> Iterator[tuple[str, rows.Row | rows.BadRow]]:
+        for number, sample in enumerate(samples):
+            row: rows.Row | rows.BadRow
+            try:
+                row = _row(sample, saved, packs)
+            except (rows.BadRow, UnreadableFile) as error:
+                row = rows.BadRow(str(error))
+            yield f"{file}, sample {number}", row
+
+    return (yield from rows.packed(each(), corrupt))
+
+
+FORMAT = Format("slime", "slime train data", "torch", frozenset({"format_version", "rollout_id", "samples"}), read)
+
+
+def _row(sample: Any, saved: dict[str, Any], packs: dict[int, int]) -> rows.Row:
+    if type(sample) is not dict:
+        raise rows.BadRow("the sample must be a dictionary")
+    known: dict[str, Any] = {}
+    if saved.get("rollout_id") is not None:
+        known["step"] = saved["rollout_id"]
+    if sample.get("data_parallel_rank") is not None:
+        known["train_rank"] = sample["data_parallel_rank"]
+    place, rewards = sample.get("rollout_position"), saved.get("raw_reward")
+    if type(place) is int:
+        if 0 <= place < (length_of(rewards) or 0):
+            known["reward"] = value_of(item_of(rewards, place))
+        if place in packs:
+            known["pack_position"] = packs[place]
+    return row_of(sample, known)
+
+
+def pack_positions(shards: Any) -> dict[int, int]:
+    """Position of each sample within its packed micro-batch, by its place in the rollout."""
+    positions: dict[int, int] = {}
+    for shard in shards if type(shards) is list else []:
+        places = shard.get("partition") if type(shard) is dict else None
+        if not isinstance(places, list):
+            continue
+        batches = [shard.get("micro_batch_indices")]
+        while batches:
+            batch = batches.pop()
+            if type(batch) is not list:
+                continue
+            for position, index in enumerate(batch):
+                if type(index) is list:
+                    batches.append(index)
+                elif type(index) is int and 0 <= index < len(places) and type(places[index]) is int:
+                    positions[places[index]] = position
+    return positions

@@ -1,0 +1,111 @@
+"""Every format of the same batch gives the same numbers; expected values come from what the hosts were given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from host_batches import HOST_DUMPS, HOSTS, TRUTH, column, write_json_lines, write_parquet
+
+from megatron_rc.analyze.chunk import Chunk, join, loss_tokens
+from megatron_rc.analyze.evidence import Gathering
+from megatron_rc.analyze.readers import open_dump
+
+OURS = ("batch.parquet", "batch.jsonl", "batch.jsonl.gz", "batch.jsonl.zst")
+
+
+def dump_at(name: str, folder: Path) -> Path:
+    if name not in OURS:
+        return HOST_DUMPS / name
+    return write_parquet(folder / name) if name.endswith(".parquet") else write_json_lines(folder / name)
+
+
+def whole(path: Path) -> Chunk:
+    """All responses of a dump in the order of the truth, which their first token ids give."""
+    dump = open_dump(path)
+    chunk = join(list(dump.chunks()))
+    assert (dump.corrupt.count, dump.corrupt.files) == (0, 0)
+    order = [row["token_ids"][0] for row in TRUTH]
+    first = chunk.tokens["token_id"][chunk.cu_seqlens[:-1]].tolist()
+    return join([chunk.select_sequences(np.arange(chunk.num_sequences) == first.index(token)) for token in order])
+
+
+@pytest.fixture(params=[*HOSTS, *OURS])
+def chunk(request: pytest.FixtureRequest, tmp_path: Path) -> Chunk:
+    return whole(dump_at(request.param, tmp_path))
+
+
+def test_log_probs_lengths_and_mask_are_those_of_the_batch(chunk: Chunk):
+    assert chunk.lengths.tolist() == [len(row["old"]) for row in TRUTH]
+    np.testing.assert_array_equal(chunk.log_pi.astype(np.float32), column("old").astype(np.float32))
+    np.testing.assert_array_equal(chunk.log_mu.astype(np.float32), column("rollout").astype(np.float32))
+    np.testing.assert_array_equal(chunk.tokens["loss_mask"], column("loss_mask"))
+    np.testing.assert_array_equal(chunk.tokens["token_id"], column("token_ids"))
+    assert not chunk.tokens["loss_mask"].all(), "a batch without tool tokens would not show a lost mask"
+
+
+@pytest.mark.parametrize(
+    ("name", "in_truth"),
+    [
+        ("prompt_length", "prompt_length"),
+        ("reward", "reward"),
+        ("train_rank", "train_rank"),
+        ("entropy", "entropy"),
+        ("advantage", "advantage"),
+    ],
+)
+def test_a_column_that_a_host_writes_has_the_values_of_the_batch(chunk: Chunk, name: str, in_truth: str):
+    values = column(in_truth)
+    if name in chunk.tokens:
+        values = values if values.size == chunk.log_pi.size else values[chunk.sequence_of]
+        np.testing.assert_allclose(chunk.tokens[name], values, rtol=1e-6)
+    elif name in chunk.sequences:
+        own = chunk.sequences[name]
+        # miles names a rank by its global number
+        own = np.unique(own, return_inverse=True)[1] if name == "train_rank" else own
+        np.testing.assert_allclose(own, values, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        ("nemo_rl", "advantage loss_mask prompt_length reward step token_id"),
+        (
+            "slime",
+            "advantage entropy finish_reason loss_mask pack_position prompt_length reward step token_id train_rank",
+        ),
+        ("miles", "advantage entropy finish_reason loss_mask prompt_length step token_id train_rank version"),
+        ("prime_rl", "advantage entropy loss_mask pack_position prompt_length step token_id train_rank"),
+        ("verl", "entropy loss_mask step token_id"),
+        (
+            "batch.parquet",
+            "advantage entropy finish_reason group loss_mask prompt_length reward step token_id train_rank version",
+        ),
+    ],
+)
+def test_each_host_unlocks_these_columns(name: str, columns: str, tmp_path: Path):
+    chunk = whole(dump_at(name, tmp_path))
+    assert sorted([*chunk.tokens, *chunk.sequences]) == columns.split()
+
+
+def test_the_same_batch_in_every_format_gives_the_same_evidence(tmp_path: Path):
+    sums = {}
+    for name in [*HOSTS, *OURS]:
+        gathering = Gathering()
+        for part in open_dump(dump_at(name, tmp_path)).chunks():
+            gathering.add(part)
+        evidence = gathering.evidence()
+        sums[name] = (evidence.sums.tokens, evidence.sums.mean("k3"), evidence.sums.mean("log_ratio"))
+    assert len({round(k3, 12) for _, k3, _ in sums.values()}) == 1 and len({t for t, _, _ in sums.values()}) == 1
+    expected = loss_tokens(whole(HOST_DUMPS / "slime"))
+    assert sums["verl"] == pytest.approx((expected.log_pi.size, expected.k3.mean(), expected.log_ratio.mean()))
+
+
+def test_the_step_of_nemo_rl_comes_from_the_name_of_the_file():
+    assert set(whole(HOST_DUMPS / "nemo_rl").sequences["step"]) == {3}
+
+
+def test_pack_positions_of_slime_follow_the_micro_batches():
+    # each rank packs its first two samples together and the third alone
+    assert whole(HOST_DUMPS / "slime").sequences["pack_position"].tolist() == [0, 0, 1, 1, 0, 0]
