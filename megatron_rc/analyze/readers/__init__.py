@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rc.analyze.readers import jsonl, miles, nemo_rl, parquet, prime_rl, slime, verl
-from megatron_rc.analyze.readers.dump import Dump
+from megatron_rc.analyze.readers.dump import Dump, printable
 from megatron_rc.analyze.readers.format import Content, Format, content_of
 
 FORMATS: tuple[Format, ...] = (
@@ -84,7 +84,7 @@ def _ignored(contents: dict[Path, Content], read: list[Path]) -> list[str]:
             example.setdefault(kind, file)
     return [
         f"{count} file{'s' if count > 1 else ''} of {kind} {'are' if count > 1 else 'is'} not read, such as "
-        f"{example[kind].name}"
+        f"{printable(example[kind].name)}"
         for kind, count in kinds.items()
     ]
 

@@ -13,6 +13,16 @@ CHUNK_TOKENS = 1_000_000
 NAMED_ROWS = 5
 
 
+def printable(text: str) -> str:
+    """A text of a dump with every control character replaced, so that it cannot steer a terminal."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, as a part of a sentence."""
+    return printable(str(error).strip().split("\n", 1)[0])[:200]
+
+
 class UnreadableFile(ValueError):
     """A file of a dump that cannot be read at all; the message names it and says what was expected."""
 
@@ -38,7 +48,7 @@ class CorruptRows:
 
     def _name(self, sentence: str) -> None:
         if len(self.first) < NAMED_ROWS:
-            self.first.append(sentence)
+            self.first.append(printable(sentence))
 
 
 Group = tuple[Path, ...]

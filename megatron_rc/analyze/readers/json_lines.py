@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.readers.dump import CorruptRows, UnreadableFile
+from megatron_rc.analyze.readers.dump import CorruptRows, UnreadableFile, first_line
 from megatron_rc.analyze.readers.rows import BadRow, Row, packed
 
 MAX_LINE = 64 << 20
@@ -38,7 +38,7 @@ def lines(file: Path) -> Iterator[bytes]:
                 with pa.CompressedInputStream(pa.PythonFile(opened, mode="r"), codec) as stream:
                     yield from _bounded_lines(cast(BinaryIO, stream), file)
     except (OSError, pa.ArrowInvalid) as error:
-        raise UnreadableFile(f"{file} cannot be read to its end: {error}") from None
+        raise UnreadableFile(f"{file} cannot be read to its end: {first_line(error)}") from None
 
 
 def _bounded_lines(stream: BinaryIO, file: Path) -> Iterator[bytes]:

@@ -9,9 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.readers.dump import CHUNK_TOKENS, CorruptRows, Group, UnreadableFile
+from megatron_rc.analyze.readers.dump import CHUNK_TOKENS, CorruptRows, Group, UnreadableFile, first_line
 from megatron_rc.analyze.readers.format import Format
 from megatron_rc.analyze.readers.parquet_columns import LOG_MU, LOG_PI, chunk_of, wanted_columns
+from megatron_rc.analyze.readers.parquet_footer import Declared, row_groups
 
 MAX_GROUP_BYTES = 4 << 30
 """Bytes of the wanted columns in one row group once decompressed, as its header declares them."""
@@ -30,14 +31,15 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     """
     (file,) = group
     try:
+        declared = row_groups(file)
         opened = pq.ParquetFile(file, memory_map=True)
-    except (pa.ArrowException, OSError) as error:
-        raise UnreadableFile(f"{file} is not a whole Parquet file: {error}") from None
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UnreadableFile(f"{file} is not a whole Parquet file: {first_line(error)}") from None
     with opened:
         names = wanted_columns(opened.schema_arrow, file)
         waiting: list[pa.RecordBatch] = []
         row = tokens = 0
-        for batch in _batches(opened, names, file):
+        for batch in _batches(opened, names, declared, file):
             if isinstance(batch, UnreadableFile):
                 yield from chunk_of(waiting, file, row, corrupt)
                 raise batch
@@ -52,22 +54,22 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
 FORMAT = Format("parquet", "megatron-rc Parquet", "parquet", frozenset({LOG_PI, LOG_MU}), read)
 
 
-def _batches(opened: pq.ParquetFile, names: list[str], file: Path) -> Iterator[pa.RecordBatch | UnreadableFile]:
+def _batches(
+    opened: pq.ParquetFile, names: list[str], declared: list[Declared], file: Path
+) -> Iterator[pa.RecordBatch | UnreadableFile]:
     """Yield the rows of a file in order, and last the reason if they cannot be read to the end."""
-    for group in range(opened.num_row_groups):
-        metadata = opened.metadata.row_group(group)
-        columns = [metadata.column(index) for index in range(metadata.num_columns)]
-        columns = [column for column in columns if column.path_in_schema.split(".", 1)[0] in names]
-        size, values = sum(c.total_uncompressed_size for c in columns), max(c.num_values for c in columns)
+    for number, group in enumerate(declared):
+        size = sum(group.size.get(name, 0) for name in names)
+        values = max(group.values.get(name, 0) for name in names)
         if size > MAX_GROUP_BYTES or values > MAX_GROUP_VALUES:
             yield UnreadableFile(
-                f"{file}: row group {group} declares {size} bytes and {values} values; at most {MAX_GROUP_BYTES} and "
+                f"{file}: row group {number} declares {size} bytes and {values} values; at most {MAX_GROUP_BYTES} and "
                 f"{MAX_GROUP_VALUES} are read; write smaller row groups"
             )
             return
-        rows = min(MAX_ROWS, max(1, CHUNK_TOKENS * metadata.num_rows // max(1, values)))
+        rows = min(MAX_ROWS, max(1, CHUNK_TOKENS * group.rows // max(1, values)))
         try:
-            yield from opened.iter_batches(rows, row_groups=[group], columns=names)
+            yield from opened.iter_batches(rows, row_groups=[number], columns=names)
         except (pa.ArrowException, OSError) as error:
-            yield UnreadableFile(f"{file}: row group {group} is damaged: {error}")
+            yield UnreadableFile(f"{file}: row group {number} is damaged: {first_line(error)}")
             return

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
-from megatron_rc.analyze.readers.dump import CorruptRows, UnreadableFile
-from megatron_rc.analyze.readers.rows import MAX_TEXT, checked, printable
+from megatron_rc.analyze.readers.dump import CorruptRows, UnreadableFile, printable
+from megatron_rc.analyze.readers.rows import MAX_TEXT, checked
 
 LOG_PI, LOG_MU = "old_logprobs", "rollout_logprobs"
 RENAMED = {"token_id": "output_ids"}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_rc.analyze.chunk import Chunk, Floats
 from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
-from megatron_rc.analyze.readers.dump import CHUNK_TOKENS, CorruptRows, UnreadableFile
+from megatron_rc.analyze.readers.dump import CHUNK_TOKENS, CorruptRows, UnreadableFile, printable
 
 MAX_TEXT = 200
 """Characters of a text in a column, such as the name of a server; a longer one is damage."""
@@ -126,11 +126,6 @@ def one_value(value: Any, name: str, kind: str) -> Any:
         return float(value)
     except OverflowError:
         raise BadRow(f"{name} must be a number") from None
-
-
-def printable(text: str) -> str:
-    """A text of a dump with every control character replaced, so that it cannot steer a terminal."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def checked(chunk: Chunk, where: Callable[[int], str], corrupt: CorruptRows) -> Chunk:

@@ -71,10 +71,12 @@ def pack_positions(shards: Any) -> dict[int, int]:
         if not isinstance(places, list):
             continue
         batches = [shard.get("micro_batch_indices")]
+        seen: set[int] = set()
         while batches:
             batch = batches.pop()
-            if type(batch) is not list:
+            if type(batch) is not list or id(batch) in seen:  # lists of a pickle may share their items
                 continue
+            seen.add(id(batch))
             for position, index in enumerate(batch):
                 if type(index) is list:
                     batches.append(index)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rc.analyze.readers.dump import UnreadableFile
+from megatron_rc.analyze.readers.dump import UnreadableFile, first_line
 
 MAX_PICKLE = 256 << 20
 """Bytes of data.pkl; it names tensors and holds none, so a larger one is no dump of log-probs."""
@@ -126,7 +126,7 @@ class TorchFile:
             with zipfile.ZipFile(path) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
-            raise UnreadableFile(f"{path} is not a whole file of torch.save: {error}") from None
+            raise UnreadableFile(f"{path} is not a whole file of torch.save: {first_line(error)}") from None
         for entry in entries:
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise UnreadableFile(f"{path}: entry {entry.filename!r:.80} is compressed; torch.save compresses none")
@@ -161,7 +161,9 @@ class TorchFile:
         except _Refused as error:
             raise UnreadableFile(f"{self.path}: {error}") from None
         except Exception as error:  # a damaged pickle fails in any way that a stack machine can
-            raise UnreadableFile(f"{self.path}: data.pkl is damaged: {type(error).__name__}: {error!s:.120}") from None
+            raise UnreadableFile(
+                f"{self.path}: data.pkl is damaged: {type(error).__name__}: {first_line(error)}"
+            ) from None
 
     def elements(self, storage: Storage) -> NDArray[Any]:
         """[size] elements of a storage; bfloat16 as its 16 bits."""

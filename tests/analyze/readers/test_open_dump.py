@@ -1,0 +1,170 @@
+"""A dump is known by its content, and what is not read is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from host_batches import HOST_DUMPS, HOSTS, JSON_LINES, RECORDS, write_json_lines, write_parquet
+
+from megatron_rc.analyze import diagnose_dump
+from megatron_rc.analyze.readers import FORMATS, json_lines, open_dump
+
+NAMES = {"miles_tp": "miles", "nemo_rl": "nemo-rl", "prime_rl": "prime-rl"}
+
+
+def rows(path: Path, format: str | None = None) -> int:
+    return sum(chunk.num_sequences for chunk in open_dump(path, format).chunks())
+
+
+@pytest.mark.parametrize("host", [host for host in HOSTS if not host.startswith("miles")])
+def test_a_file_is_known_whatever_its_name(host: str, tmp_path: Path):
+    source = next(path for path in sorted((HOST_DUMPS / host).rglob("*")) if path.is_file())
+    shutil.copy(source, tmp_path / "renamed.bin")
+    assert rows(tmp_path / "renamed.bin") == rows(source)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_format_can_be_named_and_another_one_is_refused(host: str):
+    name = NAMES.get(host, host)
+    assert rows(HOST_DUMPS / host, name) == 6
+    for other in FORMATS:
+        if other.name != name:
+            with pytest.raises(ValueError, match=f"holds no file of the format '{other.name}'"):
+                open_dump(HOST_DUMPS / host, other.name)
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="unknown format 'slimy'; known: parquet, jsonl, nemo-rl"):
+        open_dump(HOST_DUMPS / "slime", "slimy")
+
+
+def test_a_mixed_folder_says_what_is_read_and_what_is_not(tmp_path: Path):
+    shutil.copytree(HOST_DUMPS / "slime", tmp_path / "slime")
+    shutil.copytree(HOST_DUMPS / "miles", tmp_path / "miles")
+    (tmp_path / "notes\x1b.txt").write_text("x")
+    (tmp_path / ".hidden").write_text("x")
+    diagnosis = diagnose_dump(tmp_path)
+    assert diagnosis.format == "slime train data" and diagnosis.evidence.sequences == 6
+    assert sorted(diagnosis.ignored) == [
+        "1 file of no known format is not read, such as notes�.txt",
+        "4 files of miles train data are not read, such as 3_0.pt",
+    ]
+    assert diagnose_dump(tmp_path, format="miles").format == "miles train data"
+
+
+def test_files_come_in_the_order_of_their_numbers(tmp_path: Path):
+    for step in (10, 9, 100):
+        write_parquet(tmp_path / f"step-{step}.parquet", [{**row, "step": step} for row in RECORDS])
+    steps = [int(chunk.sequences["step"][0]) for chunk in open_dump(tmp_path).chunks()]
+    assert steps == [9, 10, 100]
+
+
+def test_files_of_one_dump_that_lack_a_column_are_read_without_it(tmp_path: Path):
+    write_parquet(tmp_path / "a.parquet")
+    write_parquet(tmp_path / "b.parquet", [{k: v for k, v in row.items() if k != "entropy"} for row in RECORDS])
+    diagnosis = diagnose_dump(tmp_path)
+    assert diagnosis.evidence.sequences == 12 and not diagnosis.evidence.has("entropy")
+
+
+def test_the_samples_that_slime_dumps_before_training_are_not_taken_for_train_data(tmp_path: Path):
+    torch = pytest.importorskip("torch")
+    torch.save({"rollout_id": 0, "metadata": {}, "samples": [{"tokens": [1]}]}, tmp_path / "0.pt")
+    with pytest.raises(ValueError, match="holds no dump; known formats: megatron-rc Parquet, "):
+        open_dump(tmp_path)
+
+
+def line(**values: Any) -> bytes:
+    return (json.dumps({**RECORDS[0], **values}) + "\n").encode()
+
+
+@pytest.mark.parametrize(
+    ("damaged", "sentence"),
+    [
+        (b"[1, 2]\n", "the line is not a JSON object"),
+        (b'{"old_logprobs": \n', "the line is not a whole JSON object"),
+        (b"[" * 100_000 + b"\n", "the line is not a whole JSON object"),
+        (line(old_logprobs=None), "old_logprobs is missing"),
+        (line(old_logprobs="<script>"), "old_logprobs must be a list of numbers"),
+        (line(old_logprobs=["-1"]), "old_logprobs must be a list of numbers"),
+        (line(old_logprobs=[[-1.0]]), "old_logprobs must be a list of numbers"),
+        (line(old_logprobs=[-1.0]), "log mu has 9 values, log pi has 1"),
+        (line(old_logprobs=[10**400]), "old_logprobs has a number that is too large"),
+        (line(loss_mask=[None]), "loss_mask must be a list of flags"),
+        (line(output_ids=[1.5]), "token_id must be a list of integers"),
+        (line(entropy=[float("nan")] * 9), "entropy must be a number at every loss token"),
+        (line(entropy=[1.0]), "entropy has 1 values, log pi has 9"),
+        (line(reward="high"), "reward must be a number"),
+        (line(reward=10**400), "reward must be a number"),
+        (line(step=1.5), "step must be an integer"),
+        (line(step=True), "step must be a number"),
+        (line(server=7), "server must be a text of at most 200 characters"),
+        (line(weight_versions=[{"version": 1, "start": 0, "end": 10**12}]), "weight_versions must be spans that"),
+        (line(weight_versions=[{"version": 1}]), "weight_versions must be a list of spans"),
+        (line(weight_versions=[]), "weight_versions end at token 0, rollout_logprobs has 9 values"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_corrupt_line_is_left_out_and_named(damaged: bytes, sentence: str, tmp_path: Path):
+    lines = JSON_LINES.splitlines(keepends=True)
+    path = write_json_lines(tmp_path / "x.jsonl", b"".join([*lines[:2], damaged, *lines[2:]]))
+    dump = open_dump(path)
+    assert sum(chunk.num_sequences for chunk in dump.chunks()) == 6
+    assert dump.corrupt.count == 1 and dump.corrupt.first[0].startswith(f"{path}, line 3: {sentence}")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_a_line_that_is_too_long_is_refused_before_it_is_in_memory(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(json_lines, "MAX_LINE", 3 << 20)
+    path = write_json_lines(tmp_path / f"x{suffix}", JSON_LINES + b" " * (64 << 20))
+    dump = open_dump(path)
+    peaks = []
+    read = json_lines._bounded_lines
+
+    def watched(*arguments: Any) -> Any:
+        for text in read(*arguments):
+            peaks.append(len(text))
+            yield text
+
+    monkeypatch.setattr(json_lines, "_bounded_lines", watched)
+    assert sum(chunk.num_sequences for chunk in dump.chunks()) == 6
+    assert dump.corrupt.files == 1 and "has a line of more than 3 MiB" in dump.corrupt.first[0]
+    assert max(peaks) < 3 << 20
+
+
+def test_a_rewards_list_that_dynamic_sampling_filtered_belongs_to_the_rows(tmp_path: Path):
+    source = HOST_DUMPS / "nemo_rl" / "train_data_step3.jsonl"
+    records = [{**json.loads(text), "filtered_rewards": [9.0]} for text in source.read_text().splitlines()]
+    (tmp_path / "train_data_step12.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (chunk,) = open_dump(tmp_path).chunks()
+    assert set(chunk.sequences["reward"]) == {9.0} and set(chunk.sequences["step"]) == {12}
+
+
+def test_a_sample_that_nemo_rl_masks_out_has_no_loss_token(tmp_path: Path):
+    source = HOST_DUMPS / "nemo_rl" / "train_data_step3.jsonl"
+    records = [json.loads(text) for text in source.read_text().splitlines()]
+    records[1]["sample_loss_mask"] = [0.0]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert diagnose_dump(tmp_path).evidence.sequences == 5
+
+
+def test_nulls_in_place_of_log_probs_that_are_not_finite_are_damage(tmp_path: Path):
+    source = HOST_DUMPS / "prime_rl" / "token_exports" / "step_3" / "rank_0.jsonl"
+    records = [json.loads(text) for text in source.read_text().splitlines()]
+    place = records[0]["loss_mask"].index(True)
+    records[0]["trainer_logprobs"][place] = None
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert diagnose_dump(tmp_path).evidence.damaged == {"nan": 1}
+
+
+def test_a_folder_with_foreign_parquet_is_no_dump(tmp_path: Path):
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="holds no dump"):
+        open_dump(tmp_path)

@@ -1,0 +1,178 @@
+"""The Parquet reader takes every layout that Arrow has for the same column, and refuses types that it cannot have."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from host_batches import RECORDS, column, write_parquet
+
+from megatron_rc.analyze.chunk import Chunk, join
+from megatron_rc.analyze.readers import open_dump, parquet
+from megatron_rc.analyze.readers.dump import CorruptRows
+
+
+def read(path: Path) -> tuple[Chunk, CorruptRows]:
+    dump = open_dump(path)
+    return join(list(dump.chunks())), dump.corrupt
+
+
+def with_column(folder: Path, name: str, array: pa.Array) -> Path:
+    table = pa.Table.from_pylist(RECORDS)
+    table = table.drop_columns([name]) if name in table.column_names else table
+    pq.write_table(table.append_column(name, array), folder / "step-000003.parquet")
+    return folder / "step-000003.parquet"
+
+
+def changed(row: int, **values: Any) -> list[dict[str, Any]]:
+    records = copy.deepcopy(RECORDS)
+    records[row].update(values)
+    return records
+
+
+LISTS = {
+    "list": pa.list_(pa.float32()),
+    "large list": pa.large_list(pa.float64()),
+    "list of dictionary": pa.list_(pa.dictionary(pa.int32(), pa.float32())),
+}
+
+
+@pytest.mark.parametrize("kind", LISTS.values(), ids=LISTS)
+def test_every_kind_of_list_gives_the_same_values(kind: pa.DataType, tmp_path: Path):
+    values = [row["entropy"] for row in RECORDS]
+    if pa.types.is_dictionary(kind.value_type):
+        flat = pa.array(np.concatenate(values), kind.value_type.value_type).dictionary_encode()
+        array = pa.ListArray.from_arrays(np.cumsum([0, *map(len, values)]), flat)
+    else:
+        array = pa.array(values, kind)
+    chunk, _ = read(with_column(tmp_path, "entropy", array))
+    np.testing.assert_allclose(chunk.tokens["entropy"], column("entropy"), rtol=1e-6)
+
+
+def test_lists_of_a_fixed_size_are_read(tmp_path: Path):
+    records = [
+        {"old_logprobs": [-1.0, -2.0], "rollout_logprobs": [-1.5, -2.5]},
+        {"old_logprobs": [-3.0, -4.0], "rollout_logprobs": [-3.5, -4.5]},
+    ]
+    kind = pa.list_(pa.float32(), 2)
+    schema = pa.schema([("old_logprobs", kind), ("rollout_logprobs", kind)])
+    pq.write_table(pa.Table.from_pylist(records, schema), tmp_path / "x.parquet")
+    chunk, _ = read(tmp_path)
+    assert chunk.log_pi.tolist() == [-1, -2, -3, -4] and chunk.lengths.tolist() == [2, 2]
+
+
+def test_a_text_column_may_be_dictionary_encoded_and_cannot_steer_a_terminal(tmp_path: Path):
+    names = ["<script>alert(1)</script>", "b\x1b[2J", "b\x1b[2J", "c\nd", "a", "a"]
+    chunk, _ = read(with_column(tmp_path, "server", pa.array(names).dictionary_encode()))
+    assert chunk.sequences["server"].tolist() == [names[0], "b�[2J", "b�[2J", "c�d", "a", "a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "expected"),
+    [
+        ("old_logprobs", pa.array(["x"] * 6), "must be a list of numbers, got string"),
+        ("old_logprobs", pa.array([-1.0] * 6), "must be a list of numbers, got double"),
+        ("rollout_logprobs", pa.array([["x"]] * 6), "must be a list of numbers, got list"),
+        ("entropy", pa.array([[[1.0]]] * 6), "must be a list of numbers, got list"),
+        ("entropy", pa.array([{"a": 1}] * 6), "must be a list of numbers, got struct"),
+        ("loss_mask", pa.array([["yes"]] * 6), "must be a list of numbers, got list"),
+        ("reward", pa.array(["good"] * 6), "must be a number, got string"),
+        ("reward", pa.array([[1.0]] * 6), "must be a number, got list"),
+        ("step", pa.array([1.5] * 6), "must be an integer, got double"),
+        ("server", pa.array([1] * 6), "must be text, got int64"),
+        ("weight_versions", pa.array([[1]] * 6), "must be a list of spans"),
+        ("weight_versions", pa.array([[{"version": 1}]] * 6), "must be a list of spans"),
+        ("prompt_ids", pa.array([1] * 6), "must be a list of integers, got int64"),
+    ],
+)
+def test_a_column_of_a_wrong_type_is_refused_by_name(name: str, array: pa.Array, expected: str, tmp_path: Path):
+    path = with_column(tmp_path, name, array)
+    with pytest.raises(ValueError, match=rf"step-000003\.parquet: column '{name}' {expected}"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "reward"])
+def test_a_column_that_is_there_twice_is_refused(name: str, tmp_path: Path):
+    table = pa.Table.from_pylist(RECORDS)
+    pq.write_table(table.append_column(name, table[name]), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match=rf"column '{name}' is there 2 times"):
+        read(tmp_path)
+
+
+def test_a_file_without_the_log_probs_of_the_trainer_is_refused(tmp_path: Path):
+    pq.write_table(pa.Table.from_pylist(RECORDS).drop_columns(["old_logprobs"]), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match="holds no dump"):
+        open_dump(tmp_path)
+    with pytest.raises(ValueError, match="no file of the format 'parquet'"):
+        open_dump(tmp_path, "parquet")
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"old_logprobs": None}, "old_logprobs is missing"),
+        ({"rollout_logprobs": None}, "rollout_logprobs is missing"),
+        ({"old_logprobs": [-1.0]}, r"old_logprobs has 1 values, rollout_logprobs has \d+"),
+        ({"output_ids": [1]}, r"output_ids has 1 values, rollout_logprobs has \d+"),
+        ({"loss_mask": [None] * 9}, "loss_mask"),
+        ({"weight_versions": []}, "weight_versions must be spans that follow each other up to the last token"),
+        ({"weight_versions": [{"version": 1, "start": 2, "end": 9}]}, "weight_versions must be spans"),
+        ({"weight_versions": [{"version": 1, "start": 5, "end": -4}]}, "weight_versions must be spans"),
+        ({"weight_versions": [{"version": None, "start": None, "end": None}]}, "weight_versions must be spans"),
+        ({"finish_reason": "x" * 201}, "finish_reason must be a text of at most 200 characters"),
+        ({"entropy": [float("nan")] * 9}, "entropy"),
+        ({"entropy": [None] * 9}, "entropy"),
+    ],
+    ids=str,
+)
+def test_a_corrupt_row_is_left_out_and_named(values: dict[str, Any], sentence: str, tmp_path: Path):
+    chunk, corrupt = read(write_parquet(tmp_path / "x.parquet", changed(2, **values)))
+    assert chunk.num_sequences == 5 and corrupt.count == 1
+    assert pytest.approx(chunk.log_pi.sum()) == sum(sum(r["old_logprobs"]) for i, r in enumerate(RECORDS) if i != 2)
+    assert re.search(rf"x\.parquet, row 2: {sentence}", corrupt.first[0])
+
+
+def test_a_gap_in_a_column_of_sequences_drops_the_column_and_no_row(tmp_path: Path):
+    for gap in (None, float("nan"), float("inf")):
+        chunk, corrupt = read(write_parquet(tmp_path / "x.parquet", changed(2, reward=gap)))
+        assert chunk.num_sequences == 6 and not corrupt.count and "reward" not in chunk.sequences
+
+
+def test_a_missing_value_of_a_token_outside_of_the_loss_does_no_harm(tmp_path: Path):
+    row = next(i for i, record in enumerate(RECORDS) if not all(record["loss_mask"]))
+    entropy = [v if m else None for v, m in zip(RECORDS[row]["entropy"], RECORDS[row]["loss_mask"], strict=True)]
+    chunk, corrupt = read(write_parquet(tmp_path / "x.parquet", changed(row, entropy=entropy)))
+    assert chunk.num_sequences == 6 and not corrupt.count and "entropy" in chunk.tokens
+
+
+def test_damaged_log_probs_reach_the_evidence(tmp_path: Path):
+    values = [float("nan"), None, float("inf"), *RECORDS[0]["old_logprobs"][3:]]
+    chunk, corrupt = read(write_parquet(tmp_path / "x.parquet", changed(0, old_logprobs=values)))
+    assert not corrupt.count
+    assert np.isnan(chunk.log_pi[:2]).all() and np.isposinf(chunk.log_pi[2])
+
+
+def test_a_row_group_beyond_the_bounds_is_refused_before_it_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # 20M zeros take a few kB on disk: run lengths declare any number of values
+    zeros = [np.zeros(20_000_000, dtype=np.float32)]
+    pq.write_table(pa.table({"old_logprobs": zeros, "rollout_logprobs": zeros}), tmp_path / "x.parquet")
+    assert (tmp_path / "x.parquet").stat().st_size < 100_000
+    monkeypatch.setattr(parquet, "MAX_GROUP_VALUES", 10_000_000)
+    allocated = pa.total_allocated_bytes()
+    with pytest.raises(ValueError, match=r"row group 0 declares \d+ bytes and 20000000 values; at most"):
+        read(tmp_path)
+    assert pa.total_allocated_bytes() - allocated < 1 << 20
+
+
+def test_rows_keep_their_numbers_over_row_groups_and_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(parquet, "CHUNK_TOKENS", 12)
+    dump = open_dump(write_parquet(tmp_path / "x.parquet", changed(5, old_logprobs=[0.0]), row_group_size=2))
+    chunks = list(dump.chunks())
+    assert len(chunks) > 2 and sum(chunk.num_sequences for chunk in chunks) == 5
+    assert ", row 5: " in dump.corrupt.first[0]

@@ -1,0 +1,214 @@
+"""Torch files are read without torch, and nothing in them is run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from host_batches import HOST_DUMPS
+
+from megatron_rc.analyze.readers import open_dump
+from megatron_rc.analyze.readers.dump import UnreadableFile
+from megatron_rc.analyze.readers.torch_file import Tensor, TorchFile, item_of, value_of
+
+
+def saved(value: Any, folder: Path) -> TorchFile:
+    torch.save(value, folder / "saved.pt")
+    return TorchFile(folder / "saved.pt")
+
+
+def zipped(folder: Path, pickled: bytes, *, compression: int = zipfile.ZIP_STORED, **entries: bytes) -> Path:
+    path = folder / "made.pt"
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        for name, data in entries.items():
+            archive.writestr(f"archive/data/{name.removeprefix('s')}", data)
+    return path
+
+
+class Description(pickle.Pickler):
+    """Pickles Global and Persistent objects as torch.save does."""
+
+    def persistent_id(self, value: Any) -> Any:
+        return value.pid if isinstance(value, Persistent) else None
+
+
+class Persistent:
+    def __init__(self, storage: Any, size: Any, key: Any = "0") -> None:
+        self.pid = ("storage", storage, key, "cpu", size)
+
+
+class Rebuilt:
+    """What unpickles as a tensor with these arguments."""
+
+    def __init__(self, *arguments: Any, state: Any = None) -> None:
+        self.arguments, self.state = arguments, state
+
+    def __reduce__(self) -> Any:
+        reduced = (torch._utils._rebuild_tensor_v2, self.arguments)
+        return (*reduced, self.state) if self.state else reduced
+
+
+def described(value: Any) -> bytes:
+    stream = io.BytesIO()
+    Description(stream, protocol=2).dump(value)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool,
+    ],
+)  # fmt: skip
+def test_values_of_every_type_are_those_that_torch_saved(dtype: torch.dtype, tmp_path: Path):
+    values = (torch.randn(3, 7, generator=torch.Generator().manual_seed(0)) * 40).to(dtype)
+    for view in (values, values[1], values[:, 2:5], values.T, values[0, 0], values[:0]):
+        read = saved({"x": view}, tmp_path).load()["x"].numpy()
+        np.testing.assert_array_equal(read, view.double().numpy())
+        assert read.shape == tuple(view.shape)
+
+
+def test_many_views_of_one_storage_are_read_apart(tmp_path: Path):
+    packed = torch.arange(100.0)
+    read = saved([packed[i : i + 10] for i in range(0, 100, 10)], tmp_path).load()
+    assert [value_of(part)[0] for part in read] == list(range(0, 100, 10))
+    assert value_of(item_of(read[3], 4)) == 34.0
+
+
+def test_numbers_texts_lists_and_dictionaries_come_back(tmp_path: Path):
+    value = {"a": [1, 2.5, None, True, "x"], "b": (1, {"c": "y"}), "d": OrderedDict(e=1)}
+    assert saved(value, tmp_path).load() == value
+
+
+class Attack:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/megatron_rc_attacked; echo attacked > attacked",)
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (Attack(), "'posix'.'system'"),
+        ({"samples": [Path("x")]}, "'pathlib'"),
+        (np.float64(1), "'numpy"),
+        (range(3), "'xrange'"),
+        (eval, "'eval'"),
+        (torch.nn.Linear(1, 1), "'torch.nn.modules.linear'.'Linear'"),
+        (torch.float32, "'torch'.'float32'"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_a_file_that_asks_for_anything_but_data_is_refused_by_the_name_of_it(
+    value: Any, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"rollout_id": 1, "rank": 0, "rollout_data": value}, "evil.pt")
+    with pytest.raises(ValueError, match=r"evil\.pt: data\.pkl asks for") as refused:
+        list(open_dump("evil.pt").chunks())
+    assert named in str(refused.value)
+    assert not Path("attacked").exists()
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"cos\nsystem\n(S'echo attacked > attacked'\ntR.",  # the oldest protocol, which needs no frame
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x17echo attacked > attacked\x85R.",  # STACK_GLOBAL
+        b"\x80\x02cbuiltins\n__import__\nX\x02\x00\x00\x00os\x85R.",
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2.__globals__\n.",
+        b"\x80\x02\x82\x01.",  # the extension registry
+    ],
+)
+def test_hand_written_pickles_run_nothing(pickled: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnreadableFile, match="data.pkl"):
+        TorchFile(zipped(tmp_path, pickled)).load()
+    assert not Path("attacked").exists()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Rebuilt(Persistent(torch.FloatStorage, 10), 0, (11,), (1,)),
+        Rebuilt(Persistent(torch.FloatStorage, 10), 5, (6,), (1,)),
+        Rebuilt(Persistent(torch.FloatStorage, 10), -1, (2,), (1,)),
+        Rebuilt(Persistent(torch.FloatStorage, 10), 0, (-2,), (1,)),
+        Rebuilt(Persistent(torch.FloatStorage, 10), 0, (2,), (-1,)),
+        Rebuilt(Persistent(torch.FloatStorage, 10), 0, (10**12,), (0,)),
+        Rebuilt(Persistent(torch.FloatStorage, 10), 0, (2, 2), (1,)),
+        Rebuilt(Persistent(torch.FloatStorage, -1), 0, (1,), (1,)),
+        Rebuilt(Persistent(torch.FloatStorage, 10, key=7), 0, (1,), (1,)),
+        Rebuilt(Persistent("FloatStorage", 10), 0, (1,), (1,)),
+        Rebuilt("no storage", 0, (1,), (1,)),
+        Rebuilt(Persistent(torch.FloatStorage, 10), 0, (1,), (1,), state={"shape": (10**9,)}),
+        Rebuilt(Persistent(torch.FloatStorage, 10), 0, (1,), (1,), state=(None, {"offset": 10**9})),
+    ],
+)
+def test_a_tensor_outside_of_its_storage_is_refused(value: Any, tmp_path: Path):
+    path = zipped(tmp_path, described({"x": value}), s0=bytes(40))
+    with pytest.raises(UnreadableFile, match="damaged"):
+        TorchFile(path).load()
+
+
+def test_a_storage_that_declares_more_than_its_bytes_is_refused(tmp_path: Path):
+    path = zipped(tmp_path, described(Rebuilt(Persistent(torch.FloatStorage, 10**12), 0, (10**12,), (1,))), s0=bytes(8))
+    tensor = TorchFile(path).load()
+    assert isinstance(tensor, Tensor)
+    with pytest.raises(UnreadableFile, match="shorter"):
+        tensor.numpy()
+
+
+def test_a_zip_bomb_is_refused_before_a_byte_of_it_is_decompressed(tmp_path: Path):
+    value = {"rollout_id": 0, "rank": 0, "rollout_data": Rebuilt(Persistent(torch.FloatStorage, 1), 0, (1,), (1,))}
+    path = zipped(tmp_path, described(value), compression=zipfile.ZIP_DEFLATED, s0=bytes(200 << 20))
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(ValueError, match=r"entry 'archive/data.pkl' is compressed; torch.save compresses none"):
+        open_dump(path)
+
+
+def test_lists_that_share_their_items_are_refused_unread(tmp_path: Path):
+    bomb: Any = [0.0]
+    for _ in range(60):
+        bomb = [bomb, bomb]
+    sample = {"response_lengths": 1, "total_lengths": 2, "log_probs": bomb, "rollout_log_probs": bomb}
+    torch.save(
+        {"format_version": 2, "rollout_id": 0, "rank": 0, "samples": [sample], "dp_shards": bomb}, tmp_path / "b.pt"
+    )
+    with pytest.raises(ValueError, match="log_probs must be a list of numbers"):
+        list(open_dump(tmp_path).chunks())
+
+
+def test_a_damaged_byte_is_noticed(tmp_path: Path):
+    raw = bytearray((HOST_DUMPS / "slime/train_data/3.pt").read_bytes())
+    with zipfile.ZipFile(HOST_DUMPS / "slime/train_data/3.pt") as archive:
+        entry = archive.getinfo("3/data/4")
+    name, extra = struct.unpack("<HH", raw[entry.header_offset + 26 : entry.header_offset + 30])
+    raw[entry.header_offset + 30 + name + extra] ^= 1
+    (tmp_path / "3.pt").write_bytes(raw)
+    dump = open_dump(tmp_path)
+    chunks = list(dump.chunks())
+    assert sum(chunk.num_sequences for chunk in chunks) == 5
+    assert dump.corrupt.count == 1 and "'3/data/4' is damaged: its checksum is wrong" in dump.corrupt.first[0]
+
+
+def test_reading_needs_no_torch():
+    code = f"""
+import sys
+sys.modules["torch"] = None
+from megatron_rc.analyze.readers import open_dump
+assert sum(chunk.num_sequences for chunk in open_dump({str(HOST_DUMPS / "miles")!r}).chunks()) == 6
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
