@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from megatron_rc.analyze.chunk import Chunk
@@ -13,14 +14,22 @@ from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 from megatron_rc.analyze.readers import rows
 from megatron_rc.analyze.readers.dump import CorruptRows, Group
 from megatron_rc.analyze.readers.format import Format
-from megatron_rc.analyze.readers.json_lines import read_rows
-from megatron_rc.analyze.readers.parquet_columns import LOG_MU, LOG_PI, RENAMED, SPAN
+from megatron_rc.analyze.readers.json_lines import IDS, NUMBERS, read_rows
+from megatron_rc.analyze.readers.parquet_columns import LOG_MU, LOG_PI, PROMPT, RENAMED, SPAN, VERSIONS
+
+ARROW = {"number": pa.float64(), "flag": pa.bool_(), "id": pa.int64(), "text": pa.string()}
+SCHEMA = (
+    {RENAMED.get(name, name): pa.list_(ARROW[column.kind]) for name, column in TOKEN_COLUMNS.items()}
+    | {name: ARROW[column.kind] for name, column in SEQUENCE_COLUMNS.items()}
+    | {LOG_PI: NUMBERS, LOG_MU: NUMBERS, PROMPT: IDS, VERSIONS: pa.list_(pa.struct([(n, pa.int64()) for n in SPAN]))}
+)
+"""Types by the name in the file; an advantage of every token is read line by line."""
 
 
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     """Yield the chunks of one file."""
     (file,) = group
-    return read_rows(file, corrupt, row_of)
+    return read_rows(file, corrupt, row_of, SCHEMA)
 
 
 FORMAT = Format("jsonl", "megatron-rc JSON lines", "jsonl", frozenset({LOG_PI, LOG_MU}), read)
@@ -34,15 +43,15 @@ def row_of(record: dict[str, Any]) -> rows.Row:
     for name, column in TOKEN_COLUMNS.items():
         value = record.get(RENAMED.get(name, name))
         # advantage is a column of both kinds: a list is one of tokens
-        if value is None or (name in SEQUENCE_COLUMNS and not isinstance(value, list)):
+        if value is None or (name in SEQUENCE_COLUMNS and not isinstance(value, list | np.ndarray)):
             continue
         tokens[name] = KINDS.get(column.kind, rows.numbers)(value, name)
     for name in SEQUENCE_COLUMNS:
         if name not in tokens and record.get(name) is not None:
             sequence[name] = record[name]
-    if isinstance(record.get("prompt_ids"), list):
-        sequence.setdefault("prompt_length", len(record["prompt_ids"]))
-    if "version" not in tokens and (spans := record.get("weight_versions")) is not None:
+    if isinstance(record.get(PROMPT), list | np.ndarray):
+        sequence.setdefault("prompt_length", len(record[PROMPT]))
+    if "version" not in tokens and (spans := record.get(VERSIONS)) is not None:
         tokens["version"] = versions(spans, log_mu.size)
     return rows.Row(log_pi, log_mu, tokens, sequence)
 

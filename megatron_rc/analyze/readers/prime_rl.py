@@ -6,22 +6,31 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.readers import rows
 from megatron_rc.analyze.readers.dump import CorruptRows, Group
 from megatron_rc.analyze.readers.format import Format
-from megatron_rc.analyze.readers.json_lines import read_rows
+from megatron_rc.analyze.readers.json_lines import FLAGS, IDS, NUMBERS, read_rows
 
 LOG_PI, LOG_MU, MASK = "trainer_logprobs", "inference_logprobs", "loss_mask"
 TOKENS = {"entropy": "entropy", "advantage": "advantages"}
-"""Columns of tokens by their name here, with the name in the file."""
+SEQUENCE = {"step": "step", "train_rank": "rank", "pack_position": "micro_sequence_idx"}
+"""Columns of tokens and of sequences by their name here, with the name in the file."""
+
+SCHEMA = {
+    **{name: NUMBERS for name in (LOG_PI, LOG_MU, *TOKENS.values(), "rl_weights")},
+    MASK: FLAGS,
+    "token_ids": IDS,
+    **{name: pa.int64() for name in SEQUENCE.values()},
+}
 
 
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     """Yield the chunks of one file."""
     (file,) = group
-    return read_rows(file, corrupt, row_of)
+    return read_rows(file, corrupt, row_of, SCHEMA)
 
 
 FORMAT = Format("prime-rl", "prime-rl token export", "jsonl", frozenset({LOG_PI, LOG_MU, MASK}), read)
@@ -39,13 +48,14 @@ def row_of(record: dict[str, Any]) -> rows.Row:
             raise rows.BadRow(f"{name} has {values.size} values, {MASK} has {mask.size}")
     # tokens of the cross-entropy or the reference term alone have no log-prob of the sampler
     weights = record.get("rl_weights")
-    if isinstance(weights, list) and None not in weights:
+    if weights is not None:
         weights = rows.numbers(weights, "rl_weights")
+        # null stands for the weight 1 of every token
         mask = mask & (weights != 0) if weights.size == mask.size else mask
     trained = np.flatnonzero(mask)
     start, end = (int(trained[0]), int(trained[-1]) + 1) if trained.size else (0, 0)
     sequence: dict[str, Any] = {"prompt_length": start}
-    for name, key in {"step": "step", "train_rank": "rank", "pack_position": "micro_sequence_idx"}.items():
+    for name, key in SEQUENCE.items():
         if record.get(key) is not None:
             sequence[name] = record[key]
     tokens = {name: values[start:end] for name, values in columns.items()}
