@@ -16,6 +16,12 @@ CODES = "Codes such as RC203, between commas."
 
 def analyze(
     dump: Annotated[Path, typer.Argument(help="Dump of rollouts: a file, or a folder of them; docs/analyze.md.")],
+    dump_format: Annotated[
+        str,
+        typer.Option(
+            "--format", metavar="NAME", help="Format of the dump, where its content is ambiguous; docs/formats.md."
+        ),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print every number as JSON.")] = False,
     gate: Annotated[
         str, typer.Option(metavar="CONDITIONS", help="Fail unless they hold, such as 'k3<1e-3, RC2=none'.")
@@ -42,7 +48,10 @@ def analyze(
 
     shown = Console(highlight=False)
     diagnosis = _with_progress(
-        dump, lambda progress: diagnose_dump(dump, select=_codes(select), ignore=_codes(ignore), progress=progress)
+        dump,
+        lambda progress: diagnose_dump(
+            dump, format=dump_format or None, select=_codes(select), ignore=_codes(ignore), progress=progress
+        ),
     )
     if as_json:
         print(output.to_json(diagnosis, share=share))

@@ -36,6 +36,8 @@ def to_dict(diagnosis: Diagnosis, *, share: bool = False) -> dict[str, Any]:
         "columns": sorted(evidence.columns),
         "damaged_sequences": evidence.damaged,
         "corrupt_rows": diagnosis.corrupt.count,
+        "unreadable_files": diagnosis.corrupt.files,
+        "ignored": [] if share else diagnosis.ignored,
         "sampled_tokens": int(evidence.sample.log_pi.size),
         "verdicts": [
             {**dataclasses.asdict(v), **({"sentence": ""} if share else {}), "title": v.page.title}

@@ -95,7 +95,11 @@ def _show_rest(diagnosis: Diagnosis, console: Console) -> None:
     for kind, count in evidence.damaged.items():
         places = ", ".join(map(str, evidence.damaged_places))
         console.print(f"[yellow]{count:,} responses left out ({kind} log-probs), the first: number {places}[/]")
-    if diagnosis.corrupt.count:
+    corrupt = diagnosis.corrupt
+    if corrupt.count or corrupt.files:
         console.print(
-            f"[yellow]{diagnosis.corrupt.count:,} corrupt rows left out: {escape(diagnosis.corrupt.first[0])}[/]"
+            f"[yellow]{corrupt.count:,} corrupt rows and {corrupt.files:,} unreadable files left out, the first: "
+            f"{escape(corrupt.first[0])}[/]"
         )
+    for sentence in diagnosis.ignored:
+        console.print(f"[dim]{escape(sentence)}[/]")

@@ -82,7 +82,7 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
         corrupt.add("a row")
         chunk = TRAPS[trap][1](world(1))
         chunk.log_mu[0] = float("nan")
-        diagnosis = diagnosis_of([chunk], "dump", "arrays", corrupt, ignore=["RC404"])
+        diagnosis = diagnosis_of([chunk], "dump", "arrays", corrupt, ignored=["a file"], ignore=["RC404"])
         seen |= set(keys(json.loads(output.to_json(diagnosis))))
     assert seen | {"verdicts[].one_of[]", "not_run.CODE[]"} == rows
 
