@@ -56,7 +56,7 @@ class Evidence:
     heat: Floats
     """[61 + 1, 61 + 1] tokens by log mu and log pi."""
     sample: Chunk
-    """Loss tokens of a uniform sample of the sequences."""
+    """Loss tokens of a uniform sample of the sequences that have any."""
 
     @property
     def tests(self) -> list[Test]:
@@ -123,7 +123,7 @@ class Gathering:
         self._heat += np.bincount(
             np.ravel_multi_index(tuple(bins), self._heat.shape), minlength=self._heat.size
         ).reshape(self._heat.shape)
-        self._reservoir.add(chunk)
+        self._reservoir.add(chunk.select_sequences(chunk.lengths > 0))
 
     def evidence(self) -> Evidence:
         """What was measured.

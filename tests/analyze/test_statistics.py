@@ -7,10 +7,11 @@ import pytest
 from simulated_dumps import honest, one_stale_server, world
 
 from megatron_rc.analyze.chunk import Chunk, loss_tokens
+from megatron_rc.analyze.evidence import Gathering
 from megatron_rc.analyze.factors import FACTORS, octave, octave_start
 from megatron_rc.analyze.growth import GrowthSums
 from megatron_rc.analyze.profile import Permutations, ProfileSums, gamma_deviate
-from megatron_rc.analyze.reservoir import Reservoir
+from megatron_rc.analyze.reservoir import MAX_TOKENS, Reservoir
 from megatron_rc.analyze.significance import Test, holm, normal_p, self_normalised
 from megatron_rc.analyze.tail import TailSums
 
@@ -83,6 +84,14 @@ def test_every_sequence_has_the_same_chance_of_the_reservoir() -> None:
         assert sample.log_pi.size <= 200
         kept[sample.sequences["step"]] += 1
     assert np.abs(kept - 100).max() < 4.5 * np.sqrt(300 * 1 / 3 * 2 / 3)
+
+
+def test_the_sample_holds_tokens_whatever_empty_sequences_come_first() -> None:
+    gathering = Gathering()
+    log_mu = np.full(MAX_TOKENS + 1, -1.0)
+    offsets = np.array([0, 0, 0, 0, 0, 0, 0, 0, log_mu.size])
+    gathering.add(Chunk(log_mu - 0.01, log_mu, offsets))
+    assert gathering.evidence().sample.lengths.tolist() == [log_mu.size]
 
 
 def test_the_effective_sample_size_is_that_of_the_sequence_weights() -> None:
