@@ -35,6 +35,16 @@ def analyze(
     share: Annotated[
         bool, typer.Option("--share", help="Leave out ids, paths and names, to send it to others.")
     ] = False,
+    what_if: Annotated[
+        bool | None,
+        typer.Option(
+            "--what-if/--no-what-if",
+            help="Show what each correction would do (needs torch), or leave it out of --json, too.",
+        ),
+    ] = None,
+    rc: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the recommended correction as YAML for train and patch.")
+    ] = None,
 ) -> None:
     """Say from a dump of rollouts whether the gap is a bug or numerics, whose it is, and what to do.
 
@@ -54,18 +64,20 @@ def analyze(
         ),
     )
     if as_json:
-        print(output.to_json(diagnosis, share=share))
+        print(output.to_json(diagnosis, share=share, what_if=what_if is not False))
     elif gate_format == "text":
         terminal.show(diagnosis, console=shown, host=host)
-    if not gate:
-        return
-    outcomes = gates.check(diagnosis, gate)
-    if gate_format == "junit":
+        if what_if:
+            terminal.show_what_if(diagnosis, console=shown)
+    outcomes = gates.check(diagnosis, gate) if gate else []
+    if gate and gate_format == "junit":
         print(output.junit(outcomes))
-    elif gate_format == "github":
+    elif gate and gate_format == "github":
         print(output.github(outcomes), end="")
     elif not as_json:
         terminal.show_gate(outcomes, console=shown)
+    if rc is not None:
+        diagnosis.recommendation.write(rc)
     if not all(outcome.holds for outcome in outcomes):
         raise typer.Exit(1)
 

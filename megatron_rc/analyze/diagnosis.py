@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 from megatron_rc.analyze.evidence import Evidence, Gathering
 from megatron_rc.analyze.readers import open_dump
 from megatron_rc.analyze.readers.dump import CorruptRows
+from megatron_rc.analyze.recommend import Recommendation, recommend
 from megatron_rc.analyze.rules import Judgement, judge
 from megatron_rc.analyze.rules.rule import Level, Verdict
+from megatron_rc.analyze.what_if import Missing, WhatIfTable, what_if
+from megatron_rc.config import PRESETS
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,20 @@ class Diagnosis:
     def hidden_sampling_possible(self) -> bool:
         """True without the column entropy: then a hidden temperature or top-p cannot be excluded."""
         return not self.evidence.has("entropy")
+
+    @cached_property
+    def recommendation(self) -> Recommendation:
+        """The correction that suits the gap, or what comes before any."""
+        return recommend(self.evidence, self.verdicts)
+
+    @cached_property
+    def what_if(self) -> WhatIfTable | Missing:
+        """What every preset and the recommended correction would do; computed at first use, and with torch."""
+        methods = {name: preset.correction for name, preset in PRESETS.items()}
+        recommended = self.recommendation
+        if recommended.correction is not None:
+            methods[recommended.method] = recommended.correction
+        return what_if(self.evidence, methods)
 
 
 def diagnose(

@@ -18,11 +18,12 @@ SCHEMA_VERSION = 1
 """Rises when a key changes its meaning or goes; new keys may come at any time."""
 
 
-def to_dict(diagnosis: Diagnosis, *, share: bool = False) -> dict[str, Any]:
+def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False) -> dict[str, Any]:
     """The diagnosis in numbers; docs/analyze.md says what each key means.
 
     Args:
         share: leave out what may name people, machines or text: path, names of servers, groups, token ids.
+        what_if: compute what each correction would do; else the key what_if is null.
     """
     evidence = diagnosis.evidence
     names = {name: f"server {index}" for index, name in enumerate(evidence.by_server)} if share else {}
@@ -59,12 +60,14 @@ def to_dict(diagnosis: Diagnosis, *, share: bool = False) -> dict[str, Any]:
             name: {"explained": profile.explained, **_test(evidence, evidence.factor_tests.get(name))}
             for name, profile in evidence.profiles.items()
         },
+        "recommendation": diagnosis.recommendation.to_dict(),
+        "what_if": dataclasses.asdict(diagnosis.what_if) if what_if else None,
     }
 
 
-def to_json(diagnosis: Diagnosis, *, share: bool = False) -> str:
+def to_json(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False) -> str:
     """``to_dict`` as JSON; a number that is not finite is null."""
-    return json.dumps(_finite(to_dict(diagnosis, share=share)), indent=2)
+    return json.dumps(_finite(to_dict(diagnosis, share=share, what_if=what_if)), indent=2)
 
 
 def junit(outcomes: list[Outcome]) -> str:

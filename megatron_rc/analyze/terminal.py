@@ -13,6 +13,7 @@ from megatron_rc.analyze import words
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.gate import Outcome
 from megatron_rc.analyze.rules.rule import Level
+from megatron_rc.analyze.what_if import Missing
 
 STYLES = {
     Level.BUG: "bold red",
@@ -21,6 +22,7 @@ STYLES = {
     Level.NUMERICS: "bold green",
 }
 TOP_FACTORS = 5
+TOP_METHODS = 8
 BAR = 20
 
 
@@ -38,8 +40,29 @@ def show(diagnosis: Diagnosis, *, console: Console, host: str = "") -> None:
     if diagnosis.hidden_sampling_possible:
         console.print(f"[yellow]{words.NO_ENTROPY}[/]")
     _show_verdicts(diagnosis, console, host)
+    console.print(f"\n[bold]{escape(diagnosis.recommendation.headline)}[/]")
     _show_numbers(diagnosis, console)
     _show_rest(diagnosis, console)
+
+
+def show_what_if(diagnosis: Diagnosis, *, console: Console) -> None:
+    """Print what the best methods would do, the recommended one first, or why that is not known."""
+    table = diagnosis.what_if
+    if isinstance(table, Missing):
+        console.print(f"[yellow]{escape(table.sentence)}[/]")
+        return
+    recommended = diagnosis.recommendation.method
+    shown = Table(
+        "method", "tokens", "answers", "by length", "right", "ESS", "bias", "cosine", box=None, padding=(0, 2, 0, 0)
+    )
+    shown.title, shown.title_justify = f"What if, on {table.tokens:,} tokens (share kept)", "left"
+    for row in sorted(table.rows, key=lambda row: row.name != recommended)[:TOP_METHODS]:
+        cells = (row.name, *words.what_if_cells(row))
+        shown.add_row(*map(escape, cells), style="red" if row.warnings else "bold" if row.name == recommended else "")
+    console.print()
+    console.print(shown)
+    for name, columns in table.not_run.items():
+        console.print(f"[dim]Not computed: {name} needs {', '.join(columns)}[/]")
 
 
 def show_gate(outcomes: Sequence[Outcome], *, console: Console) -> None:

@@ -9,6 +9,7 @@ from megatron_rc.analyze.honesty import Honesty
 from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.analyze.significance import Test
 from megatron_rc.analyze.tail import LIMIT
+from megatron_rc.analyze.what_if import WhatIf
 
 HEADLINES = {
     Level.BUG: "BUG: the two sides do not compute the same thing",
@@ -77,6 +78,23 @@ def size_lines(evidence: Evidence) -> list[tuple[str, str]]:
         ("k-hat", f"{number(tail[0])} of tokens, {number(tail[1])} of sequences; {trusted}"),
         ("growth", f"sd of the sum of l grows as t^{number(growth.exponent)}: 0.5 noise, 1 an offset, 0 a transient"),
     ]
+
+
+def what_if_cells(row: WhatIf) -> tuple[str, ...]:
+    """Shares that a method keeps (tokens, answers, quarters by length, correct answers), ESS, bias, cosine."""
+    return (
+        percent(row.kept_tokens),
+        percent(row.kept_sequences),
+        " ".join(percent(kept.sequences) for kept in row.by_length),
+        "-" if row.by_correct is None else percent(row.by_correct["correct"].sequences),
+        percent(row.ess),
+        f"{row.bias:.1e}",
+        "-" if row.cosine is None else f"{row.cosine:.3f}",
+    )
+
+
+def percent(value: float) -> str:
+    return "-" if math.isnan(value) else f"{100 * value:.0f}"
 
 
 def number(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from simulated_dumps import TRAPS, world
 
@@ -33,6 +35,9 @@ BY_VALUE = {
     "by_step": ".STEP",
     "by_server": ".SERVER",
     "explained": ".FACTOR",
+    "bounds": ".LEVEL",
+    "by_sign": ".SIGN",
+    "by_correct": ".ANSWER",
 }
 """Keys of which the keys below are values of the dump, and the word that the page has for those."""
 
@@ -82,9 +87,12 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
         corrupt.add("a row")
         chunk = TRAPS[trap][1](world(1))
         chunk.log_mu[0] = float("nan")
+        reward = np.arange(chunk.num_sequences) % 2.0
+        chunk = dataclasses.replace(chunk, sequences={**chunk.sequences, "reward": reward, "advantage": reward - 0.5})
         diagnosis = diagnosis_of([chunk], "dump", "arrays", corrupt, ignored=["a file"], ignore=["RC404"])
-        seen |= set(keys(json.loads(output.to_json(diagnosis))))
-    assert seen | {"verdicts[].one_of[]", "not_run.CODE[]"} == rows
+        seen |= set(keys(json.loads(output.to_json(diagnosis, what_if=True))))
+    absent = {"verdicts[].one_of[]", "not_run.CODE[]", "recommendation.suspects[]", "what_if.sentence"}
+    assert seen | absent | {"what_if.not_run.METHOD[]"} == rows
 
 
 def test_thresholds_are_those_of_the_code() -> None:

@@ -1,0 +1,126 @@
+"""The bound C of a truncated importance weight with the least measured error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_rc.analyze.chunk import Chunk, Floats
+
+GRID = np.array([1.1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 7, 10, 15, 20])
+"""Values of C that are tried: round ones, from hardly any weight to the loosest bound in use."""
+CUSTOMARY = 2.0
+"""The C that most codebases start from; the tried value nearest to it is taken where the error hardly depends on C."""
+FLAT = 1.01
+"""Errors up to this multiple of the least one count as equal: a batch does not measure them any better."""
+WEIGHT_BOUND = 20.0
+"""nats; log-ratios of whole sequences are clamped to it, as `correct` clamps them by default."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The error of min(rho, C) A as an estimate of rho A, for each C of GRID.
+
+    MSE(C) = (mean (rho - C)_+ |A|)^2 + Var(min(rho, C) A) / n, over units that are tokens or whole sequences.
+    The first term is the square of an upper bound of the bias, the second the variance of the mean of n units, taken
+    as independent. Without the column advantage, A is +1 or -1 with equal chances: Var becomes E[min(rho, C)^2].
+
+    Source: derived; the bias term is the one of truncated importance sampling (rl-collapse part 2).
+    """
+
+    bias_squared: Floats
+    """[GRID.size]."""
+    variance: Floats
+    """[GRID.size]; of the mean over the units of one training step."""
+    theory: float
+    """sqrt(2 (1 + chi^2)), the C with the least upper bound of the error (rl-collapse part 2), to compare with."""
+
+    @cached_property
+    def error(self) -> Floats:
+        """[GRID.size] MSE(C)."""
+        return self.bias_squared + self.variance
+
+    @property
+    def upper(self) -> float:
+        """The C nearest to CUSTOMARY whose error is at most FLAT times the least one."""
+        good = GRID[self.error <= FLAT * self.error.min()]
+        return float(good[np.argmin(np.abs(np.log(good / CUSTOMARY)))])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The curve of MSE(C) and its minimum, as plain values."""
+        return {
+            "tried": GRID.tolist(),
+            "bias_squared": self.bias_squared.tolist(),
+            "variance": self.variance.tolist(),
+            "upper": self.upper,
+            "theory": self.theory,
+        }
+
+
+@dataclass(frozen=True)
+class BoundTerms:
+    """What the sums of MSE(C) are made of, by sequence, so that sequences can be drawn again."""
+
+    terms: Floats
+    """[S, 2 + 3 GRID.size]: units, (rho - 1)^2; then, for each C, (rho - C)_+ |A|, min(rho, C) A and its square."""
+    per_step: float
+    """n: units of one training step."""
+
+    @classmethod
+    def of(
+        cls, ratio: Floats, advantage: Floats | None, sequence: NDArray[np.int64], num_sequences: int, per_step: float
+    ) -> BoundTerms:
+        """The sums of units with a ratio [U] and perhaps an advantage [U], by the sequence [U] of each."""
+        size = np.ones(ratio.size) if advantage is None else np.abs(advantage)
+        # an advantage of either sign with equal chances has a mean of 0, whatever the weight
+        signed = np.zeros(ratio.size) if advantage is None else advantage
+
+        def summed(values: Floats) -> Floats:
+            return np.bincount(sequence, weights=values, minlength=num_sequences).astype(np.float64)
+
+        columns = [summed(np.ones(ratio.size)), summed(np.square(ratio - 1))]
+        for bound in GRID:
+            weight = np.minimum(ratio, bound)
+            beyond = np.maximum(ratio - bound, 0) * size
+            columns += [summed(beyond), summed(weight * signed), summed(np.square(weight * size))]
+        return cls(np.stack(columns, axis=1), per_step)
+
+    def bound(self, times: Floats) -> Bound:
+        """The bound of a batch that holds each sequence so many ``times`` [S]."""
+        sums = times @ self.terms
+        means = sums / sums[0]
+        beyond, weighted, squared = means[2:].reshape(GRID.size, 3).T
+        variance = np.maximum(squared - weighted**2, 0) / self.per_step
+        return Bound(beyond**2, variance, float(np.sqrt(2 * (1 + means[1]))))
+
+
+def token_terms(chunk: Chunk, per_step: float) -> BoundTerms:
+    """Terms of weights of tokens; ``per_step``: tokens of one training step."""
+    return BoundTerms.of(chunk.ratio, advantages(chunk), chunk.sequence_of, chunk.num_sequences, per_step)
+
+
+def sequence_terms(chunk: Chunk, per_step: float) -> BoundTerms:
+    """Terms of weights of whole sequences, none of them empty; ``per_step``: sequences of one training step."""
+    advantage = advantages(chunk)
+    if advantage is not None:
+        advantage = np.bincount(chunk.sequence_of, weights=advantage, minlength=chunk.num_sequences) / chunk.lengths
+    numbers = np.arange(chunk.num_sequences)
+    return BoundTerms.of(sequence_ratio(chunk), advantage, numbers, chunk.num_sequences, per_step)
+
+
+def sequence_ratio(chunk: Chunk) -> Floats:
+    """[S] product of the ratios of each sequence."""
+    sums = np.bincount(chunk.sequence_of, weights=chunk.log_ratio, minlength=chunk.num_sequences)
+    return np.exp(np.clip(sums, -WEIGHT_BOUND, WEIGHT_BOUND))
+
+
+def advantages(chunk: Chunk) -> Floats | None:
+    """[N] advantage of each token, 0 where it is not finite; None without that column."""
+    if not chunk.has("advantage"):
+        return None
+    values = chunk.per_token("advantage").astype(np.float64)
+    return np.where(np.isfinite(values), values, 0.0)

@@ -1,0 +1,187 @@
+"""Which correction suits the gap of a dump, and how sure that is; needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rc import schema
+from megatron_rc.analyze.bound import Bound, sequence_ratio, sequence_terms, token_terms
+from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.rules.rule import Level, Verdict
+from megatron_rc.analyze.tail import LIMIT
+from megatron_rc.config import PRESETS, RolloutCorrection, Weight
+from megatron_rc.schema.files import replace_text
+
+NEGLIGIBLE = 0.1
+"""Total variation between the responses of both policies up to which no correction is needed. It changes the mean of a
+reward in [0, 1] by at most as much, and a step of 100 responses measures that mean no better (two standard errors)."""
+USEFUL = 0.5
+"""nats; KL(mu || pi) of a whole response below which weights of sequences are useful: the mean length is below
+T* = 1 / (2 K), and the effective sample size above 1 / e."""
+RESAMPLINGS = 200
+SEED = 1
+INTERVAL = (2.5, 97.5)
+"""Percentiles of the resamplings that an interval spans."""
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The correction that suits a dump.
+
+    The gap is measured on whole responses, whose weight is W = exp(sum l): by the total variation, mean (1 - W)_+, and
+    by KL(mu || pi), mean sum k3. While the first is negligible, nothing needs to be corrected. Else the weight of the
+    sequence, which alone leaves no bias, is taken where its variance is small (KL < 1/2) and its tail can be trusted
+    (k-hat <= 0.7), and the weight of each token elsewhere. C has the least measured error.
+    """
+
+    method: str
+    """none, token-tis or seq-tis, with "(C = 3)" behind where C is not the preset's; empty while a bug comes first."""
+    correction: RolloutCorrection | None
+    """None while a bug comes first."""
+    first: tuple[str, ...]
+    """Rules that answered BUG: what they name comes before any correction."""
+    suspects: tuple[str, ...]
+    """Rules that answered suspect."""
+    trusted: bool
+    """Whether the tail of the weights of sequences can be trusted; never with fewer than 25 sequences."""
+    kl: float
+    """Mean KL(mu || pi) of a response, nats."""
+    variation: float
+    """Total variation between the responses of both policies."""
+    variation_interval: tuple[float, float]
+    """95 % of the resamplings lie within."""
+    upper_interval: tuple[float, float] | None
+    """The same for C; None without a weight."""
+    agreement: float
+    """Share of the resamplings that lead to the same level: no weight, sequence or token."""
+    bounds: dict[str, Bound]
+    """MSE(C) by level: token and sequence."""
+
+    @property
+    def headline(self) -> str:
+        """What to do, in one line."""
+        if self.first:
+            return f"A correction would hide a bug: fix {' and '.join(self.first)} first."
+        once = f" once {' and '.join(self.suspects)} is decided" if self.suspects else ""
+        what = f"No correction is needed{once}" if self.method == "none" else f"Recommended{once}: {self.method}"
+        return f"{what}; {self.agreement:.0%} of {RESAMPLINGS} resamplings of the responses agree."
+
+    @property
+    def reason(self) -> str:
+        """What the headline rests on; empty while a bug comes first."""
+        if self.first:
+            return ""
+        if self.upper_interval is None:
+            low, high = self.variation_interval
+            return (
+                f"The two policies put {self.variation:.1%} of their probability on different responses ({low:.1%} to "
+                f"{high:.1%}), less than one step can measure."
+            )
+        if self.kl >= USEFUL:
+            size = "too much for weights of whole responses"
+        elif self.trusted:
+            size = "little enough for weights of whole responses"
+        else:
+            size = "but the tail of the weights of whole responses cannot be trusted"
+        low, high = self.upper_interval
+        bound = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        return (
+            f"The two policies differ by {self.kl:.2g} nats per response, {size}; C is {bound} in 95 % of the "
+            "resamplings."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recommendation in numbers, as plain values."""
+        return {
+            "method": self.method,
+            "sentence": f"{self.headline} {self.reason}".strip(),
+            "correction": None if self.correction is None else self.correction.to_dict(),
+            "first": list(self.first),
+            "suspects": list(self.suspects),
+            "kl": self.kl,
+            "variation": self.variation,
+            "variation_interval": list(self.variation_interval),
+            "upper_interval": None if self.upper_interval is None else list(self.upper_interval),
+            "agreement": self.agreement,
+            "bounds": {name: bound.to_dict() for name, bound in self.bounds.items()},
+        }
+
+    def write(self, path: Path) -> None:
+        """Write the YAML that `megatron-rc train` and the patches accept.
+
+        Raises:
+            ValueError: a bug comes first, or the folder of ``path`` does not exist.
+        """
+        if self.correction is None:
+            codes = " and ".join(self.first)
+            raise ValueError(f"{path} is not written: a correction would hide a bug, fix {codes} first")
+        if not path.parent.is_dir():
+            raise ValueError(f"{path} cannot be written: no such folder: {str(path.parent)!r}")
+        replace_text(path, schema.dump_yaml({"correction": self.correction.to_dict()}))
+
+
+def recommend(evidence: Evidence, verdicts: Sequence[Verdict]) -> Recommendation:
+    """The correction that suits a dump; the same dump always gives the same one."""
+    chunk, steps = evidence.sample, max(1, len(evidence.by_step))
+    terms = {
+        "token": token_terms(chunk, evidence.whole.tokens / steps),
+        "sequence": sequence_terms(chunk, evidence.sequences / steps),
+    }
+    divergence = np.bincount(chunk.sequence_of, weights=chunk.k3, minlength=chunk.num_sequences)
+    variation = np.maximum(1 - sequence_ratio(chunk), 0)
+    trusted = evidence.sequence_tail.k <= LIMIT
+    level = _level(float(variation.mean()), float(divergence.mean()), trusted)
+    bounds = {name: part.bound(np.ones(chunk.num_sequences)) for name, part in terms.items()}
+
+    random = np.random.default_rng(SEED)
+    levels, variations, uppers = [], [], []
+    for _ in range(RESAMPLINGS):
+        drawn = random.integers(chunk.num_sequences, size=chunk.num_sequences)
+        variations.append(float(variation[drawn].mean()))
+        levels.append(_level(variations[-1], float(divergence[drawn].mean()), trusted))
+        if level in terms:
+            times = np.bincount(drawn, minlength=chunk.num_sequences).astype(np.float64)
+            uppers.append(terms[level].bound(times).upper)
+
+    method, correction = _method(level, bounds)
+    first = tuple(verdict.code for verdict in verdicts if verdict.level is Level.BUG)
+    return Recommendation(
+        method="" if first else method,
+        correction=None if first else correction,
+        first=first,
+        suspects=tuple(verdict.code for verdict in verdicts if verdict.level is Level.SUSPECT),
+        trusted=trusted,
+        kl=float(divergence.mean()),
+        variation=float(variation.mean()),
+        variation_interval=_interval(variations),
+        upper_interval=_interval(uppers) if uppers else None,
+        agreement=levels.count(level) / RESAMPLINGS,
+        bounds=bounds,
+    )
+
+
+def _level(variation: float, kl: float, trusted: bool) -> str:
+    if variation <= NEGLIGIBLE:
+        return "none"
+    return "sequence" if kl < USEFUL and trusted else "token"
+
+
+def _method(level: str, bounds: dict[str, Bound]) -> tuple[str, RolloutCorrection]:
+    if level == "none":
+        return "none", RolloutCorrection()
+    upper = bounds[level].upper
+    preset = {"token": "token-tis", "sequence": "seq-tis"}[level]
+    weight = PRESETS[preset].correction.weight
+    assert weight is not None, "both presets have a weight"
+    correction = RolloutCorrection(Weight(weight.level, weight.mode, upper=upper))
+    return preset if upper == weight.upper else f"{preset} (C = {upper:g})", correction
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    low, high = np.percentile(values, INTERVAL, method="nearest")
+    return float(low), float(high)

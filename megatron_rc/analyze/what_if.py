@@ -1,0 +1,256 @@
+"""What would each correction do to these responses? Computed by `correct` itself; the only part that needs torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_rc import versions
+from megatron_rc.analyze.bound import advantages, sequence_ratio
+from megatron_rc.analyze.chunk import Chunk, Floats
+from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.reservoir import Reservoir
+from megatron_rc.config import PRESETS, STATISTICS, RolloutCorrection
+
+MAX_TOKENS = 100_000
+"""Tokens that the methods are computed on: whole sequences of the sample, so that all methods take 2 s together."""
+CORRECT_FROM = 0.0
+"""An answer is correct when its reward is above this."""
+MOST_CORRECT_LOST = 0.2
+"""A method that drops more of the correct answers, or of their tokens, is warned of."""
+MOST_QUARTER_LOST = 0.5
+"""The same for a quarter of the responses by length."""
+QUARTERS = ("shortest", "second shortest", "second longest", "longest")
+REFERENCE_SHARE = 0.5
+"""The cosine is given when sequences shorter than T* hold at least this share of the tokens."""
+
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a method keeps of a group of tokens; NaN where the group is empty."""
+
+    tokens: float
+    """Share of the tokens."""
+    sequences: float
+    """Share of the sequences with such tokens that keep at least one of them."""
+
+    @classmethod
+    def of(cls, mask: Flags, group: Flags, chunk: Chunk) -> Kept:
+        """What ``mask`` [N] keeps of the tokens with ``group`` [N]."""
+        if not group.any():
+            return cls(math.nan, math.nan)
+        sequences, kept = (
+            np.count_nonzero(np.bincount(chunk.sequence_of[tokens], minlength=chunk.num_sequences))
+            for tokens in (group, group & mask)
+        )
+        return cls(float(mask[group].mean()), kept / sequences)
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What one method does."""
+
+    name: str
+    """A preset, or the recommended method."""
+    kept_tokens: float
+    """Share of all tokens."""
+    kept_sequences: float
+    """Share of the sequences that keep at least one token."""
+    by_length: list[Kept]
+    """Shares in each quarter of the sequences by length, the shortest first."""
+    by_sign: dict[str, Kept] | None
+    """Shares of the tokens with a "positive" and a "negative" advantage; None without the column advantage."""
+    by_correct: dict[str, Kept] | None
+    """Shares of "correct" and "wrong" answers (reward above 0 or not); None without the column reward."""
+    advantage_removed: float | None
+    """Share of sum |advantage| on dropped tokens; None without the column advantage, or where all are 0."""
+    ess: float
+    """Effective share of the tokens: (sum w)^2 / (n sum w^2), n all tokens, w = 0 where dropped."""
+    bias: float
+    """Mean |w - rho|, with the rho that the weight stands for: of the sequence for a weight of sequences, else of the
+    token. For a truncated weight this is 1 - E[min(rho, C)], because E[rho] = 1 under honest logs."""
+    cosine: float | None
+    """Cosine of w A with W A, W the exact weight of the sequence, over the tokens of sequences shorter than T*; None
+    where T* is so short that W is noise, or where nothing is kept there."""
+    warnings: list[str]
+    """What speaks against the method."""
+
+
+@dataclass(frozen=True)
+class WhatIfTable:
+    rows: list[WhatIf]
+    """Those without warnings first, and then by cosine, or by bias where no cosine is given."""
+    not_run: dict[str, list[str]]
+    """Columns that are missing, by method."""
+    tokens: int
+    sequences: int
+    """Size of the sample that the methods were computed on."""
+    length_edges: list[float]
+    """[3] largest length of each quarter but the last."""
+    has_advantages: bool
+    """False: every advantage counts as 1 in the cosine."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why there is no table."""
+
+    sentence: str
+
+
+def what_if(evidence: Evidence, methods: Mapping[str, RolloutCorrection] | None = None) -> WhatIfTable | Missing:
+    """What each method does to a sample of the sequences; the same dump always gives the same table.
+
+    Args:
+        methods: corrections by name; None: every preset.
+    """
+    if methods is None:
+        methods = {name: preset.correction for name, preset in PRESETS.items()}
+    limited = Reservoir(MAX_TOKENS)
+    limited.add(evidence.sample)
+    measures = _Measures(limited.sample(), evidence.growth.horizon)
+    not_run = {name: lacking for name, method in methods.items() if (lacking := _lacking(method, measures.chunk))}
+    try:
+        with versions.needed_by("what-if"):
+            computed = {n: _correct(m, measures.chunk) for n, m in methods.items() if n not in not_run}
+    except versions.MissingExtra as missing:
+        return Missing(f"{missing}")
+    rows = [measures.row(name, methods[name], *weights) for name, weights in computed.items()]
+    return WhatIfTable(
+        rows=sorted(rows, key=lambda row: (bool(row.warnings), row.bias if row.cosine is None else -row.cosine)),
+        not_run=not_run,
+        tokens=measures.chunk.log_pi.size,
+        sequences=measures.chunk.num_sequences,
+        length_edges=measures.length_edges.tolist(),
+        has_advantages=measures.chunk.has("advantage"),
+    )
+
+
+def _lacking(method: RolloutCorrection, chunk: Chunk) -> list[str]:
+    """Columns that ``method`` needs and ``chunk`` lacks."""
+    needed = [gate.statistic for gate in method.reject if gate.statistic not in STATISTICS]
+    if any(gate.when == "negative_advantage" for gate in method.reject):
+        needed.append("advantage")
+    if "segment" in {part.level for part in (method.weight, *method.reject) if part is not None}:
+        needed.append("turn")
+    return [name for name in dict.fromkeys(needed) if not chunk.has(name)]
+
+
+def _correct(method: RolloutCorrection, chunk: Chunk) -> tuple[Floats, Flags]:
+    """Weights and mask [N] of `megatron_rc.correct`."""
+    import torch
+
+    from megatron_rc.correction import correct
+
+    segments = None
+    if "turn" in chunk.tokens:
+        turns = chunk.tokens["turn"]
+        begins = (chunk.index == 0) | np.concatenate([[True], turns[1:] != turns[:-1]])
+        segments = torch.from_numpy(np.cumsum(begins) - 1)
+    corrected = correct(
+        torch.from_numpy(chunk.log_pi),
+        torch.from_numpy(chunk.log_mu),
+        torch.ones(chunk.log_pi.size, dtype=torch.bool),
+        correction=method,
+        cu_seqlens=torch.from_numpy(chunk.cu_seqlens.astype(np.int32)),
+        segment_ids=segments,
+        num_segments=None if segments is None else int(segments[-1]) + 1,
+        advantages=None if (advantage := advantages(chunk)) is None else torch.from_numpy(advantage),
+        statistics={
+            gate.statistic: torch.from_numpy(chunk.per_token(gate.statistic).astype(np.float64))
+            for gate in method.reject
+            if gate.statistic not in STATISTICS
+        },
+        backend="torch",
+    )
+    return corrected.weights.numpy(), corrected.mask.numpy()
+
+
+class _Measures:
+    """What does not depend on the method, and the row of each method."""
+
+    def __init__(self, chunk: Chunk, horizon: float) -> None:
+        self.chunk = chunk
+        self.length_edges = np.quantile(chunk.lengths, (0.25, 0.5, 0.75), method="inverted_cdf")
+        quarter = np.searchsorted(self.length_edges, chunk.lengths)[chunk.sequence_of]
+        self._quarters = [quarter == index for index in range(len(QUARTERS))]
+        advantage = advantages(chunk)
+        self._advantage = np.ones(chunk.log_pi.size) if advantage is None else advantage
+        short = (chunk.lengths < horizon)[chunk.sequence_of]
+        self._compared = short if short.mean() >= REFERENCE_SHARE else None
+        self._of_sequence = sequence_ratio(chunk)[chunk.sequence_of]
+
+    def row(self, name: str, method: RolloutCorrection, weights: Floats, mask: Flags) -> WhatIf:
+        kept = self._kept(mask, np.ones_like(mask))
+        by_length = [self._kept(mask, quarter) for quarter in self._quarters]
+        by_correct = None
+        if self.chunk.has("reward"):
+            correct = self.chunk.per_token("reward") > CORRECT_FROM
+            by_correct = {"correct": self._kept(mask, correct), "wrong": self._kept(mask, ~correct)}
+        squares = np.square(weights).sum()
+        return WhatIf(
+            name=name,
+            kept_tokens=kept.tokens,
+            kept_sequences=kept.sequences,
+            by_length=by_length,
+            by_sign=self._by_sign(mask),
+            by_correct=by_correct,
+            advantage_removed=self._removed(mask),
+            ess=float(weights.sum() ** 2 / (weights.size * squares)) if squares else 0.0,
+            bias=self._bias(method, weights),
+            cosine=self._cosine(weights),
+            warnings=_warnings(by_length, by_correct),
+        )
+
+    def _kept(self, mask: Flags, group: Flags) -> Kept:
+        return Kept.of(mask, group, self.chunk)
+
+    def _by_sign(self, mask: Flags) -> dict[str, Kept] | None:
+        if not self.chunk.has("advantage"):
+            return None
+        return {
+            "positive": self._kept(mask, self._advantage > 0),
+            "negative": self._kept(mask, self._advantage < 0),
+        }
+
+    def _removed(self, mask: Flags) -> float | None:
+        size = np.abs(self._advantage)
+        if not self.chunk.has("advantage") or not size.any():
+            return None
+        return float(size[~mask].sum() / size.sum())
+
+    def _bias(self, method: RolloutCorrection, weights: Floats) -> float:
+        if method.weight is None or method.weight.level != "sequence":
+            return float(np.abs(weights - self.chunk.ratio).mean())
+        # every sequence counts once, however long it is
+        length = self.chunk.lengths[self.chunk.sequence_of]
+        return float((np.abs(weights - self._of_sequence) / length).sum() / self.chunk.num_sequences)
+
+    def _cosine(self, weights: Floats) -> float | None:
+        if self._compared is None:
+            return None
+        method = (weights * self._advantage)[self._compared]
+        exact = (self._of_sequence * self._advantage)[self._compared]
+        norms = float(np.linalg.norm(method) * np.linalg.norm(exact))
+        return float(method @ exact) / norms if norms else None
+
+
+def _warnings(by_length: list[Kept], by_correct: dict[str, Kept] | None) -> list[str]:
+    groups = [] if by_correct is None else [("correct answers", by_correct["correct"], MOST_CORRECT_LOST)]
+    filled = [(name, kept) for name, kept in zip(QUARTERS, by_length, strict=True) if not math.isnan(kept.tokens)]
+    # where all lengths are equal there is one quarter, which holds all responses
+    if len(filled) > 1:
+        groups += [(f"{name} quarter of the responses", kept, MOST_QUARTER_LOST) for name, kept in filled]
+    warnings = []
+    for name, kept, most in groups:
+        if 1 - kept.sequences > most:
+            warnings.append(f"drops {1 - kept.sequences:.0%} of the {name}")
+        elif 1 - kept.tokens > most:
+            warnings.append(f"drops {1 - kept.tokens:.0%} of the tokens of the {name}")
+    return warnings

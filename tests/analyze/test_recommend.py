@@ -1,0 +1,196 @@
+"""The recommended correction: what comes before any, the level, the bound C, and the file that other commands read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from simulated_dumps import TRAPS, policy_lag, renormalised_top_p, world
+from typer.testing import CliRunner
+
+from megatron_rc import settings
+from megatron_rc.analyze import diagnose
+from megatron_rc.analyze.bound import CUSTOMARY, GRID, advantages, sequence_terms, token_terms
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
+from megatron_rc.analyze.readers.dump import CorruptRows
+from megatron_rc.analyze.recommend import recommend
+from megatron_rc.analyze.rules.rule import Level, Verdict
+from megatron_rc.cli import app
+from megatron_rc.config import RolloutCorrection
+from megatron_rc.integrations.run_script import patch_settings
+
+
+def diagnosed(chunk: Chunk) -> Diagnosis:
+    return diagnosis_of([chunk], "a dump", "arrays", CorruptRows())
+
+
+@pytest.fixture(scope="module")
+def truncated() -> Chunk:
+    return renormalised_top_p(world(1, sequences=48), 0.95)
+
+
+def noise(size: float, length: int = 100, sequences: int = 80, seed: int = 1) -> Diagnosis:
+    """Log-ratios of N(-s^2 / 2, s^2), which honest logs give to first order."""
+    random = np.random.default_rng(seed)
+    log_mu = -random.exponential(1, (sequences, length)) - 5 * size
+    return diagnose(log_mu + size * random.normal(size=log_mu.shape) - size**2 / 2, log_mu)
+
+
+def test_a_tiny_gap_needs_no_correction() -> None:
+    found = noise(0.001).recommendation
+    assert (found.method, found.correction) == ("none", RolloutCorrection())
+    assert found.variation < 0.01 and found.agreement == 1.0
+    assert found.headline.startswith("No correction is needed")
+
+
+def test_a_small_gap_is_weighted_by_sequence_and_a_large_one_by_token() -> None:
+    small, large = noise(0.05).recommendation, noise(0.3).recommendation
+    assert small.method.startswith("seq-tis") and large.method.startswith("token-tis")
+    assert small.kl == pytest.approx(100 * 0.05**2 / 2, rel=0.1)
+    # W is log-normal with variance s^2 of its log: the total variation is 2 Phi(s / 2) - 1
+    assert small.variation == pytest.approx(math.erf(0.5 / 2 / math.sqrt(2)), rel=0.15)
+    assert small.variation_interval[0] < small.variation < small.variation_interval[1]
+    assert small.correction is not None and small.correction.weight is not None
+    assert small.correction.weight.level == "sequence"
+
+
+def test_weights_of_sequences_with_a_heavy_tail_are_not_recommended() -> None:
+    diagnosis = noise(0.05)
+    tail = dataclasses.replace(diagnosis.evidence.sequence_tail, k=0.9)
+    found = recommend(dataclasses.replace(diagnosis.evidence, sequence_tail=tail), diagnosis.verdicts)
+    assert found.method.startswith("token-tis") and "tail" in found.reason
+    assert noise(0.05, sequences=20).recommendation.method.startswith("token-tis"), "too few to know the tail"
+
+
+def test_the_agreement_is_low_at_the_border_between_two_levels() -> None:
+    # KL of a response 0.5 nats: 100 tokens of 0.005
+    border = noise(0.1, sequences=40).recommendation
+    assert 0.1 < border.agreement < 0.95
+    assert noise(0.05).recommendation.agreement == noise(0.4).recommendation.agreement == 1.0
+
+
+def test_a_bug_comes_before_any_correction(truncated: Chunk) -> None:
+    found = diagnosed(truncated).recommendation
+    assert (found.method, found.correction, found.first) == ("", None, ("RC102",))
+    assert (found.headline, found.reason) == ("A correction would hide a bug: fix RC102 first.", "")
+
+
+def test_a_suspect_is_decided_first() -> None:
+    diagnosis = noise(0.05)
+    suspect = Verdict("RC205", Level.SUSPECT, "a prompt may differ", {})
+    found = recommend(diagnosis.evidence, [suspect])
+    assert found.correction is not None and found.suspects == ("RC205",)
+    assert found.headline.startswith("Recommended once RC205 is decided: seq-tis")
+
+
+@pytest.mark.parametrize("name", ["honest", "policy lag", "expert flips"])
+def test_dumps_without_a_bug_get_a_correction(name: str) -> None:
+    assert diagnosed(TRAPS[name][1](world(2, sequences=64))).recommendation.correction is not None
+
+
+def test_the_recommendation_of_a_dump_is_always_the_same() -> None:
+    chunk = policy_lag(world(1, sequences=60))
+    one, other = diagnosed(chunk).recommendation, diagnosed(chunk).recommendation
+    assert one.to_dict() == other.to_dict()
+
+
+def test_the_error_of_a_bound_is_squared_bias_plus_variance() -> None:
+    random = np.random.default_rng(1)
+    lengths = random.integers(1, 30, 40)
+    log_ratio = random.normal(size=lengths.sum())
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    advantage = random.normal(size=40)
+    chunk = Chunk(log_ratio - 9, np.full(log_ratio.size, -9.0), offsets, {}, {"advantage": advantage})
+    per_token, product = np.repeat(advantage, lengths), np.exp(np.add.reduceat(log_ratio, offsets[:-1]))
+    for terms, ratio, a in (
+        (token_terms(chunk, 500), np.exp(log_ratio), per_token),
+        (sequence_terms(chunk, 500), product, advantage),
+    ):
+        bound = terms.bound(np.ones(40))
+        for index, c in enumerate(GRID):
+            bias = (np.maximum(ratio - c, 0) * np.abs(a)).mean()
+            assert bound.error[index] == pytest.approx(bias**2 + (np.minimum(ratio, c) * a).var() / 500)
+        assert bound.theory == pytest.approx(math.sqrt(2 * (1 + np.square(ratio - 1).mean())))
+        assert bound.error[np.flatnonzero(bound.upper == GRID)[0]] <= 1.01 * bound.error.min()
+        twice = terms.bound(np.arange(40) % 2 * 2.0)
+        odd = chunk.select_sequences(np.arange(40) % 2 == 1)
+        again = (token_terms if ratio.size > 40 else sequence_terms)(odd, 500).bound(np.ones(20))
+        assert twice.error == pytest.approx(again.error), "a sequence that is drawn twice counts twice"
+
+
+def test_without_advantages_the_error_is_that_of_random_signs() -> None:
+    random = np.random.default_rng(1)
+    log_ratio, signs = random.normal(size=200_000), random.choice([-1.0, 1.0], 200_000)
+    plain = Chunk(log_ratio - 9, np.full(200_000, -9.0), np.arange(1001) * 200)
+    signed = dataclasses.replace(plain, tokens={"advantage": signs})
+    errors = [token_terms(chunk, 500).bound(np.ones(1000)).error for chunk in (plain, signed)]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+
+
+def test_more_tokens_per_step_loosen_the_bound_and_a_flat_error_keeps_the_customary_one() -> None:
+    random = np.random.default_rng(1)
+    log_ratio = 1.2 * random.normal(size=20_000)
+    chunk = Chunk(log_ratio - 9, np.full(20_000, -9.0), np.arange(201) * 100)
+    uppers = [token_terms(chunk, n).bound(np.ones(200)).upper for n in (10, 1_000, 1_000_000)]
+    assert uppers == sorted(uppers) and uppers[0] < uppers[-1]
+    flat = Chunk(np.full(100, -1.0), np.full(100, -1.0), np.arange(11) * 10)
+    assert token_terms(flat, 100).bound(np.ones(10)).upper == CUSTOMARY
+
+
+def test_an_advantage_that_is_not_finite_counts_as_0() -> None:
+    values = np.array([math.nan, 1.0, math.inf])
+    chunk = Chunk(np.zeros(3), np.zeros(3), np.arange(4), {}, {"advantage": values})
+    found = advantages(chunk)
+    assert found is not None and found.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("size", [0.001, 0.05, 0.3])
+def test_the_file_is_read_by_train_and_by_the_patches(size: float, tmp_path: Path) -> None:
+    found = noise(size).recommendation
+    file = tmp_path / "rc.yaml"
+    found.write(file)
+    assert patch_settings(file).correction == found.correction
+    assert settings.load(file).correction == found.correction
+
+
+def test_no_file_is_written_over_a_bug_or_into_no_folder(truncated: Chunk, tmp_path: Path) -> None:
+    file = tmp_path / "rc.yaml"
+    with pytest.raises(ValueError, match="would hide a bug, fix RC102 first"):
+        diagnosed(truncated).recommendation.write(file)
+    assert not file.exists()
+    with pytest.raises(ValueError, match="no such folder"):
+        noise(0.05).recommendation.write(tmp_path / "none" / "rc.yaml")
+
+
+def dump_file(folder: Path, chunk: Chunk) -> Path:
+    def rows(values: np.ndarray) -> pa.Array:
+        return pa.ListArray.from_arrays(chunk.cu_seqlens.astype(np.int32), values)
+
+    table = pa.table({"old_logprobs": rows(chunk.log_pi), "rollout_logprobs": rows(chunk.log_mu)})
+    pq.write_table(table, folder / "step-000001.parquet")
+    return folder / "step-000001.parquet"
+
+
+def test_the_command_writes_the_file_and_shows_the_table_where_asked(tmp_path: Path) -> None:
+    dump = str(dump_file(tmp_path, noise(0.05).evidence.sample))
+    shown = CliRunner().invoke(app, ["analyze", dump, "--rc", str(tmp_path / "rc.yaml")])
+    assert shown.exit_code == 0 and "Recommended: seq-tis" in shown.output and "geo-mask" not in shown.output
+    assert patch_settings(tmp_path / "rc.yaml").correction == noise(0.05).recommendation.correction
+    assert "What if" in CliRunner().invoke(app, ["analyze", dump, "--what-if"]).output
+    for flag in ("--what-if", "--no-what-if"):
+        data = json.loads(CliRunner().invoke(app, ["analyze", dump, "--json", flag]).output)
+        assert (data["what_if"] is not None) == (flag == "--what-if") and data["recommendation"]["method"]
+
+
+def test_a_gate_is_judged_before_the_file_is_refused(truncated: Chunk, tmp_path: Path) -> None:
+    dump = str(dump_file(tmp_path, truncated))
+    arguments = ["analyze", dump, "--gate", "k3<1", "--rc", str(tmp_path / "rc.yaml")]
+    refused = CliRunner().invoke(app, arguments)
+    assert "holds" in refused.output and "would hide a bug" in str(refused.exception)

@@ -1,0 +1,295 @@
+"""What each correction would do to a dump: against `correct` itself, and against sums over every response."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from simulated_dumps import honest, policy_lag, world
+
+from megatron_rc.analyze import diagnose, output, terminal
+from megatron_rc.analyze.chunk import Chunk, Floats
+from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
+from megatron_rc.analyze.evidence import Evidence, Gathering
+from megatron_rc.analyze.readers.dump import CorruptRows
+from megatron_rc.analyze.what_if import Kept, Missing, WhatIf, WhatIfTable, what_if
+from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
+from megatron_rc.correction import correct
+
+VOCABULARY, LENGTH = 3, 3
+
+
+def evidence_of(chunk: Chunk) -> Evidence:
+    gathering = Gathering()
+    gathering.add(chunk)
+    return gathering.evidence()
+
+
+def table_of(evidence: Evidence, **methods: RolloutCorrection) -> WhatIfTable:
+    table = what_if(evidence, methods or None)
+    assert isinstance(table, WhatIfTable)
+    return table
+
+
+def row(table: WhatIfTable, name: str) -> WhatIf:
+    return next(row for row in table.rows if row.name == name)
+
+
+def responses(seed: int = 1, noise: float = 0.3, sequences: int = 60, **columns: np.ndarray) -> Chunk:
+    """Responses of 1 to 59 tokens with every column that a method may need."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 60, sequences)
+    tokens = int(lengths.sum())
+    log_mu = -random.exponential(1, tokens)
+    reward = random.integers(0, 2, sequences).astype(float)
+    per_sequence = {"reward": reward, "advantage": reward - 0.5}
+    return Chunk(
+        np.minimum(log_mu + noise * random.normal(size=tokens), 0),
+        log_mu,
+        np.concatenate([[0], np.cumsum(lengths)]),
+        {"turn": np.arange(tokens) // 7},
+        per_sequence | columns,
+    )
+
+
+def corrected(chunk: Chunk, method: RolloutCorrection) -> tuple[Floats, np.ndarray]:
+    """Weights and mask of `correct` on the padded layout, flattened again."""
+    width = int(chunk.lengths.max())
+    place = np.arange(width) < chunk.lengths[:, None]
+
+    def padded(values: Floats) -> torch.Tensor:
+        rows = np.zeros(place.shape)
+        rows[place] = values
+        return torch.from_numpy(rows)
+
+    result = correct(
+        padded(chunk.log_pi),
+        padded(chunk.log_mu),
+        torch.from_numpy(place),
+        correction=method,
+        advantages=torch.from_numpy(chunk.sequences["advantage"]),
+    )
+    return result.weights.numpy()[place], result.mask.numpy()[place]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_row_holds_what_correct_returns_on_the_same_arrays(name: str) -> None:
+    chunk = responses()
+    found = row(table_of(evidence_of(chunk)), name)
+    weights, mask = corrected(chunk, PRESETS[name].correction)
+    sequences = np.arange(chunk.num_sequences)
+
+    def kept(of: np.ndarray) -> Kept:
+        tokens = of[chunk.sequence_of]
+        alive = [mask[chunk.sequence_of == s].any() for s in sequences[of]]
+        return Kept(mask[tokens].mean(), np.mean(alive))
+
+    everything = kept(np.ones(sequences.size, dtype=bool))
+    assert (found.kept_tokens, found.kept_sequences) == (everything.tokens, everything.sequences)
+    correct_answers = chunk.sequences["reward"] > 0
+    assert found.by_correct == {"correct": kept(correct_answers), "wrong": kept(~correct_answers)}
+    assert found.by_sign == {"positive": kept(correct_answers), "negative": kept(~correct_answers)}
+    edges = np.sort(chunk.lengths)[[14, 29, 44]]
+    lows, highs = [0, *edges], [*edges, 10**9]
+    quarters = [(low < chunk.lengths) & (chunk.lengths <= high) for low, high in zip(lows, highs, strict=True)]
+    assert found.by_length == [kept(quarter) for quarter in quarters]
+    assert found.advantage_removed == pytest.approx(1 - mask.mean(), abs=1e-12), "all |advantages| are equal"
+    assert found.ess == pytest.approx(weights.sum() ** 2 / (weights.size * (weights**2).sum()))
+
+
+def enumerated(noise: float) -> tuple[Chunk, Floats, Floats, Floats, Floats]:
+    """A dump that holds every response y mu(y) 4^T times; then mu(y) [Y], log-ratios [Y, T], advantages [Y]."""
+    random = np.random.default_rng(3)
+    ids = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
+    prefixes = [s for length in range(LENGTH) for s in itertools.product(range(VOCABULARY), repeat=length)]
+    mu = {prefix: random.permutation([1, 1, 2]) / 4 for prefix in prefixes}
+    pi = {}
+    for prefix, probs in mu.items():
+        raised = probs * np.exp(noise * random.normal(size=VOCABULARY))
+        pi[prefix] = raised / raised.sum()
+    log_mu = np.log([[mu[s[:t]][s[t]] for t in range(LENGTH)] for s in ids])
+    log_pi = np.log([[pi[s[:t]][s[t]] for t in range(LENGTH)] for s in ids])
+    share = np.exp(log_mu.sum(axis=1))
+    advantage = random.normal(size=len(ids))
+    times = np.rint(share * 4**LENGTH).astype(int)
+    chunk = Chunk(
+        np.repeat(log_pi, times, axis=0).ravel(),
+        np.repeat(log_mu, times, axis=0).ravel(),
+        np.arange(times.sum() + 1) * LENGTH,
+        {},
+        {"advantage": np.repeat(advantage, times)},
+    )
+    return chunk, share, log_pi - log_mu, advantage, log_mu
+
+
+def test_cosine_bias_and_ess_are_those_of_the_enumerated_policies() -> None:
+    chunk, share, log_ratio, advantage, _ = enumerated(0.4)
+    table = table_of(
+        evidence_of(chunk),
+        token=RolloutCorrection(Weight(upper=1.2)),
+        sequence=RolloutCorrection(Weight("sequence", upper=1.3)),
+        mask=RolloutCorrection(Weight(mode="mask", lower=0.8, upper=1.25)),
+    )
+    ratio, product = np.exp(log_ratio), np.exp(log_ratio.sum(axis=1))
+    weights = {
+        "token": np.minimum(ratio, 1.2),
+        "sequence": np.repeat(np.minimum(product, 1.3)[:, None], LENGTH, axis=1),
+        "mask": np.where((ratio >= 0.8) & (ratio <= 1.25), ratio, 0),
+    }
+    bias = {
+        "token": 1 - float(share @ weights["token"].mean(axis=1)),
+        "sequence": 1 - float(share @ np.minimum(product, 1.3)),
+        "mask": 1 - float(share @ weights["mask"].mean(axis=1)),
+    }
+    for name, weight in weights.items():
+        found = row(table, name)
+        assert found.bias == pytest.approx(bias[name], rel=1e-9)
+        mean, square = share @ weight.mean(axis=1), share @ (weight**2).mean(axis=1)
+        assert found.ess == pytest.approx(mean**2 / square, rel=1e-9)
+
+        def inner(one: Floats, other: Floats) -> float:
+            return float(share @ (one * other * advantage[:, None] ** 2).sum(axis=1))
+
+        exact = np.repeat(product[:, None], LENGTH, axis=1)
+        cosine = inner(weight, exact) / math.sqrt(inner(weight, weight) * inner(exact, exact))
+        assert found.cosine == pytest.approx(cosine, rel=1e-9)
+        assert found.bias > 0.01 and found.cosine < 0.999, "neither is trivial"
+
+
+def test_the_exact_weight_of_sequences_keeps_everything_and_has_no_bias() -> None:
+    chunk, share, log_ratio, *_ = enumerated(0.4)
+    exact = row(table_of(evidence_of(chunk), exact=RolloutCorrection(Weight("sequence", upper=math.inf))), "exact")
+    assert exact.kept_tokens == exact.kept_sequences == 1.0
+    assert exact.cosine == pytest.approx(1.0) and exact.bias == pytest.approx(0.0, abs=1e-12)
+    product = np.exp(log_ratio.sum(axis=1))
+    assert exact.ess == pytest.approx((share @ product) ** 2 / (share @ product**2))
+
+
+def test_equal_policies_lose_nothing_under_any_preset() -> None:
+    chunk = responses(noise=0.0)
+    for found in table_of(evidence_of(chunk)).rows:
+        assert (found.kept_tokens, found.kept_sequences, found.ess) == (1.0, 1.0, 1.0), found.name
+        assert found.bias == 0 and found.advantage_removed == 0 and found.warnings == []
+        assert found.cosine == pytest.approx(1.0)
+
+
+def test_methods_whose_columns_are_missing_are_listed_with_them() -> None:
+    chunk = dataclasses.replace(responses(), tokens={}, sequences={})
+    segments = RolloutCorrection(reject=(Rejection(level="segment", reduce="mean", upper=2.0),))
+    table = table_of(evidence_of(chunk), **{n: p.correction for n, p in PRESETS.items()}, segments=segments)
+    assert table.not_run == {"off-policy-sequence-mask": ["advantage"], "segments": ["turn"]}
+    assert {found.name for found in table.rows} == set(PRESETS) - {"off-policy-sequence-mask"}
+    for found in table.rows:
+        assert (found.by_sign, found.by_correct, found.advantage_removed) == (None, None, None)
+
+
+def test_turns_are_judged_one_by_one() -> None:
+    log_mu = np.full(8, -1.0)
+    log_pi = log_mu + np.array([0, 0, 0.9, 0.9, 0, 0, 0, 0])
+    turn = np.array([0, 0, 1, 1, 1, 1, 2, 2])
+    chunk = Chunk(log_pi, log_mu, np.array([0, 4, 8]), {"turn": turn})
+    segments = RolloutCorrection(reject=(Rejection(level="segment", reduce="mean", upper=2.0),))
+    found = row(table_of(evidence_of(chunk), segments=segments), "segments")
+    assert (found.kept_tokens, found.kept_sequences) == (0.75, 1.0), "turn 1 of the second response stays"
+
+
+def test_a_method_that_drops_correct_answers_or_short_ones_is_warned_of() -> None:
+    random = np.random.default_rng(1)
+    lengths = np.repeat([2, 8, 32, 128], 20)
+    log_mu = np.full(lengths.sum(), -1.0)
+    short = np.repeat(lengths == 2, lengths)
+    log_pi = log_mu + np.where(short, 0.5, 0.0) + 1e-6 * random.normal(size=log_mu.size)
+    reward = np.where(lengths == 2, 1.0, 0.0)
+    chunk = Chunk(log_pi, log_mu, np.concatenate([[0], np.cumsum(lengths)]), {}, {"reward": reward})
+    found = row(table_of(evidence_of(chunk)), "geo-mask")
+    assert found.warnings == [
+        "drops 100% of the correct answers",
+        "drops 100% of the shortest quarter of the responses",
+    ]
+    assert [kept.tokens for kept in found.by_length] == [0, 1, 1, 1]
+    tokens = RolloutCorrection(Weight(mode="mask", upper=1.2))
+    log_pi = log_mu + np.where(np.arange(log_mu.size) % 2 == 0, 0.5, 0.0)
+    chunk = dataclasses.replace(chunk, log_pi=log_pi)
+    assert row(table_of(evidence_of(chunk), tokens=tokens), "tokens").warnings[0] == (
+        "drops 50% of the tokens of the correct answers"
+    )
+
+
+def test_rows_with_warnings_come_last() -> None:
+    flags = [bool(found.warnings) for found in table_of(evidence_of(responses())).rows]
+    assert flags == sorted(flags) and True in flags and False in flags
+
+
+def test_no_cosine_is_given_where_weights_of_sequences_are_noise() -> None:
+    evidence = evidence_of(responses(noise=1.0))
+    assert evidence.growth.horizon < 10
+    assert {found.cosine for found in table_of(evidence).rows} == {None}
+
+
+def test_the_table_of_a_dump_is_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    evidence = evidence_of(responses())
+    assert table_of(evidence) == table_of(evidence)
+    monkeypatch.setattr("megatron_rc.analyze.what_if.MAX_TOKENS", 500)
+    assert (few := table_of(evidence)) == table_of(evidence)
+    assert 400 < few.tokens <= 500 and few.sequences < 60
+
+
+def diagnosis_with_rewards(chunk: Chunk) -> Diagnosis:
+    reward = np.random.default_rng(1).integers(0, 2, chunk.num_sequences).astype(float)
+    columns = {**chunk.sequences, "reward": reward, "advantage": reward - reward.mean()}
+    return diagnosis_of([dataclasses.replace(chunk, sequences=columns)], "a dump", "arrays", CorruptRows())
+
+
+def test_json_has_the_table_and_the_recommendation() -> None:
+    diagnosis = diagnosis_with_rewards(honest(world(1, sequences=40)))
+    data = json.loads(output.to_json(diagnosis, what_if=True))
+    assert data["recommendation"]["sentence"].startswith(diagnosis.recommendation.headline)
+    assert {found["name"] for found in data["what_if"]["rows"]} >= set(PRESETS)
+    assert json.loads(output.to_json(diagnosis))["what_if"] is None
+
+
+def test_the_terminal_shows_eight_methods_and_the_recommended_one_first() -> None:
+    diagnosis = diagnosis_with_rewards(policy_lag(world(1, sequences=60)))
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 - closed with the test
+    terminal.show_what_if(diagnosis, console=console)
+    lines = console.export_text().strip().splitlines()
+    names = [line.split()[0] for line in lines[2:]]
+    assert len(names) == 8 and names[0] == diagnosis.recommendation.method
+
+
+PROGRAM = """
+import sys
+BLOCK
+import numpy as np
+from megatron_rc import analyze
+random = np.random.default_rng(1)
+log_mu = -random.exponential(1, (40, 30))
+diagnosis = analyze.diagnose(log_mu + 0.1 * random.normal(size=log_mu.shape), log_mu)
+print(diagnosis.recommendation.headline)
+assert sys.modules.get("torch") is None, "an analysis without what-if imports torch"
+print(diagnosis.what_if)
+"""
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+def test_only_the_table_needs_torch_and_says_so(blocked: bool) -> None:
+    program = PROGRAM.replace("BLOCK", "sys.modules['torch'] = None" if blocked else "")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    sentence, table = done.stdout.strip().splitlines()
+    assert "token-tis" in sentence or "seq-tis" in sentence or "No correction" in sentence
+    expected = Missing("what-if needs torch: pip install 'megatron-rc[train]'")
+    assert table == str(expected) if blocked else table.startswith("WhatIfTable(")
+
+
+def test_arrays_of_a_notebook_give_a_table() -> None:
+    log_mu = -np.random.default_rng(1).exponential(1, (30, 20))
+    table = diagnose(log_mu - 0.01, log_mu).what_if
+    assert isinstance(table, WhatIfTable) and table.tokens == 600 and not table.has_advantages
