@@ -14,7 +14,7 @@ EXAMPLES = checkout.ROOT / "examples/dumps"
 BITS = 13
 """Significant bits of the numbers: their rounding of 6e-5 of a log-prob is far below the gap of bf16."""
 RESPONSES = 90
-"""Of the 224 of a dump: a file then has less than 100 kB."""
+"""The part kept of the 224 of a dump: a file then has less than 100 kB."""
 MORE = {"hidden top-p 0.99": 224, "hidden temperature 0.95": 160}
 """Traps that need more responses to be seen."""
 EXAMPLE_OF = {"healthy": "healthy, bf16", "sick": "renormalised top-p 0.95"}
