@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 HOST_DUMPS = Path(__file__).parent / "data" / "host_dumps"
-HOSTS = ("nemo_rl", "slime", "miles", "miles_tp", "prime_rl", "verl")
+HOSTS = ("nemo_rl", "slime", "miles", "miles_tp", "prime_rl", "prime_rl_traces", "verl")
 TRUTH: list[dict[str, Any]] = json.loads((HOST_DUMPS / "truth.json").read_text())
 
 

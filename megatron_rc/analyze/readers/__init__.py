@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rc.analyze.readers import jsonl, miles, nemo_rl, parquet, prime_rl, slime, verl
+from megatron_rc.analyze.readers import jsonl, miles, nemo_rl, parquet, prime_rl, prime_rl_traces, slime, verl
 from megatron_rc.analyze.readers.dump import Dump, printable
 from megatron_rc.analyze.readers.format import Content, Format, content_of
 
@@ -17,6 +17,7 @@ FORMATS: tuple[Format, ...] = (
     jsonl.FORMAT,
     nemo_rl.FORMAT,
     prime_rl.FORMAT,
+    prime_rl_traces.FORMAT,
     slime.FORMAT,
     miles.FORMAT,
     verl.FORMAT,

@@ -42,17 +42,15 @@ class Format:
     title: str
     """Name for the report."""
     container: str
-    needs: frozenset[str]
-    """Names that every file of the format shows."""
+    shows: tuple[frozenset[str], ...]
+    """Names that a file of the format shows, one set for each kind of its files."""
     read: Callable[[Group, CorruptRows], Iterator[Chunk]]
     """Yields the chunks of files that belong together."""
     groups: Callable[[list[Path]], list[Group]] = lambda files: [(file,) for file in files]
     """Files of the format as groups that are read together."""
-    refuses: frozenset[str] = frozenset()
-    """Names that no file of the format shows."""
 
     def fits(self, content: Content) -> bool:
-        return content.container == self.container and content.names >= self.needs and not content.names & self.refuses
+        return content.container == self.container and any(content.names >= names for names in self.shows)
 
 
 def content_of(file: Path) -> Content:

@@ -32,7 +32,7 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     return read_rows(file, corrupt, row_of, SCHEMA)
 
 
-FORMAT = Format("jsonl", "megatron-rc JSON lines", "jsonl", frozenset({LOG_PI, LOG_MU}), read)
+FORMAT = Format("jsonl", "megatron-rc JSON lines", "jsonl", (frozenset({LOG_PI, LOG_MU}),), read)
 
 
 def row_of(record: dict[str, Any]) -> rows.Row:

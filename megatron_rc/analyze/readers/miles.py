@@ -97,7 +97,9 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     return (yield from rows.packed(_rows(ranks), corrupt))
 
 
-FORMAT = Format("miles", "miles train data", "torch", frozenset({"rollout_id", "rank", "rollout_data"}), read, groups)
+FORMAT = Format(
+    "miles", "miles train data", "torch", (frozenset({"rollout_id", "rank", "rollout_data"}),), read, groups
+)
 
 
 def _rows(ranks: list[Rank]) -> Iterator[tuple[str, rows.Row | rows.BadRow]]:

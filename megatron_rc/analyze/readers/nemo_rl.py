@@ -37,7 +37,7 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     return read_rows(file, corrupt, lambda record: row_of(record, step), SCHEMA)
 
 
-FORMAT = Format("nemo-rl", "NeMo-RL train data", "jsonl", frozenset({LOG_PI, LOG_MU, MASK}), read)
+FORMAT = Format("nemo-rl", "NeMo-RL train data", "jsonl", (frozenset({LOG_PI, LOG_MU, MASK}),), read)
 
 
 def step_of(file: Path) -> int | None:

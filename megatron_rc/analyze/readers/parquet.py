@@ -51,7 +51,7 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
         yield from chunk_of(waiting, file, row, corrupt)
 
 
-FORMAT = Format("parquet", "megatron-rc Parquet", "parquet", frozenset({LOG_PI, LOG_MU}), read)
+FORMAT = Format("parquet", "megatron-rc Parquet", "parquet", (frozenset({LOG_PI, LOG_MU}),), read)
 
 
 def _batches(

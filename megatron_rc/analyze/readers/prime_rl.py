@@ -33,7 +33,7 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     return read_rows(file, corrupt, row_of, SCHEMA)
 
 
-FORMAT = Format("prime-rl", "prime-rl token export", "jsonl", frozenset({LOG_PI, LOG_MU, MASK}), read)
+FORMAT = Format("prime-rl", "prime-rl token export", "jsonl", (frozenset({LOG_PI, LOG_MU, MASK}),), read)
 
 
 def row_of(record: dict[str, Any]) -> rows.Row:

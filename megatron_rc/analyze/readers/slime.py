@@ -43,7 +43,7 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     return (yield from rows.packed(each(), corrupt))
 
 
-FORMAT = Format("slime", "slime train data", "torch", frozenset({"format_version", "rollout_id", "samples"}), read)
+FORMAT = Format("slime", "slime train data", "torch", (frozenset({"format_version", "rollout_id", "samples"}),), read)
 
 
 def _row(sample: Any, saved: dict[str, Any], packs: dict[int, int]) -> rows.Row:

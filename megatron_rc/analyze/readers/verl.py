@@ -32,7 +32,7 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     return (yield from rows.packed(_rows(saved, count, file), corrupt))
 
 
-FORMAT = Format("verl", "verl dump of the hook", "torch", frozenset({LOG_PI, LOG_MU, MASK}), read)
+FORMAT = Format("verl", "verl dump of the hook", "torch", (frozenset({LOG_PI, LOG_MU, MASK}),), read)
 
 
 def _rows(saved: dict[str, Any], count: int, file: Path) -> Iterator[tuple[str, rows.Row | rows.BadRow]]:

@@ -19,6 +19,7 @@ FILES = {
     "miles": "train_data/3_0.pt",
     "miles_tp": "3_0.pt",
     "prime_rl": "token_exports/step_3/rank_0.jsonl",
+    "prime_rl_traces": "traces/stream/00000.jsonl",
     "verl": "000000.pt",
     "batch.parquet": "batch.parquet",
     "batch.jsonl": "batch.jsonl",

@@ -38,8 +38,9 @@ def chunk(request: pytest.FixtureRequest, tmp_path: Path) -> Chunk:
 
 def test_log_probs_lengths_and_mask_are_those_of_the_batch(chunk: Chunk):
     assert chunk.lengths.tolist() == [len(row["old"]) for row in TRUTH]
-    np.testing.assert_array_equal(chunk.log_pi.astype(np.float32), column("old").astype(np.float32))
-    np.testing.assert_array_equal(chunk.log_mu.astype(np.float32), column("rollout").astype(np.float32))
+    loss = column("loss_mask")
+    np.testing.assert_array_equal(chunk.log_pi[loss].astype(np.float32), column("old")[loss].astype(np.float32))
+    np.testing.assert_array_equal(chunk.log_mu[loss].astype(np.float32), column("rollout")[loss].astype(np.float32))
     np.testing.assert_array_equal(chunk.tokens["loss_mask"], column("loss_mask"))
     np.testing.assert_array_equal(chunk.tokens["token_id"], column("token_ids"))
     assert not chunk.tokens["loss_mask"].all(), "a batch without tool tokens would not show a lost mask"
@@ -59,7 +60,8 @@ def test_a_column_that_a_host_writes_has_the_values_of_the_batch(chunk: Chunk, n
     values = column(in_truth)
     if name in chunk.tokens:
         values = values if values.size == chunk.log_pi.size else values[chunk.sequence_of]
-        np.testing.assert_allclose(chunk.tokens[name], values, rtol=1e-6)
+        loss = column("loss_mask")
+        np.testing.assert_allclose(chunk.tokens[name][loss], values[loss], rtol=1e-6)
     elif name in chunk.sequences:
         own = chunk.sequences[name]
         # miles names a rank by its global number
@@ -77,6 +79,7 @@ def test_a_column_that_a_host_writes_has_the_values_of_the_batch(chunk: Chunk, n
         ),
         ("miles", "advantage entropy finish_reason loss_mask prompt_length step token_id train_rank version"),
         ("prime_rl", "advantage entropy loss_mask pack_position prompt_length step token_id train_rank"),
+        ("prime_rl_traces", "entropy group loss_mask prompt_length reward token_id turn"),
         ("verl", "entropy loss_mask step token_id"),
         (
             "batch.parquet",

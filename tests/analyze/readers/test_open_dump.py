@@ -15,14 +15,14 @@ from host_batches import HOST_DUMPS, HOSTS, JSON_LINES, RECORDS, write_json_line
 from megatron_rc.analyze import diagnose_dump
 from megatron_rc.analyze.readers import FORMATS, json_lines, open_dump
 
-NAMES = {"miles_tp": "miles", "nemo_rl": "nemo-rl", "prime_rl": "prime-rl"}
+NAMES = {"miles_tp": "miles", "nemo_rl": "nemo-rl", "prime_rl": "prime-rl", "prime_rl_traces": "prime-rl-traces"}
 
 
 def rows(path: Path, format: str | None = None) -> int:
     return sum(chunk.num_sequences for chunk in open_dump(path, format).chunks())
 
 
-@pytest.mark.parametrize("host", [host for host in HOSTS if not host.startswith("miles")])
+@pytest.mark.parametrize("host", [host for host in HOSTS if not host.startswith(("miles", "prime_rl_"))])
 def test_a_file_is_known_whatever_its_name(host: str, tmp_path: Path):
     source = next(path for path in sorted((HOST_DUMPS / host).rglob("*")) if path.is_file())
     shutil.copy(source, tmp_path / "renamed.bin")
@@ -168,3 +168,71 @@ def test_a_folder_with_foreign_parquet_is_no_dump(tmp_path: Path):
     pq.write_table(pa.table({"a": [1]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="holds no dump"):
         open_dump(tmp_path)
+
+
+TRACES = HOST_DUMPS / "prime_rl_traces" / "traces"
+
+
+def traces_with(
+    folder: Path, *, episode: dict[str, Any] | None = None, annotation: dict[str, Any] | None = None
+) -> Path:
+    shutil.copytree(TRACES, folder / "traces")
+    for path, record in (("stream/00000.jsonl", episode), ("annotations/orch/00000.jsonl", annotation)):
+        (folder / "traces" / path).parent.mkdir(exist_ok=True)
+        with (folder / "traces" / path).open("a") as opened:
+            opened.write("" if record is None else json.dumps(record) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("node", "sentence"),
+    [
+        ({"parent": 0}, "the parent of node 0 must stand before it"),
+        ({"parent": "x"}, "the parent of node 0 must stand before it"),
+        ({"mask": [True]}, "token_ids, mask and trainer_logprobs have 2, 1 and 2 values"),
+        ({"logprobs": [-1.0, -2.0]}, "logprobs has 2 values, mask says 1 sampled tokens"),
+        ({"token_ids": ["<script>"]}, "token_ids must be a list of numbers"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_damaged_trace_is_left_out_and_named(node: dict[str, Any], sentence: str, tmp_path: Path):
+    nodes = [{"parent": None, "token_ids": [1, 2], "mask": [False, True], "logprobs": [-1.0], **node}]
+    # a node that is its own parent has no leaf, so another one hangs on it
+    nodes += [{"parent": 0, "token_ids": [], "mask": [], "logprobs": []}]
+    update = {"trace_id": "bad", "branches": [{"index": 0, "trainer_logprobs": [None, -1.0]}]}
+    path = traces_with(tmp_path, episode={"traces": [{"id": "bad", "nodes": nodes}]}, annotation=update)
+    dump = open_dump(path)
+    assert sum(chunk.num_sequences for chunk in dump.chunks()) == 6
+    assert dump.corrupt.count == 1 and f"line 7: {sentence}" in dump.corrupt.first[0]
+
+
+def test_a_later_annotation_replaces_an_earlier_one(tmp_path: Path):
+    record = json.loads((TRACES / "stream/00000.jsonl").read_text().splitlines()[0])
+    size = sum(len(node["token_ids"]) for node in record["traces"][0]["nodes"])
+    update = {"trace_id": "trace0", "branches": [{"index": 0, "trainer_logprobs": [-0.5] * size}]}
+    path = traces_with(tmp_path)
+    # producers are read in the order of their names
+    (path / "traces/annotations/trainer/00001.jsonl").write_text(json.dumps(update) + "\n")
+    (chunk,) = open_dump(path).chunks()
+    assert set(chunk.log_pi[: chunk.lengths[0]]) == {-0.5} and "entropy" not in chunk.tokens
+
+
+def test_branches_share_their_first_messages(tmp_path: Path):
+    prompt = {"parent": None, "token_ids": [1, 2], "mask": [False, False], "logprobs": []}
+    leaves = [{"parent": 0, "token_ids": [3 + i], "mask": [True], "logprobs": [-1.0 - i]} for i in range(2)]
+    branches = [{"index": i, "trainer_logprobs": [None, None, -1.5 - i]} for i in range(2)]
+    path = traces_with(
+        tmp_path,
+        episode={"traces": [{"id": "two", "nodes": [prompt, *leaves]}]},
+        annotation={"trace_id": "two", "branches": branches},
+    )
+    (chunk,) = open_dump(path).chunks()
+    last = chunk.select_sequences(chunk.sequence_of[chunk.cu_seqlens[:-1]] >= 6)
+    assert last.log_mu.tolist() == [-1, -2] and last.log_pi.tolist() == [-1.5, -2.5]
+    assert last.tokens["token_id"].tolist() == [3, 4]
+
+
+def test_a_trace_stream_without_annotations_says_what_is_missing(tmp_path: Path):
+    shutil.copy(TRACES / "stream/00000.jsonl", tmp_path / "x.jsonl")
+    with pytest.raises(ValueError, match="no annotation of the trainer is there; give the folder traces as a whole"):
+        list(open_dump(tmp_path).chunks())
