@@ -80,7 +80,7 @@ class Recommendation:
             low, high = self.variation_interval
             return (
                 f"The two policies put {self.variation:.1%} of their probability on different responses ({low:.1%} to "
-                f"{high:.1%}), less than one step can measure."
+                f"{high:.1%}), less than a step of 100 responses measures."
             )
         if self.kl >= USEFUL:
             size = "too much for weights of whole responses"

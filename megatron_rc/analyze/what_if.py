@@ -244,9 +244,9 @@ class _Measures:
 def _warnings(by_length: list[Kept], by_correct: dict[str, Kept] | None) -> list[str]:
     groups = [] if by_correct is None else [("correct answers", by_correct["correct"], MOST_CORRECT_LOST)]
     filled = [(name, kept) for name, kept in zip(QUARTERS, by_length, strict=True) if not math.isnan(kept.tokens)]
-    # where all lengths are equal there is one quarter, which holds all responses
-    if len(filled) > 1:
-        groups += [(f"{name} quarter of the responses", kept, MOST_QUARTER_LOST) for name, kept in filled]
+    # where all lengths are equal, one quarter holds all responses
+    names = [f"{name} quarter of the responses" for name, _ in filled] if len(filled) > 1 else ["responses"]
+    groups += [(name, kept, MOST_QUARTER_LOST) for name, (_, kept) in zip(names, filled, strict=True)]
     warnings = []
     for name, kept, most in groups:
         if 1 - kept.sequences > most:

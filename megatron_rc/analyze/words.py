@@ -18,6 +18,8 @@ HEADLINES = {
     Level.NUMERICS: "NUMERICS: no sign of a bug",
 }
 KAPPA_NEAR = (0.5, 1.5)
+ROUNDING = 1e-12
+"""A smaller bias is the rounding of an exact 0."""
 NO_ENTROPY = "Without the column entropy, a hidden temperature or top-p cannot be excluded."
 
 
@@ -88,7 +90,7 @@ def what_if_cells(row: WhatIf) -> tuple[str, ...]:
         " ".join(percent(kept.sequences) for kept in row.by_length),
         "-" if row.by_correct is None else percent(row.by_correct["correct"].sequences),
         percent(row.ess),
-        f"{row.bias:.1e}",
+        "0" if row.bias < ROUNDING else f"{row.bias:.1e}",
         "-" if row.cosine is None else f"{row.cosine:.3f}",
     )
 

@@ -223,6 +223,15 @@ def test_a_method_that_drops_correct_answers_or_short_ones_is_warned_of() -> Non
     )
 
 
+def test_a_method_that_drops_everything_is_warned_of_whatever_the_columns() -> None:
+    log_mu = np.full((30, 8), -1.0)
+    table = diagnose(log_mu - 0.1, log_mu).what_if
+    assert isinstance(table, WhatIfTable)
+    found = row(table, "geo-mask")
+    assert (found.kept_tokens, found.ess, found.cosine) == (0, 0, None)
+    assert found.warnings == ["drops 100% of the responses"]
+
+
 def test_rows_with_warnings_come_last() -> None:
     flags = [bool(found.warnings) for found in table_of(evidence_of(responses())).rows]
     assert flags == sorted(flags) and True in flags and False in flags
