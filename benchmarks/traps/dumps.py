@@ -13,8 +13,10 @@ import pyarrow.parquet as pq
 
 from megatron_rc.analyze.chunk import Chunk, join
 from megatron_rc.analyze.readers import open_dump
-from megatron_rc.analyze.readers.parquet import LOG_MU, LOG_PI, RENAMED
 
+LOG_PI, LOG_MU = "old_logprobs", "rollout_logprobs"
+IN_FILES = {"token_id": "output_ids"}
+"""Names of columns in the file where they differ from those of ``analyze.columns``."""
 CREATED_BY = b"benchmarks/confusion.py"
 
 
@@ -80,7 +82,7 @@ def write(planted: Planted, file: Path, *, without: Sequence[str] = (), bits: in
     columns: dict[str, pa.Array] = {}
     floats: list[str] = []
     for name, values in {LOG_PI: planted.log_pi, LOG_MU: planted.log_mu, **planted.tokens}.items():
-        name = RENAMED.get(name, name)
+        name = IN_FILES.get(name, name)
         if name in without:
             continue
         if values.dtype.kind == "f":

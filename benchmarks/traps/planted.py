@@ -117,7 +117,7 @@ TRAPS: dict[str, Trap] = {
     "hidden top-p 0.95": Trap("real engine", "RC103", "BUG", hidden(top_p=0.95)),
     "hidden top-p 0.99": Trap("real engine", "RC103", "BUG", hidden(top_p=0.99)),
     "hidden presence penalty": Trap(
-        "real engine", "RC103", "BUG", lambda lab: lab.dump(lab.sample(draw=penalised(0.5)))
+        "real engine", "RC103", "BUG", lambda lab: lab.dump(lab.sample(draw=penalised(1.0)))
     ),
     "raw logs at temperature 0.8": Trap("real engine", "RC104", "BUG", lambda lab: raw_logs(lab, 0.8)),
     "raw logs at temperature 0.95": Trap("real engine", "RC104", "BUG", lambda lab: raw_logs(lab, 0.95)),

@@ -40,7 +40,7 @@ TITLES = {
 }
 LEVEL = evidence.Evidence.significant.__defaults__[0]  # type: ignore[index]
 THRESHOLDS = {
-    "RC101": {LEVEL, maps.LEAST_EXPLAINED, *maps.CONFIDENT},
+    "RC101": {LEVEL, maps.LEAST_EXPLAINED, maps.LEAST_SIZE, *maps.CONFIDENT},
     "RC102": {LEVEL, honest.FIRST_ORDER, honest.RATIO_FLOOR, honest.CERTAIN},
     "RC103": {LEVEL, honest.SURPRISE_FLOOR},
     "RC104": {LEVEL, honest.SIGN_FLOOR, honest.RATIO_FLOOR, honest.LEAST_SIGN},
@@ -51,7 +51,7 @@ THRESHOLDS = {
     "RC301": {LEVEL, location.LEAST_EXPLAINED, location.TIMES_OTHERS},
     "RC303": {LEVEL, location.LEAST_EXPLAINED, location.TIMES_OTHERS},
     "RC404": {LEVEL, benign.LEAST_EXPLAINED},
-    "RC501": set(),
+    "RC501": {benign.LARGEST_SIGMA},
     "RC502": {LEVEL},
 }
 """Constants that a page must name."""

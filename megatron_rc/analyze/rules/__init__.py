@@ -7,18 +7,22 @@ from typing import NamedTuple
 
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules import alignment, benign, counts, honest, location, maps
-from megatron_rc.analyze.rules.rule import Level, Rule, Verdict
+from megatron_rc.analyze.rules.rule import Level, Range, Rule, Verdict
+
+TRIED = Range(tokens=2_000, surprisal=(0.1, 4.0))
+"""What benchmarks/confusion.py, benchmarks/false_alarms.py and the simulated dumps cover: vocabularies of 256 and
+4,096, temperatures of 0.7 to 1, sampled in bf16, fp8 or int8 by the embedded engine and SGLang."""
 
 RULES = (
     Rule("RC203", 0, counts.dummy_logprobs),
     Rule("RC201", 1, alignment.shifted),
-    Rule("RC102", 2, honest.truncated_or_leaking),
-    Rule("RC104", 2, honest.raw_logs),
-    Rule("RC103", 3, honest.hidden_sampling, ("entropy",)),
-    Rule("RC101", 4, maps.temperature),
-    Rule("RC303", 5, location.one_server, ("server",)),
-    Rule("RC301", 5, location.stale_cache, ("cached_tokens", "prompt_length", "syncs")),
-    Rule("RC205", 6, location.other_prompt),
+    Rule("RC102", 2, honest.truncated_or_leaking, calibrated=TRIED),
+    Rule("RC104", 2, honest.raw_logs, calibrated=TRIED),
+    Rule("RC103", 3, honest.hidden_sampling, ("entropy",), TRIED),
+    Rule("RC101", 4, maps.temperature, calibrated=TRIED),
+    Rule("RC303", 5, location.one_server, ("server",), TRIED),
+    Rule("RC301", 5, location.stale_cache, ("cached_tokens", "prompt_length", "syncs"), TRIED),
+    Rule("RC205", 6, location.other_prompt, calibrated=TRIED),
     Rule("RC404", 7, benign.shifted_experts, ("routes_shifted",)),
     Rule("RC502", 7, benign.policy_lag, ("version", "trainer_version")),
     Rule("RC501", 8, benign.numerics),
@@ -60,7 +64,7 @@ def judge(evidence: Evidence, *, select: Collection[str] = (), ignore: Collectio
             not_judged[rule.code] = bug
         elif missing := [name for name in rule.needs if not evidence.has(name)]:
             not_run[rule.code] = missing
-        elif (verdict := rule.judge(evidence)) is not None and verdict.code not in ignore:
+        elif (verdict := rule.verdict(evidence)) is not None and verdict.code not in ignore:
             verdicts.append(verdict)
         wrong = [v.code for v in verdicts if v.level in (Level.BUG, Level.SUSPECT)]
         last_of_stage = index + 1 == len(rules) or rules[index + 1].stage > rule.stage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from importlib import resources
@@ -50,6 +50,27 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Range:
+    """The dumps that a rule was tried on: with its trap, and honest ones; outside of it a bug is only suspected."""
+
+    tokens: int
+    """Loss tokens, at least."""
+    surprisal: tuple[float, float]
+    """Mean of -log mu, nats: how sure the model is of itself."""
+
+    def outside(self, evidence: Evidence) -> str:
+        """Why a dump is outside of the range, in words; empty inside."""
+        tokens = evidence.whole.tokens
+        surprisal = -float(evidence.sample.log_mu.mean())
+        low, high = self.surprisal
+        if tokens < self.tokens:
+            return f"fewer than {self.tokens:,} tokens"
+        if not low <= surprisal <= high:
+            return f"a mean -log mu of {surprisal:.2g} nats, outside of {low:g} to {high:g}"
+        return ""
+
+
+@dataclass(frozen=True)
 class Rule:
     code: str
     stage: int
@@ -58,6 +79,18 @@ class Rule:
     judge: Callable[[Evidence], Verdict | None]
     needs: tuple[str, ...] = ()
     """Columns without which it is not run."""
+    calibrated: Range | None = None
+    """None: a bug is exact in any dump, because nothing was fitted to some."""
+
+    def verdict(self, evidence: Evidence) -> Verdict | None:
+        """What the rule says: no more than suspect outside of the range that it was calibrated in."""
+        verdict = self.judge(evidence)
+        if verdict is None or verdict.level is not Level.BUG or self.calibrated is None:
+            return verdict
+        if not (reason := self.calibrated.outside(evidence)):
+            return verdict
+        sentence = f"{verdict.sentence} (only suspected: the rule was never tried on {reason})"
+        return replace(verdict, level=Level.SUSPECT, sentence=sentence)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,51 @@
+"""A rule claims no more than what it was tried on, and no bug where the effect is too small to matter."""
+
+from __future__ import annotations
+
+import numpy as np
+from simulated_dumps import TRAPS, honest, stale_weights, world
+
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
+from megatron_rc.analyze.readers.dump import CorruptRows
+from megatron_rc.analyze.rules import TRIED
+from megatron_rc.analyze.rules.rule import Level
+
+
+def diagnosed(chunk: Chunk) -> Diagnosis:
+    return diagnosis_of([chunk], "a dump", "arrays", CorruptRows())
+
+
+def levels(diagnosis: Diagnosis) -> dict[str, Level]:
+    return {verdict.code: verdict.level for verdict in diagnosis.verdicts}
+
+
+def test_a_bug_in_fewer_tokens_than_a_rule_was_tried_on_is_only_suspected() -> None:
+    _, make = TRAPS["renormalised top-p .95"]
+    chunk = make(world(1, sequences=16))
+    enough, few = (diagnosed(chunk.select_sequences(np.arange(16) < count)) for count in (16, 12))
+    assert few.evidence.whole.tokens < TRIED.tokens < enough.evidence.whole.tokens
+    assert levels(enough) == {"RC102": Level.BUG}
+    assert levels(few) == {"RC102": Level.SUSPECT}
+    assert "fewer than 2,000 tokens" in few.verdicts[0].sentence
+
+
+def test_a_bug_in_a_model_that_is_surer_than_those_a_rule_was_tried_on_is_only_suspected() -> None:
+    sure = Chunk(np.full(7680, -0.002), np.full(7680, -0.001), np.arange(49) * 160)
+    assert levels(diagnosed(sure)) == {"RC106": Level.SUSPECT}
+
+
+def test_logs_of_four_decimals_are_no_temperature() -> None:
+    """Log-probs between -5e-5 and 0 become 0, so l follows from the logged log-prob, by less than a nat in 10,000."""
+    random = np.random.default_rng(0)
+    log_pi = -np.exp(random.uniform(np.log(1e-5), np.log(1e-3), 96 * 160))
+    chunk = Chunk(log_pi, np.round(log_pi, 4), np.arange(97) * 160)
+    diagnosis = diagnosed(chunk)
+    assert diagnosis.evidence.profiles["log_mu"].explained_sign > 0.1
+    assert diagnosis.evidence.significant(diagnosis.evidence.sign_test)
+    assert levels(diagnosis) == {"RC501": Level.NUMERICS}
+
+
+def test_a_gap_beyond_eight_bits_is_suspect_although_no_rule_knows_its_cause() -> None:
+    assert levels(diagnosed(stale_weights(world(1, sequences=48)))) == {"RC501": Level.SUSPECT}
+    assert levels(diagnosed(honest(world(1, sequences=48)))) == {"RC501": Level.NUMERICS}
