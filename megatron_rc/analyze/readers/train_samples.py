@@ -17,10 +17,23 @@ LOG_PI, LOG_MU = "log_probs", "rollout_log_probs"
 PER_TOKEN = {"loss_mask": "loss_masks", "entropy": "entropy", "advantage": "advantages"}
 """Columns of response tokens by their name here, with the name of the host."""
 
+READ = (
+    LOG_PI,
+    LOG_MU,
+    *PER_TOKEN.values(),
+    "tokens",
+    "response_lengths",
+    "total_lengths",
+    "truncated",
+    "weight_versions",
+)
+"""Columns that are read from disk."""
+
 
 def row_of(sample: Mapping[str, Any], known: Mapping[str, Any]) -> rows.Row:
     """The response of a sample; ``known`` holds columns of the sequence that stand elsewhere in the file."""
-    values = {name: value_of(value) for name, value in sample.items()}
+    # routes and images may be many times as large as all of these
+    values = {name: value_of(sample[name]) for name in READ if name in sample}
     response, total = (rows.size(values.get(name), name) for name in ("response_lengths", "total_lengths"))
     log_pi, log_mu = (rows.log_probs(values.get(name), name) for name in (LOG_PI, LOG_MU))
     columns = {name: values[key] for name, key in PER_TOKEN.items() if values.get(key) is not None}

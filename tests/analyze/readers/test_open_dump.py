@@ -7,13 +7,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from host_batches import HOST_DUMPS, HOSTS, JSON_LINES, RECORDS, write_json_lines, write_parquet
+from typer.testing import CliRunner
 
 from megatron_rc.analyze import diagnose_dump
 from megatron_rc.analyze.readers import FORMATS, json_lines, open_dump
+from megatron_rc.analyze.readers import rows as row_packing
+from megatron_rc.cli import app
 
 NAMES = {"miles_tp": "miles", "nemo_rl": "nemo-rl", "prime_rl": "prime-rl", "prime_rl_traces": "prime-rl-traces"}
 
@@ -236,3 +240,52 @@ def test_a_trace_stream_without_annotations_says_what_is_missing(tmp_path: Path)
     shutil.copy(TRACES / "stream/00000.jsonl", tmp_path / "x.jsonl")
     with pytest.raises(ValueError, match="no annotation of the trainer is there; give the folder traces as a whole"):
         list(open_dump(tmp_path).chunks())
+
+
+JSON_DUMPS = ["nemo_rl/train_data_step3.jsonl", "prime_rl/token_exports/step_3/rank_0.jsonl", "batch.jsonl"]
+
+
+@pytest.mark.parametrize("name", JSON_DUMPS)
+def test_lines_that_arrow_reads_and_lines_that_python_reads_are_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = HOST_DUMPS / name if "/" in name else write_json_lines(tmp_path / name)
+    read_by_arrow = []
+    arrow = json_lines.arrow_records
+
+    def watched(*arguments: Any) -> Any:
+        read_by_arrow.append(arrow(*arguments))
+        return read_by_arrow[-1]
+
+    monkeypatch.setattr(json_lines, "arrow_records", watched)
+    (fast,) = open_dump(path).chunks()
+    assert all(records is not None for records in read_by_arrow)
+    monkeypatch.setattr(json_lines, "arrow_records", lambda *arguments: None)
+    (slow,) = open_dump(path).chunks()
+    for one, other in ((fast.tokens, slow.tokens), (fast.sequences, slow.sequences)):
+        assert one.keys() == other.keys()
+        for column in one:
+            np.testing.assert_array_equal(one[column], other[column])
+    np.testing.assert_array_equal(fast.log_pi, slow.log_pi)
+    np.testing.assert_array_equal(fast.log_mu, slow.log_mu)
+
+
+@pytest.mark.parametrize("host", [host for host in HOSTS if host != "miles"])
+def test_memory_is_bounded_by_chunks_not_by_files(host: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(row_packing, "CHUNK_TOKENS", 15)
+    sizes = [chunk.log_pi.size for chunk in open_dump(HOST_DUMPS / host).chunks()]
+    assert len(sizes) > 2 and max(sizes) < 15 + 11, "a chunk ends with the response that fills it"
+
+
+def test_the_command_takes_a_format_and_says_what_it_left_out(tmp_path: Path):
+    shutil.copytree(HOST_DUMPS / "slime", tmp_path / "slime")
+    shutil.copytree(HOST_DUMPS / "miles", tmp_path / "miles")
+    cut = tmp_path / "slime/train_data/4.pt"
+    cut.write_bytes((tmp_path / "slime/train_data/3.pt").read_bytes()[:-30])
+    run = CliRunner().invoke(app, ["analyze", str(tmp_path)], env={"COLUMNS": "400"})
+    assert run.exit_code == 0, run.output
+    assert "0 corrupt rows and 1 unreadable files left out" in run.output
+    assert "4 files of miles train data are not read" in run.output
+    named = CliRunner().invoke(app, ["analyze", str(tmp_path), "--format", "miles", "--json"])
+    numbers = json.loads(named.output)
+    assert numbers["format"] == "miles train data" and numbers["unreadable_files"] == 1
