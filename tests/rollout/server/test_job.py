@@ -61,6 +61,12 @@ def test_a_job_trains_on_a_servers_rollouts_and_sends_it_every_version(
     batches = list(read_dump(tmp_path / "out/dump"))
     drew = [{span["version"] for row in batch for span in row["weight_versions"]} for batch in batches]
     assert drew == [{0}, {1}]
+    served = [{(row["server"], row["syncs"], row["trainer_version"]) for row in batch} for batch in batches]
+    name = server.url.removeprefix("http://")
+    assert served == [{(name, 1, 0)}, {(name, 2, 1)}]
+    cached = [row["cached_tokens"] for batch in batches for row in batch]
+    assert min(cached) >= 0 and max(cached) > 0, "responses to one prompt share its cache"
+    assert {row["retractions"] for batch in batches for row in batch} == {0}
 
 
 def test_a_server_that_cannot_be_used_is_one_sentence(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

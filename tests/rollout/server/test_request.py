@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_rc.engine import SamplingParams
-from megatron_rc.rollout.sglang.http import without_tokens
+from megatron_rc.rollout.sglang.http import Server, without_tokens
 from megatron_rc.rollout.sglang.request import DamagedAnswer, Piece, Request, RouteShape
 
 ROUTES = RouteShape(faulty.LAYERS, faulty.TOP_K, faulty.EXPERTS)
@@ -161,6 +161,31 @@ def test_versions_of_a_continuation_move_behind_the_tokens_before_it() -> None:
     same, other = Piece([4], [-1.0], "length", [(3, 0, 1)]), Piece([4], [-1.0], "length", [(5, 0, 1)])
     assert (first + same).weight_versions == [(3, 0, 3)]
     assert (first + other).weight_versions == [(3, 0, 2), (5, 2, 3)]
+
+
+def test_the_prefix_cache_is_that_of_the_request_that_used_it_most() -> None:
+    given = answer(request())
+    for said, known in ((5, 5), (0, 0), (None, None)):
+        given["meta_info"].pop("cached_tokens", None)
+        given["meta_info"] |= {} if said is None else {"cached_tokens": said}
+        assert request().piece(given).cached_tokens == known
+    drawn = {"output_ids": [1], "logprobs": [-1.0], "weight_versions": [(3, 0, 1)]}
+    pieces = [Piece(**drawn, cached_tokens=count) for count in (None, 7, 2)]
+    assert (pieces[0] + pieces[0]).cached_tokens is None
+    assert (pieces[0] + pieces[1] + pieces[2]).cached_tokens == 7
+
+
+def test_a_continued_response_belongs_to_the_server_that_drew_its_end() -> None:
+    drawn = {"output_ids": [1], "logprobs": [-1.0], "weight_versions": [(3, 0, 1)]}
+    joined = Piece(**drawn, server="a:1", syncs=4) + Piece(**drawn, server="b:2", syncs=1)
+    assert (joined.server, joined.syncs) == ("b:2", 1)
+    nothing = Piece(server="c:3", syncs=9)
+    assert ((joined + nothing).server, (joined + nothing).syncs) == ("b:2", 1)
+
+
+def test_the_name_of_a_server_holds_no_password() -> None:
+    server = Server("https://user:secret@10.0.0.1:30000", background=None)  # type: ignore[arg-type]
+    assert server.name == "10.0.0.1:30000"
 
 
 def test_routes_of_a_continuation_keep_the_rows_that_drew_the_first_tokens() -> None:
