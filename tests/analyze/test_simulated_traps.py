@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulated_dumps import TRAPS, honest, log_softmax, world
+from simulated_dumps import TRAPS, honest, log_softmax, padded_vocabulary, world
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.diagnosis import diagnosis_of
@@ -26,6 +26,19 @@ def test_a_rule_answers_to_its_trap_and_to_no_other(name: str) -> None:
         assert not {Level.BUG, Level.SUSPECT} & set(verdicts.values())
     else:
         assert verdicts == {code: Level.BUG}
+
+
+def test_codes_that_one_rule_tells_apart_are_selected_and_ignored_one_by_one() -> None:
+    chunk = padded_vocabulary(world(1, sequences=96), 64)
+    answered = {
+        (select, ignore): [
+            v.code for v in diagnosis_of([chunk], "", "", CorruptRows(), select=select, ignore=ignore).verdicts
+        ]
+        for select, ignore in ((("RC106",), ()), (("RC102",), ()), ((), ("RC106",)))
+    }
+    assert answered[("RC106",), ()] == ["RC106"]
+    assert answered[("RC102",), ()] == []
+    assert "RC106" not in answered[(), ("RC106",)]
 
 
 def test_honest_batches_reject_as_often_as_the_level_says() -> None:

@@ -16,7 +16,7 @@ TRIED = Range(tokens=2_000, surprisal=(0.1, 4.0))
 RULES = (
     Rule("RC203", 0, counts.dummy_logprobs),
     Rule("RC201", 1, alignment.shifted),
-    Rule("RC102", 2, honest.truncated_or_leaking, calibrated=TRIED),
+    Rule("RC102", 2, honest.truncated_or_leaking, calibrated=TRIED, also=frozenset({"RC106"})),
     Rule("RC104", 2, honest.raw_logs, calibrated=TRIED),
     Rule("RC103", 3, honest.hidden_sampling, ("entropy",), TRIED),
     Rule("RC101", 4, maps.temperature, calibrated=TRIED),
@@ -27,9 +27,9 @@ RULES = (
     Rule("RC502", 7, benign.policy_lag, ("version", "trainer_version")),
     Rule("RC501", 8, benign.numerics),
 )
-"""Every rule that is judged. RC106 is judged with RC102, which it is told apart from."""
+"""Every rule that is judged."""
 
-CODES = frozenset({rule.code for rule in RULES} | {"RC106"})
+CODES = frozenset().union(*(rule.codes for rule in RULES))
 
 
 class Judgement(NamedTuple):
@@ -58,13 +58,14 @@ def judge(evidence: Evidence, *, select: Collection[str] = (), ignore: Collectio
     not_run: dict[str, list[str]] = {}
     not_judged: dict[str, str] = {}
     bug = ""
-    rules = [rule for rule in RULES if rule.code not in ignore and (not select or rule.code in select)]
+    wanted = CODES.intersection(select or CODES).difference(ignore)
+    rules = [rule for rule in RULES if rule.codes & wanted]
     for index, rule in enumerate(rules):
         if bug:
             not_judged[rule.code] = bug
         elif missing := [name for name in rule.needs if not evidence.has(name)]:
             not_run[rule.code] = missing
-        elif (verdict := rule.verdict(evidence)) is not None and verdict.code not in ignore:
+        elif (verdict := rule.verdict(evidence)) is not None and verdict.code in wanted:
             verdicts.append(verdict)
         wrong = [v.code for v in verdicts if v.level in (Level.BUG, Level.SUSPECT)]
         last_of_stage = index + 1 == len(rules) or rules[index + 1].stage > rule.stage

@@ -81,6 +81,12 @@ class Rule:
     """Columns without which it is not run."""
     calibrated: Range | None = None
     """None: a bug is exact in any dump, because nothing was fitted to some."""
+    also: frozenset[str] = frozenset()
+    """Further codes that it may answer with."""
+
+    @property
+    def codes(self) -> frozenset[str]:
+        return self.also | {self.code}
 
     def verdict(self, evidence: Evidence) -> Verdict | None:
         """What the rule says: no more than suspect outside of the range that it was calibrated in."""
