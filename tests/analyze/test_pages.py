@@ -48,7 +48,7 @@ THRESHOLDS = {
     "RC201": {LEVEL, alignment.LEAST_GAIN, max(LAGS)},
     "RC203": {counts.FEWEST, ZERO_BELOW},
     "RC205": {LEVEL, location.LEAST_EXPLAINED, location.TIMES_OTHERS},
-    "RC301": {LEVEL, location.LEAST_EXPLAINED, location.TIMES_OTHERS},
+    "RC301": {LEVEL, location.CACHE_EXPLAINED, location.TIMES_OTHERS},
     "RC303": {LEVEL, location.LEAST_EXPLAINED, location.TIMES_OTHERS},
     "RC404": {LEVEL, benign.LEAST_EXPLAINED},
     "RC501": {benign.LARGEST_SIGMA},
