@@ -1,0 +1,84 @@
+"""Every rule answers to its trap alone, on committed dumps of real engines that benchmarks/confusion.py made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rc.analyze.diagnosis import Diagnosis, diagnose_dump
+from megatron_rc.analyze.rules.rule import Level
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "tests/support/data/traps"
+BUGS = {
+    "logged-temperature-0.9": "RC101",
+    "logged-temperature-0.98": "RC101",
+    "renormalised-top-p-0.95": "RC102",
+    "renormalised-top-p-0.99": "RC102",
+    "server-top-p-0.95-renormalised-logs": "RC102",
+    "hidden-temperature-0.9": "RC103",
+    "hidden-temperature-0.95": "RC103",
+    "hidden-top-p-0.95": "RC103",
+    "hidden-top-p-0.99": "RC103",
+    "hidden-presence-penalty": "RC103",
+    "server-hidden-temperature-0.9": "RC103",
+    "server-top-p-0.95-full-logs": "RC103",
+    "raw-logs-at-temperature-0.8": "RC104",
+    "raw-logs-at-temperature-0.95": "RC104",
+    "padded-vocabulary": "RC106",
+    "shifted-by-one": "RC201",
+    "zero-filled": "RC203",
+    "forced-end": "RC203",
+    "another-template": "RC205",
+    "server-stale-prefix-cache": "RC301",
+    "one-stale-server": "RC303",
+    "server-stale-server": "RC303",
+}
+HEALTHY = ["healthy-bf16", "healthy-int8-weights", "healthy-fp8-weights", "server-healthy", "server-retracted-requests"]
+CAUSES = {"policy-lag": ("RC502", Level.STALENESS), "expert-flips": ("RC404", Level.NUMERICS)}
+TOO_LARGE = ["wrong-conversion-of-one-tensor", "server-wrong-conversion"]
+
+
+def diagnosis_of(name: str) -> Diagnosis:
+    return diagnose_dump(FOLDER / f"{name}.parquet")
+
+
+def levels(diagnosis: Diagnosis) -> dict[str, Level]:
+    return {verdict.code: verdict.level for verdict in diagnosis.verdicts}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_rule_answers_to_its_trap_and_to_no_other(name: str) -> None:
+    assert levels(diagnosis_of(name)) == {BUGS[name]: Level.BUG}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_dump_is_numerics(name: str) -> None:
+    assert levels(diagnosis_of(name)) == {"RC501": Level.NUMERICS}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_benign_cause_is_named_and_is_no_bug(name: str) -> None:
+    code, level = CAUSES[name]
+    assert levels(diagnosis_of(name)) == {code: level, "RC501": Level.NUMERICS}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_a_gap_beyond_any_rounding_is_suspect_although_no_rule_knows_its_cause(name: str) -> None:
+    assert levels(diagnosis_of(name)) == {"RC501": Level.SUSPECT}
+
+
+def test_every_committed_dump_is_judged_here() -> None:
+    assert {file.stem for file in FOLDER.glob("*.parquet")} == {*BUGS, *HEALTHY, *CAUSES, *TOO_LARGE}
+
+
+@pytest.mark.parametrize(("name", "expected"), [("healthy", {"RC501": Level.NUMERICS}), ("sick", {"RC102": Level.BUG})])
+def test_the_example_is_answered_as_its_readme_says(name: str, expected: dict[str, Level]) -> None:
+    assert levels(diagnose_dump(ROOT / f"examples/dumps/{name}.parquet")) == expected
+
+
+def test_the_committed_dumps_stay_small() -> None:
+    examples = list((ROOT / "examples/dumps").glob("*.parquet"))
+    assert all(file.stat().st_size <= 300_000 for file in examples)
+    assert sum(file.stat().st_size for file in FOLDER.glob("*.parquet")) <= 3_000_000
