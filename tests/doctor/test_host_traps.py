@@ -87,6 +87,8 @@ TRAPPED = [
     ("slime", "tis-function", TIS, "error", "never called"),
     ("slime", "tis-function", f"{TIS} --get-mismatch-metrics", "note", "metrics alone"),
     ("miles", "loss-function", "--custom-loss-function-path my.loss", "error", "--loss-type policy_loss"),
+    ("slime", "entropy-of-the-dump", "--save-debug-train-data a_{rank}_{rollout_id}.pt", "note", "no entropy"),
+    ("miles", "entropy-of-the-dump", "--dump-details details", "note", "no entropy"),
     ("slime", "hook-settings", f"{OURS} --use-tis", "error", "megatron_rc must be a mapping"),
     ("miles", "rollout-data-on-miles", flag("rollout_data"), "error", "gives that hook no rollout"),
 ]
@@ -210,6 +212,7 @@ FREE = [
     (LM, f"{RL} --cuda-graph-impl full_iteration --no-rl-partial-rollouts", set()),
     (TRAINING, f"{REPLAY} --recompute-granularity selective", set()),
     ("slime", f"--use-tis {TIS} --rollout-top-p 0.95 --rollout-temperature 0.8", set()),
+    ("slime", "--dump-details details --use-rollout-entropy", set()),
     ("miles", "--loss-type custom_loss --custom-loss-function-path my.loss --use-rollout-logprobs", set()),
 ]
 

@@ -10,6 +10,7 @@ from jobs import DENSE, run_together, settings_file, train
 from warm_models import TASK, warm_model
 
 from megatron_rc.report.log import read_metrics
+from megatron_rc.schema.dump import read_dump
 
 JOB: dict[str, Any] = {
     "task": TASK,
@@ -60,6 +61,21 @@ def test_a_job_reports_how_far_the_experts_moved(case: str, jobs: tuple[Path, li
         assert 0 < records[0]["old/rejected_route_shift_sequence_mean_seq"] <= 1
     text = (folder / case / "report.html").read_text()
     assert "Expert overlap" in text and "Load change of every expert" in text
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_dump_says_of_every_token_in_how_many_layers_its_experts_moved(
+    case: str, jobs: tuple[Path, list[tuple[int, str]]]
+) -> None:
+    folder, done = jobs
+    assert done[list(CASES).index(case)][0] == 0
+    reported = [r["old/route_any_diff"] for r in read_metrics(folder / case) if r["phase"] == "rl" and r["step"]]
+    steps = list(read_dump(folder / case / "dump"))
+    for records, mean in zip(steps, reported, strict=True):
+        shares = [share for r in records for share in r["routes_shifted"]]
+        assert set(shares) <= {0.0, 0.5, 1.0} and sum(shares) / len(shares) == pytest.approx(mean, rel=1e-6)
+        assert all(len(r["routes_shifted"]) == len(r["rollout_logprobs"]) for r in records)
+        assert all((r["routes"] is None) == (case == "recorded") for r in records)
 
 
 def test_dumped_routes_are_replayed_as_those_of_the_sampler_were(jobs: tuple[Path, list[tuple[int, str]]]) -> None:

@@ -15,7 +15,8 @@ DEFAULTS: dict[str, Any] = {
         ("use_tis", "get_mismatch_metrics", "use_rollout_logprobs", "use_opsm", "tis_batch_normalize"), False
     ),
     **dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay", "calculate_per_token_loss"), False),
-    **dict.fromkeys(("allgather_cp", "indep_dp"), False),
+    **dict.fromkeys(("allgather_cp", "indep_dp", "use_rollout_entropy"), False),
+    **dict.fromkeys(("save_debug_train_data", "dump_details"), None),
     **dict.fromkeys(("custom_tis_function_path", "custom_loss_function_path"), None),
     **dict.fromkeys(("custom_pg_loss_reducer_function_path", "num_steps_per_rollout", "global_batch_size"), None),
     **{"loss_type": "policy_loss", "advantage_estimator": "grpo", "train_backend": "megatron", "qkv_format": "thd"},
@@ -63,6 +64,13 @@ _OWN_RULES = (
         "weights are normalised over one micro-batch of one rank, so they depend on how the batch was packed",
         f"Set tis_batch_normalize: false, or megatron_rc.correction.normalize: batch with {flag('rollout_data')}.",
         good="no weight depends on how the batch was cut", severity="warning",
+    ),
+    FlagRule(
+        "entropy-of-the-dump",
+        lambda args: (args.save_debug_train_data or args.dump_details) and not args.use_rollout_entropy,
+        "the dump of train data gets no entropy of the policy, so an analysis cannot exclude a hidden temperature",
+        "Add --use-rollout-entropy: the host's own pass over the log-probs computes it.",
+        good="a dump of train data holds the entropy of the policy, or none is written", severity="note",
     ),
 )  # fmt: skip
 
