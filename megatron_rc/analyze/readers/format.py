@@ -15,7 +15,7 @@ from megatron_rc.analyze.readers.dump import CorruptRows, Group, UnreadableFile,
 from megatron_rc.analyze.readers.json_lines import CODECS, lines, parsed
 from megatron_rc.analyze.readers.parquet_footer import row_groups
 from megatron_rc.analyze.readers.rows import BadRow
-from megatron_rc.analyze.readers.torch_file import TorchFile
+from megatron_rc.analyze.readers.torch_file import first_values
 
 FIRST_LINES = 5
 """Lines of a JSON file of which one must be whole for the file to be known."""
@@ -79,7 +79,7 @@ def _parquet(file: Path) -> Content:
 
 def _torch(file: Path) -> Content:
     try:
-        values = TorchFile(file).first_values()
+        values = first_values(file)
     except UnreadableFile as error:
         return Content("torch", problem=str(error))
     return Content("torch", frozenset(value for value in values if isinstance(value, str)))

@@ -18,7 +18,7 @@ from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.readers import rows
 from megatron_rc.analyze.readers.dump import CorruptRows, Group, UnreadableFile
 from megatron_rc.analyze.readers.format import Format
-from megatron_rc.analyze.readers.torch_file import TorchFile, item_of, length_of, value_of
+from megatron_rc.analyze.readers.torch_file import TorchFile, first_values, item_of, length_of, value_of
 from megatron_rc.analyze.readers.train_samples import LOG_MU, LOG_PI, row_of
 
 SLICED = (LOG_PI, LOG_MU, "entropy", "advantages")
@@ -38,7 +38,7 @@ def groups(files: list[Path]) -> list[Group]:
 def rollout_of(file: Path) -> int | None:
     """The rollout that the head of a file names; None for a damaged one."""
     try:
-        values = TorchFile(file).first_values()
+        values = first_values(file)
     except UnreadableFile:
         return None
     following = (after for name, after in pairwise(values) if name == "rollout_id")

@@ -28,6 +28,9 @@ from megatron_rc.analyze.readers.dump import UnreadableFile, first_line
 MAX_PICKLE = 256 << 20
 """Bytes of data.pkl; it names tensors and holds none, so a larger one is no dump of log-probs."""
 
+START = 4096
+"""Bytes that are looked at to know a file."""
+
 BFLOAT16 = "bfloat16"
 DTYPES: dict[str, Any] = {
     "DoubleStorage": np.float64,
@@ -139,16 +142,9 @@ class TorchFile:
         self._big_endian = "byteorder" in self._entries and bytes(self._raw(self._entries["byteorder"])) == b"big"
         self._checked: set[str] = set()
 
-    def first_values(self, size: int = 4096) -> list[str | int]:
-        """Texts and integers at the start of the pickle, in order: the first keys of what was saved among them."""
-        values: list[str | int] = []
-        try:
-            for code, value, _ in pickletools.genops(bytes(self._raw(self._pickle)[:size])):
-                if isinstance(value, str) or (isinstance(value, int) and "INT" in code.name):
-                    values.append(value)
-        except ValueError:  # the part ends within an instruction
-            pass
-        return values
+    def start(self) -> bytes:
+        """The first bytes of the pickle."""
+        return bytes(self._raw(self._pickle)[:START])
 
     def load(self) -> Any:
         """What was saved, with a Tensor for each tensor."""
@@ -194,6 +190,36 @@ class TorchFile:
     def _check(self, entry: zipfile.ZipInfo, raw: memoryview) -> None:
         if zlib.crc32(raw) != entry.CRC:
             raise UnreadableFile(f"{self.path}: entry {entry.filename!r:.80} is damaged: its checksum is wrong")
+
+
+def first_values(path: Path) -> list[str | int]:
+    """Texts and integers at the start of what was saved, in order: its first keys among them.
+
+    torch.save writes the pickle first, so that a folder of many files is known without their tables of contents.
+
+    Raises:
+        UnreadableFile: not a file of ``torch.save``.
+    """
+    with path.open("rb") as opened:
+        head = opened.read(START)
+    if len(head) > 30:
+        (compression,) = struct.unpack("<H", head[8:10])
+        name, extra = struct.unpack("<HH", head[26:30])
+        first = head[:4] == b"PK\x03\x04" and compression == zipfile.ZIP_STORED
+        if first and head[30 : 30 + name].endswith(b"/data.pkl"):
+            return _values(head[30 + name + extra :])
+    return _values(TorchFile(path).start())
+
+
+def _values(pickled: bytes) -> list[str | int]:
+    values: list[str | int] = []
+    try:
+        for code, value, _ in pickletools.genops(pickled):
+            if isinstance(value, str) or (isinstance(value, int) and "INT" in code.name):
+                values.append(value)
+    except ValueError:  # the part ends within an instruction
+        pass
+    return values
 
 
 class _Refused(pickle.UnpicklingError):

@@ -288,4 +288,5 @@ def test_the_command_takes_a_format_and_says_what_it_left_out(tmp_path: Path):
     assert "4 files of miles train data are not read" in run.output
     named = CliRunner().invoke(app, ["analyze", str(tmp_path), "--format", "miles", "--json"])
     numbers = json.loads(named.output)
-    assert numbers["format"] == "miles train data" and numbers["unreadable_files"] == 1
+    assert numbers["format"] == "miles train data" and numbers["unreadable_files"] == 0
+    assert numbers["ignored"] == ["2 files of slime train data are not read, such as 3.pt"]
