@@ -24,6 +24,9 @@ ROOT = checkout.ROOT
 ANALYZE = ROOT / "docs/analyze.md"
 WIDTH = 118
 """Columns of a printed report."""
+CAPTION = (
+    "*A dump of a small model with this trap, beside the same model in bf16 without any: `benchmarks/confusion.py`.*"
+)
 NUMBERS = {
     "k3": "mean k3",
     "sigma": "noise of a logit that would give this gap",
@@ -49,7 +52,7 @@ def rule_page(code: str) -> str:
     if not (ROOT / "docs" / name).exists():
         return text
     heading, _, rest = text.partition("\n\n")
-    return f"{heading}\n\n![{Page(code).title}](../{name})\n\n{rest}"
+    return f"{heading}\n\n![{Page(code).title}](../{name})\n\n{CAPTION}\n\n{rest}"
 
 
 def column_tables() -> str:

@@ -68,6 +68,25 @@ def test_the_page_of_a_rule_is_that_of_the_package(code: str) -> None:
     assert written == analyze_docs.rule_page(code), "run `make docs`"
 
 
+def test_every_rule_has_a_picture() -> None:
+    assert {path.stem for path in (ROOT / "docs/images/rules").glob("*.svg")} == CODES
+
+
+@pytest.mark.parametrize(("code", "trap"), [("RC102", "padded vocabulary"), ("RC303", "one stale server")])
+def test_a_picture_shows_both_dumps(code: str, trap: str) -> None:
+    pytest.importorskip("matplotlib")
+    import rule_pictures
+
+    assert set(rule_pictures.RULES) == CODES
+    healthy, sick = (
+        diagnosis_of([TRAPS[name][1](world(1))], "dump", "arrays", CorruptRows()).evidence for name in ("honest", trap)
+    )
+    (axes,) = rule_pictures.picture(code, healthy, sick).axes
+    legend = axes.get_legend()
+    assert legend is not None
+    assert sorted(text.get_text().split(",")[0] for text in legend.get_texts()) == ["healthy", "sick"]
+
+
 @pytest.mark.parametrize("name", sorted(analyze_docs.BLOCKS))
 def test_generated_parts_are_what_the_code_says(name: str) -> None:
     match = re.search(rf"<!-- {name}: [^\n]* -->\n(.*)\n<!-- end of {name} -->", TEXT, re.DOTALL)
