@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -290,3 +291,8 @@ def test_the_command_takes_a_format_and_says_what_it_left_out(tmp_path: Path):
     numbers = json.loads(named.output)
     assert numbers["format"] == "miles train data" and numbers["unreadable_files"] == 0
     assert numbers["ignored"] == ["2 files of slime train data are not read, such as 3.pt"]
+
+
+def test_every_format_has_its_row_in_the_docs():
+    text = (HOST_DUMPS.parents[3] / "docs/formats.md").read_text()
+    assert re.findall(r"^\| `(\w[\w-]*)` \|", text, re.MULTILINE) == [known.name for known in FORMATS]
