@@ -11,7 +11,7 @@ from megatron_rc.analyze.rules import CODES
 
 BENIGN = {"RC404", "RC501", "RC502"}
 """Rules that name a cause without a fault; RC501 always joins them."""
-_CELL, _NAME, _HEAD = 38, 250, 70
+_CELL, _NAME, _HEAD = 38, 270, 70
 _RIGHT, _WRONG, _EMPTY = "#2e7d32", "#c62828", "#f2f2f2"
 
 
@@ -65,11 +65,11 @@ class Matrix:
         """The document with picture and table."""
         return (
             "# Which rule answers to which trap\n\n"
-            "Each row is a dump of a small model (vocabulary 4,096, about 30,000 tokens of responses of up to 160) "
-            "with one fault. *Real engine*: the embedded engine runs with that fault. *Real server*: an SGLang server "
-            "does. *Injected*: the logs of a healthy dump are changed. The sampler computes in bf16, the trainer in "
-            f"fp32. A number counts dumps, of {seeds} seed{'s' * (seeds != 1)}, in which the rule answered; RC501 also "
-            "answers beside the other benign causes.\n\n"
+            "Each row is a dump of a small model (vocabulary 4,096, 18,000 to 34,000 tokens of responses of up to 160) "
+            "with one fault.\n*Real engine*: the embedded engine runs with that fault. *Real server*: an SGLang server "
+            "does. *Injected*: the logs of a healthy dump\nare changed. The sampler computes in bf16, the trainer in "
+            f"fp32. A number counts dumps, of {seeds} seed{'s' * (seeds != 1)}, in which\nthe rule answered; RC501 "
+            "also answers beside the other benign causes.\n\n"
             "![traps against rules](../images/confusion.svg)\n\n"
             f"{self.markdown()}\n"
             "`python benchmarks/confusion.py --server --docs` writes this page.\n"
@@ -78,7 +78,7 @@ class Matrix:
     def svg(self) -> str:
         """The picture: green where the wanted rule answered, red where another one did."""
         codes = self.codes
-        width, height = _NAME + _CELL * len(codes) + 10, _HEAD + 20 * len(self.rows) + 10
+        width, height = _NAME + _CELL * len(codes) + 30, _HEAD + 20 * len(self.rows) + 10
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
             'font-family="sans-serif" font-size="12">',
