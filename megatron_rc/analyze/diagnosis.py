@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ from numpy.typing import ArrayLike
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
+from megatron_rc.analyze.decomposition import Decomposition, decompose
 from megatron_rc.analyze.evidence import Evidence, Gathering
 from megatron_rc.analyze.readers import open_dump
 from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.recommend import Recommendation, recommend
 from megatron_rc.analyze.rules import Judgement, judge
 from megatron_rc.analyze.rules.rule import Level, Verdict
+from megatron_rc.analyze.timeline import Logged, Timeline, logged_beside, timeline
 from megatron_rc.analyze.what_if import Missing, WhatIfTable, what_if
 from megatron_rc.config import PRESETS
 
@@ -35,6 +37,8 @@ class Diagnosis:
     corrupt: CorruptRows
     ignored: list[str]
     """One sentence for each kind of file at the path that was not read."""
+    logged: Logged = field(default_factory=dict)
+    """What the log of the run beside the dump says, by series and step."""
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -45,6 +49,16 @@ class Diagnosis:
         """The gravest level of the verdicts."""
         levels = {verdict.level for verdict in self.verdicts}
         return next((level for level in Level if level in levels), Level.NUMERICS)
+
+    @cached_property
+    def decomposition(self) -> Decomposition | None:
+        """Why k3 grew from the first to the last steps; None where they cannot be compared."""
+        return decompose(self.evidence.steps)
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """The course of the run; None with too few steps."""
+        return timeline(self.evidence.steps, self.logged)
 
     @property
     def hidden_sampling_possible(self) -> bool:
@@ -135,7 +149,7 @@ def diagnose_dump(
         ValueError: nothing to read, an unknown format or rule, or no loss token.
     """
     dump = open_dump(path, format)
-    return diagnosis_of(
+    diagnosis = diagnosis_of(
         dump.chunks(progress),
         str(path),
         dump.format,
@@ -144,6 +158,7 @@ def diagnose_dump(
         select=select,
         ignore=ignore,
     )
+    return replace(diagnosis, logged=logged_beside(Path(path)))
 
 
 def diagnosis_of(

@@ -16,6 +16,7 @@ from megatron_rc.analyze.honesty import Honesty, honesty
 from megatron_rc.analyze.profile import Permutations, Profile, ProfileSums
 from megatron_rc.analyze.reservoir import Reservoir
 from megatron_rc.analyze.significance import Test, holm
+from megatron_rc.analyze.steps import Step, StepSums
 from megatron_rc.analyze.sums import FIELDS, KeyedSums, Sums, merged, sequence_sums, total
 from megatron_rc.analyze.tail import Tail, TailSums
 
@@ -41,6 +42,8 @@ class Evidence:
     whole: Honesty
     by_step: dict[int, Honesty]
     by_server: dict[str, Honesty]
+    steps: tuple[Step, ...]
+    """Rising; empty without the column step."""
     lag_correlations: dict[int, float]
     best_lag: int
     alignment: Test
@@ -93,6 +96,7 @@ class Gathering:
         self._columns: frozenset[str] | None = None
         self._sums = np.zeros(len(FIELDS))
         self._steps, self._servers = KeyedSums(), KeyedSums()
+        self._course = StepSums()
         self._lags, self._growth = LagSums(), GrowthSums()
         self._tokens, self._weights = TailSums(), TailSums()
         self._profiles: dict[str, ProfileSums] = {}
@@ -114,6 +118,7 @@ class Gathering:
         for sums, column in ((self._steps, "step"), (self._servers, "server")):
             if column in chunk.sequences:
                 sums.add(chunk.sequences[column], rows)
+        self._course.add(chunk, rows)
         self._lags.add(chunk)
         self._tokens.add(chunk.log_ratio)
         self._weights.add(self._growth.add(chunk))
@@ -153,6 +158,7 @@ class Gathering:
             whole=whole,
             by_step={step: honesty(s, f"step {step}") for step, s in self._steps.items() if s.tokens},
             by_server={name: honesty(s, f"server {name}") for name, s in self._servers.items() if s.tokens},
+            steps=self._course.steps(),
             lag_correlations=self._lags.correlations(),
             best_lag=best,
             alignment=alignment,

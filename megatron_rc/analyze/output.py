@@ -8,11 +8,13 @@ import math
 from typing import Any
 from xml.etree import ElementTree
 
+from megatron_rc.analyze.decomposition import Decomposition
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.gate import Outcome
 from megatron_rc.analyze.honesty import Honesty
 from megatron_rc.analyze.significance import Test
+from megatron_rc.analyze.timeline import Timeline
 
 SCHEMA_VERSION = 1
 """Rises when a key changes its meaning or goes; new keys may come at any time."""
@@ -56,6 +58,8 @@ def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False)
             "ess_predicted": evidence.growth.ess_predicted,
         },
         "k_hat": {"tokens": evidence.token_tail.k, "sequences": evidence.sequence_tail.k},
+        "decomposition": _decomposition(diagnosis.decomposition),
+        "timeline": _timeline(diagnosis.timeline),
         "explained": {
             name: {"explained": profile.explained, **_test(evidence, evidence.factor_tests.get(name))}
             for name, profile in evidence.profiles.items()
@@ -108,6 +112,27 @@ def _test(evidence: Evidence, test: Test | None) -> dict[str, Any]:
     if test is None:
         return {"z": None, "p": None, "undecided": "not run"}
     return {"z": test.z, "p": evidence.adjusted.get(test.name), "undecided": test.undecided}
+
+
+def _decomposition(found: Decomposition | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    parts = {part.name: {k: v for k, v in part._asdict().items() if k != "name"} for part in found.parts}
+    return {**found._asdict(), "before": found.before._asdict(), "after": found.after._asdict(), "parts": parts}
+
+
+def _timeline(course: Timeline | None) -> dict[str, Any] | None:
+    if course is None:
+        return None
+    return {
+        "step": [step.step for step in course.steps],
+        "series": course.series,
+        "missing": course.missing,
+        "jumps": [jump._asdict() for jump in course.jumps],
+        "drift": course.drift,
+        "lead_lag": [found._asdict() for found in course.lead_lag],
+        "surge": course.surge._asdict(),
+    }
 
 
 def _finite(value: Any) -> Any:

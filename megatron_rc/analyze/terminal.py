@@ -96,6 +96,8 @@ def _show_numbers(diagnosis: Diagnosis, console: Console) -> None:
     size = Table(box=None, padding=(0, 2, 0, 0), show_header=False, title="Size", title_justify="left")
     for name, text in words.size_lines(evidence):
         size.add_row(name, escape(text))
+    if diagnosis.timeline is not None and (course := words.course(diagnosis.decomposition, diagnosis.timeline)):
+        size.add_row("course", escape(course))
     console.print(size)
     factors = Table(box=None, padding=(0, 2, 0, 0), show_header=False, title="Who explains |l|", title_justify="left")
     ranked = sorted(evidence.profiles.values(), key=lambda profile: -profile.explained)

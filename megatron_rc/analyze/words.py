@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+from megatron_rc.analyze.decomposition import Decomposition
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.honesty import Honesty
 from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.analyze.significance import Test
 from megatron_rc.analyze.tail import LIMIT
+from megatron_rc.analyze.timeline import Timeline
 from megatron_rc.analyze.what_if import WhatIf
 
 HEADLINES = {
@@ -17,6 +19,8 @@ HEADLINES = {
     Level.STALENESS: "STALENESS: older weights sampled",
     Level.NUMERICS: "NUMERICS: no sign of a bug",
 }
+SERIES_LEVEL = 0.01
+"""Two series of a run are said to move together with a corrected p below this."""
 KAPPA_NEAR = (0.5, 1.5)
 ROUNDING = 1e-12
 """A smaller bias is the rounding of an exact 0."""
@@ -97,6 +101,38 @@ def what_if_cells(row: WhatIf) -> tuple[str, ...]:
 
 def percent(value: float) -> str:
     return "-" if math.isnan(value) else f"{100 * value:.0f}"
+
+
+def course(found: Decomposition | None, line: Timeline) -> str:
+    """One sentence on a run of several steps, such as "k3 grew 3.1x from steps 0-24 to 75-99: engine 80 %, ..."."""
+    parts = []
+    if found is not None:
+        before, after = (steps_of(side.first_step, side.last_step) for side in (found.before, found.after))
+        if found.changed:
+            verb, factor = ("grew", found.factor) if found.factor > 1 else ("shrank", 1 / found.factor)
+            shares = ", ".join(
+                f"{part.name} {100 * part.share:.0f} +- {100 * (part.share_error or 0):.0f} %"
+                for part in found.parts
+                if part.share is not None
+            )
+            parts.append(f"k3 {verb} {factor:.2g}x from {before} to {after}: {shares}")
+        else:
+            parts.append(f"k3 did not change from {before} to {after} ({found.factor:.2f}x, within its error)")
+    if line.jumps:
+        parts.append(f"jump{'s' * (len(line.jumps) > 1)} at step {', '.join(str(jump.step) for jump in line.jumps)}")
+    if line.drift is not None:
+        parts.append(f"a steady drift of {100 * (line.drift - 1):+.1f} % per step")
+    for pair in line.lead_lag:
+        if pair.p < SERIES_LEVEL:
+            when = f"{abs(pair.lag)} steps {'after' if pair.lag > 0 else 'before'}" if pair.lag else "together with"
+            parts.append(f"{pair.other.replace('_', ' ')} moves {when} k3 (r {pair.correlation:+.2f})")
+    if line.surge.step is not None:
+        parts.append(f"responses surge from step {line.surge.step}")
+    return "; ".join(parts)
+
+
+def steps_of(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first}-{last}"
 
 
 def number(value: float) -> str:

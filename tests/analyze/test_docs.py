@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from simulated_dumps import TRAPS, world
 
-from megatron_rc.analyze import gate, output
+from megatron_rc.analyze import gate, output, timeline
 from megatron_rc.analyze.diagnosis import diagnosis_of
 from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules import CODES
@@ -38,6 +38,11 @@ BY_VALUE = {
     "bounds": ".LEVEL",
     "by_sign": ".SIGN",
     "by_correct": ".ANSWER",
+    "before": ".KEY",
+    "after": ".KEY",
+    "parts": ".PART",
+    "series": ".SERIES",
+    "missing": ".SERIES",
 }
 """Keys of which the keys below are values of the dump, and the word that the page has for those."""
 
@@ -107,10 +112,12 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
         chunk = TRAPS[trap][1](world(1))
         chunk.log_mu[0] = float("nan")
         reward = np.arange(chunk.num_sequences) % 2.0
-        chunk = dataclasses.replace(chunk, sequences={**chunk.sequences, "reward": reward, "advantage": reward - 0.5})
+        columns = {"reward": reward, "advantage": reward - 0.5, "step": np.arange(chunk.num_sequences) // 6}
+        chunk = dataclasses.replace(chunk, sequences={**chunk.sequences, **columns})
         diagnosis = diagnosis_of([chunk], "dump", "arrays", corrupt, ignored=["a file"], ignore=["RC404"])
         seen |= set(keys(json.loads(output.to_json(diagnosis, what_if=True))))
-    absent = {"verdicts[].one_of[]", "not_run.CODE[]", "recommendation.suspects[]", "what_if.sentence"}
+    jump = {f"timeline.jumps[].{key}" for key in timeline.Jump._fields}
+    absent = jump | {"verdicts[].one_of[]", "not_run.CODE[]", "recommendation.suspects[]", "what_if.sentence"}
     assert seen | absent | {"what_if.not_run.METHOD[]"} == rows
 
 

@@ -1,0 +1,127 @@
+"""Sums per training step, with what the error of a ratio of them needs: the course of a run in little memory."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_rc.analyze.chunk import Chunk, Floats
+from megatron_rc.analyze.sums import FIELDS
+
+MOMENTS = ("sequences", "tokens", "k3", "k1_squared", "uncertainty")
+"""Sums whose products over sequences are kept, too: "k1_squared" is sum l^2, "uncertainty" sum (1 - pi)^2."""
+_PLAIN = ("excess", "excess_squared")
+
+
+class Moments(NamedTuple):
+    """Sums over the sequences of some steps."""
+
+    total: Floats
+    """[5] sum of v_i, where v_i holds the MOMENTS of sequence i."""
+    products: Floats
+    """[5, 5] sum of v_i v_i^T."""
+
+    def __getattr__(self, name: str) -> float:
+        if name not in MOMENTS:
+            raise AttributeError(name)
+        return float(self.total[MOMENTS.index(name)])
+
+    def plus(self, other: Moments) -> Moments:
+        return Moments(self.total + other.total, self.products + other.products)
+
+
+class Step(NamedTuple):
+    """What the responses of one step show."""
+
+    step: int
+    sequences: int
+    tokens: int
+    k3: float
+    """Mean, nats per token."""
+    sigma: float
+    """sqrt(mean l^2 / mean (1 - pi)^2): noise of a logit that gives this gap."""
+    mean_length: float
+    """Loss tokens per response."""
+    ess: float
+    """Effective number of sequences as a share of them: (sum W)^2 / (S sum W^2) with W = e^(sum of l)."""
+    z_rho: float
+    entropy: float
+    """Mean of the column entropy, nats; NaN without it."""
+    reward: float
+    """Mean of the column reward; NaN without it."""
+    moments: Moments
+
+
+class _Row:
+    """Sums of one step."""
+
+    def __init__(self) -> None:
+        self.moments = Moments(np.zeros(len(MOMENTS)), np.zeros((len(MOMENTS), len(MOMENTS))))
+        self.plain = np.zeros(len(_PLAIN))
+        self.entropy = self.reward = 0.0
+        self.rewards = 0
+        self.unit = -math.inf
+        self.weights = np.zeros(2)
+
+    def add_weights(self, log_weights: Floats) -> None:
+        """Add e^w and e^(2 w) in a unit that cannot overflow."""
+        unit = max(self.unit, float(log_weights.max()))
+        weights, scale = np.exp(log_weights - unit), math.exp(self.unit - unit)
+        self.weights = self.weights * [scale, scale**2] + [weights.sum(), weights @ weights]
+        self.unit = unit
+
+
+class StepSums:
+    """Adds chunk after chunk."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, _Row] = {}
+
+    def add(self, chunk: Chunk, sums: Floats) -> None:
+        """Add the loss tokens of a chunk, whose sums per sequence are ``sums`` [S, len(FIELDS)]."""
+        steps = chunk.sequences.get("step")
+        if steps is None or steps.dtype.kind not in "iuf":
+            return
+        filled = (chunk.lengths > 0) & np.isfinite(steps)
+        order = np.flatnonzero(filled)[np.argsort(steps[filled], kind="stable")]
+        names, starts = np.unique(steps[order], return_index=True)
+        entropy = (
+            np.bincount(chunk.sequence_of, weights=chunk.tokens["entropy"], minlength=filled.size)
+            if "entropy" in chunk.tokens
+            else np.full(filled.size, math.nan)
+        )
+        reward = chunk.sequences.get("reward", np.full(filled.size, math.nan)).astype(np.float64)
+        columns, plain = ([FIELDS.index(name) for name in group] for group in (MOMENTS, _PLAIN))
+        for name, members in zip(names.tolist(), np.split(order, starts[1:]), strict=True):
+            row, values = self._rows.setdefault(int(name), _Row()), sums[members]
+            moments = values[:, columns]
+            row.moments = row.moments.plus(Moments(moments.sum(axis=0), moments.T @ moments))
+            row.plain += values[:, plain].sum(axis=0)
+            row.entropy += float(entropy[members].sum())
+            known = reward[members][np.isfinite(reward[members])]
+            row.reward, row.rewards = row.reward + float(known.sum()), row.rewards + known.size
+            row.add_weights(values[:, FIELDS.index("log_ratio")])
+
+    def steps(self) -> tuple[Step, ...]:
+        """The steps that have loss tokens, rising."""
+        return tuple(_step(name, row) for name, row in sorted(self._rows.items()))
+
+
+def _step(name: int, row: _Row) -> Step:
+    moments = row.moments
+    excess, squared = row.plain.tolist()
+    return Step(
+        step=name,
+        sequences=int(moments.sequences),
+        tokens=int(moments.tokens),
+        k3=moments.k3 / moments.tokens,
+        sigma=math.sqrt(moments.k1_squared / moments.uncertainty) if moments.uncertainty else 0.0,
+        mean_length=moments.tokens / moments.sequences,
+        ess=float(row.weights[0] ** 2 / (row.weights[1] * moments.sequences)),
+        z_rho=excess / math.sqrt(squared) if squared else 0.0,
+        entropy=row.entropy / moments.tokens,
+        reward=row.reward / row.rewards if row.rewards else math.nan,
+        moments=moments,
+    )

@@ -1,0 +1,147 @@
+"""The course of a run: series per step, jumps of k3, what moves before or after it, and whether responses surge.
+
+P-values here are corrected among themselves (Holm). They decide no verdict, so they do not weaken the tests that do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_rc.analyze.changes import Change, find_changes
+from megatron_rc.analyze.lead_lag import LeadLag, lead_lag
+from megatron_rc.analyze.significance import Test, holm
+from megatron_rc.analyze.steps import Step
+from megatron_rc.report.log import FILE_NAME, read_metrics
+from megatron_rc.surge import SurgeDetector
+
+FEWEST_STEPS = 8
+"""Steps from which a dump has a course."""
+SMALLEST_K3 = 1e-16
+"""Below fp64 rounding; a smaller k3 counts as this, so that its logarithm is finite."""
+LOGGED = {"grad_norm": "grad_norm", "reward": "reward/mean", "entropy": "entropy"}
+"""Series that metrics.jsonl may add, and their names there."""
+NEEDS = {
+    "grad_norm": f"{FILE_NAME} beside the dump, with grad_norm",
+    "reward": f"the column reward, or {FILE_NAME} beside the dump",
+    "entropy": f"the column entropy, or {FILE_NAME} beside the dump",
+}
+
+Logged = Mapping[str, Mapping[int, float]]
+"""Values by step, by the names of LOGGED."""
+
+
+class Jump(NamedTuple):
+    """A step at which the level of k3 changes."""
+
+    step: int
+    """The first step at the new level."""
+    before: float
+    """Geometric mean of k3 from the jump before this one."""
+    after: float
+    """Geometric mean of k3 up to the next jump."""
+    p: float
+
+
+class Surge(NamedTuple):
+    """What the surge detector says about the mean length."""
+
+    step: int | None
+    """Step at which the first surge began; None: there is none."""
+    in_warmup: bool
+    """True: it began while the detector still builds its averages, where it would not act."""
+
+
+class Timeline(NamedTuple):
+    steps: tuple[Step, ...]
+    series: dict[str, tuple[float, ...]]
+    """One value per step, NaN where there is none: k3, sigma, ess, length, z_rho, and grad_norm, reward, entropy where
+    they are known."""
+    missing: dict[str, str]
+    """Series that are not known, and what would give them."""
+    jumps: tuple[Jump, ...]
+    drift: float | None
+    """Factor per step by which k3 grows or shrinks, where a steady drift describes it better than jumps do."""
+    lead_lag: tuple[LeadLag, ...]
+    """k3 against gradient norm, reward, entropy and length, as far as known and long enough."""
+    surge: Surge
+
+
+def timeline(steps: Sequence[Step], logged: Logged) -> Timeline | None:
+    """The course of a run; None with fewer than FEWEST_STEPS steps.
+
+    Args:
+        steps: rising.
+        logged: from ``logged_beside``; the columns of the dump come first.
+    """
+    if len(steps) < FEWEST_STEPS:
+        return None
+    series = {
+        "k3": tuple(s.k3 for s in steps),
+        "sigma": tuple(s.sigma for s in steps),
+        "ess": tuple(s.ess for s in steps),
+        "length": tuple(s.mean_length for s in steps),
+        "z_rho": tuple(s.z_rho for s in steps),
+    }
+    own = {"reward": tuple(s.reward for s in steps), "entropy": tuple(s.entropy for s in steps)}
+    for name in LOGGED:
+        of_log = tuple(logged.get(name, {}).get(s.step, math.nan) for s in steps)
+        values = next((v for v in (own.get(name, ()), of_log) if any(map(math.isfinite, v))), None)
+        if values is not None:
+            series[name] = values
+    log_k3 = np.log(np.maximum(series["k3"], SMALLEST_K3))
+    changes = find_changes(log_k3)
+    return Timeline(
+        steps=tuple(steps),
+        series=series,
+        missing={name: need for name, need in NEEDS.items() if name not in series},
+        jumps=tuple(_jump(steps, change) for change in changes.points),
+        drift=None if changes.drift is None else math.exp(changes.drift),
+        lead_lag=_lead_lags(log_k3, series),
+        surge=_surge(steps),
+    )
+
+
+def logged_beside(path: Path) -> dict[str, dict[int, float]]:
+    """Values of the metrics.jsonl of this package beside a dump: in the folder that holds the dump's folder.
+
+    Empty without such a file, and with a file of that name that is not of this package.
+    """
+    folder = path.absolute().parent if path.is_dir() else path.absolute().parent.parent
+    if not (folder / FILE_NAME).is_file():
+        return {}
+    try:
+        records = [record for record in read_metrics(folder) if record.get("phase") == "rl"]
+    except (ValueError, OSError):
+        return {}
+    return {
+        name: {
+            record["step"]: float(record[key])
+            for record in records
+            if isinstance(record.get("step"), int) and isinstance(record.get(key), (int, float))
+        }
+        for name, key in LOGGED.items()
+    }
+
+
+def _jump(steps: Sequence[Step], change: Change) -> Jump:
+    return Jump(steps[change.begins].step, math.exp(change.before), math.exp(change.after), change.p)
+
+
+def _lead_lags(log_k3: np.ndarray, series: Mapping[str, tuple[float, ...]]) -> tuple[LeadLag, ...]:
+    names = [name for name in ("grad_norm", "reward", "entropy", "length") if name in series]
+    found = [result for name in names if (result := lead_lag(name, log_k3, np.array(series[name]))) is not None]
+    adjusted = holm([Test(result.other, 0.0, result.p) for result in found])
+    return tuple(result._replace(p=adjusted[result.other]) for result in found)
+
+
+def _surge(steps: Sequence[Step]) -> Surge:
+    detector = SurgeDetector()
+    for step in steps:
+        detector.update(step.mean_length)
+    index = detector.surge_step or detector.surge_in_warmup
+    return Surge(None if index is None else steps[index - 1].step, detector.surge_step is None and index is not None)

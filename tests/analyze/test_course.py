@@ -1,0 +1,229 @@
+"""The course of a run: why k3 grew, where it jumps, what moves with it, and that nothing is seen where nothing is."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_rc.analyze import output, words
+from megatron_rc.analyze.changes import find_changes
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.decomposition import between, decompose
+from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
+from megatron_rc.analyze.lead_lag import FEWEST, lead_lag
+from megatron_rc.analyze.readers.dump import CorruptRows
+from megatron_rc.analyze.steps import Step, StepSums
+from megatron_rc.analyze.sums import sequence_sums
+from megatron_rc.analyze.timeline import logged_beside, timeline
+
+
+def step_chunk(
+    step: int, seed: int, *, sigma: float = 0.05, certainty: float = 1.0, length: int = 40, sequences: int = 200
+) -> Chunk:
+    """Tokens with l = sigma (1 - p) e - (that)^2 / 2, whose ratios have mean 1; larger ``certainty``, larger p."""
+    random = np.random.default_rng([seed, step])
+    lengths = random.integers(length // 2, 3 * length // 2, sequences)
+    p = random.random(int(lengths.sum())) ** (1 / certainty)
+    scale = sigma * (1 - p)
+    log_ratio = scale * random.normal(size=p.size) - scale**2 / 2
+    log_pi = np.log(p)
+    columns = {"step": np.full(sequences, step), "reward": random.random(sequences)}
+    entropy = np.full(p.size, 0.5 / certainty)
+    return Chunk(log_pi, log_pi - log_ratio, np.concatenate([[0], np.cumsum(lengths)]), {"entropy": entropy}, columns)
+
+
+def steps_of(*chunks: Chunk) -> tuple[Step, ...]:
+    sums = StepSums()
+    for chunk in chunks:
+        sums.add(chunk, sequence_sums(chunk))
+    return sums.steps()
+
+
+def diagnosis(*chunks: Chunk) -> Diagnosis:
+    return diagnosis_of(chunks, "made", "arrays", CorruptRows())
+
+
+@pytest.mark.parametrize(
+    ("after", "cause", "share"),
+    [
+        ({"sigma": 0.1}, "engine", 1.0),
+        ({"certainty": 0.3}, "entropy", 1.0),
+        ({"length": 160}, "length", None),
+    ],
+)
+def test_the_growth_is_put_down_to_what_grew(after: dict, cause: str, share: float | None) -> None:
+    found = decompose(steps_of(step_chunk(1, 1), step_chunk(2, 1, **after)))
+    assert found is not None
+    parts = {part.name: part for part in found.parts}
+    assert max(parts.values(), key=lambda part: abs(math.log(part.factor))).name == cause
+    if share is None:
+        assert not found.changed and all(part.share is None for part in found.parts)
+        assert parts["length"].factor == pytest.approx(4, rel=0.1) and parts["length"].nats is None
+    else:
+        assert found.changed
+        assert parts[cause].share == pytest.approx(share, abs=4 * parts[cause].share_error)
+
+
+def test_the_parts_add_up_to_the_growth_without_a_rest() -> None:
+    found = decompose(steps_of(step_chunk(1, 2), step_chunk(2, 2, sigma=0.4, certainty=0.5, length=90)))
+    assert found is not None
+    of_k3 = [part for part in found.parts if part.name != "length"]
+    assert math.prod(part.factor for part in of_k3) == pytest.approx(found.after.k3 / found.before.k3, rel=1e-12)
+    assert sum(part.share for part in of_k3) == pytest.approx(1, rel=1e-12)
+    assert sum(part.nats for part in of_k3) == pytest.approx(found.after.k3 - found.before.k3, rel=1e-9)
+    whole = math.prod(part.factor for part in found.parts)
+    sums = [side.k3 * side.mean_length for side in (found.before, found.after)]
+    assert whole == pytest.approx(sums[1] / sums[0], rel=1e-12)
+
+
+def test_both_orders_of_the_groups_give_the_same_shares() -> None:
+    one, other = steps_of(step_chunk(1, 3), step_chunk(2, 3, sigma=0.1, certainty=0.5))
+    there, back = between([one], [other]), between([other], [one])
+    assert there is not None and back is not None
+    assert [part.share for part in there.parts] == pytest.approx([part.share for part in back.parts])
+
+
+def test_standard_errors_are_the_spread_over_dumps() -> None:
+    changes = {"engine": [], "entropy": [], "tail": [], "length": []}
+    errors = {name: [] for name in changes}
+    for seed in range(150):
+        found = decompose(steps_of(step_chunk(1, seed, sequences=60), step_chunk(2, seed, sigma=0.1, sequences=60)))
+        assert found is not None
+        for part in found.parts:
+            changes[part.name].append(math.log(part.factor))
+            errors[part.name].append(part.error)
+    for name, values in changes.items():
+        assert np.std(values) == pytest.approx(np.mean(errors[name]), rel=0.25), name
+
+
+def test_steps_in_pieces_give_the_same_sums() -> None:
+    chunk = step_chunk(4, 1)
+    halves = [chunk.select_sequences(np.arange(200) % 2 == part) for part in (0, 1)]
+    (whole,), (parts,) = steps_of(chunk), steps_of(*halves)
+    assert parts[:-1] == pytest.approx(whole[:-1], rel=1e-12)
+    weights = np.exp(np.add.reduceat(chunk.log_ratio, chunk.cu_seqlens[:-1]))
+    assert whole.ess == pytest.approx(weights.sum() ** 2 / (200 * (weights**2).sum()))
+    assert whole.reward == pytest.approx(chunk.sequences["reward"].mean())
+
+
+def test_a_step_without_any_gap_has_no_decomposition() -> None:
+    chunk = step_chunk(1, 1, sequences=5)
+    same = Chunk(chunk.log_pi, chunk.log_pi, chunk.cu_seqlens, chunk.tokens, chunk.sequences)
+    assert decompose(steps_of(same, step_chunk(2, 1))) is None
+    assert decompose(steps_of(same)) is None
+
+
+@pytest.mark.parametrize("steps", [12, 60])
+@pytest.mark.parametrize(("memory", "rate"), [(0.0, 0.01), (0.5, 0.08)])
+def test_flat_series_have_no_change(steps: int, memory: float, rate: float) -> None:
+    """1 % of white series are alarms, and at most 8 % of those whose neighbours have correlation 0.5."""
+    alarms, series = 0, 200
+    for seed in range(series):
+        values = np.random.default_rng([seed, steps]).normal(size=steps)
+        for t in range(1, steps):
+            values[t] += memory * values[t - 1]
+        alarms += bool(find_changes(values).points)
+    assert alarms / series <= rate + 4 * math.sqrt(rate * (1 - rate) / series)
+
+
+def test_planted_jumps_are_placed_exactly() -> None:
+    random = np.random.default_rng(1)
+    levels = np.repeat([0.0, 2.0, 0.5], [30, 25, 40])
+    found = find_changes(levels + 0.3 * random.normal(size=levels.size))
+    assert [change.begins for change in found.points] == [30, 55]
+    assert found.points[0].after == pytest.approx(2.0, abs=0.2)
+    assert found.drift is None
+
+
+def test_a_steady_drift_is_no_jump() -> None:
+    random = np.random.default_rng(1)
+    found = find_changes(0.05 * np.arange(60) + 0.2 * random.normal(size=60))
+    assert not found.points
+    assert found.drift == pytest.approx(0.05, rel=0.1)
+
+
+def test_one_odd_step_is_no_jump() -> None:
+    values = 0.1 * np.random.default_rng(1).normal(size=40)
+    values[20] = 5.0
+    assert not find_changes(values).points
+
+
+@pytest.mark.parametrize("lag", [-3, 0, 2])
+def test_the_lag_of_two_series_is_recovered(lag: int) -> None:
+    random = np.random.default_rng(5)
+    moves = np.cumsum(random.normal(size=110))
+    other = np.roll(moves, lag) + 0.3 * random.normal(size=110)
+    found = lead_lag("reward", moves[5:105], other[5:105])
+    assert found is not None
+    assert found.lag == lag and found.p < 0.01
+
+
+@pytest.mark.parametrize("wander", [False, True])
+def test_unrelated_series_do_not_move_together(wander: bool) -> None:
+    """5 % have p < 0.05, within 4 standard errors: noisy levels, whose changes are correlated, and random walks."""
+    alarms, series = 0, 200
+    for seed in range(series):
+        one, two = np.random.default_rng(seed).normal(size=(2, 40))
+        if wander:
+            one, two = np.cumsum(one), np.cumsum(two)
+        found = lead_lag("reward", one, two, seed=seed)
+        assert found is not None
+        alarms += found.p < 0.05
+    assert abs(alarms / series - 0.05) <= 4 * math.sqrt(0.05 * 0.95 / series)
+
+
+def test_short_or_constant_series_are_not_compared() -> None:
+    values = np.arange(float(FEWEST - 1))
+    assert lead_lag("reward", values, values) is None
+    assert lead_lag("reward", np.arange(50.0), np.ones(50)) is None
+
+
+def test_the_terminal_line_names_growth_cause_and_jump() -> None:
+    chunks = [step_chunk(s, 7, sigma=0.05 if s < 18 else 0.1, sequences=40) for s in range(10, 26)]
+    found = diagnosis(*chunks)
+    assert found.timeline is not None
+    assert [jump.step for jump in found.timeline.jumps] == [18]
+    line = words.course(found.decomposition, found.timeline)
+    assert line.startswith("k3 grew")
+    assert "from steps 10-13 to steps 22-25: engine 100" in line
+    assert line.endswith("jump at step 18")
+
+
+def test_a_surge_of_the_length_is_named_by_its_step() -> None:
+    chunks = [step_chunk(s, 7, length=20 if s < 140 else 80, sequences=10) for s in range(100, 150)]
+    course = timeline(steps_of(*chunks), {})
+    assert course is not None and course.surge.step is not None
+    assert 140 <= course.surge.step <= 144 and not course.surge.in_warmup
+
+
+def test_the_log_beside_the_dump_adds_gradient_norms(tmp_path: Path) -> None:
+    (tmp_path / "dump").mkdir()
+    records = [{"phase": "warmup", "step": 3, "grad_norm": 9.0}, {"phase": "rl", "step": 3, "grad_norm": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for path in (tmp_path / "dump", tmp_path / "dump" / "3.parquet"):
+        path.touch() if path.suffix else None
+        assert logged_beside(path)["grad_norm"] == {3: 0.5}
+    (tmp_path / "metrics.jsonl").write_text("[1]\n{}\n")
+    assert logged_beside(tmp_path / "dump") == {}
+
+
+def test_what_is_not_known_is_named() -> None:
+    chunks = [step_chunk(s, 7, sequences=5) for s in range(8)]
+    bare = [Chunk(c.log_pi, c.log_mu, c.cu_seqlens, {}, {"step": c.sequences["step"]}) for c in chunks]
+    course = timeline(steps_of(*bare), {"grad_norm": {0: 1.0}})
+    assert course is not None
+    assert set(course.missing) == {"reward", "entropy"}
+    assert math.isnan(course.series["grad_norm"][1])
+
+
+def test_json_holds_the_course_and_the_decomposition() -> None:
+    found = json.loads(output.to_json(diagnosis(*(step_chunk(s, 7, sequences=12) for s in range(12)))))
+    assert found["timeline"]["step"] == list(range(12))
+    assert len(found["timeline"]["series"]["k3"]) == 12
+    assert set(found["decomposition"]["parts"]) == {"engine", "entropy", "tail", "length"}
+    short = json.loads(output.to_json(diagnosis(step_chunk(0, 7))))
+    assert short["timeline"] is None and short["decomposition"] is None
