@@ -26,7 +26,8 @@ _ROUTE = np.dtype("<i4")
 COMPUTED = ("old_logprobs", "entropy", "varentropy", "top1_prob", "kept_mass", "weights", "mask", "routes_shifted")
 """Columns with a value per token that the trainer computes."""
 _OF_SAMPLE = ("prompt_ids", "output_ids", "finish_reason", "support", "server", "syncs", "cached_tokens", "retractions")
-_IDS_OF_TOKENS = ("prompt_ids", "output_ids", "support")
+_LISTS = ("prompt_ids", "output_ids")
+_IDS_OF_TOKENS = (*_LISTS, "support")
 _OF_SAMPLING = ("temperature", "top_p", "top_k")
 _OF_DISCARDED = ("prompt_ids", "output_ids", "logprobs", "finish_reason", "weight_versions", "retractions")
 
@@ -207,11 +208,9 @@ def sample_of(record: dict[str, Any]) -> Sample:
 
 def _output_rows(batch: TokenBatch, samples: Sequence[Sample]) -> tuple[Tensor, np.ndarray]:
     """Rows of the packed batch that predict output tokens, sample after sample, and where each sample starts."""
-    rows, offsets, start = [], [0], 0
-    for sample, length in zip(samples, batch.lengths, strict=True):
-        prompt, output = len(sample.prompt_ids), len(sample.output_ids)
-        assert prompt + output == length, "samples and batch must be in the same order"
-        rows.append(torch.arange(start + prompt - 1, start + prompt - 1 + output))
-        offsets.append(offsets[-1] + output)
-        start += length
-    return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64), np.array(offsets, dtype=np.int32)
+    prompts, outputs = (np.array([len(getattr(s, name)) for s in samples], np.int64) for name in _LISTS)
+    assert [*(prompts + outputs)] == [*batch.lengths], "samples and batch must be in the same order"
+    ends = np.cumsum(outputs)
+    first = np.cumsum(prompts + outputs) - outputs - 1
+    rows = np.arange(outputs.sum()) + np.repeat(first - (ends - outputs), outputs)
+    return torch.from_numpy(rows), np.concatenate([[0], ends]).astype(np.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ def check_dump(settings: JobSettings, *, every_step: bool) -> None:
 
 
 class StepDump:
-    """Writes the steps of a run, on the writing process."""
+    """Writes the steps of a run, on the writing process, in a thread beside the next step."""
 
     def __init__(self, folder: Path, settings: DumpSettings, *, every_step: bool) -> None:
         """Open the folder; with ``every_step`` kept steps in it are deleted, because a replay needs whole steps."""
         self._settings, self._every_step = settings, every_step
         self._writer = DumpWriter(folder)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dump")
+        self._unfinished: Future[None] | None = None
         files = step_files(folder)
         kept = {step: file for step, file in files.items() if is_kept_step(file)}
         self._blocked = not every_step and len(kept) < len(files)
@@ -50,9 +53,27 @@ class StepDump:
         return f"dump: {steps} kept in {folder}, {ids} token ids, at most {size:.0f} MiB (dump.keep=0 keeps none)"
 
     def write(self, step: int, batch: TokenBatch, **columns: Any) -> None:
-        """Write ``step`` as `DumpWriter.write` does, and delete what need not be kept any longer."""
-        if self._blocked:
-            return
+        """Begin to write ``step`` as `DumpWriter.write` does, and to delete what need not be kept any longer.
+
+        The arguments may not change afterwards. Errors are raised by the next call of a method.
+        """
+        self.finish()
+        if not self._blocked:
+            self._unfinished = self._thread.submit(self._write, step, batch, columns)
+
+    def finish(self) -> None:
+        """Wait until the last step is on the disk."""
+        if self._unfinished is not None:
+            unfinished, self._unfinished = self._unfinished, None
+            unfinished.result()
+
+    def close(self) -> None:
+        try:
+            self.finish()
+        finally:
+            self._thread.shutdown()
+
+    def _write(self, step: int, batch: TokenBatch, columns: dict[str, Any]) -> None:
         if self._every_step:
             self._writer.write(step, batch, **columns)
             return

@@ -218,6 +218,7 @@ class Job:
 
     def _save(self) -> None:
         train = self.settings.train
+        self.observers.finish_dump()
         if train.save_interval and self.saved != self.progress.name:
             folder, extra = self.output / "checkpoints", self.engine.state_tensors()
             checkpoint.save(folder, self.policy, self.progress, extra=extra, keep=train.keep_checkpoints)

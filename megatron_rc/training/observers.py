@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,23 @@ class Observers:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        with ExitStack() as leaving:
+            if self._dump:
+                leaving.callback(self._dump.close)
+            self._close(failed=exception[0] is not None)
+
+    def _close(self, *, failed: bool) -> None:
         if self._dashboards:
-            self._dashboards.close(failed=exception[0] is not None)
+            self._dashboards.close(failed=failed)
         if self._display:
-            self._display.__exit__(*exception)
+            self._display.__exit__(None, None, None)
         if self._log:
             self._log.close()
+
+    def finish_dump(self) -> None:
+        """Wait until the dump has every step so far: a checkpoint may not be ahead of it."""
+        if self._dump:
+            self._dump.finish()
 
     def report(self) -> None:
         """Write report.html from everything recorded so far."""

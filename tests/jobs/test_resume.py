@@ -14,6 +14,7 @@ from recordings import LONG_JOB, timeless
 from warm_models import warm_model
 
 from megatron_rc.report.log import read_metrics
+from megatron_rc.schema.dump import read_dump
 
 Metrics = list[dict[str, Any]]
 
@@ -66,6 +67,8 @@ def resumed_equals_uninterrupted(
     resumed = resume(config, *words, processes=processes)
     assert (killed_at["phase"], killed_at["step"]) != ("rl", job["train"]["steps"]), "it ended before it was killed"
     assert timeless(resumed) == timeless(whole)
+    last = job["train"]["steps"]
+    assert [records[0]["step"] for records in read_dump(output / "dump")] == [last - 2, last - 1, last]
 
 
 def test_a_job_killed_in_reinforcement_learning_resumes_bit_for_bit(

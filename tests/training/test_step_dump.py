@@ -36,6 +36,7 @@ def write(dump: StepDump, *steps: int, sequences: int = 4, tokens: int = 2) -> N
     for step in steps:
         batch, arguments = batch_of(sequences, tokens)
         dump.write(step, batch, **arguments)
+    dump.finish()
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -81,7 +82,9 @@ def test_routes_are_kept_with_token_ids_alone(tmp_path: Path) -> None:
         sample.routes = torch.zeros(3, 1, 1, dtype=torch.int32)
     for tokens in (False, True):
         folder = tmp_path / str(tokens)
-        StepDump(folder, DumpSettings(tokens=tokens), every_step=False).write(1, batch, **arguments, routes=True)
+        dump = StepDump(folder, DumpSettings(tokens=tokens), every_step=False)
+        dump.write(1, batch, **arguments, routes=True)
+        dump.close()
         assert pq.read_table(folder)["routes"].null_count == (0 if tokens else 2)
 
 
@@ -92,6 +95,7 @@ def test_the_steps_together_stay_below_the_cap(tmp_path: Path) -> None:
         batch, arguments = batch_of(100, tokens=1000)
         noise = torch.rand(batch.num_tokens, generator=torch.Generator().manual_seed(step))
         dump.write(step, batch, **arguments, computed={"old_logprobs": noise})
+        dump.finish()
         assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= cap
     kept = steps_in(tmp_path)
     assert len(kept) >= 2 and kept == [*range(9 - len(kept), 9)]
@@ -167,3 +171,16 @@ def test_settings_of_the_dump_that_cannot_act_are_refused() -> None:
     with pytest.raises(ValueError, match="dump.varentropy needs correction.old='recompute'"):
         check_dump(job_settings.load("{correction: {preset: token-tis, old: current}, dump: {varentropy: true}}"),
                    every_step=True)  # fmt: skip
+
+
+def test_a_step_that_cannot_be_written_is_an_error_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError("No space left on device")
+
+    dump = StepDump(tmp_path, DumpSettings(), every_step=False)
+    monkeypatch.setattr(pq, "write_table", full)
+    batch, arguments = batch_of(2)
+    dump.write(1, batch, **arguments)
+    with pytest.raises(OSError, match="No space left"):
+        dump.close()
+    assert not list(tmp_path.iterdir())
