@@ -1,0 +1,254 @@
+"""The command `megatron-rc analyze`: whatever it is given, one sentence; machine-readable output that parses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rc import cli
+from megatron_rc.analyze import output
+from megatron_rc.analyze.gate import Outcome
+
+RESPONSES, LENGTH = 24, 30
+
+
+def columns(**changes: Any) -> dict[str, Any]:
+    """An honest dump, with some columns replaced; None leaves one out."""
+    random = np.random.default_rng(1)
+    log_pi = np.log(random.uniform(0.05, 1, (RESPONSES, LENGTH)))
+    log_mu = np.minimum(log_pi + 0.01 * random.normal(size=log_pi.shape), 0)
+    plain = {"old_logprobs": log_pi.tolist(), "rollout_logprobs": log_mu.tolist(), "step": [1] * RESPONSES}
+    return {name: values for name, values in {**plain, **changes}.items() if values is not None}
+
+
+def dump(folder: Path, **changes: Any) -> Path:
+    path = folder / "dump.parquet"
+    pq.write_table(pa.table(columns(**changes)), path)
+    return path
+
+
+def run(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Exit status of the command."""
+    monkeypatch.setattr(sys, "argv", ["megatron-rc", "analyze", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return int(stopped.value.code or 0)
+
+
+def refuse(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """The sentence with which the command refuses its arguments."""
+    assert run(*arguments, monkeypatch=monkeypatch) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert "Traceback" not in printed.err
+    assert printed.err.startswith("megatron-rc: error: ") and printed.err.count("\n") == 1, printed.err
+    return printed.err
+
+
+def truncated(folder: Path) -> Path:
+    path = dump(folder)
+    path.write_bytes(path.read_bytes()[:-200])
+    return path
+
+
+def cut_in_the_middle(folder: Path) -> Path:
+    """The end is whole, the data in front of it are overwritten."""
+    path = dump(folder)
+    data = bytearray(path.read_bytes())
+    data[4:400] = bytes(396)
+    path.write_bytes(data)
+    return path
+
+
+def empty_file(folder: Path) -> Path:
+    path = folder / "dump.parquet"
+    path.touch()
+    return path
+
+
+def empty_folder(folder: Path) -> Path:
+    return folder
+
+
+def absent(folder: Path) -> Path:
+    return folder / "nothing.parquet"
+
+
+def no_rows(folder: Path) -> Path:
+    lists = pa.array([], pa.list_(pa.float64()))
+    return dump(folder, old_logprobs=lists, rollout_logprobs=lists, step=None)
+
+
+def text_in_the_place_of_numbers(folder: Path) -> Path:
+    return dump(folder, old_logprobs=[["a"] * LENGTH] * RESPONSES)
+
+
+def numbers_in_the_place_of_lists(folder: Path) -> Path:
+    return dump(folder, old_logprobs=[1.0] * RESPONSES, rollout_logprobs=[1.0] * RESPONSES)
+
+
+def only_nan(folder: Path) -> Path:
+    return dump(folder, old_logprobs=[[float("nan")] * LENGTH] * RESPONSES)
+
+
+def mismatched_everywhere(folder: Path) -> Path:
+    return dump(folder, old_logprobs=[[-1.0] * (LENGTH - 1)] * RESPONSES)
+
+
+def one_list_missing(folder: Path) -> Path:
+    return dump(folder, rollout_logprobs=None)
+
+
+def noise(folder: Path) -> Path:
+    path = folder / "dump.parquet"
+    path.write_bytes(b"PAR1" + np.random.default_rng(1).bytes(5000) + b"PAR1")
+    return path
+
+
+def broken_lines(folder: Path) -> Path:
+    path = folder / "dump.jsonl"
+    path.write_bytes(b'{"old_logprobs": [1, 2\n\xff\xfe\n')
+    return path
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        truncated,
+        cut_in_the_middle,
+        empty_file,
+        empty_folder,
+        absent,
+        no_rows,
+        text_in_the_place_of_numbers,
+        numbers_in_the_place_of_lists,
+        only_nan,
+        mismatched_everywhere,
+        one_list_missing,
+        noise,
+        broken_lines,
+    ],
+)
+def test_a_dump_without_a_usable_response_is_one_sentence(make: Any, tmp_path: Path, monkeypatch, capsys) -> None:
+    refuse(make(tmp_path), monkeypatch=monkeypatch, capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--gate", "speed<1"),
+        ("--gate", "k3<fast"),
+        ("--gate", "k3"),
+        ("--gate", "RC2=some"),
+        ("--gate", ","),
+        ("--gate", "z_W<4"),
+        ("--select", "RC999"),
+        ("--ignore", "203"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(options: tuple[str, str], tmp_path: Path, monkeypatch, capsys) -> None:
+    refuse(dump(tmp_path), *options, "--gate-format", "junit", monkeypatch=monkeypatch, capsys=capsys)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_dump_with_random_bytes_changed_is_analyzed_or_refused(
+    seed: int, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    path, random = dump(tmp_path), np.random.default_rng(seed)
+    data = bytearray(path.read_bytes())
+    for place in random.integers(0, len(data), 8):
+        data[place] = random.integers(256)
+    path.write_bytes(data)
+    monkeypatch.setattr(sys, "argv", ["megatron-rc", "analyze", str(path), "--json", "--no-what-if"])
+    try:
+        cli.main()
+    except SystemExit as stopped:
+        assert stopped.code in (0, 2)
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err and printed.err.count("\n") <= 1
+    if printed.out:
+        json.loads(printed.out)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": [None] * RESPONSES},
+        {"step": ["a"] * RESPONSES},
+        {"step": [float("nan")] * RESPONSES},
+        {"step": list(range(RESPONSES)), "reward": [float("nan")] * RESPONSES},
+        {"entropy": [[float("nan")] * LENGTH] * RESPONSES},
+        {"entropy": [1.0] * RESPONSES},
+        {"server": ["<script>\x1b[31m"] * RESPONSES},
+        {"reward": ["good"] * RESPONSES},
+    ],
+)
+def test_odd_columns_are_no_reason_to_stop_or_are_refused(changes: Any, tmp_path: Path, monkeypatch, capsys) -> None:
+    path = dump(tmp_path, **changes)
+    monkeypatch.setattr(sys, "argv", ["megatron-rc", "analyze", str(path)])
+    try:
+        cli.main()
+    except SystemExit as stopped:
+        assert stopped.code in (0, 2)
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err and "\x1b[31m" not in printed.out
+    assert bool(printed.out) or printed.err.count("\n") == 1
+
+
+def test_json_has_null_for_every_number_that_is_not_finite(tmp_path: Path, monkeypatch, capsys) -> None:
+    same = columns()["old_logprobs"]
+    assert run(dump(tmp_path, rollout_logprobs=same), "--json", monkeypatch=monkeypatch) == 0
+
+    def refuse_constant(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse_constant)
+    assert found["growth"]["horizon"] is None
+    assert found["honesty"]["exact"] == 1
+
+
+def test_the_exit_status_says_whether_the_gate_holds(tmp_path: Path, monkeypatch, capsys) -> None:
+    path = dump(tmp_path)
+    assert run(path, "--gate", "k3<1e-2, damaged<=0", monkeypatch=monkeypatch) == 0
+    assert run(path, "--gate", "k3<1e-2, k3<1e-9", monkeypatch=monkeypatch) == 1
+    assert "fails k3<1e-9" in capsys.readouterr().out
+
+
+def test_junit_parses_and_names_the_failure(tmp_path: Path, monkeypatch, capsys) -> None:
+    options = ("--gate", "k3<1e-9, k3<1", "--gate-format", "junit")
+    assert run(dump(tmp_path), *options, monkeypatch=monkeypatch) == 1
+    suite = ElementTree.fromstring(capsys.readouterr().out)
+    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+    failed = [case.get("name") for case in suite if case.find("failure") is not None]
+    assert failed == ["k3<1e-9"]
+
+
+def test_annotations_stay_on_one_line_whatever_they_say() -> None:
+    outcome = Outcome("RC2=none", False, "100 %\n::error::planted\r<a&b>\x00\x1b")
+    (line,) = output.github([outcome]).splitlines()
+    assert line.startswith("::error title=megatron-rc analyze::100 %25%0A::error::planted%0D")
+    suite = ElementTree.fromstring(output.junit([outcome]))
+    failure = suite.find("testcase/failure")
+    assert failure is not None and "<a&b>" in str(failure.get("message"))
+
+
+@pytest.mark.parametrize("options", [[], ["--no-what-if", "--json"]])
+def test_an_analysis_without_what_if_imports_no_torch(options: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys; from megatron_rc import cli\n"
+        f"sys.argv = ['megatron-rc', 'analyze', {str(dump(tmp_path))!r}, *{options}]\n"
+        "try:\n    cli.main()\nexcept SystemExit as stopped:\n    assert not stopped.code, stopped.code\n"
+        "heavy = {'torch', 'scipy', 'pandas', 'megatron', 'transformers'}\n"
+        "assert not heavy & {name.partition('.')[0] for name in sys.modules}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
