@@ -15,14 +15,14 @@ Record = Mapping[str, Any]
 
 
 class Mark(NamedTuple):
-    step: int
+    step: float
     label: str
 
 
 class Series(NamedTuple):
     label: str
-    steps: list[int]
-    values: list[float]
+    steps: Sequence[float]
+    values: Sequence[float]
 
 
 def phase_of(record: Record) -> str:

@@ -10,8 +10,8 @@ import zlib
 from collections.abc import Sequence
 from html import escape
 
+from megatron_rc.report.axes import label_of
 from megatron_rc.report.route_maps import HeatMap
-from megatron_rc.report.svg import label_of
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 78, 80, 10, 36
@@ -90,7 +90,9 @@ def _rows(shown: HeatMap, height: int) -> str:
         y = TOP + (row + 0.5) * each + 4
         parts.append(f'<text x="{LEFT - 6}" y="{y:.1f}" text-anchor="end">{escape(shown.rows[row])}</text>')
     middle = TOP + height / 2
-    parts.append(f'<text transform="translate(11 {middle}) rotate(-90)" text-anchor="middle">{shown.row_name}</text>')
+    parts.append(
+        f'<text transform="translate(11 {middle}) rotate(-90)" text-anchor="middle">{escape(shown.row_name)}</text>'
+    )
     return "".join(parts)
 
 
@@ -98,8 +100,10 @@ def _columns(columns: Sequence[str], name: str, width: int) -> str:
     parts, each = [], width / len(columns)
     for column in range(0, len(columns), max(1, math.ceil(44 / each))):
         x = LEFT + (column + 0.5) * each
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{columns[column]}</text>')
-    parts.append(f'<text x="{LEFT + width / 2}" y="{HEIGHT - 4}" text-anchor="middle">{name}</text>')
+        parts.append(
+            f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{escape(columns[column])}</text>'
+        )
+    parts.append(f'<text x="{LEFT + width / 2}" y="{HEIGHT - 4}" text-anchor="middle">{escape(name)}</text>')
     return "".join(parts)
 
 

@@ -11,7 +11,7 @@ from megatron_rc.report.context import flattened, load_context
 from megatron_rc.report.curves import Mark, Series, headlines, marks, series
 from megatron_rc.report.heat_map import heat_map
 from megatron_rc.report.log import read_metrics
-from megatron_rc.report.page import SCRIPT, STYLE
+from megatron_rc.report.page import document
 from megatron_rc.report.panels import PANELS, ROUTE_PANELS, Panel
 from megatron_rc.report.route_maps import HeatMap, heat_maps, measured_routes
 from megatron_rc.report.svg import line_chart
@@ -74,17 +74,14 @@ def _page(
     marked = marks(records)
     note = f'<p class="note">Not measured in this run: {escape(", ".join(absent))}.</p>' if absent else ""
     where = ", ".join(str(fingerprint[key]) for key in ("device", "cpu") if key in fingerprint)
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)}: rollout correction report</title><style>{STYLE}</style></head><body><main>"
+    return document(
+        f"{name}: rollout correction report",
         f"<header><h1>{escape(name)}</h1>"
         f"<p>Reinforcement learning with rollout correction. {escape(where)}</p></header>"
         f'<section class="tiles">{tiles}</section>'
         f'<section class="panels">{"".join(_card(*pair, marked) for pair in drawn)}'
         f"{''.join(map(_map_card, heat_maps(records)))}</section>{note}"
-        f"{_table('Settings', dict(flattened(settings)))}{_table('Machine and versions', fingerprint)}"
-        f"</main><script>{SCRIPT}</script></body></html>\n"
+        f"{_table('Settings', dict(flattened(settings)))}{_table('Machine and versions', fingerprint)}",
     )
 
 

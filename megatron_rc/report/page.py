@@ -1,6 +1,8 @@
-"""Inline style sheet and script of report.html; light and dark colours follow the reader's system."""
+"""The frame of a page that needs no network: style sheet and script; light and dark follow the reader's system."""
 
 from __future__ import annotations
+
+from html import escape
 
 STYLE = """
 :root { --page: #f6f7f9; --card: #ffffff; --text: #1b2330; --soft: #5d6878; --grid: #e4e8ee; --edge: #dde2ea;
@@ -42,6 +44,11 @@ line.mark { stroke: var(--c3); stroke-dasharray: 6 3; }
 .line { fill: none; stroke: var(--c); stroke-width: 1.6; stroke-linejoin: round; }
 .line.faint { stroke-width: 1; opacity: .35; }
 .line.mean { stroke-width: 2; }
+.line.thin { stroke-width: .8; opacity: .45; }
+.line.dashed { stroke-dasharray: 5 4; }
+.line.soft { stroke: var(--soft); }
+.band { fill: var(--c); opacity: .16; }
+.band.soft { fill: var(--soft); }
 .dot { fill: var(--c); }
 .tip { position: absolute; pointer-events: none; background: var(--text); color: var(--card); border-radius: 6px;
   padding: 5px 9px; font-size: 12px; line-height: 1.4; white-space: nowrap; z-index: 1; }
@@ -59,29 +66,33 @@ tr + tr { border-top: 1px solid var(--grid); }
 
 # shows the points of all series nearest to the pointer, in a box beside it
 SCRIPT = """
-for (const chart of document.querySelectorAll('svg.chart')) {
+for (const chart of document.querySelectorAll('svg.chart[data-hover]')) {
   const card = chart.parentElement, cursor = chart.querySelector('.cursor');
-  const { x: [left, right, low, high], series } = JSON.parse(chart.dataset.hover);
+  const { x: [left, right, low, high], log, across, series } = JSON.parse(chart.dataset.hover);
+  const place = step => log ? Math.log10(Math.abs(step)) : step;
+  const start = place(low), length = place(high) - start;
   const tip = document.createElement('div');
   tip.className = 'tip';
   tip.hidden = true;
   card.append(tip);
-  const nearest = (steps, wanted) =>
-    steps.reduce((best, step, i) => Math.abs(step - wanted) < Math.abs(steps[best] - wanted) ? i : best, 0);
+  const nearest = (steps, wanted) => {
+    const distances = steps.map(step => Math.abs(place(step) - wanted));
+    return distances.indexOf(Math.min(...distances));
+  };
   chart.addEventListener('pointermove', event => {
     const box = chart.getBoundingClientRect(), scale = chart.viewBox.baseVal.width / box.width;
     const share = ((event.clientX - box.left) * scale - left) / (right - left);
-    const wanted = low + Math.min(1, Math.max(0, share)) * (high - low);
+    const wanted = start + Math.min(1, Math.max(0, share)) * length;
     const points = series.map(s => ({ label: s.label, i: nearest(s.steps, wanted), s }));
     const steps = points.map(f => f.s.steps[f.i]);
     const step = steps[nearest(steps, wanted)];
-    const x = left + (step - low) / (high - low) * (right - left);
+    const x = left + (place(step) - start) / length * (right - left);
     cursor.setAttribute('x1', x);
     cursor.setAttribute('x2', x);
     cursor.setAttribute('visibility', 'visible');
     tip.replaceChildren();
     const head = document.createElement('div');
-    head.textContent = 'step ' + step;
+    head.textContent = across + ' ' + step;
     tip.append(head);
     for (const f of points) {
       if (f.s.steps[f.i] !== step) continue;
@@ -100,3 +111,20 @@ for (const chart of document.querySelectorAll('svg.chart')) {
   });
 }
 """
+
+
+def document(title: str, body: str, *, head: str = "", style: str = "") -> str:
+    """A whole HTML page.
+
+    Args:
+        title: plain text.
+        body: HTML of what is inside ``main``.
+        head: HTML that is placed in the head, behind the declaration of the encoding.
+        style: rules that follow the style sheet.
+    """
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">{head}'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}{style}</style></head><body><main>"
+        f"{body}</main><script>{SCRIPT}</script></body></html>\n"
+    )

@@ -1,13 +1,14 @@
-"""Line charts as inline SVG; the page's style sheet colours them, and its script reads values from an attribute."""
+"""Charts as inline SVG; the page's style sheet colours them, and its script reads values from an attribute."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import NamedTuple
+from typing import Protocol
 
+from megatron_rc.report.axes import Axis, label_of, linear_axis, log_axis
 from megatron_rc.report.curves import Mark, Series, smoothed
 
 WIDTH, HEIGHT = 440, 230
@@ -15,24 +16,110 @@ LEFT, RIGHT, TOP, BOTTOM = 50, 14, 10, 36
 MAX_POINTS = 800
 NOISY_FROM = 20
 """A noisy series with fewer points is drawn without a moving average."""
+DOTS_UP_TO = 25
+"""Points of a line that are marked each."""
 
 
-class Axis(NamedTuple):
-    low: float
-    high: float
-    ticks: list[float]
-    logarithmic: bool
+class Shape(Protocol):
+    """What a chart can show."""
 
-    def share(self, value: float) -> float:
-        """Position of ``value`` between the ends, from 0 to 1."""
-        low, high, value = map(math.log10, (self.low, self.high, value)) if self.logarithmic else (*self[:2], value)
-        return (value - low) / (high - low)
+    def draw(self, horizontal: Axis, vertical: Axis) -> str:
+        """SVG elements."""
+
+
+@dataclass(frozen=True)
+class Line:
+    steps: Sequence[float]
+    values: Sequence[float]
+    kind: str
+    """Classes of the style sheet: c0 to c4, and perhaps faint, mean, dashed or thin."""
+    dots: bool = False
+    """Mark the points if there are at most DOTS_UP_TO."""
+
+    def draw(self, horizontal: Axis, vertical: Axis) -> str:
+        points = [(_x(horizontal, s), _y(vertical, v)) for s, v in zip(self.steps, self.values, strict=True)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        drawn = f'<polyline class="line {self.kind}" points="{path}"/>'
+        if self.dots and len(points) <= DOTS_UP_TO:
+            drawn += "".join(f'<circle class="dot {self.kind}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points)
+        return drawn
+
+
+@dataclass(frozen=True)
+class Band:
+    """The area between two lines."""
+
+    steps: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+    kind: str
+
+    def draw(self, horizontal: Axis, vertical: Axis) -> str:
+        above = list(zip(self.steps, self.high, strict=True))
+        below = list(zip(self.steps, self.low, strict=True))
+        points = " ".join(f"{_x(horizontal, s):.1f},{_y(vertical, v):.1f}" for s, v in [*above, *reversed(below)])
+        return f'<polygon class="band {self.kind}" points="{points}"/>'
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG over the whole area of the chart, as base64."""
+
+    image: str
+
+    def draw(self, horizontal: Axis, vertical: Axis) -> str:
+        return (
+            f'<image x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM}" '
+            f'preserveAspectRatio="none" href="data:image/png;base64,{self.image}"/>'
+        )
+
+
+def chart(
+    shapes: Sequence[Shape],
+    horizontal: Axis,
+    vertical: Axis,
+    *,
+    title: str,
+    across: str,
+    marks: Sequence[Mark] = (),
+    hover: Sequence[Series] = (),
+    clipped: bool = False,
+) -> str:
+    """An SVG element.
+
+    Args:
+        shapes: what is drawn, the lowest first.
+        title: read aloud in the place of the chart.
+        across: text under the horizontal axis.
+        marks: labelled vertical lines; those outside the horizontal axis are left out.
+        hover: the series whose values a pointer reads.
+        clipped: cut off what lies outside the axes.
+    """
+    drawn = "".join(shape.draw(horizontal, vertical) for shape in shapes)
+    if clipped:
+        box = f'width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM}"'
+        view = f"{LEFT} {TOP} {WIDTH - LEFT - RIGHT} {HEIGHT - TOP - BOTTOM}"
+        drawn = f'<svg x="{LEFT}" y="{TOP}" {box} viewBox="{view}">{drawn}</svg>'
+    drawn += "".join(_mark(mark, horizontal) for mark in marks if 0 <= horizontal.share(mark.step) <= 1)
+    rounded = [s._replace(values=[float(f"{v:.5g}") for v in s.values])._asdict() for s in hover]
+    read = {
+        "x": [LEFT, WIDTH - RIGHT, horizontal.low, horizontal.high],
+        "log": horizontal.logarithmic,
+        "across": across,
+        "series": rounded,
+    }
+    values = f'data-hover="{escape(json.dumps(read, separators=(",", ":")), quote=True)}"' if hover else ""
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, quote=True)}" '
+        f"{values}>{_grid(horizontal, vertical, across)}{drawn}"
+        f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"/></svg>'
+    )
 
 
 def line_chart(
     series: Sequence[Series], *, title: str, logarithmic: bool = False, noisy: bool = False, marks: Sequence[Mark] = ()
 ) -> str:
-    """An SVG element.
+    """An SVG element with lines over the steps of a run.
 
     Args:
         series: at least one, each with at least one point; all values > 0 if logarithmic.
@@ -42,49 +129,15 @@ def line_chart(
     horizontal = linear_axis(min(s.steps[0] for s in series), max(s.steps[-1] for s in series), whole=True)
     values = [value for s in series for value in s.values]
     vertical = log_axis(min(values), max(values)) if logarithmic else linear_axis(min(values), max(values))
-    parts = [_grid(horizontal, vertical)]
+    shapes: list[Shape] = []
     shown = [thinned(s) for s in series]
     for index, (whole, thin) in enumerate(zip(series, shown, strict=True)):
         faint = noisy and len(whole.values) >= NOISY_FROM
-        parts.append(_line(thin, horizontal, vertical, index, " faint" if faint else ""))
+        shapes.append(Line(thin.steps, thin.values, f"c{index}{' faint' if faint else ''}", dots=not faint))
         if faint:
             smooth = thinned(whole._replace(values=smoothed(whole.values)))
-            parts.append(_line(smooth, horizontal, vertical, index, " mean"))
-    parts += [_mark(mark, horizontal) for mark in marks if horizontal.low <= mark.step <= horizontal.high]
-    rounded = [s._replace(values=[float(f"{v:.5g}") for v in s.values])._asdict() for s in shown]
-    hover = {"x": [LEFT, WIDTH - RIGHT, horizontal.low, horizontal.high], "series": rounded}
-    return (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, quote=True)}" '
-        f'data-hover="{escape(json.dumps(hover, separators=(",", ":")), quote=True)}">'
-        + "".join(parts)
-        + f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"/></svg>'
-    )
-
-
-def linear_axis(low: float, high: float, *, whole: bool = False) -> Axis:
-    """An axis over [low, high] with 4 to 8 round ticks.
-
-    Args:
-        whole: place ticks at integers only, and end the axis where the data end.
-    """
-    if high - low <= 1e-12 * max(abs(low), abs(high)):
-        margin = abs(high) / 10
-        low, high = (low, high + 1.0) if whole or not high else (low - margin, high + margin)
-    step = _round_step((high - low) / 6)
-    if whole:
-        step = max(1.0, math.ceil(step))
-        first = math.ceil(low / step)
-        return Axis(low, high, [step * i for i in range(first, math.floor(high / step) + 1)], False)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return Axis(step * first, step * last, [step * i for i in range(first, last + 1)], False)
-
-
-def log_axis(low: float, high: float) -> Axis:
-    """An axis over the decades around [low, high]."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    last = max(last, first + 1)
-    every = max(1, math.ceil((last - first) / 8))
-    return Axis(10.0**first, 10.0**last, [10.0**e for e in range(first, last + 1, every)], True)
+            shapes.append(Line(smooth.steps, smooth.values, f"c{index} mean"))
+    return chart(shapes, horizontal, vertical, title=title, across="step", marks=marks, hover=shown)
 
 
 def thinned(series: Series) -> Series:
@@ -100,22 +153,6 @@ def thinned(series: Series) -> Series:
     return Series(series.label, [series.steps[i] for i in kept], [series.values[i] for i in kept])
 
 
-def label_of(value: float) -> str:
-    """Text of a tick, such as 12, 0.25, 40k or 1e-5."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    if size >= 1e6 or size < 1e-3:
-        mantissa, exponent = f"{value:.3e}".split("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value / 1000:g}k" if size >= 1e4 else f"{float(f'{value:.6g}'):g}"
-
-
-def _round_step(rough: float) -> float:
-    scale = 10.0 ** math.floor(math.log10(rough))
-    return next(m * scale for m in (1, 2, 2.5, 5, 10) if m * scale >= rough * (1 - 1e-9))
-
-
 def _x(axis: Axis, value: float) -> float:
     return LEFT + axis.share(value) * (WIDTH - LEFT - RIGHT)
 
@@ -124,7 +161,7 @@ def _y(axis: Axis, value: float) -> float:
     return HEIGHT - BOTTOM - axis.share(value) * (HEIGHT - TOP - BOTTOM)
 
 
-def _grid(horizontal: Axis, vertical: Axis) -> str:
+def _grid(horizontal: Axis, vertical: Axis, across: str) -> str:
     parts, bottom = [], HEIGHT - BOTTOM
     for tick in vertical.ticks:
         y = _y(vertical, tick)
@@ -135,7 +172,7 @@ def _grid(horizontal: Axis, vertical: Axis) -> str:
         parts.append(f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
         parts.append(f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{label_of(tick)}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">step</text>')
+    parts.append(f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{escape(across)}</text>')
     return "".join(parts)
 
 
@@ -147,12 +184,3 @@ def _mark(mark: Mark, horizontal: Axis) -> str:
         f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
         f'<text class="mark" x="{x + side:.1f}" y="{TOP + 10}" text-anchor="{anchor}">{escape(mark.label)}</text>'
     )
-
-
-def _line(series: Series, horizontal: Axis, vertical: Axis, index: int, kind: str) -> str:
-    points = [(_x(horizontal, s), _y(vertical, v)) for s, v in zip(series.steps, series.values, strict=True)]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    drawn = f'<polyline class="line c{index}{kind}" points="{path}"/>'
-    if len(points) <= 25 and not kind:
-        drawn += "".join(f'<circle class="dot c{index}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points)
-    return drawn

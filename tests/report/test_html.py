@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from report_records import rl, warmup, write_all
 
 from megatron_rc.metrics import METRICS, SHARES
-from megatron_rc.report import svg
+from megatron_rc.report import axes, svg
 from megatron_rc.report.context import save_context
 from megatron_rc.report.curves import Series, headlines, moving_average, series
 from megatron_rc.report.html import write_report
@@ -162,7 +162,7 @@ def test_points_of_a_line_lie_where_the_axes_say() -> None:
 
 
 def test_a_decade_is_as_high_as_the_next_on_a_logarithmic_axis() -> None:
-    axis = svg.log_axis(2e-5, 3e-3)
+    axis = axes.log_axis(2e-5, 3e-3)
     assert (axis.low, axis.high) == pytest.approx((1e-5, 1e-2))
     assert [axis.share(v) for v in (1e-5, 1e-4, 1e-3, 1e-2)] == pytest.approx([0, 1 / 3, 2 / 3, 1])
 
@@ -172,7 +172,7 @@ finite = st.floats(-1e9, 1e9, allow_nan=False)
 
 @given(finite, st.floats(0, 1e6))
 def test_an_axis_holds_its_values_between_round_ticks(low: float, width: float) -> None:
-    axis = svg.linear_axis(low, low + width)
+    axis = axes.linear_axis(low, low + width)
     slack = 1e-6 * (axis.high - axis.low)
     assert axis.low <= low + slack and low + width <= axis.high + slack
     assert 2 <= len(axis.ticks) <= 9 and all(a < b for a, b in pairwise(axis.ticks))
@@ -180,7 +180,7 @@ def test_an_axis_holds_its_values_between_round_ticks(low: float, width: float) 
 
 @given(st.floats(1e-12, 1e6), st.floats(1, 1e9))
 def test_a_logarithmic_axis_holds_its_values(low: float, factor: float) -> None:
-    axis = svg.log_axis(low, low * factor)
+    axis = axes.log_axis(low, low * factor)
     assert axis.low <= low * (1 + 1e-9) and low * factor <= axis.high * (1 + 1e-9)
     assert 2 <= len(axis.ticks) <= 10
 
@@ -220,3 +220,23 @@ def test_a_picture_of_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match=r"matplotlib is not installed: pip install 'megatron-rc\[report\]'"):
         write_curves_png(tmp_path, tmp_path / "curves.png")
+
+
+def test_a_logarithmic_axis_takes_negative_values_and_ends_where_the_data_end() -> None:
+    axis = axes.tight_log_axis(-20.0, -1e-3)
+    assert (axis.share(-20.0), axis.share(-1e-3)) == (0.0, 1.0)
+    assert axis.ticks == pytest.approx([-1e-3, -1e-2, -0.1, -1.0, -10.0])
+    assert 0 < axis.share(-10) < axis.share(-1) < 1
+    narrow = axes.tight_log_axis(1, 160)
+    assert [narrow.low, narrow.high] == [1, 160] and narrow.ticks == pytest.approx([1, 10, 100])
+    assert len(axes.tight_log_axis(3.0, 3.0).ticks) > 0
+
+
+def test_a_clipped_chart_cuts_off_what_lies_outside_the_axes() -> None:
+    across = axes.linear_axis(0, 10)
+    shapes = [svg.Line([0, 10], [0, 99], "c0"), svg.Band([0, 10], [-1, -1], [1, 1], "c1"), svg.Picture("AAAA")]
+    page = Page(svg.chart(shapes, across, axes.linear_axis(-1, 1), title="t", across="a<b", clipped=True))
+    inner = page.named("svg")[1]
+    assert inner["viewbox"] == f"{svg.LEFT} {svg.TOP} {inner['width']} {inner['height']}"
+    assert page.named("polyline") and page.named("polygon") and page.named("image")
+    assert "a<b" in page.texts
