@@ -83,7 +83,7 @@ def report(dump: str, host: str) -> str:
     terminal.show(diagnosis, console=console, host=host)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     command = f"$ megatron-rc analyze {dump}" + (f" --host {host}" if host else "")
-    return "\n".join(["```text", command, *lines, "```"])
+    return "\n".join(["```text", command, *lines, "analysis.html", "```"])
 
 
 BLOCKS = {

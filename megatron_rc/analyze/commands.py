@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -31,7 +32,11 @@ def analyze(
     ] = "text",
     select: Annotated[str, typer.Option(metavar="CODES", help=f"The only rules to judge. {CODES}")] = "",
     ignore: Annotated[str, typer.Option(metavar="CODES", help=f"Rules to leave out. {CODES}")] = "",
-    host: Annotated[str, typer.Option(help="Print the fixes for this codebase only, such as verl.")] = "",
+    host: Annotated[str, typer.Option(help="Print the fixes for this codebase, such as verl.")] = "",
+    html: Annotated[
+        Path, typer.Option(metavar="FILE", help="The page with all pictures; offline, it loads nothing.")
+    ] = Path("analysis.html"),
+    no_html: Annotated[bool, typer.Option("--no-html", help="Write no page.")] = False,
     share: Annotated[
         bool, typer.Option("--share", help="Leave out ids, paths and names, to send it to others.")
     ] = False,
@@ -55,7 +60,11 @@ def analyze(
     from megatron_rc.analyze import gate as gates
     from megatron_rc.analyze import output, terminal
     from megatron_rc.analyze.diagnosis import diagnose_dump
+    from megatron_rc.analyze.pages import html as pages
 
+    if not no_html:
+        pages.refuse_foreign(html)
+    terminal.check_host(host)
     shown = Console(highlight=False)
     diagnosis = _with_progress(
         dump,
@@ -66,7 +75,7 @@ def analyze(
     if as_json:
         print(output.to_json(diagnosis, share=share, what_if=what_if is not False))
     elif gate_format == "text":
-        terminal.show(diagnosis, console=shown, host=host)
+        terminal.show(diagnosis, console=shown, host=host, share=share)
         if what_if:
             terminal.show_what_if(diagnosis, console=shown)
     outcomes = gates.check(diagnosis, gate) if gate else []
@@ -78,6 +87,10 @@ def analyze(
         terminal.show_gate(outcomes, console=shown)
     if rc is not None:
         diagnosis.recommendation.write(rc)
+    if not no_html:
+        path = pages.write(diagnosis, html, share=share, what_if=bool(what_if))
+        # standard output holds nothing else where a program reads it
+        print(path, file=sys.stderr if as_json or gate_format != "text" else sys.stdout)
     if not all(outcome.holds for outcome in outcomes):
         raise typer.Exit(1)
 

@@ -44,6 +44,8 @@ class Evidence:
     by_server: dict[str, Honesty]
     steps: tuple[Step, ...]
     """Rising; empty without the column step."""
+    k3_by_server_and_step: dict[tuple[str, int], float]
+    """Means; empty without both columns."""
     lag_correlations: dict[int, float]
     best_lag: int
     alignment: Test
@@ -95,7 +97,7 @@ class Gathering:
         self._places: list[int] = []
         self._columns: frozenset[str] | None = None
         self._sums = np.zeros(len(FIELDS))
-        self._steps, self._servers = KeyedSums(), KeyedSums()
+        self._steps, self._servers, self._cells = KeyedSums(), KeyedSums(), KeyedSums()
         self._course = StepSums()
         self._lags, self._growth = LagSums(), GrowthSums()
         self._tokens, self._weights = TailSums(), TailSums()
@@ -119,6 +121,9 @@ class Gathering:
             if column in chunk.sequences:
                 sums.add(chunk.sequences[column], rows)
         self._course.add(chunk, rows)
+        if "server" in chunk.sequences and "step" in chunk.sequences:
+            pairs = np.rec.fromarrays([chunk.sequences["server"], chunk.sequences["step"]])
+            self._cells.add(pairs, rows)
         self._lags.add(chunk)
         self._tokens.add(chunk.log_ratio)
         self._weights.add(self._growth.add(chunk))
@@ -159,6 +164,7 @@ class Gathering:
             by_step={step: honesty(s, f"step {step}") for step, s in self._steps.items() if s.tokens},
             by_server={name: honesty(s, f"server {name}") for name, s in self._servers.items() if s.tokens},
             steps=self._course.steps(),
+            k3_by_server_and_step={pair: s.mean("k3") for pair, s in self._cells.items() if s.tokens},
             lag_correlations=self._lags.correlations(),
             best_lag=best,
             alignment=alignment,

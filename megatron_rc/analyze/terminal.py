@@ -12,7 +12,7 @@ from rich.table import Table
 from megatron_rc.analyze import words
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.gate import Outcome
-from megatron_rc.analyze.rules.rule import Level
+from megatron_rc.analyze.rules.rule import HOSTS, Level
 from megatron_rc.analyze.what_if import Missing
 
 STYLES = {
@@ -21,28 +21,36 @@ STYLES = {
     Level.STALENESS: "bold blue",
     Level.NUMERICS: "bold green",
 }
-TOP_FACTORS = 5
+INDENT = (0, 0, 0, 2)
+TOP_FACTORS = 3
+IN_FULL = 2
+"""Up to so many verdicts are printed with their sentences; of more, all but the first with their titles only."""
 TOP_METHODS = 8
 BAR = 20
 
 
-def show(diagnosis: Diagnosis, *, console: Console, host: str = "") -> None:
-    """Print a diagnosis.
+def check_host(host: str) -> None:
+    """Raise ValueError for a codebase that the pages of the rules do not know."""
+    if host and host not in HOSTS:
+        raise ValueError(f"--host: unknown codebase {host!r}; known: {', '.join(HOSTS)}")
+
+
+def show(diagnosis: Diagnosis, *, console: Console, host: str = "", share: bool = False) -> None:
+    """Print a diagnosis, 40 lines at most on 110 columns.
 
     Args:
-        host: print the fix for this host only.
+        host: print the fixes for this codebase, too.
+        share: leave out the path, and sentences that may name servers and ids.
     """
-    evidence = diagnosis.evidence
-    steps = len(evidence.by_step) or 1
-    size = f"{evidence.whole.tokens:,} loss tokens, {evidence.sequences:,} responses, {steps:,} step{'s' * (steps > 1)}"
-    console.print(f"[bold]{escape(diagnosis.source)}[/] ({escape(diagnosis.format)}): {size}")
+    source = "A rollout dump" if share else diagnosis.source
+    console.print(f"[bold]{escape(source)}[/] ({escape(diagnosis.format)}): {words.size(diagnosis.evidence)}")
     console.print(f"[{STYLES[diagnosis.level]}]{words.HEADLINES[diagnosis.level]}[/]")
     if diagnosis.hidden_sampling_possible:
         console.print(f"[yellow]{words.NO_ENTROPY}[/]")
-    _show_verdicts(diagnosis, console, host)
-    console.print(f"\n[bold]{escape(diagnosis.recommendation.headline)}[/]")
+    _show_verdicts(diagnosis, console, host, share)
+    console.print(f"[bold]{escape(diagnosis.recommendation.headline)}[/]")
     _show_numbers(diagnosis, console)
-    _show_rest(diagnosis, console)
+    _show_rest(diagnosis, console, share)
 
 
 def show_what_if(diagnosis: Diagnosis, *, console: Console) -> None:
@@ -72,18 +80,23 @@ def show_gate(outcomes: Sequence[Outcome], *, console: Console) -> None:
         console.print(f"{state} {escape(outcome.condition)}: {escape(outcome.sentence)}", soft_wrap=True)
 
 
-def _show_verdicts(diagnosis: Diagnosis, console: Console, host: str) -> None:
-    for verdict in diagnosis.verdicts:
+def _show_verdicts(diagnosis: Diagnosis, console: Console, host: str, share: bool) -> None:
+    in_full = len(diagnosis.verdicts) if len(diagnosis.verdicts) <= IN_FULL else 1
+    for index, verdict in enumerate(diagnosis.verdicts):
         page, support = verdict.page, words.support(verdict)
-        console.print(
-            f"\n[{STYLES[verdict.level]}]{verdict.code}[/] [bold]{page.title}[/]" + (f" ({support})" if support else "")
-        )
-        console.print(Padding(escape(verdict.sentence[0].upper() + verdict.sentence[1:] + "."), (0, 0, 0, 2)))
-        if verdict.level in (Level.BUG, Level.SUSPECT):
-            console.print(Padding(f"[bold]Decide:[/] {escape(page.experiment)}", (0, 0, 0, 2)))
-            for name, fix in page.fixes.items():
-                if not host or name == host:
-                    console.print(Padding(f"[bold]{name}:[/] {escape(fix)}", (0, 0, 0, 2)))
+        title = f"[{STYLES[verdict.level]}]{verdict.code}[/] [bold]{escape(page.title)}[/]"
+        console.print(title + (f" ({support})" if support else ""))
+        if index < in_full and not share:
+            console.print(Padding(escape(words.sentence(verdict)), INDENT))
+        if index == 0 and verdict.level in (Level.BUG, Level.SUSPECT):
+            console.print(Padding(f"[bold]Decide:[/] {escape(' '.join(page.experiment.split()))}", INDENT))
+    wrong = [verdict for verdict in diagnosis.verdicts if verdict.level in (Level.BUG, Level.SUSPECT)]
+    if host:
+        for verdict in wrong:
+            console.print(Padding(f"[bold]{verdict.code} in {host}:[/] {escape(verdict.page.fixes[host])}", INDENT))
+    elif wrong:
+        others = f", and for {', '.join(verdict.code for verdict in wrong[1:])}" if len(wrong) > 1 else ""
+        console.print(Padding(f"[bold]Fixes:[/] megatron-rc explain {wrong[0].code}{others}", INDENT))
 
 
 def _show_numbers(diagnosis: Diagnosis, console: Console) -> None:
@@ -109,22 +122,18 @@ def _show_numbers(diagnosis: Diagnosis, console: Console) -> None:
     console.print(factors)
 
 
-def _show_rest(diagnosis: Diagnosis, console: Console) -> None:
-    judgement, evidence = diagnosis.judgement, diagnosis.evidence
+def _show_rest(diagnosis: Diagnosis, console: Console, share: bool) -> None:
+    judgement = diagnosis.judgement
     if judgement.not_run:
-        rules = "; ".join(f"{code} needs {', '.join(columns)}" for code, columns in judgement.not_run.items())
-        console.print(f"[dim]Not run: {rules}[/]")
+        rules = ", ".join(f"{code} ({', '.join(columns)})" for code, columns in judgement.not_run.items())
+        console.print(f"[dim]Not run, columns missing: {rules}[/]")
     if judgement.not_judged:
         first = next(iter(judgement.not_judged.values()))
         console.print(f"[dim]Not judged before {first} is mended: {', '.join(judgement.not_judged)}[/]")
-    for kind, count in evidence.damaged.items():
-        places = ", ".join(map(str, evidence.damaged_places))
-        console.print(f"[yellow]{count:,} responses left out ({kind} log-probs), the first: number {places}[/]")
-    corrupt = diagnosis.corrupt
-    if corrupt.count or corrupt.files:
-        console.print(
-            f"[yellow]{corrupt.count:,} corrupt rows and {corrupt.files:,} unreadable files left out, the first: "
-            f"{escape(corrupt.first[0])}[/]"
-        )
-    for sentence in diagnosis.ignored:
-        console.print(f"[dim]{escape(sentence)}[/]")
+    if left_out := words.left_out(diagnosis):
+        console.print(f"[yellow]{left_out}[/]")
+    if diagnosis.corrupt.first and not share:
+        console.print(f"[yellow]The first: {escape(diagnosis.corrupt.first[0])}[/]")
+    if diagnosis.ignored and not share:
+        more = f"; the page names all {len(diagnosis.ignored):,} kinds" if len(diagnosis.ignored) > 1 else ""
+        console.print(f"[dim]{escape(diagnosis.ignored[0])}{more}[/]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron_rc.analyze.decomposition import Decomposition
+from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.honesty import Honesty
 from megatron_rc.analyze.rules.rule import Level, Verdict
@@ -42,6 +43,30 @@ def support(verdict: Verdict) -> str:
     """What a verdict rests on, such as "p < 1e-99, 76 % of k3"."""
     parts = [probability(verdict.p)] if verdict.p is not None else []
     return ", ".join([*parts, *filter(None, [share(verdict.share)])])
+
+
+def sentence(verdict: Verdict) -> str:
+    """The sentence of a verdict with a capital and a full stop."""
+    return f"{verdict.sentence[0].upper()}{verdict.sentence[1:]}."
+
+
+def size(evidence: Evidence) -> str:
+    """How much was read, such as "30,720 loss tokens, 192 responses, 1 step"."""
+    steps = len(evidence.by_step) or 1
+    counted = f"{evidence.whole.tokens:,} loss tokens, {evidence.sequences:,} responses"
+    return f"{counted}, {steps:,} step{'s' * (steps > 1)}"
+
+
+def left_out(diagnosis: Diagnosis) -> str:
+    """What was not read, without paths; empty if all was."""
+    evidence, corrupt = diagnosis.evidence, diagnosis.corrupt
+    parts = []
+    if evidence.damaged:
+        kinds = ", ".join(f"{kind} ({count:,})" for kind, count in evidence.damaged.items())
+        parts.append(f"responses with {kinds} log-probs (first: number {evidence.damaged_places[0]})")
+    parts += [f"{corrupt.count:,} corrupt rows"] if corrupt.count else []
+    parts += [f"{corrupt.files:,} damaged files"] if corrupt.files else []
+    return f"Left out: {'; '.join(parts)}." if parts else ""
 
 
 def honesty_lines(evidence: Evidence, panel: Honesty) -> list[tuple[str, str, str, str]]:

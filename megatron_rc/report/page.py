@@ -33,7 +33,7 @@ em { font-style: normal; color: var(--text); }
 .legend i { display: inline-block; width: 14px; height: 3px; border-radius: 2px; margin-right: 5px;
   vertical-align: middle; background: var(--c); }
 .chart, .map { width: 100%; height: auto; display: block; }
-.map image { image-rendering: pixelated; }
+.chart image, .map image { image-rendering: pixelated; }
 .chart text, .map text { font-size: 12px; fill: var(--soft); }
 .grid { stroke: var(--grid); }
 .tick, .cursor { stroke: var(--soft); }
@@ -41,14 +41,13 @@ em { font-style: normal; color: var(--text); }
 line.mark { stroke: var(--c3); stroke-dasharray: 6 3; }
 .chart text.mark { fill: var(--c3); }
 .c0 { --c: var(--c0); } .c1 { --c: var(--c1); } .c2 { --c: var(--c2); } .c3 { --c: var(--c3); } .c4 { --c: var(--c4); }
+.soft { --c: var(--soft); }
 .line { fill: none; stroke: var(--c); stroke-width: 1.6; stroke-linejoin: round; }
 .line.faint { stroke-width: 1; opacity: .35; }
 .line.mean { stroke-width: 2; }
 .line.thin { stroke-width: .8; opacity: .45; }
 .line.dashed { stroke-dasharray: 5 4; }
-.line.soft { stroke: var(--soft); }
 .band { fill: var(--c); opacity: .16; }
-.band.soft { fill: var(--soft); }
 .dot { fill: var(--c); }
 .tip { position: absolute; pointer-events: none; background: var(--text); color: var(--card); border-radius: 6px;
   padding: 5px 9px; font-size: 12px; line-height: 1.4; white-space: nowrap; z-index: 1; }

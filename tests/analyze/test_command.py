@@ -38,7 +38,7 @@ def dump(folder: Path, **changes: Any) -> Path:
 
 def run(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Exit status of the command."""
-    monkeypatch.setattr(sys, "argv", ["megatron-rc", "analyze", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["megatron-rc", "analyze", "--no-html", *map(str, arguments)])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     return int(stopped.value.code or 0)
@@ -168,7 +168,7 @@ def test_a_dump_with_random_bytes_changed_is_analyzed_or_refused(
     for place in random.integers(0, len(data), 8):
         data[place] = random.integers(256)
     path.write_bytes(data)
-    monkeypatch.setattr(sys, "argv", ["megatron-rc", "analyze", str(path), "--json", "--no-what-if"])
+    monkeypatch.setattr(sys, "argv", ["megatron-rc", "analyze", str(path), "--no-html", "--json", "--no-what-if"])
     try:
         cli.main()
     except SystemExit as stopped:
@@ -194,7 +194,7 @@ def test_a_dump_with_random_bytes_changed_is_analyzed_or_refused(
 )
 def test_odd_columns_are_no_reason_to_stop_or_are_refused(changes: Any, tmp_path: Path, monkeypatch, capsys) -> None:
     path = dump(tmp_path, **changes)
-    monkeypatch.setattr(sys, "argv", ["megatron-rc", "analyze", str(path)])
+    monkeypatch.setattr(sys, "argv", ["megatron-rc", "analyze", str(path), "--no-html"])
     try:
         cli.main()
     except SystemExit as stopped:
@@ -250,5 +250,7 @@ def test_an_analysis_without_what_if_imports_no_torch(options: list[str], tmp_pa
         "heavy = {'torch', 'scipy', 'pandas', 'megatron', 'transformers'}\n"
         "assert not heavy & {name.partition('.')[0] for name in sys.modules}\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr

@@ -180,17 +180,17 @@ def dump_file(folder: Path, chunk: Chunk) -> Path:
 
 def test_the_command_writes_the_file_and_shows_the_table_where_asked(tmp_path: Path) -> None:
     dump = str(dump_file(tmp_path, noise(0.05).evidence.sample))
-    shown = CliRunner().invoke(app, ["analyze", dump, "--rc", str(tmp_path / "rc.yaml")])
+    shown = CliRunner().invoke(app, ["analyze", dump, "--no-html", "--rc", str(tmp_path / "rc.yaml")])
     assert shown.exit_code == 0 and "Recommended: seq-tis" in shown.output and "geo-mask" not in shown.output
     assert patch_settings(tmp_path / "rc.yaml").correction == noise(0.05).recommendation.correction
-    assert "What if" in CliRunner().invoke(app, ["analyze", dump, "--what-if"]).output
+    assert "What if" in CliRunner().invoke(app, ["analyze", dump, "--no-html", "--what-if"]).output
     for flag in ("--what-if", "--no-what-if"):
-        data = json.loads(CliRunner().invoke(app, ["analyze", dump, "--json", flag]).output)
+        data = json.loads(CliRunner().invoke(app, ["analyze", dump, "--no-html", "--json", flag]).output)
         assert (data["what_if"] is not None) == (flag == "--what-if") and data["recommendation"]["method"]
 
 
 def test_a_gate_is_judged_before_the_file_is_refused(truncated: Chunk, tmp_path: Path) -> None:
     dump = str(dump_file(tmp_path, truncated))
-    arguments = ["analyze", dump, "--gate", "k3<1", "--rc", str(tmp_path / "rc.yaml")]
+    arguments = ["analyze", dump, "--no-html", "--gate", "k3<1", "--rc", str(tmp_path / "rc.yaml")]
     refused = CliRunner().invoke(app, arguments)
     assert "holds" in refused.output and "would hide a bug" in str(refused.exception)

@@ -213,3 +213,5 @@ TRAPS: dict[str, tuple[str, Callable[[World], Chunk]]] = {
     "policy lag": ("RC502", policy_lag),
 }
 """Expected rule and maker of every simulated dump."""
+ONE_EACH = list({code: name for name, (code, _) in reversed(TRAPS.items())}.values())
+"""The strongest dump of every rule."""

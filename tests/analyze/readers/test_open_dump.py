@@ -283,11 +283,11 @@ def test_the_command_takes_a_format_and_says_what_it_left_out(tmp_path: Path):
     shutil.copytree(HOST_DUMPS / "miles", tmp_path / "miles")
     cut = tmp_path / "slime/train_data/4.pt"
     cut.write_bytes((tmp_path / "slime/train_data/3.pt").read_bytes()[:-30])
-    run = CliRunner().invoke(app, ["analyze", str(tmp_path)], env={"COLUMNS": "400"})
+    run = CliRunner().invoke(app, ["analyze", str(tmp_path), "--no-html"], env={"COLUMNS": "400"})
     assert run.exit_code == 0, run.output
-    assert "0 corrupt rows and 1 unreadable files left out" in run.output
+    assert "Left out: 1 damaged files." in run.output
     assert "4 files of miles train data are not read" in run.output
-    named = CliRunner().invoke(app, ["analyze", str(tmp_path), "--format", "miles", "--json"])
+    named = CliRunner().invoke(app, ["analyze", str(tmp_path), "--no-html", "--format", "miles", "--json"])
     numbers = json.loads(named.output)
     assert numbers["format"] == "miles train data" and numbers["unreadable_files"] == 0
     assert numbers["ignored"] == ["2 files of slime train data are not read, such as 3.pt"]

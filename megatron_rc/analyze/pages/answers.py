@@ -1,0 +1,172 @@
+"""The parts of a page that are words: verdicts, the honesty panel, what was not judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+
+from megatron_rc.analyze import words
+from megatron_rc.analyze.columns import meaning
+from megatron_rc.analyze.diagnosis import Diagnosis
+from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.honesty import Honesty
+from megatron_rc.analyze.pages.card import Card, Cell, folded, table
+from megatron_rc.analyze.rules.rule import Level, Page, Verdict
+from megatron_rc.analyze.significance import Test
+from megatron_rc.analyze.what_if import Missing, WhatIf
+
+MOST_PANELS = 64
+"""Rows of the honesty panel by step or by server; of more, those of the largest |z| are shown."""
+
+METHOD_HEAD = ("method", "tokens", "answers", "by length", "right", "+ -", "lost", "ESS", "bias", "cosine", "")
+
+
+def header(diagnosis: Diagnosis, share: bool) -> str:
+    """Heading, size of the dump, and the answer in one line."""
+    evidence = diagnosis.evidence
+    name = "A rollout dump" if share else diagnosis.source
+    warning = f'<p class="warning">{words.NO_ENTROPY}</p>' if diagnosis.hidden_sampling_possible else ""
+    sampled = f"{evidence.sample.log_pi.size:,} tokens of {evidence.sample.num_sequences:,} whole responses"
+    return (
+        f"<header><h1>{escape(name)}</h1><p>{escape(diagnosis.format)}: {words.size(evidence)}. Sums are over all of "
+        f"them; permutations, running sums and single tokens over a sample of {sampled}.</p>"
+        f'<p class="level {diagnosis.level.lower()}">{escape(words.HEADLINES[diagnosis.level])}</p>{warning}</header>'
+    )
+
+
+def verdicts(diagnosis: Diagnosis, share: bool) -> str:
+    """A card per verdict."""
+    return "".join(_verdict(verdict, share) for verdict in diagnosis.verdicts)
+
+
+def _verdict(verdict: Verdict, share: bool) -> str:
+    page, support = verdict.page, words.support(verdict)
+    small = ", ".join(filter(None, [verdict.level, support]))
+    parts = [f"<h2><b>{verdict.code}</b> {escape(page.title)} <small>{escape(small)}</small></h2>"]
+    if not share:
+        # a sentence may name servers, ids and finish reasons
+        parts.append(f"<p>{escape(words.sentence(verdict))}</p>")
+    if verdict.one_of:
+        parts.append(f"<p>These data do not separate {escape(' from '.join(verdict.one_of))}.</p>")
+    if verdict.level in (Level.BUG, Level.SUSPECT):
+        parts.append(f"<p><b>Decide:</b> {escape(page.experiment)}</p>")
+        fixes = table([(host, Cell(fix, "words")) for host, fix in page.fixes.items()])
+        parts += [folded("Fix, by codebase", fixes), folded("What else looks like this", _text(page.look_alikes))]
+    numbers = table([(name, f"{value:.6g}") for name, value in verdict.numbers.items()])
+    parts.append(folded("Numbers", numbers))
+    return f'<article class="wide verdict {verdict.level.lower()}">{"".join(parts)}</article>'
+
+
+def honesty(evidence: Evidence, share: bool) -> str:
+    """The honesty panel of the dump, and folded those by step and by server."""
+    lines = words.honesty_lines(evidence, evidence.whole)
+    inside = table((name, value, p, Cell(text, "words")) for name, value, p, text in lines)
+    steps = {str(step): panel for step, panel in evidence.by_step.items()}
+    servers = {f"server {i}" if share else name: panel for i, (name, panel) in enumerate(evidence.by_server.items())}
+    for title, panels in (("step", steps), ("server", servers)):
+        if len(panels) > 1:
+            inside += folded(f"By {title}", _panels(evidence, title, panels))
+    return Card(
+        "Honesty",
+        inside,
+        "These numbers say whether the logged distribution is the one that drew the tokens; the p-values are corrected "
+        "for the number of tests in this report.",
+        "z_rho and z_W within 4, kappa near 1, mean l below 0, no log-prob of exactly 0 that the trainer doubts.",
+        wide=True,
+    ).html()
+
+
+def _panels(evidence: Evidence, title: str, panels: Mapping[str, Honesty]) -> str:
+    def largest(panel: Honesty) -> float:
+        return max(abs(test.z) for test in panel.tests)
+
+    def shown(test: Test | None) -> str:
+        return f"{test.z:+.1f} ({words.probability(evidence.adjusted.get(test.name))})" if test else "-"
+
+    kept = set(sorted(panels, key=lambda name: -largest(panels[name]))[:MOST_PANELS])
+    rows = []
+    for name, panel in panels.items():
+        if name in kept:
+            numbers = f"{panel.tokens:,}", f"{panel.k3:.2e}", f"{panel.mean_ratio:.5f}"
+            rows.append((name, *numbers, shown(panel.z_ratio), shown(panel.z_surprise)))
+    return table(rows, head=(title, "tokens", "k3", "mean ratio", "z_rho", "z_W"))
+
+
+def gap(evidence: Evidence) -> str:
+    """The numbers that say how large the gap is."""
+    inside = table((name, Cell(text, "words")) for name, text in words.size_lines(evidence))
+    return Card(
+        "How large the gap is",
+        inside,
+        "Six numbers that compare with other runs; sigma does not depend on entropy or length.",
+        "T* above the length of the responses, k-hat below 0.7, growth near 0.5.",
+        wide=True,
+    ).html()
+
+
+def what_if(diagnosis: Diagnosis, computed: bool) -> str:
+    """The recommended correction, and the table of all of them if ``computed``; without torch, a sentence instead."""
+    advice = diagnosis.recommendation
+    shown = diagnosis.what_if if computed else Missing("The table of all corrections needs torch: --what-if adds it.")
+    text = f"<p><em>{escape(advice.headline)}</em> {escape(advice.reason)}</p>"
+    title = "What a correction would do"
+    if isinstance(shown, Missing):
+        return Card(title, f"{text}<p>{escape(shown.sentence)}</p>", wide=True).html()
+    rows = [_method(row) for row in sorted(shown.rows, key=lambda row: row.name != advice.method)]
+    skipped = "".join(
+        f"<p>Not computed: {name} needs {escape(', '.join(columns))}.</p>" for name, columns in shown.not_run.items()
+    )
+    return Card(
+        title,
+        text + table(rows, head=METHOD_HEAD) + skipped,
+        f"Every correction on {shown.tokens:,} tokens of this dump: percent kept of the tokens, of the answers, of "
+        "each quarter of the answers by length (the shortest first), of correct answers, and of tokens with positive "
+        "and negative advantage; percent of the advantages that is lost; effective percent of the tokens; bias of the "
+        "weights; cosine with the exact weights of sequences. Red: drops more than 20 % of the correct answers, or "
+        "more than half of a quarter by length.",
+        "a method that keeps nearly all answers of every length, with a high ESS and a cosine near 1.",
+        wide=True,
+    ).html()
+
+
+def _method(row: WhatIf) -> list[str | Cell]:
+    tokens, answers, lengths, right, ess, bias, cosine = words.what_if_cells(row)
+    signs = "-" if row.by_sign is None else " ".join(words.percent(kept.tokens) for kept in row.by_sign.values())
+    lost = "-" if row.advantage_removed is None else words.percent(row.advantage_removed)
+    warnings = Cell("; ".join(row.warnings), "words red" if row.warnings else "words")
+    return [row.name, tokens, answers, lengths, right, signs, lost, ess, bias, cosine, warnings]
+
+
+def not_judged(diagnosis: Diagnosis, share: bool) -> str:
+    """The rules that were not run or not judged, and what was left out."""
+    judgement, parts = diagnosis.judgement, []
+    if judgement.not_run:
+        needed = {
+            code: "; ".join(f"{name} ({meaning(name)})" for name in names) for code, names in judgement.not_run.items()
+        }
+        rows = [(code, Cell(Page(code).title, "name"), Cell(text, "words")) for code, text in needed.items()]
+        parts.append(table(rows, head=("not run", "rule", "columns that are missing")))
+    if judgement.not_judged:
+        mended = [
+            (
+                code,
+                Cell(Page(code).title, "name"),
+                Cell(f"{bug} changes what it reads and must be mended first", "words"),
+            )
+            for code, bug in judgement.not_judged.items()
+        ]
+        parts.append(table(mended, head=("not judged", "rule", "why")))
+    if not share:
+        # these sentences name files
+        parts += [f"<p>{escape(sentence)}</p>" for sentence in (*diagnosis.corrupt.first, *diagnosis.ignored)]
+    return Card(
+        "Rules that said nothing, because they could not",
+        "".join(parts),
+        words.left_out(diagnosis) or "No response was left out.",
+        "nothing is listed here: a rule that was not run has excluded nothing.",
+        wide=True,
+    ).html()
+
+
+def _text(text: str) -> str:
+    return "".join(f"<p>{escape(part)}</p>" for part in text.split("\n\n"))

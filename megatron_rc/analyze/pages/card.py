@@ -1,0 +1,92 @@
+"""What a page is made of: cards with a heading, a picture or table, and a sentence; all texts are escaped here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+STYLE = """
+.wide { grid-column: 1 / -1; }
+.bug { --level: #c8232c; } .suspect { --level: #a86a00; } .staleness { --level: var(--c0); }
+.numerics { --level: var(--c2); }
+@media (prefers-color-scheme: dark) { .bug { --level: #ff7b7f; } .suspect { --level: #ffc24d; } }
+.level { font-size: 20px; font-weight: 650; color: var(--level); margin: 0 0 4px; }
+.verdict { border-left: 5px solid var(--level); }
+.verdict h2 b { color: var(--level); }
+.verdict p { font-size: 15px; color: var(--text); }
+.warning { color: var(--c1); }
+article details { border: 0; padding: 0; margin-top: 8px; }
+article summary { font-size: 13px; }
+article table { margin-top: 4px; }
+article thead th { border-bottom: 1px solid var(--edge); }
+article td { font-size: 12.5px; padding: 3px 16px 3px 0; vertical-align: top; white-space: nowrap; }
+article td.name { font-family: inherit; }
+article td.words { font-family: inherit; color: var(--soft); white-space: normal; }
+article td.words:last-child { width: 60%; }
+.scroll { overflow-x: auto; }
+.bar { display: block; height: 10px; min-width: 1px; border-radius: 3px; background: var(--c0); }
+article td.room { width: 45%; vertical-align: middle; }
+.red { background: color-mix(in srgb, #e5484d 28%, transparent); }
+"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table."""
+
+    text: str
+    kind: str = ""
+    """words: a sentence, name: a few words, room: the column of bars, red: a value to worry about."""
+    bar: float | None = None
+    """Length of a bar in the place of the text, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Card:
+    title: str
+    inside: str
+    """HTML."""
+    meaning: str = ""
+    """What to see, as plain text."""
+    healthy: str = ""
+    """What it looks like when nothing is wrong, as plain text."""
+    unit: str = ""
+    wide: bool = False
+    legend: Sequence[tuple[str, str]] = ()
+    """(class of a colour, plain text)."""
+
+    def html(self) -> str:
+        small = f" <small>{escape(self.unit)}</small>" if self.unit else ""
+        shown = "".join(f'<span><i class="{kind}"></i>{escape(text)}</span>' for kind, text in self.legend)
+        legend = f'<div class="legend">{shown}</div>' if shown else ""
+        healthy = f" <em>Healthy: {escape(self.healthy)}</em>" if self.healthy else ""
+        sentence = f"<p>{escape(self.meaning)}{healthy}</p>" if self.meaning else ""
+        start = '<article class="wide">' if self.wide else "<article>"
+        return f"{start}<h2>{escape(self.title)}{small}</h2>{self.inside}{legend}{sentence}</article>"
+
+
+def table(rows: Iterable[Sequence[str | Cell]], *, head: Sequence[str] = ()) -> str:
+    """HTML of a table; the first cell of a row is its heading."""
+    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    top = f"<thead><tr>{names}</tr></thead>" if head else ""
+    body = "".join(
+        f"<tr><th>{escape(first.text if isinstance(first, Cell) else first)}</th>{''.join(map(_cell, rest))}</tr>"
+        for first, *rest in rows
+    )
+    return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
+
+
+def folded(title: str, inside: str) -> str:
+    """HTML that a click on its title opens."""
+    return f"<details><summary>{escape(title)}</summary>{inside}</details>"
+
+
+def _cell(cell: str | Cell) -> str:
+    if isinstance(cell, str):
+        return f"<td>{escape(cell)}</td>"
+    kind = f' class="{cell.kind}"' if cell.kind else ""
+    inside = escape(cell.text)
+    if cell.bar is not None:
+        inside = f'<i class="bar" style="width:{100 * min(1.0, max(0.0, cell.bar)):.1f}%"></i>'
+    return f"<td{kind}>{inside}</td>"

@@ -1,0 +1,92 @@
+"""analysis.html: the diagnosis of a dump in one file that needs no network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+
+from megatron_rc.analyze.diagnosis import Diagnosis
+from megatron_rc.analyze.pages import answers, by_bin, sequences, steps, tokens
+from megatron_rc.analyze.pages.card import STYLE
+from megatron_rc.report.page import SCRIPT, document
+
+GENERATOR = '<meta name="generator" content="megatron-rc analyze">'
+_BEGINNING = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">' + GENERATOR
+"""Every page begins so; nothing else is overwritten."""
+
+
+def write(
+    diagnosis: Diagnosis,
+    path: str | Path,
+    *,
+    share: bool = False,
+    what_if: bool = False,
+) -> Path:
+    """Write the page of a diagnosis.
+
+    Args:
+        path: the file; an earlier page there is overwritten.
+        share: leave out what may name people, machines or text: path, names of servers, finish reasons, ids.
+        what_if: also compute what each correction would do, which takes seconds and torch.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: the file cannot be written, or is not a page of an analysis.
+    """
+    path = Path(path)
+    refuse_foreign(path)
+    path.write_text(page(diagnosis, share=share, what_if=what_if), encoding="utf-8")
+    return path
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raise ValueError where a page cannot be written: no folder, or a file that no analysis wrote."""
+    if not path.parent.is_dir():
+        raise ValueError(f"--html: the folder {path.parent} does not exist")
+    if path.is_dir():
+        raise ValueError(f"--html: {path} is a folder; give a file such as {path / 'analysis.html'}")
+    if not path.exists():
+        return
+    beginning = _BEGINNING.encode()
+    with path.open("rb") as file:
+        if file.read(len(beginning)) != beginning:
+            raise ValueError(f"--html: {path} exists and is not the page of an analysis; give another file")
+
+
+def page(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False) -> str:
+    """The page as text; the same diagnosis gives the same bytes."""
+    evidence = diagnosis.evidence
+    cards = [
+        answers.verdicts(diagnosis, share),
+        answers.honesty(evidence, share),
+        answers.gap(evidence),
+        by_bin.likelihood_map(diagnosis),
+        by_bin.by_log_mu(evidence),
+        by_bin.by_position(evidence),
+        by_bin.by_position(evidence, "turn_start", "By tokens since the turn began"),
+        by_bin.who_explains(evidence),
+        tokens.top_tokens(evidence, share),
+        sequences.running_sums(evidence),
+        steps.servers(evidence, share),
+        sequences.rank_size(evidence),
+        sequences.effective_size(evidence),
+        steps.over_steps(evidence),
+        answers.what_if(diagnosis, what_if),
+        answers.not_judged(diagnosis, share),
+    ]
+    return document(
+        "Rollout analysis" if share else f"{diagnosis.source}: rollout analysis",
+        f'{answers.header(diagnosis, share)}<section class="panels">{"".join(cards)}</section>',
+        head=GENERATOR + _policy(),
+        style=STYLE,
+    )
+
+
+def _policy() -> str:
+    """The browser loads nothing, and runs our script alone, even if a string of a dump were not escaped."""
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    allowed = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    return f'<meta http-equiv="Content-Security-Policy" content="{allowed}">'

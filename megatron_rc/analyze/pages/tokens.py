@@ -1,0 +1,60 @@
+"""The tokens of the largest log-ratios, in context."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.pages.card import Card, Cell, table
+
+TOP = 20
+BEFORE, AFTER = 3, 2
+"""Neighbours that are shown."""
+
+
+def top_tokens(evidence: Evidence, share: bool) -> str:
+    """A row per token; under ``share`` without ids and names."""
+    sample = evidence.sample
+    size = np.abs(sample.log_ratio)
+    top = np.argsort(-size, kind="stable")[:TOP]
+    ids = "token_id" in sample.tokens and not share
+    head = ["", "step", "place", "l", "log mu", "log pi", "l before", "l after"]
+    head += ["server"] if (server := "server" in sample.sequences and not share) else []
+    head += ["ids"] if ids else []
+    rows: list[list[str | Cell]] = []
+    for rank, token in enumerate(top.tolist(), start=1):
+        sequence = int(sample.sequence_of[token])
+        step = str(sample.sequences["step"][sequence]) if "step" in sample.sequences else ""
+        row: list[str | Cell] = [str(rank), step, _place(sample, token, sequence)]
+        row += [f"{sample.log_ratio[token]:+.3f}", f"{sample.log_mu[token]:.4g}", f"{sample.log_pi[token]:.4g}"]
+        row += [_log_ratio(sample, neighbour, sequence) for neighbour in (token - 1, token + 1)]
+        row += [str(sample.sequences["server"][sequence])] if server else []
+        row += [_context(sample, token, sequence)] if ids else []
+        rows.append(row)
+    return Card(
+        "Tokens of the largest |l|",
+        table(rows, head=head),
+        "Where the two sides differ most, with the log-ratios of the tokens before and after. Look for what they "
+        "share: one id, one place, one server, or neighbours that are off as well.",
+        "rare tokens (log mu of -2 and below) at scattered places, with calm neighbours.",
+        wide=True,
+    ).html()
+
+
+def _place(sample: Chunk, token: int, sequence: int) -> str:
+    """Number of the loss token in its response, from 1."""
+    return f"{token - int(sample.cu_seqlens[sequence]) + 1:,} of {int(sample.lengths[sequence]):,}"
+
+
+def _log_ratio(sample: Chunk, token: int, sequence: int) -> str:
+    start, end = sample.cu_seqlens[sequence : sequence + 2]
+    return f"{sample.log_ratio[token]:+.3f}" if start <= token < end else ""
+
+
+def _context(sample: Chunk, token: int, sequence: int) -> str:
+    """Ids around a token, which stands in brackets."""
+    start, end = (int(i) for i in sample.cu_seqlens[sequence : sequence + 2])
+    ids = sample.tokens["token_id"]
+    near = range(max(start, token - BEFORE), min(end, token + AFTER + 1))
+    return " ".join(f"[{ids[i]}]" if i == token else str(ids[i]) for i in near)

@@ -1,0 +1,294 @@
+"""The page of a diagnosis: one file, offline, escaped, and without names under --share."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from html_page import Page
+from simulated_dumps import ONE_EACH, TRAPS, honest, one_stale_server, policy_lag, stale_cache, world
+from typer.testing import CliRunner
+
+from megatron_rc.analyze import output
+from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
+from megatron_rc.analyze.evidence import Gathering
+from megatron_rc.analyze.pages import html
+from megatron_rc.analyze.pages.steps import short_names
+from megatron_rc.analyze.readers.dump import CorruptRows
+from megatron_rc.analyze.what_if import Missing
+from megatron_rc.cli import app
+from megatron_rc.report.heat_map import heat_map
+from megatron_rc.report.route_maps import HeatMap
+
+CANARIES = ("canary_server", "canary_reason", "canary_group", "canary_folder", "7654321")
+"""A server, a finish reason, a prompt group, a part of the path, and an id."""
+SCRIPT = "<script>alert(1)</script>"
+
+
+def named(chunk: Chunk, *, server: str, reason: str, group: str, token: int = 7) -> Chunk:
+    """A chunk of two steps and several servers with these names; every fourth id is ``token``."""
+    size = chunk.num_sequences
+    tokens = {**chunk.tokens, "token_id": np.where(chunk.index % 4 == 0, token, chunk.tokens["token_id"])}
+    columns = {
+        "step": np.arange(size) % 2,
+        "server": np.array([f"{server}{i % 4}" for i in range(size)]),
+        "finish_reason": np.array([f"{reason}{i % 2}" for i in range(size)]),
+        "group": np.array([f"{group}{i // 4}" for i in range(size)]),
+    }
+    return replace(chunk, tokens=tokens, sequences={**chunk.sequences, **columns})
+
+
+def diagnosis_for(chunk: Chunk, source: str = "dump") -> Diagnosis:
+    return diagnosis_of([chunk], source, "arrays", CorruptRows())
+
+
+def small(make: Callable[..., Chunk] = honest) -> Chunk:
+    return make(world(3, sequences=48))
+
+
+def write_parquet(chunk: Chunk, path: Path) -> Path:
+    rows = list(zip(chunk.cu_seqlens[:-1], chunk.cu_seqlens[1:], strict=True))
+    lists = {
+        "old_logprobs": chunk.log_pi,
+        "rollout_logprobs": chunk.log_mu,
+        "entropy": chunk.tokens["entropy"],
+        "output_ids": chunk.tokens["token_id"],
+    }
+    columns: dict[str, Any] = {name: [values[a:b].tolist() for a, b in rows] for name, values in lists.items()}
+    # a file has whole numbers for its groups
+    whole = {name: values.tolist() for name, values in chunk.sequences.items() if name != "group"}
+    pq.write_table(pa.table(columns | whole), path)
+    return path
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_the_page_of_every_rule_is_well_formed_small_and_loads_nothing(name: str) -> None:
+    code, make = TRAPS[name]
+    text = html.page(diagnosis_for(make(world(1, sequences=32)), name))
+    page = Page(text)
+    assert len(text.encode()) < 1_000_000
+    loaded = [attributes.get(key) for _, attributes in page.tags for key in ("src", "href", "srcset", "data", "action")]
+    assert all(value.startswith("data:image/png;base64,") for value in loaded if value)
+    assert not {"link", "iframe", "object", "embed", "a", "form"} & {tag for tag, _ in page.tags}
+    assert not re.search(r"@import|url\(|https?:", text.split("</head>")[0]) and len(page.named("script")) == 1
+    assert code in page.texts
+
+
+def test_the_panels_stand_in_the_order_in_which_they_are_read() -> None:
+    page = Page(html.page(diagnosis_for(named(small(), server="s", reason="stop", group="g"))))
+    wanted = [
+        "Honesty",
+        "How large the gap is",
+        "Log-probs of trainer and sampler",
+        "By logged log-prob",
+        "By position in the response",
+        "Who explains |l|?",
+        "Tokens of the largest |l|",
+        "Is the sum of log-ratios noise?",
+        "k3 by server and step",
+        "The largest weights",
+        "How much of a batch is left under sequence weights",
+        "k3 over steps",
+        "What a correction would do",
+        "Rules that said nothing, because they could not",
+    ]
+    assert [text.strip() for text in page.texts if text.strip() in wanted] == wanted
+
+
+def test_panels_without_their_columns_are_left_out() -> None:
+    text = html.page(diagnosis_for(small()))
+    assert "k3 by server and step" not in text and "k3 over steps" not in text
+    assert "Without the column entropy" not in text
+    bare = replace(small(), tokens={}, sequences={})
+    text = html.page(diagnosis_for(bare))
+    assert "Without the column entropy, a hidden temperature or top-p cannot be excluded." in text
+    assert ">ids<" not in text and "needs" not in Page(text).named("svg")
+
+
+@pytest.mark.parametrize("lengths", [(1,), (1, 1, 1), (0, 3, 0), (2,) * 40])
+def test_tiny_dumps_have_a_page(lengths: tuple[int, ...]) -> None:
+    size = sum(lengths)
+    for gap in (0.0, 0.1):
+        log_mu = -np.linspace(0.1, 1, size)
+        Page(html.page(diagnosis_for(Chunk(log_mu + gap, log_mu, np.concatenate([[0], np.cumsum(lengths)])))))
+
+
+def test_every_string_of_a_dump_is_escaped() -> None:
+    chunk = named(small(one_stale_server), server=SCRIPT, reason=SCRIPT, group=SCRIPT)
+    worst = np.where(np.char.endswith(chunk.sequences["server"], "2"), SCRIPT, chunk.sequences["server"])
+    chunk = replace(chunk, sequences={**chunk.sequences, "server": worst})
+    diagnosis = replace(
+        diagnosis_for(chunk, f"/data/{SCRIPT}.parquet"), corrupt=CorruptRows(1, 0, [SCRIPT]), ignored=[SCRIPT]
+    )
+    text = html.page(diagnosis)
+    assert SCRIPT not in text and "alert(1)" in text
+    assert "RC303" in [verdict.code for verdict in diagnosis.verdicts]
+    assert len(Page(text).named("script")) == 1
+
+
+def test_the_same_dump_gives_the_same_bytes() -> None:
+    assert html.page(diagnosis_for(small())) == html.page(diagnosis_for(small()))
+
+
+def test_only_the_script_of_the_page_may_run_and_nothing_may_be_loaded() -> None:
+    (policy,) = [
+        tag["content"]
+        for tag in Page(html.page(diagnosis_for(small()))).named("meta")
+        if tag.get("http-equiv") == "Content-Security-Policy"
+    ]
+    assert policy is not None and policy.startswith("default-src 'none'; img-src data:")
+    assert "script-src 'sha256-" in policy
+
+
+def test_a_bug_shows_the_experiment_and_the_fix_of_every_codebase() -> None:
+    diagnosis = diagnosis_for(TRAPS["renormalised top-p .95"][1](world(1, sequences=48)))
+    texts = Page(html.page(diagnosis)).texts
+    (verdict,) = diagnosis.verdicts
+    assert f" {verdict.page.experiment}" in texts
+    assert all(host in texts and fix in texts for host, fix in verdict.page.fixes.items())
+
+
+def test_the_table_of_corrections_has_every_method_or_says_what_is_missing() -> None:
+    diagnosis = diagnosis_for(small())
+    shown = diagnosis.what_if
+    assert not isinstance(shown, Missing)
+    bad = replace(shown.rows[0], name="wasteful", warnings=["drops 30% of the correct answers"])
+    vars(diagnosis)["what_if"] = replace(shown, rows=[*shown.rows, bad])
+    page = Page(html.page(diagnosis, what_if=True))
+    assert {row.name for row in shown.rows} | {"wasteful", bad.warnings[0]} <= set(page.texts)
+    red = sum(bool(row.warnings) for row in shown.rows) + 1
+    assert [cell.get("class") for cell in page.named("td")].count("words red") == red
+    vars(diagnosis)["what_if"] = Missing("<b>torch</b> is missing")
+    page = Page(html.page(diagnosis, what_if=True))
+    assert "<b>torch</b> is missing" in page.texts and "wasteful" not in page.texts
+    assert diagnosis.recommendation.headline in page.texts
+    assert "needs torch: --what-if adds it" in html.page(diagnosis)
+
+
+def test_the_map_of_servers_and_steps_has_the_mean_k3_of_each() -> None:
+    chunk = named(small(), server="s", reason="", group="")
+    gathering = Gathering()
+    for part in (0, 1):
+        gathering.add(chunk.select_sequences(np.arange(48) // 24 == part))
+    cells = gathering.evidence().k3_by_server_and_step
+    assert set(cells) == {("s0", 0), ("s1", 1), ("s2", 0), ("s3", 1)}
+    for (server, step), k3 in cells.items():
+        here = (chunk.sequences["server"] == server) & (chunk.sequences["step"] == step)
+        assert k3 == pytest.approx(float(chunk.k3[here[chunk.sequence_of]].mean()))
+
+
+def test_a_server_is_labelled_by_what_its_name_does_not_share() -> None:
+    assert short_names([f"node-{i}.cluster.local:30000" for i in (1, 12)]) == ["1", "12"]
+    assert short_names(["http://10.0.0.7:30000", "http://10.0.0.8:30001"]) == ["7:30000", "8:30001"]
+    assert short_names(["a", "ab"]) == ["a", "ab"]
+    assert short_names(["the only server"]) == ["…y server"]
+
+
+def test_colours_do_not_blow_up_small_differences_between_servers() -> None:
+    shown = HeatMap("t", "", "", [[-3.0, -2.99]], ["a"], ["0", "1"], "server", "step")
+    assert {"-3", "-2.99"} <= set(Page(heat_map(shown)).texts)
+    assert {"-3", "-2"} <= set(Page(heat_map(shown, least_span=1.0)).texts)
+
+
+@pytest.mark.parametrize("make", [one_stale_server, stale_cache, policy_lag])
+def test_what_is_shared_has_no_ids_names_and_paths(make: Callable[..., Chunk], tmp_path: Path) -> None:
+    folder = tmp_path / "canary_folder"
+    folder.mkdir()
+    chunk = named(small(make), server="canary_server", reason="canary_reason", group="canary_group", token=7654321)
+    diagnosis = replace(diagnosis_for(chunk, str(folder / "dump.parquet")), ignored=["canary_folder/notes.txt"])
+    diagnosis.corrupt.add(f"{folder}: row 3: canary_server")
+    for text in (html.page(diagnosis, share=True), output.to_json(diagnosis, share=True)):
+        assert not [canary for canary in CANARIES if canary in text]
+    # the test could not fail if nothing named them without share
+    page = html.page(diagnosis)
+    assert all(canary in page for canary in ("canary_server", "canary_folder", "7654321"))
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, ["analyze", *map(str, arguments)])
+
+
+def test_the_command_writes_the_page_into_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dump = write_parquet(named(small(), server="s", reason="stop", group="g"), tmp_path / "dump.parquet")
+    monkeypatch.chdir(tmp_path)
+    done = run(dump)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1] == "analysis.html"
+    first = (tmp_path / "analysis.html").read_text()
+    assert f"{dump}: rollout analysis" in first
+    assert run(dump).exit_code == 0 and (tmp_path / "analysis.html").read_text() == first
+    elsewhere = tmp_path / "other.html"
+    done = run(dump, "--html", elsewhere, "--json")
+    assert json.loads(done.stdout)["format"] and done.stderr.splitlines()[-1] == str(elsewhere)
+    (tmp_path / "analysis.html").unlink()
+    assert run(dump, "--no-html").exit_code == 0 and not (tmp_path / "analysis.html").exists()
+
+
+def test_the_command_leaves_a_file_of_someone_else_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    dump = write_parquet(small(), tmp_path / "dump.parquet")
+    mine = tmp_path / "analysis.html"
+    mine.write_text("<!DOCTYPE html><html>my thesis</html>")
+    done = run(dump)
+    assert isinstance(done.exception, ValueError) and "is not the page of an analysis" in str(done.exception)
+    assert done.stdout == "" and "my thesis" in mine.read_text()
+    for wrong, sentence in ((tmp_path, "is a folder"), (tmp_path / "no" / "x.html", "does not exist")):
+        assert sentence in str(run(dump, "--html", wrong).exception)
+
+
+def test_the_shared_command_names_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "canary_folder"
+    folder.mkdir()
+    chunk = named(
+        small(one_stale_server), server="canary_server", reason="canary_reason", group="canary_group", token=7654321
+    )
+    dump, page = write_parquet(chunk, folder / "dump.parquet"), tmp_path / "page.html"
+    done = run(dump, "--share", "--html", page)
+    assert done.exit_code == 0, done.output
+    printed = "\n".join(done.stdout.splitlines()[:-1])
+    for text in (printed, page.read_text()):
+        assert text and not [canary for canary in CANARIES if canary in text]
+
+
+def opened(browser: str, page: Path) -> tuple[str, str, list[str]]:
+    """The document after its script has run, the console, and the addresses that the page asked for."""
+    log = page.with_suffix(".net.json")
+    options = [
+        *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
+        *("--disable-component-update", "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr"),
+        *("--virtual-time-budget=2000", f"--user-data-dir={page.with_suffix('.user')}", f"--log-net-log={log}"),
+    ]
+    done = subprocess.run(
+        [browser, *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    console = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+    events = [event.get("params", {}) for event in json.loads(log.read_text())["events"]]
+    asked = [p["url"] for p in events if "url" in p and "file://" in p.get("network_isolation_key", "")]
+    return done.stdout, console, asked
+
+
+@pytest.mark.full
+def test_a_browser_shows_the_page_without_a_request_or_an_error(tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium here")
+    control = tmp_path / "control.html"
+    control.write_text('<img src="http://canary.invalid/x.png"><script>missing()</script>')
+    _, console, asked = opened(browser, control)
+    assert "missing is not defined" in console and "http://canary.invalid/x.png" in asked
+    chunk = named(small(one_stale_server), server=SCRIPT, reason="stop", group="g")
+    shown, console, asked = opened(browser, html.write(diagnosis_for(chunk), tmp_path / "page.html"))
+    assert not console and not asked
+    # the script of the page has run: it adds a box for the values to every chart
+    assert shown.count('class="tip"') >= 6
