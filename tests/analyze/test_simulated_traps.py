@@ -72,3 +72,18 @@ def test_the_order_of_pieces_does_not_change_what_is_measured() -> None:
     assert parts.token_tail.k == pytest.approx(whole.token_tail.k, rel=1e-9)
     for name, profile in whole.profiles.items():
         assert parts.profiles[name].explained == pytest.approx(profile.explained, rel=1e-9, abs=1e-12)
+
+
+def test_a_rounding_that_each_id_repeats_is_no_temperature() -> None:
+    """16 ids whose log-probs are off by the same few 1e-3 nats at every occurrence: significant, and harmless."""
+    random = np.random.default_rng(1)
+    weights = random.dirichlet(np.full(16, 0.5), size=4)
+    context = random.integers(0, 4, 6000)
+    off = 0.003 * random.normal(size=(4, 16))
+    pi = np.log(weights)
+    mu = log_softmax(pi + off)
+    ids = np.argmax(mu[context] + random.gumbel(size=(6000, 16)), axis=1)
+    entropy = -(np.exp(pi) * pi).sum(axis=1)[context]
+    chunk = Chunk(pi[context, ids], mu[context, ids], np.arange(601) * 10, {"entropy": entropy})
+    verdicts = diagnosis_of([chunk], "repeated rounding", "arrays", CorruptRows()).verdicts
+    assert [verdict.code for verdict in verdicts] == ["RC501"]
