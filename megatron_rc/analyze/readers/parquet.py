@@ -32,7 +32,7 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     (file,) = group
     try:
         declared = row_groups(file)
-        opened = pq.ParquetFile(file, memory_map=True)
+        opened = pq.ParquetFile(file)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UnreadableFile(f"{file} is not a whole Parquet file: {first_line(error)}") from None
     with opened:
