@@ -1,0 +1,101 @@
+"""Time and memory of an analysis of a long dump: `python benchmarks/analyze_streaming.py --tokens 5e6 1e7`.
+
+Makes an honest dump of the given size in a temporary folder, analyzes it in a process of its own, and prints one row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+LENGTH, PER_STEP = 1000, 500
+_CODE = """
+import json, resource, sys, time
+from megatron_rc.analyze import diagnose_dump
+begun, before = time.perf_counter(), time.process_time()
+diagnosis = diagnose_dump(sys.argv[1])
+print(json.dumps({
+    "seconds": time.perf_counter() - begun,
+    "cpu_seconds": time.process_time() - before,
+    "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    "tokens": diagnosis.evidence.whole.tokens,
+    "codes": [verdict.code for verdict in diagnosis.verdicts],
+}))
+"""
+
+
+class Measured(NamedTuple):
+    tokens: int
+    file_mb: float
+    seconds: float
+    cpu_seconds: float
+    peak_mb: float
+    codes: list[str]
+
+
+def write_dump(path: Path, tokens: int) -> None:
+    """Write an honest dump of responses of 1,000 tokens on average, 500 per step, with entropy, server and step."""
+    schema = pa.schema(
+        {
+            "old_logprobs": pa.list_(pa.float32()),
+            "rollout_logprobs": pa.list_(pa.float32()),
+            "entropy": pa.list_(pa.float32()),
+            "step": pa.int64(),
+            "server": pa.string(),
+            "reward": pa.float64(),
+        }
+    )
+    with pq.ParquetWriter(path, schema) as writer:
+        for step in range(max(1, round(tokens / (LENGTH * PER_STEP)))):
+            random = np.random.default_rng([1, step])
+            lengths = random.integers(LENGTH // 2, 3 * LENGTH // 2, PER_STEP)
+            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+            p = random.random(offsets[-1]) ** 0.3
+            scale = 0.03 * (1 - p)
+            log_ratio = scale * random.standard_normal(p.size) - scale**2 / 2
+            values = (np.log(p), np.log(p) - log_ratio, np.full(p.size, 0.3))
+            lists = [pa.ListArray.from_arrays(offsets, pa.array(v.astype(np.float32))) for v in values]
+            servers = pa.array([f"server {i % 4}" for i in range(PER_STEP)])
+            rewards = pa.array(random.integers(0, 2, PER_STEP).astype(float))
+            columns = [*lists, pa.array(np.full(PER_STEP, step)), servers, rewards]
+            writer.write_table(pa.table(columns, schema=schema))
+
+
+def measure(path: Path) -> Measured:
+    """Analyze a dump in a new process."""
+    done = subprocess.run([sys.executable, "-c", _CODE, str(path)], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    return Measured(
+        found["tokens"],
+        path.stat().st_size / 2**20,
+        found["seconds"],
+        found["cpu_seconds"],
+        found["peak_mb"],
+        found["codes"],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=float, nargs="+", default=[5e6, 1e7])
+    print("| tokens | file MB | s | CPU s | peak MB | verdicts |\n|---|---|---|---|---|---|")
+    for tokens in parser.parse_args().tokens:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "dump.parquet"
+            write_dump(path, int(tokens))
+            row = measure(path)
+        sizes = f"{row.tokens:,} | {row.file_mb:.0f} | {row.seconds:.1f} | {row.cpu_seconds:.1f} | {row.peak_mb:.0f}"
+        print(f"| {sizes} | {' '.join(row.codes)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
