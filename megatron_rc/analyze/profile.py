@@ -37,7 +37,7 @@ class Profile:
     explained: float
     """eta^2 of |l|: share of its variance between bins, less what as many random bins would explain; at least 0."""
     explained_sign: float
-    """The same of l."""
+    """Share of mean l^2 that the mean of l in each bin gives, without bias where the bins differ in variance."""
 
     def label(self, index: int) -> str:
         return self.factor.label(self.bins[index])
@@ -73,7 +73,7 @@ class ProfileSums:
             size / count,
             k3 / count,
             explained_share(count, size, float(squares.sum())),
-            explained_share(count, log_ratio, float(squares.sum())),
+            explained_by_means(count, log_ratio, squares),
         )
 
 
@@ -92,6 +92,22 @@ def explained_share(count: Floats, total: Floats, squares: float) -> float:
         return 0.0
     between = float((total**2 / count).sum()) - mean
     return max(0.0, (between - (bins - 1) * (variance - between) / (n - bins)) / variance)
+
+
+def explained_by_means(count: Floats, total: Floats, squares: Floats) -> float:
+    """sum_b n_b mean_b^2 / sum of squares, where n_b mean_b^2 is estimated as (total_b^2 - squares_b) / (n_b - 1).
+
+    That has no bias whatever the variance of a bin, and a bin of one value says nothing: rare tokens have a large
+    log-ratio and few neighbours in their bin.
+
+    Args:
+        count: [B] values per bin.
+        total: [B] their sums.
+        squares: [B] sums of their squares.
+    """
+    several = count > 1
+    means = ((total[several] ** 2 - squares[several]) / (count[several] - 1)).sum()
+    return max(0.0, float(means / squares.sum())) if squares.sum() else 0.0
 
 
 class Permutations:

@@ -10,7 +10,7 @@ from megatron_rc.analyze.chunk import Chunk, loss_tokens
 from megatron_rc.analyze.evidence import Gathering
 from megatron_rc.analyze.factors import FACTORS, octave, octave_start
 from megatron_rc.analyze.growth import GrowthSums
-from megatron_rc.analyze.profile import Permutations, ProfileSums, gamma_deviate
+from megatron_rc.analyze.profile import Permutations, ProfileSums, explained_by_means, gamma_deviate
 from megatron_rc.analyze.reservoir import MAX_TOKENS, Reservoir
 from megatron_rc.analyze.significance import Test, holm, normal_p, self_normalised
 from megatron_rc.analyze.tail import TailSums
@@ -109,3 +109,19 @@ def test_octaves_have_four_bins_per_power_of_two() -> None:
     starts = np.array([octave_start(code) for code in octave(values)])
     assert (starts <= values).all()
     assert (np.array([octave_start(code + 1) for code in octave(values)]) > values).all()
+
+
+def test_bins_that_differ_in_variance_only_explain_nothing_of_the_sign() -> None:
+    """Rare tokens have few neighbours in their bin and large log-ratios of mean 0."""
+    random = np.random.default_rng(0)
+    count = np.array([5000.0, 20.0, 3.0, 1.0, 1.0])
+    shares = []
+    for _ in range(400):
+        values = [size * random.normal(size=int(n)) for n, size in zip(count, (1e-3, 0.05, 0.2, 1, 1), strict=True)]
+        total, squares = (np.array([(v**power).sum() for v in values]) for power in (1, 2))
+        several = count > 1
+        shares.append(((total**2 - squares)[several] / (count - 1)[several]).sum() / squares.sum())
+        assert explained_by_means(count, total, squares) == pytest.approx(max(0.0, shares[-1]))
+    assert abs(np.mean(shares)) < 4 * np.std(shares) / 20
+    shifted = np.array([1.0, 4.0])
+    assert explained_by_means(shifted * 100, shifted * 100, shifted * 100) == pytest.approx(1.0)
