@@ -186,6 +186,9 @@ def doctor(
     flags_file: Annotated[
         Path | None, typer.Option(help="File with the --host's flags, or the script that starts it.")
     ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Also let servers and trainer score the same tokens: minutes of a server.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print every finding as JSON.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for one answer.")] = 60.0,
 ) -> None:
@@ -202,13 +205,13 @@ def doctor(
     from megatron_rc.doctor.host.environment import examine_hosts
     from megatron_rc.doctor.registry import Finding, worst
 
-    asks_servers = bool(sglang or config or hf_path)
+    asks_servers = bool(sglang or config or hf_path or probe)
     found: dict[str, list[Finding]] = {}
     if asks_servers:
         with versions.needed_by("megatron-rc doctor with --sglang, --config or --hf-path"):
             from megatron_rc.doctor.server.examine import examine_servers
 
-            found = examine_servers(sglang, config, hf_path, timeout, assignments or ())
+            found = examine_servers(sglang, config, hf_path, timeout, assignments or (), probe=probe)
     if host or flags or flags_file or not asks_servers:
         found |= examine_hosts(host or (), flags or (), flags_file)
     if as_json:

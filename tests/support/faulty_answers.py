@@ -80,6 +80,9 @@ def damaged(answer: dict[str, Any], damage: str) -> Any:
     elif damage in ("nan", "-inf", "null", "text", "positive"):
         values = {"nan": float("nan"), "-inf": float("-inf"), "null": None, "text": "-1.0", "positive": 0.5}
         logprobs[-1][0] = values[damage]
+    elif damage == "other_logprobs":
+        for entry in logprobs:
+            entry[0] -= 1
     elif damage == "other_token":
         logprobs[-1][1] = (output[-1] + 1) % VOCABULARY
     elif damage == "outside_vocabulary":

@@ -68,6 +68,8 @@ class FaultySglang(WeightEndpoints):
         self.version = "default"
         self.bodies: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
         """Bodies of all requests, by path."""
+        self.prompt_logprobs = lambda ids: probe_logprobs(self.weights, ids)
+        """Log-probs of all ids of a prompt but the first."""
         self.aborted: list[str] = []
         self.running: dict[str, asyncio.Event] = {}
         self.most_running = 0
@@ -198,7 +200,10 @@ class FaultySglang(WeightEndpoints):
         if what == "ignore":
             return 200, {"success": True}, 2
         if path == "/generate":
-            return await self._generate(body, what)
+            if not isinstance(body["input_ids"][0], list):
+                return await self._generate(body, what)
+            answers = [await self._generate(body | {"input_ids": ids}, what) for ids in body["input_ids"]]
+            return max(status for status, _, _ in answers), [answer for _, answer, _ in answers], 2
         handler = getattr(self, "do" + path.replace("/", "_"), None)
         if handler is None:
             return 404, {"detail": "Not Found"}, 2
@@ -226,7 +231,7 @@ class FaultySglang(WeightEndpoints):
         is_cut = what in ("abort", "slow") or aborted.is_set()
         answer = answer_to(body, min(done, budget), self.version, aborted=is_cut)
         if rid == "":
-            values = [None, *probe_logprobs(self.weights, body["input_ids"])]
+            values = [None, *self.prompt_logprobs(body["input_ids"])]
             entries = zip(values, body["input_ids"], strict=True)
             answer["meta_info"]["input_token_logprobs"] = [[value, token, None] for value, token in entries]
         if not self.info["enable_return_routed_experts"]:

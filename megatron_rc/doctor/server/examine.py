@@ -10,8 +10,10 @@ from megatron_rc.doctor.server.answers import ANSWERS
 from megatron_rc.doctor.server.facts import Facts, read_trainer
 from megatron_rc.doctor.server.model import MODEL
 from megatron_rc.doctor.server.probe import read_servers
+from megatron_rc.doctor.server.probes import examine_probes
 from megatron_rc.doctor.server.sampling import SAMPLING
 from megatron_rc.doctor.server.serving import SERVING
+from megatron_rc.doctor.server.trainer_scores import TrainerModel
 
 SGLANG: Registry[Facts] = Registry("SGLang server", SERVING, MODEL, SAMPLING, ANSWERS)
 
@@ -22,6 +24,8 @@ def examine_servers(
     hf_path: str | None,
     timeout: float,
     assignments: Sequence[str] = (),
+    *,
+    probe: bool = False,
 ) -> dict[str, list[Finding]]:
     """Findings about each server, by subject.
 
@@ -29,6 +33,7 @@ def examine_servers(
         urls: servers and routers; None: those of ``config``.
         config, hf_path, assignments: see ``read_trainer``.
         timeout: seconds to wait for one answer.
+        probe: also sample from every server, and score the tokens again by its prefill and by the trainer.
 
     Raises:
         ValueError: no server is named, or a server or the trainer's side cannot be read.
@@ -37,4 +42,20 @@ def examine_servers(
     urls = urls or (trainer.job.rollout.sglang.urls if trainer.job else ())
     if not urls:
         raise ValueError("give the servers to look at with --sglang URL, or a job's YAML with --config")
-    return {f"{SGLANG.subject} {s.url}": SGLANG.run(Facts(s, trainer)) for s in read_servers(urls, timeout)}
+    model_path = hf_path or (trainer.job.model.hf_path if trainer.job else None)
+    if probe and model_path is None:
+        raise ValueError(
+            "--probe needs the trainer's checkpoint: give it with --hf-path DIR, or a job's YAML that names it"
+        )
+    servers = read_servers(urls, timeout)
+    model = None
+    if probe and model_path is not None:
+        model = TrainerModel(model_path, trainer.job.train.dtype if trainer.job else "fp32")
+    temperature = trainer.job.rollout.temperature if trainer.job else 1.0
+    found = {}
+    for served in servers:
+        findings = SGLANG.run(Facts(served, trainer))
+        if model is not None:
+            findings += examine_probes(served, model.rescore, model.vocab_size, temperature, timeout)
+        found[f"{SGLANG.subject} {served.url}"] = findings
+    return found

@@ -1,0 +1,140 @@
+"""Probes: the same tokens scored three times, which names the side that is wrong; they cost minutes of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from megatron_rc.doctor.registry import Finding, Registry, Undecided, error, good, note, warning
+from megatron_rc.doctor.server.facts import ServerFacts
+from megatron_rc.doctor.server.scores import Rescore, Scores, exact_share, k3, measure
+
+PROBES: Registry[Scores] = Registry("probes")
+
+FINE_K3 = 1e-3
+"""nats per token; NeMo-RL's documentation calls a gap below this healthy, and dense models in bf16 lie below it."""
+BROKEN_K3 = 0.015
+"""nats per token; prime-rl merges no change of its engines that lifts the gap above this."""
+FLOOR_FACTOR = 10.0
+"""A gap counts if it is this many times the self-shift floor: three gaps that are all rounding differ by far less."""
+ROUNDING_K3 = 1e-9
+"""nats per token; the rounding of fp32 between two kernels stays below it."""
+ROUNDING_FACTOR = 100.0
+"""A small gap to the trainer that is this many times the server's own is more than rounding of the same precision."""
+TEMPERATURES = tuple(2 ** (step / 8) for step in range(-8, 9))
+"""Factors of the asked temperature, 9% apart: half a step changes k2 visibly, and the ends name common mistakes."""
+SAME_TEMPERATURE = 2 ** (1.5 / 8)
+"""Neighbouring temperatures of the sweep within this factor count as equal."""
+SWEPT_TEMPERATURE = 0.7
+"""Temperature of the sweep when the job's is 1, where a server that ignores the temperature would go unseen."""
+
+SELF = (
+    "Restart the server without CUDA graphs, prefix cache, speculative decoding and cascade attention, probe again, "
+    "and switch them on one by one; look at the attention backend last."
+)
+TRAINER = (
+    "Check that --hf-path holds the weights that the server serves now, then the conversion between both, and last the "
+    "precision of each side."
+)
+
+
+def _swept(asked: float) -> list[float]:
+    return [asked * factor for factor in TEMPERATURES]
+
+
+def examine_probes(
+    served: ServerFacts, rescore: Rescore, vocab_size: int, temperature: float, timeout_s: float
+) -> list[Finding]:
+    """Findings of all probes of one server.
+
+    Args:
+        rescore: the trainer.
+        temperature: of the job.
+    """
+    asked = SWEPT_TEMPERATURE if temperature == 1 else temperature
+    try:
+        scores = measure(served, rescore, vocab_size, asked, _swept(asked), timeout_s)
+    except Undecided as missing:
+        compares = "Log-probs of the server's decoding, its prefill and the trainer"
+        return [Finding("probes", "note", str(missing), missing.fix, compares, decided=False)]
+    return PROBES.run(scores)
+
+
+@PROBES.check
+def self_shift(scores: Scores) -> Finding:
+    """The server's prefill of sequences alone against the same in one batch."""
+    floor = k3(scores.together - scores.alone)
+    share = exact_share(scores.together, scores.alone)
+    found = (
+        f"alone and in a batch of {scores.sequences} the server's own log-probs differ by k3 {floor:.1e}, {share:.0%} "
+        f"of {len(scores.alone)} tokens are exactly equal"
+    )
+    if floor <= FINE_K3:
+        return good(f"{found}; this is the floor that no change of the trainer removes")
+    fix = "Add --enable-deterministic-inference, or find the kernel whose answer depends on the batch."
+    return (error if floor > BROKEN_K3 else warning)(f"{found}, which is more than {FINE_K3:g}", fix)
+
+
+@PROBES.check
+def triangle(scores: Scores) -> Finding:
+    """Decoding, prefill and trainer, each against each."""
+    if not np.isfinite(scores.trainer).all():
+        bad = int(np.sum(~np.isfinite(scores.trainer)))
+        return error(
+            f"the trainer's checkpoint gives no finite log-prob for {bad} of {len(scores.trainer)} tokens", TRAINER
+        )
+    floor = k3(scores.together - scores.alone)
+    limit = max(FINE_K3, FLOOR_FACTOR * floor)
+    pairs = {
+        "decode-prefill": (scores.decode, scores.alone),
+        "prefill-trainer": (scores.alone, scores.trainer),
+        "decode-trainer": (scores.decode, scores.trainer),
+    }
+    gaps = {name: k3(b - a) for name, (a, b) in pairs.items()}
+    numbers = ", ".join(f"{name} {gap:.1e} ({exact_share(*pairs[name]):.0%} equal)" for name, gap in gaps.items())
+    said = f"k3 over {len(scores.decode)} tokens: {numbers}"
+    if max(gaps.values()) <= limit:
+        own = max(ROUNDING_K3, floor, gaps["decode-prefill"])
+        if gaps["prefill-trainer"] > ROUNDING_FACTOR * own:
+            return note(f"{said}; all are small, but equal weights in equal precision would be closer", TRAINER)
+        return good(f"{said}; all are at most {limit:.1e}, and the trainer is as close as the server's own rounding")
+    verdict, fix = _guilty(*(gap > limit for gap in gaps.values()))
+    level: Callable[[str, str], Finding] = error if max(gaps.values()) > max(BROKEN_K3, limit) else warning
+    return level(f"{verdict}; {said}, where {limit:.1e} is allowed", fix)
+
+
+def _guilty(decode_prefill: bool, prefill_trainer: bool, decode_trainer: bool) -> tuple[str, str]:
+    """The guilty side and the fix, from which of the three gaps are large; at least one is."""
+    if not decode_prefill:
+        return (
+            "the server agrees with itself and not with the trainer: weights, conversion or the trainer's numerics",
+            TRAINER,
+        )
+    if not prefill_trainer:
+        return "the server's decoding is wrong: its prefill agrees with the trainer", SELF
+    if not decode_trainer:
+        return (
+            "the server's prefill is wrong: its decoding agrees with the trainer",
+            "Train on the log-probs of decoding only, never on input_token_logprobs of this server.",
+        )
+    return "the server disagrees with itself, and neither decoding nor prefill agrees with the trainer", SELF
+
+
+@PROBES.check
+def temperature_sweep(scores: Scores) -> Finding:
+    """The temperature at which the trainer fits the server's log-probs best against the asked one."""
+    asked = scores.asked_temperature
+    gaps = {t: float(np.mean((values - scores.warm) ** 2) / 2) for t, values in scores.warm_trainer.items()}
+    best = min(gaps, key=gaps.__getitem__)
+    at_asked = gaps[min(gaps, key=lambda t: abs(t - asked))]
+    numbers = f"k2 {gaps[best]:.1e} at {best:.2g}, {at_asked:.1e} at {asked:.2g}"
+    if max(best / asked, asked / best) <= SAME_TEMPERATURE or at_asked <= FINE_K3:
+        return good(f"asked for temperature {asked:.2g}, the server's log-probs fit it ({numbers})")
+    if gaps[best] > at_asked / 2:
+        raise Undecided(f"no temperature explains the server's log-probs ({numbers})", TRAINER)
+    return error(
+        f"asked for temperature {asked:.2g}, the server's log-probs are those of about {best:.2g} ({numbers})",
+        "Serve without SGLANG_RETURN_ORIGINAL_LOGPROB and without plugins that change logits, or divide by the same "
+        "temperature in the trainer.",
+    )

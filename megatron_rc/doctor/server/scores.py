@@ -1,0 +1,193 @@
+"""Log-probs of the same tokens by a server's decoding, by its prefill and by the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_rc.doctor.registry import Undecided
+from megatron_rc.doctor.server.facts import ServerFacts
+from megatron_rc.engine import SamplingParams
+from megatron_rc.rollout.sglang.http import Background, Server, ServerError
+from megatron_rc.rollout.sglang.request import DamagedAnswer, Piece, Request, checked_logprobs
+
+Logprobs = np.ndarray[Any, np.dtype[np.float64]]
+"""[N] nats, one per sampled token, sequence after sequence."""
+Rescore = Callable[[Sequence[Sequence[int]], int, Sequence[float]], list[Logprobs]]
+"""Log-probs of sequences, of their tokens from a position on, at each of some temperatures."""
+
+PROMPTS = 16
+"""Sequences that are sampled: enough that a batch of them takes another path through the kernels than one alone."""
+PROMPT_TOKENS = 16
+RESPONSE_TOKENS = 64
+"""16 x 64 tokens decide k3 = 1e-3 against a floor of 1e-4 in minutes, even where the trainer runs on a CPU."""
+SEED = 20
+_COMMON_IDS = 1000
+"""Ids below this are in every vocabulary of a trained model; an id outside of its vocabulary would end a server."""
+QUIET = "Run doctor --probe while no job uses or updates the server."
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probs of one sample of tokens, all under the same weights of the server."""
+
+    decode: Logprobs
+    """As the server logged them when it drew the tokens, at temperature 1."""
+    alone: Logprobs
+    """By the server's prefill of prompt and response, one sequence at a time."""
+    together: Logprobs
+    """By the server's prefill of all sequences in one batch."""
+    trainer: Logprobs
+    sequences: int
+    asked_temperature: float
+    """Temperature of the second sample."""
+    warm: Logprobs
+    """As the server logged the tokens of the second sample."""
+    warm_trainer: Mapping[float, Logprobs]
+    """The trainer's log-probs of the second sample, by the temperature that it divided by."""
+
+
+def measure(
+    served: ServerFacts,
+    rescore: Rescore,
+    vocab_size: int,
+    asked_temperature: float,
+    temperatures: Sequence[float],
+    timeout_s: float,
+) -> Scores:
+    """Sample from the server and score the tokens again, by its prefill and by the trainer.
+
+    Args:
+        rescore: the trainer.
+        vocab_size: of the trainer.
+        asked_temperature: of a second sample, which only the server's decoding and the trainer score.
+        temperatures: by which the trainer divides its logits for the second sample.
+        timeout_s: for one answer.
+
+    Raises:
+        Undecided: the server refuses a request, or answers with something that cannot be compared.
+        ValueError: the server is gone.
+    """
+    if served.is_paused:
+        raise Undecided("a paused server answers no probe request", "POST /continue_generation, then try again.")
+    needed = PROMPT_TOKENS + RESPONSE_TOKENS + 4
+    if served.context_length is not None and served.context_length < needed:
+        raise Undecided(f"the probes need a context of {needed} tokens, the server has {served.context_length}")
+    served_ids = served.config["vocab_size"] if served.config else _COMMON_IDS
+    prompts = seeded_prompts(min(vocab_size, served_ids))
+    background = Background()
+    try:
+        client = _Client(Server(served.url, background), background, vocab_size, timeout_s)
+        drawn = client.sample(prompts, 1.0)
+        sequences = [[*prompt, *piece.output_ids] for prompt, piece in zip(prompts, drawn, strict=True)]
+        alone = np.concatenate([client.prefill([sequence]) for sequence in sequences])
+        together = client.prefill(sequences)
+        warm = client.sample(prompts, asked_temperature)
+        warm_sequences = [[*prompt, *piece.output_ids] for prompt, piece in zip(prompts, warm, strict=True)]
+    except DamagedAnswer as damage:
+        raise Undecided(f"a job would discard an answer to the probes: {damage.reason}, {damage}") from None
+    except ServerError as error:
+        if error.status is None:
+            raise ValueError(str(error)) from None
+        raise Undecided(f"the server refuses a request of the probes: {error}") from None
+    finally:
+        background.close()
+    if len(client.versions) > 1:
+        raise Undecided("the weights of the server changed during the probes", QUIET)
+    return Scores(
+        decode=_joined(drawn),
+        alone=alone,
+        together=together,
+        trainer=rescore(sequences, PROMPT_TOKENS, [1.0])[0],
+        sequences=len(sequences),
+        asked_temperature=asked_temperature,
+        warm=_joined(warm),
+        warm_trainer=dict(zip(temperatures, rescore(warm_sequences, PROMPT_TOKENS, temperatures), strict=True)),
+    )
+
+
+def seeded_prompts(vocab_size: int) -> list[list[int]]:
+    """Random ids, the same at every call."""
+    generator = random.Random(SEED)
+    return [[generator.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+
+
+def k3(log_ratio: Logprobs) -> float:
+    """The mean of exp(l) - 1 - l over the tokens."""
+    with np.errstate(over="ignore"):
+        return float(np.mean(np.expm1(log_ratio) - log_ratio))
+
+
+def exact_share(a: Logprobs, b: Logprobs) -> float:
+    """The share of tokens whose log-probs are equal in every bit of fp32."""
+    return float(np.mean(a.astype(np.float32) == b.astype(np.float32)))
+
+
+def _joined(pieces: Sequence[Piece]) -> Logprobs:
+    return np.concatenate([np.array(piece.logprobs, np.float64) for piece in pieces])
+
+
+class _Client:
+    """Requests to one server, which remember the versions of the weights that answered."""
+
+    def __init__(self, server: Server, background: Background, vocab_size: int, timeout_s: float) -> None:
+        self._server, self._background = server, background
+        self._vocab_size, self._timeout_s = vocab_size, timeout_s
+        self.versions: set[str] = set()
+
+    def sample(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[Piece]:
+        """Responses of full length to all prompts, decoded at the same time."""
+        params = SamplingParams(RESPONSE_TOKENS, temperature=temperature)
+        requests = [Request(uuid.uuid4().hex, p, (), params, self._vocab_size, None, None, -1) for p in prompts]
+        answers = self._background.run(self._ask_all([request.body() for request in requests]))
+        pieces = [request.piece(answer) for request, answer in zip(requests, answers, strict=True)]
+        for piece, answer in zip(pieces, answers, strict=True):
+            if len(piece.output_ids) != RESPONSE_TOKENS:
+                raise Undecided(f"{RESPONSE_TOKENS} tokens were asked for and {len(piece.output_ids)} came", QUIET)
+            self._see(answer["meta_info"])
+        return pieces
+
+    async def _ask_all(self, bodies: Sequence[dict[str, Any]]) -> list[Any]:
+        for body in bodies:
+            body["sampling_params"]["ignore_eos"] = True
+        texts = [json.dumps(body).encode() for body in bodies]
+        return await asyncio.gather(*(self._server.ask("/generate", text, self._timeout_s) for text in texts))
+
+    def prefill(self, sequences: Sequence[Sequence[int]]) -> Logprobs:
+        """Log-probs of the responses from one request with all sequences, which ignores what the server has cached."""
+        body = {
+            "input_ids": [list(sequence) for sequence in sequences],
+            # some versions answer 0 new tokens with a log-prob of a token that does not exist
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
+            "return_logprob": True,
+            # from the first token on: what lies before this position may come from the prefix cache
+            "logprob_start_len": 0,
+        }
+        answers = self._server.post("/generate", body, self._timeout_s)
+        if not isinstance(answers, list) or len(answers) != len(sequences):
+            raise DamagedAnswer("bad_answer", f"a request with {len(sequences)} sequences has not as many answers")
+        return np.concatenate([self._scored(s, answer) for s, answer in zip(sequences, answers, strict=True)])
+
+    def _scored(self, sequence: Sequence[int], answer: Any) -> Logprobs:
+        try:
+            meta = answer["meta_info"]
+            entries = meta["input_token_logprobs"]
+            values, ids = [entry[0] for entry in entries], [entry[1] for entry in entries]
+        except (TypeError, KeyError, IndexError) as error:
+            raise DamagedAnswer("bad_answer", f"the log-probs of a prompt are not readable ({error!r:.80})") from None
+        # SGLang calls the last id of a vocabulary 0 here
+        if len(ids) != len(sequence) or any(i not in (s, 0) for i, s in zip(ids, sequence, strict=True)):
+            raise DamagedAnswer("bad_answer", "a prompt came back without a log-prob for each of its tokens")
+        self._see(meta)
+        return np.array(checked_logprobs(values[PROMPT_TOKENS:]), np.float64)
+
+    def _see(self, meta: Mapping[str, Any]) -> None:
+        self.versions.add(str(meta.get("weight_version")))
+        self.versions.update(str(span["version"]) for span in meta.get("weight_versions") or ())

@@ -1,0 +1,50 @@
+"""The trainer's log-probs for the probes: its checkpoint, computed by transformers on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rc.doctor.server.scores import Logprobs
+from megatron_rc.models.config import hf_config_dict, torch_dtype
+from megatron_rc.models.families import family_of
+from megatron_rc.settings import Dtype, ModelSettings
+
+
+class TrainerModel:
+    """A checkpoint in memory; the GPU is left to the server."""
+
+    def __init__(self, hf_path: str, dtype: Dtype) -> None:
+        """
+        Raises:
+            ValueError: the model is of an unknown family, or the files do not hold all of its tensors.
+        """
+        config = hf_config_dict(ModelSettings(hf_path=hf_path))
+        self.vocab_size = int(config["vocab_size"])
+        loader: Any = family_of(config["model_type"]).model_class()
+        options = {"dtype": torch_dtype(dtype), "attn_implementation": "sdpa", "local_files_only": True}
+        try:
+            model, loading = loader.from_pretrained(hf_path, output_loading_info=True, **options)
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"{hf_path} is not a readable checkpoint: {' '.join(str(error).split())[:200]}") from None
+        # transformers fills what is missing with random numbers
+        if missing := sorted(loading["missing_keys"]):
+            raise ValueError(f"{hf_path} lacks {len(missing)} tensors of its model, such as {missing[0]}")
+        self._model = model.eval().requires_grad_(False)
+
+    def rescore(self, sequences: Sequence[Sequence[int]], start: int, temperatures: Sequence[float]) -> list[Logprobs]:
+        """Log-probs, fp32, of the tokens from position ``start`` on, sequence after sequence, at each temperature."""
+        rows = [self._logprobs(sequence, start, temperatures) for sequence in sequences]
+        return list(np.concatenate(rows, axis=1))
+
+    def _logprobs(self, sequence: Sequence[int], start: int, temperatures: Sequence[float]) -> Logprobs:
+        """[temperatures, tokens]."""
+        ids = torch.tensor([list(sequence)])
+        with torch.inference_mode():
+            logits = self._model(ids, use_cache=False).logits[0, start - 1 : -1].float()
+            drawn = ids[0, start:, None]
+            values = [(logits / t).log_softmax(-1).gather(1, drawn)[:, 0] for t in temperatures]
+        return torch.stack(values).double().numpy()

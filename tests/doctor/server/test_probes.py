@@ -1,0 +1,230 @@
+"""The probes: which side they name when decoding, prefill or trainer is wrong, and that a real server is fine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from doctor_facts import server as recorded
+from faulty_answers import VOCABULARY, logprob_of
+from faulty_sglang import PROBE, FaultySglang
+from sglang_server import SglangServer, shared_server
+from typer.testing import CliRunner
+
+from megatron_rc.cli import app
+from megatron_rc.doctor.registry import Finding
+from megatron_rc.doctor.server.examine import examine_servers
+from megatron_rc.doctor.server.facts import ServerFacts
+from megatron_rc.doctor.server.probes import PROBES, examine_probes
+from megatron_rc.doctor.server.scores import (
+    PROMPT_TOKENS,
+    PROMPTS,
+    RESPONSE_TOKENS,
+    Logprobs,
+    Scores,
+    exact_share,
+    k3,
+    seeded_prompts,
+)
+
+
+@pytest.fixture
+def fake() -> Iterator[FaultySglang]:
+    """A server whose prompt log-probs are those that it logs when it draws."""
+    with FaultySglang() as server:
+        server.prompt_logprobs = lambda ids: [logprob_of(i) for i in ids[1:]]
+        yield server
+
+
+def right(sequences: Sequence[Sequence[int]], start: int, temperatures: Sequence[float]) -> list[Logprobs]:
+    """A trainer that agrees with the fake server, whose log-probs are the same at every temperature, at 0.7 and 1."""
+    values = np.array([logprob_of(i) for ids in sequences for i in ids[start:]])
+    return [values * (1 if t in (0.7, 1) else 0.7 / t) for t in temperatures]
+
+
+def wrong(sequences: Sequence[Sequence[int]], start: int, temperatures: Sequence[float]) -> list[Logprobs]:
+    """A trainer with other weights."""
+    noise = np.random.default_rng(0).normal(0, 0.5, sum(len(ids) - start for ids in sequences))
+    return [values + noise for values in right(sequences, start, temperatures)]
+
+
+def probed(fake: FaultySglang, rescore=right) -> dict[str, Finding]:
+    facts = replace(recorded("good_moe"), url=fake.url)
+    return {f.check: f for f in examine_probes(facts, rescore, VOCABULARY, 1.0, timeout_s=30)}
+
+
+def test_three_sides_that_agree_are_fine(fake: FaultySglang) -> None:
+    found = probed(fake)
+    assert {name: f.status for name, f in found.items()} == dict.fromkeys(
+        ("self-shift", "triangle", "temperature-sweep"), "good"
+    )
+    assert f"{PROMPTS * RESPONSE_TOKENS} tokens" in found["triangle"].found and "100% equal" in found["triangle"].found
+
+
+def test_a_trainer_with_other_weights_is_the_guilty_side(fake: FaultySglang) -> None:
+    found = probed(fake, wrong)["triangle"]
+    assert found.status == "error" and "agrees with itself and not with the trainer" in found.found
+    assert "--hf-path" in found.fix and "decode-prefill 0.0e+00 (100% equal)" in found.found
+
+
+def test_a_decoding_that_logs_something_else_is_the_guilty_side(fake: FaultySglang) -> None:
+    fake.fail("/generate", "other_logprobs")
+    found = probed(fake)["triangle"]
+    assert found.status == "error" and "decoding is wrong" in found.found and "CUDA graphs" in found.fix
+
+
+def test_a_prefill_that_answers_something_else_is_the_guilty_side(fake: FaultySglang) -> None:
+    fake.fail(PROBE, "other_probe")
+    found = probed(fake)
+    assert found["self-shift"].status == "good", "both prefills are equally wrong"
+    assert "prefill is wrong" in found["triangle"].found and "input_token_logprobs" in found["triangle"].fix
+
+
+def test_nothing_but_the_server_is_blamed_when_all_three_differ(fake: FaultySglang) -> None:
+    fake.fail("/generate", "other_logprobs")
+    found = probed(fake, wrong)["triangle"]
+    assert found.status == "error" and "neither decoding nor prefill agrees" in found.found
+
+
+def scores(**other: Logprobs) -> Scores:
+    at = np.linspace(-5, -0.1, 1024)
+    fields = {"decode": at, "alone": at, "together": at, "trainer": at, "warm": at} | other
+    return Scores(**fields, sequences=16, asked_temperature=0.7, warm_trainer={0.7: at, 1.0: at * 0.7})
+
+
+def test_what_the_batch_alone_shifts_is_no_fault_of_the_trainer() -> None:
+    at, noise = scores().decode, np.random.default_rng(1).normal(0, 0.06, 1024)
+    assert PROBES["triangle"].run(scores(trainer=at + noise)).status == "warning"
+    shifted = scores(trainer=at + noise, together=at + noise[::-1] / 2)
+    assert PROBES["triangle"].run(shifted).status == "good"
+    assert PROBES["self-shift"].run(shifted).status == "good"
+
+
+def test_a_small_gap_that_no_rounding_explains_is_worth_a_note() -> None:
+    at = scores().decode
+    noise = np.random.default_rng(4).normal(0, 0.01, 1024)
+    assert PROBES["triangle"].run(scores(trainer=at + noise)).status == "note"
+    # a server that rounds as coarsely itself
+    coarse = scores(trainer=at + noise, decode=at - noise)
+    assert PROBES["triangle"].run(coarse).status == "good"
+    assert PROBES["triangle"].run(scores(trainer=at + noise / 1000)).status == "good"
+
+
+@pytest.mark.parametrize(("noise", "status"), [(0.01, "good"), (0.1, "warning"), (0.3, "error")])
+def test_a_server_whose_answers_depend_on_the_batch_is_named(noise: float, status: str) -> None:
+    shifted = scores().alone + np.random.default_rng(2).normal(0, noise, 1024)
+    assert PROBES["self-shift"].run(scores(together=shifted)).status == status
+
+
+def test_a_trainer_that_computes_nan_is_the_guilty_side() -> None:
+    found = PROBES["triangle"].run(scores(trainer=np.full(1024, np.nan)))
+    assert found.status == "error" and "1024 of 1024" in found.found
+
+
+def test_a_server_that_ignores_the_temperature_is_found_by_the_sweep() -> None:
+    found = PROBES["temperature-sweep"].run(scores(warm=scores().decode * 0.7))
+    assert found.status == "error" and "temperature 0.7" in found.found and "about 1 " in found.found
+    assert PROBES["temperature-sweep"].run(scores()).status == "good"
+
+
+def test_a_gap_that_no_temperature_explains_leaves_the_sweep_undecided() -> None:
+    noise = np.random.default_rng(3).normal(0, 3, 1024)
+    found = PROBES["temperature-sweep"].run(scores(warm=scores().decode * 0.7 + noise))
+    assert (found.status, found.decided) == ("note", False)
+
+
+def test_k3_and_exact_share_are_those_of_the_formulas() -> None:
+    assert k3(np.array([0.0, 1.0])) == pytest.approx((np.e - 2) / 2)
+    # a difference below the precision of fp32 is none
+    assert exact_share(np.array([-1.0, -1.0]), np.array([-1.0 - 1e-12, -1.1])) == 0.5
+
+
+def test_prompts_are_the_same_at_every_call_and_lie_in_the_vocabulary() -> None:
+    prompts = seeded_prompts(37)
+    assert prompts == seeded_prompts(37)
+    assert {len(prompt) for prompt in prompts} == {PROMPT_TOKENS} and len(prompts) == PROMPTS
+    assert {i for prompt in prompts for i in prompt} == set(range(37))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"is_paused": True}, "paused"), ({"context_length": 83}, "a context of 84 tokens, the server has 83")],
+    ids=("paused", "short-context"),
+)
+def test_a_server_that_cannot_be_probed_is_named(fake: FaultySglang, changes: dict[str, object], why: str) -> None:
+    facts: ServerFacts = replace(recorded("good_moe"), url=fake.url, **changes)
+    (found,) = examine_probes(facts, right, VOCABULARY, 1.0, timeout_s=30)
+    assert not found.decided and why in found.found and not fake.asked
+
+
+@pytest.mark.parametrize(
+    ("path", "what", "why"),
+    [
+        ("/generate", "nan", "nan_logprob"),
+        ("/generate", 400, "answered 400"),
+        (PROBE, "positive_probe", "positive_logprob"),
+        (PROBE, "list", "bad_answer"),
+    ],
+)
+def test_an_answer_that_cannot_be_compared_is_no_verdict(
+    fake: FaultySglang, path: str, what: int | str, why: str
+) -> None:
+    fake.fail(path, what)
+    (found,) = probed(fake).values()
+    assert (found.status, found.decided) == ("note", False) and why in found.found
+
+
+def test_weights_that_change_meanwhile_are_no_verdict(fake: FaultySglang) -> None:
+    def update(number: int, body: object) -> None:
+        fake.version = str(number)
+
+    fake.fail(PROBE, update)
+    (found,) = probed(fake).values()
+    assert "weights of the server changed" in found.found and not found.decided
+
+
+def test_a_server_that_is_gone_is_one_sentence(fake: FaultySglang) -> None:
+    fake.die()
+    with pytest.raises(ValueError, match="refuses connections"):
+        probed(fake)
+
+
+def test_probes_without_a_trainers_checkpoint_are_refused(fake: FaultySglang) -> None:
+    with pytest.raises(ValueError, match="--probe needs the trainer's checkpoint"):
+        examine_servers([fake.url], None, None, 30, probe=True)
+
+
+@pytest.fixture
+def dense_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    with shared_server("dense", tmp_path_factory) as server:
+        yield server
+
+
+def perturbed(model: str, folder: Path) -> Path:
+    """The checkpoint with one tensor of its last layer multiplied by 8."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(Path(model) / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"] *= 8
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((Path(model) / "config.json").read_text())
+    return folder
+
+
+def test_a_real_server_is_fine_and_a_perturbed_tensor_of_the_trainer_is_blamed_on_the_trainer(
+    dense_server: SglangServer, tmp_path: Path
+) -> None:
+    command = ["doctor", "--sglang", dense_server.url, "--probe", "--json", "--hf-path"]
+    said = CliRunner().invoke(app, [*command, dense_server.model])
+    (findings,) = json.loads(said.stdout).values()
+    found = {f["check"]: f for f in findings if f["check"] in {check.name for check in PROBES}}
+    assert {name: f["status"] for name, f in found.items()} == dict.fromkeys(found, "good") and len(found) == 3, found
+    said = CliRunner().invoke(app, [*command, str(perturbed(dense_server.model, tmp_path))])
+    assert said.exit_code == 1
+    (findings,) = json.loads(said.stdout).values()
+    verdict = next(f for f in findings if f["check"] == "triangle")
+    assert verdict["status"] == "error" and "agrees with itself and not with the trainer" in verdict["found"], verdict
