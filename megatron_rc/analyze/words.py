@@ -183,4 +183,5 @@ def _kappa(panel: Honesty) -> str:
 def _surprise(panel: Honesty) -> str:
     if panel.surprise is None:
         return "needs the column entropy"
-    return f"tokens are {panel.surprise:+.3f} nats more surprising than the trainer's entropy"
+    side = "less" if panel.surprise < 0 else "more"
+    return f"tokens are {abs(panel.surprise):.3f} nats {side} surprising than the trainer's entropy"
