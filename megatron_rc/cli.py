@@ -74,7 +74,7 @@ def patch(
 ) -> None:
     """Run the training script of another codebase with rollout correction patched into it; docs/hosts/.
 
-    torchrun --nproc_per_node 8 -m megatron_rc patch --rc-preset geo-mask-token-tis train_rl.py FLAGS
+    torchrun --nproc_per_node 8 -m megatron_rc patch --rc-preset none train_rl.py FLAGS
 
     Print the flags and the YAML that slime takes instead: megatron-rc patch --rc-host slime --rc-preset token-tis
     """

@@ -199,7 +199,7 @@ def test_the_example_has_every_field_at_its_default_or_says_what_it_is() -> None
         **{HOOKS[hook]: flag(hook).split()[1] for hook in ("check", "tis", "before_train_step")},
     )
     check(args)
-    assert read(args).correction == RolloutCorrection.preset("geo-mask-token-tis")
+    assert read(args).correction == RolloutCorrection.preset("none")
     assert read(args).lr_decay == LengthDecaySettings()
     for name in ("max_nonfinite_share", "inplace_backward", "lr_decay_start", "aggregation"):
         assert key[name] == getattr(SlimeSettings(), name)
