@@ -113,9 +113,11 @@ def policy_loss(
     have the gradient of KL(ref||pi). When mu is neither old nor pi, K leaves old / mu uncorrected.
 
     old_logprobs decides what old is: the policy before the update; None, which means current.detach() and r = 1 in
-    value; or mu (two policies), which means r = pi / mu. log r and d are clamped to log_ratio_bound before exp. A token
-    whose current log-prob is -inf, or whose old one is not finite, adds nothing. All tensors but current_logprobs and
-    entropy are constants without gradient. No collective runs here, and nothing waits for the device.
+    value; or mu (two policies), which means r = pi / mu. log r and d are clamped to log_ratio_bound before exp. A
+    clamped r stops the gradient of L, while that of K remains r log(pi / ref) with the clamped values, so that its sign
+    is right at any distance. A token whose current log-prob is -inf, or whose old one is not finite, adds nothing. All
+    tensors but current_logprobs and entropy are constants without gradient. No collective runs here, and nothing waits
+    for the device.
 
     Args:
         current_logprobs: [N] packed or [B, T] padded, fp32, nats, with gradient.

@@ -84,15 +84,11 @@ def policy_loss_fwd_kernel(
     if reference_logprobs is not None:
         reference = tl.load(reference_logprobs + tokens, mask=inside, other=0.0).to(tl.float32)
         distance = tl.where(usable, reference - current, 0.0)
-        approaches = (distance >= -log_ratio_bound) & (distance <= log_ratio_bound)
         distance = clamp(distance, log_ratio_bound)
-        estimate = k3(distance)
-        kl = tl.sum((scale * tl.where(usable, ratio * estimate, 0.0)).to(tl.float64))
+        kl = tl.sum((scale * tl.where(usable, ratio * k3(distance), 0.0)).to(tl.float64))
         loss += kl_coef * kl
-        # r k3 from the ratio and -r (e^d - 1) from the distance; both together are -r d, without a difference
-        by_ratio = tl.where(moves, ratio * estimate, 0.0)
-        by_distance = tl.where(approaches, -ratio * (estimate + distance), 0.0)
-        gain += kl_coef * tl.where(moves & approaches, -ratio * distance, by_ratio + by_distance)
+        # r k3 through r and -r (e^d - 1) through d add up to -r d; it has the right sign where r or d is clamped, too
+        gain += kl_coef * (-ratio * distance)
     if entropies is not None:
         entropy = tl.load(entropies + tokens, mask=inside, other=0.0).to(tl.float32)
         entropy_sum = tl.sum((scale * tl.where(counts, entropy, 0.0)).to(tl.float64))

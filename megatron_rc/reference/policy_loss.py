@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_rc.config import Surrogate
 from megatron_rc.reference.rows import compute_dtype
@@ -86,10 +87,10 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tenso
     loss = (scale * torch.where(kept, weights * per_token, 0)).sum()
     terms = [loss]
     if inputs.reference_logprobs is not None:
-        distance = torch.where(usable, inputs.reference_logprobs.detach() - current, 0)
+        distance = torch.where(usable, inputs.reference_logprobs.detach() - detached, 0)
         distance = distance.clamp(-options.log_ratio_bound, options.log_ratio_bound)
-        ratio = torch.where(usable, log_ratio, 0).clamp(max=options.log_ratio_bound).exp()
-        terms.append((scale * torch.where(usable, ratio * (distance.expm1() - distance), 0)).sum())
+        ratio = torch.where(usable, log_ratio.detach(), 0).clamp(max=options.log_ratio_bound).exp()
+        terms.append((scale * torch.where(usable, _DistanceToReference.apply(current, ratio, distance), 0)).sum())
         loss = loss + options.kl_coef * terms[-1]
     if inputs.entropy is not None:
         terms.append((scale * torch.where(counts, inputs.entropy.to(compute_dtype(inputs.entropy)), 0)).sum())
@@ -98,6 +99,23 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tenso
         totals = [loss, *terms, *((where & kept).sum() for where in clipped)]
         divisors = [scale.double().sum()] * (1 + len(terms)) + [kept.sum()] * len(clipped)
         return loss, torch.stack(totals + divisors).double()
+
+
+class _DistanceToReference(torch.autograd.Function):
+    """K = r (e^d - 1 - d) of clamped r and d, with the gradient -r d that it has inside the clamps.
+
+    Autograd would leave r alone with its gradient where d is clamped: r k3(d), which pushes away from the reference.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, current: Tensor, ratio: Tensor, distance: Tensor) -> Tensor:
+        ctx.save_for_backward(ratio * distance)
+        return ratio * (distance.expm1() - distance)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        return -upstream * ctx.saved_tensors[0], None, None
 
 
 def _clipped_ratio(ratio: Tensor, advantages: Tensor, options: LossOptions) -> tuple[Tensor, list[Tensor]]:

@@ -225,6 +225,21 @@ def test_far_ratios_are_bounded_before_exp() -> None:
     assert loss.isfinite() and current.grad is not None and current.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("distance", [-700.0, -24.0, -20.0, -5.0, 5.0, 20.0, 24.0, 700.0])
+@pytest.mark.parametrize("log_ratio", [-30.0, 0.0, 20.0, 30.0])
+@pytest.mark.parametrize("bound", [5.0, 20.0])
+def test_the_gradient_of_the_kl_term_points_to_the_reference_beyond_the_log_ratio_bound(
+    bound: float, log_ratio: float, distance: float
+) -> None:
+    current = torch.tensor([-750.0], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(1, dtype=torch.float64)
+    corrected = Corrected(0 * one, one < 0, one < 0, MetricSums(), RolloutCorrection(log_ratio_bound=bound))
+    options: dict[str, Any] = dict(reference_logprobs=current.detach() + distance, kl_coef=1.0)
+    policy_loss(current, current.detach() - log_ratio, one, corrected, scale=one, **options).loss.backward()
+    expected = -math.exp(min(log_ratio, bound)) * min(max(distance, -bound), bound)
+    assert current.grad is not None and current.grad.item() == pytest.approx(expected, rel=1e-12)
+
+
 def test_padded_layout_takes_advantages_by_sequence() -> None:
     lengths = [3, 5, 2]
     batch = random_batch(lengths, 2)
