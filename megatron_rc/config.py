@@ -1,16 +1,17 @@
-"""RolloutCorrection: the importance weight, the rejections and the old policy; presets and YAML."""
+"""RolloutCorrection: the rejections and the old policy, beside the importance weight; presets and YAML."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron_rc import schema
 from megatron_rc.schema.limits import check_one_of
+from megatron_rc.weight import Weight as Weight
+from megatron_rc.weight import check_ordered_bounds, check_positive_bounds
 
-Level = Literal["token", "sequence", "geometric", "segment"]
 Unit = Literal["token", "sequence", "segment"]
 Reduce = Literal["sum", "mean", "max", "min"]
 When = Literal["always", "negative_advantage"]
@@ -21,65 +22,8 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 Denominator = Literal["original", "kept"]
 
 
-class WeightMode(NamedTuple):
-    """What a mode does with units beyond the bounds of a weight, and which metrics count them."""
-
-    lower: str | None
-    """Metric of the units below lower; None where the mode has no such bound."""
-    upper: str
-    """Metric of the units above upper."""
-    required: tuple[str, ...]
-    """Bounds that must be set."""
-    drops: bool
-    """Whether units beyond a bound are dropped."""
-
-
-MODES = {
-    "truncate": WeightMode(None, "truncated", required=("upper",), drops=False),
-    "clip": WeightMode("clipped_low", "clipped_high", required=("lower", "upper"), drops=False),
-    "mask": WeightMode("outside_low", "outside_high", required=(), drops=True),
-}
-"""Every mode of a weight; all of them clamp rho to the bounds that are set."""
-# a type checker knows no Literal that is computed
-if TYPE_CHECKING:
-    Mode = str
-else:
-    Mode = Literal[tuple(MODES)]
 STATISTICS = ("ratio", "k2", "k3", "abs_log_ratio", "prob_diff")
 """Statistics that `correct` computes itself; any other name must be passed to it in `statistics`."""
-
-
-@dataclass(frozen=True)
-class Weight:
-    """The importance weight of the policy-gradient term: a bounded rho = pi / mu, detached."""
-
-    level: Level = "token"
-    """Which tokens share one ratio: token; sequence (exp of the summed log-ratio); geometric (exp of its mean over the
-    sequence); segment (exp of its mean over one turn)."""
-    mode: Mode = "truncate"
-    """truncate: min(rho, upper); clip: clamp(rho, lower, upper); mask: rho inside [lower, upper], and units outside are
-    dropped."""
-    lower: float | None = None
-    """Smallest pi / mu, inclusive; required by clip, optional for mask, refused for truncate."""
-    upper: float | None = 2.0
-    """Largest pi / mu, inclusive; .inf truncates nothing below exp(log_ratio_bound)."""
-
-    def __post_init__(self) -> None:
-        check_one_of("level", self.level, Level)
-        check_one_of("mode", self.mode, Mode)
-        _positive_bounds(self.lower, self.upper)
-        _ordered_bounds(self.lower, self.upper)
-        mode = MODES[self.mode]
-        if mode.lower is None and self.lower is not None:
-            raise ValueError(
-                f"lower must be None when mode is {self.mode!r}, got lower={self.lower!r}; use mode 'clip'"
-            )
-        for bound in mode.required:
-            if getattr(self, bound) is None:
-                instead = "; use mode 'truncate' to bound from above only" if bound == "lower" else ""
-                raise ValueError(f"{bound} must be set when mode is {self.mode!r}{instead}")
-        if self.lower is None and self.upper is None:
-            raise ValueError(f"lower or upper must be set when mode is {self.mode!r}")
 
 
 @dataclass(frozen=True)
@@ -110,8 +54,8 @@ class Rejection:
         if self.lower is None and self.upper is None:
             raise ValueError(f"lower or upper must be set for the rejection on {self.statistic!r}")
         if self.statistic == "ratio":
-            _positive_bounds(self.lower, self.upper)
-        _ordered_bounds(self.lower, self.upper)
+            check_positive_bounds(self.lower, self.upper)
+        check_ordered_bounds(self.lower, self.upper)
         if self.statistic in ("k2", "k3", "abs_log_ratio") and self.upper is not None and not self.upper >= 0:
             raise ValueError(f"upper must be >= 0 for {self.statistic!r}, got upper={self.upper!r}")
 
@@ -241,19 +185,6 @@ def check_clipping(clip_lower: float, clip_upper: float, dual_clip: float | None
         )
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip must be > 1, got {dual_clip!r}")
-
-
-def _positive_bounds(lower: float | None, upper: float | None) -> None:
-    for field, bound in (("lower", lower), ("upper", upper)):
-        if bound is not None and not bound > 0:
-            raise ValueError(f"{field} must be > 0 for a ratio, got {field}={bound!r}")
-
-
-def _ordered_bounds(lower: float | None, upper: float | None) -> None:
-    if any(bound is not None and math.isnan(bound) for bound in (lower, upper)):
-        raise ValueError(f"lower and upper must not be NaN, got lower={lower!r} upper={upper!r}")
-    if lower is not None and upper is not None and not upper > lower:
-        raise ValueError(f"upper must be > lower, got lower={lower!r} upper={upper!r}")
 
 
 class Preset(NamedTuple):

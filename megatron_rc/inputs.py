@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.backend import debug_checks
-from megatron_rc.config import MODES, STATISTICS, Rejection, RolloutCorrection, Unit, Weight
+from megatron_rc.config import STATISTICS, Rejection, RolloutCorrection, Unit
+from megatron_rc.weight import MODES, Weight
 
 
 class WeightBound(NamedTuple):

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.collectives import all_reduced
-from megatron_rc.config import MODES
 from megatron_rc.reference.sums import Parts, Statistics, square_of
+from megatron_rc.weight import MODES
 
 Sums = Mapping[str, Any]
 """Name -> pooled number, or fp64 tensor on the CPU where a sum is a list."""

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FLOORS = (
     "schema versions",
-    "backend collectives engine advantages surge kernels",
+    "backend collectives engine advantages surge kernels weight",
     "config batch lr_decay lr_gate tasks report",
     "inputs dump settings",
     "reference models",

@@ -15,7 +15,7 @@ from correction_book import gapped
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rc import config, schema
+from megatron_rc import schema, weight
 from megatron_rc.config import PRESETS, STATISTICS, Rejection, RolloutCorrection, Weight
 from megatron_rc.correction import correct
 
@@ -219,8 +219,8 @@ def test_every_field_has_a_docstring() -> None:
 
     import megatron_rc.config
 
-    tree = ast.parse(Path(megatron_rc.config.__file__).read_text())
-    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+    bodies = [ast.parse(Path(str(module.__file__)).read_text()).body for module in (megatron_rc.config, weight)]
+    for cls in (node for body in bodies for node in body if isinstance(node, ast.ClassDef)):
         for statement, after in zip(cls.body, [*cls.body[1:], None], strict=True):
             if isinstance(statement, ast.AnnAssign) and cls.name != "Preset":
                 documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
@@ -235,9 +235,9 @@ def test_importing_it_loads_neither_torch_nor_yaml_nor_pydantic() -> None:
 
 
 def test_a_weight_mode_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = config.WeightMode("raised", "lowered", required=("lower",), drops=False)
-    monkeypatch.setitem(config.MODES, "floor", row)
-    monkeypatch.setattr(config, "Mode", Literal["floor"])
+    row = weight.WeightMode("raised", "lowered", required=("lower",), drops=False)
+    monkeypatch.setitem(weight.MODES, "floor", row)
+    monkeypatch.setattr(weight, "Mode", Literal["floor"])
     with pytest.raises(ValueError, match="lower must be set when mode is 'floor'"):
         Weight(mode="floor", upper=3.0)
     train, rollout, mask, cu_seqlens = gapped(-1.0, 0.5)

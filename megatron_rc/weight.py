@@ -1,0 +1,85 @@
+"""Weight: the bounded importance weight rho = pi / mu, its levels and modes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from megatron_rc.schema.limits import check_one_of
+
+Level = Literal["token", "sequence", "geometric", "segment"]
+
+
+class WeightMode(NamedTuple):
+    """What a mode does with units beyond the bounds of a weight, and which metrics count them."""
+
+    lower: str | None
+    """Metric of the units below lower; None where the mode has no such bound."""
+    upper: str
+    """Metric of the units above upper."""
+    required: tuple[str, ...]
+    """Bounds that must be set."""
+    drops: bool
+    """Whether units beyond a bound are dropped."""
+
+
+MODES = {
+    "truncate": WeightMode(None, "truncated", required=("upper",), drops=False),
+    "clip": WeightMode("clipped_low", "clipped_high", required=("lower", "upper"), drops=False),
+    "mask": WeightMode("outside_low", "outside_high", required=(), drops=True),
+}
+"""Every mode of a weight; all of them clamp rho to the bounds that are set."""
+# a type checker knows no Literal that is computed
+if TYPE_CHECKING:
+    Mode = str
+else:
+    Mode = Literal[tuple(MODES)]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The importance weight of the policy-gradient term: a bounded rho = pi / mu, detached."""
+
+    level: Level = "token"
+    """Which tokens share one ratio: token; sequence (exp of the summed log-ratio); geometric (exp of its mean over the
+    sequence); segment (exp of its mean over one turn)."""
+    mode: Mode = "truncate"
+    """truncate: min(rho, upper); clip: clamp(rho, lower, upper); mask: rho inside [lower, upper], and units outside are
+    dropped."""
+    lower: float | None = None
+    """Smallest pi / mu, inclusive; required by clip, optional for mask, refused for truncate."""
+    upper: float | None = 2.0
+    """Largest pi / mu, inclusive; .inf truncates nothing below exp(log_ratio_bound)."""
+
+    def __post_init__(self) -> None:
+        check_one_of("level", self.level, Level)
+        check_one_of("mode", self.mode, Mode)
+        check_positive_bounds(self.lower, self.upper)
+        check_ordered_bounds(self.lower, self.upper)
+        mode = MODES[self.mode]
+        if mode.lower is None and self.lower is not None:
+            raise ValueError(
+                f"lower must be None when mode is {self.mode!r}, got lower={self.lower!r}; use mode 'clip'"
+            )
+        for bound in mode.required:
+            if getattr(self, bound) is None:
+                instead = "; use mode 'truncate' to bound from above only" if bound == "lower" else ""
+                raise ValueError(f"{bound} must be set when mode is {self.mode!r}{instead}")
+        if self.lower is None and self.upper is None:
+            raise ValueError(f"lower or upper must be set when mode is {self.mode!r}")
+
+
+def check_positive_bounds(lower: float | None, upper: float | None) -> None:
+    """Refuse bounds that no ratio could respect."""
+    for field, bound in (("lower", lower), ("upper", upper)):
+        if bound is not None and not bound > 0:
+            raise ValueError(f"{field} must be > 0 for a ratio, got {field}={bound!r}")
+
+
+def check_ordered_bounds(lower: float | None, upper: float | None) -> None:
+    """Refuse bounds that leave no room between them."""
+    if any(bound is not None and math.isnan(bound) for bound in (lower, upper)):
+        raise ValueError(f"lower and upper must not be NaN, got lower={lower!r} upper={upper!r}")
+    if lower is not None and upper is not None and not upper > lower:
+        raise ValueError(f"upper must be > lower, got lower={lower!r} upper={upper!r}")
