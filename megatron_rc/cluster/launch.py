@@ -11,7 +11,7 @@ from dataclasses import replace
 from megatron_rc import settings as job_settings
 from megatron_rc.cluster import node
 from megatron_rc.cluster.layout import Options
-from megatron_rc.jobs.run import quiet_imports
+from megatron_rc.cluster.processes import say
 from megatron_rc.settings import JobSettings
 
 
@@ -30,7 +30,8 @@ def launch(options: Options, *, dry_run: bool = False) -> None:
         return print_plan(settings, options)
     if nodes == 1 and not settings.cluster.serve_gpus:
         node.become_the_trainer(settings, options)
-    quiet_imports()
+    say("checking the layout")
+    # transformers, which fills in the fields of a model, takes seconds to import
     from megatron_rc.cluster.plan import make_plan
 
     make_plan(settings)
@@ -39,7 +40,6 @@ def launch(options: Options, *, dry_run: bool = False) -> None:
 
 def print_plan(settings: JobSettings, options: Options) -> None:
     """Print a job's layout, memory and commands; raises ValueError when it cannot be divided or does not fit."""
-    quiet_imports()
     from megatron_rc.cluster.plan import describe, make_plan
 
     nodes, plan = settings.cluster.nodes, make_plan(settings)

@@ -11,6 +11,7 @@ from megatron_rc import schema
 from megatron_rc.cluster import layout, memory
 from megatron_rc.cluster.layout import Node, Options
 from megatron_rc.models.config import hf_config_dict, moe_layers
+from megatron_rc.models.layout import check_model, check_processes
 from megatron_rc.settings import JobSettings, ModelSettings
 from megatron_rc.tasks.registry import OPTIONS
 
@@ -89,10 +90,6 @@ class Plan:
 
 def make_plan(settings: JobSettings) -> Plan:
     """The plan of a job; raises ValueError, naming the fields, when its cluster's GPUs cannot be divided this way."""
-    # imported here, so that the caller can first silence megatron-core's warnings on import
-    from megatron_rc.training import groups
-    from megatron_rc.training.model.build import check_layout
-
     plan = Plan(settings=settings, hf=_hf_config(settings.model))
     parallel, rollout, cluster, hf = settings.parallel, settings.rollout, settings.cluster, plan.hf
     serving = cluster.serve_gpus
@@ -100,8 +97,8 @@ def make_plan(settings: JobSettings) -> Plan:
         raise ValueError(f"cluster.serve_gpus must be 0 when rollout.engine is {rollout.engine!r}, got {serving}")
     if layout.warm_folder(settings) and cluster.nodes > 1:
         raise ValueError("model.hf_path must name a checkpoint on every node, for the servers to start from")
-    groups.check_layout(parallel, plan.train_gpus)
-    check_layout(hf, parallel)
+    check_processes(parallel, plan.train_gpus)
+    check_model(hf, parallel)
     for rank, node in enumerate(plan.nodes):
         if node.training % parallel.tensor:
             got = f"{parallel.tensor} and {node.training} on node {rank}"

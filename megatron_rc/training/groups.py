@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron_rc.models.layout import check_processes
 from megatron_rc.settings import ParallelSettings
 from megatron_rc.training import emulation
 
@@ -79,17 +80,6 @@ class Groups:
         return tensor
 
 
-def check_layout(parallel: ParallelSettings, world_size: int) -> None:
-    """Raises ValueError naming the fields when the world cannot be cut this way."""
-    product = parallel.tensor * parallel.pipeline
-    if world_size % product:
-        name = f"parallel.tensor * parallel.pipeline = {product}"
-        raise ValueError(f"{name} must divide the number of processes, got {world_size}")
-    stage, expert = world_size // parallel.pipeline, parallel.expert
-    if stage % expert:
-        raise ValueError(f"parallel.expert={expert} must divide the processes of a pipeline stage, got {stage}")
-
-
 @contextmanager
 def initialized(parallel: ParallelSettings, seed: int) -> Iterator[Groups]:
     """`initialize`, and leave torch.distributed at the end of the block."""
@@ -112,7 +102,7 @@ def initialize(parallel: ParallelSettings, seed: int) -> Groups:
         rank, size = (0, 1) if alone else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         store = dist.HashStore() if alone else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
-    check_layout(parallel, dist.get_world_size())
+    check_processes(parallel, dist.get_world_size())
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,

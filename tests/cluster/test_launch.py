@@ -134,9 +134,11 @@ def test_a_job_without_a_checkpoint_warms_up_before_its_server_starts(capsys: py
     assert all("--standalone" in words and "--fresh" in words for words in (warm_up, trainer))
 
 
-def test_a_script_launches_its_recipe(tmp_path: Path) -> None:
+def test_a_script_launches_its_recipe_without_importing_megatron(tmp_path: Path) -> None:
     words = ["--dry-run", "--nodes", "4", "--set", "train.steps=7"]
-    run = subprocess.run(["bash", SCRIPT, *words], env=environment(), capture_output=True, text=True, check=True)
+    watched = environment(PYTHONPROFILEIMPORTTIME="1")
+    run = subprocess.run(["bash", SCRIPT, *words], env=watched, capture_output=True, text=True, check=True)
+    assert "megatron_rc.cluster.plan" in run.stderr and "megatron.core" not in run.stderr
     assert "node 3    node3: GPUs 0-7 serve" in run.stdout and "--set train.steps=7" in run.stdout
     assert f"megatron_rc train {RECIPE}" in run.stdout
     # every other script differs in its recipe alone

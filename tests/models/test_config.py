@@ -14,9 +14,9 @@ from tiny_models import DENSE, KINDS, MOE, transformers_model
 
 from megatron_rc.models.config import hf_config_dict, moe_layers, padded_vocab_size
 from megatron_rc.models.families import FAMILIES
+from megatron_rc.models.layout import check_model
 from megatron_rc.settings import ModelSettings, ParallelSettings
 from megatron_rc.training.model import build as model_module
-from megatron_rc.training.model.build import check_layout
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_a_layout_that_does_not_fit_is_refused_by_field(
     fields: dict[str, Any], parallel: dict[str, int], named: str
 ) -> None:
     with pytest.raises(ValueError, match=named):
-        check_layout(hf_config_dict(ModelSettings(config=fields)), ParallelSettings(**parallel))
+        check_model(hf_config_dict(ModelSettings(config=fields)), ParallelSettings(**parallel))
 
 
 def test_context_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     state = types.SimpleNamespace(is_initialized=lambda: True, get_context_parallel_world_size=lambda: 2)
     monkeypatch.setattr(model_module, "parallel_state", state)
     with pytest.raises(ValueError, match="context_parallel_size must be 1"):
-        check_layout(hf_config_dict(ModelSettings(config=DENSE)), ParallelSettings())
+        model_module.transformer_config(hf_config_dict(ModelSettings(config=DENSE)), ParallelSettings(), "fp32")
 
 
 def test_the_vocabulary_is_padded_to_the_tensor_ranks_only() -> None:

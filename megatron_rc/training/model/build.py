@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rc.models.config import moe_layers, padded_vocab_size, torch_dtype
 from megatron_rc.models.families import family_of
+from megatron_rc.models.layout import check_model
 from megatron_rc.settings import Dtype, ParallelSettings
 from megatron_rc.training import emulation
 from megatron_rc.training.model.attention import PackedCoreAttention, PackedSelfAttention
@@ -39,26 +40,11 @@ def libraries() -> Libraries:
     )
 
 
-def check_layout(hf: dict[str, Any], parallel: ParallelSettings) -> None:
-    """Raises ValueError for a layout that this model cannot be cut into."""
-    moe = any(moe_layers(hf))
-    splits = [("num_attention_heads", "tensor"), ("num_key_value_heads", "tensor"), ("num_hidden_layers", "pipeline")]
-    splits += [("num_experts", "expert")] if moe else []
-    splits += [] if moe and all(moe_layers(hf)) else [("intermediate_size", "tensor")]
-    splits += [("moe_intermediate_size", "tensor")] if moe and parallel.expert == 1 else []
-    for name, axis in splits:
-        ranks = getattr(parallel, axis)
-        if hf[name] % ranks:
-            raise ValueError(f"{name} must be divisible by parallel.{axis}, got {hf[name]} and {ranks}")
-    if parallel.expert > 1 and not moe:
-        raise ValueError(f"parallel.expert={parallel.expert} needs a model with experts, this one has none")
+def transformer_config(hf: dict[str, Any], parallel: ParallelSettings, dtype: Dtype) -> TransformerConfig:
+    """Megatron's configuration of the model ``hf``, from ``hf_config_dict``; raises as `check_model`."""
+    check_model(hf, parallel)
     if parallel_state.is_initialized() and parallel_state.get_context_parallel_world_size() > 1:
         raise ValueError("context parallelism is not supported by the training loop, context_parallel_size must be 1")
-
-
-def transformer_config(hf: dict[str, Any], parallel: ParallelSettings, dtype: Dtype) -> TransformerConfig:
-    """Megatron's configuration of the model ``hf``, from ``hf_config_dict``; raises as `check_layout`."""
-    check_layout(hf, parallel)
     optional, moe, family = libraries(), moe_layers(hf), family_of(hf["model_type"])
     cuda = torch.cuda.is_available()
     fields: dict[str, Any] = dict(
