@@ -130,19 +130,7 @@ def percent(value: float) -> str:
 
 def course(found: Decomposition | None, line: Timeline) -> str:
     """One sentence on a run of several steps, such as "k3 grew 3.1x from steps 0-24 to 75-99: engine 80 %, ..."."""
-    parts = []
-    if found is not None:
-        before, after = (steps_of(side.first_step, side.last_step) for side in (found.before, found.after))
-        if found.changed:
-            verb, factor = ("grew", found.factor) if found.factor > 1 else ("shrank", 1 / found.factor)
-            shares = ", ".join(
-                f"{part.name} {100 * part.share:.0f} +- {100 * (part.share_error or 0):.0f} %"
-                for part in found.parts
-                if part.share is not None
-            )
-            parts.append(f"k3 {verb} {factor:.2g}x from {before} to {after}: {shares}")
-        else:
-            parts.append(f"k3 did not change from {before} to {after} ({found.factor:.2f}x, within its error)")
+    parts = [] if found is None else [growth(found)]
     if line.jumps:
         parts.append(f"jump{'s' * (len(line.jumps) > 1)} at step {', '.join(str(jump.step) for jump in line.jumps)}")
     if line.drift is not None:
@@ -154,6 +142,20 @@ def course(found: Decomposition | None, line: Timeline) -> str:
     if line.surge.step is not None:
         parts.append(f"responses surge from step {line.surge.step}")
     return "; ".join(parts)
+
+
+def growth(found: Decomposition) -> str:
+    """Whether k3 changed between the first and last steps, and why, without a capital and a full stop."""
+    before, after = (steps_of(side.first_step, side.last_step) for side in (found.before, found.after))
+    if not found.changed:
+        return f"k3 did not change from {before} to {after} ({found.factor:.2f}x, within its error)"
+    verb, factor = ("grew", found.factor) if found.factor > 1 else ("shrank", 1 / found.factor)
+    shares = ", ".join(
+        f"{part.name} {100 * part.share:.0f} +- {100 * (part.share_error or 0):.0f} %"
+        for part in found.parts
+        if part.share is not None
+    )
+    return f"k3 {verb} {factor:.2g}x from {before} to {after}: {shares}"
 
 
 def steps_of(first: int, last: int) -> str:

@@ -99,6 +99,31 @@ def by_position(evidence: Evidence, name: str = "position", title: str = "By pos
     )
 
 
+def by_lag(evidence: Evidence) -> str:
+    """k3 by the updates between sampling and scoring; empty without the versions, or with a single lag."""
+    profile = evidence.profiles.get("lag")
+    shown = [] if profile is None else [i for i, _ in enumerate(profile.bins) if profile.count[i] >= FEWEST]
+    if profile is None or len(shown) < 2:
+        return ""
+    lags, k3 = [float(profile.bins[i]) for i in shown], [float(profile.k3[i]) for i in shown]
+    drawn = chart(
+        [Line(lags, k3, "c0", dots=True)],
+        linear_axis(lags[0], lags[-1], whole=True),
+        linear_axis(0.0, max(k3)),
+        title="k3 by version lag",
+        across="updates since sampling",
+        hover=[Series("k3", lags, k3), Series("tokens", lags, [float(profile.count[i]) for i in shown])],
+    )
+    return Card(
+        "By version lag",
+        drawn,
+        "k3 of the tokens by the updates between the weights that drew them and those that scored them. A small policy "
+        "step makes it grow with the lag, up to its square; tokens of lag 0 show the engines alone.",
+        "low at 0, and a curve that bends upward; one that is flat says that the versions are wrong, or do not matter.",
+        "nats per token",
+    ).html()
+
+
 def who_explains(evidence: Evidence) -> str:
     """A bar per factor."""
     rows: list[list[str | Cell]] = []

@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 
 from megatron_rc.analyze.diagnosis import Diagnosis
-from megatron_rc.analyze.pages import answers, by_bin, sequences, steps, tokens
+from megatron_rc.analyze.pages import answers, bounds, by_bin, sequences, steps, tokens
 from megatron_rc.analyze.pages.card import STYLE
 from megatron_rc.report.page import SCRIPT, document
 
@@ -71,10 +71,13 @@ def page(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False) ->
         tokens.top_tokens(evidence, share),
         sequences.running_sums(evidence),
         steps.servers(evidence, share),
+        by_bin.by_lag(evidence),
         sequences.rank_size(evidence),
         sequences.effective_size(evidence),
-        steps.over_steps(evidence),
         answers.what_if(diagnosis, what_if),
+        bounds.error_of_bound(diagnosis),
+        steps.over_steps(diagnosis),
+        steps.split(diagnosis),
         answers.not_judged(diagnosis, share),
     ]
     return document(

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from itertools import takewhile
 
+from megatron_rc.analyze import words
+from megatron_rc.analyze.decomposition import between
+from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.honesty import Honesty
 from megatron_rc.analyze.pages.card import Card
-from megatron_rc.report.curves import Series
+from megatron_rc.report.axes import linear_axis, tight_log_axis
+from megatron_rc.report.curves import Mark, Series
 from megatron_rc.report.heat_map import heat_map
 from megatron_rc.report.route_maps import HeatMap
-from megatron_rc.report.svg import line_chart
+from megatron_rc.report.svg import Line, chart, line_chart, thinned
 
 LONGEST_NAME = 9
 """Characters of a server's name that fit beside its row."""
 
+LINEAR_UP_TO = 4.0
+"""Factors that span more are drawn on a logarithmic axis."""
 LEAST_SPAN = 1.0
 """Decades of k3 that the colours span at least: hardware and tasks differ by a factor of less than 3."""
 
@@ -39,34 +44,61 @@ def servers(evidence: Evidence, share: bool) -> str:
     ).html()
 
 
-def over_steps(evidence: Evidence) -> str:
-    """k3 of each step and where its change comes from; empty with a single step."""
-    panels = {int(step): panel for step, panel in evidence.by_step.items() if panel.k3 > 0}
-    if len(panels) < 2:
+def over_steps(diagnosis: Diagnosis) -> str:
+    """k3 of each step, with its jumps; empty with a single step."""
+    steps = [step for step in diagnosis.evidence.steps if step.k3 > 0]
+    if len(steps) < 2:
         return ""
-    series = [Series("k3", list(panels), [panel.k3 for panel in panels.values()])]
-    steps = sorted(panels)
-    change = _change(steps[0], panels[steps[0]], steps[-1], panels[steps[-1]])
+    line = diagnosis.timeline
+    jumps = [] if line is None else [Mark(jump.step, "jump") for jump in line.jumps]
+    surge = [] if line is None or line.surge.step is None else [Mark(line.surge.step, "surge")]
+    series = [Series("k3", [step.step for step in steps], [step.k3 for step in steps])]
+    found = diagnosis.decomposition
+    change = "" if found is None else f"; {words.growth(found)}"
     return Card(
         "k3 over steps",
-        line_chart(series, title="k3 over steps", logarithmic=True),
-        f"The gap of each step. {change}",
+        line_chart(series, title="k3 over steps", logarithmic=True, marks=[*jumps, *surge]),
+        f"The gap of each step{change}.",
         "flat; a slow rise with the entropy is the policy, a rise of sigma is the engine or the weights, a fall at a "
         "restart is a cache.",
         "nats per token",
     ).html()
 
 
-def _change(first: int, start: Honesty, last: int, end: Honesty) -> str:
-    """The change of k3 as that of sigma^2 times that of mean (1 - p)^2, exact where k3 is half of mean l^2."""
-    text = f"From step {first} to {last} it changed {end.k3 / start.k3:.2f}-fold"
-    if not start.sigma or not end.sigma:
-        return f"{text}."
-    noise = (end.sigma / start.sigma) ** 2
-    return (
-        f"{text}: {noise:.2f}-fold by the noise (sigma^2, from {start.sigma:.3f} to {end.sigma:.3f}) and "
-        f"{end.k3 / start.k3 / noise:.2f}-fold because the tokens became more or less certain."
+def split(diagnosis: Diagnosis) -> str:
+    """What engine, entropy, tail and length multiply the gap by, step by step; empty where nothing can be split."""
+    steps = diagnosis.evidence.steps
+    first = diagnosis.decomposition
+    if first is None:
+        return ""
+    before = [step for step in steps if step.step <= first.before.last_step]
+    found = [(step.step, parts) for step in steps if (parts := between(before, [step])) is not None]
+    if len(found) < 2:
+        return ""
+    places = [step for step, _ in found]
+    by_part = zip(*(parts.parts for _, parts in found), strict=True)
+    series = [Series(parts[0].name, places, [part.factor for part in parts]) for parts in by_part]
+    values = [value for each in series for value in each.values]
+    low, high = min(values), max(values)
+    shown = [thinned(each) for each in series]
+    drawn = chart(
+        [Line(each.steps, each.values, f"c{i}", dots=True) for i, each in enumerate(shown)],
+        linear_axis(places[0], places[-1], whole=True),
+        tight_log_axis(low, high) if high > LINEAR_UP_TO * low else linear_axis(low, high),
+        title="what multiplied the gap",
+        across="step",
+        hover=shown,
     )
+    of = words.steps_of(first.before.first_step, first.before.last_step)
+    return Card(
+        "Engine, policy or length?",
+        drawn,
+        f"The gap of each step against {of}, as factors: k3 is multiplied by engine (sigma^2: kernels and weights), "
+        "entropy (mean (1 - p)^2: how certain the policy is) and tail (a few tokens of large l); the gap of a whole "
+        "response by length, too.",
+        "engine and tail at 1; entropy follows the policy, length the responses.",
+        legend=[(f"c{i}", each.label) for i, each in enumerate(series)],
+    ).html()
 
 
 def _log10(value: float) -> float:

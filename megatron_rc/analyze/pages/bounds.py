@@ -1,0 +1,58 @@
+"""Picture of the error of a truncated importance weight against its bound C."""
+
+from __future__ import annotations
+
+from megatron_rc.analyze.bound import GRID
+from megatron_rc.analyze.diagnosis import Diagnosis
+from megatron_rc.analyze.pages.card import Card
+from megatron_rc.report.axes import tight_log_axis
+from megatron_rc.report.curves import Mark, Series
+from megatron_rc.report.svg import Line, Shape, chart
+
+COLOURS = {"token": "c0", "sequence": "c1"}
+NAMES = {"token": "tokens", "sequence": "responses"}
+DECADES = 4.0
+"""Decades below the largest error that the picture shows: where a bound cuts nothing, its bias falls to 0."""
+
+
+def error_of_bound(diagnosis: Diagnosis) -> str:
+    """MSE(C) of weights of tokens and of responses with its two terms, and the C that is recommended."""
+    bounds = {level: bound for level, bound in diagnosis.recommendation.bounds.items() if bound.error.min() > 0}
+    if not bounds:
+        return ""
+    tried = GRID.tolist()
+    largest = max(float(bound.error.max()) for bound in bounds.values())
+    smallest = min(float(bound.error.min()) for bound in bounds.values())
+    vertical = tight_log_axis(max(smallest / 2, largest / 10**DECADES), 2 * largest)
+    shapes: list[Shape] = []
+    for level, bound in bounds.items():
+        for values, kind in ((bound.bias_squared, "dashed"), (bound.variance, "thin")):
+            # a bound that cuts nothing has no bias, which a logarithmic axis has no place for
+            points = [(c, v) for c, v in zip(tried, values.tolist(), strict=True) if v > vertical.low / 10]
+            if len(points) > 1:
+                shapes.append(Line([c for c, _ in points], [v for _, v in points], f"{COLOURS[level]} {kind}"))
+        shapes.append(Line(tried, bound.error.tolist(), COLOURS[level], dots=True))
+    best = {level: bound.upper for level, bound in bounds.items()}
+    equal = len(set(best.values())) == 1
+    marks = [Mark(c, "C" if equal else f"C of {NAMES[level]}") for level, c in best.items()]
+    drawn = chart(
+        shapes,
+        tight_log_axis(tried[0], tried[-1]),
+        vertical,
+        title="error of a truncated weight",
+        across="C",
+        marks=marks[:1] if equal else marks,
+        hover=[Series(NAMES[level], tried, bound.error.tolist()) for level, bound in bounds.items()],
+        clipped=True,
+    )
+    chosen = ", ".join(f"{c:g} for {NAMES[level]}" for level, c in best.items())
+    return Card(
+        "Which bound C?",
+        drawn,
+        "MSE(C) of one step, (mean (rho - C)+ |A|)^2 + Var(min(rho, C) A) / n, of weights of tokens and of whole "
+        f"responses: dashed the bias of the truncation, thin the variance that remains. C is {chosen}: the one nearest "
+        "to 2 whose error is within 1 % of the least.",
+        "flat, so that C does not matter; one that falls to the right wants a larger C, one that rises a smaller C.",
+        "squared advantage",
+        legend=[(COLOURS[level], f"MSE, {NAMES[level]}") for level in bounds],
+    ).html()
