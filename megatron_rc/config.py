@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_rc import schema
-from megatron_rc.schema.limits import check_one_of
+from megatron_rc.schema.limits import check_one_of, check_positive
 from megatron_rc.weight import Weight as Weight
 from megatron_rc.weight import check_ordered_bounds, check_positive_bounds
 
@@ -85,6 +85,9 @@ class RolloutCorrection:
     optimizer step per rollout. rollout: two policies, the surrogate's ratio is pi / mu itself."""
     log_ratio_bound: float = 20.0
     """Weights and metrics clamp log-ratios to +- this before exp; gates compare unclamped logs."""
+    max_k3: float | None = None
+    """Largest k3 between trainer and sampler, pooled over the batch, with which a job goes on; above it the job stops
+    before the optimizer step. Without it, a k3 above 0.1 is warned of once."""
 
     def __post_init__(self) -> None:
         if self.weight is not None and not isinstance(self.weight, Weight):
@@ -96,6 +99,8 @@ class RolloutCorrection:
         # exp(40) squared is still finite in fp32
         if not 0 < self.log_ratio_bound <= 40:
             raise ValueError(f"log_ratio_bound must be in (0, 40], got {self.log_ratio_bound!r}")
+        if self.max_k3 is not None:
+            check_positive(max_k3=self.max_k3)
         if self.normalize == "batch" and self.old != "recompute":
             raise ValueError(
                 f"normalize must be 'none' when old is {self.old!r}: its weights are computed one micro-batch at a "

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rc.alarm import check_k3
 from megatron_rc.collectives import all_reduced
 from megatron_rc.reference.sums import Parts, Statistics, square_of
 from megatron_rc.weight import MODES
@@ -227,11 +228,18 @@ class MetricSums:
             self._minima = self._minima._replace(tensor=-extremes[len(self._maxima.tensor) :])
         return self
 
-    def check(self, max_nonfinite_share: float = 0.01) -> None:
-        """Refuse too many corrupt log-probs; call it on all ranks after `all_reduce` and before the optimizer step.
+    def check(self, max_nonfinite_share: float = 0.01, max_k3: float | None = None) -> None:
+        """Refuse too many corrupt log-probs, and policies too far apart.
+
+        Call it on all ranks after `all_reduce` and before the optimizer step. The k3 of the trainer before and during
+        the update, "current_old/", does not count: it is a step of the optimizer, not a gap between engines.
+
+        Args:
+            max_nonfinite_share: largest share of loss tokens with a NaN or infinite log-prob.
+            max_k3: largest mean k3, nats. None: a k3 above 0.1 is logged as a warning, once per process.
 
         Raises:
-            ValueError: more than this share of the loss tokens has a NaN or infinite log-prob.
+            ValueError: a share or a k3 is larger.
         """
         for prefix, s in self._fetch().items():
             total = s.get("loss_tokens", 0.0)
@@ -242,6 +250,8 @@ class MetricSums:
                     f"{total:.0f} loss tokens with NaN or infinite log-probs, in "
                     f"{s.get('bad_sequences', math.nan):.0f} sequences (bad_sequences names them)"
                 )
+            if METRICS["k3"].needs in s and not prefix.startswith("current_old/"):
+                check_k3(f"{prefix}k3", METRICS["k3"].value(s), max_k3)
 
     def values(self) -> dict[str, Any]:
         """Name -> number or list by the formulas of `METRICS` and `SHARES`; NaN where nothing can be divided by."""

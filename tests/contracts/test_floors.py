@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FLOORS = (
-    "schema versions",
+    "schema versions alarm",
     "backend collectives engine advantages surge kernels weight",
     "config batch lr_decay lr_gate tasks report",
     "inputs dump settings",

@@ -36,6 +36,7 @@ FIELDS = {
         "normalize": "none",
         "old": "recompute",
         "log_ratio_bound": 20.0,
+        "max_k3": None,
     },
     "Weight": {"level": "token", "mode": "truncate", "lower": None, "upper": 2.0},
     "Rejection": {
@@ -121,6 +122,7 @@ def test_results_are_named() -> None:
 def test_metric_sums_merge_reduce_check_and_report() -> None:
     sums = megatron_rc.MetricSums
     assert parameters(sums.check)[1][::2] == ("max_nonfinite_share", 0.01)
+    assert parameters(sums.check)[2][::2] == ("max_k3", None)
     assert list(inspect.signature(sums.all_reduce).parameters)[:2] == ["self", "group"]
     assert list(inspect.signature(sums.values).parameters) == ["self"]
     assert callable(sums.merge)

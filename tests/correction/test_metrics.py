@@ -10,6 +10,7 @@ import pytest
 import torch
 from correction_book import by_the_book, case
 
+from megatron_rc import alarm
 from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
 from megatron_rc.correction import correct, pair_metrics
 from megatron_rc.metrics import METRICS, SHARES, MetricSums
@@ -176,6 +177,30 @@ def test_the_check_names_the_pair_the_share_and_the_sequences() -> None:
     sums.check(max_nonfinite_share=0.02)
     with pytest.raises(ValueError, match=r"old/nonfinite_share must be <= 0.01, got 2 of 100 .* in 2 sequences"):
         sums.check()
+
+
+def test_the_check_refuses_policies_further_apart_than_max_k3() -> None:
+    sums = pair_metrics(*case([50, 50], gap=0.3).arguments, sequences=False).prefixed("old/")
+    k3 = sums.values()["old/k3"]
+    sums.check(max_k3=1.01 * k3)
+    with pytest.raises(ValueError, match=f"old/k3 must be <= max_k3, {0.99 * k3!r}, got"):
+        sums.check(max_k3=0.99 * k3)
+    # a step of the optimizer is no gap between engines
+    pair_metrics(*case([50], gap=0.3).arguments, sequences=False).prefixed("current_old/").check(max_k3=1e-9)
+
+
+def test_a_large_k3_is_warned_of_once_where_no_bound_is_set(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alarm, "_warned", set())
+    near, far = (pair_metrics(*case([99], gap=gap).arguments, sequences=False) for gap in (0.2, 0.9))
+    near.check()
+    far.check(max_k3=9.0)
+    assert not caplog.records
+    far.check()
+    far.check()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "k3 is 0." in caplog.text and "above 0.1" in caplog.text
 
 
 def test_values_are_plain_floats() -> None:

@@ -148,7 +148,7 @@ def _for_the_loss(session: Session, rows: RolloutRows, dp_group: Any) -> Tensor:
     if total and not known:
         raise ValueError(_NO_LOGPROBS)
     metrics = corrected.metrics.all_reduce(dp_group)
-    metrics.check()
+    metrics.check(max_k3=session.correction.max_k3)
     values = worth_logging(metrics.values())
     values["missing"] = 1 - known / max(total, 1)
     device = rows.old_logprobs.device

@@ -130,7 +130,7 @@ class TrainingStep:
             return _Report("correct_micro_batch must be called on every data-parallel rank in a step, or on none")
         values = self._sums.all_reduce(group).values()
         try:
-            self._sums.check()
+            self._sums.check(max_k3=self._state.correction.max_k3)
         except ValueError as corrupt:
             return _Report(str(corrupt))
         self._log(prefixed(worth_logging(values)))

@@ -30,7 +30,8 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
 
     Raises:
         ValueError: missing log-probs, or a setting that this hook cannot honour, with the flag or field to change; on
-            every rank of the last stage, more than max_nonfinite_share of log-probs that are not finite.
+            every rank of the last stage, more than max_nonfinite_share of log-probs that are not finite, or a k3 above
+            the correction's max_k3.
     """
     if rollout_id is None or rollout_data is None:
         raise ValueError(MILES_ROLLOUT_DATA.refusal(args))
@@ -49,7 +50,7 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
         layout, ranks, train, rollout, rollout_data["loss_masks"], settings.correction, advantages
     )
     corrected.metrics.all_reduce(ranks.dp_cp_group)
-    corrected.metrics.check(settings.max_nonfinite_share)
+    corrected.metrics.check(settings.max_nonfinite_share, settings.correction.max_k3)
     weighted = torch.where(corrected.mask, advantages * corrected.weights, 0)
     # not in place: returns may be the same tensors
     rollout_data["advantages"] = list(weighted.split(layout.counts))

@@ -32,18 +32,18 @@ def merged(parts: Sequence[MetricSums]) -> MetricSums:
     return functools.reduce(MetricSums.merge, parts, MetricSums())
 
 
-def pooled(sums: MetricSums | None, groups: Groups, max_nonfinite_share: float) -> dict[str, Any]:
+def pooled(sums: MetricSums | None, groups: Groups, max_nonfinite_share: float, max_k3: float | None) -> dict[str, Any]:
     """Values of the ``sums`` of all data-parallel ranks, which only the last pipeline stage has, on every process.
 
     Raises:
-        SharedError: more than ``max_nonfinite_share`` of the log-probs are not finite.
+        SharedError: `MetricSums.check` refuses them.
     """
 
     def values() -> dict[str, Any]:
         if sums is None:
             return {}
         sums.all_reduce(groups.data)
-        sums.check(max_nonfinite_share)
+        sums.check(max_nonfinite_share, max_k3)
         return sums.values()
 
     return groups.gather(values)[-1]

@@ -106,7 +106,8 @@ def reinforce_step(
         on_update: called after every optimizer step.
 
     Raises:
-        SharedError: more than ``max_nonfinite_share`` of the log-probs are not finite.
+        SharedError: more than ``max_nonfinite_share`` of the log-probs are not finite, or k3 exceeds the correction's
+            max_k3.
     """
     assert batch.rewards is not None and batch.groups is not None
     equal = equal_reward_groups(batch.rewards, batch.groups).tolist()
@@ -152,6 +153,9 @@ class _Step:
         assert local.advantages is not None
         self.advantages = expand_to_tokens(local.advantages, local.cu_seqlens, local.num_tokens)
 
+    def pooled(self, sums: MetricSums | None) -> dict[str, Any]:
+        return pooled(sums, self.policy.groups, self.max_nonfinite_share, self.correction.max_k3)
+
     def old_pass(self, *, with_varentropy: bool) -> dict[str, Any]:
         """Compute log pi before the update, and the correction over all local tokens; returns pooled metrics."""
         policy, local, routes = self.policy, self.share.batch, self.routes
@@ -166,7 +170,7 @@ class _Step:
         old = described.logprobs
         shift = routes.after_old_pass(local, old) if routes else None
         if not policy.groups.last_stage:
-            return pooled(None, policy.groups, self.max_nonfinite_share)
+            return self.pooled(None)
         self.old_logprobs = old
         self.corrected = correct(
             old,
@@ -189,7 +193,7 @@ class _Step:
         if shift:
             sums.merge(shift.sums.prefixed("old/"))
             self.columns["routes_shifted"] = torch.where(local.loss_mask, shift.route_shift, 0)
-        return pooled(sums, policy.groups, self.max_nonfinite_share)
+        return self.pooled(sums)
 
     def update(self, micro_batches: Sequence[range]) -> tuple[UpdateResult, MetricSums]:
         """One optimizer step on these sequences of the share."""
@@ -206,7 +210,7 @@ class _Step:
         def check(outputs: list[Collected]) -> None:
             if self.correction.old != "recompute":
                 sums = merged([o.sums for o in outputs]) if groups.last_stage else None
-                pooled(sums, groups, self.max_nonfinite_share)
+                self.pooled(sums)
 
         result = policy.update(
             split_rows(batch, numbered, extras),
@@ -255,7 +259,7 @@ def _update_metrics(updates: Sequence[tuple[UpdateResult, MetricSums]], groups: 
     if not updates:
         return metrics
     results, sums = zip(*updates, strict=True)
-    metrics |= pooled(merged(sums) if groups.last_stage else None, groups, 1.0)
+    metrics |= pooled(merged(sums) if groups.last_stage else None, groups, 1.0, math.inf)
     metrics["grad_norm"] = sum(r.grad_norm for r in results) / len(results)
     metrics["lr"] = results[-1].lr
     metrics["skipped_updates"] = float(sum(not r.applied for r in results))
