@@ -61,8 +61,10 @@ def correct(
         loss_mask: the same shape, bool; rows without it may hold anything.
         correction: the weight, the rejections and the normalisation.
         cu_seqlens: [S + 1] int32, ending in N; packed layout only.
-        segment_ids: the shape of loss_mask, int, ascending over loss tokens; the turn that a token belongs to. No two
-            sequences share one. Without it, turns are the contiguous runs of loss_mask.
+        segment_ids: the shape of loss_mask, int, ascending over the loss tokens of a sequence; the turn that a token
+            belongs to. Numbers may begin anew in every sequence, except under context parallelism: there they ascend
+            over the whole batch (as those of TokenBatch do), because ranks that hold parts of a turn tell it by its
+            number alone. Without segment_ids, turns are the contiguous runs of loss_mask.
         num_segments: a number above every segment id; required with segment_ids.
         advantages: the shape of loss_mask, or one per sequence; for rejections with when="negative_advantage", which
             look at the sign of a unit's mean.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.backend import debug_checks
+from megatron_rc.collectives import is_alone
 from megatron_rc.config import STATISTICS, Rejection, RolloutCorrection, Unit
 from megatron_rc.weight import MODES, Weight
 
@@ -202,7 +203,7 @@ def _check_segments(
         raise ValueError(f"segment_ids must have the shape of loss_mask, got {tuple(segment_ids.shape)}")
     if debug_checks():
         check_same_on_ranks("num_segments must be one number", num_segments, cp_group, "cp_group")
-        _check_segment_ids(pair, segment_ids, num_segments)
+        _check_segment_ids(pair, segment_ids, num_segments, over_batch=not is_alone(cp_group))
 
 
 def _needed_advantages(pair: Pair, plan: Plan, advantages: Tensor | None) -> Tensor | None:
@@ -237,7 +238,7 @@ def _check_ascends_to(cu_seqlens: Tensor, num_tokens: int) -> None:
         )
 
 
-def _check_segment_ids(pair: Pair, segment_ids: Tensor, num_segments: int) -> None:
+def _check_segment_ids(pair: Pair, segment_ids: Tensor, num_segments: int, *, over_batch: bool) -> None:
     loss_tokens = pair.loss_mask.flatten().bool()
     ids = segment_ids.flatten()[loss_tokens]
     if not len(ids):
@@ -249,12 +250,15 @@ def _check_segment_ids(pair: Pair, segment_ids: Tensor, num_segments: int) -> No
             f"got {low} to {high}"
         )
     steps = ids.diff()
-    if (steps < 0).any():
-        raise ValueError("segment_ids must ascend over loss tokens")
     rows = torch.arange(len(loss_tokens), device=ids.device)[loss_tokens]
-    sequences = torch.searchsorted(pair.offsets.long(), rows, right=True)
-    if ((steps == 0) & (sequences.diff() > 0)).any():
-        raise ValueError("segment_ids must differ between sequences, two of which share one")
+    next_sequence = torch.searchsorted(pair.offsets.long(), rows, right=True).diff() > 0
+    if ((steps < 0) & ~next_sequence).any():
+        raise ValueError("segment_ids must ascend over the loss tokens of a sequence")
+    if over_batch and ((steps <= 0) & next_sequence).any():
+        raise ValueError(
+            "segment_ids must ascend over the whole batch with context parallelism, where ranks tell turns apart by "
+            "their ids alone, got ids that begin anew in a sequence"
+        )
 
 
 def check_same_on_ranks(must: str, value: int, group: dist.ProcessGroup | None, name: str) -> None:

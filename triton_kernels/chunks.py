@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
     statistics: tuple[Tensor, ...] = ()
     """[N] each; the source of a column or gate is an index into them."""
     segment_ids: Tensor | None = None
-    """[N] int, ascending over loss tokens; None for the runs of loss_mask."""
+    """[N] int, ascending over the loss tokens of a sequence; None for the runs of loss_mask."""
 
     def num_chunks(self, block: int) -> int:
         return self.loss_mask.numel() // block + self.num_sequences

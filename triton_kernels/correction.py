@@ -24,7 +24,7 @@ from .metric_rows import (
     put_weights,
     put_whole_sequence,
 )
-from .segments import BEFORE, segment_slots
+from .segments import segment_slots
 from .unit_sums import SegmentParts, columns_of
 
 
@@ -115,7 +115,7 @@ def correction_fwd_kernel(
     DROPS: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
     WEIGHT_COLUMN: tl.constexpr,
     GATES: tl.constexpr,  # the fields of every Gate
-    DROPS_CORRUPT_SEQUENCES: tl.constexpr, COMPLETE: tl.constexpr,
+    DROPS_CORRUPT_SEQUENCES: tl.constexpr, COMPLETE: tl.constexpr, BY_ID: tl.constexpr,
     UNITS: tl.constexpr,  # chunks summed at a time
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -153,9 +153,10 @@ def correction_fwd_kernel(
         tl.store(bad_sequences + sequence, corrupt, mask=opens)
         slots = rows
         if segment_edges is not None:
-            slots = segment_slots(rows, inside, loss, loss_mask, segment_ids, begin, start)
-            if segment_ids is None:
-                slots = tl.where(slots == BEFORE, tl.load(segment_edges + 2 * chunks + chunk), slots)
+            slots = segment_slots(rows, inside, loss, loss_mask, segment_ids, begin, start, BY_ID)
+            # the first segment may have begun in an earlier chunk, and have its slot there
+            origin = tl.load(segment_edges + 2 * chunks + chunk)
+            slots = tl.where(slots == tl.load(segment_edges + chunk), origin, slots)
         # values of a sequence are judged lane by lane: the interpreter cannot broadcast a scalar condition
         lanes = tl.full([BLOCK], 0.0, tl.float64)
         kept = valid

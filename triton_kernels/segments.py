@@ -1,7 +1,8 @@
 """Segments inside a chunk: which tokens share one, and their sums.
 
-The columns of a segment are stored at its slot: its id where ids are given, else a row of its first chunk that no other
-segment takes. The first and the last segment of a chunk may continue in other chunks; unit_combine joins their parts.
+The columns of a segment are stored at its slot: a row of its first chunk that no other segment takes; or its id, where
+ranks that hold parts of it must agree on the slot. The first and the last segment of a chunk may continue in other
+chunks; unit_combine joins their parts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _HIGHEST = tl.constexpr(2**62)
 
 
 @triton.jit
-def segment_slots(rows, inside, loss, loss_mask, segment_ids, begin, start):
+def segment_slots(rows, inside, loss, loss_mask, segment_ids, begin, start, BY_ID: tl.constexpr):
     """Ascending slot of every loss token; begin and start are the first rows of the sequence and of the chunk."""
     if segment_ids is None:
         follows = tl.load(loss_mask + rows - 1, mask=inside & (rows > begin), other=0) != 0
@@ -27,7 +28,21 @@ def segment_slots(rows, inside, loss, loss_mask, segment_ids, begin, start):
         slots = tl.where(begun > 0, start + begun - 1, BEFORE)
     else:
         slots = tl.load(segment_ids + rows, mask=loss, other=0).to(tl.int64)
+        if not BY_ID:
+            slots = _first_rows(slots, rows, loss)
     return slots
+
+
+@triton.jit
+def _first_rows(ids, rows, loss):
+    """The first row in the chunk of every token's segment, one segment after the other: a chunk holds few turns."""
+    first_rows = rows
+    number = tl.min(tl.where(loss, ids, _HIGHEST))
+    while number != _HIGHEST:
+        here = loss & (ids == number)
+        first_rows = tl.where(here, tl.min(tl.where(here, rows, _HIGHEST)), first_rows)
+        number = tl.min(tl.where(loss & (ids > number), ids, _HIGHEST))
+    return first_rows
 
 
 @triton.jit

@@ -16,12 +16,12 @@ from .unit_sums import SegmentParts, parts_of
 
 @triton.jit
 def _combine_segments(
-    first, last, chunks, segment_edges,
+    first, last, chunks, segment_ids, segment_edges,
     counts,  # [2, chunks]
     parts,  # [2, chunks]
     column,  # [slots]
     num_slots,
-    REDUCE: tl.constexpr, FINISHED: tl.constexpr, WRITES_SLOTS: tl.constexpr,
+    REDUCE: tl.constexpr, FINISHED: tl.constexpr, BY_ID: tl.constexpr, WRITES_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Join the last segment of a chunk with the first of the next chunk that has one, where they are the same."""
     slot = first * 0 + NOWHERE
@@ -33,6 +33,10 @@ def _combine_segments(
         some = head != NOWHERE
         more = some & (tail != head)
         joins = (head == BEFORE) | (head == slot)
+        if segment_ids is not None and not BY_ID:
+            begun = slot != NOWHERE
+            number = tl.load(segment_ids + slot, mask=begun, other=0)
+            joins = some & begun & (tl.load(segment_ids + head, mask=some, other=0) == number)
         put_segment(column, slot, num_slots, value, count, some & (joins == 0), REDUCE, FINISHED)
         part = tl.load(parts + chunk, mask=some, other=0.0)
         tokens = tl.load(counts + chunk, mask=some, other=0.0)
@@ -48,11 +52,15 @@ def _combine_segments(
     put_segment(column, slot, num_slots, value, count, True, REDUCE, FINISHED)
 
 
-@triton.jit(do_not_specialize=[*SIZES, "chunks", "num_slots", "num_columns", "num_sums"])
+@triton.jit(
+    do_not_specialize=[*SIZES, "chunks", "num_slots", "num_columns", "num_sums"],
+    do_not_specialize_on_alignment=["segment_ids"],
+)
 def unit_combine_fwd_kernel(
     cu_seqlens,  # [S + 1], or None for rows of row_length
     sums,  # [C, chunks] fp64
     combined,  # [C, S] fp64 out
+    segment_ids,  # [N], or None for runs of loss_mask
     segment_edges,  # [3, chunks] int64, the last row out; None without segments
     segment_parts,  # [G, 2, chunks] fp64
     segment_columns,  # [G, slots] fp32 or fp64 out, where a segment touches the edge of a chunk
@@ -62,7 +70,7 @@ def unit_combine_fwd_kernel(
     num_sums,  # of the columns; the others are maxima
     num_slots,
     SEGMENT: tl.constexpr,  # the G columns of segments, COUNT first
-    FINISHED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    FINISHED: tl.constexpr, BY_ID: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence and per column, of sequences or of segments."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -82,8 +90,8 @@ def unit_combine_fwd_kernel(
             if index == num_columns + c:
                 parts, column = segment_parts + 2 * c * chunks, segment_columns + c * num_slots
                 _combine_segments(
-                    first, last, chunks, segment_edges, segment_parts, parts, column, num_slots,
-                    field(SEGMENT, c, 2), FINISHED, WRITES_SLOTS=c == 0,
+                    first, last, chunks, segment_ids, segment_edges, segment_parts, parts, column, num_slots,
+                    field(SEGMENT, c, 2), FINISHED, BY_ID, WRITES_SLOTS=c == 0,
                 )  # fmt: skip
 
 
@@ -103,6 +111,7 @@ def unit_combine_fwd(
         **tokens.layout(),
         sums=sums,
         combined=combined,
+        segment_ids=None if segments is None else tokens.segment_ids,
         **parts_of(segments),
         chunks=sums.shape[1],
         num_columns=len(sums),

@@ -28,11 +28,17 @@ class SegmentParts(NamedTuple):
     """[G, 2, chunks] fp64, the columns of the first and of the last segment."""
     columns: Tensor
     """[G, slots] fp32 as gates compare them, or fp64 to be pooled."""
+    by_id: bool
+    """Slots are segment ids, on which ranks that hold parts of a segment agree."""
 
 
 def columns_of(segments: SegmentParts | None) -> dict[str, Any]:
     """The storage of the columns of segments as kernels take it."""
-    return {"segment_columns": segments and segments.columns, "num_slots": segments.columns.shape[1] if segments else 0}
+    return {
+        "segment_columns": segments and segments.columns,
+        "num_slots": segments.columns.shape[1] if segments else 0,
+        "BY_ID": segments is not None and segments.by_id,
+    }
 
 
 def parts_of(segments: SegmentParts | None) -> dict[str, Any]:
@@ -62,7 +68,7 @@ def unit_sums_fwd_kernel(
     num_slots,
     SEQUENCE: tl.constexpr,  # the C columns of sequences
     SEGMENT: tl.constexpr,  # the G columns of segments, COUNT first
-    FINISHED: tl.constexpr, BLOCK: tl.constexpr,
+    FINISHED: tl.constexpr, BY_ID: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per chunk."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -85,7 +91,7 @@ def unit_sums_fwd_kernel(
         tl.store(cell + (4 + c) * chunks, reduce_tokens(values, valid, field(SEQUENCE, c, 2)))
 
     if segment_edges is not None:
-        slots = segment_slots(rows, inside, loss, loss_mask, segment_ids, begin, start)
+        slots = segment_slots(rows, inside, loss, loss_mask, segment_ids, begin, start, BY_ID)
         first, last = edge_slots(slots, loss)
         tl.store(segment_edges + chunk, first)
         tl.store(segment_edges + chunks + chunk, last)
@@ -109,7 +115,8 @@ def unit_sums_fwd(
     Args:
         sequence: columns of sequences besides the sums of l and log mu and the numbers of tokens.
         segment: columns of segments, COUNT first.
-        columns_of_segments: [G, slots], written: fp32 for final values, fp64 for values to be pooled; None without any.
+        columns_of_segments: [G, slots], written: fp32 for final values at slots that are rows, fp64 for values to be
+            pooled at slots that are ids; None without any.
     """
     launch = LAUNCH["unit_sums"]
     chunks, device = tokens.num_chunks(launch.block), tokens.loss_mask.device
@@ -118,7 +125,7 @@ def unit_sums_fwd(
     if columns_of_segments is not None:
         edges = torch.empty((3, chunks), dtype=torch.int64, device=device)
         parts = torch.empty((len(segment), 2, chunks), dtype=torch.float64, device=device)
-        segments = SegmentParts(edges, parts, columns_of_segments)
+        segments = SegmentParts(edges, parts, columns_of_segments, columns_of_segments.dtype == torch.float64)
     unit_sums_fwd_kernel[(chunks,)](
         **tokens.arguments(),
         sums=sums,

@@ -114,10 +114,11 @@ def _segment_columns(tokens: Tokens, extras: Extras, columns: tuple[Column, ...]
     if not columns:
         return None
     device = tokens.loss_mask.device
-    # without ids, the slot of a segment is one of the rows
-    slots = tokens.loss_mask.numel() if extras.num_segments is None else extras.num_segments
     if not to_be_pooled:
-        return torch.empty((len(columns), slots), dtype=torch.float32, device=device)
+        # the slot of a segment is one of the rows
+        return torch.empty((len(columns), tokens.loss_mask.numel()), dtype=torch.float32, device=device)
+    assert extras.num_segments is not None
+    slots = extras.num_segments
     # not every segment has a token on this rank
     pooled = torch.zeros((len(columns), slots), dtype=torch.float64, device=device)
     pooled[num_sums(columns) :] = -torch.inf

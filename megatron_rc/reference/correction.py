@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.collectives import is_first_rank, pool_units
+from megatron_rc.collectives import is_alone, is_first_rank, pool_units
 from megatron_rc.inputs import Extras, GatePlan, Pair, Plan
 from megatron_rc.reference.log_ratio import LogRatio, bounded_ratio, log_ratio, log_ratio_sums
 from megatron_rc.reference.rejection_statistics import gate_reduce, gate_statistic, outside
-from megatron_rc.reference.segments import segments
+from megatron_rc.reference.segments import given_segments, runs_of_mask
 from megatron_rc.reference.sums import (
     Statistics,
     TokenOutcome,
@@ -33,7 +33,7 @@ def correct(
     batch = _Batch(plan, ratio)
     batch.add_unit("sequence", offsets, torch.repeat_interleave(offsets.diff(), output_size=len(ratio.valid)))
     if "segment" in plan.units:
-        ids, count = segments(ratio.loss_mask, offsets, extras.segment_ids, extras.num_segments)
+        ids, count = _segments(batch, extras, cp_group)
         edges = torch.arange(count + 1, device=ids.device, dtype=ids.dtype)
         batch.add_unit("segment", torch.searchsorted(ids, edges), ids)
     batch.add_extras(extras)
@@ -144,6 +144,20 @@ class _Batch:
 
     def to_tokens(self, unit: str, values: Tensor) -> Tensor:
         return values if unit == "token" else values.index_select(0, self.of_token[unit])
+
+
+def _segments(batch: _Batch, extras: Extras, cp_group: dist.ProcessGroup | None) -> tuple[Tensor, int]:
+    """The number of the segment of every row [N], ascending, and a bound above all numbers."""
+    loss_mask = batch.ratio.loss_mask
+    if extras.segment_ids is None or extras.num_segments is None:
+        return runs_of_mask(loss_mask, batch.offsets["sequence"])
+    return given_segments(
+        loss_mask,
+        batch.of_token["sequence"],
+        extras.segment_ids,
+        extras.num_segments,
+        ids_are_numbers=not is_alone(cp_group),
+    )
 
 
 def _decide(

@@ -19,13 +19,34 @@ def unit_sums(columns: Tensor, offsets: Tensor) -> Tensor:
     return torch.segment_reduce(columns, "sum", offsets=offsets.expand(len(columns), -1), axis=1, unsafe=True)
 
 
-def segments(
-    loss_tokens: Tensor, offsets: Tensor, segment_ids: Tensor | None, num_segments: int | None
+def runs_of_mask(loss_tokens: Tensor, offsets: Tensor) -> tuple[Tensor, int]:
+    """Ascending number of the run of loss tokens of every row, and a bound above all numbers.
+
+    The bound comes from shapes alone, and so needs no wait for the device.
+    """
+    # of n tokens at most (n + 1) / 2 start a run
+    return _numbered(first_tokens(loss_tokens, offsets)), (len(loss_tokens) + len(offsets)) // 2 + 1
+
+
+def given_segments(
+    loss_tokens: Tensor, sequences: Tensor, segment_ids: Tensor, num_segments: int, *, ids_are_numbers: bool
 ) -> tuple[Tensor, int]:
-    """Ascending segment id of every row, and an upper bound of their number that needs no wait for the device."""
-    if segment_ids is None or num_segments is None:
-        ids = (first_tokens(loss_tokens, offsets).cumsum(0) - 1).clamp(min=0)
-        # of n tokens at most (n + 1) / 2 start a run
-        return ids, (len(loss_tokens) + len(offsets)) // 2 + 1
+    """As runs_of_mask, for given ids: a segment begins where the id changes or a sequence begins.
+
+    Args:
+        sequences: [N], the number of the sequence of each row.
+        ids_are_numbers: keep the ids, which ascend over the batch, so that ranks which hold parts of a segment agree.
+    """
+    ids = segment_ids.reshape(-1)
+    if not ids_are_numbers:
+        ids = sequences * num_segments + ids
     # rows outside a turn, such as padding, may carry any id: they get that of the turn before
-    return torch.where(loss_tokens, segment_ids.reshape(-1), 0).cummax(0).values, num_segments
+    ids = torch.where(loss_tokens, ids, -1).cummax(0).values
+    if ids_are_numbers:
+        return ids.clamp(min=0), max(1, num_segments)
+    begins = torch.cat([ids[:1] >= 0, ids[1:] > ids[:-1]])
+    return _numbered(begins), max(1, len(loss_tokens))
+
+
+def _numbered(begins: Tensor) -> Tensor:
+    return (begins.cumsum(0) - 1).clamp(min=0)

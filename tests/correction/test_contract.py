@@ -81,6 +81,22 @@ def test_given_segments_are_those_found_from_the_mask() -> None:
     assert 0 < found.mask.sum() < batch.mask.sum()
 
 
+def test_turn_numbers_may_begin_anew_in_every_sequence() -> None:
+    log_ratios = torch.tensor([0.1, 0.1, 0.2, 0.2, 0.5, 0.5, -0.5, -0.5], dtype=torch.float64)
+    zeros, mask = torch.zeros(8, dtype=torch.float64), torch.ones(8, dtype=torch.bool)
+    correction = RolloutCorrection(Weight("segment", "truncate", upper=INF))
+    for turns, count in (([0, 0, 1, 1, 0, 0, 1, 1], 2), ([0, 0, 1, 1, 1, 1, 2, 2], 3), ([5, 5, 9, 9, 3, 3, 9, 9], 10)):
+        ids = torch.tensor(turns)
+        packed = correct(
+            log_ratios, zeros, mask, correction=correction, segment_ids=ids, num_segments=count,
+            cu_seqlens=torch.tensor([0, 4, 4, 8]),
+        )  # fmt: skip
+        torch.testing.assert_close(packed.weights.log(), log_ratios)
+        rows = (x.view(2, 4) for x in (log_ratios, zeros, mask))
+        in_rows = correct(*rows, correction=correction, segment_ids=ids.view(2, 4), num_segments=count)
+        assert torch.equal(in_rows.weights.flatten(), packed.weights)
+
+
 def test_a_sequence_does_not_depend_on_its_neighbours_bit_by_bit() -> None:
     batch = case([400, 3, 900, 50], gap=0.02)
     loud = dataclasses.replace(batch, train=batch.train.clone())
@@ -221,10 +237,9 @@ def test_padded_input_refuses_cu_seqlens() -> None:
         ({"cu_seqlens": [0, 2, 5]}, "cu_seqlens must ascend from 0 to the number of tokens, 6, got 0 to 5"),
         ({"cu_seqlens": [1, 2, 6]}, "cu_seqlens must ascend from 0 to the number of tokens, 6, got 1 to 6"),
         ({"cu_seqlens": [0, 4, 2, 6]}, "cu_seqlens must ascend .*, which descends after position 1"),
-        ({"segment_ids": [0, 0, 1, 9, 3, 2]}, "segment_ids must ascend over loss tokens"),
+        ({"segment_ids": [0, 0, 1, 9, 3, 2]}, "segment_ids must ascend over the loss tokens of a sequence"),
         ({"segment_ids": [0, 0, 1, 9, 2, -1]}, r"segment_ids .* must lie in \[0, num_segments\), .*=4, got -1 to 2"),
         ({"segment_ids": [0, 0, 1, 9, 2, 4]}, r"segment_ids .* must lie in \[0, num_segments\), .*=4, got 0 to 4"),
-        ({"segment_ids": [0, 0, 0, 9, 2, 3]}, "segment_ids must differ between sequences"),
     ],
 )
 def test_values_that_only_the_device_knows_are_checked_where_asked(change: dict[str, list[int]], message: str) -> None:

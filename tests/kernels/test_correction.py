@@ -52,12 +52,19 @@ def test_every_preset_is_that_of_pytorch_in_fp64(name: str) -> None:
     assert_agrees(batch_of(LENGTHS, gap=0.1, corrupt=0.004), PRESETS[name].correction)
 
 
-@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("ids", [None, "batch", "sequence"])
 @pytest.mark.parametrize("density", [0.97, 0.5])
-def test_turns_that_end_within_and_beyond_a_chunk_are_joined(ids: bool, density: float) -> None:
+def test_turns_that_end_within_and_beyond_a_chunk_are_joined(ids: str | None, density: float) -> None:
     # of density 0.97 most turns are longer than a chunk, some longer than two
     batch = batch_of([70, 0, 100, 5], ids=ids, density=density, gap=0.3)
     assert 0 < assert_agrees(batch, SEGMENTS).mask.sum() < batch.mask.sum()
+
+
+def test_turn_numbers_that_begin_anew_in_every_sequence_mean_the_turns_of_one_numbering_of_the_batch() -> None:
+    ascending, anew = (batch_of([70, 0, 100, 5], ids=ids, density=0.9, gap=0.3) for ids in ("batch", "sequence"))
+    expected, found = run(ascending, SEGMENTS), run(anew, SEGMENTS)
+    assert torch.equal(found.weights, expected.weights) and torch.equal(found.mask, expected.mask)
+    assert found.metrics.values() == expected.metrics.values()
 
 
 def test_a_turn_is_joined_to_the_same_one_in_the_next_chunk_and_to_no_other() -> None:

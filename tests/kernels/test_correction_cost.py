@@ -70,8 +70,8 @@ def test_a_sweep_over_bounds_compiles_nothing_anew() -> None:
     assert compiled_in(0.5, 2.0)[1]["GATES"] != ()
 
 
-@pytest.mark.parametrize("ids", [False, True])
-def test_offsets_and_ids_that_are_rubbish_touch_no_foreign_memory(ids: bool) -> None:
+@pytest.mark.parametrize("ids", [None, "batch"])
+def test_offsets_and_ids_that_are_rubbish_touch_no_foreign_memory(ids: str | None) -> None:
     generator = torch.Generator().manual_seed(0)
     batch = batch_of([70, 40], ids=ids)
     batch.options["advantages"] = torch.randn(9, generator=generator)

@@ -81,14 +81,15 @@ def batch_of(
     gap: float = 0.4,
     density: float = 0.7,
     corrupt: float = 0.0,
-    ids: bool = False,
+    ids: str | None = None,
     per_token: bool = False,
 ) -> Batch:
     """Random tokens for sequences of these lengths; rows without a loss hold rubbish.
 
     Args:
         corrupt: share of log-probs that are NaN or infinite.
-        ids: give segment ids, of turns with rows without a loss inside.
+        ids: give segment ids, of turns with rows without a loss inside, that ascend over the "batch" or begin anew in
+            every "sequence"; None leaves them out.
         per_token: advantages of tokens, not of sequences.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -111,10 +112,12 @@ def batch_of(
     advantages = normal(n if per_token else len(lengths))
     options: dict[str, Any] = {"advantages": advantages, "statistics": statistics}
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    if ids:
+    if ids is not None:
         turns = torch.rand(n, generator=generator) < 0.2
         turns[cu_seqlens[:-1][cu_seqlens[:-1] < n].long()] = True
         number = turns.cumsum(0)
+        if ids == "sequence":
+            number = torch.cat([part - part[0] if len(part) else part for part in number.split(lengths)])
         odd = torch.randint(-5, 99, (n,), generator=generator)
         options |= {"segment_ids": torch.where(mask, number, odd), "num_segments": n + 2}
     return Batch(train, rollout, mask, cu_seqlens, options)
@@ -170,7 +173,7 @@ def batches(draw: st.DrawFn) -> Batch:
         gap=draw(st.sampled_from([0.02, 0.4, 0.4, 12.0])),
         density=draw(st.sampled_from([0.0, 0.7, 0.7, 1.0])),
         corrupt=draw(st.sampled_from([0.0, 0.0, 0.05])),
-        ids=draw(st.booleans()),
+        ids=draw(st.sampled_from([None, "batch", "sequence"])),
         per_token=draw(st.booleans()),
     )
     if draw(st.booleans()):

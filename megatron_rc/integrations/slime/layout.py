@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.reference.segments import segments
+from megatron_rc.reference.segments import runs_of_mask
 
 
 class Parallel(NamedTuple):
@@ -127,7 +127,7 @@ class Layout:
         masks = torch.cat([mask.bool() for mask in loss_masks])
         lengths = [len(mask) for mask in loss_masks]
         offsets = torch.tensor([0, *lengths], device=masks.device).cumsum(0)
-        ids, bound = segments(masks, offsets, None, None)
+        ids, bound = runs_of_mask(masks, offsets)
         return self.local(ids.split(lengths)), bound
 
     def joined(self, name: str, values: Sequence[Tensor] | None, remedy: str) -> Tensor:
