@@ -1,6 +1,10 @@
 """Where SurgeDetector finds the surge of simulated response lengths.
 
     python benchmarks/surge_detector.py [--runs 1000]
+    python benchmarks/surge_detector.py --misfires [--runs 100]
+
+The second command prints where the first halving of the learning rate falls, for a detector that acts on an alarm at
+once (confirmation=3, no truncated share) and for the default one.
 
 A curve is a logistic surge, half done at a known step, times log-normal noise on the mean of the batch and sometimes a
 linear drift (tests/support/length_curves.py has the formula). A width is the scale of the logistic: the surge takes
@@ -11,10 +15,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import checkout  # noqa: F401
-from length_curves import length_curves, share_within, surge_steps
+import torch
+from length_curves import QUIET, capped, length_curves, noisy, quiet_curves, rollouts, share_within, surge_steps
+from torch import Tensor
 
 from megatron_rc.jobs.describe import table
 from megatron_rc.surge import SurgeDetector
@@ -54,6 +61,75 @@ FLAT: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def steps_in_blocks(before: float, after: float, first: int, last: int) -> Callable[[Tensor], Tensor]:
+    """``before`` tokens, and ``after`` from rollout ``first`` to ``last``."""
+    return lambda t: torch.where((t >= first) & (t <= last), after, before)
+
+
+def logistic(peak: float, at: float, rise: float, base: float = 1000.0) -> Callable[[Tensor], Tensor]:
+    """From ``base`` to ``peak`` tokens, 10 % to 90 % in ``rise`` rollouts."""
+    return lambda t: base + (peak - base) * torch.sigmoid((t - at) * 4.394 / rise)
+
+
+NEVER = 10**6
+# name, mean length at rollouts 1, 2, ..., the noise of the batch mean, and the cap of the responses
+MISFIRES: list[tuple[str, Callable[[Tensor], Tensor], dict[str, float], float | None]] = [
+    *((f"surge to 3.5x at rollout {at}", steps_in_blocks(1000, 3500, at, NEVER), {}, None) for at in (5, 10, 15, 20)),
+    *((f"spike to 3x of {n} rollouts at 100", steps_in_blocks(1000, 3000, 100, 99 + n), {}, None) for n in (4, 5, 8)),
+    ("data 1.8x longer from 80 on", steps_in_blocks(1000, 1800, 80, NEVER), {}, None),
+    (
+        "blocks of 50 rollouts, 700 and 1600 tokens",
+        lambda t: torch.where(((t - 1) // 50) % 2 == 1, 1600.0, 700.0),
+        {},
+        None,
+    ),
+    ("30 tokens from 101 to 200, then 1000 again", steps_in_blocks(1000, 30, 101, 200), {}, None),
+    *((f"3x from 4000 tokens, cap {cap:g}", logistic(12000, 110, 10, base=4000.0), {}, cap) for cap in (6000, 5500)),
+    ("1.8x in 20 rollouts", logistic(1800, 110, 20), {}, None),
+    ("2x in 20 rollouts", logistic(2000, 110, 20), {}, None),
+    ("2x in 40 rollouts", logistic(2000, 110, 40), {}, None),
+    ("3x in 80 rollouts", logistic(3000, 110, 80), {}, None),
+    ("flat, cv 0.2 correlated 0.9", torch.ones_like, {"cv": 0.2, "correlation": 0.9}, None),
+    ("flat, cv 0.3 correlated 0.5", torch.ones_like, {"cv": 0.3, "correlation": 0.5}, None),
+    ("flat, cv 0.3 correlated 0.9", torch.ones_like, {"cv": 0.3, "correlation": 0.9}, None),
+    ("paper, 4B: 3x at 110", logistic(3000, 110, 10), {}, None),
+    ("paper, 4B: 3.5x at 110, at once", steps_in_blocks(1000, 3500, 110, NEVER), {"cv": 0.15}, None),
+    ("paper, 8B: 3x at 90", logistic(3000, 90, 10), {}, None),
+    ("paper, 8B: 4x at 90, at once", steps_in_blocks(1000, 4000, 90, NEVER), {"cv": 0.15}, None),
+]
+
+
+def halvings(found: Sequence[int | None]) -> str:
+    """How many runs halve the learning rate, and the median and range of the first halving."""
+    first = sorted(step * 9 // 5 for step in found if step is not None)
+    if not first:
+        return "none"
+    share = f"{100 * len(first) / len(found):.3g} %"
+    return f"{share}, at {statistics.median_low(first)} ({first[0]}-{first[-1]})"
+
+
+def misfire_row(
+    name: str, runs: int, shape: Callable[[Tensor], Tensor], noise: dict[str, float], cap: float | None
+) -> list[str]:
+    mean, truncated = shape(rollouts(1000 if "flat" in name else 400)), None
+    if cap is not None:
+        mean, share = capped(mean, cap)
+        truncated = share.tolist()
+    curves = noisy(mean, runs, seed=4, **noise)
+    return [name, halvings(surge_steps(curves, confirmation=3)), halvings(surge_steps(curves, truncated))]
+
+
+def print_misfires(runs: int) -> None:
+    header = ("curve", "acting at once", "confirmed")
+    print(table(header, [misfire_row(name, runs, *curve) for name, *curve in MISFIRES]))
+    quiet = {name: quiet_curves(name, runs) for name in QUIET}
+    rows = [
+        [name, halvings(surge_steps(curves, confirmation=3)), halvings(surge_steps(curves))]
+        for name, curves in quiet.items()
+    ]
+    print(table(("quiet curve of 400 rollouts", *header[1:]), rows), end="")
+
+
 def surge_row(name: str, runs: int, curve: dict[str, Any]) -> list[str]:
     at = curve.get("at", 110)
     found = surge_steps(length_curves(runs, 400, seed=1, **curve))
@@ -81,7 +157,11 @@ def flat_row(name: str, runs: int, curve: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1000, help="curves per row")
-    runs = parser.parse_args().runs
+    parser.add_argument("--misfires", action="store_true", help="print where the first halving falls")
+    arguments = parser.parse_args()
+    runs = arguments.runs
+    if arguments.misfires:
+        return print_misfires(runs)
     surge_header = ("surge (drift: per 100 steps)", "at", "found, median (5-95 %)", "within 3", "within 8", "missed")
     print(table(surge_header, [surge_row(name, runs, curve) for name, curve in SURGES]))
     flat_header = ("flat curve of 400 steps", "false alarms", "warm-up flags")

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rc.schema.limits import check_at_least
+
+LEAST_FINISHED = 0.05
+"""Smallest share of finished responses that the detector tells apart: a smaller one counts as this."""
+
+_ABSENT_IN_0_1 = {"withdrawn": 0, "run_in_warmup": False, "shares": 0, "fast_share": 0.0, "slow_share": 0.0}
+"""Fields that a state of version 0.1 lacks, as they are before any truncated share and any withdrawn alarm."""
 
 
 @dataclass
@@ -16,16 +23,24 @@ class SurgeDetector:
 
     Two exponential averages of the log-length are compared, both corrected for their start at 0::
 
-        fast_t = fast_(t-1) + fast * (log L_t - fast_(t-1)),   slow_t likewise
+        x_t     = log L_t - log(1 - c_t)              c_t: share of truncated responses, 0 where it is not given
+        fast_t  = fast_(t-1) + fast * (x_t - fast_(t-1)),   slow_t likewise
         ratio_t = exp(fast_t / (1 - (1 - fast)^t) - slow_t / (1 - (1 - slow)^t))
 
-    A surge is ``patience`` consecutive rollouts with ratio_t > threshold, and its step is the first of them. Averages
-    of logarithms are geometric means: they do not depend on the unit of length, and single very long batches move them
-    less than arithmetic means. Mean lengths below one token count as one token.
+    An alarm is ``patience`` consecutive rollouts with ratio_t > threshold. It is confirmed as a surge after
+    ``confirmation`` of them, whose step is the first one, and withdrawn when the ratio falls back before that.
+    Averages of logarithms are geometric means: they do not depend on the unit of length, and single very long batches
+    move them less than arithmetic means. Mean lengths below one token count as one token.
 
-    The first ``warmup`` measured rollouts only build the averages, because the slow one has no past yet from which a
-    surge could stand out. There fast_t is compared with its own lowest value instead, and a surge only sets
-    ``surge_in_warmup``. After the warm-up the count of consecutive rollouts starts again.
+    L / (1 - c) is the maximum-likelihood mean of exponentially distributed lengths that are cut off at a cap: all
+    tokens over the number of responses that ended. So a surge into the cap is seen although L cannot follow it. At
+    least ``LEAST_FINISHED`` of the responses count as finished. The two terms of x_t have averages of their own, so a
+    share that is given only from some rollout on does not look like a surge.
+
+    During the first ``warmup`` measured rollouts the slow average has no past yet from which a surge could stand out.
+    There fast_t is compared with its own lowest value instead, and so it is afterwards for an alarm that began there.
+    A surge that is confirmed in this way sets ``surge_in_warmup`` to its rollout, and ``surge_step`` to rollout
+    ``warmup`` if it began before that.
 
     Source: the surge before a collapse in Beyond Precision (arXiv 2602.01826), section 4. Among constants without a
     false alarm on flat curves, these locate simulated surges to 3x and 3.5x best (benchmarks/surge_detector.py).
@@ -38,9 +53,11 @@ class SurgeDetector:
     threshold: float = 1.475
     """Ratio of fast to slow average above which lengths are surging."""
     patience: int = 3
-    """Number of consecutive rollouts above the threshold that make a surge."""
+    """Number of consecutive rollouts above the threshold that raise an alarm."""
     warmup: int = 20
-    """Number of measured rollouts before a surge can be reported."""
+    """Number of measured rollouts that only build the averages; a surge in them counts as one at rollout `warmup`."""
+    confirmation: int = 12
+    """Number of consecutive rollouts above the threshold, the alarm included, that make a surge."""
 
     def __post_init__(self) -> None:
         if not 0 < self.slow < self.fast <= 1:
@@ -49,56 +66,70 @@ class SurgeDetector:
             raise ValueError(f"threshold must be > 1 and finite, got {self.threshold!r}")
         check_at_least(1, patience=self.patience)
         check_at_least(0, warmup=self.warmup)
+        if self.confirmation < self.patience:
+            raise ValueError(
+                f"confirmation must be >= patience, got confirmation={self.confirmation!r} patience={self.patience!r}"
+            )
         self.rollouts = 0
         """Number of rollouts, including those without a length."""
         self.measured = 0
         """Number of rollouts with a length."""
         self.surge_step: int | None = None
-        """Rollout (1-based) of the first surge after the warm-up; it never changes once it is set."""
+        """Rollout (1-based) of the first confirmed surge; it never changes once it is set."""
         self.surge_in_warmup: int | None = None
-        """Rollout (1-based) of the first surge inside the warm-up, which has no effect."""
+        """Rollout (1-based) of that surge where it began inside the warm-up, else None."""
+        self.withdrawn = 0
+        """Number of alarms that were not confirmed."""
         self._fast_average = self._slow_average = 0.0
+        self._shares = 0
+        self._fast_share = self._slow_share = 0.0
         self._lowest: float | None = None
         self._run = self._run_start = 0
+        self._run_in_warmup = False
 
-    def update(self, mean_response_length: float | None) -> int | None:
+    def update(self, mean_response_length: float | None, truncated_share: float | None = None) -> int | None:
         """Take the mean response length of the next rollout.
 
         Args:
             mean_response_length: scalar, tokens, >= 0: mean over the responses of the global batch, truncated ones
                 included, before any group is filtered. None or NaN where there was no response to measure: the rollout
                 is counted, and the averages stay as they are.
+            truncated_share: scalar in [0, 1]: share of those responses that were cut off at the length limit. None or
+                NaN where it is not known.
 
         Returns:
-            ``surge_step``: the rollout of the surge, or None.
+            ``surge_step``: the rollout of the confirmed surge, or None.
 
         Raises:
-            ValueError: a negative or infinite length.
+            ValueError: a negative or infinite length, or a share outside [0, 1].
         """
         length = math.nan if mean_response_length is None else float(mean_response_length)
+        share = math.nan if truncated_share is None else float(truncated_share)
         if length < 0 or length == math.inf:
             raise ValueError(f"mean_response_length must be >= 0 and finite, got {mean_response_length!r}")
+        if share < 0 or share > 1:
+            raise ValueError(f"truncated_share must be in [0, 1], got {truncated_share!r}")
         self.rollouts += 1
         if math.isnan(length):
             return self.surge_step
-        self.measured += 1
-        log_length = math.log(max(length, 1.0))
-        self._fast_average += self.fast * (log_length - self._fast_average)
-        self._slow_average += self.slow * (log_length - self._slow_average)
-        in_warmup = self.measured <= self.warmup
-        if self.measured == self.warmup + 1:
-            self._run = 0
+        self._average(math.log(max(length, 1.0)), share)
+        in_warmup = self.measured <= self.warmup or self._run_in_warmup
         if (self._ratio_in_warmup() if in_warmup else self.ratio) > self.threshold:
             self._run += 1
-            self._run_start = self.rollouts if self._run == 1 else self._run_start
+            if self._run == 1:
+                self._run_start, self._run_in_warmup = self.rollouts, in_warmup
         else:
-            self._run = 0
-        if self._run >= self.patience:
-            if in_warmup:
-                self.surge_in_warmup = self.surge_in_warmup or self._run_start
-            else:
-                self.surge_step = self.surge_step or self._run_start
+            self.withdrawn += self.alarm is not None
+            self._run, self._run_in_warmup = 0, False
+        if self._run >= self.confirmation and self.surge_step is None:
+            self.surge_step = max(self._run_start, self.warmup) if self._run_in_warmup else self._run_start
+            self.surge_in_warmup = self._run_start if self._run_in_warmup else None
         return self.surge_step
+
+    @property
+    def alarm(self) -> int | None:
+        """Rollout (1-based) at which an alarm began that is neither confirmed nor withdrawn; None: there is none."""
+        return self._run_start if self._run >= self.patience and self.surge_step is None else None
 
     @property
     def ratio(self) -> float:
@@ -106,10 +137,26 @@ class SurgeDetector:
         if not self.measured:
             return math.nan
         slow = self._slow_average / (1 - (1 - self.slow) ** self.measured)
+        if self._shares:
+            slow += self._slow_share / (1 - (1 - self.slow) ** self._shares)
         return math.exp(self._fast_log_mean() - slow)
 
+    def _average(self, log_length: float, truncated_share: float) -> None:
+        self.measured += 1
+        self._fast_average += self.fast * (log_length - self._fast_average)
+        self._slow_average += self.slow * (log_length - self._slow_average)
+        if math.isnan(truncated_share):
+            return
+        self._shares += 1
+        if self._shares == 1:
+            self._lowest = None  # it is of means without a share
+        correction = -math.log(max(1 - truncated_share, LEAST_FINISHED))
+        self._fast_share += self.fast * (correction - self._fast_share)
+        self._slow_share += self.slow * (correction - self._slow_share)
+
     def _fast_log_mean(self) -> float:
-        return self._fast_average / (1 - (1 - self.fast) ** self.measured)
+        mean = self._fast_average / (1 - (1 - self.fast) ** self.measured)
+        return mean + self._fast_share / (1 - (1 - self.fast) ** self._shares) if self._shares else mean
 
     def _ratio_in_warmup(self) -> float:
         """Fast mean divided by its lowest value so far; the first ``patience - 1`` means are too noisy to count."""
@@ -124,12 +171,15 @@ class SurgeDetector:
         constants = {field.name for field in dataclasses.fields(self)}
         return {name.lstrip("_"): value for name, value in vars(self).items() if name not in constants}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, as `state_dict` returned it; the constants stay those of this detector.
+
+        A state of version 0.1 is taken, too: its surge stays, and what that version did not record starts now.
 
         Raises:
             ValueError: the state has other fields.
         """
-        if state.keys() != self.state_dict().keys():
+        whole = {**_ABSENT_IN_0_1, **state}
+        if whole.keys() != self.state_dict().keys():
             raise ValueError(f"state must have the fields {list(self.state_dict())}, got {list(state)}")
-        vars(self).update((name, state[name.lstrip("_")]) for name in vars(self) if name.lstrip("_") in state)
+        vars(self).update((name, whole[name.lstrip("_")]) for name in vars(self) if name.lstrip("_") in whole)

@@ -51,9 +51,9 @@ class Surge(NamedTuple):
     """What the surge detector says about the mean length."""
 
     step: int | None
-    """Step at which the first surge began; None: there is none."""
+    """Step at which the first surge began, or an alarm that the last step does not settle; None: there is none."""
     in_warmup: bool
-    """True: it began while the detector still builds its averages, where it would not act."""
+    """True: it began while the detector still builds its averages."""
 
 
 class Timeline(NamedTuple):
@@ -143,5 +143,7 @@ def _surge(steps: Sequence[Step]) -> Surge:
     detector = SurgeDetector()
     for step in steps:
         detector.update(step.mean_length)
-    index = detector.surge_step or detector.surge_in_warmup
-    return Surge(None if index is None else steps[index - 1].step, detector.surge_step is None and index is not None)
+    index = detector.surge_in_warmup or detector.surge_step or detector.alarm
+    if index is None:
+        return Surge(None, in_warmup=False)
+    return Surge(steps[index - 1].step, in_warmup=index <= detector.warmup)

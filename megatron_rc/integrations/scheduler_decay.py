@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from megatron_rc.integrations.symbols import Function, Symbol, replaced_by
 from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
+from megatron_rc.lr_scale import Signals
 
 LRDecay = LengthDecayLR | LengthDecaySettings
 CHECKPOINT_KEY = "megatron_rc_length_decay"
+
+_logger = logging.getLogger(__name__)
 
 
 class SchedulerDecay:
@@ -30,12 +34,18 @@ class SchedulerDecay:
         if isinstance(lr_decay, LengthDecaySettings):
             lr_decay = lr_decay.build(opt_param_scheduler.max_lr)
         self.decay: LengthDecayLR = lr_decay
-        """To be stepped once per rollout."""
+        """Its metrics are those of the rollout that `begin` began."""
         self.decay.attach(opt_param_scheduler)
         self._scheduler = opt_param_scheduler
         self._own_state, self._load_own_state = opt_param_scheduler.state_dict, opt_param_scheduler.load_state_dict
         self._of_instance = {n: vars(opt_param_scheduler)[n] for n in _METHODS if n in vars(opt_param_scheduler)}
         opt_param_scheduler.state_dict, opt_param_scheduler.load_state_dict = self._state_dict, self._load_state_dict
+
+    def begin(self, signals: Signals, *, says: bool) -> None:
+        """Begin the next rollout's optimizer steps; the process that ``says`` logs what was decided."""
+        self.decay.begin(signals)
+        for sentence in self.decay.news if says else ():
+            _logger.warning("rollout %d: %s", self.decay.rollouts, sentence)
 
     def undo(self) -> None:
         """Give the scheduler its own learning rate, state_dict and load_state_dict back.

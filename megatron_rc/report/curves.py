@@ -66,7 +66,7 @@ def marks(records: Sequence[Record]) -> list[Mark]:
     """The surge of the response length, and every step at which the length decay cut the learning rate."""
     rl = [record for record in records if phase_of(record) == "rl"]
     surges = values_of(rl, panels.SURGE_STEP)
-    shown = [Mark(int(surges[-1]), "surge")] if surges else []
+    shown = [Mark(int(surges[-1]), "early surge" if _is_early(rl) else "surge")] if surges else []
     before = 1.0
     for record in rl:
         scale = value_of(record, panels.LR_SCALE)
@@ -74,6 +74,11 @@ def marks(records: Sequence[Record]) -> list[Mark]:
             shown.append(Mark(int(record["step"]), f"×{scale:.3g}"))
         before = before if scale is None else scale
     return shown
+
+
+def _is_early(records: Sequence[Record]) -> bool:
+    """Whether the length surged during the detector's warm-up."""
+    return any(values_of(records, panels.SURGE_IN_WARMUP))
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
@@ -115,7 +120,8 @@ def headlines(records: Sequence[Record]) -> list[Headline]:
         shown.append(Headline("Steps", f"{steps}", f"after {warmup} of warm-up" if warmup else "no warm-up"))
     if surges := values_of(rl, panels.SURGE_STEP):
         note = f"learning rate halves every {values_of(rl, panels.DECAY_PERIOD)[-1]:.0f} steps"
-        shown.append(Headline("Response length surged", f"step {surges[-1]:.0f}", note))
+        step = f"{'early, as if at ' if _is_early(rl) else ''}step {surges[-1]:.0f}"
+        shown.append(Headline("Response length surged", step, note))
     if rates := values_of(rl, panels.THROUGHPUT):
         shown.append(Headline("Tokens per second", f"{statistics.median(rates):,.0f}", "median step, all processes"))
     if seconds := values_of(rl, panels.STEP_SECONDS):

@@ -148,6 +148,8 @@ class Job:
                 raise
             self.progress.step += 1
             self.progress.lr_decay = self.lr_decay.state_dict() if self.lr_decay else None
+            for sentence in self.lr_decay.news if self.lr_decay else ():
+                self.observers.message(f"step {self.progress.step}: {sentence}")
             self.observers.dump(self.progress, sampled, result, self.groups)
             self.progress.weight_version += 1
             self._serve()

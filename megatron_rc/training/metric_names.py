@@ -45,8 +45,10 @@ JOB_METRICS: dict[str, dict[str, JobMetric]] = {
     "Length-decay learning rate": {
         "lr_decay/scale": JobMetric("", "factor on the scheduled learning rate"),
         "lr_decay/length_ratio": JobMetric("", "fast over slow geometric mean of the response lengths"),
-        "lr_decay/surge_step": JobMetric("rollout", "rollout at which the length surged; once it has"),
-        "lr_decay/surge_in_warmup": JobMetric("0 or 1", "1 if the length surged during the detector's warm-up"),
+        "lr_decay/surge_step": JobMetric("rollout", "rollout at which the length surged; once that is confirmed"),
+        "lr_decay/surge_in_warmup": JobMetric("0 or 1", "1 if that surge began during the detector's warm-up"),
+        "lr_decay/alarm": JobMetric("0 or 1", "1 while an alarm is neither confirmed as a surge nor withdrawn"),
+        "lr_decay/withdrawn": JobMetric("alarms", "alarms that were withdrawn because the lengths came back"),
         "lr_decay/period": JobMetric("rollouts", "rollouts between two cuts; once it is known"),
         "lr_decay/unmeasured": JobMetric("rollouts", "rollouts without a measured length"),
     },

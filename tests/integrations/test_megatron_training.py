@@ -19,7 +19,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from training_host import STUB, Optimizer, batch, forward_step, run_micro_batches, sft_step, stub_host, train
 
-from megatron_rc import LengthDecayLR, RolloutCorrection, patch
+from megatron_rc import LengthDecayLR, RolloutCorrection, SurgeDetector, patch
 from megatron_rc.integrations.installed import session_of
 from megatron_rc.integrations.scheduler_decay import CHECKPOINT_KEY
 from megatron_rc.lr_decay import LengthDecaySettings
@@ -107,6 +107,23 @@ def test_the_decay_sees_the_mean_length_of_all_sampled_responses(training: Any) 
         # 10, 20 and 60 were sampled, and only one response was worth training on
         train(training, [[batch(0.0, lengths=[10, 20]), batch(0.0, lengths=[60])]])
     assert seen.state_dict()["fast_average"] == pytest.approx(0.2 * math.log(30))
+
+
+def test_the_decay_sees_the_truncated_share_of_all_sampled_responses(training: Any) -> None:
+    seen = decay(period=9)
+    with patch(HOST, lr_decay=seen):
+        sampled = [batch(0.0, lengths=[10, 20], truncated=[True, False]), batch(0.0, lengths=[60], truncated=[False])]
+        train(training, [sampled])
+    assert seen.state_dict()["fast_share"] == pytest.approx(-0.2 * math.log(2 / 3))
+
+
+def test_an_early_surge_is_said_aloud(training: Any, caplog: pytest.LogCaptureFixture) -> None:
+    detector = SurgeDetector(fast=1.0, warmup=4, patience=1, confirmation=2)
+    with patch(HOST, lr_decay=LengthDecayLR(1e-3, detector=detector)):
+        train(training, [[batch(0.0, lengths=[length])] for length in (10, 10, 90, 90)])
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+    assert "rollout 4: responses surged in length from rollout 3 on, inside the detector's warm-up" in caplog.text
+    assert "rollout 4: the learning rate halves every 7 rollouts" in caplog.text
 
 
 def test_of_a_step_that_is_run_again_the_last_run_counts(training: Any) -> None:

@@ -18,7 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_rc import LengthDecayLR
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime.learning_rate import STATE_FILE
-from megatron_rc.integrations.slime.tokens import LENGTHS
+from megatron_rc.integrations.slime.tokens import LENGTHS, _Totals
 
 LR = 1e-6
 PATH = "megatron_rc.integrations.slime."
@@ -28,7 +28,7 @@ TIS = {"custom_tis_function_path": PATH + "tis"}
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LENGTHS, "_recorded", (0, 0))
+    monkeypatch.setattr(LENGTHS, "_recorded", _Totals())
     monkeypatch.setattr(LENGTHS, "_rollout", None)
     alone(monkeypatch, last_stage=False)
 
@@ -151,7 +151,7 @@ def test_a_critic_and_a_host_without_scheduler_keep_their_rate() -> None:
 
 
 def test_settings_reach_the_decay() -> None:
-    detector = {"fast": 1.0, "warmup": 2, "patience": 1, "threshold": 1.2}
+    detector = {"fast": 1.0, "warmup": 2, "patience": 1, "confirmation": 3, "threshold": 1.2}
     args = settings(lr_decay={"min_lr_ratio": 0.5, "period_per_surge": 2.0, "detector": detector}, **DATA_HOOK)
     run = Run(args)
     rates = [run.rollout(number, [length])[0] for number, length in enumerate([10, 10, 10, 40, *[40] * 20])]

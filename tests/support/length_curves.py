@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_rc.surge import SurgeDetector
 
@@ -32,9 +34,20 @@ def length_curves(
         cv: coefficient of variation of the batch mean.
         correlation: of the noise of neighbouring rollouts.
     """
-    generator = torch.Generator().manual_seed(seed)
-    t = torch.arange(1, steps + 1, dtype=torch.float64)
+    t = rollouts(steps)
     mean = (base + (peak - base) * torch.sigmoid((t - at) / width)) * (1 + drift * t / 100)
+    return noisy(mean, runs, cv=cv, correlation=correlation, seed=seed)
+
+
+def rollouts(steps: int) -> Tensor:
+    """1, 2, ..., steps in fp64."""
+    return torch.arange(1, steps + 1, dtype=torch.float64)
+
+
+def noisy(mean: Tensor, runs: int, *, cv: float = 0.1, correlation: float = 0.0, seed: int = 0) -> list[list[float]]:
+    """``runs`` curves around ``mean`` [steps], with the log-normal noise of `length_curves`."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = len(mean)
     z = torch.randn(runs, steps, generator=generator, dtype=torch.float64)
     for i in range(1, steps if correlation else 0):
         z[:, i] = correlation * z[:, i - 1] + math.sqrt(1 - correlation**2) * z[:, i]
@@ -42,13 +55,52 @@ def length_curves(
     return (mean * torch.exp(s * z - s**2 / 2)).tolist()
 
 
-def surge_steps(curves: Sequence[Sequence[float]], **constants: float) -> list[int | None]:
-    """The surge step that a fresh detector finds on each curve."""
+def capped(mean: Tensor, cap: float, sigma: float = 0.5) -> tuple[Tensor, Tensor]:
+    """Mean and truncated share of log-normal response lengths that are cut off at ``cap`` tokens.
+
+    Args:
+        mean: [steps], of the lengths without a cap.
+        sigma: of their logarithms.
+    """
+    location = mean.log() - sigma**2 / 2
+    z = (math.log(cap) - location) / sigma
+    truncated = torch.special.ndtr(-z)
+    return mean * torch.special.ndtr(z - sigma) + cap * truncated, truncated
+
+
+QUIET: dict[str, dict[str, Any]] = {
+    "flat, cv 0.03": {"cv": 0.03},
+    "flat, cv 0.08": {"cv": 0.08},
+    "flat, cv 0.15": {"cv": 0.15},
+    "noise correlated 0.9": {"correlation": 0.9},
+    "growth of 15 % in 100 rollouts": {"shape": lambda t: 1 + 0.15 * t / 100},
+    "growth of 50 % in 100 rollouts": {"shape": lambda t: 1 + 0.5 * t / 100},
+    "a dip to half for 20 rollouts": {"shape": lambda t: torch.where((t > 150) & (t <= 170), 0.5, 1.0)},
+    "a spike to 3x for 2 rollouts": {"shape": lambda t: torch.where((t > 150) & (t <= 152), 3.0, 1.0)},
+    "a collapse to 30 tokens": {"shape": lambda t: torch.where(t > 200, 0.03, 1.0)},
+    "two data sets of 700 and 1600 tokens in turn": {"shape": lambda t: torch.where(t % 2 == 0, 1.6, 0.7)},
+}
+"""Curves around 1000 tokens without a surge: the noise, and what the mean is multiplied by; see `quiet_curves`."""
+
+
+def quiet_curves(name: str, runs: int, steps: int = 400, seed: int = 7) -> list[list[float]]:
+    """``runs`` curves of one kind of `QUIET`."""
+    noise = dict(QUIET[name])
+    shape = noise.pop("shape", torch.ones_like)
+    return noisy(1000 * shape(rollouts(steps)), runs, seed=seed, **noise)
+
+
+def surge_steps(
+    curves: Sequence[Sequence[float]], truncated: Sequence[float] | None = None, **constants: float
+) -> list[int | None]:
+    """The surge step that a fresh detector finds on each curve; ``truncated`` are the shares of every curve."""
+    shares = [None] * len(curves[0]) if truncated is None else truncated
     found = []
     for curve in curves:
         detector = SurgeDetector(**constants)  # type: ignore[arg-type]
         # a surge that is found stays: the rest of the curve need not be read
-        found.append(next((step for length in curve if (step := detector.update(length)) is not None), None))
+        steps = (detector.update(length, share) for length, share in zip(curve, shares, strict=True))
+        found.append(next((step for step in steps if step is not None), None))
     return found
 
 

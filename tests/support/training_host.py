@@ -66,6 +66,7 @@ def forward_step(data: Iterator[Batch], model: Any) -> dict[str, torch.Tensor]:
         train - gaps,
         torch.ones_like(gaps, dtype=torch.bool),
         response_lengths=None if lengths is None else torch.tensor(lengths),
+        truncated=torch.tensor(each["truncated"]) if "truncated" in each else None,
         new_rollout=each["new"],
     )
     weight = (corrected.weights * corrected.mask).sum()

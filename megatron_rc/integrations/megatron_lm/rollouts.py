@@ -15,6 +15,7 @@ from megatron_rc.correction import Corrected, correct
 from megatron_rc.integrations.log_names import worth_logging
 from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import Function
+from megatron_rc.lr_scale import Signals
 
 
 class RolloutRows(NamedTuple):
@@ -96,7 +97,8 @@ def prepare_data_for_update(original: Function, session: Session, *args: Any, **
         session.micro_batch = 0
     if session.attached is not None:
         rollouts = inspect.signature(original).bind(*args, **kwargs).arguments["rollouts"]
-        session.attached.decay.step(mean_response_length(rollouts))
+        signals = Signals(length=mean_response_length(rollouts))
+        session.attached.begin(signals, says=torch.distributed.get_rank() == 0)
     return iterator, group_stats, examples
 
 

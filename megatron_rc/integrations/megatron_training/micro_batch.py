@@ -21,6 +21,7 @@ def correct_micro_batch(
     num_segments: int | None = None,
     advantages: Tensor | None = None,
     response_lengths: Tensor | None = None,
+    truncated: Tensor | None = None,
     new_rollout: bool = True,
     backend: str = "auto",
 ) -> Corrected:
@@ -35,6 +36,8 @@ def correct_micro_batch(
             `correct`; under context parallelism this rank's slice.
         response_lengths: [S], tokens of every response that was sampled, before any was filtered out of the batch;
             None: the loss tokens of this batch.
+        truncated: [S], bool, whether each of those responses was cut off at the length limit; it lets the length decay
+            see a surge into that limit.
         new_rollout: False in the second and later optimizer steps of one rollout, whose lengths are known already.
 
     Returns:
@@ -58,5 +61,5 @@ def correct_micro_batch(
         backend=backend,
     )
     if state is not None and state.step is not None:
-        state.step.take(corrected.metrics, response_lengths, new_rollout)
+        state.step.take(corrected.metrics, response_lengths, truncated, new_rollout)
     return corrected

@@ -20,6 +20,7 @@ from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULE
 from megatron_rc.integrations.log_names import prefixed, worth_logging
 from megatron_rc.integrations.scheduler_decay import HoldsDecay, LRDecay
 from megatron_rc.integrations.symbols import Function
+from megatron_rc.lr_scale import Signals
 from megatron_rc.metrics import MetricSums
 from megatron_rc.training import emulation
 
@@ -65,6 +66,8 @@ class _Report(NamedTuple):
     new_rollout: bool = False
     mean_length: float = math.nan
     """Tokens; NaN where no response was measured."""
+    truncated_share: float = math.nan
+    """NaN where it was not given."""
 
 
 class TrainingStep:
@@ -81,16 +84,16 @@ class TrainingStep:
         self._sums = MetricSums()
         self._micro_batches = 0
         self._new_rollouts = 0
-        self._lengths: list[Tensor] = []
+        self._responses: list[Tensor] = []
 
-    def take(self, metrics: MetricSums, response_lengths: Tensor | None, new_rollout: bool) -> None:
+    def take(
+        self, metrics: MetricSums, response_lengths: Tensor | None, truncated: Tensor | None, new_rollout: bool
+    ) -> None:
         """Keep what the loss function of one micro-batch passes to `correct_micro_batch`."""
         self._sums.merge(metrics)
         self._micro_batches += 1
         self._new_rollouts += new_rollout
-        if response_lengths is not None:
-            exact = response_lengths.double()
-            self._lengths.append(torch.stack([exact.sum(), exact.new_tensor(exact.numel())]))
+        self._responses.append(torch.cat([_total_and_count(response_lengths), _total_and_count(truncated)]))
 
     def finish(self) -> None:
         """Pool, check, log, and begin the next rollout of the length decay.
@@ -111,7 +114,8 @@ class TrainingStep:
             return
         decay = state.attached.decay
         if report.new_rollout:
-            decay.step(report.mean_length)
+            signals = Signals(length=report.mean_length, truncated_share=report.truncated_share)
+            state.attached.begin(signals, says=dist.get_rank() == 0)
         elif decay.rollouts == 0:
             raise ValueError("lr_decay needs correct_micro_batch(new_rollout=True) in the first step of a rollout")
         self._log(decay.metrics())
@@ -119,11 +123,12 @@ class TrainingStep:
     def _pool(self) -> _Report:
         """The report over the data-parallel and context-parallel ranks of the last stage, equal on all of them."""
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        lengths = torch.stack([*self._lengths, torch.zeros(2, dtype=torch.float64, device=emulation.device())]).sum(0)
-        counts = lengths.new_tensor([self._micro_batches, self._new_rollouts, self._micro_batches > 0])
-        shared = torch.cat([lengths, counts])
+        nothing = torch.zeros(4, dtype=torch.float64, device=emulation.device())
+        responses = torch.stack([nothing, *self._responses]).sum(0)
+        counts = responses.new_tensor([self._micro_batches, self._new_rollouts, self._micro_batches > 0])
+        shared = torch.cat([responses, counts])
         dist.all_reduce(shared, group=group)
-        total, measured, micro_batches, new_rollouts, ranks = shared.tolist()
+        total, measured, truncated, judged, micro_batches, new_rollouts, ranks = shared.tolist()
         if not micro_batches:
             return _Report(exists=False)
         if ranks < dist.get_world_size(group):
@@ -135,7 +140,11 @@ class TrainingStep:
             return _Report(str(corrupt))
         self._log(prefixed(worth_logging(values)))
         mean_length = total / measured if measured else values["response_length"]
-        return _Report(new_rollout=new_rollouts > 0, mean_length=mean_length)
+        return _Report(
+            new_rollout=new_rollouts > 0,
+            mean_length=mean_length,
+            truncated_share=truncated / judged if judged else math.nan,
+        )
 
     def _log(self, values: Mapping[str, float]) -> None:
         device = emulation.device()
@@ -175,6 +184,14 @@ def train_step(original: Function, state: PatchState, *args: Any, **kwargs: Any)
         if of_instance:
             optimizer.step = own_step
     return ({**loss_dict, **step.logged} if loss_dict else loss_dict, *others)
+
+
+def _total_and_count(values: Tensor | None) -> Tensor:
+    """[2] fp64; zeros for None."""
+    if values is None:
+        return torch.zeros(2, dtype=torch.float64, device=emulation.device())
+    exact = values.to(emulation.device(), torch.float64)
+    return torch.stack([exact.sum(), exact.new_tensor(exact.numel())])
 
 
 def _from_last_stage(report: _Report | None) -> _Report:

@@ -64,7 +64,7 @@ def before_train_step(
     is_critic = getattr(args, "loss_type", None) == "value_loss"
     if step_id != 0 or is_critic or opt_param_scheduler is None:
         return
-    length = LENGTHS.take(rollout_id, next(model[0].parameters()).device)
+    measured = LENGTHS.take(rollout_id, next(model[0].parameters()).device)
     if rollout_id < settings.lr_decay_start:
         return
     if opt_param_scheduler not in _runs:
@@ -73,15 +73,13 @@ def before_train_step(
     if rollout_id <= run.rollout_id:
         # miles repeats a rollout whose update it had to discard
         return
-    before = run.decay.scale
     for _ in range(run.rollout_id + 1, rollout_id):
         run.decay.step(None)
-    run.decay.step(length)
+    run.decay.step(*measured)
     run.rollout_id = rollout_id
     _save(args, run)
-    if run.decay.scale != before and _is_first_rank():
-        surge = run.decay.detector.surge_step
-        _logger.info("rollout %d: learning rate x %g, surge at rollout %s", rollout_id, run.decay.scale, surge)
+    for sentence in run.decay.news if _is_first_rank() else ():
+        _logger.info("rollout %d: %s", rollout_id, sentence)
 
 
 def _begin(args: Namespace, settings: SlimeSettings, rollout_id: int, scheduler: Any) -> _Run:

@@ -36,7 +36,7 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
     if rollout_id is None or rollout_data is None:
         raise ValueError(MILES_ROLLOUT_DATA.refusal(args))
     settings = settings_for("rollout_data", args)
-    LENGTHS.record_rollout(rollout_id, rollout_data["response_lengths"])
+    LENGTHS.record_rollout(rollout_id, rollout_data["response_lengths"], rollout_data.get("truncated"))
     ranks = parallel()
     if not in_advantages(args, settings) or not ranks.last_stage:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -77,41 +78,66 @@ def token_metrics(
     }
 
 
+class Measured(NamedTuple):
+    """What is known about the responses of a rollout; None: not recorded anywhere."""
+
+    mean_length: float | None = None
+    """Tokens."""
+    truncated_share: float | None = None
+
+
+class _Totals(NamedTuple):
+    """Sums over responses."""
+
+    tokens: int = 0
+    responses: int = 0
+    truncated: int = 0
+    judged: int = 0
+    """Responses of which it is known whether they were truncated."""
+
+
 class Lengths:
-    """Mean response length over the global batch of a rollout, for the length-decay learning rate.
+    """Mean response length and truncated share over the global batch of a rollout, for the length-decay learning rate.
 
     rollout_data sees a rollout before its update. The hooks of the loss see micro-batches during the update, so what
-    they record is known only to the next rollout.
+    they record is known only to the next rollout, and they do not see what was truncated.
     """
 
     def __init__(self) -> None:
-        self._recorded = (0, 0)
-        self._rollout: tuple[int, int, int] | None = None
+        self._recorded = _Totals()
+        self._rollout: tuple[int, _Totals] | None = None
 
     def record(self, response_lengths: Sequence[int]) -> None:
         """Add a micro-batch; a recomputed one may be added twice, as long as all are."""
-        total, count = self._recorded
-        self._recorded = (total + sum(response_lengths), count + len(response_lengths))
+        total, count, *_ = self._recorded
+        self._recorded = _Totals(total + sum(response_lengths), count + len(response_lengths))
 
-    def record_rollout(self, rollout_id: int, response_lengths: Sequence[int]) -> None:
-        """Take this rank's samples of a whole rollout; every rank calls it."""
-        self._rollout = (rollout_id, sum(response_lengths), len(response_lengths))
+    def record_rollout(
+        self, rollout_id: int, response_lengths: Sequence[int], truncated: Sequence[int] | None = None
+    ) -> None:
+        """Take this rank's samples of a whole rollout; every rank calls it. ``truncated``: 1 where one was cut off."""
+        judged = [] if truncated is None else [int(each) for each in truncated]
+        totals = _Totals(sum(response_lengths), len(response_lengths), sum(judged), len(judged))
+        self._rollout = (rollout_id, totals)
 
-    def take(self, rollout_id: int, device: torch.device) -> float | None:
-        """Mean over all ranks, in tokens: of rollout ``rollout_id`` if it was recorded whole, else of micro-batches.
+    def take(self, rollout_id: int, device: torch.device) -> Measured:
+        """Means over all ranks: of rollout ``rollout_id`` if it was recorded whole, else of micro-batches.
 
-        A collective over the world; what was recorded is forgotten. None when nothing was recorded anywhere.
+        A collective over the world; what was recorded is forgotten.
         """
         local = self._recorded
         if self._rollout is not None and self._rollout[0] == rollout_id:
-            local = self._rollout[1:]
-        self._recorded, self._rollout = (0, 0), None
+            local = self._rollout[1]
+        self._recorded, self._rollout = _Totals(), None
         pooled = torch.tensor(local, dtype=torch.int64, device=device)
         if dist.is_initialized():
-            # tensor, context and pipeline ranks repeat samples equally often, which leaves the mean as it is
+            # tensor, context and pipeline ranks repeat samples equally often, which leaves the means as they are
             dist.all_reduce(pooled)
-        total, count = pooled.tolist()
-        return total / count if count else None
+        total = _Totals(*pooled.tolist())
+        return Measured(
+            total.tokens / total.responses if total.responses else None,
+            total.truncated / total.judged if total.judged else None,
+        )
 
 
 LENGTHS = Lengths()

@@ -118,7 +118,7 @@ def reinforce_step(
     batch = dataclasses.replace(batch, advantages=ADVANTAGES[loss.advantage](batch.rewards, batch.groups))
     metrics: dict[str, Any] = dict(rollout_metrics(batch, equal))
     if lr_decay is not None:
-        lr_decay.step(metrics["response_length/mean"])
+        lr_decay.step(metrics["response_length/mean"], metrics["response_length/truncated"])
         metrics |= lr_decay.metrics()
     three_policy = correction.old == "recompute"
     share = share_of(batch, [*parts, dropped] if dropped and three_policy else parts, train, policy.groups)

@@ -109,7 +109,7 @@ def _hooks(rank: int, layout: str, cp_rank: int, cp_size: int) -> dict[str, Any]
     found["advantages"] = torch.cat(data["advantages"])
     found["metrics"] = {key: value.item() for key, value in data.items() if key.startswith("rc/")}
     if layout == "dp2":
-        LENGTHS.record_rollout(8, [10, 20] if rank == 0 else [60])
+        LENGTHS.record_rollout(8, *(([10, 20], [0, 1]) if rank == 0 else ([60], [1])))
     found["length"] = LENGTHS.take(8 if layout == "dp2" else 7, torch.device("cpu"))
     return found
 
