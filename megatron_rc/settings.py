@@ -17,6 +17,7 @@ from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surr
 from megatron_rc.engine import SamplingParams
 from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.report.sinks import LogSettings
+from megatron_rc.schema.cluster_settings import ClusterSettings
 from megatron_rc.schema.dump_settings import DumpSettings
 from megatron_rc.schema.limits import check_at_least, check_positive
 from megatron_rc.tasks.registry import TaskKind
@@ -281,38 +282,6 @@ class TrainSettings:
             check_at_least(1, micro_batches=self.micro_batches)
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr must be <= lr, got min_lr={self.min_lr!r} lr={self.lr!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterSettings:
-    """Equal machines whose GPUs are counted through: the first ones train, the last ones serve. Read by `megatron-rc
-    launch` and `megatron-rc plan`; without GPUs, processes take their place."""
-
-    nodes: int = 1
-    """Machines."""
-    gpus_per_node: int = 8
-    """GPUs per machine."""
-    serve_gpus: int = 0
-    """GPUs that run SGLang, the last ones of the cluster; 0: the engine is embedded, or other servers are used."""
-    server_tp: int = 1
-    """GPUs that share the model of one server."""
-    server_share: float = 0.85
-    """Share of a serving GPU that SGLang takes for weights and cache (--mem-fraction-static)."""
-    server_flags: str = ""
-    """More options of `megatron-rc serve` and flags of SGLang, for every server, separated by spaces."""
-    gpu_memory: float = 80.0
-    """GiB of one GPU, for the memory estimate."""
-
-    def __post_init__(self) -> None:
-        check_at_least(1, nodes=self.nodes, gpus_per_node=self.gpus_per_node, server_tp=self.server_tp)
-        check_positive(gpu_memory=self.gpu_memory)
-        total = self.nodes * self.gpus_per_node
-        if not 0 <= self.serve_gpus < total:
-            raise ValueError(
-                f"serve_gpus must leave at least one of the {total} GPUs to the trainer, got {self.serve_gpus!r}"
-            )
-        if not 0 < self.server_share < 1:
-            raise ValueError(f"server_share must be between 0 and 1, got {self.server_share!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
