@@ -140,6 +140,13 @@ class TokenBatch:
             truncated=torch.tensor([s.finish_reason == "length" for s in samples], dtype=torch.bool),
         )
 
+    def lags(self, version: int) -> Tensor:
+        """[N] int32: how many versions older than ``version`` the weights were that sampled each target; 0 elsewhere.
+
+        Weights that are newer, as in a recording of another run, count as 0.
+        """
+        return torch.where(self.loss_mask, version - self.weight_versions, 0).clamp(min=0)
+
     def rows_of(self, sequences: Sequence[int]) -> Tensor:
         """Row numbers of ``sequences`` in their order, [M] int64."""
         starts = [0, *accumulate(self.lengths)]

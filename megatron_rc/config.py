@@ -23,7 +23,7 @@ Denominator = Literal["original", "kept"]
 
 
 STATISTICS = ("ratio", "k2", "k3", "abs_log_ratio", "prob_diff")
-"""Statistics that `correct` computes itself; any other name must be passed to it in `statistics`."""
+"""Statistics that `correct` computes itself; any other name but "lag" must be passed to it in `statistics`."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Rejection:
 
     statistic: str = "ratio"
     """ratio (pi / mu), k2 (l^2 / 2), k3 (e^l - 1 - l), abs_log_ratio (|l|), prob_diff (pi - mu, signed), with
-    l = log pi - log mu; or a name given to `correct` in `statistics`."""
+    l = log pi - log mu; lag (updates since the token was sampled); or a name given to `correct` in `statistics`."""
     level: Unit = "sequence"
     """The unit that is judged and dropped: a token, a sequence, or a segment (one turn)."""
     reduce: Reduce = "sum"

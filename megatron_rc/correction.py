@@ -42,6 +42,7 @@ def correct(
     num_segments: int | None = None,
     advantages: Tensor | None = None,
     statistics: Mapping[str, Tensor] | None = None,
+    lags: Tensor | None = None,
     dp_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
     backend: str = "auto",
@@ -69,6 +70,8 @@ def correct(
         advantages: the shape of loss_mask, or one per sequence; for rejections with when="negative_advantage", which
             look at the sign of a unit's mean.
         statistics: name -> tensor of the shape of loss_mask, for rejections on that name.
+        lags: the shape of loss_mask, int, >= 0; updates of pi since each token was sampled. Rejections on "lag" and
+            weights with growth="sqrt_lag" or upper_by_lag need them; given, they also split metrics by lag.
         dp_group: data-parallel ranks, for normalize="batch".
         cp_group: ranks that hold other tokens of the same sequences, in the same order.
         backend: "torch"; "triton", which needs three launches, a fourth where turns are judged, and one more to
@@ -88,7 +91,7 @@ def correct(
     """
     plan = Plan.of(correction)
     pair = check_pair(train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, cp_group)
-    extras = check_extras(pair, plan, Extras(segment_ids, num_segments, advantages, statistics or {}), cp_group)
+    extras = check_extras(pair, plan, Extras(segment_ids, num_segments, advantages, statistics or {}, lags), cp_group)
     computed = backend_module("correction", backend, **pair._asdict(), **extras.tensors())
     with torch.no_grad():
         weights, mask, bad_sequences, sums = computed.correct(pair, extras, plan, dp_group, cp_group)

@@ -24,7 +24,6 @@ class WeightBound(NamedTuple):
     """"lower" or "upper"."""
     name: str
     """Name of the metric that counts units beyond it."""
-    log: float
 
 
 class WeightPlan(NamedTuple):
@@ -39,14 +38,22 @@ class WeightPlan(NamedTuple):
     """The bounds that are set, the lower one first."""
     drops: bool
     """Whether units beyond a bound are dropped."""
+    log_lower: float
+    """-inf without a lower bound."""
+    log_uppers: tuple[tuple[float, float], ...]
+    """(smallest lag, log upper), ascending; the first pair holds for every lag below the second."""
 
     @classmethod
     def of(cls, weight: Weight) -> WeightPlan:
         names = MODES[weight.mode]
         sides = (("lower", names.lower, weight.lower), ("upper", names.upper, weight.upper))
-        bounds = (WeightBound(side, name, math.log(value)) for side, name, value in sides if name and value is not None)
+        bounds = (WeightBound(side, name) for side, name, value in sides if name and value is not None)
         unit: Unit = "sequence" if weight.level == "geometric" else weight.level
-        return cls(weight, unit, "sum" if weight.level == "sequence" else "mean", tuple(bounds), names.drops)
+        reduce = "sum" if weight.level == "sequence" else "mean"
+        lower = -math.inf if weight.lower is None else math.log(weight.lower)
+        upper = math.inf if weight.upper is None else math.log(weight.upper)
+        by_lag = tuple((float(lag), math.log(value)) for lag, value in weight.upper_by_lag)
+        return cls(weight, unit, reduce, tuple(bounds), names.drops, lower, ((-math.inf, upper), *by_lag))
 
 
 class GatePlan(NamedTuple):
@@ -75,6 +82,8 @@ class Plan(NamedTuple):
     """The units that the weight or a gate shares values over."""
     statistics: tuple[str, ...]
     """Statistics that the caller of `correct` must pass, in the order in which the gates name them."""
+    reads_lags: bool
+    """Whether the weight or a gate depends on lags."""
 
     @classmethod
     @lru_cache
@@ -89,8 +98,10 @@ class Plan(NamedTuple):
                 bounds = (log_bound(gate.lower), log_bound(gate.upper))
             gates.append(GatePlan(gate, f"{name}#{same + 1}" if same else name, *bounds))
         units = {gate.level for gate in correction.reject} | (set() if weight is None else {weight.unit})
-        statistics = [gate.statistic for gate in correction.reject if gate.statistic not in STATISTICS]
-        return cls(correction, weight, tuple(gates), frozenset(units), tuple(dict.fromkeys(statistics)))
+        statistics = [gate.statistic for gate in correction.reject if gate.statistic not in (*STATISTICS, "lag")]
+        on_lags = any(gate.statistic == "lag" for gate in correction.reject)
+        on_lags |= weight is not None and weight.weight.reads_lags
+        return cls(correction, weight, tuple(gates), frozenset(units), tuple(dict.fromkeys(statistics)), on_lags)
 
     @property
     def drops_corrupt_sequences(self) -> bool:
@@ -135,11 +146,13 @@ class Extras(NamedTuple):
     """The shape of loss_mask, or [S]."""
     statistics: Mapping[str, Tensor]
     """Name -> the shape of loss_mask, in the order in which the rejections name them."""
+    lags: Tensor | None = None
+    """The shape of loss_mask, int; updates since each token was sampled. Metrics read them where nothing else does."""
 
     def tensors(self) -> dict[str, Tensor | None]:
         """The tensors by the names that errors give them."""
         named = {f"statistics[{name!r}]": given for name, given in self.statistics.items()}
-        return {"segment_ids": self.segment_ids, "advantages": self.advantages, **named}
+        return {"segment_ids": self.segment_ids, "advantages": self.advantages, "lags": self.lags, **named}
 
 
 def check_shape(name: str, value: Tensor, shape: torch.Size, of: str) -> None:
@@ -185,7 +198,9 @@ def check_extras(pair: Pair, plan: Plan, given: Extras, cp_group: dist.ProcessGr
     if "segment" in plan.units:
         _check_segments(pair, segment_ids, num_segments, cp_group)
     statistics = _needed_statistics(pair.loss_mask.shape, plan, given.statistics)
-    return Extras(segment_ids, num_segments, _needed_advantages(pair, plan, given.advantages), statistics)
+    advantages = _needed_advantages(pair, plan, given.advantages)
+    _check_lags(pair, plan, given.lags)
+    return Extras(segment_ids, num_segments, advantages, statistics, given.lags)
 
 
 def _check_segments(
@@ -218,6 +233,18 @@ def _needed_advantages(pair: Pair, plan: Plan, advantages: Tensor | None) -> Ten
             f"got {tuple(advantages.shape)}"
         )
     return advantages
+
+
+def _check_lags(pair: Pair, plan: Plan, lags: Tensor | None) -> None:
+    if lags is None:
+        if plan.reads_lags:
+            raise ValueError("lags must be given for a rejection on 'lag' and for a weight whose bounds depend on them")
+        return
+    check_shape("lags", lags, pair.loss_mask.shape, "loss_mask")
+    if lags.is_floating_point() or lags.dtype == torch.bool:
+        raise ValueError(f"lags must be whole numbers of updates, got {lags.dtype}")
+    if debug_checks() and (lags[pair.loss_mask.bool()] < 0).any():
+        raise ValueError(f"lags of loss tokens must be >= 0, got {int(lags[pair.loss_mask.bool()].min())}")
 
 
 def _needed_statistics(shape: torch.Size, plan: Plan, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:

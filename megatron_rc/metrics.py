@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megatron_rc.alarm import check_k3
 from megatron_rc.collectives import all_reduced
+from megatron_rc.reference.lags import LAG_BINS
 from megatron_rc.reference.sums import Parts, Statistics, square_of
 from megatron_rc.weight import MODES
 
@@ -28,6 +30,10 @@ class Metric(NamedTuple):
     value: Callable[[Sums], Any]
     needs: str
     """The sum or maximum without which the metric does not exist."""
+
+    def exists(self, s: Sums) -> bool:
+        """Whether there is what the metric needs; a bin of lags needs a token."""
+        return self.needs in s and not (self.needs.startswith("lag_tokens:") and s[self.needs] == 0)
 
 
 def quotient(total: float, count: float) -> float:
@@ -155,6 +161,26 @@ SHARES = {
 """`<name>_token`: share of tokens; `<name>_seq`: share of sequences with at least one such token."""
 
 
+BY_LAG: dict[str, tuple[str, Callable[[Sums, str], float]]] = {
+    "tokens": ("share of tokens of these lags", lambda s, b: quotient(s[f"lag_tokens:{b}"], s["tokens"])),
+    "k3": ("k3 over them", lambda s, b: quotient(s[f"lag_k3:{b}"], s[f"lag_tokens:{b}"])),
+    "ess_token": (
+        "ess_token over them",
+        lambda s, b: quotient(s[f"lag_rho:{b}"] ** 2, s[f"lag_tokens:{b}"] * s[f"lag_square:rho:{b}"]),
+    ),
+    "masked_token": (
+        "share of them that no longer counts",
+        lambda s, b: 1 - quotient(s[f"lag_kept:{b}"], s[f"lag_tokens:{b}"]),
+    ),
+}
+"""`<name>_lag_<lags>`: formula and value over the tokens of one bin of lags, where lags are given."""
+_METRICS = METRICS | {
+    f"{name}_lag_{b}": Metric(formula, partial(value, b=b), needs=f"lag_tokens:{b}")
+    for name, (formula, value) in BY_LAG.items()
+    for b in LAG_BINS
+}
+
+
 class MetricSums:
     """Sufficient statistics of metrics: fp64 sums and maxima on the device.
 
@@ -174,7 +200,7 @@ class MetricSums:
             _Named([_Entry("", name) for name in names], part)
             for names, part in zip(statistics[:3], statistics.vector.split(counts), strict=True)
         )
-        self._metrics: Mapping[str, Metric] = METRICS
+        self._metrics: Mapping[str, Metric] = _METRICS
 
     @classmethod
     def of_sums(cls, sums: Mapping[str, Tensor], metrics: Mapping[str, Metric]) -> MetricSums:
@@ -187,7 +213,7 @@ class MetricSums:
         self = cls()
         entries = [_Entry("", name, tuple(value.shape)) for name, value in sums.items()]
         self._sums = _Named(entries, torch.cat([value.reshape(-1).double() for value in sums.values()]))
-        self._metrics = {**METRICS, **metrics}
+        self._metrics = {**_METRICS, **metrics}
         return self
 
     @classmethod
@@ -257,7 +283,7 @@ class MetricSums:
         """Name -> number or list by the formulas of `METRICS` and `SHARES`; NaN where nothing can be divided by."""
         out = {}
         for prefix, s in self._fetch().items():
-            out.update({prefix + name: metric.value(s) for name, metric in self._metrics.items() if metric.needs in s})
+            out.update({prefix + name: metric.value(s) for name, metric in self._metrics.items() if metric.exists(s)})
             for name, total in s.items():
                 kind, _, metric_name = name.partition(":")
                 if kind == "token":

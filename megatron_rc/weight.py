@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_rc.schema.limits import check_one_of
 
 Level = Literal["token", "sequence", "geometric", "segment"]
+Growth = Literal["none", "sqrt_lag"]
 
 
 class WeightMode(NamedTuple):
@@ -51,6 +53,12 @@ class Weight:
     """Smallest pi / mu, inclusive; required by clip, optional for mask, refused for truncate."""
     upper: float | None = 2.0
     """Largest pi / mu, inclusive; .inf truncates nothing below exp(log_ratio_bound)."""
+    growth: Growth = "none"
+    """sqrt_lag: multiply the log of both bounds by sqrt(lag); at lags 0 and 1 they stay as they are. The lag of a
+    sequence or segment is that of its oldest token."""
+    upper_by_lag: tuple[tuple[int, float], ...] = ()
+    """Pairs (lag, upper): the last pair whose lag is not above that of the unit replaces upper, which still holds below
+    the first pair."""
 
     def __post_init__(self) -> None:
         check_one_of("level", self.level, Level)
@@ -68,6 +76,27 @@ class Weight:
                 raise ValueError(f"{bound} must be set when mode is {self.mode!r}{instead}")
         if self.lower is None and self.upper is None:
             raise ValueError(f"lower or upper must be set when mode is {self.mode!r}")
+        check_one_of("growth", self.growth, Growth)
+        self._check_upper_by_lag()
+
+    @property
+    def reads_lags(self) -> bool:
+        """Whether the bounds depend on the lag of a unit."""
+        return self.growth == "sqrt_lag" or bool(self.upper_by_lag)
+
+    def _check_upper_by_lag(self) -> None:
+        if not self.upper_by_lag:
+            return
+        if self.growth != "none":
+            raise ValueError(f"upper_by_lag must be empty when growth is {self.growth!r}: one of them sets the bound")
+        if self.upper is None:
+            raise ValueError("upper must be set with upper_by_lag: it holds for lags below the first pair")
+        lags = [lag for lag, _ in self.upper_by_lag]
+        if lags[0] < 0 or any(b <= a for a, b in pairwise(lags)):
+            raise ValueError(f"upper_by_lag must have lags >= 0 that ascend, got {lags}")
+        for _, upper in self.upper_by_lag:
+            check_positive_bounds(None, upper)
+            check_ordered_bounds(self.lower, upper)
 
 
 def check_positive_bounds(lower: float | None, upper: float | None) -> None:

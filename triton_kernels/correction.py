@@ -11,10 +11,12 @@ from torch import Tensor
 
 from .chunks import OF_TOKENS, SIZES, Tokens, locate_chunk
 from .columns import field, finish, merge_all, statistic_of_tokens
+from .lags import bounds_of_lags, put_lags
 from .launch_table import LAUNCH
 from .log_ratio import load_log_ratio
 from .metric_rows import (
     FROM_TOKENS_TO_SEQUENCES,
+    NUM_OF_LAGS,
     NUM_OF_WEIGHTS,
     MetricRows,
     clamp,
@@ -39,6 +41,22 @@ class WeightKind(NamedTuple):
     has_upper: bool = False
     column: int = -1
     """Column of segments that holds the mean of l."""
+    growth: str = "none"
+    log_lower: float = 0.0
+    """-inf without a lower bound."""
+    log_uppers: tuple[tuple[float, float], ...] = ()
+    """(smallest lag, log upper), ascending; empty where the bounds of all units are the same."""
+    lag_column: int = -1
+    """Column of sequences or segments that holds the lag of a unit."""
+
+
+class Lags(NamedTuple):
+    """What is made of the lags of tokens, as it is compiled into the kernel."""
+
+    source: int = -1
+    """Index among the statistics of tokens; -1 where lags are not known."""
+    bins: tuple[int, ...] = ()
+    """Smallest lag of every bin."""
 
 
 class Gate(NamedTuple):
@@ -69,6 +87,7 @@ class Decisions(NamedTuple):
     log_ratio_bound: float
     bounds: tuple[float, ...]
     """lower, upper, log lower and log upper of the weight; then lower and upper of every gate, as logs for a ratio."""
+    lags: Lags = Lags()
 
 
 class Decided(NamedTuple):
@@ -111,9 +130,11 @@ def correction_fwd_kernel(
     stride, num_slots,
     counts,  # 1 on the context-parallel rank that reports whole sequences, else 0
     LOG_RATIO_BOUND: tl.constexpr,
-    LEVEL: tl.constexpr,  # to WEIGHT_COLUMN: the fields of a WeightKind
+    LEVEL: tl.constexpr,  # to LAG_COLUMN: the fields of a WeightKind
     DROPS: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
-    WEIGHT_COLUMN: tl.constexpr,
+    WEIGHT_COLUMN: tl.constexpr, GROWTH: tl.constexpr, LOG_LOWER: tl.constexpr, LOG_UPPERS: tl.constexpr,
+    LAG_COLUMN: tl.constexpr,
+    LAG_SOURCE: tl.constexpr, LAG_BINS: tl.constexpr,
     GATES: tl.constexpr,  # the fields of every Gate
     DROPS_CORRUPT_SEQUENCES: tl.constexpr, COMPLETE: tl.constexpr, BY_ID: tl.constexpr,
     UNITS: tl.constexpr,  # chunks summed at a time
@@ -162,6 +183,8 @@ def correction_fwd_kernel(
         kept = valid
         if DROPS_CORRUPT_SEQUENCES:
             kept = kept & (lanes + tokens >= loss_tokens)
+        cell_of_lags = cell
+        cell += len(LAG_BINS) * NUM_OF_LAGS * chunks
         cell_of_weights = cell
         cell += NUM_OF_WEIGHTS * chunks
         to_outcome = (HAS_LOWER + HAS_UPPER + len(GATES) + FROM_TOKENS_TO_SEQUENCES) * chunks
@@ -176,16 +199,27 @@ def correction_fwd_kernel(
             elif LEVEL == "segment":
                 log_weight = _of_segments(segment_columns, num_slots, slots, valid, WEIGHT_COLUMN)
             weight = tl.where(log_weight == float("-inf"), 0.0, tl.exp(clamp(log_weight, bound))).to(tl.float32)
-            weight = tl.where(weight < bounds[0], bounds[0], weight)
-            weight = tl.where(weight > bounds[1], bounds[1], weight)
+            lower, upper, log_lower, log_upper = bounds[0], bounds[1], bounds[2], bounds[3]
+            if len(LOG_UPPERS) > 0:
+                if LEVEL == "token":
+                    lag = tl.load(statistics[LAG_SOURCE] + rows, mask=valid, other=0).to(tl.float64)
+                elif LEVEL == "segment":
+                    lag = _of_segments(segment_columns, num_slots, slots, valid, LAG_COLUMN)
+                else:
+                    lag = lanes + merge_all(sums + LAG_COLUMN * stride, first, last, "max", UNITS)
+                log_lower, log_upper = bounds_of_lags(lag, LOG_LOWER, LOG_UPPERS, GROWTH)
+                lower, upper = tl.exp(log_lower).to(tl.float32), tl.exp(log_upper).to(tl.float32)
+                log_lower, log_upper = log_lower.to(tl.float32), log_upper.to(tl.float32)
+            weight = tl.where(weight < lower, lower, weight)
+            weight = tl.where(weight > upper, upper, weight)
             log_weight = log_weight.to(tl.float32)
             within = valid
             if HAS_LOWER:
-                cell = put_outside(cell, chunks, to_outcome, valid & (log_weight < bounds[2]), whole)
-                within = within & (log_weight >= bounds[2])
+                cell = put_outside(cell, chunks, to_outcome, valid & (log_weight < log_lower), whole)
+                within = within & (log_weight >= log_lower)
             if HAS_UPPER:
-                cell = put_outside(cell, chunks, to_outcome, valid & (log_weight > bounds[3]), whole)
-                within = within & (log_weight <= bounds[3])
+                cell = put_outside(cell, chunks, to_outcome, valid & (log_weight > log_upper), whole)
+                within = within & (log_weight <= log_upper)
             if DROPS:
                 kept = kept & within
 
@@ -230,6 +264,9 @@ def correction_fwd_kernel(
         tl.store(weights + rows, final, mask=inside)
         tl.store(mask + rows, kept, mask=inside)
         weight_sum, kept_tokens = put_weights(cell_of_weights, chunks, final, kept)
+        if len(LAG_BINS) > 0:
+            lag = tl.load(statistics[LAG_SOURCE] + rows, mask=valid, other=0)
+            put_lags(cell_of_lags, chunks, log_ratio, valid, kept, lag, bound, LAG_BINS)
 
     maxima = (rho_max,)
     minima = (rho_min,)
@@ -296,6 +333,12 @@ def correction_fwd(
         HAS_LOWER=decisions.weight.has_lower,
         HAS_UPPER=decisions.weight.has_upper,
         WEIGHT_COLUMN=decisions.weight.column,
+        GROWTH=decisions.weight.growth,
+        LOG_LOWER=decisions.weight.log_lower,
+        LOG_UPPERS=decisions.weight.log_uppers,
+        LAG_COLUMN=decisions.weight.lag_column,
+        LAG_SOURCE=decisions.lags.source,
+        LAG_BINS=decisions.lags.bins,
         GATES=tuple(map(tuple, decisions.gates)),
         DROPS_CORRUPT_SEQUENCES=decisions.drops_corrupt_sequences,
         COMPLETE=complete,

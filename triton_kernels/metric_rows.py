@@ -22,6 +22,8 @@ _PERPLEXITIES = ("rollout_log_ppl", "train_log_ppl", "rollout_ppl", "train_ppl")
 OF_WHOLE_SEQUENCES = ("seq_rho", "seq_dev", *_PERPLEXITIES, "mean_abs", "sum_abs", "seq_clamped", "sequences")
 OF_OUTCOMES = ("all_weight", "kept_sequences")
 
+NUM_OF_LAGS = tl.constexpr(5)
+"""Rows of every bin of lags: tokens, k3, rho, rho^2, kept tokens."""
 NUM_OF_WEIGHTS = tl.constexpr(len(OF_WEIGHTS))
 FROM_TOKENS_TO_SEQUENCES = tl.constexpr(len(OF_SEQUENCES + OF_WHOLE_SEQUENCES + OF_OUTCOMES))
 """Rows between the last of the tokens outside a bound and the first of the sequences outside one."""
@@ -52,8 +54,12 @@ class MetricRows(NamedTuple):
         return self.added + of_sequences + tuple(f"square:{name}" for name in of_sequences)
 
 
-def metric_rows(sequences: bool, bounds: tuple[str, ...] | None) -> MetricRows:
-    """The rows of tokens; of sequences, if asked for; of the final weights and these bounds, unless they are None."""
+def metric_rows(sequences: bool, bounds: tuple[str, ...] | None, lags: tuple[str, ...] = ()) -> MetricRows:
+    """The rows of tokens; of sequences, if asked for; of the final weights and these bounds, unless they are None.
+
+    Args:
+        lags: names of the sums of the bins of lags, bin by bin; none where lags are not known.
+    """
     if not sequences:
         assert bounds is None
         return MetricRows(OF_TOKENS, (), (), ("rho_max",), ("rho_min",))
@@ -61,7 +67,7 @@ def metric_rows(sequences: bool, bounds: tuple[str, ...] | None) -> MetricRows:
         maxima, minima = ("rho_max", "seq_rho_max"), ("rho_min", "seq_rho_min")
         return MetricRows(OF_TOKENS + OF_SEQUENCES, OF_WHOLE_SEQUENCES, (), maxima, minima)
     return MetricRows(
-        OF_TOKENS + OF_WEIGHTS + tuple(f"token:{name}" for name in bounds) + OF_SEQUENCES,
+        OF_TOKENS + lags + OF_WEIGHTS + tuple(f"token:{name}" for name in bounds) + OF_SEQUENCES,
         OF_WHOLE_SEQUENCES,
         OF_OUTCOMES + tuple(f"seq:{name}" for name in bounds),
         ("rho_max", "seq_rho_max", "weight_max"),

@@ -14,12 +14,13 @@ from megatron_rc.collectives import all_reduced, is_alone, is_first_rank, pool_u
 from megatron_rc.inputs import Extras, GatePlan, Pair, Plan, log_bound
 from megatron_rc.kernels.chunks import Tokens
 from megatron_rc.kernels.columns import COUNT, Column, num_sums
-from megatron_rc.kernels.correction import Decisions, Gate, WeightKind, correction_fwd
+from megatron_rc.kernels.correction import Decisions, Gate, Lags, WeightKind, correction_fwd
 from megatron_rc.kernels.metric_rows import MetricRows, metric_rows
 from megatron_rc.kernels.metric_totals import metric_sums_fwd, outcome_rows
 from megatron_rc.kernels.normalize import normalize_fwd
 from megatron_rc.kernels.unit_combine import unit_combine_fwd
 from megatron_rc.kernels.unit_sums import NUM_LOG_RATIO_SUMS, SegmentParts, unit_sums_fwd
+from megatron_rc.reference.lags import LAG_BINS, OF_LAGS
 from megatron_rc.reference.sums import Statistics, square_of
 
 
@@ -41,7 +42,7 @@ def correct(
 ) -> tuple[Tensor, Tensor, Tensor, Statistics]:
     """Weights [N], mask [N], bad_sequences [S] and statistics of `megatron_rc.correct`."""
     per_token = extras.advantages is not None and extras.advantages.numel() == pair.loss_mask.numel()
-    compiled = _kernel_plan(plan, "token" if per_token else "sequence")
+    compiled = _kernel_plan(plan, "token" if per_token else "sequence", extras.lags is not None)
     tokens = _tokens(pair, extras)
     parallel = not is_alone(cp_group)
     first = is_first_rank(cp_group)
@@ -104,6 +105,8 @@ def _tokens(pair: Pair, extras: Extras | None) -> Tokens:
     if extras is None:
         return tokens
     statistics = tuple(map(flat, extras.statistics.values()))
+    if extras.lags is not None:
+        statistics += (flat(extras.lags),)
     return tokens._replace(
         advantages=flat(extras.advantages), statistics=statistics, segment_ids=flat(extras.segment_ids)
     )
@@ -150,12 +153,14 @@ def _pooled(
 
 
 @lru_cache
-def _kernel_plan(plan: Plan, advantages: str) -> _KernelPlan:
+def _kernel_plan(plan: Plan, advantages: str, with_lags: bool) -> _KernelPlan:
     """The kernels' view of a plan; `advantages` is the unit that has one advantage, "token" or "sequence"."""
     columns: dict[str, list[Column]] = {"token": [], "sequence": [], "segment": []}
     weight, correction = plan.weight, plan.correction
     if weight is not None and weight.unit == "segment":
         columns["segment"].append(_MEAN_LOG_RATIO)
+    if weight is not None and weight.weight.reads_lags and weight.unit != "token":
+        columns[weight.unit].append(_lag_of_unit(plan))
     for planned in plan.gates:
         columns[planned.gate.level] += filter(None, (_column(plan, planned), _advantage_column(planned, advantages)))
     sequence, segment = (_ordered(columns[unit]) for unit in ("sequence", "segment"))
@@ -182,9 +187,19 @@ def _kernel_plan(plan: Plan, advantages: str) -> _KernelPlan:
         beyond = {bound.side: bound.name for bound in weight.bounds}
         column = place("segment", _MEAN_LOG_RATIO if weight.unit == "segment" else None)
         kind = WeightKind(weight.weight.level, weight.drops, "lower" in beyond, "upper" in beyond, column)
+        if weight.weight.reads_lags:
+            of_unit = -1 if weight.unit == "token" else place(weight.unit, _lag_of_unit(plan))
+            kind = kind._replace(
+                growth=weight.weight.growth,
+                log_lower=weight.log_lower,
+                log_uppers=weight.log_uppers,
+                lag_column=of_unit,
+            )
     bound = float(correction.log_ratio_bound)
-    decisions = Decisions(kind, gates, plan.drops_corrupt_sequences, bound, _bounds(plan))
-    rows = metric_rows(True, (*beyond.values(), *(planned.name for planned in plan.gates)))
+    lags = Lags(len(plan.statistics), tuple(LAG_BINS.values())) if with_lags else Lags()
+    decisions = Decisions(kind, gates, plan.drops_corrupt_sequences, bound, _bounds(plan), lags)
+    of_lags = tuple(f"lag_{what}:{name}" for name in LAG_BINS for what in OF_LAGS) if with_lags else ()
+    rows = metric_rows(True, (*beyond.values(), *(planned.name for planned in plan.gates)), of_lags)
     names = [*rows.sums, *rows.maxima, *rows.minima]
     powers = {"weight": 1, square_of("weight"): 2, "all_weight": 1, square_of("all_weight"): 2}
     powers |= {"weight_max": 1, "weight_min": 1}
@@ -197,7 +212,12 @@ _MEAN_LOG_RATIO: Column = ("ratio", -1, "mean")
 def _source(plan: Plan, planned: GatePlan) -> Column:
     gate = planned.gate
     source = plan.statistics.index(gate.statistic) if gate.statistic in plan.statistics else -1
-    return gate.statistic, source, gate.reduce
+    return gate.statistic, len(plan.statistics) if gate.statistic == "lag" else source, gate.reduce
+
+
+def _lag_of_unit(plan: Plan) -> Column:
+    """That of its oldest token; lags stand behind the statistics of the user."""
+    return "lag", len(plan.statistics), "max"
 
 
 def _column(plan: Plan, planned: GatePlan) -> Column | None:

@@ -47,10 +47,23 @@ def sections(cls: Any) -> str:
 
 
 def changed(value: Any) -> str:
-    """The fields of a dataclass that differ from their defaults, as one line of YAML."""
+    """The fields of a dataclass that differ from their defaults, as one line of YAML.
+
+    Of the dataclasses in it, every field is shown that is not off by default and off here.
+    """
     default, given = schema.to_dict(type(value)()), schema.to_dict(value)
-    text = schema.dump_yaml({k: v for k, v in given.items() if v != default[k]}, one_line=True)
-    return f"`{text}`"
+    fields = {k: _on(getattr(value, k)) for k, v in given.items() if v != default[k]}
+    return f"`{schema.dump_yaml(fields, one_line=True)}`"
+
+
+def _on(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_on(each) for each in value]
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    off = {field.name for field in dataclasses.fields(value) if field.default in (None, "none", ())}
+    plain = schema.to_dict(value)
+    return {k: v for k, v in plain.items() if not (k in off and v in (None, "none", []))}
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -30,6 +30,10 @@ _SHARES = """
 Each of these is two metrics: with the ending `_token` the share of tokens, with `_seq` the share of sequences that have
 such a token. A gate is named by its statistic, level and, above the level token, reduction: `k3_segment_mean`.
 """
+_LAGS = """
+Where lags are known, which a training job passes as soon as a token is older than the weights that are trained, each of
+these is one metric for every bin of lags that holds a token: 0, 1, 2_3, 4_7, 8_15 and 16_up.
+"""
 _ROUTES = """
 ## Expert shift
 
@@ -68,7 +72,7 @@ what is too old, or has another signature than the patch was made for, is refuse
 
 
 def metrics() -> str:
-    from megatron_rc.metrics import METRICS, SHARES
+    from megatron_rc.metrics import BY_LAG, METRICS, SHARES
     from megatron_rc.moe.shift_metrics import EXPERT_SHIFT, EXPERT_SHIFT_LISTS
     from megatron_rc.training.metric_names import JOB_METRICS
 
@@ -77,6 +81,7 @@ def metrics() -> str:
         rows = [(f"`{name}`", metric.unit, metric.meaning) for name, metric in members.items()]
         parts += [f"\n## {section}\n\n", table(("metric", "unit", "meaning"), rows)]
     parts += [_PAIRS, _formulas({name: metric.formula for name, metric in METRICS.items()}), _SHARES, _formulas(SHARES)]
+    parts += [_LAGS, _formulas({f"{name}_lag_<lags>": formula for name, (formula, _) in BY_LAG.items()})]
     return "".join([*parts, _ROUTES, _formulas(EXPERT_SHIFT | EXPERT_SHIFT_LISTS)])
 
 

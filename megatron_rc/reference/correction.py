@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_rc.collectives import is_alone, is_first_rank, pool_units
 from megatron_rc.inputs import Extras, GatePlan, Pair, Plan
+from megatron_rc.reference.lags import bounds_of_lags, lag_statistics
 from megatron_rc.reference.log_ratio import LogRatio, bounded_ratio, log_ratio, log_ratio_sums
 from megatron_rc.reference.rejection_statistics import gate_reduce, gate_statistic, outside
 from megatron_rc.reference.segments import given_segments, runs_of_mask
@@ -41,6 +42,8 @@ def correct(
     batch.complete(cp_group)
 
     weights, mask, outcome, judged = _decide(batch, cp_group)
+    if batch.lags is not None:
+        tokens.sums.update(lag_statistics(ratio, batch.lags, mask, plan.correction.log_ratio_bound))
     if plan.correction.normalize == "batch":
         scale = outcome.scale_to_mean_one(dp_group)
         weights, outcome = weights * scale.to(weights.dtype), outcome.scaled(scale)
@@ -75,6 +78,9 @@ class _Flags(NamedTuple):
     drops: bool
 
 
+_LAG_OF_UNIT = "lag of a unit of the weight"
+
+
 @dataclass
 class _Batch:
     """The tensors of one call, flattened, and the per-unit columns that its decisions need."""
@@ -86,6 +92,7 @@ class _Batch:
     of_token: dict[str, Tensor] = field(default_factory=dict)
     """unit -> [N], the number of the unit that each token belongs to."""
     statistics: dict[str, Tensor] = field(default_factory=dict)
+    lags: Tensor | None = None
     advantages: dict[str, Tensor] = field(default_factory=dict)
     """unit -> one per token or one per sequence."""
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -99,6 +106,9 @@ class _Batch:
 
     def add_extras(self, extras: Extras) -> None:
         self.statistics = {name: given.reshape(-1).double() for name, given in extras.statistics.items()}
+        if extras.lags is not None:
+            self.lags = extras.lags.reshape(-1)
+            self.statistics["lag"] = self.lags.double()
         if extras.advantages is None:
             return
         per_token = extras.advantages.reshape(-1)
@@ -109,7 +119,10 @@ class _Batch:
 
     def add_columns(self) -> None:
         """Add the columns that gates on sequences and segments compare, except sums and means of l."""
-        valid = self.ratio.valid
+        valid, weight = self.ratio.valid, self.plan.weight
+        if weight is not None and weight.weight.reads_lags and weight.unit != "token":
+            oldest = gate_reduce(self.statistics["lag"], valid, "max", self.offsets[weight.unit])
+            self.maxima[_LAG_OF_UNIT] = oldest
         for planned in self.plan.gates:
             gate = planned.gate
             if gate.level == "token":
@@ -206,10 +219,19 @@ def _weights(batch: _Batch) -> tuple[str, Tensor | None, list[_Flags]]:
         return "token", None, []
     weight, unit = planned.weight, planned.unit
     log_value = batch.log_value(unit, planned.reduce).to(batch.ratio.value.dtype)
-    value = bounded_ratio(log_value, weight.lower, weight.upper, batch.plan.correction.log_ratio_bound)
+    lower: Any = planned.log_lower
+    upper: Any = planned.log_uppers[0][1]
+    if weight.reads_lags:
+        lag = batch.maxima[_LAG_OF_UNIT] if unit != "token" else batch.statistics["lag"]
+        lower, upper = bounds_of_lags(planned, lag)
+        value = bounded_ratio(log_value, None, None, batch.plan.correction.log_ratio_bound)
+        value = value.clamp(lower.exp().to(value.dtype), upper.exp().to(value.dtype))
+        lower, upper = lower.to(value.dtype), upper.to(value.dtype)
+    else:
+        value = bounded_ratio(log_value, weight.lower, weight.upper, batch.plan.correction.log_ratio_bound)
     flags = []
     for bound in planned.bounds:
-        beyond = log_value < bound.log if bound.side == "lower" else log_value > bound.log
+        beyond = log_value < lower if bound.side == "lower" else log_value > upper
         flags.append(_Flags(bound.name, unit, beyond, planned.drops))
     return unit, value, flags
 

@@ -51,6 +51,12 @@ def _against_old(names: Mapping[str, str]) -> tuple[Curve, ...]:
     return tuple(Curve(label, (f"current_old/{name}",)) for label, name in names.items())
 
 
+def _by_lag(name: str) -> tuple[Curve, ...]:
+    """One curve per bin of lags, of those that hold a token."""
+    bins = {"0": "0", "1": "1", "2 and 3": "2_3", "4 to 7": "4_7", "8 to 15": "8_15", "16 and more": "16_up"}
+    return _against_sampler({label: f"{name}_lag_{lags}" for label, lags in bins.items()})
+
+
 def _rejected_routes(label: str, unit: Literal["token", "seq"]) -> Curve:
     """Share that a gate on the statistic route_shift drops; the keys are those of every level of such a gate."""
     units = itertools.product(("sequence", "segment"), ("mean", "sum", "max", "min"))
@@ -136,6 +142,25 @@ PANELS = (
          Curve("PPO ratio clipped below", ("clip_low",))),
         "Responses that hit the length limit, groups without a learning signal, and tokens at the PPO clip bound.",
         "cut-off near 0; dropped groups grow as the task is solved; few clipped tokens.",
+    ),
+    Panel(
+        "k3 by lag", "nats per token", _by_lag("k3"),
+        "k3 of the tokens that were sampled that many updates ago.",
+        "rises with the lag, and not over the run.", logarithmic=True, noisy=True,
+    ),
+    Panel(
+        "Effective sample size by lag", "fraction of the bin", _by_lag("ess_token"),
+        "(Σρ)² / (n Σρ²) over the tokens that were sampled that many updates ago.",
+        "falls with the lag; a bin near 0 adds noise and little else.", noisy=True,
+    ),
+    Panel(
+        "Masked share by lag", "fraction of the bin", _by_lag("masked_token"),
+        "Share of the tokens of that lag that the correction dropped.",
+        "about the same in every bin; a bin near 1 was sampled for nothing.", noisy=True,
+    ),
+    Panel(
+        "Tokens by lag", "fraction", _by_lag("tokens"),
+        "Share of the batch that was sampled that many updates ago.", "steady.", noisy=True,
     ),
     Panel(
         "Gradient norm", "before clipping", (GRAD_NORM,),

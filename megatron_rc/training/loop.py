@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import RolloutEngine
+from megatron_rc.inputs import Plan
 from megatron_rc.lr_decay import LengthDecayLR
 from megatron_rc.settings import JobSettings
 from megatron_rc.tasks import Task
@@ -42,6 +43,7 @@ class Job:
     def __post_init__(self) -> None:
         settings, rollout = self.settings, self.settings.rollout
         check_routing(settings.moe, settings.correction)
+        self._reads_lags = Plan.of(settings.correction).reads_lags
         self.routing = Routing(settings.moe, settings.correction, self.policy) if settings.moe.active else None
         sampling, most_damaged = rollout.sampling(self.task.stop_token_ids), rollout.sglang.max_rejected_share
         self.sampler = Sampler(self.engine, self.task, self.groups, sampling, settings.train.seed, most_damaged)
@@ -182,6 +184,7 @@ class Job:
                 self.routing.check(sampled.samples, batch)
         except ValueError as error:
             raise SharedError(str(error)) from None  # every process holds the same samples
+        lags = batch.lags(self.progress.weight_version)
         received = time.perf_counter()
         self.observers.phase("update", train.mini_batches_per_rollout)
         result = reinforce_step(
@@ -191,6 +194,8 @@ class Job:
             loss=self.settings.loss,
             train=train,
             max_nonfinite_share=rollout.max_nonfinite_share,
+            # without lags, metrics by lag would repeat those of all tokens
+            version=self.progress.weight_version if self._reads_lags or lags.any() else None,
             lr_decay=self.lr_decay,
             routing=self.routing,
             with_varentropy=self.settings.dump.varentropy,

@@ -20,7 +20,8 @@ HEAVY = ("megatron", "transformers", "triton", "pydantic", "yaml", "rich", "type
 # every call as it is documented; only names, kinds and defaults are compared
 SIGNATURES = """
 def correct(train_logprobs, rollout_logprobs, loss_mask, *, correction, cu_seqlens=None, segment_ids=None,
-            num_segments=None, advantages=None, statistics=None, dp_group=None, cp_group=None, backend="auto"): ...
+            num_segments=None, advantages=None, statistics=None, lags=None, dp_group=None, cp_group=None,
+            backend="auto"): ...
 def vocab_parallel_logprobs(logits, targets, *, tp_group=None, temperature=1.0, mask=None, vocab_size=None,
                             support=None, with_entropy=False, inplace_backward=False, backend="auto"): ...
 def loss_scale(loss_mask, kept_mask, *, aggregation="token-mean", denominator="original", cu_seqlens=None,
@@ -38,7 +39,14 @@ FIELDS = {
         "log_ratio_bound": 20.0,
         "max_k3": None,
     },
-    "Weight": {"level": "token", "mode": "truncate", "lower": None, "upper": 2.0},
+    "Weight": {
+        "level": "token",
+        "mode": "truncate",
+        "lower": None,
+        "upper": 2.0,
+        "growth": "none",
+        "upper_by_lag": (),
+    },
     "Rejection": {
         "statistic": "ratio",
         "level": "sequence",

@@ -32,6 +32,10 @@ CORRECTIONS = [
     RolloutCorrection(Weight("geometric", "clip", 0.9, 1.2), GATES),
     RolloutCorrection(Weight("segment", "mask", 0.6, 1.6), GATES[2:], "batch"),
     RolloutCorrection(
+        Weight("sequence", "clip", 0.9, 1.2, growth="sqrt_lag"), (Rejection("lag", "segment", "mean", upper=4.0),)
+    ),
+    RolloutCorrection(Weight("segment", "mask", 0.8, 1.6, upper_by_lag=((0, 1.5), (6, 1.1))), normalize="batch"),
+    RolloutCorrection(
         reject=(
             Rejection("abs_log_ratio", "segment", "min", upper=0.25),
             Rejection("surprise", "sequence", "mean", upper=0.3, when="negative_advantage"),
@@ -54,6 +58,7 @@ class Answer(NamedTuple):
 def whole_batch() -> Case:
     batch = case([*LENGTHS], seed=3, density=0.75, gap=0.3)
     batch.train[batch.mask.nonzero()[[4, 30]]] = torch.nan
+    batch.lags = torch.arange(sum(LENGTHS)) * 7 % 11
     return batch
 
 
@@ -70,6 +75,7 @@ def as_token_batch(batch: Case) -> TokenBatch:
 
 def answer(local: TokenBatch, sequences: list[int], index: int, dp_group: Any, cp_group: Any) -> Answer:
     batch, rows = whole_batch(), local.tokens
+    assert batch.lags is not None
     corrected = correct(
         batch.train[rows],
         local.rollout_logprobs,
@@ -80,6 +86,7 @@ def answer(local: TokenBatch, sequences: list[int], index: int, dp_group: Any, c
         num_segments=local.num_segments,
         advantages=batch.advantages[sequences],
         statistics={"surprise": batch.statistics["surprise"][rows]},
+        lags=batch.lags[rows],
         dp_group=dp_group,
         cp_group=cp_group,
     )

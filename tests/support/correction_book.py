@@ -13,6 +13,14 @@ from torch import Tensor
 from megatron_rc.config import Rejection, RolloutCorrection, Weight
 
 INF = math.inf
+LAG_BINS = {
+    "0": range(1),
+    "1": range(1, 2),
+    "2_3": range(2, 4),
+    "4_7": range(4, 8),
+    "8_15": range(8, 16),
+    "16_up": range(16, 10**9),
+}
 
 
 @dataclass
@@ -26,6 +34,8 @@ class Case:
     advantages: Tensor
     """[S]."""
     statistics: dict[str, Tensor] = field(default_factory=dict)
+    lags: Tensor | None = None
+    """[N] int."""
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,7 +43,8 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"cu_seqlens": self.cu_seqlens, "advantages": self.advantages, "statistics": self.statistics}
+        given = {"cu_seqlens": self.cu_seqlens, "advantages": self.advantages, "statistics": self.statistics}
+        return given if self.lags is None else given | {"lags": self.lags}
 
 
 def case(
@@ -95,8 +106,6 @@ def by_the_book(batch: Case, correction: RolloutCorrection) -> Book:
     if correction.weight is not None:
         weight = correction.weight
         larger |= weight.level != "token"
-        low = -INF if weight.lower is None else math.log(weight.lower)
-        high = INF if weight.upper is None else math.log(weight.upper)
         names = {
             "truncate": ("", "truncated"),
             "clip": ("clipped_low", "clipped_high"),
@@ -109,9 +118,17 @@ def by_the_book(batch: Case, correction: RolloutCorrection) -> Book:
             if not unit:
                 continue
             log = sum(logs[t] for t in unit) / (len(unit) if weight.level in ("geometric", "segment") else 1)
+            low, high, top = -INF if weight.lower is None else math.log(weight.lower), INF, weight.upper
+            if weight.reads_lags:
+                assert batch.lags is not None
+                lag = max(batch.lags[t].item() for t in unit)
+                for least, upper in weight.upper_by_lag:
+                    top = upper if lag >= least else top
+            high = INF if top is None else math.log(top)
+            if weight.growth == "sqrt_lag":
+                low, high = (log_bound * math.sqrt(max(lag, 1)) for log_bound in (low, high))
             rho = 0.0 if log == -INF else math.exp(clamp(log, correction))
-            rho = max(rho, weight.lower or 0.0)
-            rho = min(rho, INF if weight.upper is None else weight.upper)
+            rho = min(max(rho, math.exp(low)), math.exp(high))
             for t in unit:
                 weights[t] = rho
                 if log < low:
@@ -149,7 +166,25 @@ def by_the_book(batch: Case, correction: RolloutCorrection) -> Book:
     count = len(batch.mask)
     metrics = metrics_by_the_book(logs, pi, mu, sequences, bad, correction)
     metrics |= outcome_by_the_book(final, set(kept), sequences, bad, dropped)
+    if batch.lags is not None:
+        metrics |= by_lag(logs, batch.lags.tolist(), set(kept), correction)
     return Book([final.get(t, 0.0) for t in range(count)], [t in set(kept) for t in range(count)], bad, metrics)
+
+
+def by_lag(logs: dict[int, float], lags: list[int], kept: set[int], correction: RolloutCorrection) -> dict[str, float]:
+    metrics = {}
+    for name, lags_of_bin in LAG_BINS.items():
+        tokens = [t for t in logs if lags[t] in lags_of_bin]
+        if not tokens:
+            continue
+        ell = [clamp(logs[t], correction) for t in tokens]
+        metrics |= {
+            f"tokens_lag_{name}": share(len(tokens), len(logs)),
+            f"k3_lag_{name}": mean([math.expm1(log) - log for log in ell]),
+            f"ess_token_lag_{name}": ess([math.exp(log) for log in ell]),
+            f"masked_token_lag_{name}": 1 - share(len(kept & set(tokens)), len(tokens)),
+        }
+    return metrics
 
 
 def runs(tokens: list[int]) -> list[list[int]]:
@@ -170,6 +205,9 @@ def clamp(log: float, correction: RolloutCorrection) -> float:
 def statistic(batch: Case, gate: Rejection, logs: dict[int, float]) -> dict[int, float]:
     if gate.statistic in batch.statistics:
         return {t: batch.statistics[gate.statistic][t].item() for t in logs}
+    if gate.statistic == "lag":
+        assert batch.lags is not None
+        return {t: float(batch.lags[t]) for t in logs}
     q = {t: math.exp(batch.rollout[t].item()) for t in logs}
     p = {t: math.exp(batch.train[t].item()) for t in logs}
     rho = {t: math.exp(log) for t, log in logs.items()}

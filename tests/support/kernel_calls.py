@@ -54,6 +54,11 @@ EVERY_LEVEL = RolloutCorrection(
 )
 
 
+BY_LAG = RolloutCorrection(
+    Weight("sequence", "clip", 0.5, 2.0, growth="sqrt_lag"), (Rejection("lag", "segment", "max", upper=9.0),)
+)
+
+
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
@@ -86,9 +91,11 @@ def logprobs(dtype: torch.dtype, *, entropy: bool, kept: bool, per_row: bool) ->
     return call
 
 
-def corrected(correction: RolloutCorrection, *, per_token: bool = False) -> Call:
+def corrected(correction: RolloutCorrection, *, per_token: bool = False, lags: bool = False) -> Call:
     def call(backend: str, size: Size) -> Answer:
         batch = case(list(size.lengths))
+        if lags:
+            batch.lags = torch.arange(sum(size.lengths), dtype=torch.int32) % 20
         if per_token:
             batch.advantages = torch.randn(sum(size.lengths), generator=_generator())
         answer = correct(*batch.arguments, correction=correction, backend=backend, **batch.options)
@@ -176,6 +183,7 @@ CALLS: dict[str, Call] = {
     "correct geometric": corrected(RolloutCorrection.preset("geo-mask-token-tis")),
     "correct every level": corrected(EVERY_LEVEL),
     "correct every level, advantages of tokens": corrected(EVERY_LEVEL, per_token=True),
+    "correct by lag": corrected(BY_LAG, lags=True),
     "loss": loss(RolloutCorrection.preset("token-tis"), old=True, every_term=True, dual_clip=3.0),
     "loss of one term": loss(RolloutCorrection(old="current"), old=False, every_term=False),
     "loss reinforce": loss(RolloutCorrection.preset("seq-tis"), old=True, every_term=True, surrogate="reinforce"),

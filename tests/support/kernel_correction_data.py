@@ -27,6 +27,7 @@ BOUNDS = {  # that split the batches below, and that no value of them comes near
     "prob_diff": (-0.0611, 0.0507),
     "surprise": (-0.503, 0.607),
     "novelty": (-0.203, 0.307),
+    "lag": (0.5, 6.5),
 }
 LEVELS = ("token", "sequence", "segment")
 SEGMENTS = RolloutCorrection(
@@ -83,6 +84,7 @@ def batch_of(
     corrupt: float = 0.0,
     ids: str | None = None,
     per_token: bool = False,
+    lags: bool = True,
 ) -> Batch:
     """Random tokens for sequences of these lengths; rows without a loss hold rubbish.
 
@@ -91,6 +93,7 @@ def batch_of(
         ids: give segment ids, of turns with rows without a loss inside, that ascend over the "batch" or begin anew in
             every "sequence"; None leaves them out.
         per_token: advantages of tokens, not of sequences.
+        lags: give the lags of tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     n = sum(lengths)
@@ -111,6 +114,9 @@ def batch_of(
     statistics = {name: torch.where(mask, x, rubbish.to(x.dtype)) for name, x in statistics.items()}
     advantages = normal(n if per_token else len(lengths))
     options: dict[str, Any] = {"advantages": advantages, "statistics": statistics}
+    if lags:
+        of_tokens = torch.randint(0, 20, (n,), generator=generator) // torch.randint(1, 9, (n,), generator=generator)
+        options["lags"] = torch.where(mask, of_tokens, -7)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     if ids is not None:
         turns = torch.rand(n, generator=generator) < 0.2
@@ -129,6 +135,8 @@ def padded(batch: Batch, rows: int) -> Batch:
     if len(options["advantages"]) == len(batch.mask):
         options["advantages"] = options["advantages"].view(rows, -1)
     options["statistics"] = {name: value.view(rows, -1) for name, value in options["statistics"].items()}
+    if "lags" in options:
+        options["lags"] = options["lags"].view(rows, -1)
     train, rollout, mask = (x.view(rows, -1) for x in batch.arguments)
     return Batch(train, rollout, mask, None, options)
 
@@ -148,7 +156,12 @@ def corrections(draw: st.DrawFn) -> RolloutCorrection:
         sides = {"truncate": {"upper": draw(st.sampled_from([1.297, INF]))}, "clip": both, "mask": bounds("ratio")}[
             mode
         ]
-        weight = Weight(level, mode, **sides)
+        varied: Any = draw(
+            st.sampled_from([{}, {}, {"growth": "sqrt_lag"}, {"upper_by_lag": ((0, 1.711), (3, 1.113))}])
+        )
+        if varied.get("upper_by_lag") and sides.get("upper") is None:
+            varied = {}
+        weight = Weight(level, mode, **sides, **varied)
     names = draw(st.lists(st.sampled_from([*BOUNDS]), max_size=4))
     gates = tuple(
         Rejection(

@@ -32,6 +32,8 @@ class MicroLoss:
     corrected: Corrected | None
     """The correction of the whole rollout batch, which the extras of micro-batches hold in parts; None corrects each
     micro-batch against the current policy."""
+    version: int | None = None
+    """Version of the weights that are trained; None gives the correction no lags."""
 
     def __call__(self, micro: MicroBatch, current: Tensor, entropy: Tensor) -> tuple[Tensor, Collected]:
         """(scalar loss, metrics and log-probs) of ``current`` with gradient and ``entropy``, both [n] fp32, nats."""
@@ -69,6 +71,7 @@ class MicroLoss:
                 segment_ids=batch.segment_ids,
                 num_segments=batch.num_segments,
                 advantages=extras.advantages,
+                lags=None if self.version is None else batch.lags(self.version),
                 backend=self.backend,
             )
             old = batch.rollout_logprobs if self.correction.old == "rollout" else None

@@ -89,6 +89,7 @@ def reinforce_step(
     loss: LossSettings,
     train: TrainSettings,
     max_nonfinite_share: float,
+    version: int | None = None,
     lr_decay: LengthDecayLR | None = None,
     routing: Routing | None = None,
     with_varentropy: bool = False,
@@ -100,6 +101,7 @@ def reinforce_step(
     old pass, so that mismatch and length are measured on everything that was sampled.
 
     Args:
+        version: version of the weights that are trained; None gives the correction no lags.
         lr_decay: sees the mean response length before the first update.
         routing: records and replays the routes of every pass.
         with_varentropy: the old pass computes this column of the dump, too, which reads the logits once more.
@@ -122,7 +124,8 @@ def reinforce_step(
         metrics |= lr_decay.metrics()
     three_policy = correction.old == "recompute"
     share = share_of(batch, [*parts, dropped] if dropped and three_policy else parts, train, policy.groups)
-    step = _Step(policy, correction, loss, max_nonfinite_share, share, routing.start(share.batch) if routing else None)
+    routes = routing.start(share.batch) if routing else None
+    step = _Step(policy, correction, loss, max_nonfinite_share, share, version, routes)
     if three_policy:
         metrics |= step.old_pass(with_varentropy=with_varentropy)
     updates = []
@@ -142,6 +145,7 @@ class _Step:
     loss: LossSettings
     max_nonfinite_share: float
     share: Share
+    version: int | None
     routes: StepRoutes | None
     old_logprobs: Tensor | None = None
     """[N] fp32, nats; on the last pipeline stage after the old pass, as ``corrected`` and ``columns``."""
@@ -182,6 +186,7 @@ class _Step:
             num_segments=local.num_segments,
             advantages=self.advantages,
             statistics={} if shift is None else {"route_shift": shift.route_shift},
+            lags=None if self.version is None else local.lags(self.version),
             dp_group=policy.groups.data,
             backend=policy.train.backend,
         )
@@ -214,7 +219,7 @@ class _Step:
 
         result = policy.update(
             split_rows(batch, numbered, extras),
-            MicroLoss(self.correction, self.loss, policy.train.backend, self.corrected),
+            MicroLoss(self.correction, self.loss, policy.train.backend, self.corrected, self.version),
             with_entropy=self.loss.entropy_coef != 0,
             before_step=check,
             around=routes.around if routes else None,
