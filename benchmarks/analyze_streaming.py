@@ -1,6 +1,7 @@
 """Time and memory of an analysis of a long dump: `python benchmarks/analyze_streaming.py --tokens 5e6 1e7`.
 
 Makes an honest dump of the given size in a temporary folder, analyzes it in a process of its own, and prints one row.
+`--files 20` analyzes a folder of 20 names of that file (hard links), so that 20 GB are read and 1 GB is written.
 """
 
 from __future__ import annotations
@@ -23,12 +24,23 @@ import json, re, sys, time
 from pathlib import Path
 from megatron_rc.analyze import diagnose_dump
 begun, before = time.perf_counter(), time.process_time()
-diagnosis = diagnose_dump(sys.argv[1])
+read = 0
+
+def peak_mb():
+    # not ru_maxrss: a process started by a larger one inherits its peak
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+def progress(size):
+    global read
+    read += size
+    spent = f"{time.perf_counter() - begun:.0f} s, {time.process_time() - before:.0f} CPU s"
+    print(f"{read / 2**20:.0f} MB read, {spent}, peak {peak_mb():.0f} MB", file=sys.stderr, flush=True)
+
+diagnosis = diagnose_dump(sys.argv[1], progress=progress)
 print(json.dumps({
     "seconds": time.perf_counter() - begun,
     "cpu_seconds": time.process_time() - before,
-    # not ru_maxrss: a process started by a larger one inherits its peak
-    "peak_mb": int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024,
+    "peak_mb": peak_mb(),
     "tokens": diagnosis.evidence.whole.tokens,
     "codes": [verdict.code for verdict in diagnosis.verdicts],
 }))
@@ -72,13 +84,22 @@ def write_dump(path: Path, tokens: int) -> None:
             writer.write_table(pa.table(columns, schema=schema))
 
 
+def folder_of_links(path: Path, names: int) -> Path:
+    """Make a folder with that many names of one file."""
+    folder = path.with_suffix("")
+    folder.mkdir()
+    for number in range(names):
+        (folder / f"step-{number:06}{path.suffix}").hardlink_to(path)
+    return folder
+
+
 def measure(path: Path) -> Measured:
-    """Analyze a dump in a new process."""
-    done = subprocess.run([sys.executable, "-c", _CODE, str(path)], capture_output=True, text=True, check=True)
+    """Analyze a file or folder in a new process."""
+    done = subprocess.run([sys.executable, "-c", _CODE, str(path)], stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout)
     return Measured(
         found["tokens"],
-        path.stat().st_size / 2**20,
+        sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path])) / 2**20,
         found["seconds"],
         found["cpu_seconds"],
         found["peak_mb"],
@@ -89,12 +110,14 @@ def measure(path: Path) -> Measured:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=float, nargs="+", default=[5e6, 1e7])
+    parser.add_argument("--files", type=int, default=1, help="names of the file in a folder that is analyzed")
+    arguments = parser.parse_args()
     print("| tokens | file MB | s | CPU s | peak MB | verdicts |\n|---|---|---|---|---|---|")
-    for tokens in parser.parse_args().tokens:
+    for tokens in arguments.tokens:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "dump.parquet"
             write_dump(path, int(tokens))
-            row = measure(path)
+            row = measure(folder_of_links(path, arguments.files) if arguments.files > 1 else path)
         sizes = f"{row.tokens:,} | {row.file_mb:.0f} | {row.seconds:.1f} | {row.cpu_seconds:.1f} | {row.peak_mb:.0f}"
         print(f"| {sizes} | {' '.join(row.codes)} |", flush=True)
 

@@ -1,13 +1,12 @@
 """Files of ``torch.save`` without torch, and without running anything that they ask for.
 
 Such a file is a zip of one pickle, data.pkl, and one entry of raw bytes per storage. The pickle may name nothing but
-tensors, their storages and OrderedDict; any other class or function is refused by name. Storages are mapped from disk
-and read when a value is asked for.
+tensors, their storages and OrderedDict; any other class or function is refused by name. What loading it may cost is
+bounded beforehand by pickle_bounds. Storages are mapped from disk and read when a value is asked for.
 """
 
 from __future__ import annotations
 
-import collections
 import io
 import math
 import mmap
@@ -23,10 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_rc.analyze.readers import pickle_bounds
 from megatron_rc.analyze.readers.dump import UnreadableFile, first_line
 
 MAX_PICKLE = 256 << 20
 """Bytes of data.pkl; it names tensors and holds none, so a larger one is no dump of log-probs."""
+
+MAX_DIMENSIONS = 64
+"""Dimensions of a tensor, as many as NumPy has."""
 
 START = 4096
 """Bytes that are looked at to know a file."""
@@ -85,8 +88,9 @@ class Tensor(Sealed):
     """Both in elements."""
 
     def __post_init__(self) -> None:
-        values = (self.offset, *self.shape, *self.strides)
-        if len(self.shape) != len(self.strides) or any(type(value) is not int or value < 0 for value in values):
+        if len(self.shape) != len(self.strides) or len(self.shape) > MAX_DIMENSIONS:
+            raise pickle.UnpicklingError("a tensor has a shape that is no shape")
+        if any(type(value) is not int or value < 0 for value in (self.offset, *self.shape, *self.strides)):
             raise pickle.UnpicklingError("a tensor has a shape that is no shape")
         count = math.prod(self.shape)
         last = self.offset + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
@@ -105,10 +109,26 @@ class Tensor(Sealed):
         return view.astype(view.dtype.newbyteorder("="))
 
 
-class RebuildTensor(Sealed):
-    """What the pickle calls for each tensor, in the place of torch's own function."""
+class Ordered(Sealed, dict[Any, Any]):
+    """What stands for OrderedDict: a dictionary keeps its order, too."""
 
-    def __call__(self, storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Tensor:
+
+class NewOrdered(Sealed):
+    """What the pickle calls for each OrderedDict; its items come later."""
+
+    def __call__(self) -> Ordered:
+        return Ordered()
+
+
+class RebuildTensor(Sealed):
+    """What the pickle calls for each tensor, in the place of torch's own function.
+
+    The number of arguments is fixed: a tuple of a million of them, shared by a million calls, would be copied each time.
+    """
+
+    def __call__(
+        self, storage: Any, offset: Any, shape: Any, strides: Any, grad: Any = None, hooks: Any = None, more: Any = None
+    ) -> Tensor:
         if not isinstance(storage, Storage) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
             raise pickle.UnpicklingError("a tensor is not described as torch.save does")
         return Tensor(storage, offset, shape, strides)
@@ -153,6 +173,7 @@ class TorchFile:
         raw = self._raw(self._pickle)
         self._check(self._pickle, raw)
         try:
+            pickle_bounds.check(raw)
             return _Unpickler(self, raw).load()
         except _Refused as error:
             raise UnreadableFile(f"{self.path}: {error}") from None
@@ -237,7 +258,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and name in DTYPES:
             return StorageType(name)
         if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
+            return NewOrdered()
         raise _Refused(
             f"data.pkl asks for {module!r:.80}.{name!r:.80}, which is no tensor; only tensors, numbers, texts, lists "
             "and dictionaries are read"

@@ -8,6 +8,7 @@ import pickle
 import struct
 import subprocess
 import sys
+import time
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 import torch
 from host_batches import HOST_DUMPS
 
-from megatron_rc.analyze.readers import open_dump
+from megatron_rc.analyze.readers import open_dump, pickle_bounds
 from megatron_rc.analyze.readers.dump import UnreadableFile
 from megatron_rc.analyze.readers.torch_file import Tensor, TorchFile, item_of, value_of
 
@@ -179,6 +180,54 @@ def test_a_zip_bomb_is_refused_before_a_byte_of_it_is_decompressed(tmp_path: Pat
         open_dump(path)
 
 
+def shared_tuples(depth: int) -> Any:
+    bomb: Any = ()
+    for _ in range(depth):
+        bomb = (bomb, bomb)
+    return bomb
+
+
+def memoized(value: bytes, uses: bytes) -> bytes:
+    """A pickle of a value and what is done with it."""
+    return b"\x80\x02]q\x00" + value + b"q\x01" + uses + b"."
+
+
+@pytest.mark.parametrize(
+    ("pickled", "sentence"),
+    [
+        # hashed item by item: 2^26 steps are seconds, and each level more doubles them
+        (described({shared_tuples(26): 1}), "a key of a dictionary is neither a number nor a text"),
+        (described({"x": {1: {shared_tuples(26)}}}), "asks for|a key of a dictionary is neither a number nor a text"),
+        (pickle.dumps({shared_tuples(26)}, 4), "a key of a dictionary is neither a number nor a text"),
+        (pickle.dumps([frozenset([(1, 2)])], 4), "a key of a dictionary is neither a number nor a text"),
+        (b"\x80\x02Nr\xff\xff\xff\x7f.", "memo index 2147483647 skips those from 0"),
+        (b"\x80\x02" + b"}" * 30_000 + b".", "its values take more than 8 MiB of memory"),
+        (b"\x80\x02" + b"N0" * 30_000 + b".", "it has more than 50000 instructions"),
+        (b"\x80\x02\x8b\x00\x08\x00\x00" + b"\x01" * 2048 + b".", "a number has 2048 bytes"),
+        (memoized(b"ccollections\nOrderedDict\n", b"((NNtq\x02tR"), "data.pkl is damaged: TypeError"),
+        (described(Rebuilt(Persistent(torch.FloatStorage, 1), 0, (1,) * 65, (1,) * 65)), "a shape that is no shape"),
+    ],
+    ids=["key", "item of a set", "protocol 4", "frozen set", "memo", "dictionaries", "steps", "number", "OrderedDict", "shape"],
+)
+def test_a_pickle_that_would_cost_without_end_is_refused_before_it_is_loaded(
+    pickled: bytes, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(pickle_bounds, "MAX_MEMORY", 8 << 20)
+    monkeypatch.setattr(pickle_bounds, "MAX_INSTRUCTIONS", 50_000)
+    path = zipped(tmp_path, pickled, s0=bytes(4))
+    begun = time.process_time()
+    with pytest.raises(UnreadableFile, match=sentence):
+        TorchFile(path).load()
+    assert time.process_time() - begun < 1
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_what_a_pickle_may_hold_passes_the_bounds_in_every_protocol(protocol: int):
+    shared = (1, (2.5, None))
+    value = {"a": [shared, shared, 70_000, 300, -1, 2**70], 3: {"b": "\n", True: b"x"}, "c": [1.5] * 3, "d": [[]] * 2}
+    pickle_bounds.check(pickle.dumps(value, protocol))
+
+
 def test_lists_that_share_their_items_are_refused_unread(tmp_path: Path):
     bomb: Any = [0.0]
     for _ in range(60):
@@ -208,7 +257,7 @@ def test_reading_needs_no_torch():
     code = f"""
 import sys
 sys.modules["torch"] = None
-from megatron_rc.analyze.readers import open_dump
+from megatron_rc.analyze.readers import open_dump, pickle_bounds
 assert sum(chunk.num_sequences for chunk in open_dump({str(HOST_DUMPS / "miles")!r}).chunks()) == 6
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
