@@ -48,7 +48,9 @@ def open_dump(path: str | Path, format: str | None = None) -> Dump:
     fitting = [file for file, content in contents.items() if _belongs(content, chosen)]
     if not fitting:
         raise ValueError(f"{path} holds no file of the format {chosen.name!r}")
-    return Dump(chosen.title, chosen.groups(fitting), chosen.read, _ignored(contents, fitting))
+    beside = [file for file, content in contents.items() if chosen.has_beside(content) and not _known(content)]
+    groups = chosen.groups(sorted({*fitting, *beside}, key=_natural))
+    return Dump(chosen.title, groups, chosen.read, _ignored(contents, {file for group in groups for file in group}))
 
 
 def _named(name: str) -> Format:
@@ -74,13 +76,19 @@ def _belongs(content: Content, chosen: Format) -> bool:
     return chosen.fits(content) or (content.container == chosen.container and bool(content.problem))
 
 
-def _ignored(contents: dict[Path, Content], read: list[Path]) -> list[str]:
+def _known(content: Content) -> Format | None:
+    return next((known for known in FORMATS if known.fits(content)), None)
+
+
+def _ignored(contents: dict[Path, Content], read: set[Path]) -> list[str]:
     """One sentence per kind of file that is not read."""
     kinds: Counter[str] = Counter()
     example: dict[str, Path] = {}
     for file, content in contents.items():
         if file not in read:
-            kind = next((known.title for known in FORMATS if known.fits(content)), "no known format")
+            before = any(known.has_beside(content) for known in FORMATS)
+            known = _known(content)
+            kind = known.title if known else "samples before training" if before else "no known format"
             kinds[kind] += 1
             example.setdefault(kind, file)
     return [

@@ -47,10 +47,16 @@ class Format:
     read: Callable[[Group, CorruptRows], Iterator[Chunk]]
     """Yields the chunks of files that belong together."""
     groups: Callable[[list[Path]], list[Group]] = lambda files: [(file,) for file in files]
-    """Files of the format as groups that are read together."""
+    """Files of the format as groups that are read together, in which some of the files beside it are left out."""
+    beside: frozenset[str] = frozenset()
+    """Names that files of no format show which are read together with files of this one; empty: there are none."""
 
     def fits(self, content: Content) -> bool:
         return content.container == self.container and any(content.names >= names for names in self.shows)
+
+    def has_beside(self, content: Content) -> bool:
+        """True for what is no file of the format, and may be read together with one."""
+        return content.container == self.container and bool(self.beside) and content.names >= self.beside
 
 
 def content_of(file: Path) -> Content:

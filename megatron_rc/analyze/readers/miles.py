@@ -1,13 +1,13 @@
 """miles' ``--save-debug-train-data`` and ``--dump-details``: one torch file per rollout and rank, as older slime wrote.
 
 Ranks of a tensor-parallel group write the same samples, early pipeline stages write no log-probs, and each rank of a
-context-parallel group writes its own slices of a sample. Each sample is read once, from the ranks that have it.
+context-parallel group writes its own slices of a sample. Each sample is read once, from the ranks that have it, with
+what ``--dump-details`` or ``--save-debug-rollout-data`` wrote of it before training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.readers import rows
+from megatron_rc.analyze.readers import rollout_data, rows
 from megatron_rc.analyze.readers.dump import CorruptRows, Group, UnreadableFile
 from megatron_rc.analyze.readers.format import Format
-from megatron_rc.analyze.readers.torch_file import TorchFile, first_values, item_of, length_of, value_of
+from megatron_rc.analyze.readers.rollout_data import RolloutData
+from megatron_rc.analyze.readers.torch_file import TorchFile, item_of, length_of, value_of
 from megatron_rc.analyze.readers.train_samples import LOG_MU, LOG_PI, row_of
 
 SLICED = (LOG_PI, LOG_MU, "entropy", "advantages")
@@ -28,21 +29,13 @@ Place = tuple[int, int]
 
 
 def groups(files: list[Path]) -> list[Group]:
-    """The files of each rollout together."""
+    """The files of each rollout together, with what is known of its samples before training."""
     by_rollout: dict[tuple[Path, int | None], list[Path]] = {}
+    before = [file for file in files if rollout_data.is_rollout_data(file)]
     for file in files:
-        by_rollout.setdefault((file.parent, rollout_of(file)), []).append(file)
-    return [tuple(group) for group in by_rollout.values()]
-
-
-def rollout_of(file: Path) -> int | None:
-    """The rollout that the head of a file names; None for a damaged one."""
-    try:
-        values = first_values(file)
-    except UnreadableFile:
-        return None
-    following = (after for name, after in pairwise(values) if name == "rollout_id")
-    return next((value for value in following if isinstance(value, int)), None)
+        if file not in before:
+            by_rollout.setdefault((file.parent, rollout_data.rollout_of(file)), []).append(file)
+    return rollout_data.beside([tuple(group) for group in by_rollout.values()], before)
 
 
 class Rank:
@@ -85,6 +78,8 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     """
     ranks: list[Rank] = []
     for file in group:
+        if len(group) > 1 and rollout_data.is_rollout_data(file):
+            continue
         try:
             ranks.append(Rank(file))
         except UnreadableFile as error:
@@ -94,15 +89,25 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
             raise UnreadableFile(f"{ranks[0].file}: no rank has {name!r}; an analysis needs {LOG_PI!r} and {LOG_MU!r}")
     if len(ranks) > 1 and not all(rank.has("sample_indices") for rank in ranks):
         raise UnreadableFile(f"{ranks[0].file}: sample_indices is missing, so ranks cannot be put together")
-    return (yield from rows.packed(_rows(ranks), corrupt))
+    named = [(rank, index) for rank in ranks for index in range(rank.size)]
+    before = rollout_data.read(
+        group, [((None, rank.key(index)), rank.value("tokens", index)) for rank, index in named], corrupt
+    )
+    return (yield from rows.packed(_rows(ranks, before), corrupt))
 
 
 FORMAT = Format(
-    "miles", "miles train data", "torch", (frozenset({"rollout_id", "rank", "rollout_data"}),), read, groups
+    "miles",
+    "miles train data",
+    "torch",
+    (frozenset({"rollout_id", "rank", "rollout_data"}),),
+    read,
+    groups,
+    rollout_data.NAMES,
 )
 
 
-def _rows(ranks: list[Rank]) -> Iterator[tuple[str, rows.Row | rows.BadRow]]:
+def _rows(ranks: list[Rank], before: RolloutData | None) -> Iterator[tuple[str, rows.Row | rows.BadRow]]:
     places: dict[Any, list[Place]] = {}
     for number, rank in enumerate(ranks):
         for index in range(rank.size):
@@ -112,13 +117,13 @@ def _rows(ranks: list[Rank]) -> Iterator[tuple[str, rows.Row | rows.BadRow]]:
         number, index = own[0]
         row: rows.Row | rows.BadRow
         try:
-            row = _row(ranks, own)
+            row = _row(ranks, own, before)
         except (rows.BadRow, UnreadableFile) as error:
             row = rows.BadRow(str(error))
         yield f"{ranks[number].file}, sample {index}", row
 
 
-def _row(ranks: list[Rank], places: list[Place]) -> rows.Row:
+def _row(ranks: list[Rank], places: list[Place], before: RolloutData | None) -> rows.Row:
     number, index = places[0]
     first = ranks[number]
     sample = {name: first.value(name, index) for name in first.columns if first.has(name)}
@@ -132,7 +137,7 @@ def _row(ranks: list[Rank], places: list[Place]) -> rows.Row:
     for name, key in {"step": "rollout_id", "train_rank": "rank"}.items():
         if first.saved.get(key) is not None:
             known[name] = first.saved[key]
-    return row_of(sample, known)
+    return row_of(sample, known, before.sample(None, first.key(index)) if before else None)
 
 
 def _joined(name: str, holders: list[tuple[Rank, int]], sample: dict[str, Any]) -> NDArray[Any]:

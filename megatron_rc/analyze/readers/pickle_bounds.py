@@ -71,8 +71,8 @@ def check(raw: bytes | memoryview) -> None:
     """Look at every instruction of a pickle.
 
     Raises:
-        pickle.UnpicklingError: it takes more than MAX_MEMORY or MAX_INSTRUCTIONS, a key is no number or text, a number is longer
-            than MAX_NUMBER, a memo index skips some, or it is no whole pickle.
+        pickle.UnpicklingError: it takes more than MAX_MEMORY or MAX_INSTRUCTIONS, a key is no number or text, a number
+            is longer than MAX_NUMBER, a memo index skips some, or it is no whole pickle.
     """
     _Bounds(raw).check()
 

@@ -1,27 +1,38 @@
-"""slime's ``--save-debug-train-data`` and ``--dump-details``: one torch file per rollout with all samples."""
+"""slime's ``--save-debug-train-data`` and ``--dump-details``: one torch file per rollout with all samples.
+
+What ``--dump-details`` or ``--save-debug-rollout-data`` wrote of the same samples before training is read with it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.readers import rows
+from megatron_rc.analyze.readers import rollout_data, rows
 from megatron_rc.analyze.readers.dump import CorruptRows, Group, UnreadableFile
 from megatron_rc.analyze.readers.format import Format
+from megatron_rc.analyze.readers.rollout_data import RolloutData
 from megatron_rc.analyze.readers.torch_file import TorchFile, item_of, length_of, value_of
 from megatron_rc.analyze.readers.train_samples import LOG_MU, LOG_PI, row_of
 
 VERSION = 2
 
 
+def groups(files: list[Path]) -> list[Group]:
+    """Each file of train data with the samples of its rollout."""
+    before = {file for file in files if rollout_data.is_rollout_data(file)}
+    return rollout_data.beside([(file,) for file in files if file not in before], before)
+
+
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
-    """Yield the chunks of one file.
+    """Yield the chunks of one file of train data.
 
     Raises:
         UnreadableFile: not a whole file of format version 2, or without log-probs.
     """
-    (file,) = group
+    file = group[0]
     saved = TorchFile(file).load()
     if type(saved) is not dict or saved.get("format_version") != VERSION or type(saved.get("samples")) is not list:
         raise UnreadableFile(f"{file} must hold slime's train data of format_version {VERSION} with a list of samples")
@@ -30,12 +41,16 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
         if not any(type(sample) is dict and sample.get(name) is not None for sample in samples):
             raise UnreadableFile(f"{file}: no sample has {name!r}; an analysis needs {LOG_PI!r} and {LOG_MU!r}")
     packs = pack_positions(saved.get("dp_shards"))
+    dicts = [sample for sample in samples if type(sample) is dict]
+    before = rollout_data.read(
+        group, [((s.get("rollout_position"), s.get("sample_index")), s.get("tokens")) for s in dicts], corrupt
+    )
 
     def each() -> Iterator[tuple[str, rows.Row | rows.BadRow]]:
         for number, sample in enumerate(samples):
             row: rows.Row | rows.BadRow
             try:
-                row = _row(sample, saved, packs)
+                row = _row(sample, saved, packs, before)
             except (rows.BadRow, UnreadableFile) as error:
                 row = rows.BadRow(str(error))
             yield f"{file}, sample {number}", row
@@ -43,10 +58,18 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     return (yield from rows.packed(each(), corrupt))
 
 
-FORMAT = Format("slime", "slime train data", "torch", (frozenset({"format_version", "rollout_id", "samples"}),), read)
+FORMAT = Format(
+    "slime",
+    "slime train data",
+    "torch",
+    (frozenset({"format_version", "rollout_id", "samples"}),),
+    read,
+    groups,
+    rollout_data.NAMES,
+)
 
 
-def _row(sample: Any, saved: dict[str, Any], packs: dict[int, int]) -> rows.Row:
+def _row(sample: Any, saved: dict[str, Any], packs: dict[int, int], before: RolloutData | None) -> rows.Row:
     if type(sample) is not dict:
         raise rows.BadRow("the sample must be a dictionary")
     known: dict[str, Any] = {}
@@ -60,7 +83,7 @@ def _row(sample: Any, saved: dict[str, Any], packs: dict[int, int]) -> rows.Row:
             known["reward"] = value_of(item_of(rewards, place))
         if place in packs:
             known["pack_position"] = packs[place]
-    return row_of(sample, known)
+    return row_of(sample, known, before.sample(place, sample.get("sample_index")) if before else None)
 
 
 def pack_positions(shards: Any) -> dict[int, int]:

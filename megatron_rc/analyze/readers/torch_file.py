@@ -50,6 +50,13 @@ DTYPES: dict[str, Any] = {
 """Element types by the storage class of torch."""
 
 
+NUMPY = {
+    *((f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+    *(("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")),
+}
+"""Module and name of what a pickle makes arrays and numbers of NumPy from."""
+
+
 class Sealed:
     """What a pickle may hold and not change: pickle's BUILD would otherwise set fields behind their checks."""
 
@@ -109,6 +116,16 @@ class Tensor(Sealed):
         return view.astype(view.dtype.newbyteorder("="))
 
 
+class Unread(Sealed):
+    """What stands for an array of NumPy, and for what the pickle makes it from: nothing of it is kept."""
+
+    def __call__(self, first: Any = None, second: Any = None, third: Any = None) -> Unread:
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep nothing."""
+
+
 class Ordered(Sealed, dict[Any, Any]):
     """What stands for OrderedDict: a dictionary keeps its order, too."""
 
@@ -123,7 +140,7 @@ class NewOrdered(Sealed):
 class RebuildTensor(Sealed):
     """What the pickle calls for each tensor, in the place of torch's own function.
 
-    The number of arguments is fixed: a tuple of a million of them, shared by a million calls, would be copied each time.
+    The number of arguments is fixed: a tuple of a million, shared by a million calls, would be copied by each of them.
     """
 
     def __call__(
@@ -166,15 +183,15 @@ class TorchFile:
         """The first bytes of the pickle."""
         return bytes(self._raw(self._pickle)[:START])
 
-    def load(self) -> Any:
-        """What was saved, with a Tensor for each tensor."""
+    def load(self, *, skip_numpy: bool = False) -> Any:
+        """What was saved, with a Tensor for each tensor, and Unread for each value of NumPy if these may be skipped."""
         if self._pickle.file_size > MAX_PICKLE:
             raise UnreadableFile(f"{self.path}: data.pkl has {self._pickle.file_size} bytes, at most {MAX_PICKLE}")
         raw = self._raw(self._pickle)
         self._check(self._pickle, raw)
         try:
             pickle_bounds.check(raw)
-            return _Unpickler(self, raw).load()
+            return _Unpickler(self, raw, skip_numpy).load()
         except _Refused as error:
             raise UnreadableFile(f"{self.path}: {error}") from None
         except Exception as error:  # a damaged pickle fails in any way that a stack machine can
@@ -248,9 +265,9 @@ class _Refused(pickle.UnpicklingError):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: TorchFile, raw: memoryview) -> None:
+    def __init__(self, file: TorchFile, raw: memoryview, skip_numpy: bool) -> None:
         super().__init__(io.BufferedReader(io.BytesIO(raw)))
-        self._file = file
+        self._file, self._skip_numpy = file, skip_numpy
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -259,6 +276,8 @@ class _Unpickler(pickle.Unpickler):
             return StorageType(name)
         if (module, name) == ("collections", "OrderedDict"):
             return NewOrdered()
+        if self._skip_numpy and (module, name) in NUMPY:
+            return Unread()
         raise _Refused(
             f"data.pkl asks for {module!r:.80}.{name!r:.80}, which is no tensor; only tensors, numbers, texts, lists "
             "and dictionaries are read"

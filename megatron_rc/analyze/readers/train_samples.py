@@ -1,4 +1,4 @@
-"""A training sample of slime or miles as a row: both keep the same columns.
+"""A training sample of slime or miles, and what is known of it before training, as a row: both keep the same columns.
 
 Their ``rewards`` are normalised within the group and are not read.
 """
@@ -17,6 +17,9 @@ LOG_PI, LOG_MU = "log_probs", "rollout_log_probs"
 PER_TOKEN = {"loss_mask": "loss_masks", "entropy": "entropy", "advantage": "advantages"}
 """Columns of response tokens by their name here, with the name of the host."""
 
+FINISH_REASONS = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "failed"}
+"""By the status of a sample before training."""
+
 READ = (
     LOG_PI,
     LOG_MU,
@@ -30,8 +33,13 @@ READ = (
 """Columns that are read from disk."""
 
 
-def row_of(sample: Mapping[str, Any], known: Mapping[str, Any]) -> rows.Row:
-    """The response of a sample; ``known`` holds columns of the sequence that stand elsewhere in the file."""
+def row_of(sample: Mapping[str, Any], known: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> rows.Row:
+    """The response of a sample.
+
+    Args:
+        known: columns of the sequence that stand elsewhere in the file.
+        before: the sample before training.
+    """
     # routes and images may be many times as large as all of these
     values = {name: value_of(sample[name]) for name in READ if name in sample}
     response, total = (rows.size(values.get(name), name) for name in ("response_lengths", "total_lengths"))
@@ -48,17 +56,49 @@ def row_of(sample: Mapping[str, Any], known: Mapping[str, Any]) -> rows.Row:
             raise rows.BadRow(f"{name} has {column.size} values, response_lengths says {response}")
     if total < response:
         raise rows.BadRow(f"total_lengths says {total}, response_lengths says {response}")
-    if (version := only_version(values.get("weight_versions"))) is not None:
-        tokens["version"] = np.full(response, version, dtype=np.int64)
-    sequence: dict[str, Any] = {"prompt_length": total - response, **known}
+    versions = values.get("weight_versions")
+    sequence: dict[str, Any] = {"prompt_length": total - response}
     if values.get("truncated") is not None:
         sequence["finish_reason"] = "length" if rows.size(values["truncated"], "truncated") else "stop"
-    return rows.Row(log_pi, log_mu, tokens, sequence)
+    if before is not None:
+        sequence |= columns_before(before, total - response)
+        versions = before.get("weight_versions", versions)
+    if numbers := whole_versions(versions):
+        # the version counts the weight syncs of a job
+        sequence["syncs"] = max(numbers)
+        # the host does not say which tokens belong to which turn
+        if len(set(numbers)) == 1:
+            tokens["version"] = np.full(response, numbers[0], dtype=np.int64)
+    return rows.Row(log_pi, log_mu, tokens, {**sequence, **known})
 
 
-def only_version(versions: Any) -> int | None:
-    """The version of the weights where all turns of a sample have the same number; the host does not say which tokens
-    belong to which turn."""
-    numbers = set(map(str, versions)) if isinstance(versions, list) and {*map(type, versions)} <= {str, int} else set()
-    text = numbers.pop() if len(numbers) == 1 else ""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 18 else None
+def columns_before(sample: Mapping[str, Any], prompt_length: int) -> dict[str, Any]:
+    """The columns of the sequence that a sample before training knows.
+
+    ``cached_tokens`` counts every request of the sample, so it is the share of all their prompts times the length of
+    the first one: with a single request, the number itself.
+    """
+    known: dict[str, Any] = {}
+    if type(sample.get("group_index")) is int:
+        known["group"] = sample["group_index"]
+    if type(sample.get("reward")) in (int, float):
+        known["reward"] = sample["reward"]
+    status = sample.get("status")
+    if isinstance(status, str) and status in FINISH_REASONS:
+        known["finish_reason"] = FINISH_REASONS[status]
+    cache = sample.get("prefix_cache_info")
+    if type(cache) is dict:
+        cached, prompts = (rows.size(cache.get(name, 0), name) for name in ("cached_tokens", "total_prompt_tokens"))
+        # a host whose server said nothing has 0 of 0
+        if prompts:
+            known["cached_tokens"] = cached * prompt_length / prompts
+    return known
+
+
+def whole_versions(versions: Any) -> list[int]:
+    """The versions of the weights of a sample's requests; none where one of them is no number."""
+    if not isinstance(versions, list):
+        return []
+    texts = [str(version) if type(version) is int and 0 <= version < 2**53 else version for version in versions]
+    numbers = all(isinstance(t, str) and t.isascii() and t.isdecimal() and len(t) < 18 for t in texts)
+    return [int(text) for text in texts] if numbers else []

@@ -51,6 +51,7 @@ def test_log_probs_lengths_and_mask_are_those_of_the_batch(chunk: Chunk):
     [
         ("prompt_length", "prompt_length"),
         ("reward", "reward"),
+        ("group", "group"),
         ("train_rank", "train_rank"),
         ("entropy", "entropy"),
         ("advantage", "advantage"),
@@ -64,8 +65,9 @@ def test_a_column_that_a_host_writes_has_the_values_of_the_batch(chunk: Chunk, n
         np.testing.assert_allclose(chunk.tokens[name][loss], values[loss], rtol=1e-6)
     elif name in chunk.sequences:
         own = chunk.sequences[name]
-        # miles names a rank by its global number
+        # miles names a rank by its global number, prime-rl a group by a text
         own = np.unique(own, return_inverse=True)[1] if name == "train_rank" else own
+        own = [own.tolist().index(value) // 2 for value in own] if name == "group" else own
         np.testing.assert_allclose(own, values, rtol=1e-6)
 
 
@@ -75,9 +77,15 @@ def test_a_column_that_a_host_writes_has_the_values_of_the_batch(chunk: Chunk, n
         ("nemo_rl", "advantage loss_mask prompt_length reward step token_id"),
         (
             "slime",
-            "advantage entropy finish_reason loss_mask pack_position prompt_length reward step token_id train_rank",
+            "advantage cached_tokens entropy finish_reason group loss_mask pack_position prompt_length reward step "
+            "syncs token_id train_rank version",
         ),
-        ("miles", "advantage entropy finish_reason loss_mask prompt_length step token_id train_rank version"),
+        (
+            "miles",
+            "advantage cached_tokens entropy finish_reason group loss_mask prompt_length reward step syncs token_id "
+            "train_rank version",
+        ),
+        ("miles_tp", "advantage entropy finish_reason loss_mask prompt_length step token_id train_rank"),
         ("prime_rl", "advantage entropy loss_mask pack_position prompt_length step token_id train_rank"),
         ("prime_rl_traces", "entropy group loss_mask prompt_length reward token_id turn"),
         ("verl", "entropy loss_mask step token_id"),

@@ -207,7 +207,18 @@ def memoized(value: bytes, uses: bytes) -> bytes:
         (memoized(b"ccollections\nOrderedDict\n", b"((NNtq\x02tR"), "data.pkl is damaged: TypeError"),
         (described(Rebuilt(Persistent(torch.FloatStorage, 1), 0, (1,) * 65, (1,) * 65)), "a shape that is no shape"),
     ],
-    ids=["key", "item of a set", "protocol 4", "frozen set", "memo", "dictionaries", "steps", "number", "OrderedDict", "shape"],
+    ids=[
+        "key",
+        "item of a set",
+        "protocol 4",
+        "frozen set",
+        "memo",
+        "dictionaries",
+        "steps",
+        "number",
+        "OrderedDict",
+        "shape",
+    ],
 )
 def test_a_pickle_that_would_cost_without_end_is_refused_before_it_is_loaded(
     pickled: bytes, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,132 @@
+"""What slime and miles know of a sample before training, and do not repeat in their train data.
+
+``--save-debug-rollout-data`` and ``--dump-details`` (its folder rollout_data) write one torch file per rollout with the
+fields of every Sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rc.analyze.readers import rows
+from megatron_rc.analyze.readers.dump import CorruptRows, Group, UnreadableFile
+from megatron_rc.analyze.readers.torch_file import TorchFile, first_values, value_of
+
+NAMES = frozenset({"rollout_id", "samples"})
+"""Names at the start of such a file; the train data of slime has them, too, and a format version."""
+
+
+def is_rollout_data(file: Path) -> bool:
+    """True for a file of samples before training."""
+    try:
+        values = {value for value in first_values(file) if isinstance(value, str)}
+    except UnreadableFile:
+        return False
+    return values >= NAMES and "format_version" not in values and "rollout_data" not in values
+
+
+def rollout_of(file: Path) -> int | None:
+    """The rollout that the head of a file names; None for a damaged one."""
+    try:
+        values = first_values(file)
+    except UnreadableFile:
+        return None
+    following = (after for name, after in pairwise(values) if name == "rollout_id")
+    return next((value for value in following if isinstance(value, int)), None)
+
+
+def beside(train: Iterable[Group], rollouts: Iterable[Path]) -> list[Group]:
+    """Each group of train data with the samples of its rollout behind it, where they are there.
+
+    Files of evaluations are left out: they have the number of a rollout, and "eval_" before it in their names.
+    """
+    samples: dict[int | None, list[Path]] = {}
+    for file in rollouts:
+        number = rollout_of(file)
+        if f"eval_{number}" not in file.name:
+            samples.setdefault(number, []).append(file)
+    groups: list[Group] = []
+    for group in train:
+        number = rollout_of(group[0])
+        known = samples.get(number, []) if number is not None else []
+        known = known or _of_dump_details(group[0], number)
+        # the file whose path shares most with that of the train data
+        groups.append((*group, *sorted(known, key=lambda file: -_shared(file, group[0]))[:1]))
+    return groups
+
+
+def _of_dump_details(train: Path, number: int | None) -> list[Path]:
+    """The file in the folder rollout_data beside the folder train_data, which alone was given."""
+    file = train.absolute().parent.with_name("rollout_data") / f"{number}.pt"
+    return [file] if train.absolute().parent.name == "train_data" and file.is_file() and is_rollout_data(file) else []
+
+
+def _shared(file: Path, other: Path) -> int:
+    pairs = zip(file.parts, other.parts, strict=False)
+    return next((count for count, (own, others) in enumerate(pairs) if own != others), len(file.parts))
+
+
+class RolloutData:
+    """The samples of one rollout.
+
+    Raises:
+        UnreadableFile: not a whole file of samples.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        # routes and rewards may be of NumPy, and are not needed
+        saved = TorchFile(file).load(skip_numpy=True)
+        samples = saved.get("samples") if type(saved) is dict else None
+        if type(samples) is not list or not all(type(sample) is dict for sample in samples):
+            raise UnreadableFile(f"{file} must hold the samples of a rollout, a list of dictionaries")
+        self._samples: list[dict[str, Any]] = samples
+        self._by_index: dict[int, int] = {}
+        for place, sample in enumerate(samples):
+            if type(index := sample.get("index")) is int:
+                # siblings of one rollout may share it, and then it names none of them
+                self._by_index[index] = -1 if index in self._by_index else place
+
+    def sample(self, place: Any, index: Any) -> dict[str, Any] | None:
+        """The sample at a place of the rollout, or else with an index."""
+        if type(place) is not int:
+            place = self._by_index.get(index, -1) if type(index) is int else -1
+        return self._samples[place] if 0 <= place < len(self._samples) else None
+
+
+Name = tuple[Any, Any]
+"""Place of a training sample in its rollout, and its index; None for what the host does not say."""
+
+
+def read(group: Group, samples: Iterable[tuple[Name, Any]], corrupt: CorruptRows) -> RolloutData | None:
+    """The samples of the rollout, where a file of them stands last in a group.
+
+    Samples that are not those of the train data are counted as a file that cannot be read, and left out.
+
+    Args:
+        samples: each training sample: its name, and its token ids.
+    """
+    if len(group) < 2 or not is_rollout_data(group[-1]):
+        return None
+    try:
+        data = RolloutData(group[-1])
+        for number, (name, ids) in enumerate(samples):
+            own = data.sample(*name)
+            if own is None or not _same(own.get("tokens"), ids):
+                raise UnreadableFile(f"{data.file} is not the rollout of {group[0]}: sample {number} differs")
+    except UnreadableFile as error:
+        corrupt.add_file(str(error))
+        return None
+    return data
+
+
+def _same(own: Any, ids: Any) -> bool:
+    try:
+        return np.array_equal(rows.whole_numbers(value_of(own), "tokens"), rows.whole_numbers(value_of(ids), "tokens"))
+    except rows.BadRow:
+        return False
