@@ -1,7 +1,8 @@
-"""At which steps does a series jump? Binary segmentation, a permutation test, and a check against a steady drift."""
+"""At which steps does a series jump? Binary segmentation, a test that knows wandering, a check against steady drift."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -11,17 +12,20 @@ from megatron_rc.analyze.chunk import Floats
 
 SHORTEST = 3
 """Steps between two changes: a single odd step is no change of level."""
-PERMUTATIONS = 999
-LEVEL = 0.01
-"""A change counts with p below this. On a series without changes only the first test can fail, so this is the rate of
-false alarms per series; it rises to 8 % where neighbours have correlation 0.5. Fewer than about 10 steps cannot reach
-it: they have too few orders."""
+MEMORIES = (0.0, 0.5, 0.9)
+"""Correlations of neighbours, with steps of normal law, under which a series without jumps is simulated; the largest
+p-value of all counts. A random walk, whose levels do change, is outside of them."""
+SIMULATED = 4000
+"""Series per memory and length."""
+SIZES = (6, 7, 8, 9, 10, 12, 14, 16, 18, 21, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+"""Lengths that are simulated; a segment is judged as the next longer of these, and a still longer one as the last."""
+TAIL = 0.1
+"""Share of the simulated series that the tail is fitted to: p-values far below 1 / SIMULATED are needed, because they
+are corrected for the number of tests of a report."""
 TYPICAL = 0.85
 """Share of the differences between neighbours that are taken to contain no jump."""
 MOST = 10
 """Changes that are looked for."""
-_BATCH = 1 << 20
-"""Values permuted at once."""
 
 
 class Change(NamedTuple):
@@ -31,70 +35,125 @@ class Change(NamedTuple):
     """Mean of the values from the change before this one."""
     after: float
     """Mean of the values up to the next change."""
-    p: float
+    test: int
+    """Index of its p-value in the tests of ``Changes``."""
 
 
 class Changes(NamedTuple):
     points: tuple[Change, ...]
     drift: float | None
     """Slope per step where the series changes, but a straight line describes it better than jumps do."""
+    tests: tuple[float, ...]
+    """P-values of all splits that were tried, of points or not; the first is that of the whole series."""
 
 
-def find_changes(values: Floats, seed: int = 1) -> Changes:
-    """The jumps of a series [N] between constant levels.
+class _Law(NamedTuple):
+    """The statistic of series without jumps."""
 
-    Each segment is split where Student's t of the two means is largest. Its p-value is that of the largest t under
-    random orders of the segment. Both are divided by sqrt((1 + r) / (1 - r)), so that a series that wanders is not
-    taken for one that jumps: 1 + r is the mean square of its differences at distance 2 over that at distance 1, the
-    largest left out, and so r the correlation of neighbours whatever the jumps. At the end the levels must describe the
-    series better than a straight line, by Schwarz's criterion (BIC).
+    values: Floats
+    """Rising."""
+    start: float
+    """Where the tail begins."""
+    mean: float
+    """Mean excess over it."""
+
+    def p(self, seen: float) -> float:
+        if seen > self.start:
+            return float(TAIL * np.exp((self.start - seen) / self.mean))
+        return float((1 + self.values.size - np.searchsorted(self.values, seen)) / (1 + self.values.size))
+
+
+def find_changes(values: Floats, level: float) -> Changes:
+    """The jumps of a series [N] between constant levels, each with a p-value below ``level``.
+
+    Each segment is split where Student's t of the two means is largest. t is divided by sqrt((1 + r) / (1 - r)), so
+    that a series that wanders is not taken for one that jumps: 1 + r is the mean square of its differences at distance
+    2 over that at distance 1, the largest left out, and so r the correlation of neighbours whatever the jumps. The
+    p-value is that of the largest t in simulated autoregressive series without jumps, which are treated alike. At the
+    end the levels must describe the series better than a straight line, by Schwarz's criterion (BIC).
     """
-    random = np.random.default_rng(seed)
-    found: dict[int, float] = {}
+    found: dict[int, int] = {}
+    tests: list[float] = []
     waiting = [(0, values.size)]
     while waiting and len(found) < MOST:
         start, end = waiting.pop(0)
-        if (split := _split(values[start:end], random)) is None:
+        if (split := _split(values[start:end])) is None:
             continue
         index, p = start + split[0], split[1]
-        found[index] = p
-        waiting += [(start, index), (index, end)]
+        tests.append(p)
+        if p < level:
+            found[index] = len(tests) - 1
+            waiting += [(start, index), (index, end)]
     edges = [0, *sorted(found), values.size]
     means = [float(values[a:b].mean()) for a, b in itertools.pairwise(edges)]
     if found and (slope := _better_line(values, edges)) is not None:
-        return Changes((), slope)
-    return Changes(
-        tuple(Change(index, means[i], means[i + 1], found[index]) for i, index in enumerate(sorted(found))), None
-    )
+        return Changes((), slope, tuple(tests))
+    points = (Change(index, means[i], means[i + 1], found[index]) for i, index in enumerate(sorted(found)))
+    return Changes(tuple(points), None, tuple(tests))
 
 
-def _split(values: Floats, random: np.random.Generator) -> tuple[int, float] | None:
-    """(index, p) of the best split; None if it is not significant, or the segment too short or constant."""
+def _split(values: Floats) -> tuple[int, float] | None:
+    """(index, p) of the best split; None for a segment that is too short or constant."""
     n = values.size
     if n < 2 * SHORTEST or np.ptp(values) <= 1e-12 * max(1.0, float(np.abs(values).max())):
         return None
     (seen,), (index,) = _largest(values[None])
-    beyond, left = 0, PERMUTATIONS
-    while left:
-        rows = min(left, max(1, _BATCH // n))
-        beyond += int((_largest(random.permuted(np.tile(values, (rows, 1)), axis=1))[0] >= seen * (1 - 1e-9)).sum())
-        left -= rows
-    p = (1 + beyond) / (1 + PERMUTATIONS)
-    return (int(index), p) if p < LEVEL else None
+    size = min((size for size in SIZES if size >= n), default=SIZES[-1])
+    scaled = float(_tail_scale(seen, size))
+    return int(index), max(law.p(scaled) for law in _laws(size))
+
+
+def _tail_scale(t: Floats, n: int) -> Floats:
+    """Minus the logarithm of Student's tail at t, up to constants: its own tail is exponential."""
+    result: Floats = (n - 2) / 2 * np.log1p(np.square(t) / (n - 2))
+    return result
+
+
+@functools.cache
+def _laws(n: int) -> tuple[_Law, ...]:
+    """The statistic of simulated series [n], by memory."""
+    laws = []
+    for memory in MEMORIES:
+        steps = np.random.default_rng(n).standard_normal((SIMULATED, n))
+        steps[:, 1:] *= np.sqrt(1 - memory**2)
+        for t in range(1, n):
+            steps[:, t] += memory * steps[:, t - 1]
+        values = np.sort(_tail_scale(_largest(steps)[0], n))
+        tail = values[int((1 - TAIL) * SIMULATED) :]
+        laws.append(_Law(values, float(tail[0]), float(tail.mean() - tail[0])))
+    return tuple(laws)
 
 
 def _largest(rows: Floats) -> tuple[Floats, np.ndarray]:
-    """[R] largest t of each row of [R, n], less what correlated neighbours make of it, and where the split is."""
+    """[R] largest t of each row of [R, n], less what correlated neighbours make of it, and where the split is.
+
+    The variance within is that around four levels, so that a second jump does not hide the first.
+    """
     n = rows.shape[1]
     rows = rows - rows.mean(axis=1, keepdims=True)
-    splits = np.arange(SHORTEST, n - SHORTEST + 1)
-    left = np.cumsum(rows, axis=1)[:, splits - 1]
-    between = left**2 * (n / (splits * (n - splits)))
-    best = np.argmax(between, axis=1)
-    top = between[np.arange(rows.shape[0]), best]
-    within = np.maximum((rows**2).sum(axis=1) - top, 1e-300)
+    sums = np.concatenate([np.zeros((rows.shape[0], 1)), np.cumsum(rows, axis=1)], axis=1)
+    none, all_of = np.zeros(rows.shape[0], dtype=np.int64), np.full(rows.shape[0], n)
+    top, best = _gain(sums, none, all_of)
+    further = _gain(sums, none, best)[0] + _gain(sums, best, all_of)[0]
+    within = np.maximum((rows**2).sum(axis=1) - top - further, 1e-300)
     r = np.clip(_spread(rows, 2) / np.maximum(_spread(rows, 1), 1e-300) - 1, 0.0, 0.9)
-    return np.sqrt(top / within * (n - 2) * (1 - r) / (1 + r)), splits[best]
+    return np.sqrt(top / within * (n - 2) * (1 - r) / (1 + r)), best
+
+
+def _gain(sums: Floats, start: np.ndarray, end: np.ndarray) -> tuple[Floats, np.ndarray]:
+    """[R] what the best split of [start, end) takes off the sum of squares, 0 if that is too short, and the split.
+
+    Args:
+        sums: [R, n + 1] sums of the values before each index.
+    """
+    index, rows = np.arange(sums.shape[1]), np.arange(sums.shape[0])
+    left, right = index - start[:, None], end[:, None] - index
+    first, last = sums[rows, start][:, None], sums[rows, end][:, None]
+    share = left / np.maximum(left + right, 1)
+    size = (left + right) / np.maximum(left * right, 1)
+    gains = np.where((left >= SHORTEST) & (right >= SHORTEST), (sums - first - share * (last - first)) ** 2 * size, 0.0)
+    best = gains.argmax(axis=1)
+    return gains[rows, best], best
 
 
 def _spread(rows: Floats, distance: int) -> Floats:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.recommend import Recommendation, recommend
 from megatron_rc.analyze.rules import Judgement, judge
 from megatron_rc.analyze.rules.rule import Level, Verdict
-from megatron_rc.analyze.timeline import Logged, Timeline, logged_beside, timeline
+from megatron_rc.analyze.timeline import Logged, Timeline, logged_beside
 from megatron_rc.analyze.what_if import Missing, WhatIfTable, what_if
 from megatron_rc.config import PRESETS
 
@@ -37,8 +38,6 @@ class Diagnosis:
     corrupt: CorruptRows
     ignored: list[str]
     """One sentence for each kind of file at the path that was not read."""
-    logged: Logged = field(default_factory=dict)
-    """What the log of the run beside the dump says, by series and step."""
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -58,7 +57,8 @@ class Diagnosis:
     @cached_property
     def timeline(self) -> Timeline | None:
         """The course of the run; None with too few steps."""
-        return timeline(self.evidence.steps, self.logged)
+        course = self.evidence.course
+        return None if course is None else course.corrected(self.evidence.adjusted)
 
     @property
     def hidden_sampling_possible(self) -> bool:
@@ -149,16 +149,16 @@ def diagnose_dump(
         ValueError: nothing to read, an unknown format or rule, or no loss token.
     """
     dump = open_dump(path, format)
-    diagnosis = diagnosis_of(
+    return diagnosis_of(
         dump.chunks(progress),
         str(path),
         dump.format,
         dump.corrupt,
         ignored=dump.ignored,
+        logged=logged_beside(Path(path)),
         select=select,
         ignore=ignore,
     )
-    return replace(diagnosis, logged=logged_beside(Path(path)))
 
 
 def diagnosis_of(
@@ -168,13 +168,14 @@ def diagnosis_of(
     corrupt: CorruptRows,
     *,
     ignored: Sequence[str] = (),
+    logged: Logged = MappingProxyType({}),
     select: Collection[str] = (),
     ignore: Collection[str] = (),
 ) -> Diagnosis:
     gathering = Gathering()
     for chunk in chunks:
         gathering.add(chunk)
-    evidence = gathering.evidence()
+    evidence = gathering.evidence(logged)
     return Diagnosis(source, format, evidence, judge(evidence, select=select, ignore=ignore), corrupt, [*ignored])
 
 

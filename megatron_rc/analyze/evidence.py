@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 
@@ -15,10 +16,12 @@ from megatron_rc.analyze.growth import Growth, GrowthSums
 from megatron_rc.analyze.honesty import Honesty, honesty
 from megatron_rc.analyze.profile import Permutations, Profile, ProfileSums
 from megatron_rc.analyze.reservoir import Reservoir
+from megatron_rc.analyze.sign_flips import sign_flip_test
 from megatron_rc.analyze.significance import Test, holm
 from megatron_rc.analyze.steps import Step, StepSums
 from megatron_rc.analyze.sums import FIELDS, KeyedSums, Sums, merged, sequence_sums, total
 from megatron_rc.analyze.tail import Tail, TailSums
+from megatron_rc.analyze.timeline import Logged, Timeline, timeline
 
 PLACES = 5
 """Damaged sequences that are named."""
@@ -57,11 +60,13 @@ class Evidence:
     factor_tests: dict[str, Test]
     """That |l| does not depend on a factor, by its name."""
     sign_test: Test
-    """That l does not depend on the logged log-prob."""
+    """That the sign of l does not depend on the log-prob."""
     heat: Floats
     """[61 + 1, 61 + 1] tokens by log mu and log pi."""
     sample: Chunk
     """Loss tokens of a uniform sample of the sequences that have any."""
+    course: Timeline | None = None
+    """The course over the steps, with p-values before the correction; None with too few steps."""
 
     @property
     def tests(self) -> list[Test]:
@@ -74,6 +79,7 @@ class Evidence:
             *(t for panel in panels for t in panel.tests),
             *self.factor_tests.values(),
             self.sign_test,
+            *(self.course.tests if self.course else ()),
         ]
 
     @cached_property
@@ -135,8 +141,11 @@ class Gathering:
         ).reshape(self._heat.shape)
         self._reservoir.add(chunk.select_sequences(chunk.lengths > 0))
 
-    def evidence(self) -> Evidence:
+    def evidence(self, logged: Logged = MappingProxyType({})) -> Evidence:
         """What was measured.
+
+        Args:
+            logged: series of the run's log, which the course compares with k3.
 
         Raises:
             ValueError: there was no loss token with two log-probs.
@@ -153,8 +162,8 @@ class Gathering:
             for name, profile in profiles.items()
             if len(profile.bins) > 1
         }
-        sign = permutations.test("l by logged log-prob", FACTORS["log_mu"], lambda c: c.log_ratio)
-        return Evidence(
+        sign = sign_flip_test("sign of l by log-prob", permutations.chunk)
+        evidence = Evidence(
             sequences=int(sums.sequences),
             damaged=self._damaged,
             damaged_places=self._places,
@@ -177,6 +186,7 @@ class Gathering:
             heat=self._heat,
             sample=sample,
         )
+        return replace(evidence, course=timeline(evidence.steps, logged, len(evidence.tests)))
 
     def _without_damage(self, chunk: Chunk) -> tuple[int, Chunk]:
         """(sequences in all, the loss tokens of those without damage)."""

@@ -1,22 +1,25 @@
-"""Which of two series moves first? Correlation of their changes at several distances, with a p-value."""
+"""Which of two series moves first? Correlation of their surprises at several distances, with a p-value."""
 
 from __future__ import annotations
 
+import math
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_rc.analyze.chunk import Floats
+from megatron_rc.analyze.significance import normal_p
 
 LAGS = tuple(range(-5, 6))
-SURROGATES = 499
 FEWEST = 24
 """Steps with both series, from which the test is run: twice the longest distance must fit into them well."""
+MEMORY = (2, 6, 15)
+"""Steps that a series is predicted from: at least, at most, and one per so many steps."""
 
 
 class LeadLag(NamedTuple):
-    """How the changes of log k3 go with those of another series. A correlation names no cause."""
+    """How the surprises of log k3 go with those of another series. A correlation names no cause."""
 
     other: str
     """grad_norm, reward, entropy or length."""
@@ -27,29 +30,40 @@ class LeadLag(NamedTuple):
     correlations: tuple[float, ...]
     """At each of LAGS."""
     p: float
-    """P-value of the strongest of all lags; after Holm's correction over the series."""
+    """P-value of the strongest of all lags."""
 
 
-def lead_lag(name: str, k3: Floats, other: Floats, seed: int = 1) -> LeadLag | None:
-    """Compare the changes of two series [N], NaN where a step has no value; None with fewer than FEWEST steps.
+def lead_lag(name: str, k3: Floats, other: Floats) -> LeadLag | None:
+    """Compare the surprises of two series [N], NaN where a step has no value; None with fewer than FEWEST steps.
 
-    The changes from step to step are replaced by their normal scores, so that single large ones do not decide. Then
-    r(d) = corr(change of k3 at t, change of the other at t + d), and the statistic is the largest |r(d)| sqrt(pairs).
-    Its law comes from series with the changes of k3 in random phases, which keep their correlation with themselves.
+    A surprise is what a straight line in time and the steps before, by least squares, do not predict: series that
+    wander or grow by themselves have correlated values and correlated changes, but their surprises are independent.
+    They are replaced by their normal scores, so that single large ones do not decide. Then r(d) = corr(surprise of k3
+    at t, surprise of the other at t + d); the largest atanh(|r(d)|) sqrt(pairs - 3 - predictors), which is normal
+    without a relation, gives p = 1 - (1 - p_1)^11 over the 11 values of d.
 
-    Source: Theiler et al. (1992), Testing for nonlinearity in time series: the method of surrogate data.
+    Source: Haugh (1976), Checking the independence of two covariance-stationary time series.
     """
     both = np.isfinite(k3) & np.isfinite(other)
     if both.sum() < FEWEST or np.ptp(k3[both]) == 0 or np.ptp(other[both]) == 0:
         return None
-    one, two = (_normal_scores(np.diff(values[both])) for values in (k3, other))
-    seen = _correlations(one[None], two)[0]
-    weight = np.sqrt([two.size - abs(lag) for lag in LAGS])
-    random = np.random.default_rng(seed)
-    largest = np.abs(_correlations(_surrogates(one, random), two) * weight).max(axis=1)
-    best = int(np.argmax(np.abs(seen) * weight))
-    beyond = int((largest >= np.abs(seen[best]) * weight[best]).sum())
-    return LeadLag(name, LAGS[best], float(seen[best]), tuple(map(float, seen)), (1 + beyond) / (1 + SURROGATES))
+    memory = min(MEMORY[1], max(MEMORY[0], int(both.sum()) // MEMORY[2]))
+    one, two = (_normal_scores(_surprises(values[both], memory)) for values in (k3, other))
+    seen = _correlations(one, two)
+    pairs = one.size - np.abs(LAGS)
+    sizes = np.arctanh(np.minimum(np.abs(seen), 0.999999)) * np.sqrt(pairs - 3 - memory)
+    best = int(np.argmax(sizes))
+    p = -math.expm1(len(LAGS) * math.log1p(-normal_p(float(sizes[best]))))
+    return LeadLag(name, LAGS[best], float(seen[best]), tuple(map(float, seen)), p)
+
+
+def _surprises(values: Floats, memory: int) -> Floats:
+    """[N - memory] what a line and the ``memory`` values before each do not predict."""
+    n = values.size
+    before = [values[memory - lag : n - lag] for lag in range(1, memory + 1)]
+    predictors = np.stack([np.ones(n - memory), np.linspace(-1, 1, n - memory), *before], axis=1)
+    rest: Floats = values[memory:] - predictors @ np.linalg.lstsq(predictors, values[memory:], rcond=None)[0]
+    return rest
 
 
 def _normal_scores(values: Floats) -> Floats:
@@ -63,23 +77,13 @@ def _normal_quantile(shares: Floats) -> Floats:
     return np.array([NormalDist().inv_cdf(share) for share in shares.tolist()])
 
 
-def _correlations(rows: Floats, other: Floats) -> Floats:
-    """[R, len(LAGS)] correlation of rows [R, n] at t with ``other`` [n] at t + lag."""
+def _correlations(one: Floats, other: Floats) -> Floats:
+    """[len(LAGS)] correlation of ``one`` [n] at t with ``other`` [n] at t + lag."""
     n, result = other.size, []
     for lag in LAGS:
         early, late = slice(0, n - abs(lag)), slice(abs(lag), n)
-        x, y = (rows[:, early], other[late]) if lag >= 0 else (rows[:, late], other[early])
-        x, y = x - x.mean(axis=1, keepdims=True), y - y.mean()
-        spread = np.sqrt((x**2).sum(axis=1) * (y @ y))
-        result.append(np.divide(x @ y, spread, out=np.zeros(rows.shape[0]), where=spread > 0))
-    return np.stack(result, axis=1)
-
-
-def _surrogates(values: Floats, random: np.random.Generator) -> Floats:
-    """[SURROGATES, n] series with the spectrum of ``values`` and random phases."""
-    spectrum = np.fft.rfft(values)
-    turns = np.exp(2j * np.pi * random.random((SURROGATES, spectrum.size)))
-    turns[:, 0] = 1
-    if values.size % 2 == 0:
-        turns[:, -1] = np.sign(turns[:, -1].real)
-    return np.fft.irfft(spectrum * turns, n=values.size)
+        x, y = (one[early], other[late]) if lag >= 0 else (one[late], other[early])
+        x, y = x - x.mean(), y - y.mean()
+        spread = float(np.sqrt((x @ x) * (y @ y)))
+        result.append(float(x @ y) / spread if spread > 0 else 0.0)
+    return np.array(result)

@@ -17,6 +17,8 @@ from megatron_rc.analyze.significance import Test, normal_p
 PERMUTATIONS = 100
 PERMUTED_TOKENS = 30_000
 """Tokens of the reservoir that a permutation test reads at most."""
+AT_ONCE = 1 << 16
+"""Values that are permuted at once: many small dumps need few calls, large ones little memory."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,14 @@ class Permutations:
     """Permutation tests over a sample of sequences, with the same permutations for every factor."""
 
     def __init__(self, sample: Chunk, seed: int = 1) -> None:
-        """Take the first PERMUTED_TOKENS of a sample of loss tokens."""
+        """Take the first PERMUTED_TOKENS of a sample of loss tokens, and of its first sequence if that is longer."""
         last = max(1, int(np.searchsorted(sample.cu_seqlens, PERMUTED_TOKENS, side="right")) - 1)
         keep = (np.arange(sample.num_sequences) < last) & (sample.lengths > 0)
-        self._chunk = chunk = sample.select_sequences(keep)
+        whole = sample.select_sequences(keep)
+        self.chunk = chunk = whole.select(np.arange(whole.log_pi.size) < PERMUTED_TOKENS)
         random = np.random.default_rng(seed)
-        self._of_sequences = [random.permutation(chunk.num_sequences) for _ in range(PERMUTATIONS)]
-        self._inside = [np.lexsort((random.random(chunk.index.size), chunk.sequence_of)) for _ in range(PERMUTATIONS)]
+        self._of_sequences = random.random((PERMUTATIONS, chunk.num_sequences)).argsort(axis=1)
+        self._inside = (random.random((PERMUTATIONS, chunk.log_pi.size)) + chunk.sequence_of).argsort(axis=1)
 
     def test(self, name: str, factor: Factor, values: Callable[[Chunk], Floats]) -> Test:
         """Test that ``values`` [N] do not depend on a factor.
@@ -129,7 +132,7 @@ class Permutations:
         is compared with that of the data. Its law is fitted by a gamma distribution of the same mean and variance,
         because p-values far below 1 / PERMUTATIONS are needed once they are corrected for the number of tests.
         """
-        chunk, tokens = self._chunk, values(self._chunk)
+        chunk, tokens = self.chunk, values(self.chunk)
         codes = factor.codes(chunk)
         if not factor.of_sequences and bool((codes == codes[chunk.cu_seqlens[:-1]][chunk.sequence_of]).all()):
             codes, of_sequences = codes[chunk.cu_seqlens[:-1]], True
@@ -143,18 +146,26 @@ class Permutations:
         if bins < 2 or sums.size < bins + 2:
             return Test(name, 0.0, None, "all tokens are in one bin" if bins < 2 else "almost as many bins as values")
 
-        def between(order: NDArray[Any]) -> float:
-            count = np.bincount(inverse, weights=weights[order])
-            return float((np.bincount(inverse, weights=sums[order]) ** 2 / count).sum())
-
         floor = float(sums.sum() ** 2 / weights.sum())
-        seen = between(np.arange(sums.size)) - floor
-        shuffled = np.array([between(order) for order in orders]) - floor
+        seen = float(_between(sums, weights, inverse, np.arange(sums.size)[None])[0]) - floor
+        rows = max(1, AT_ONCE // sums.size)
+        parts = [_between(sums, weights, inverse, orders[i : i + rows]) for i in range(0, PERMUTATIONS, rows)]
+        shuffled = np.concatenate(parts) - floor
         mean, variance = float(shuffled.mean()), float(shuffled.var())
         if mean <= 0 or variance <= 1e-12 * mean**2:
             return Test(name, 0.0, None, "permutations change nothing")
         z = gamma_deviate(seen, mean, variance)
         return Test(name, z, normal_p(z, two_sided=False))
+
+
+def _between(sums: Floats, weights: Floats, inverse: NDArray[np.int64], orders: NDArray[np.int64]) -> Floats:
+    """[P] sum over the bins of (sum of the bin)^2 / weight of the bin, for values in each of the orders [P, N]."""
+    rows, bins = orders.shape[0], int(inverse.max()) + 1
+    codes = (np.arange(rows)[:, None] * bins + inverse).reshape(-1)
+    total, weight = (
+        np.bincount(codes, weights=values[orders].reshape(-1), minlength=rows * bins) for values in (sums, weights)
+    )
+    return (total**2 / weight).reshape(rows, bins).sum(axis=1)
 
 
 def gamma_deviate(value: float, mean: float, variance: float) -> float:

@@ -1,6 +1,6 @@
 """The course of a run: series per step, jumps of k3, what moves before or after it, and whether responses surge.
 
-P-values here are corrected among themselves (Holm). They decide no verdict, so they do not weaken the tests that do.
+Its tests decide no verdict, but they are part of the report and enter Holm's correction over all of its p-values.
 """
 
 from __future__ import annotations
@@ -8,19 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rc.analyze.changes import Change, find_changes
+from megatron_rc.analyze.changes import MOST, Change, find_changes
 from megatron_rc.analyze.lead_lag import LeadLag, lead_lag
-from megatron_rc.analyze.significance import Test, holm
+from megatron_rc.analyze.significance import Test
 from megatron_rc.analyze.steps import Step
 from megatron_rc.report.log import FILE_NAME, read_metrics
 from megatron_rc.surge import SurgeDetector
 
 FEWEST_STEPS = 8
 """Steps from which a dump has a course."""
+JUMP_LEVEL = 0.01
+"""A jump of k3 is one with a corrected p below this."""
 SMALLEST_K3 = 1e-16
 """Below fp64 rounding; a smaller k3 counts as this, so that its logarithm is finite."""
 LOGGED = {"grad_norm": "grad_norm", "reward": "reward/mean", "entropy": "entropy"}
@@ -45,6 +48,7 @@ class Jump(NamedTuple):
     after: float
     """Geometric mean of k3 up to the next jump."""
     p: float
+    """Corrected for the number of tests of the report once it is there."""
 
 
 class Surge(NamedTuple):
@@ -69,14 +73,26 @@ class Timeline(NamedTuple):
     lead_lag: tuple[LeadLag, ...]
     """k3 against gradient norm, reward, entropy and length, as far as known and long enough."""
     surge: Surge
+    jump_tests: tuple[int, ...]
+    """The test of each jump, by its index in ``tests``."""
+    tests: tuple[Test, ...]
+    """All tests that were made: of the splits that were tried, with a jump or without, and of each pair of series."""
+
+    def corrected(self, adjusted: Mapping[str, float]) -> Timeline:
+        """With the p-values of jumps and pairs as ``adjusted`` has them by the name of the test."""
+        jumps = (j._replace(p=adjusted[self.tests[t].name]) for j, t in zip(self.jumps, self.jump_tests, strict=True))
+        pairs = (pair._replace(p=adjusted[_pair_test(pair).name]) for pair in self.lead_lag)
+        return self._replace(jumps=tuple(jumps), lead_lag=tuple(pairs))
 
 
-def timeline(steps: Sequence[Step], logged: Logged) -> Timeline | None:
+def timeline(steps: Sequence[Step], logged: Logged, other_tests: int = 0) -> Timeline | None:
     """The course of a run; None with fewer than FEWEST_STEPS steps.
 
     Args:
         steps: rising.
         logged: from ``logged_beside``; the columns of the dump come first.
+        other_tests: tests of the report outside of the course: a jump must stay below JUMP_LEVEL after the correction
+            for all of them.
     """
     if len(steps) < FEWEST_STEPS:
         return None
@@ -94,15 +110,21 @@ def timeline(steps: Sequence[Step], logged: Logged) -> Timeline | None:
         if values is not None:
             series[name] = values
     log_k3 = np.log(np.maximum(series["k3"], SMALLEST_K3))
-    changes = find_changes(log_k3)
+    pairs = _lead_lags(log_k3, series)
+    # two splits follow each jump, so that no more than these are ever tried
+    most = other_tests + len(pairs) + 2 * MOST + 1
+    changes = find_changes(log_k3, JUMP_LEVEL / most)
+    splits = tuple(Test(f"jump of k3, split {i}", _deviate(p), p) for i, p in enumerate(changes.tests))
     return Timeline(
         steps=tuple(steps),
         series=series,
         missing={name: need for name, need in NEEDS.items() if name not in series},
-        jumps=tuple(_jump(steps, change) for change in changes.points),
+        jumps=tuple(_jump(steps, change, changes.tests[change.test]) for change in changes.points),
         drift=None if changes.drift is None else math.exp(changes.drift),
-        lead_lag=_lead_lags(log_k3, series),
+        lead_lag=pairs,
         surge=_surge(steps),
+        jump_tests=tuple(change.test for change in changes.points),
+        tests=(*splits, *map(_pair_test, pairs)),
     )
 
 
@@ -128,15 +150,23 @@ def logged_beside(path: Path) -> dict[str, dict[int, float]]:
     }
 
 
-def _jump(steps: Sequence[Step], change: Change) -> Jump:
-    return Jump(steps[change.begins].step, math.exp(change.before), math.exp(change.after), change.p)
+def _jump(steps: Sequence[Step], change: Change, p: float) -> Jump:
+    return Jump(steps[change.begins].step, math.exp(change.before), math.exp(change.after), p)
+
+
+def _pair_test(pair: LeadLag) -> Test:
+    return Test(f"k3 with {pair.other}", _deviate(pair.p), pair.p)
+
+
+def _deviate(p: float) -> float:
+    """The standard normal deviate that has the upper tail ``p``."""
+    return -NormalDist().inv_cdf(min(max(p, 1e-300), 1 - 1e-16))
 
 
 def _lead_lags(log_k3: np.ndarray, series: Mapping[str, tuple[float, ...]]) -> tuple[LeadLag, ...]:
     names = [name for name in ("grad_norm", "reward", "entropy", "length") if name in series]
-    found = [result for name in names if (result := lead_lag(name, log_k3, np.array(series[name]))) is not None]
-    adjusted = holm([Test(result.other, 0.0, result.p) for result in found])
-    return tuple(result._replace(p=adjusted[result.other]) for result in found)
+    found = (lead_lag(name, log_k3, np.array(series[name])) for name in names)
+    return tuple(result for result in found if result is not None)
 
 
 def _surge(steps: Sequence[Step]) -> Surge:

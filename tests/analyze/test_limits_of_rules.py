@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
-from simulated_dumps import TRAPS, honest, stale_weights, world
+from simulated_dumps import TRAPS, expert_flips, honest, stale_weights, world
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
 from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules import TRIED
+from megatron_rc.analyze.rules.benign import LARGEST_TYPICAL
 from megatron_rc.analyze.rules.rule import Level
 
 
@@ -44,6 +47,23 @@ def test_logs_of_four_decimals_are_no_temperature() -> None:
     assert diagnosis.evidence.profiles["log_mu"].explained_sign > 0.1
     assert diagnosis.evidence.significant(diagnosis.evidence.sign_test)
     assert levels(diagnosis) == {"RC501": Level.NUMERICS}
+
+
+def test_shifted_experts_without_their_column_are_numerics_and_the_text_names_the_column() -> None:
+    chunk = expert_flips(world(1, sequences=48))
+    tokens = {name: values for name, values in chunk.tokens.items() if name != "routes_shifted"}
+    (verdict,) = diagnosed(replace(chunk, tokens=tokens)).verdicts
+    assert (verdict.code, verdict.level) == ("RC501", Level.NUMERICS)
+    assert verdict.numbers["sigma"] > LARGEST_TYPICAL > 3 * verdict.numbers["sigma_typical"]
+    assert "column routes_shifted decides" in verdict.sentence
+
+
+def test_a_gap_of_few_tokens_that_shifted_experts_do_not_explain_is_suspect() -> None:
+    chunk = expert_flips(world(1, sequences=48))
+    others = np.random.default_rng(2).permutation(chunk.tokens["routes_shifted"])
+    found = diagnosed(replace(chunk, tokens={**chunk.tokens, "routes_shifted": others}))
+    assert levels(found) == {"RC501": Level.SUSPECT}
+    assert "routes_shifted" not in found.verdicts[0].sentence
 
 
 def test_a_gap_beyond_eight_bits_is_suspect_although_no_rule_knows_its_cause() -> None:

@@ -51,7 +51,7 @@ THRESHOLDS = {
     "RC301": {LEVEL, location.CACHE_EXPLAINED, location.TIMES_OTHERS},
     "RC303": {LEVEL, location.LEAST_EXPLAINED, location.TIMES_OTHERS},
     "RC404": {LEVEL, benign.LEAST_EXPLAINED},
-    "RC501": {benign.LARGEST_SIGMA},
+    "RC501": {benign.LARGEST_SIGMA, benign.LARGEST_TYPICAL},
     "RC502": {LEVEL},
 }
 """Constants that a page must name."""

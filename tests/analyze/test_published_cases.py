@@ -95,20 +95,25 @@ def trl_6789() -> Chunk:
     )
 
 
-def verl_7242() -> Chunk:
+def verl_7242(carriers: float) -> Chunk:
     """The run of verl-project/verl#7242.
 
     Published: k1 = mean(-l) = 0.00535 and k3 = 0.00519 nats per token.
     Made up: 100 responses of 500 tokens, normal noise on the logits; two numbers of it are set so that both hold. The
-    noise of a logit that follows depends on the made-up probabilities, and so does whether it is called suspect.
+    noise of a logit that follows depends on the made-up probabilities.
+
+    Args:
+        carriers: share of the tokens with ten times the noise of the others: 1 is a dense model, a few percent are what
+            a mixture of experts looks like.
     """
     random, tokens = np.random.default_rng(7242), 50_000
     p = probabilities(random, tokens)
-    noise = (1 - p) * random.normal(size=tokens)
+    scale = (1 - p) * np.where(random.random(tokens) < carriers, 1.0, 0.1)
+    noise = scale * random.normal(size=tokens)
 
     def made(size: float) -> np.ndarray:
         """l with k1 = 0.00535."""
-        values = size * noise - (size * (1 - p)) ** 2 / 2
+        values = size * noise - (size * scale) ** 2 / 2
         return values - values.mean() - 0.00535
 
     log_ratio = made(solve(lambda size: float((np.expm1(made(size)) - made(size)).mean()), 0.00519, 0.0, 5.0))
@@ -151,12 +156,15 @@ def test_top_p_renormalised_by_the_sampler_alone_is_rc102() -> None:
     assert verdict.numbers["mean_ratio"] == pytest.approx(0.896, abs=5e-4)
 
 
-def test_equal_k1_and_k3_are_honest_numerics() -> None:
-    found = diagnosis(verl_7242())
+@pytest.mark.parametrize(("carriers", "level"), [(0.05, Level.NUMERICS), (1.0, Level.SUSPECT)])
+def test_equal_k1_and_k3_are_honest_and_few_tokens_that_carry_them_are_numerics(carriers: float, level: Level) -> None:
+    """k1 and k3 do not say whether every token is off, which no rounding that was measured does by so much."""
+    found = diagnosis(verl_7242(carriers))
     whole = found.evidence.whole
     assert -whole.mean_log_ratio == pytest.approx(0.00535, rel=1e-6)
     assert whole.k3 == pytest.approx(0.00519, rel=1e-6)
     assert whole.kappa == pytest.approx(1, abs=0.2) and whole.kappa_counts
     assert not found.evidence.significant(whole.z_ratio)
-    assert found.level is not Level.BUG
-    assert [verdict.code for verdict in found.verdicts] == ["RC501"]
+    (verdict,) = found.verdicts
+    assert (verdict.code, verdict.level) == ("RC501", level)
+    assert "routes_shifted decides" in verdict.sentence

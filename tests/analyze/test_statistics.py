@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulated_dumps import honest, one_stale_server, world
+from simulated_dumps import logged_temperature, one_stale_server, small_honest, world
 
 from megatron_rc.analyze.chunk import Chunk, loss_tokens
 from megatron_rc.analyze.evidence import Gathering
@@ -12,6 +12,7 @@ from megatron_rc.analyze.factors import FACTORS, octave, octave_start
 from megatron_rc.analyze.growth import GrowthSums
 from megatron_rc.analyze.profile import Permutations, ProfileSums, explained_by_means, gamma_deviate
 from megatron_rc.analyze.reservoir import MAX_TOKENS, Reservoir
+from megatron_rc.analyze.sign_flips import sign_flip_test
 from megatron_rc.analyze.significance import Test, holm, normal_p, self_normalised
 from megatron_rc.analyze.tail import TailSums
 
@@ -55,13 +56,39 @@ def test_the_explained_share_is_eta_squared_less_what_chance_explains() -> None:
 
 def test_permutation_p_values_of_honest_dumps_are_uniform() -> None:
     p_values = []
-    for seed in range(60):
-        permutations = Permutations(loss_tokens(honest(world(seed, sequences=16))))
+    for seed in range(200):
+        permutations = Permutations(loss_tokens(small_honest(seed)))
         test = permutations.test("position", FACTORS["position"], size)
         assert test.p is not None
         p_values.append(test.p)
-    distance = np.abs(np.sort(p_values) - (np.arange(60) + 0.5) / 60).max()
-    assert distance < 0.21, "the 1 % point of Kolmogorov and Smirnov's statistic at 60 values"
+    distance = np.abs(np.sort(p_values) - (np.arange(200) + 0.5) / 200).max()
+    assert distance < 0.115, "the 1 % point of Kolmogorov and Smirnov's statistic at 200 values"
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.1])
+def test_sign_flip_p_values_of_honest_dumps_are_uniform(noise: float) -> None:
+    """Over 200 dumps whose |l| grows with -log mu, which a permutation of the tokens would take for a dependence."""
+    tests = [sign_flip_test("sign", loss_tokens(small_honest(seed, sequences=32, noise=noise))) for seed in range(200)]
+    p_values = np.array([test.p for test in tests], dtype=float)
+    distance = np.abs(np.sort(p_values) - (np.arange(200) + 0.5) / 200).max()
+    assert distance < 0.115, "the 1 % point of Kolmogorov and Smirnov's statistic at 200 values"
+
+
+@pytest.mark.parametrize("noise", [0.4, 0.8])
+def test_sign_flips_let_large_honest_noise_pass(noise: float) -> None:
+    """Its second-order means are first seen at such sizes, and the allowance for them covers them."""
+    tests = [sign_flip_test("sign", loss_tokens(small_honest(seed, sequences=64, noise=noise))) for seed in range(60)]
+    assert np.mean([test.p < 0.05 for test in tests if test.p is not None]) <= 0.05 + 4 * np.sqrt(0.05 * 0.95 / 60)
+
+
+def test_sign_flips_see_a_temperature_of_two_percent_in_five_thousand_tokens() -> None:
+    test = sign_flip_test("sign", loss_tokens(logged_temperature(world(3, sequences=32), 0.98)))
+    assert test.p is not None and test.p < 1e-12
+
+
+def test_sign_flips_of_few_tokens_are_undecided() -> None:
+    test = sign_flip_test("sign", loss_tokens(small_honest(1, sequences=12)))
+    assert test.p is None and test.undecided == "fewer than 20 runs of up to 64 tokens"
 
 
 def test_gamma_deviates_have_the_tail_of_the_gamma_law() -> None:
