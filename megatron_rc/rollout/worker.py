@@ -1,0 +1,256 @@
+"""An engine in a process of its own, which samples while the trainer trains."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+START_METHOD = "spawn"
+"""A fork would inherit the threads and the devices of the trainer."""
+_END_S = 5.0
+
+
+class _Generate(NamedTuple):
+    prompts: list[list[int]]
+    params: SamplingParams
+    n: int
+    seeds: list[int]
+
+
+class _Update(NamedTuple):
+    """Weights follow, one message each, then `_LastWeight`."""
+
+    version: int
+
+
+class _Weight(NamedTuple):
+    name: str
+    tensor: Tensor
+
+
+class _LastWeight(NamedTuple):
+    """The end of the weights of an update."""
+
+
+class _Finished(NamedTuple):
+    """Responses that are new since the last message; the request goes on."""
+
+    responses: int
+
+
+class _Done(NamedTuple):
+    value: Any
+
+
+class _Failed(NamedTuple):
+    sentence: str
+
+
+class WorkerEngine(RolloutEngine):
+    """RolloutEngine whose work another engine does, in a process that this one starts and that ends with it.
+
+    There is one request at a time: ``generate`` and ``update_weights`` wait for its end, in whatever thread they are
+    called. Only one thread may call at a time.
+    """
+
+    def __init__(self, build: Callable[[], RolloutEngine], *, agree: Callable[[str | None], None]) -> None:
+        """Start the process and build its engine.
+
+        Args:
+            build: makes the engine in the new process; a function or partial that can be pickled.
+            agree: every trainer process calls it at the end of an update; it raises on all when one passes a sentence.
+
+        Raises:
+            ValueError: the engine refuses its arguments, or the process ended.
+        """
+        self.weight_version = -1
+        self._agree = agree
+        context = multiprocessing.get_context(START_METHOD)
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(  # type: ignore[attr-defined]
+            target=_serve, args=(theirs, build), name="rollout-engine", daemon=True
+        )
+        with _interrupts_ignored():
+            self._process.start()
+        theirs.close()
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Number of the engine's process."""
+        assert self._process.pid is not None
+        return int(self._process.pid)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int,
+        seeds: Sequence[int],
+        on_finished: Callable[[int], None] | None = None,
+    ) -> list[Sample]:
+        """Sample ``n`` responses per prompt; the contract is RolloutEngine.generate.
+
+        Raises:
+            ValueError: what the engine refuses, an error of it, or the end of its process.
+        """
+        self._send(_Generate([list(map(int, prompt)) for prompt in prompts], params, n, list(seeds)))
+        samples: list[Sample] = self._answer(on_finished)
+        return samples
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy ``weights`` to the process, one at a time, and serve them as ``version``.
+
+        Raises:
+            ValueError: what the engine refuses, an error of it, or the end of its process; on every trainer process.
+        """
+        error, remaining = None, iter(weights)
+        try:
+            self._send(_Update(version))
+            for name, tensor in remaining:
+                # a view would be sent with all of its storage
+                self._send(_Weight(name, tensor.detach().to("cpu", copy=True)))
+            self._send(_LastWeight())
+            self._answer()
+        except ValueError as failure:
+            error = str(failure)
+        # the export gathers across processes: leaving it unread would leave the other ranks waiting
+        for _ in remaining:
+            pass
+        self._agree(error)
+        self.weight_version = version
+
+    def close(self) -> None:
+        """End the process; a ``generate`` in another thread raises ValueError."""
+        self._process.terminate()
+        self._process.join(_END_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._pipe.close()
+
+    def _send(self, message: NamedTuple) -> None:
+        try:
+            _send(self._pipe, message)
+        except OSError:
+            raise ValueError(self._end()) from None
+
+    def _answer(self, on_finished: Callable[[int], None] | None = None) -> Any:
+        while True:
+            try:
+                message = _receive(self._pipe)
+            except (EOFError, OSError):
+                raise ValueError(self._end()) from None
+            match message:
+                case _Done(value):
+                    return value
+                case _Failed(sentence):
+                    raise ValueError(sentence)
+                case _Finished(responses) if on_finished is not None:
+                    on_finished(responses)
+
+    def _end(self) -> str:
+        self._process.join(_END_S)
+        code = self._process.exitcode
+        if code is None or code >= 0:
+            return f"the process of the rollout engine ended with exit status {code}; its last words are on stderr"
+        by = signal.Signals(-code).name
+        hint = ", as the system does when memory runs out" if by == "SIGKILL" else ""
+        return f"the process of the rollout engine was ended by {by}{hint}"
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """A process started here inherits that it ignores Ctrl-C, which reaches all processes of a terminal: it ends with
+    its parent."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _serve(pipe: Connection, build: Callable[[], RolloutEngine]) -> None:
+    """The process of the engine: it answers one request after the other until its parent ends it, or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    engine: RolloutEngine | None = None
+    with suppress(EOFError, ConnectionError):
+        with _failures_sent(pipe):
+            engine = build()
+            _send(pipe, _Done(None))
+        while engine is not None:
+            request = _receive(pipe)
+            with _failures_sent(pipe):
+                _send(pipe, _Done(_result(engine, request, pipe)))
+
+
+def _result(engine: RolloutEngine, request: _Generate | _Update, pipe: Connection) -> list[Sample] | None:
+    if isinstance(request, _Generate):
+        prompts, params, n, seeds = request
+        finished = partial(_send_count, pipe)
+        return engine.generate(prompts, params, n=n, seeds=seeds, on_finished=finished)
+    weights = _weights(pipe)
+    try:
+        engine.update_weights(weights, request.version)
+    finally:
+        for _ in weights:  # of an update that was refused
+            pass
+    return None
+
+
+def _weights(pipe: Connection) -> Iterator[tuple[str, Tensor]]:
+    while isinstance(message := _receive(pipe), _Weight):
+        yield message.name, message.tensor
+
+
+@contextmanager
+def _failures_sent(pipe: Connection) -> Iterator[None]:
+    """The sentence of an error goes to the parent; the place of one that no setting can mend goes to stderr, too."""
+    try:
+        yield
+    except Exception as error:
+        sentence = str(error)
+        if not isinstance(error, ValueError):
+            traceback.print_exc()
+            sentence = f"the rollout engine failed with {type(error).__name__}: {sentence.partition(chr(10))[0]}"
+        _send(pipe, _Failed(sentence))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _send_count(pipe: Connection, count: int) -> None:
+    _send(pipe, _Finished(count))
+
+
+def _send(pipe: Connection, message: NamedTuple) -> None:
+    # Connection.send would put tensors into shared memory, that of the trainer's own weights included
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def _receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())
