@@ -6,11 +6,31 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
 from megatron_rc.tasks import Prompt, Task
 from megatron_rc.training import emulation
 from megatron_rc.training.groups import Groups, SharedError
+
+
+class Request(NamedTuple):
+    """A rollout of the training stream: ``n`` responses to each of ``prompts`` prompts, from number ``first`` on.
+
+    Response j of prompt p of the stream is sample p * n + j of the job; its seed follows from that number.
+    """
+
+    first: int
+    prompts: int
+    n: int
+
+
+class Part(NamedTuple):
+    """What one process sampled of a rollout."""
+
+    samples: list[Sample]
+    rewards: list[float]
+    """Rewards of the samples that are not damaged."""
 
 
 @dataclass
@@ -54,12 +74,17 @@ class Sampler:
     max_discarded_share: float
     """Share of the responses of one call that may come back damaged; the others are used without them."""
 
-    def rollouts(
-        self, prompts: Sequence[Prompt], n: int, *, first: int, on_finished: Callable[[int], None]
-    ) -> SampledBatch:
-        """`sample` training prompts; the seeds follow from ``first``, the number of the first one in the stream."""
-        seeds = [seed_of(self.seed, "rollout", first * n + i) for i in range(len(prompts) * n)]
-        return self.sample(prompts, n, seeds, on_finished)
+    def rollout(self, request: Request, on_finished: Callable[[int], None]) -> SampledBatch:
+        """`sample` the prompts of ``request``."""
+        return self.sample(self._prompts(request), request.n, self._seeds(request), on_finished)
+
+    def part(self, request: Request) -> Part:
+        """This process's part of a rollout, without communication, so that any thread may call it."""
+        return self._part(self._prompts(request), request.n, self._seeds(request))
+
+    def joined(self, request: Request, parts: Sequence[Part]) -> SampledBatch:
+        """The rollout of which ``parts`` hold what each process sampled; raises as `sample`."""
+        return self._joined(parts, request.n, self._seeds(request))
 
     def held_out_accuracy(self, n: int) -> float:
         """Mean reward of ``n`` answers per held-out prompt, sampled with the same seeds at every call."""
@@ -78,27 +103,37 @@ class Sampler:
         Raises:
             SharedError: an engine or a reward function failed on some process, or too many responses are damaged.
         """
+        return self._joined(self.groups.gather(lambda: self._part(prompts, n, seeds, on_finished)), n, seeds)
+
+    def _prompts(self, request: Request) -> list[Prompt]:
+        return self.task.prompts(request.first, request.prompts)
+
+    def _seeds(self, request: Request) -> list[int]:
+        numbers = range(request.first * request.n, (request.first + request.prompts) * request.n)
+        return [seed_of(self.seed, "rollout", number) for number in numbers]
+
+    def _part(
+        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], on_finished: Callable[[int], None] | None = None
+    ) -> Part:
         rank, world = self.groups.rank, self.groups.world_size
         first, last = (len(prompts) * r // world for r in (rank, rank + 1))
+        share = prompts[first:last]
+        if not share:
+            return Part([], [])
+        with emulation.suspended():
+            ids, mine = [p.token_ids for p in share], seeds[first * n : last * n]
+            samples = self.engine.generate(ids, self.params, n=n, seeds=mine, on_finished=on_finished)
+        good = [i for i, s in enumerate(samples) if s.discarded is None]
+        return Part(samples, self.task.rewards([share[i // n] for i in good], [samples[i].output_ids for i in good]))
 
-        def local() -> tuple[list[Sample], list[float]]:
-            share = prompts[first:last]
-            if not share:
-                return [], []
-            with emulation.suspended():
-                ids, mine = [p.token_ids for p in share], seeds[first * n : last * n]
-                samples = self.engine.generate(ids, self.params, n=n, seeds=mine, on_finished=on_finished)
-            good = [i for i, s in enumerate(samples) if s.discarded is None]
-            return samples, self.task.rewards([share[i // n] for i in good], [samples[i].output_ids for i in good])
-
-        gathered = self.groups.gather(local)
-        samples = [s for part, _ in gathered for s in part]
+    def _joined(self, parts: Sequence[Part], n: int, seeds: Sequence[int]) -> SampledBatch:
+        samples = [s for part in parts for s in part.samples]
         discarded = [s for s in samples if s.discarded is not None]
         self._check_discarded(discarded, len(samples))
         good = [i for i, s in enumerate(samples) if s.discarded is None]
         return SampledBatch(
             samples=[samples[i] for i in good],
-            rewards=[r for _, rewards in gathered for r in rewards],
+            rewards=[r for part in parts for r in part.rewards],
             groups=[i // n for i in good],
             seeds=[seeds[i] for i in good],
             discarded=discarded,
