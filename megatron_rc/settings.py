@@ -251,6 +251,9 @@ class TrainSettings:
     """Number added to the root of the second moment."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
+    asynchronous: int = 0
+    """Rollouts of this many later steps may be sampled while a step trains, by weights at most as many versions older
+    than those that they train; 0 samples and trains in turn."""
     mini_batches_per_rollout: int = 1
     """Optimizer steps per rollout step, each on its own groups."""
     micro_batches: int | None = None
@@ -275,7 +278,7 @@ class TrainSettings:
     def __post_init__(self) -> None:
         check_positive(lr=self.lr, adam_eps=self.adam_eps)
         not_negative = ("steps", "min_lr", "lr_warmup_steps", "weight_decay", "clip_grad", "save_interval")
-        check_at_least(0, **{name: getattr(self, name) for name in not_negative})
+        check_at_least(0, **{name: getattr(self, name) for name in not_negative}, asynchronous=self.asynchronous)
         counts = ("mini_batches_per_rollout", "max_tokens_per_microbatch", "eval_interval", "eval_samples")
         check_at_least(1, **{name: getattr(self, name) for name in counts}, keep_checkpoints=self.keep_checkpoints)
         if self.micro_batches is not None:

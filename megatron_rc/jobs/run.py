@@ -12,6 +12,7 @@ import shutil
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +57,10 @@ def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
     from megatron_rc.training.loop import Job
     from megatron_rc.training.observers import Observers
     from megatron_rc.training.policy import Policy
+    from megatron_rc.training.rollout_queue import check_asynchronous
     from megatron_rc.training.step.reinforce import check_modes
 
+    check_asynchronous(settings)
     check_modes(settings.correction, settings.loss, settings.train)
     check_dump(settings, every_step=dump)
     task = _task(settings, hf_config_dict(settings.model))
@@ -102,6 +105,7 @@ def _engine(settings: JobSettings, policy: Policy, groups: Groups, probe: Probe 
     from megatron_rc.rollout.embedded.engine import HFEngine
     from megatron_rc.rollout.perturb import StaleEngine
     from megatron_rc.rollout.recorded import ReplayEngine
+    from megatron_rc.rollout.worker import WorkerEngine
 
     rollout = settings.rollout
     engine: RolloutEngine
@@ -113,7 +117,11 @@ def _engine(settings: JobSettings, policy: Policy, groups: Groups, probe: Probe 
     else:
         routes = settings.moe.wants_routes
         name = f"embedded-{groups.rank}"
-        engine = HFEngine(policy.hf_config, dtype=rollout.dtype, device=policy.device, return_routes=routes, name=name)
+        config, device = policy.hf_config, policy.device
+        build = partial(HFEngine, config, dtype=rollout.dtype, device=device, return_routes=routes, name=name)
+        if settings.train.asynchronous:
+            return groups.together(lambda: WorkerEngine(build, agree=groups.raise_everywhere))
+        engine = build()
     return StaleEngine(engine, rollout.staleness) if rollout.staleness else engine
 
 

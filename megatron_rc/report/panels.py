@@ -172,6 +172,13 @@ PANELS = (
         "Learning rate of the last optimizer step.", "follows the schedule.", marked=True,
     ),
     Panel(
+        "Idle time", "fraction",
+        (Curve("trainer", ("asynchronous/trainer_idle",)), Curve("engine", ("asynchronous/engine_idle",))),
+        "Time between two changes of the engine's weights in which the trainer waited for a rollout, and in which none "
+        "was being sampled; with train.asynchronous.",
+        "both near 0; where one is near 0 and the other large, the first is the bottleneck.", noisy=True,
+    ),
+    Panel(
         "Throughput", "tokens per second", (THROUGHPUT,),
         "Prompt and response tokens of the batch, divided by the time of the whole step.", "steady.", noisy=True,
     ),

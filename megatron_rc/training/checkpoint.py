@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,16 +42,28 @@ class Progress:
         return f"{self.phase}-{self.step:06d}"
 
 
-def save(folder: Path, policy: Policy, progress: Progress, *, extra: dict[str, torch.Tensor], keep: int) -> None:
+def save(
+    folder: Path,
+    policy: Policy,
+    progress: Progress,
+    *,
+    extra: dict[str, torch.Tensor],
+    keep: int,
+    write_own: Callable[[Path], None] | None = None,
+) -> None:
     """Write ``folder/<phase>-<step>`` and delete all but the newest ``keep``; a collective of all processes.
 
-    ``extra`` are tensors to store beside the model, such as queued rollout weights; the same on every rank.
+    Args:
+        extra: tensors to store beside the model, such as queued rollout weights; the same on every rank.
+        write_own: called on every rank with the folder of the checkpoint, writes what only this rank has.
     """
     target, partial = folder / progress.name, folder / f".partial-{progress.name}"
     if policy.groups.is_writer:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
+    if write_own:
+        write_own(partial)
     dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(partial))
     if policy.groups.is_writer:
         if extra:

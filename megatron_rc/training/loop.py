@@ -20,9 +20,10 @@ from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.groups import Groups, SharedError
 from megatron_rc.training.observers import Observers
 from megatron_rc.training.policy import Policy
+from megatron_rc.training.rollout_queue import RolloutQueue
 from megatron_rc.training.step.reinforce import StepResult, reinforce_step
 from megatron_rc.training.step.routing import Routing, check_routing
-from megatron_rc.training.step.sampling import SampledBatch, Sampler
+from megatron_rc.training.step.sampling import Request, SampledBatch, Sampler
 from megatron_rc.training.step.supervised import demonstration_batch, supervised_step
 
 
@@ -47,6 +48,7 @@ class Job:
         self.routing = Routing(settings.moe, settings.correction, self.policy) if settings.moe.active else None
         sampling, most_damaged = rollout.sampling(self.task.stop_token_ids), rollout.sglang.max_rejected_share
         self.sampler = Sampler(self.engine, self.task, self.groups, sampling, settings.train.seed, most_damaged)
+        self.queue = RolloutQueue(self.sampler, settings) if settings.train.asynchronous else None
         self.evaluates = rollout.engine != "replay"
         self.progress = Progress()
         self.lr_decay: LengthDecayLR | None = None
@@ -69,7 +71,11 @@ class Job:
         self.groups.gather(lambda: self.observers.start(self.progress.phase))
         if self.progress.phase == "warmup":
             self._warm_up()
-        self._reinforce()
+        try:
+            self._reinforce()
+        finally:
+            if self.queue:
+                self.queue.end()
         if self.settings.train.save_hf:
             self.policy.save_weights(self.output / "hf")
         self.observers.report()
@@ -85,6 +91,8 @@ class Job:
         self.observers.resumed(path, self.progress)
         if self.progress.phase == "rl":
             self._serve()
+            if self.queue:
+                self.queue.load(path, self.progress)
 
     def _start_phase(self) -> None:
         """Begin the phase with a new optimizer, its schedule and, if the job has one, its length decay."""
@@ -140,6 +148,8 @@ class Job:
         train = self.settings.train
         if self.evaluates and self.progress.step == 0:
             self.observers.record(self.progress, {"eval/accuracy": self._evaluate()})
+        if self.queue:
+            self.queue.resume(self.progress)
         while self.progress.step < train.steps:
             started, updates = time.perf_counter(), self.policy.phase_updates
             try:
@@ -154,14 +164,11 @@ class Job:
                 self.observers.message(f"step {self.progress.step}: {sentence}")
             self.observers.dump(self.progress, sampled, result, self.groups)
             self.progress.weight_version += 1
-            self._serve()
             metrics, failure = result.metrics, None
-            last = self.progress.step == train.steps
-            if self.evaluates and (last or self.progress.step % train.eval_interval == 0):
-                try:
-                    metrics["eval/accuracy"] = self._evaluate()
-                except SharedError as error:
-                    failure = error
+            try:
+                metrics |= self._between_steps()
+            except SharedError as error:
+                failure = error
             metrics["time/step_s"] = time.perf_counter() - started
             metrics["tokens_per_second"] = result.batch.num_tokens / metrics["time/step_s"]
             self.observers.record(self.progress, metrics)
@@ -171,12 +178,30 @@ class Job:
             self._save_when_due()
         self._save()
 
+    def _between_steps(self) -> dict[str, float]:
+        """Serve the new weights, and evaluate them when that is due; no rollout is being sampled meanwhile."""
+        train, step = self.settings.train, self.progress.step
+        metrics = self.queue.pause() if self.queue else {}
+        self._serve()
+        if self.evaluates and (step == train.steps or step % train.eval_interval == 0):
+            metrics["eval/accuracy"] = self._evaluate()
+        if self.queue:
+            self.queue.resume(self.progress)
+        return metrics
+
+    def _rollout(self) -> tuple[Request, SampledBatch]:
+        if self.queue:
+            self.observers.phase("rollout", 1)
+            return self.queue.take(self.progress.weight_version)
+        rollout = self.settings.rollout
+        request = Request(self.progress.cursor, rollout.prompts_per_step, rollout.samples_per_prompt)
+        self.observers.phase("rollout", request.prompts * request.n // self.groups.world_size)
+        return request, self.sampler.rollout(request, self.observers.advance)
+
     def _step(self) -> tuple[SampledBatch, StepResult]:
         rollout, train = self.settings.rollout, self.settings.train
-        started, n = time.perf_counter(), rollout.samples_per_prompt
-        prompts = self.task.prompts(self.progress.cursor, rollout.prompts_per_step)
-        self.observers.phase("rollout", len(prompts) * n // self.groups.world_size)
-        sampled = self.sampler.rollouts(prompts, n, first=self.progress.cursor, on_finished=self.observers.advance)
+        started = time.perf_counter()
+        request, sampled = self._rollout()
         try:
             params, rewards, groups = self.sampler.params, sampled.rewards, sampled.groups
             batch = TokenBatch.from_samples(sampled.samples, params, rewards=rewards, groups=groups)
@@ -201,7 +226,7 @@ class Job:
             with_varentropy=self.settings.dump.varentropy,
             on_update=lambda: self.observers.advance(1),
         )
-        self.progress.cursor += len(prompts)
+        self.progress.cursor += request.prompts
         result.metrics["time/rollout_s"] = received - started
         result.metrics["time/train_s"] = time.perf_counter() - received
         versions = batch.weight_versions[batch.loss_mask]
@@ -227,6 +252,9 @@ class Job:
         train = self.settings.train
         self.observers.finish_dump()
         if train.save_interval and self.saved != self.progress.name:
-            folder, extra = self.output / "checkpoints", self.engine.state_tensors()
-            checkpoint.save(folder, self.policy, self.progress, extra=extra, keep=train.keep_checkpoints)
+            folder, extra, write_own = self.output / "checkpoints", self.engine.state_tensors(), None
+            if self.queue:
+                write_own = self.queue.save
+            keep = train.keep_checkpoints
+            checkpoint.save(folder, self.policy, self.progress, extra=extra, keep=keep, write_own=write_own)
             self.saved = self.progress.name

@@ -61,8 +61,15 @@ JOB_METRICS: dict[str, dict[str, JobMetric]] = {
         "rollout/rejected_<reason>": JobMetric("share", "the same, by reason, such as nan_logprob or length_mismatch"),
         "rollout/retractions": JobMetric("", "how often a server stopped a response and continued it later"),
     },
+    "Asynchronous loop": {
+        "asynchronous/trainer_idle": JobMetric(
+            "share", "time between two syncs in which the trainer waited for rollouts"
+        ),
+        "asynchronous/engine_idle": JobMetric("share", "time between two syncs in which no rollout was being sampled"),
+        "asynchronous/max_staleness": JobMetric("versions", "age of the oldest weights that sampled a token"),
+    },
     "Time": {
-        "time/rollout_s": JobMetric("seconds", "sampling and rewards"),
+        "time/rollout_s": JobMetric("seconds", "sampling and rewards; with train.asynchronous, the wait for them"),
         "time/train_s": JobMetric("seconds", "old pass, correction and optimizer steps"),
         "time/step_s": JobMetric("seconds", "the whole step, with the sending of weights and an evaluation if due"),
         "tokens_per_second": JobMetric("tokens/s", "prompt and response tokens of the batch over time/step_s"),

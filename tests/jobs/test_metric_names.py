@@ -31,7 +31,7 @@ CASES = {
         "loss={kl_coef: 0.1, entropy_coef: 0.01, dual_clip: 3.0}",
     ],
     "clipped": ["correction={weight: {mode: clip, lower: 0.5, upper: 2.0}, old: current}"],
-    "masked": ["correction={weight: {mode: mask, lower: 0.5, upper: 2.0}}"],
+    "masked": ["correction={weight: {mode: mask, lower: 0.5, upper: 2.0}}", "train.asynchronous=1"],
 }
 
 

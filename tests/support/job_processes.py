@@ -1,7 +1,8 @@
 """Command lines of megatron-rc in processes forked from one that has imported everything, which start at once.
 
 Each has the environment, arguments and exit status of ``python -m megatron_rc``, and the ranks of a job have the
-environment that torchrun gives them. `jobs.typed_job` runs what a user types instead.
+environment that torchrun gives them. The process of a worker engine is forked, too. `jobs.typed_job` runs what a user
+types instead.
 """
 
 from __future__ import annotations
@@ -127,3 +128,7 @@ def _become(environment: dict[str, str], folder: Path) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.path.insert(0, str(folder))
+    from megatron_rc.rollout import worker
+
+    worker.START_METHOD = forked.METHOD
+    forked.share_server()

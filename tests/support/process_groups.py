@@ -23,6 +23,11 @@ def members(group: int) -> list[int]:
     return [process for process, _, of_group in _living() if of_group == group]
 
 
+def children(process: int) -> set[int]:
+    """The living processes that ``process`` started itself."""
+    return {child for child, parent, _ in _living() if parent == process}
+
+
 def descendants(process: int) -> dict[int, int]:
     """Group of every living process that ``process`` started, or that one of those did."""
     living = list(_living())

@@ -12,6 +12,7 @@ from jobs import ROOT, finished_job, letters_task, run_together, save_tokenizer,
 from sglang_server import shared_server
 
 from megatron_rc.schema.dump import read_dump
+from megatron_rc.training.step.sampling import seed_of
 
 SCRIPT = ROOT / "launch/train_sglang_cpu.sh"
 
@@ -67,6 +68,32 @@ def test_a_job_trains_on_a_servers_rollouts_and_sends_it_every_version(
     cached = [row["cached_tokens"] for batch in batches for row in batch]
     assert min(cached) >= 0 and max(cached) > 0, "responses to one prompt share its cache"
     assert {row["retractions"] for batch in batches for row in batch} == {0}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_asynchronous_job_trains_every_sample_of_a_server_once_and_none_beyond_the_bound(
+    processes: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with shared_server("dense", tmp_path_factory) as server:
+        train = {"steps": 4, "asynchronous": 1, "dtype": "fp32", "lr": 1e-2, "eval_interval": 2, "save_interval": 1}
+        config = job(tmp_path, server.model, parallel={"tensor": processes}, train=train)
+        chosen = [f"rollout.sglang.urls=['{server.url}']", "rollout.sglang.weight_sync=tensor"]
+        arguments = [word for a in (*chosen, f"output={tmp_path / 'out'}") for word in ("--set", a)]
+        steps = [m for m in finished_job(config, "--dump", *arguments, processes=processes) if m["step"] > 0]
+        _, answer = server.call("/model_info")
+    assert answer["weight_version"] == "4"
+    batches = list(read_dump(tmp_path / "out/dump"))
+    drew = [{span["version"] for row in batch for span in row["weight_versions"]} for batch in batches]
+    assert drew[0] == {0} and all(drew[step] <= {step - 1, step} for step in (1, 2, 3))
+    numbers = range(16 * 4)
+    assert [row["seed"] for batch in batches for row in batch] == [seed_of(1, "rollout", n) for n in numbers]
+    ages = [step - min(versions) for step, versions in enumerate(drew)]
+    assert [m["asynchronous/max_staleness"] for m in steps] == ages and max(ages) == 1
+    assert all(m["rollout/rejected"] == 0 and 0 <= m["asynchronous/engine_idle"] <= 1 for m in steps)
+    assert steps[0]["old/k3"] < 1e-8 and all(
+        (m["old/k3"] > 1e-8) == bool(age) for m, age in zip(steps, ages, strict=True)
+    )
 
 
 def test_a_server_that_cannot_be_used_is_one_sentence(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -1,0 +1,273 @@
+"""The queue of the asynchronous loop: what may be sampled when, what is trained, and what a checkpoint keeps of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rc import settings as job_settings
+from megatron_rc.engine import Sample
+from megatron_rc.tasks import Prompt
+from megatron_rc.training.checkpoint import Progress
+from megatron_rc.training.groups import SharedError
+from megatron_rc.training.rollout_queue import RolloutQueue, check_asynchronous
+from megatron_rc.training.step.sampling import Sampler, seed_of
+
+PROMPTS, N, STEPS = 3, 2, 9
+
+
+class Engine:
+    """Answers with the seed; holds every rollout back until it may go on, and notes the prompts and versions."""
+
+    def __init__(self) -> None:
+        self.version, self.sampled = 0, list[tuple[int, int]]()
+        self.may_go_on, self.duration_s = threading.Event(), 0.0
+        self.may_go_on.set()
+        self.fails: BaseException | None = None
+
+    def generate(self, prompts: Sequence[Any], params: Any, *, seeds: Sequence[int], **_: Any) -> list[Sample]:
+        version = self.version
+        self.sampled.append((prompts[0][0] // PROMPTS, version))
+        assert self.may_go_on.wait(10)
+        time.sleep(self.duration_s)
+        assert self.version == version, "the weights changed within a rollout"
+        if self.fails:
+            raise self.fails
+        routes = torch.full((2, 1, 1), seeds[0] % 7)
+        return [
+            Sample([1, 2], [seed], [-0.5], "stop", weight_versions=[(version, 0, 1)], routes=routes) for seed in seeds
+        ]
+
+
+class Task:
+    def prompts(self, start: int, count: int) -> list[Prompt]:
+        return [Prompt((i,), "", "") for i in range(start, start + count)]
+
+    def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
+        return [float(ids[0]) for ids in responses]
+
+
+ALONE: Any = SimpleNamespace(rank=0, world_size=1, gather=lambda compute: [compute()])
+
+
+class Loop:
+    """The training loop without a model: the steps that it trained, with the seeds of their samples."""
+
+    def __init__(
+        self, ahead: int, *, progress: Progress | None = None, resume_from: Path | None = None, **rollout: Any
+    ):
+        self.engine, self.progress = Engine(), progress or Progress(phase="rl")
+        self.engine.version = self.progress.weight_version
+        size = {"prompts_per_step": PROMPTS, "samples_per_prompt": N}
+        data = {"train": {"asynchronous": ahead, "steps": STEPS}, "rollout": size | rollout}
+        settings = job_settings.load(str(data))
+        task: Any = Task()
+        params = settings.rollout.sampling()
+        sampler = Sampler(self.engine, task, ALONE, params, seed=1, max_discarded_share=0.0)  # type: ignore[arg-type]
+        self.queue = RolloutQueue(sampler, settings)
+        if resume_from:
+            self.queue.load(resume_from, self.progress)
+        self.queue.resume(self.progress)
+        self.trained: list[list[int]] = []
+
+    def step(self, during: Callable[[], None] = lambda: None) -> dict[str, float]:
+        request, sampled = self.queue.take(self.progress.weight_version)
+        during()
+        self.trained.append(sampled.seeds)
+        assert [s.output_ids[0] for s in sampled.samples] == sampled.seeds
+        assert sampled.rewards == [float(seed) for seed in sampled.seeds]
+        self.progress.step += 1
+        self.progress.cursor += request.prompts
+        self.progress.weight_version += 1
+        metrics = self.queue.pause()
+        self.engine.version += 1
+        self.queue.resume(self.progress)
+        return metrics
+
+    def until_sampled(self, rollouts: int) -> None:
+        """Wait until the engine was asked for so many rollouts; it must not be asked for more."""
+        deadline = time.monotonic() + 5
+        while len(self.engine.sampled) < rollouts and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert len(self.engine.sampled) == rollouts
+
+
+@pytest.fixture
+def loop() -> Iterator[Callable[..., Loop]]:
+    loops: list[Loop] = []
+
+    def start(*arguments: Any, **options: Any) -> Loop:
+        loops.append(Loop(*arguments, **options))
+        return loops[-1]
+
+    yield start
+    for one in loops:
+        one.engine.may_go_on.set()
+        one.queue.end()
+
+
+def seeds_of_step(step: int) -> list[int]:
+    return [seed_of(1, "rollout", step * PROMPTS * N + i) for i in range(PROMPTS * N)]
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_an_engine_that_is_fast_fills_the_queue_and_no_token_is_older_than_the_bound(loop: Any, ahead: int) -> None:
+    job = loop(ahead)
+    job.until_sampled(ahead + 1)
+    ages = []
+    for step in range(STEPS):
+        due = min(step + ahead + 1, STEPS)
+        ages.append(job.step(during=lambda due=due: job.until_sampled(due))["asynchronous/max_staleness"])
+    assert ages == [min(step, ahead) for step in range(STEPS)]
+    assert job.engine.sampled == [(step, max(0, step - ahead)) for step in range(STEPS)]
+    assert job.trained == [seeds_of_step(step) for step in range(STEPS)]
+
+
+def test_an_engine_that_is_slow_gets_the_newest_weights_before_every_rollout(loop: Any) -> None:
+    job = loop(3)
+    job.engine.duration_s = 0.03
+    ages = [job.step()["asynchronous/max_staleness"] for _ in range(STEPS)]
+    assert min(ages[3:]) < 3 and job.trained == [seeds_of_step(step) for step in range(STEPS)]
+
+
+def test_an_older_token_than_the_bound_stops_the_job(loop: Any) -> None:
+    job = loop(1)
+    job.step()
+    job.progress.weight_version += 2
+    bound = "versions before its update, train.asynchronous allows 1"
+    with pytest.raises(SharedError, match=f"^a token was sampled by weights 3 {bound}$"):
+        job.step()
+
+
+def test_the_idle_one_of_trainer_and_engine_is_the_faster_one(loop: Any) -> None:
+    slow_engine, slow_trainer = loop(1), loop(1)
+    slow_engine.engine.duration_s = 0.1
+    # the clearest of some steps, because other processes of the machine take time, too
+    waits = max((slow_engine.step() for _ in range(5)), key=lambda m: m["asynchronous/trainer_idle"])
+    steps = (slow_trainer.step(during=lambda: time.sleep(0.1)) for _ in range(5))
+    works = max(steps, key=lambda m: m["asynchronous/engine_idle"])
+    assert waits["asynchronous/trainer_idle"] > 0.5 > waits["asynchronous/engine_idle"]
+    assert works["asynchronous/engine_idle"] > 0.5 > works["asynchronous/trainer_idle"]
+
+
+@pytest.mark.parametrize("error", [ValueError("the process of the rollout engine was ended"), KeyError("a defect")])
+def test_the_loop_raises_an_error_of_its_thread_while_it_waits_and_between_steps(loop: Any, error: Exception) -> None:
+    waiting, training = loop(2), loop(2)
+    training.until_sampled(3)
+    waiting.engine.fails = error
+    with pytest.raises(type(error)) as raised:
+        for _ in range(STEPS):
+            waiting.step()
+    assert raised.value is error
+    training.engine.may_go_on.clear()
+    training.step()
+    training.until_sampled(4)
+    training.engine.fails = error
+    with pytest.raises(type(error)):
+        training.step(during=training.engine.may_go_on.set)
+    assert training.progress.step == 2, "the step itself was finished"
+
+
+def test_a_checkpoint_holds_the_samples_of_finished_rollouts_and_the_prompts_in_flight(
+    loop: Any, tmp_path: Path
+) -> None:
+    job = loop(3)
+    job.until_sampled(4)
+    job.engine.may_go_on.clear()
+    job.step()
+    job.until_sampled(5)
+    job.queue.save(tmp_path)
+    saved = torch.load(tmp_path / "rollouts-0.pt", weights_only=True)["rollouts"]
+    assert [(request, part is None) for request, part in saved] == [
+        *(((step * PROMPTS, PROMPTS, N), False) for step in (1, 2, 3)),
+        ((4 * PROMPTS, PROMPTS, N), True),
+    ]
+    _, expected = job.queue.take(1)
+    resumed = loop(3, progress=Progress(phase="rl", step=1, cursor=PROMPTS, weight_version=1), resume_from=tmp_path)
+    resumed.until_sampled(1)
+    assert resumed.engine.sampled == [(4, 1)], "the one in flight, with the weights of the checkpoint"
+    _, taken = resumed.queue.take(1)
+    for one, other in zip(taken.samples, expected.samples, strict=True):
+        routes = one.routes, other.routes
+        assert torch.equal(*routes)
+        one.routes = other.routes = None
+        assert one == other
+    assert taken.rewards == expected.rewards and taken.seeds == seeds_of_step(1)
+
+
+def test_a_step_that_failed_samples_its_prompts_again_and_keeps_the_later_rollouts(loop: Any, tmp_path: Path) -> None:
+    job = loop(2)
+    job.until_sampled(3)
+    job.engine.may_go_on.clear()
+    job.queue.take(0)
+    job.queue.save(tmp_path)
+    resumed = loop(2, resume_from=tmp_path)
+    resumed.until_sampled(1)
+    assert resumed.engine.sampled == [(0, 0)]
+    assert [resumed.step() and resumed.trained[-1] for _ in range(STEPS)] == [seeds_of_step(s) for s in range(STEPS)]
+
+
+def test_a_job_killed_after_any_step_and_resumed_trains_every_sample_once(loop: Any, tmp_path: Path) -> None:
+    trained: list[list[int]] = []
+    progress, folder = Progress(phase="rl"), None
+    for number, steps in enumerate((0, 1, 3, 0, 2, 3)):
+        job = loop(2, progress=Progress(**vars(progress)), resume_from=folder)
+        for _ in range(steps):
+            job.step()
+        trained += job.trained
+        folder, progress = tmp_path / str(number), Progress(**vars(job.progress))
+        folder.mkdir()
+        job.queue.save(folder)
+        if progress.step < STEPS:
+            job.step()  # lost: no checkpoint knows it
+    assert trained == [seeds_of_step(step) for step in range(STEPS)]
+
+
+def saved_by_a_full_queue(loop: Any, folder: Path) -> Path:
+    job = loop(3)
+    job.until_sampled(4)
+    job.queue.save(folder)
+    return folder
+
+
+def test_rollouts_too_old_for_a_smaller_bound_are_sampled_anew(loop: Any, tmp_path: Path) -> None:
+    resumed = loop(1, resume_from=saved_by_a_full_queue(loop, tmp_path))
+    resumed.until_sampled(0)
+    for _ in range(4):
+        assert resumed.step()["asynchronous/max_staleness"] <= 1
+    assert resumed.engine.sampled[0][0] == 2, "the first two are young enough"
+    assert resumed.trained == [seeds_of_step(step) for step in range(4)]
+
+
+@pytest.mark.parametrize("changed", [{"temperature": 0.5}, {"samples_per_prompt": N + 1}])
+def test_rollouts_drawn_in_another_way_than_the_settings_say_are_sampled_anew(
+    loop: Any, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    resumed = loop(3, resume_from=saved_by_a_full_queue(loop, tmp_path), **changed)
+    resumed.until_sampled(4)
+    assert [step for step, _ in resumed.engine.sampled] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "sentence"),
+    [
+        ({"engine": "replay", "replay_path": "dump"}, "train.asynchronous must be 0 when rollout.engine is 'replay': "),
+        ({"staleness": 2}, "rollout.staleness must be 0 with train.asynchronous, got 2: "),
+    ],
+)
+def test_what_cannot_be_asynchronous_is_refused_by_name(rollout: dict[str, Any], sentence: str) -> None:
+    for ahead in (0, 1):
+        settings = job_settings.load(str({"train": {"asynchronous": ahead}, "rollout": rollout}))
+        if not ahead:
+            check_asynchronous(settings)
+            continue
+        with pytest.raises(ValueError, match=f"^{sentence}"):
+            check_asynchronous(settings)
