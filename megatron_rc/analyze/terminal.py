@@ -69,6 +69,8 @@ def show_what_if(diagnosis: Diagnosis, *, console: Console) -> None:
         shown.add_row(*map(escape, cells), style="red" if row.warnings else "bold" if row.name == recommended else "")
     console.print()
     console.print(shown)
+    if reason := words.what_if_gaps(table, with_signs=False):
+        console.print(f"[dim]{escape(reason)}[/]")
     for name, columns in table.not_run.items():
         console.print(f"[dim]Not computed: {name} needs {', '.join(columns)}[/]")
 

@@ -12,7 +12,7 @@ from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.analyze.significance import Test
 from megatron_rc.analyze.tail import LIMIT
 from megatron_rc.analyze.timeline import Timeline
-from megatron_rc.analyze.what_if import WhatIf
+from megatron_rc.analyze.what_if import WhatIf, WhatIfTable
 
 HEADLINES = {
     Level.BUG: "BUG: the two sides do not compute the same thing",
@@ -124,6 +124,26 @@ def what_if_cells(row: WhatIf) -> tuple[str, ...]:
     )
 
 
+def what_if_gaps(table: WhatIfTable, *, with_signs: bool) -> str:
+    """Why cells of the table of corrections hold a dash; empty where none does.
+
+    Args:
+        with_signs: the table shows columns of advantages.
+    """
+    rows, reasons = table.rows, []
+    if rows and rows[0].by_correct is None:
+        reasons.append("right needs the column reward")
+    elif rows and math.isnan(rows[0].by_correct["correct"].tokens):
+        reasons.append("no answer is right (reward above 0)")
+    if with_signs and rows and rows[0].by_sign is None:
+        reasons.append("+ - and lost need the column advantage")
+    if rows and any(math.isnan(kept.tokens) for kept in rows[0].by_length):
+        reasons.append("equal lengths leave a quarter by length empty")
+    if rows and all(row.cosine is None for row in rows):
+        reasons.append("the cosine needs responses shorter than T* with half of the tokens")
+    return f"A dash: {'; '.join(reasons)}." if reasons else ""
+
+
 def percent(value: float) -> str:
     return "-" if math.isnan(value) else f"{100 * value:.0f}"
 
@@ -151,7 +171,7 @@ def growth(found: Decomposition) -> str:
         return f"k3 did not change from {before} to {after} ({found.factor:.2f}x, within its error)"
     verb, factor = ("grew", found.factor) if found.factor > 1 else ("shrank", 1 / found.factor)
     shares = ", ".join(
-        f"{part.name} {100 * part.share:.0f} +- {100 * (part.share_error or 0):.0f} %"
+        f"{part.name} {round(100 * part.share)} +- {round(100 * (part.share_error or 0))} %"
         for part in found.parts
         if part.share is not None
     )

@@ -19,7 +19,7 @@ from html_page import Page
 from simulated_dumps import ONE_EACH, TRAPS, honest, one_stale_server, policy_lag, stale_cache, world
 from typer.testing import CliRunner
 
-from megatron_rc.analyze import output
+from megatron_rc.analyze import output, words
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
 from megatron_rc.analyze.evidence import Gathering
@@ -99,8 +99,10 @@ def test_the_panels_stand_in_the_order_in_which_they_are_read() -> None:
         "k3 by server and step",
         "The largest weights",
         "How much of a batch is left under sequence weights",
-        "k3 over steps",
         "What a correction would do",
+        "Which bound C?",
+        "k3 over steps",
+        "Engine, policy or length?",
         "Rules that said nothing, because they could not",
     ]
     assert [text.strip() for text in page.texts if text.strip() in wanted] == wanted
@@ -176,6 +178,54 @@ def test_the_table_of_corrections_has_every_method_or_says_what_is_missing() -> 
     assert "needs torch: --what-if adds it" in html.page(diagnosis)
 
 
+def test_a_dash_in_the_table_of_corrections_is_explained_once() -> None:
+    bare = replace(small(), sequences={})
+    diagnosis = diagnosis_for(bare)
+    table = diagnosis.what_if
+    assert not isinstance(table, Missing)
+    reason = words.what_if_gaps(table, with_signs=True)
+    assert "right needs the column reward" in reason and "lost need the column advantage" in reason
+    assert html.page(diagnosis, what_if=True).count(reason) == 1
+    size = bare.num_sequences
+    known = replace(bare, sequences={"reward": np.arange(size) % 2, "advantage": np.arange(size) % 2 - 0.5})
+    assert "column" not in words.what_if_gaps(diagnosis_for(known).what_if, with_signs=True)
+
+
+def hovered(text: str, title: str) -> dict[str, Any]:
+    """What a pointer reads in the chart of a page with this title: values by series and place."""
+    chart = next(svg for svg in Page(text).named("svg") if svg.get("aria-label") == title)
+    series = json.loads(chart["data-hover"])["series"]
+    return {each["label"]: dict(zip(each["steps"], each["values"], strict=True)) for each in series}
+
+
+def test_the_gap_of_a_step_is_split_into_what_grew() -> None:
+    chunk = named(small(), server="s", reason="stop", group="g")
+    noisy = (chunk.sequences["step"] == 1)[chunk.sequence_of]
+    chunk = replace(chunk, log_mu=np.where(noisy, chunk.log_pi - 3 * chunk.log_ratio, chunk.log_mu))
+    text = html.page(diagnosis_for(chunk))
+    factors = hovered(text, "what multiplied the gap")
+    assert factors["engine"][0] == factors["tail"][0] == 1
+    assert factors["engine"][1] == pytest.approx(9, rel=0.3) and factors["length"][1] == pytest.approx(1, rel=0.1)
+    whole = hovered(text, "k3 over steps")["k3"]
+    product = factors["engine"][1] * factors["entropy"][1] * factors["tail"][1]
+    assert product == pytest.approx(whole[1] / whole[0], rel=1e-3)
+
+
+def test_k3_by_version_lag_is_that_of_the_tokens_of_each_lag() -> None:
+    chunk = small(policy_lag)
+    lag = chunk.per_token("trainer_version") - chunk.tokens["version"]
+    shown = hovered(html.page(diagnosis_for(chunk)), "k3 by version lag")["k3"]
+    assert shown == {value: pytest.approx(chunk.k3[lag == value].mean(), rel=1e-4) for value in np.unique(lag)}
+    assert "By version lag" not in html.page(diagnosis_for(small()))
+
+
+def test_the_error_of_each_bound_is_that_of_the_recommendation() -> None:
+    diagnosis = diagnosis_for(small())
+    shown = hovered(html.page(diagnosis), "error of a truncated weight")
+    for level, name in (("token", "tokens"), ("sequence", "responses")):
+        assert list(shown[name].values()) == pytest.approx(diagnosis.recommendation.bounds[level].error, rel=1e-4)
+
+
 def test_the_map_of_servers_and_steps_has_the_mean_k3_of_each() -> None:
     chunk = named(small(), server="s", reason="", group="")
     gathering = Gathering()
@@ -192,7 +242,7 @@ def test_a_server_is_labelled_by_what_its_name_does_not_share() -> None:
     assert short_names([f"node-{i}.cluster.local:30000" for i in (1, 12)]) == ["1", "12"]
     assert short_names(["http://10.0.0.7:30000", "http://10.0.0.8:30001"]) == ["7:30000", "8:30001"]
     assert short_names(["a", "ab"]) == ["a", "ab"]
-    assert short_names(["the only server"]) == ["…y server"]
+    assert short_names(["the only server"]) == ["…server"]
 
 
 def test_colours_do_not_blow_up_small_differences_between_servers() -> None:

@@ -116,9 +116,10 @@ def what_if(diagnosis: Diagnosis, computed: bool) -> str:
     skipped = "".join(
         f"<p>Not computed: {name} needs {escape(', '.join(columns))}.</p>" for name, columns in shown.not_run.items()
     )
+    gaps = f"<p>{escape(reason)}</p>" if (reason := words.what_if_gaps(shown, with_signs=True)) else ""
     return Card(
         title,
-        text + table(rows, head=METHOD_HEAD) + skipped,
+        text + table(rows, head=METHOD_HEAD) + gaps + skipped,
         f"Every correction on {shown.tokens:,} tokens of this dump: percent kept of the tokens, of the answers, of "
         "each quarter of the answers by length (the shortest first), of correct answers, and of tokens with positive "
         "and negative advantage; percent of the advantages that is lost; effective percent of the tokens; bias of the "

@@ -6,11 +6,13 @@ from megatron_rc.analyze.bound import GRID
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.pages.card import Card
 from megatron_rc.report.axes import tight_log_axis
-from megatron_rc.report.curves import Mark, Series
+from megatron_rc.report.curves import Series
 from megatron_rc.report.svg import Line, Shape, chart
 
 COLOURS = {"token": "c0", "sequence": "c1"}
 NAMES = {"token": "tokens", "sequence": "responses"}
+MARGIN = 1.05
+"""Room beside the first and last C, so that their dots are whole."""
 DECADES = 4.0
 """Decades below the largest error that the picture shows: where a bound cuts nothing, its bias falls to 0."""
 
@@ -32,26 +34,24 @@ def error_of_bound(diagnosis: Diagnosis) -> str:
             if len(points) > 1:
                 shapes.append(Line([c for c, _ in points], [v for _, v in points], f"{COLOURS[level]} {kind}"))
         shapes.append(Line(tried, bound.error.tolist(), COLOURS[level], dots=True))
-    best = {level: bound.upper for level, bound in bounds.items()}
-    equal = len(set(best.values())) == 1
-    marks = [Mark(c, "C" if equal else f"C of {NAMES[level]}") for level, c in best.items()]
+        # labels of two marks could cover each other
+        shapes.append(Line([bound.upper] * 2, [vertical.low, vertical.high], f"{COLOURS[level]} thin dashed"))
     drawn = chart(
         shapes,
-        tight_log_axis(tried[0], tried[-1]),
+        tight_log_axis(tried[0] / MARGIN, tried[-1] * MARGIN),
         vertical,
         title="error of a truncated weight",
         across="C",
-        marks=marks[:1] if equal else marks,
         hover=[Series(NAMES[level], tried, bound.error.tolist()) for level, bound in bounds.items()],
         clipped=True,
     )
-    chosen = ", ".join(f"{c:g} for {NAMES[level]}" for level, c in best.items())
+    chosen = ", ".join(f"{bound.upper:g} for {NAMES[level]}" for level, bound in bounds.items())
     return Card(
         "Which bound C?",
         drawn,
         "MSE(C) of one step, (mean (rho - C)+ |A|)^2 + Var(min(rho, C) A) / n, of weights of tokens and of whole "
-        f"responses: dashed the bias of the truncation, thin the variance that remains. C is {chosen}: the one nearest "
-        "to 2 whose error is within 1 % of the least.",
+        f"responses: dashed the bias of the truncation, thin the variance that remains. The best C (upright line) is "
+        f"{chosen}: the one nearest to 2 whose error is within 1 % of the least.",
         "flat, so that C does not matter; one that falls to the right wants a larger C, one that rises a smaller C.",
         "squared advantage",
         legend=[(COLOURS[level], f"MSE, {NAMES[level]}") for level in bounds],

@@ -16,7 +16,7 @@ from megatron_rc.report.heat_map import heat_map
 from megatron_rc.report.route_maps import HeatMap
 from megatron_rc.report.svg import Line, chart, line_chart, thinned
 
-LONGEST_NAME = 9
+LONGEST_NAME = 7
 """Characters of a server's name that fit beside its row."""
 
 LINEAR_UP_TO = 4.0

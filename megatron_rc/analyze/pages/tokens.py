@@ -49,7 +49,7 @@ def _place(sample: Chunk, token: int, sequence: int) -> str:
 
 def _log_ratio(sample: Chunk, token: int, sequence: int) -> str:
     start, end = sample.cu_seqlens[sequence : sequence + 2]
-    return f"{sample.log_ratio[token]:+.3f}" if start <= token < end else ""
+    return f"{sample.log_ratio[token]:+.3f}" if start <= token < end else "-"
 
 
 def _context(sample: Chunk, token: int, sequence: int) -> str:
