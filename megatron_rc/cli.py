@@ -189,6 +189,10 @@ def doctor(
     probe: Annotated[
         bool, typer.Option("--probe", help="Also let servers and trainer score the same tokens: minutes of a server.")
     ] = False,
+    syncs: Annotated[
+        int,
+        typer.Option(min=0, help="With --probe: send the trainer's weights so often, unchanged; the gap must stay."),
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print every finding as JSON.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for one answer.")] = 60.0,
 ) -> None:
@@ -205,13 +209,13 @@ def doctor(
     from megatron_rc.doctor.host.environment import examine_hosts
     from megatron_rc.doctor.registry import Finding, worst
 
-    asks_servers = bool(sglang or config or hf_path or probe)
+    asks_servers = bool(sglang or config or hf_path or probe or syncs)
     found: dict[str, list[Finding]] = {}
     if asks_servers:
         with versions.needed_by("megatron-rc doctor with --sglang, --config or --hf-path"):
             from megatron_rc.doctor.server.examine import examine_servers
 
-            found = examine_servers(sglang, config, hf_path, timeout, assignments or (), probe=probe)
+            found = examine_servers(sglang, config, hf_path, timeout, assignments or (), probe=probe, syncs=syncs)
     if host or flags or flags_file or not asks_servers:
         found |= examine_hosts(host or (), flags or (), flags_file)
     if as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from megatron_rc.models.names import HfTensor
 from megatron_rc.schema.files import read_json, replace_text, synchronize
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ROTARY = "rotary_emb.inv_freq"
+"""End of the name of a tensor that follows from config.json."""
 
 
 class HfCheckpoint:
@@ -84,11 +86,17 @@ class HfCheckpoint:
         rows = self._slice(tensor.name)
         return rows[:, start:stop] if tensor.split == 1 else rows[start:stop]
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor under its name, one at a time, except those that the rotary embedding is computed from."""
+        for name in self.files:
+            if not name.endswith(_ROTARY):
+                yield name, self._slice(name)[:]
+
 
 def _derived(name: str, known: dict[str, HfTensor]) -> bool:
     """True for a tensor that some writers store although other tensors or config.json determine it."""
     tied_head = name == "lm_head.weight" and "model.embed_tokens.weight" in known
-    return tied_head or name.endswith("rotary_emb.inv_freq")
+    return tied_head or name.endswith(_ROTARY)
 
 
 def _read_index(path: Path) -> dict[str, str]:

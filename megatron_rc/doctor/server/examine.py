@@ -13,6 +13,7 @@ from megatron_rc.doctor.server.probe import read_servers
 from megatron_rc.doctor.server.probes import examine_probes
 from megatron_rc.doctor.server.sampling import SAMPLING
 from megatron_rc.doctor.server.serving import SERVING
+from megatron_rc.doctor.server.syncs import examine_syncs
 from megatron_rc.doctor.server.trainer_scores import TrainerModel
 
 SGLANG: Registry[Facts] = Registry("SGLang server", SERVING, MODEL, SAMPLING, ANSWERS)
@@ -26,6 +27,7 @@ def examine_servers(
     assignments: Sequence[str] = (),
     *,
     probe: bool = False,
+    syncs: int = 0,
 ) -> dict[str, list[Finding]]:
     """Findings about each server, by subject.
 
@@ -33,6 +35,7 @@ def examine_servers(
         urls: servers and routers; None: those of ``config``.
         config, hf_path, assignments: see ``read_trainer``.
         timeout: seconds to wait for one answer.
+        syncs: updates with the trainer's weights after the probes, which must not change anything; 0: none.
         probe: also sample from every server, and score the tokens again by its prefill and by the trainer.
 
     Raises:
@@ -42,6 +45,8 @@ def examine_servers(
     urls = urls or (trainer.job.rollout.sglang.urls if trainer.job else ())
     if not urls:
         raise ValueError("give the servers to look at with --sglang URL, or a job's YAML with --config")
+    if syncs and not probe:
+        raise ValueError("--syncs is a part of --probe: give both")
     model_path = hf_path or (trainer.job.model.hf_path if trainer.job else None)
     if probe and model_path is None:
         raise ValueError(
@@ -57,5 +62,7 @@ def examine_servers(
         findings = SGLANG.run(Facts(served, trainer))
         if model is not None:
             findings += examine_probes(served, model.rescore, model.vocab_size, temperature, timeout)
+            if syncs:
+                findings += examine_syncs(served, trainer, model, syncs, timeout)
         found[f"{SGLANG.subject} {served.url}"] = findings
     return found

@@ -17,7 +17,7 @@ FINE_K3 = 1e-3
 BROKEN_K3 = 0.015
 """nats per token; prime-rl merges no change of its engines that lifts the gap above this."""
 FLOOR_FACTOR = 10.0
-"""A gap counts if it is this many times the self-shift floor: three gaps that are all rounding differ by far less."""
+"""A gap counts if it is this many times the larger self-shift floor: gaps that are all rounding differ by far less."""
 ROUNDING_K3 = 1e-9
 """nats per token; the rounding of fp32 between two kernels stays below it."""
 ROUNDING_FACTOR = 100.0
@@ -77,6 +77,23 @@ def self_shift(scores: Scores) -> Finding:
 
 
 @PROBES.check
+def trainer_self_shift(scores: Scores) -> Finding:
+    """The trainer's log-probs of sequences alone against the same in one micro-batch."""
+    if not np.isfinite(scores.trainer - scores.trainer_together).all():
+        raise Undecided("the trainer's checkpoint gives log-probs that are not finite", TRAINER)
+    floor = k3(scores.trainer_together - scores.trainer)
+    share = exact_share(scores.trainer_together, scores.trainer)
+    found = (
+        f"in micro-batches of 1 and of {scores.sequences} sequences the trainer's own log-probs differ by k3 "
+        f"{floor:.1e}, {share:.0%} of {len(scores.trainer)} tokens are exactly equal"
+    )
+    if floor <= FINE_K3:
+        return good(f"{found}; this is the floor that no change of the server removes")
+    fix = "Find the trainer's kernel whose answer depends on the micro-batch, or raise its precision (train.dtype)."
+    return (error if floor > BROKEN_K3 else warning)(f"{found}, which is more than {FINE_K3:g}", fix)
+
+
+@PROBES.check
 def triangle(scores: Scores) -> Finding:
     """Decoding, prefill and trainer, each against each."""
     if not np.isfinite(scores.trainer).all():
@@ -84,7 +101,7 @@ def triangle(scores: Scores) -> Finding:
         return error(
             f"the trainer's checkpoint gives no finite log-prob for {bad} of {len(scores.trainer)} tokens", TRAINER
         )
-    floor = k3(scores.together - scores.alone)
+    floor = max(k3(scores.together - scores.alone), k3(scores.trainer_together - scores.trainer))
     limit = max(FINE_K3, FLOOR_FACTOR * floor)
     pairs = {
         "decode-prefill": (scores.decode, scores.alone),

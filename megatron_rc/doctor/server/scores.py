@@ -6,7 +6,8 @@ import asyncio
 import json
 import random
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,9 @@ from megatron_rc.rollout.sglang.request import DamagedAnswer, Piece, Request, ch
 
 Logprobs = np.ndarray[Any, np.dtype[np.float64]]
 """[N] nats, one per sampled token, sequence after sequence."""
-Rescore = Callable[[Sequence[Sequence[int]], int, Sequence[float]], list[Logprobs]]
-"""Log-probs of sequences, of their tokens from a position on, at each of some temperatures."""
+Rescore = Callable[[Sequence[Sequence[int]], int, Sequence[float], int], list[Logprobs]]
+"""Log-probs of sequences of one length, of their tokens from a position on, at each of some temperatures, with so many
+sequences in one micro-batch."""
 
 PROMPTS = 16
 """Sequences that are sampled: enough that a batch of them takes another path through the kernels than one alone."""
@@ -45,6 +47,9 @@ class Scores:
     together: Logprobs
     """By the server's prefill of all sequences in one batch."""
     trainer: Logprobs
+    """By the trainer, one sequence per micro-batch."""
+    trainer_together: Logprobs
+    """By the trainer, all sequences in one micro-batch."""
     sequences: int
     asked_temperature: float
     """Temperature of the second sample."""
@@ -75,22 +80,46 @@ def measure(
         Undecided: the server refuses a request, or answers with something that cannot be compared.
         ValueError: the server is gone.
     """
+    with _asking(served, vocab_size, timeout_s) as (client, prompts):
+        drawn = client.sample(prompts, 1.0)
+        sequences = _sequences(prompts, drawn)
+        alone = np.concatenate([client.prefill([sequence]) for sequence in sequences])
+        together = client.prefill(sequences)
+        warm = client.sample(prompts, asked_temperature)
+    warm_trainer = rescore(_sequences(prompts, warm), PROMPT_TOKENS, temperatures, 1)
+    return Scores(
+        decode=_joined(drawn),
+        alone=alone,
+        together=together,
+        trainer=rescore(sequences, PROMPT_TOKENS, [1.0], 1)[0],
+        trainer_together=rescore(sequences, PROMPT_TOKENS, [1.0], len(sequences))[0],
+        sequences=len(sequences),
+        asked_temperature=asked_temperature,
+        warm=_joined(warm),
+        warm_trainer=dict(zip(temperatures, warm_trainer, strict=True)),
+    )
+
+
+def fresh_gap(served: ServerFacts, rescore: Rescore, vocab_size: int, timeout_s: float) -> Logprobs:
+    """log pi - log mu, nats, of responses drawn now; arguments and errors are those of ``measure``."""
+    with _asking(served, vocab_size, timeout_s) as (client, prompts):
+        drawn = client.sample(prompts, 1.0)
+    return rescore(_sequences(prompts, drawn), PROMPT_TOKENS, [1.0], 1)[0] - _joined(drawn)
+
+
+@contextmanager
+def _asking(served: ServerFacts, vocab_size: int, timeout_s: float) -> Iterator[tuple[_Client, list[list[int]]]]:
+    """A client of a server that can be probed, and the prompts; the weights must stay the same within the block."""
     if served.is_paused:
         raise Undecided("a paused server answers no probe request", "POST /continue_generation, then try again.")
     needed = PROMPT_TOKENS + RESPONSE_TOKENS + 4
     if served.context_length is not None and served.context_length < needed:
         raise Undecided(f"the probes need a context of {needed} tokens, the server has {served.context_length}")
     served_ids = served.config["vocab_size"] if served.config else _COMMON_IDS
-    prompts = seeded_prompts(min(vocab_size, served_ids))
     background = Background()
     try:
         client = _Client(Server(served.url, background), background, vocab_size, timeout_s)
-        drawn = client.sample(prompts, 1.0)
-        sequences = [[*prompt, *piece.output_ids] for prompt, piece in zip(prompts, drawn, strict=True)]
-        alone = np.concatenate([client.prefill([sequence]) for sequence in sequences])
-        together = client.prefill(sequences)
-        warm = client.sample(prompts, asked_temperature)
-        warm_sequences = [[*prompt, *piece.output_ids] for prompt, piece in zip(prompts, warm, strict=True)]
+        yield client, seeded_prompts(min(vocab_size, served_ids))
     except DamagedAnswer as damage:
         raise Undecided(f"a job would discard an answer to the probes: {damage.reason}, {damage}") from None
     except ServerError as error:
@@ -101,16 +130,6 @@ def measure(
         background.close()
     if len(client.versions) > 1:
         raise Undecided("the weights of the server changed during the probes", QUIET)
-    return Scores(
-        decode=_joined(drawn),
-        alone=alone,
-        together=together,
-        trainer=rescore(sequences, PROMPT_TOKENS, [1.0])[0],
-        sequences=len(sequences),
-        asked_temperature=asked_temperature,
-        warm=_joined(warm),
-        warm_trainer=dict(zip(temperatures, rescore(warm_sequences, PROMPT_TOKENS, temperatures), strict=True)),
-    )
 
 
 def seeded_prompts(vocab_size: int) -> list[list[int]]:
@@ -128,6 +147,10 @@ def k3(log_ratio: Logprobs) -> float:
 def exact_share(a: Logprobs, b: Logprobs) -> float:
     """The share of tokens whose log-probs are equal in every bit of fp32."""
     return float(np.mean(a.astype(np.float32) == b.astype(np.float32)))
+
+
+def _sequences(prompts: Sequence[Sequence[int]], pieces: Sequence[Piece]) -> list[list[int]]:
+    return [[*prompt, *piece.output_ids] for prompt, piece in zip(prompts, pieces, strict=True)]
 
 
 def _joined(pieces: Sequence[Piece]) -> Logprobs:

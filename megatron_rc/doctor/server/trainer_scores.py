@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_rc.doctor.server.scores import Logprobs
 from megatron_rc.models.config import hf_config_dict, torch_dtype
 from megatron_rc.models.families import family_of
+from megatron_rc.models.files import HfCheckpoint
 from megatron_rc.settings import Dtype, ModelSettings
 
 
@@ -22,9 +25,10 @@ class TrainerModel:
         Raises:
             ValueError: the model is of an unknown family, or the files do not hold all of its tensors.
         """
-        config = hf_config_dict(ModelSettings(hf_path=hf_path))
-        self.vocab_size = int(config["vocab_size"])
-        loader: Any = family_of(config["model_type"]).model_class()
+        self.config = hf_config_dict(ModelSettings(hf_path=hf_path))
+        """Fields of the model's config.json, defaults filled in."""
+        self.vocab_size, self._path = int(self.config["vocab_size"]), Path(hf_path)
+        loader: Any = family_of(self.config["model_type"]).model_class()
         options = {"dtype": torch_dtype(dtype), "attn_implementation": "sdpa", "local_files_only": True}
         try:
             model, loading = loader.from_pretrained(hf_path, output_loading_info=True, **options)
@@ -35,16 +39,29 @@ class TrainerModel:
             raise ValueError(f"{hf_path} lacks {len(missing)} tensors of its model, such as {missing[0]}")
         self._model = model.eval().requires_grad_(False)
 
-    def rescore(self, sequences: Sequence[Sequence[int]], start: int, temperatures: Sequence[float]) -> list[Logprobs]:
-        """Log-probs, fp32, of the tokens from position ``start`` on, sequence after sequence, at each temperature."""
-        rows = [self._logprobs(sequence, start, temperatures) for sequence in sequences]
+    def rescore(
+        self, sequences: Sequence[Sequence[int]], start: int, temperatures: Sequence[float], micro_batch: int
+    ) -> list[Logprobs]:
+        """Log-probs, fp32, of the tokens from position ``start`` on, sequence after sequence, at each temperature.
+
+        Args:
+            sequences: all of one length.
+            micro_batch: sequences per forward pass.
+        """
+        cuts = range(0, len(sequences), micro_batch)
+        rows = [self._logprobs(sequences[i : i + micro_batch], start, temperatures) for i in cuts]
         return list(np.concatenate(rows, axis=1))
 
-    def _logprobs(self, sequence: Sequence[int], start: int, temperatures: Sequence[float]) -> Logprobs:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the checkpoint by their names in it, one at a time."""
+        with HfCheckpoint(self._path) as checkpoint:
+            yield from checkpoint.tensors()
+
+    def _logprobs(self, sequences: Sequence[Sequence[int]], start: int, temperatures: Sequence[float]) -> Logprobs:
         """[temperatures, tokens]."""
-        ids = torch.tensor([list(sequence)])
+        ids = torch.tensor([list(sequence) for sequence in sequences])
         with torch.inference_mode():
-            logits = self._model(ids, use_cache=False).logits[0, start - 1 : -1].float()
-            drawn = ids[0, start:, None]
-            values = [(logits / t).log_softmax(-1).gather(1, drawn)[:, 0] for t in temperatures]
+            logits = self._model(ids, use_cache=False).logits[:, start - 1 : -1].float()
+            drawn = ids[:, start:, None]
+            values = [(logits / t).log_softmax(-1).gather(2, drawn).flatten() for t in temperatures]
         return torch.stack(values).double().numpy()

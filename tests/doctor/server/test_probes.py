@@ -12,13 +12,15 @@ import pytest
 from doctor_facts import server as recorded
 from faulty_answers import VOCABULARY, logprob_of
 from faulty_sglang import PROBE, FaultySglang
-from sglang_server import SglangServer, shared_server
+from sglang_server import SglangServer, save_checkpoint, shared_server
 from typer.testing import CliRunner
 
 from megatron_rc.cli import app
 from megatron_rc.doctor.registry import Finding
+from megatron_rc.doctor.server import scores as scores_module
 from megatron_rc.doctor.server.examine import examine_servers
 from megatron_rc.doctor.server.facts import ServerFacts
+from megatron_rc.doctor.server.probe import read_servers
 from megatron_rc.doctor.server.probes import PROBES, examine_probes
 from megatron_rc.doctor.server.scores import (
     PROMPT_TOKENS,
@@ -30,6 +32,7 @@ from megatron_rc.doctor.server.scores import (
     k3,
     seeded_prompts,
 )
+from megatron_rc.doctor.server.trainer_scores import TrainerModel
 
 
 @pytest.fixture
@@ -40,16 +43,20 @@ def fake() -> Iterator[FaultySglang]:
         yield server
 
 
-def right(sequences: Sequence[Sequence[int]], start: int, temperatures: Sequence[float]) -> list[Logprobs]:
+def right(
+    sequences: Sequence[Sequence[int]], start: int, temperatures: Sequence[float], micro_batch: int
+) -> list[Logprobs]:
     """A trainer that agrees with the fake server, whose log-probs are the same at every temperature, at 0.7 and 1."""
     values = np.array([logprob_of(i) for ids in sequences for i in ids[start:]])
     return [values * (1 if t in (0.7, 1) else 0.7 / t) for t in temperatures]
 
 
-def wrong(sequences: Sequence[Sequence[int]], start: int, temperatures: Sequence[float]) -> list[Logprobs]:
+def wrong(
+    sequences: Sequence[Sequence[int]], start: int, temperatures: Sequence[float], micro_batch: int
+) -> list[Logprobs]:
     """A trainer with other weights."""
     noise = np.random.default_rng(0).normal(0, 0.5, sum(len(ids) - start for ids in sequences))
-    return [values + noise for values in right(sequences, start, temperatures)]
+    return [values + noise for values in right(sequences, start, temperatures, micro_batch)]
 
 
 def probed(fake: FaultySglang, rescore=right) -> dict[str, Finding]:
@@ -60,7 +67,7 @@ def probed(fake: FaultySglang, rescore=right) -> dict[str, Finding]:
 def test_three_sides_that_agree_are_fine(fake: FaultySglang) -> None:
     found = probed(fake)
     assert {name: f.status for name, f in found.items()} == dict.fromkeys(
-        ("self-shift", "triangle", "temperature-sweep"), "good"
+        ("self-shift", "trainer-self-shift", "triangle", "temperature-sweep"), "good"
     )
     assert f"{PROMPTS * RESPONSE_TOKENS} tokens" in found["triangle"].found and "100% equal" in found["triangle"].found
 
@@ -93,6 +100,7 @@ def test_nothing_but_the_server_is_blamed_when_all_three_differ(fake: FaultySgla
 def scores(**other: Logprobs) -> Scores:
     at = np.linspace(-5, -0.1, 1024)
     fields = {"decode": at, "alone": at, "together": at, "trainer": at, "warm": at} | other
+    fields = {"trainer_together": fields["trainer"]} | fields
     return Scores(**fields, sequences=16, asked_temperature=0.7, warm_trainer={0.7: at, 1.0: at * 0.7})
 
 
@@ -118,6 +126,20 @@ def test_a_small_gap_that_no_rounding_explains_is_worth_a_note() -> None:
 def test_a_server_whose_answers_depend_on_the_batch_is_named(noise: float, status: str) -> None:
     shifted = scores().alone + np.random.default_rng(2).normal(0, noise, 1024)
     assert PROBES["self-shift"].run(scores(together=shifted)).status == status
+
+
+@pytest.mark.parametrize(("noise", "status"), [(0.01, "good"), (0.1, "warning"), (0.3, "error")])
+def test_a_trainer_whose_log_probs_depend_on_the_micro_batch_is_named(noise: float, status: str) -> None:
+    shifted = scores().trainer + np.random.default_rng(2).normal(0, noise, 1024)
+    found = scores(trainer_together=shifted)
+    assert PROBES["trainer-self-shift"].run(found).status == status
+    assert PROBES["self-shift"].run(found).status == "good"
+
+
+def test_what_the_micro_batch_of_the_trainer_shifts_is_no_gap_to_the_server() -> None:
+    at, noise = scores().decode, np.random.default_rng(1).normal(0, 0.06, 1024)
+    shifted = scores(trainer=at + noise, trainer_together=at + noise + noise[::-1] / 2)
+    assert PROBES["triangle"].run(shifted).status == "good"
 
 
 def test_a_trainer_that_computes_nan_is_the_guilty_side() -> None:
@@ -222,9 +244,47 @@ def test_a_real_server_is_fine_and_a_perturbed_tensor_of_the_trainer_is_blamed_o
     said = CliRunner().invoke(app, [*command, dense_server.model])
     (findings,) = json.loads(said.stdout).values()
     found = {f["check"]: f for f in findings if f["check"] in {check.name for check in PROBES}}
-    assert {name: f["status"] for name, f in found.items()} == dict.fromkeys(found, "good") and len(found) == 3, found
+    assert {name: f["status"] for name, f in found.items()} == dict.fromkeys(found, "good") and len(found) == 4, found
     said = CliRunner().invoke(app, [*command, str(perturbed(dense_server.model, tmp_path))])
     assert said.exit_code == 1
     (findings,) = json.loads(said.stdout).values()
     verdict = next(f for f in findings if f["check"] == "triangle")
     assert verdict["status"] == "error" and "agrees with itself and not with the trainer" in verdict["found"], verdict
+
+
+@pytest.fixture
+def short_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes that take a quarter of the time."""
+    monkeypatch.setattr(scores_module, "RESPONSE_TOKENS", RESPONSE_TOKENS // 4)
+
+
+@pytest.mark.usefixtures("short_responses")
+def test_decoding_on_a_stale_prefix_cache_of_a_real_server_is_blamed_on_the_decoding(
+    dense_server: SglangServer, tmp_path: Path
+) -> None:
+    other = save_checkpoint(tmp_path / "other", "dense", seed=1)
+    model = TrainerModel(str(other), "fp32")
+    # puts the prompts of the probes into the cache, computed with the weights that are about to be replaced
+    body = {"input_ids": seeded_prompts(model.vocab_size), "sampling_params": {"max_new_tokens": 1}}
+    assert dense_server.call("/generate", body)[0] == 200
+
+    def triangle(*, flush: bool) -> Finding:
+        body = {"model_path": str(other), "flush_cache": flush, "weight_version": "other"}
+        assert dense_server.call("/update_weights_from_disk", body)[0] == 200
+        (facts,) = read_servers([dense_server.url], 60)
+        found = examine_probes(facts, model.rescore, model.vocab_size, 1.0, 60)
+        return next(f for f in found if f.check == "triangle")
+
+    stale = triangle(flush=False)
+    assert stale.status == "error" and "decoding is wrong: its prefill agrees with the trainer" in stale.found, stale
+    assert "prefix cache" in stale.fix
+    assert triangle(flush=True).status == "good"
+
+
+@pytest.mark.usefixtures("short_responses")
+def test_the_probes_of_a_real_mixture_of_experts_are_fine(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with shared_server("moe", tmp_path_factory) as server:
+        (facts,) = read_servers([server.url], 60)
+        model = TrainerModel(server.model, "fp32")
+        found = examine_probes(facts, model.rescore, model.vocab_size, 1.0, 60)
+    assert {f.check: f.status for f in found} == {check.name: "good" for check in PROBES}, found
