@@ -131,9 +131,10 @@ def what_if_gaps(table: WhatIfTable, *, with_signs: bool) -> str:
         with_signs: the table shows columns of advantages.
     """
     rows, reasons = table.rows, []
-    if rows and rows[0].by_correct is None:
+    by_correct = rows[0].by_correct if rows else None
+    if rows and by_correct is None:
         reasons.append("right needs the column reward")
-    elif rows and math.isnan(rows[0].by_correct["correct"].tokens):
+    elif by_correct is not None and math.isnan(by_correct["correct"].tokens):
         reasons.append("no answer is right (reward above 0)")
     if with_signs and rows and rows[0].by_sign is None:
         reasons.append("+ - and lost need the column advantage")

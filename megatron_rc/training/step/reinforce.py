@@ -92,6 +92,7 @@ def reinforce_step(
     version: int | None = None,
     lr_decay: LengthDecayLR | None = None,
     routing: Routing | None = None,
+    with_kept_mass: bool = False,
     with_varentropy: bool = False,
     on_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
@@ -104,7 +105,8 @@ def reinforce_step(
         version: version of the weights that are trained; None gives the correction no lags.
         lr_decay: sees the mean response length before the first update.
         routing: records and replays the routes of every pass.
-        with_varentropy: the old pass computes this column of the dump, too, which reads the logits once more.
+        with_kept_mass, with_varentropy: the old pass computes these columns of the dump, too. Each reads the logits
+            once more, kept_mass only where tokens were drawn from kept ids.
         on_update: called after every optimizer step.
 
     Raises:
@@ -127,7 +129,7 @@ def reinforce_step(
     routes = routing.start(share.batch) if routing else None
     step = _Step(policy, correction, loss, max_nonfinite_share, share, version, routes)
     if three_policy:
-        metrics |= step.old_pass(with_varentropy=with_varentropy)
+        metrics |= step.old_pass(with_kept_mass=with_kept_mass, with_varentropy=with_varentropy)
     updates = []
     for micro_batches in share.micro_batches[: len(parts)]:
         updates.append(step.update(micro_batches))
@@ -160,14 +162,14 @@ class _Step:
     def pooled(self, sums: MetricSums | None) -> dict[str, Any]:
         return pooled(sums, self.policy.groups, self.max_nonfinite_share, self.correction.max_k3)
 
-    def old_pass(self, *, with_varentropy: bool) -> dict[str, Any]:
+    def old_pass(self, *, with_kept_mass: bool, with_varentropy: bool) -> dict[str, Any]:
         """Compute log pi before the update, and the correction over all local tokens; returns pooled metrics."""
         policy, local, routes = self.policy, self.share.batch, self.routes
         everything = [sequences for part in self.share.micro_batches for sequences in part]
         extras = routes.extras() if routes else NO_EXTRAS
         described = policy.distribution(
             split_rows(local, everything, extras),
-            with_kept_mass=True,
+            with_kept_mass=with_kept_mass,
             with_varentropy=with_varentropy,
             around=routes.around if routes else None,
         )
