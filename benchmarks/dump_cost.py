@@ -5,9 +5,9 @@
 
 One process on one core trains a small Qwen3 on one rollout batch again and again, with the dump and without it in
 turns. Seconds are CPU time of all threads, so that other programs count little, and a step with the dump includes
-writing its file. The rollout, which a real step has besides, would make every share smaller. A share of 1 % is below the
-noise of a step, so what the dump adds is also timed by itself: the work in the step's thread, that of all threads, and
-under --top-p the pass over the logits for kept_mass.
+writing its file. The rollout, which a real step has besides, would make every share smaller. What the dump adds is less
+than the noise of a step, so it is also timed by itself: the work in the step's thread, that of all threads, and under
+--top-p the pass over the logits for kept_mass, which dump.kept_mass asks for.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=96, help="of a response")
     parser.add_argument("--pairs", type=int, default=10, help="steps with the dump, and as many without it")
-    parser.add_argument("--top-p", action="store_true", help=f"{KEPT_IDS} kept ids per token, which adds kept_mass")
+    parser.add_argument("--top-p", action="store_true", help=f"{KEPT_IDS} kept ids per token")
     parser.add_argument("--profile", action="store_true", help="also print where the time of a dump goes")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -91,7 +91,7 @@ def main() -> None:
         policy.start_phase(lr=1e-6, min_lr=1e-6, warmup_steps=0, total_steps=1000, decay_style="constant")
         observers = Observers(JobSettings(output=str(Path(folder) / "run")), writer=True, dumps=False)
 
-        def step(dumped: bool) -> StepResult:
+        def step() -> StepResult:
             return reinforce_step(
                 policy,
                 batch,
@@ -99,16 +99,15 @@ def main() -> None:
                 loss=LossSettings(),
                 train=train,
                 max_nonfinite_share=0.01,
-                with_kept_mass=dumped,
             )
 
         whole: dict[bool, list[float]] = {True: [], False: []}
-        parts: dict[str, list[float]] = {"old pass": [], "step's thread": [], "all threads": []}
+        parts: dict[str, list[float]] = {"kept_mass": [], "step's thread": [], "all threads": []}
         for pair in range(options.pairs + 1):
             # in turns, so that neither is always the first
             for dumped in (pair % 2 == 0, pair % 2 == 1):
                 started = time.process_time()
-                result = step(dumped)
+                result = step()
                 trained = time.process_time()
                 here_started = time.thread_time()
                 if dumped:
@@ -118,13 +117,14 @@ def main() -> None:
                     parts["all threads"].append(time.process_time() - trained)
                 whole[dumped].append(time.process_time() - started)
             if options.top_p:
-                parts["old pass"].append(extra_of_kept_mass(policy, batch))
+                parts["kept_mass"].append(extra_of_kept_mass(policy, batch))
         on, off = (statistics.median(whole[dumped][1:]) for dumped in (True, False))
         shares = sorted(x / y - 1 for x, y in zip(whole[True][1:], whole[False][1:], strict=True))
         low, _, high = statistics.quantiles(shares, n=4)
         print(
-            f"vocabulary {options.vocabulary:,}, {batch.num_tokens:,} tokens, median of {options.pairs} pairs: {off:.3f} s "
-            f"per step without the dump, {on:.3f} s with it ({on / off - 1:+.1%}, quartiles {low:+.1%} and {high:+.1%})"
+            f"vocabulary {options.vocabulary:,}, {batch.num_tokens:,} tokens, median of {options.pairs} pairs: "
+            f"{off:.3f} s per step without the dump, {on:.3f} s with it ({on / off - 1:+.1%}, quartiles {low:+.1%} and "
+            f"{high:+.1%})"
         )
         for name, values in parts.items():
             if values:
@@ -133,7 +133,7 @@ def main() -> None:
         if options.profile:
             profile = cProfile.Profile()
             with tempfile.TemporaryDirectory() as again:
-                columns = {name: values.cpu() for name, values in step(True).columns.items()}
+                columns = {name: values.cpu() for name, values in step().columns.items()}
                 writer = DumpWriter(again)
                 profile.enable()
                 writer.write(1, batch, samples=sampled.samples, seeds=sampled.seeds, computed=columns, tokens=False)

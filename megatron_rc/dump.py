@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample
-from megatron_rc.schema.dump import FLAGS, IDS, KEPT_KEY, SAMPLING_KEY, SCHEMA
+from megatron_rc.schema.dump import FLAGS, IDS, KEPT_KEY, NUMBERS, SAMPLING_KEY, SCHEMA
 from megatron_rc.schema.dump import dump_files as dump_files
 from megatron_rc.schema.dump import read_dump as read_dump
 from megatron_rc.schema.files import replace_file, replace_text
@@ -88,8 +88,15 @@ class DumpWriter:
         path = self.folder / f"step-{step:06d}.parquet"
         with replace_file(path) as unfinished:
             os.close(os.open(unfinished, os.O_CREAT | os.O_EXCL, mode=0o600))
-            # a dictionary of values makes files of random numbers larger, and takes most of the time
-            pq.write_table(table, unfinished, compression="zstd", use_dictionary=["finish_reason", "server"])
+            # a dictionary of values makes files of random numbers larger, and takes most of the time; nothing that
+            # reads a dump looks for smallest and largest values
+            pq.write_table(
+                table,
+                unfinished,
+                compression="zstd",
+                use_dictionary=["finish_reason", "server"],
+                write_statistics=False,
+            )
         return path
 
 
@@ -143,7 +150,6 @@ def _recorded(batch: TokenBatch, samples: Sequence[Sample], routes: bool) -> dic
     per_sequence = {"group": batch.groups, "advantage": batch.advantages, "reward": batch.rewards}
     return {
         **{name: values.cpu().numpy() for name, values in per_sequence.items() if values is not None},
-        "rollout_logprobs": [s.logprobs for s in samples],
         **{name: [getattr(s, name) for s in samples] for name in _OF_SAMPLE},
         "prompt_length": [len(s.prompt_ids) for s in samples],
         "weight_versions": [
@@ -166,6 +172,7 @@ def _computed(batch: TokenBatch, samples: Sequence[Sample], computed: Mapping[st
 
     return {
         "loss_mask": per_token(batch.loss_mask, FLAGS),
+        "rollout_logprobs": per_token(batch.rollout_logprobs, NUMBERS),
         "turn": per_token(_turns(batch).to(torch.int32), IDS),
         **{name: per_token(values, SCHEMA.field(name).type) for name, values in computed.items()},
     }

@@ -223,7 +223,7 @@ class Job:
             version=self.progress.weight_version if self._reads_lags or lags.any() else None,
             lr_decay=self.lr_decay,
             routing=self.routing,
-            with_kept_mass=self.observers.dumps,
+            with_kept_mass=self.settings.dump.kept_mass,
             with_varentropy=self.settings.dump.varentropy,
             on_update=lambda: self.observers.advance(1),
         )

@@ -50,11 +50,6 @@ class Observers:
             config = without_credentials({"settings": shown, "machine": facts})
             self._dashboards = Dashboards(folder, wanted, name=settings.name, config=config, say=self.message)
 
-    @property
-    def dumps(self) -> bool:
-        """Whether steps are written, whole or the last ones; the same on every process."""
-        return self._dumping
-
     def __enter__(self) -> Observers:
         if self._display:
             self._display.__enter__()

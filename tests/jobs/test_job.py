@@ -26,7 +26,7 @@ CASES: dict[str, list[str]] = {
     "fp8": ["rollout.quantize=fp8"],
     "amplified": ["rollout.amplify=0.3"],
     "stale": ["rollout.staleness=2", "train.steps=4"],
-    "top-p": ["rollout.top_p=0.7", "rollout.dtype=fp32", "dump.varentropy=true"],
+    "top-p": ["rollout.top_p=0.7", "rollout.dtype=fp32", "dump={varentropy: true, kept_mass: true}"],
     "top-k": ["rollout.top_k=3", "rollout.dtype=fp32", "rollout.temperature=0.7"],
     "temperature": ["rollout.temperature=0.5", "rollout.dtype=fp32", "dump.varentropy=true"],
     "trainer bf16": ["train.dtype=bf16", "rollout.dtype=fp32"],
@@ -48,7 +48,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = settings_file(folder, {**JOB, "model": {"hf_path": str(folder / "hf")}, "task": letters_task(folder)})
     commands = [[*train(config, folder / name, *chosen), "--dump"] for name, chosen in CASES.items()]
     names = [*CASES, "last steps", "last steps with ids"]
-    commands += [train(config, folder / names[-2], "train.steps=4", "dump.keep=2", "rollout.top_p=0.7")]
+    commands += [
+        train(config, folder / names[-2], "train.steps=4", "dump.keep=2", "dump.kept_mass=true", "rollout.top_p=0.7")
+    ]
     commands += [train(config, folder / names[-1], "dump.tokens=true", "dump.keep=1")]
     for name, (status, said) in zip(names, run_together(commands, folder), strict=True):
         assert status == 0, f"{name}: {said}"
@@ -166,7 +168,7 @@ def test_columns_of_the_policy_are_those_of_the_same_weights_in_transformers(run
             "old_logprobs": logp.gather(-1, ids[0, record["prompt_length"] :, None])[:, 0],
             "entropy": entropy,
             "top1_prob": p.amax(-1),
-            "kept_mass": (full * kept).sum(-1) if record["support"] is not None else None,
+            "kept_mass": (full * kept).sum(-1) if name == "top-p" else None,
             "varentropy": (p * (surprise - entropy[:, None]) ** 2).sum(-1)
             if name in ("temperature", "top-p")
             else None,

@@ -166,6 +166,8 @@ def test_settings_of_the_dump_that_cannot_act_are_refused() -> None:
             job_settings.load(text)
     unkept = job_settings.load("dump: {keep: 0, varentropy: true}")
     check_dump(unkept, every_step=True)
+    with pytest.raises(ValueError, match="dump.kept_mass needs rollout.top_p below 1"):
+        check_dump(job_settings.load("dump: {kept_mass: true}"), every_step=True)
     with pytest.raises(ValueError, match="dump.varentropy must be false when dump.keep is 0"):
         check_dump(unkept, every_step=False)
     with pytest.raises(ValueError, match="dump.varentropy needs correction.old='recompute'"):
