@@ -24,8 +24,14 @@ ASKED = 64
 """Prompts per dump, which gives about 19,000 tokens."""
 CACHED_PROMPT = 128
 """Tokens of the prompts whose keys and values outlive a weight update."""
-FLAGS = ("--dtype", "bfloat16", "--timeout", "900")
-"""The helper of the tests waits for less time than a busy machine takes."""
+FLAGS = (
+    *("--dtype", "bfloat16", "--timeout", "900"),
+    *("--preferred-sampling-params", '{"temperature": 0.9}'),
+)
+"""The helper of the tests waits for less time than a busy machine takes. A temperature of the server's own counts for
+requests that name none, as those of the trap of a hidden temperature."""
+ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
+"""The server logs before the temperature: the same where a request asks for 1, and what hides a temperature else."""
 ANSWERS = {
     "server: healthy": ("RC501", "numerics"),
     "server: hidden temperature 0.9": ("RC103", "BUG"),
@@ -54,8 +60,8 @@ def dumps(lab: Lab) -> Iterator[tuple[str, Planted]]:
     with Session(lab).running() as session:
         healthy = session.sample(prompts)
         yield "server: healthy", lab.dump(healthy)
-        colder = session.sample(prompts, temperature=0.9)
-        yield "server: hidden temperature 0.9", lab.dump(session.scored_again(colder))
+        # these requests name no temperature, so the server's own one counts
+        yield "server: hidden temperature 0.9", lab.dump(session.sample(prompts, temperature=None))
         full, renormalised = session.truncated(prompts, 0.95)
         yield "server: top-p 0.95, full logs", lab.dump(full)
         yield "server: top-p 0.95, renormalised logs", lab.dump(renormalised)
@@ -78,7 +84,7 @@ class Session:
 
     @contextmanager
     def running(self) -> Iterator[Session]:
-        with sglang_server(self._checkpoint(str(VERSIONS - 1)), *FLAGS) as self._server:
+        with sglang_server(self._checkpoint(str(VERSIONS - 1)), *FLAGS, env=ENVIRONMENT) as self._server:
             yield self
 
     def serve(self, name: str, *, flush: bool = True) -> None:
@@ -87,22 +93,8 @@ class Session:
         self._post("/update_weights_from_disk", body)
 
     def sample(self, prompts: Sequence[Sequence[int]], *, n: int = 2, **sampling: Any) -> list[Sample]:
-        """``n`` responses per prompt, with the log-probs that the server logs."""
+        """``n`` responses per prompt, with the log-probs that the server logs; None leaves a parameter to it."""
         return [_sample(*pair) for pair in self._answers(_repeated(prompts, n), **sampling)]
-
-    def scored_again(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The same responses with the log-probs that the server's prefill gives at temperature 1."""
-        body = {
-            "input_ids": [[*s.prompt_ids, *s.output_ids] for s in samples],
-            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": [len(s.prompt_ids) - 1 for s in samples],
-        }
-        result = []
-        for sample, answer in zip(samples, self._post("/generate", body), strict=True):
-            values = [entry[0] for entry in answer["meta_info"]["input_token_logprobs"]][-len(sample.output_ids) :]
-            result.append(Sample(sample.prompt_ids, sample.output_ids, values, sample.finish_reason))
-        return result
 
     def truncated(self, prompts: Sequence[Sequence[int]], top_p: float) -> tuple[list[Sample], list[Sample]]:
         """Responses under top-p with full log-probs, and the same with the renormalised ones."""
@@ -161,6 +153,7 @@ class Session:
         self, prompts: Sequence[Sequence[int]], extra: dict[str, Any] | None = None, **sampling: Any
     ) -> list[tuple[list[int], dict[str, Any]]]:
         parameters = {"max_new_tokens": LENGTH, "temperature": 1.0, "stop_token_ids": [END], **sampling}
+        parameters = {name: value for name, value in parameters.items() if value is not None}
         body = {"input_ids": list(prompts), "sampling_params": parameters, "return_logprob": True, **(extra or {})}
         return [(list(p), a) for p, a in zip(prompts, self._post("/generate", body), strict=True)]
 
