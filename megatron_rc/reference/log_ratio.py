@@ -48,9 +48,9 @@ def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tenso
 
 def log_ratio_sums(ratio: LogRatio, offsets: Tensor) -> Tensor:
     """[4, U] fp64: sum l, sum log mu, valid tokens and loss tokens of every unit, rows offsets[u] to offsets[u + 1]."""
-    # fp32 counts exactly up to 2^24 tokens per unit
-    counts = torch.stack([ratio.valid, ratio.loss_mask]).float()
-    return torch.cat([unit_sums(ratio.pair.double(), offsets), unit_sums(counts, offsets)])
+    columns = torch.cat([ratio.pair, ratio.valid[None], ratio.loss_mask[None]])
+    # counts too: fp32 would stop at 2^24 tokens per unit
+    return unit_sums(columns.double(), offsets)
 
 
 def bounded_ratio(log_value: Tensor, lower: float | None, upper: float | None, bound: float) -> Tensor:

@@ -129,9 +129,8 @@ class TokenOutcome(NamedTuple):
     ) -> TokenOutcome:
         """From weights and mask [N], and the tokens [N] beyond each bound."""
         exact = weights.double()
-        counts = torch.stack([mask, *judged.values()]).float()
-        local = [unit_sums(table, offsets) for table in (torch.stack([exact, exact.square()]), counts)]
-        ((weight, square), (kept, *outside)), _ = pool_units(local, [], cp_group)
+        table = torch.stack([exact, exact.square(), mask, *judged.values()])
+        ((weight, square, kept, *outside),), _ = pool_units([unit_sums(table, offsets)], [], cp_group)
         smallest = least(torch.where(mask, weights, weights.new_full((), torch.inf)))
         judged_tokens = dict(zip(judged, outside, strict=True))
         return cls(weight, square, kept, kept > 0, judged_tokens, smallest, largest(weights))
