@@ -61,7 +61,8 @@ def correct(
         rollout_logprobs: the same shape, fp32, nats, as returned at sampling time.
         loss_mask: the same shape, bool; rows without it may hold anything.
         correction: the weight, the rejections and the normalisation.
-        cu_seqlens: [S + 1] int32, ending in N; packed layout only.
+        cu_seqlens: [S + 1] int32, ascending within 0 and N; packed layout only. Rows that no sequence covers, such as
+            the padding behind a THD batch, get weight 0 and mask False and count nowhere.
         segment_ids: the shape of loss_mask, int, ascending over the loss tokens of a sequence; the turn that a token
             belongs to. Numbers may begin anew in every sequence, except under context parallelism: there they ascend
             over the whole batch (as those of TokenBatch do), because ranks that hold parts of a turn tell it by its
@@ -83,8 +84,9 @@ def correct(
 
     Raises:
         ValueError: mismatched shapes; missing advantages, statistics or segments that `correction` needs; "triton" with
-            a tensor that its kernels cannot take. Under set_debug_checks(True) also cu_seqlens that do not ascend from
-            0 to N, segment_ids that do not ascend below num_segments, ranks of cp_group that hold other sequences.
+            a tensor that its kernels cannot take; for PyTorch on a CPU, cu_seqlens that do not ascend within 0 and N.
+            Under set_debug_checks(True) also those on any device, loss tokens that no sequence covers, segment_ids that
+            do not ascend below num_segments, ranks of cp_group that hold other sequences.
 
     Source: truncated IS, Yao et al. (fengyao.notion.site/off-policy-rl); masked and geometric forms, szrlee,
         rl-collapse part 3; IcePop, arXiv 2510.18855.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -184,10 +185,13 @@ def check_pair(
         raise ValueError("cu_seqlens must be given for packed [N] input")
     elif cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         raise ValueError(f"cu_seqlens must be [S + 1], got shape {tuple(cu_seqlens.shape)}")
+    elif len(cu_seqlens) == 1 and len(loss_mask):
+        raise ValueError(f"cu_seqlens must hold at least one sequence for {len(loss_mask)} tokens, got [1] numbers")
     pair = Pair(train_logprobs, rollout_logprobs, loss_mask, cu_seqlens)
     if debug_checks():
         if cu_seqlens is not None:
-            _check_ascends_to(cu_seqlens, len(loss_mask))
+            _check_offsets(cu_seqlens, len(loss_mask))
+            _check_loss_is_covered(cu_seqlens, loss_mask)
         check_same_on_ranks("cu_seqlens must hold one number of sequences", pair.num_sequences, cp_group, "cp_group")
     return pair
 
@@ -255,14 +259,32 @@ def _needed_statistics(shape: torch.Size, plan: Plan, statistics: Mapping[str, T
     return {name: statistics[name] for name in plan.statistics}
 
 
-def _check_ascends_to(cu_seqlens: Tensor, num_tokens: int) -> None:
-    steps = cu_seqlens.diff()
-    if cu_seqlens[0] != 0 or cu_seqlens[-1] != num_tokens or (steps < 0).any():
-        falls = (steps < 0).nonzero().flatten().tolist()
+def check_offsets_on_cpu(pair: Pair) -> None:
+    """Refuse offsets beyond the tokens where nobody has to wait for a device to see them.
+
+    Raises:
+        ValueError: cu_seqlens lies on the CPU, and does not ascend within 0 and the number of tokens.
+    """
+    if pair.cu_seqlens is not None and pair.cu_seqlens.device.type == "cpu":
+        _check_offsets(pair.cu_seqlens, len(pair.loss_mask))
+
+
+def _check_offsets(cu_seqlens: Tensor, num_tokens: int) -> None:
+    offsets = cu_seqlens.cpu().numpy()
+    falls = (np.diff(offsets) < 0).nonzero()[0]
+    if offsets[0] < 0 or offsets[-1] > num_tokens or len(falls):
         raise ValueError(
-            f"cu_seqlens must ascend from 0 to the number of tokens, {num_tokens}, got {int(cu_seqlens[0])} to "
-            f"{int(cu_seqlens[-1])}" + (f", which descends after position {falls[0]}" if falls else "")
+            f"cu_seqlens must ascend within [0, {num_tokens}], the number of tokens, got {offsets[0]} to "
+            f"{offsets[-1]}" + (f", which descends after position {falls[0]}" if len(falls) else "")
         )
+
+
+def _check_loss_is_covered(cu_seqlens: Tensor, loss_mask: Tensor) -> None:
+    outside = loss_mask.bool().clone()
+    outside[int(cu_seqlens[0]) : int(cu_seqlens[-1])] = False
+    if outside.any():
+        row = int(outside.nonzero()[0])
+        raise ValueError(f"loss_mask must be 0 in rows that no sequence of cu_seqlens covers, got 1 in row {row}")
 
 
 def _check_segment_ids(pair: Pair, segment_ids: Tensor, num_segments: int, *, over_batch: bool) -> None:

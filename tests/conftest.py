@@ -69,6 +69,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         pytest.exit("; ".join(wrong), returncode=pytest.ExitCode.TESTS_FAILED)
 
 
+@pytest.fixture
+def no_debug_checks() -> Iterator[None]:
+    """As outside of tests, where nothing reads values from the device to check them."""
+    before = set_debug_checks(False)
+    yield
+    set_debug_checks(before)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _interpreter_that_remembers() -> Iterator[None]:
     """The interpreter without its most repeated work, for every test of a kernel."""

@@ -77,6 +77,22 @@ def chunks_of_sequence(sequence, inside, cu_seqlens, row_length, num_tokens, BLO
 
 
 @triton.jit
+def store_rows(pointer, values, rows, sequence, begin, end, num_tokens, num_sequences, BLOCK: tl.constexpr):
+    """Store the lanes of a chunk, which are 0 outside of its sequence, so that every row of the batch is written.
+
+    Rows that no sequence covers fall to the first and the last sequence. Those after the last lie within the chunks
+    that it owns; those before the first lie in whole blocks before its begin, and the rest is stored beside its first
+    chunk.
+    """
+    lowest = tl.where(sequence == 0, 0, begin)
+    highest = tl.where(sequence == num_sequences - 1, num_tokens, end)
+    tl.store(pointer + rows, values, mask=(rows >= lowest) & (rows < highest))
+    lanes = tl.arange(0, BLOCK)
+    rest = tl.where((sequence == 0), begin % BLOCK, 0)
+    tl.store(pointer + lanes, 0, mask=(rows - lanes == begin) & (lanes < rest))
+
+
+@triton.jit
 def locate_chunk(chunk, cu_seqlens, row_length, num_tokens, num_sequences, BLOCK: tl.constexpr, WAYS: tl.constexpr):
     """(sequence, its first row, row behind its last, first row of the chunk): the last sequence with c(s) <= chunk.
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .chunks import OF_TOKENS, SIZES, Tokens, locate_chunk
+from .chunks import OF_TOKENS, SIZES, Tokens, locate_chunk, store_rows
 from .columns import field, finish, merge_all, statistic_of_tokens
 from .lags import bounds_of_lags, put_lags
 from .launch_table import LAUNCH
@@ -261,8 +261,8 @@ def correction_fwd_kernel(
             kept = kept & (rejected == 0)
 
         final = tl.where(kept, weight, 0.0)
-        tl.store(weights + rows, final, mask=inside)
-        tl.store(mask + rows, kept, mask=inside)
+        store_rows(weights, final, rows, sequence, begin, end, num_tokens, num_sequences, BLOCK)
+        store_rows(mask, kept, rows, sequence, begin, end, num_tokens, num_sequences, BLOCK)
         weight_sum, kept_tokens = put_weights(cell_of_weights, chunks, final, kept)
         if len(LAG_BINS) > 0:
             lag = tl.load(statistics[LAG_SOURCE] + rows, mask=valid, other=0)

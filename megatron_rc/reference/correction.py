@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rc.advantages import row_counts
 from megatron_rc.collectives import is_alone, is_first_rank, pool_units
-from megatron_rc.inputs import Extras, GatePlan, Pair, Plan
+from megatron_rc.inputs import Extras, GatePlan, Pair, Plan, check_offsets_on_cpu
 from megatron_rc.reference.lags import bounds_of_lags, lag_statistics
 from megatron_rc.reference.log_ratio import LogRatio, bounded_ratio, log_ratio, log_ratio_sums
 from megatron_rc.reference.rejection_statistics import gate_reduce, gate_statistic, outside
@@ -29,10 +30,11 @@ def correct(
     pair: Pair, extras: Extras, plan: Plan, dp_group: dist.ProcessGroup | None, cp_group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Statistics]:
     """Weights [N], mask [N], bad_sequences [S] and statistics of `megatron_rc.correct`."""
-    offsets, ratio = pair.offsets, _log_ratio(pair)
+    check_offsets_on_cpu(pair)
+    ratio, sequence_of_token = _log_ratio(pair)
     tokens = token_statistics(ratio, plan.correction.log_ratio_bound)
     batch = _Batch(plan, ratio)
-    batch.add_unit("sequence", offsets, torch.repeat_interleave(offsets.diff(), output_size=len(ratio.valid)))
+    batch.add_unit("sequence", pair.offsets, sequence_of_token)
     if "segment" in plan.units:
         ids, count = _segments(batch, extras, cp_group)
         edges = torch.arange(count + 1, device=ids.device, dtype=ids.dtype)
@@ -54,7 +56,8 @@ def correct(
 
 def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup | None, sequences: bool) -> Statistics:
     """Statistics of `megatron_rc.correction.pair_metrics`."""
-    ratio = _log_ratio(pair)
+    check_offsets_on_cpu(pair)
+    ratio, _ = _log_ratio(pair)
     tokens = token_statistics(ratio, log_ratio_bound)
     if not sequences:
         return (tokens | token_counts(ratio)).joined()
@@ -63,9 +66,13 @@ def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup
     return (tokens | sequence_statistics(Units.of(complete), None, {}, log_ratio_bound, counts=first)).joined()
 
 
-def _log_ratio(pair: Pair) -> LogRatio:
+def _log_ratio(pair: Pair) -> tuple[LogRatio, Tensor]:
+    """l, and the number of the sequence of every row [N]; rows that no sequence covers have no loss."""
     train, rollout, mask = (tensor.reshape(-1) for tensor in pair[:3])
-    return log_ratio(train, rollout, mask.bool())
+    # from 1; 0 before the first sequence, one more than the last after it
+    number = torch.repeat_interleave(row_counts(pair.offsets, len(mask)), output_size=len(mask))
+    nearest = number.clamp(1, pair.num_sequences)
+    return log_ratio(train, rollout, mask.bool() & (number == nearest)), nearest - 1
 
 
 class _Flags(NamedTuple):

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import case, gapped, weight
+from correction_book import case, gapped, padded_around, weight
 from torch import Tensor
 
 from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import correct
+from megatron_rc.correction import correct, pair_metrics
 
 INF, NAN = math.inf, math.nan
 
@@ -95,6 +95,41 @@ def test_turn_numbers_may_begin_anew_in_every_sequence() -> None:
         rows = (x.view(2, 4) for x in (log_ratios, zeros, mask))
         in_rows = correct(*rows, correction=correction, segment_ids=ids.view(2, 4), num_segments=count)
         assert torch.equal(in_rows.weights.flatten(), packed.weights)
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "turns"])
+@pytest.mark.parametrize(("head", "tail"), [(0, 5), (3, 0), (2, 7)])
+def test_rows_that_no_sequence_covers_are_left_out(name: str, head: int, tail: int, no_debug_checks: None) -> None:
+    turns = RolloutCorrection(Weight("segment", "clip", 0.8, 1.3), (Rejection("k3", "segment", "max", upper=0.1),))
+    correction = turns if name == "turns" else PRESETS[name].correction
+    batch = case([9, 0, 8, 7], gap=0.1)
+    around = padded_around(batch, head, tail)
+    expected, found = (correct(*b.arguments, correction=correction, **b.options) for b in (batch, around))
+    inside = torch.arange(24) + head
+    for value, of_sequences in ((found.weights, expected.weights), (found.mask, expected.mask)):
+        assert torch.equal(value[inside], of_sequences)
+        assert not value[:head].any() and not value[head + 24 :].any()
+    assert torch.equal(found.bad_sequences, expected.bad_sequences)
+    assert found.metrics.values() == pytest.approx(expected.metrics.values(), rel=1e-12, nan_ok=True)
+    pairs = [pair_metrics(*b.arguments, cu_seqlens=b.cu_seqlens).values() for b in (batch, around)]
+    assert pairs[1] == pytest.approx(pairs[0], rel=1e-12, nan_ok=True)
+
+
+def test_offsets_beyond_the_tokens_are_named_on_a_cpu(no_debug_checks: None) -> None:
+    batch = case([4, 6])
+    for offsets in ([0, 4, 11], [0, 6, 4, 10], [-1, 4, 10]):
+        with pytest.raises(ValueError, match=r"^cu_seqlens must ascend within \[0, 10\], the number of tokens, got"):
+            correct(*batch.arguments, correction=RolloutCorrection(), cu_seqlens=torch.tensor(offsets))
+    with pytest.raises(ValueError, match="cu_seqlens must hold at least one sequence for 10 tokens"):
+        correct(*batch.arguments, correction=RolloutCorrection(), cu_seqlens=torch.tensor([0]))
+
+
+@pytest.mark.full
+def test_a_sequence_beyond_the_largest_fp32_integer_is_counted_token_by_token() -> None:
+    n = 2**24 + 3
+    zeros, mask = torch.zeros(n), torch.ones(n, dtype=torch.bool)
+    found = pair_metrics(zeros, zeros, mask, cu_seqlens=torch.tensor([0, n])).values()
+    assert found["response_length"] == n
 
 
 def test_a_sequence_does_not_depend_on_its_neighbours_bit_by_bit() -> None:
@@ -234,8 +269,15 @@ def test_padded_input_refuses_cu_seqlens() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"cu_seqlens": [0, 2, 5]}, "cu_seqlens must ascend from 0 to the number of tokens, 6, got 0 to 5"),
-        ({"cu_seqlens": [1, 2, 6]}, "cu_seqlens must ascend from 0 to the number of tokens, 6, got 1 to 6"),
+        (
+            {"cu_seqlens": [0, 2, 5]},
+            "loss_mask must be 0 in rows that no sequence of cu_seqlens covers, got 1 in row 5",
+        ),
+        (
+            {"cu_seqlens": [1, 2, 6]},
+            "loss_mask must be 0 in rows that no sequence of cu_seqlens covers, got 1 in row 0",
+        ),
+        ({"cu_seqlens": [0, 2, 7]}, r"cu_seqlens must ascend within \[0, 6\], the number of tokens, got 0 to 7"),
         ({"cu_seqlens": [0, 4, 2, 6]}, "cu_seqlens must ascend .*, which descends after position 1"),
         ({"segment_ids": [0, 0, 1, 9, 3, 2]}, "segment_ids must ascend over the loss tokens of a sequence"),
         ({"segment_ids": [0, 0, 1, 9, 2, -1]}, r"segment_ids .* must lie in \[0, num_segments\), .*=4, got -1 to 2"),

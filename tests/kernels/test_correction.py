@@ -20,6 +20,7 @@ from kernel_correction_data import (
     padded,
     small_blocks,
 )
+from torch import Tensor
 
 from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
 from megatron_rc.correction import Corrected, correct, pair_metrics
@@ -74,6 +75,30 @@ def test_a_turn_is_joined_to_the_same_one_in_the_next_chunk_and_to_no_other() ->
     found = assert_agrees(batch, RolloutCorrection(Weight("segment", "truncate", upper=9.0)))
     assert [len(part.unique()) for part in found.weights.split(parts)] == [1, 1, 1]
     assert len(found.weights.unique()) == 3
+
+
+@pytest.mark.parametrize(("head", "tail"), [(0, 40), (19, 3), (2 * UNIT_BLOCK, 0)])
+@pytest.mark.parametrize("correction", [SEGMENTS, PRESETS["token-tis"].correction])
+def test_rows_that_no_sequence_covers_have_weight_0_and_count_nowhere(
+    head: int, tail: int, correction: RolloutCorrection, no_debug_checks: None
+) -> None:
+    batch = batch_of(LENGTHS, per_token=True)
+    assert batch.cu_seqlens is not None
+    statistics = {name: around(value, head, tail) for name, value in batch.options["statistics"].items()}
+    options = {"advantages": around(batch.options["advantages"], head, tail), "statistics": statistics}
+    train, rollout, outside = (around(x, head, tail) for x in (batch.train, batch.rollout, ~batch.mask))
+    expected = run(batch, correction)
+    found = run(Batch(train, rollout, ~outside, batch.cu_seqlens + head, options), correction)
+    inside = torch.arange(sum(LENGTHS)) + head
+    for value, of_sequences in ((found.weights, expected.weights), (found.mask, expected.mask)):
+        assert torch.equal(value[inside], of_sequences)
+        assert value.count_nonzero() == of_sequences.count_nonzero()
+    assert found.metrics.values() == pytest.approx(expected.metrics.values(), rel=1e-12, nan_ok=True)
+
+
+def around(value: Tensor, head: int, tail: int) -> Tensor:
+    """The value between rows of zeros."""
+    return torch.cat([value.new_zeros(head), value, value.new_zeros(tail)])
 
 
 @pytest.mark.parametrize("reduce", ["max", "min"])

@@ -64,6 +64,18 @@ def case(
     return Case(train.to(dtype), rollout.to(dtype), mask, cu_seqlens, advantages, {"surprise": surprise})
 
 
+def padded_around(batch: Case, head: int, tail: int) -> Case:
+    """The same sequences between rows of rubbish that belong to none of them."""
+
+    def around(value: Tensor, filling: Any) -> Tensor:
+        return torch.cat([value.new_full((head,), filling), value, value.new_full((tail,), filling)])
+
+    return Case(
+        around(batch.train, 5.0), around(batch.rollout, math.nan), around(batch.mask, True), batch.cu_seqlens + head,
+        batch.advantages, {name: around(value, math.nan) for name, value in batch.statistics.items()},
+    )  # fmt: skip
+
+
 def gapped(*log_ratios: float, lengths: list[int] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """train, rollout, mask, cu_seqlens; all tokens count."""
     train = torch.tensor(log_ratios, dtype=torch.float32)
