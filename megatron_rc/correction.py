@@ -69,7 +69,7 @@ def correct(
             number alone. Without segment_ids, turns are the contiguous runs of loss_mask.
         num_segments: a number above every segment id; required with segment_ids.
         advantages: the shape of loss_mask, or one per sequence; for rejections with when="negative_advantage", which
-            look at the sign of a unit's mean.
+            look at the sign of a unit's mean. [S, 1] always is one per sequence, and [S] unless S = N.
         statistics: name -> tensor of the shape of loss_mask, for rejections on that name.
         lags: the shape of loss_mask, int, >= 0; updates of pi since each token was sampled. Rejections on "lag" and
             weights with growth="sqrt_lag" or upper_by_lag need them; given, they also split metrics by lag.

@@ -144,11 +144,13 @@ class Extras(NamedTuple):
     """[N] or [B, T]; None where no turn is judged, or where turns are the runs of loss_mask."""
     num_segments: int | None
     advantages: Tensor | None
-    """The shape of loss_mask, or [S]."""
+    """The shape of loss_mask, or one per sequence: see advantage_unit."""
     statistics: Mapping[str, Tensor]
     """Name -> the shape of loss_mask, in the order in which the rejections name them."""
     lags: Tensor | None = None
     """The shape of loss_mask, int; updates since each token was sampled. Metrics read them where nothing else does."""
+    advantage_unit: Unit = "token"
+    """What has one advantage: a token or a sequence."""
 
     def tensors(self) -> dict[str, Tensor | None]:
         """The tensors by the names that errors give them."""
@@ -202,9 +204,9 @@ def check_extras(pair: Pair, plan: Plan, given: Extras, cp_group: dist.ProcessGr
     if "segment" in plan.units:
         _check_segments(pair, segment_ids, num_segments, cp_group)
     statistics = _needed_statistics(pair.loss_mask.shape, plan, given.statistics)
-    advantages = _needed_advantages(pair, plan, given.advantages)
+    advantages, unit = _needed_advantages(pair, plan, given.advantages)
     _check_lags(pair, plan, given.lags)
-    return Extras(segment_ids, num_segments, advantages, statistics, given.lags)
+    return Extras(segment_ids, num_segments, advantages, statistics, given.lags, unit)
 
 
 def _check_segments(
@@ -225,18 +227,21 @@ def _check_segments(
         _check_segment_ids(pair, segment_ids, num_segments, over_batch=not is_alone(cp_group))
 
 
-def _needed_advantages(pair: Pair, plan: Plan, advantages: Tensor | None) -> Tensor | None:
+def _needed_advantages(pair: Pair, plan: Plan, advantages: Tensor | None) -> tuple[Tensor | None, Unit]:
+    """The advantages that a gate reads, and the unit that has one of them."""
     if all(gate.when == "always" for gate in plan.correction.reject):
-        return None
+        return None, "token"
     if advantages is None:
         raise ValueError("advantages must be given for a rejection with when='negative_advantage'")
     shape, sequences = pair.loss_mask.shape, pair.num_sequences
-    if advantages.shape != shape and tuple(advantages.shape) != (sequences,):
-        raise ValueError(
-            f"advantages must be {tuple(shape)}, one per token, or ({sequences},), one per sequence, "
-            f"got {tuple(advantages.shape)}"
-        )
-    return advantages
+    if advantages.shape == shape:
+        return advantages, "token"
+    if tuple(advantages.shape) in ((sequences,), (sequences, 1)):
+        return advantages, "sequence"
+    raise ValueError(
+        f"advantages must be {tuple(shape)}, one per token, or ({sequences},) or ({sequences}, 1), one per sequence, "
+        f"got {tuple(advantages.shape)}"
+    )
 
 
 def _check_lags(pair: Pair, plan: Plan, lags: Tensor | None) -> None:

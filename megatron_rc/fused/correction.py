@@ -41,8 +41,7 @@ def correct(
     pair: Pair, extras: Extras, plan: Plan, dp_group: dist.ProcessGroup | None, cp_group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Statistics]:
     """Weights [N], mask [N], bad_sequences [S] and statistics of `megatron_rc.correct`."""
-    per_token = extras.advantages is not None and extras.advantages.numel() == pair.loss_mask.numel()
-    compiled = _kernel_plan(plan, "token" if per_token else "sequence", extras.lags is not None)
+    compiled = _kernel_plan(plan, extras.advantage_unit, extras.lags is not None)
     tokens = _tokens(pair, extras)
     parallel = not is_alone(cp_group)
     first = is_first_rank(cp_group)

@@ -118,11 +118,9 @@ class _Batch:
             self.statistics["lag"] = self.lags.double()
         if extras.advantages is None:
             return
-        per_token = extras.advantages.reshape(-1)
-        if len(per_token) != len(self.ratio.valid):
-            self.advantages["sequence"] = extras.advantages
-            per_token = extras.advantages.index_select(0, self.of_token["sequence"])
-        self.advantages["token"] = per_token
+        advantages = self.advantages[extras.advantage_unit] = extras.advantages.reshape(-1)
+        if extras.advantage_unit == "sequence":
+            self.advantages["token"] = self.to_tokens("sequence", advantages)
 
     def add_columns(self) -> None:
         """Add the columns that gates on sequences and segments compare, except sums and means of l."""

@@ -223,6 +223,19 @@ def test_advantages_of_a_unit_are_those_of_its_loss_tokens() -> None:
     assert torch.equal(again.mask, corrected.mask)
 
 
+def test_a_column_of_advantages_is_one_per_sequence_even_with_as_many_tokens_as_sequences() -> None:
+    train, rollout, mask, cu_seqlens = gapped(-1.0, -1.0, lengths=[2, 0])
+    gate = RolloutCorrection(reject=(Rejection("ratio", "token", lower=0.5, when="negative_advantage"),))
+    options: dict[str, Any] = dict(correction=gate, cu_seqlens=cu_seqlens)
+    advantages = torch.tensor([1.0, -5.0])
+    of_sequences = correct(train, rollout, mask, advantages=advantages[:, None], **options)
+    of_tokens = correct(train, rollout, mask, advantages=advantages, **options)
+    assert of_sequences.mask.tolist() == [True, True]
+    assert of_tokens.mask.tolist() == [True, False]
+    rows = (x.view(2, 1) for x in (train, rollout, mask))
+    assert correct(*rows, correction=gate, advantages=advantages[:, None]).mask.flatten().tolist() == [True, False]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

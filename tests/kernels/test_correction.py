@@ -77,6 +77,15 @@ def test_a_turn_is_joined_to_the_same_one_in_the_next_chunk_and_to_no_other() ->
     assert len(found.weights.unique()) == 3
 
 
+def test_a_column_of_advantages_is_one_per_sequence_even_with_as_many_tokens_as_sequences() -> None:
+    gate = RolloutCorrection(reject=(Rejection("ratio", "token", lower=2.0, when="negative_advantage"),))
+    batch = batch_of([2, 0], density=1.0)
+    advantages = torch.tensor([1.0, -5.0])
+    for column, kept in ((advantages[:, None], [True, True]), (advantages, [True, False])):
+        batch.options["advantages"] = column
+        assert assert_agrees(batch, gate).mask.tolist() == kept
+
+
 @pytest.mark.parametrize(("head", "tail"), [(0, 40), (19, 3), (2 * UNIT_BLOCK, 0)])
 @pytest.mark.parametrize("correction", [SEGMENTS, PRESETS["token-tis"].correction])
 def test_rows_that_no_sequence_covers_have_weight_0_and_count_nowhere(
