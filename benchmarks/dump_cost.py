@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import math
 import pstats
 import statistics
 import tempfile
@@ -63,7 +64,9 @@ def rollout(vocabulary: int, sequences: int, tokens: int, top_p: bool) -> tuple[
     def sample() -> Sample:
         ids = random.integers(vocabulary, size=tokens).tolist()
         kept = [sorted({i, *random.integers(vocabulary, size=KEPT_IDS - 1).tolist()}) for i in ids] if top_p else None
-        prompt, logprobs = random.integers(vocabulary, size=PROMPT).tolist(), (-random.exponential(1, tokens)).tolist()
+        prompt = random.integers(vocabulary, size=PROMPT).tolist()
+        # about what a model says that has learned nothing
+        logprobs = (-math.log(KEPT_IDS if top_p else vocabulary) + random.normal(0, 0.1, tokens)).tolist()
         return Sample(prompt, ids, logprobs, "length", [(0, 0, tokens)], kept, server="a", syncs=1, cached_tokens=0)
 
     samples = [sample() for _ in range(sequences)]

@@ -13,6 +13,7 @@ BENIGN = {"RC404", "RC501", "RC502"}
 """Rules that name a cause without a fault; RC501 always joins them."""
 _CELL, _NAME, _HEAD = 38, 270, 70
 _RIGHT, _WRONG, _EMPTY = "#2e7d32", "#c62828", "#f2f2f2"
+_LEGEND = (_RIGHT, "dumps with the wanted answer"), (_WRONG, "dumps with another answer")
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Matrix:
     def svg(self) -> str:
         """The picture: green where the wanted rule answered, red where another one did."""
         codes = self.codes
-        width, height = _NAME + _CELL * len(codes) + 30, _HEAD + 20 * len(self.rows) + 10
+        width, height = _NAME + _CELL * len(codes) + 30, _HEAD + 20 * len(self.rows) + 34
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
             'font-family="sans-serif" font-size="12">',
@@ -103,4 +104,9 @@ class Matrix:
                         f'<text x="{x + _CELL / 2 - 1}" y="{y + 13}" text-anchor="middle" fill="#ffffff">'
                         f"{row.answers[code]}</text>"
                     )
+        y = _HEAD + 20 * len(self.rows) + 10
+        for place, (colour, meaning) in enumerate(_LEGEND):
+            x = _NAME + 230 * place
+            parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{colour}"/>')
+            parts.append(f'<text x="{x + 20}" y="{y + 11}">{meaning}</text>')
         return "\n".join([*parts, "</svg>"]) + "\n"

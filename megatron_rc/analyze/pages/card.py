@@ -22,11 +22,11 @@ article table { margin-top: 4px; }
 article thead th { border-bottom: 1px solid var(--edge); }
 article td { font-size: 12.5px; padding: 3px 16px 3px 0; vertical-align: top; white-space: nowrap; }
 article td.name { font-family: inherit; }
-article td.words { font-family: inherit; color: var(--soft); white-space: normal; }
+article td.words { font-family: inherit; color: var(--soft); white-space: normal; min-width: 17em; }
 article td.words:last-child { width: 60%; }
 .scroll { overflow-x: auto; }
 .bar { display: block; height: 10px; min-width: 1px; border-radius: 3px; background: var(--c0); }
-article td.room { width: 45%; vertical-align: middle; }
+article td.room { width: 45%; min-width: 6em; vertical-align: middle; }
 .red { background: color-mix(in srgb, #e5484d 28%, transparent); }
 """
 
