@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from doctor_facts import server as recorded
 from sglang_server import shared_server
 from typer.testing import CliRunner
 
@@ -15,7 +19,8 @@ from megatron_rc.cli import app
 from megatron_rc.doctor.registry import Finding
 from megatron_rc.doctor.server import scores
 from megatron_rc.doctor.server.examine import examine_servers
-from megatron_rc.doctor.server.syncs import SYNCS, Course
+from megatron_rc.doctor.server.facts import TrainerFacts
+from megatron_rc.doctor.server.syncs import SYNCS, Course, examine_syncs
 
 
 def verdict(noises: Sequence[float]) -> Finding:
@@ -51,6 +56,13 @@ def test_noise_around_a_level_is_not_growth() -> None:
     ]
     z = np.array([rise / error for rise, error in rises])
     assert abs(z.mean()) < 0.25 and 0.8 < z.std() < 1.25
+
+
+def test_a_server_that_cannot_be_probed_gets_no_weights() -> None:
+    facts = replace(recorded("good_moe"), is_paused=True)
+    model: Any = SimpleNamespace(vocab_size=37, rescore=None)
+    (found,) = examine_syncs(facts, TrainerFacts(), model, 3, 1)
+    assert (found.check, found.status, found.decided) == ("same-weights", "note", False) and "paused" in found.found
 
 
 def test_syncs_need_the_probes() -> None:
