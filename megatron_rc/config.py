@@ -22,8 +22,10 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 Denominator = Literal["original", "kept"]
 
 
-STATISTICS = ("ratio", "k2", "k3", "abs_log_ratio", "prob_diff")
+STATISTICS = ("ratio", "k2", "k3", "abs_log_ratio", "prob_diff", "standardized")
 """Statistics that `correct` computes itself; any other name but "lag" must be passed to it in `statistics`."""
+STANDARDIZED = "standardized"
+"""The statistic that needs a number of the whole batch before any gate: its mean k3."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,9 @@ class Rejection:
 
     statistic: str = "ratio"
     """ratio (pi / mu), k2 (l^2 / 2), k3 (e^l - 1 - l), abs_log_ratio (|l|), prob_diff (pi - mu, signed), with
-    l = log pi - log mu; lag (updates since the token was sampled); or a name given to `correct` in `statistics`."""
+    l = log pi - log mu; standardized (|sum l + T K| / sqrt(2 T K) of a unit of T tokens, K the mean k3 of the batch,
+    with an upper bound only); lag (updates since the token was sampled); or a name given to `correct` in `statistics`.
+    """
     level: Unit = "sequence"
     """The unit that is judged and dropped: a token, a sequence, or a segment (one turn)."""
     reduce: Reduce = "sum"
@@ -55,6 +59,8 @@ class Rejection:
             raise ValueError(f"lower or upper must be set for the rejection on {self.statistic!r}")
         if self.statistic == "ratio":
             check_positive_bounds(self.lower, self.upper)
+        if self.statistic == STANDARDIZED:
+            self._check_standardized()
         check_ordered_bounds(self.lower, self.upper)
         if self.statistic in ("k2", "k3", "abs_log_ratio") and self.upper is not None and not self.upper >= 0:
             raise ValueError(f"upper must be >= 0 for {self.statistic!r}, got upper={self.upper!r}")
@@ -63,11 +69,21 @@ class Rejection:
     def name(self) -> str:
         """The name of this gate in metrics, such as 'ratio_sequence_mean' or 'k2_token_negative_advantage'."""
         parts = [self.statistic, self.level]
-        if self.level != "token":
+        if self.level != "token" and self.statistic != STANDARDIZED:
             parts.append(self.reduce)
         if self.when != "always":
             parts.append(self.when)
         return "_".join(parts)
+
+    def _check_standardized(self) -> None:
+        if self.level == "token":
+            raise ValueError("level must be 'sequence' or 'segment' for 'standardized', got 'token': use k2 for tokens")
+        if self.reduce != "sum":
+            raise ValueError(f"reduce must be 'sum' for 'standardized', which is made of sums, got {self.reduce!r}")
+        if self.lower is not None:
+            raise ValueError(f"lower must be None for 'standardized', a distance from the mean, got {self.lower!r}")
+        if self.upper is None or not self.upper > 0:
+            raise ValueError(f"upper must be > 0 for 'standardized', in standard deviations, got {self.upper!r}")
 
 
 @dataclass(frozen=True)
@@ -94,6 +110,8 @@ class RolloutCorrection:
             raise ValueError(f"weight must be a Weight or None, got {self.weight!r}")
         if not isinstance(self.reject, tuple) or not all(isinstance(gate, Rejection) for gate in self.reject):
             raise ValueError(f"reject must be a tuple of Rejection, got {self.reject!r}")
+        if sum(gate.statistic == STANDARDIZED for gate in self.reject) > 1:
+            raise ValueError("reject must hold at most one rejection on 'standardized'")
         check_one_of("normalize", self.normalize, Normalize)
         check_one_of("old", self.old, Old)
         # exp(40) squared is still finite in fp32
@@ -118,6 +136,18 @@ class RolloutCorrection:
             raise ValueError(
                 "weight must be None when old is 'rollout' and the surrogate is 'ppo': its ratio already is pi / mu, "
                 "and an importance weight would count it twice"
+            )
+
+    def check_one_micro_batch(self, caller: str) -> None:
+        """Refuse what needs a number of the whole batch, for a ``caller`` that sees one micro-batch at a time.
+
+        Raises:
+            ValueError: a rejection on "standardized".
+        """
+        if any(gate.statistic == STANDARDIZED for gate in self.reject):
+            raise ValueError(
+                f"reject must not use 'standardized' in {caller}, which sees one micro-batch at a time and has no "
+                "mean_k3 of earlier batches"
             )
 
     @classmethod
@@ -246,6 +276,11 @@ PRESETS: dict[str, Preset] = {
     "trust-region-mask": Preset(
         RolloutCorrection(reject=(Rejection("k2", "sequence", "max", upper=2.0),)),
         "Trust Region Masking (arXiv 2512.23075), max gate with the sample proxy k2; 2.0 (|l| <= 2) from verl's 1.5-3",
+    ),
+    "standardized": Preset(
+        RolloutCorrection(_TOKEN_TIS, (Rejection("standardized", "sequence", upper=2.0),)),
+        "experimental: an outlier filter that keeps about 95 % of honest sequences at every length; derived, its bound "
+        "as customary; the table below says what it costs",
     ),
     "off-policy-sequence-mask": Preset(
         RolloutCorrection(

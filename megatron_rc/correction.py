@@ -29,6 +29,8 @@ class Corrected:
     """Statistics of the tokens of this rank; `metrics.all_reduce` pools them over DP x CP."""
     correction: RolloutCorrection = field(default_factory=RolloutCorrection)
     """The settings that made it; `policy_loss` refuses arguments that contradict them."""
+    mean_k3: Tensor | None = None
+    """0-d: the K that the gate "standardized" used, pooled over DP x CP or as given; None without that gate."""
 
 
 def correct(
@@ -43,6 +45,7 @@ def correct(
     advantages: Tensor | None = None,
     statistics: Mapping[str, Tensor] | None = None,
     lags: Tensor | None = None,
+    mean_k3: Tensor | None = None,
     dp_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
     backend: str = "auto",
@@ -52,7 +55,9 @@ def correct(
     With l = log pi - log mu of a token, the value shared by a unit is rho = e^l (token), exp sum l (sequence),
     exp mean l (geometric, segment), sums and means over the unit's loss tokens. weights = min(rho, upper),
     clamp(rho, lower, upper), or rho inside the bounds and dropped outside; then every Rejection drops its units; then
-    normalize="batch" divides by the mean weight of the kept tokens. No gate sees another gate or the weight.
+    normalize="batch" divides by the mean weight of the kept tokens. No gate sees another gate or the weight. The gate
+    "standardized" keeps units with |S + T K| <= upper sqrt(2 T K), where S = sum l over T tokens, K = mean min(k3, 0.5)
+    over the batch; and all of T K < 1e-6, which is rounding.
     A NaN or +inf log-prob, or -inf from the sampler, drops its sequence when any unit is larger than a token, else its
     token. log pi = -inf with a finite log mu is rho = 0. Nothing here waits for the device.
 
@@ -73,11 +78,13 @@ def correct(
         statistics: name -> tensor of the shape of loss_mask, for rejections on that name.
         lags: the shape of loss_mask, int, >= 0; updates of pi since each token was sampled. Rejections on "lag" and
             weights with growth="sqrt_lag" or upper_by_lag need them; given, they also split metrics by lag.
-        dp_group: data-parallel ranks, for normalize="batch".
+        mean_k3: 0-d on the same device, nats; K of earlier batches, for the gate "standardized". Without it, K is that
+            of this batch, in one all-reduce over dp_group: a caller that sees one micro-batch must give it.
+        dp_group: data-parallel ranks, for normalize="batch" and the gate "standardized".
         cp_group: ranks that hold other tokens of the same sequences, in the same order.
-        backend: "torch"; "triton", which needs three launches, a fourth where turns are judged, and one more to
-            normalise (an argument that is not contiguous is copied, in a launch of its own); or "auto": triton where
-            its kernels can take every argument, which excludes fp64.
+        backend: "torch"; "triton", which needs three launches, a fourth where turns are judged, one more to normalise
+            and two for a K of this batch (an argument that is not contiguous is copied, in a launch of its own); or
+            "auto": triton where its kernels can take every argument, which excludes fp64.
 
     Returns:
         Corrected, in the layout of the input.
@@ -93,12 +100,13 @@ def correct(
     """
     plan = Plan.of(correction)
     pair = check_pair(train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, cp_group)
-    extras = check_extras(pair, plan, Extras(segment_ids, num_segments, advantages, statistics or {}, lags), cp_group)
+    given = Extras(segment_ids, num_segments, advantages, statistics or {}, lags, mean_k3)
+    extras = check_extras(pair, plan, given, cp_group)
     computed = backend_module("correction", backend, **pair._asdict(), **extras.tensors())
     with torch.no_grad():
-        weights, mask, bad_sequences, sums = computed.correct(pair, extras, plan, dp_group, cp_group)
+        weights, mask, bad_sequences, sums, used_k3 = computed.correct(pair, extras, plan, dp_group, cp_group)
     shape = loss_mask.shape
-    return Corrected(weights.view(shape), mask.view(shape), bad_sequences, MetricSums(sums), correction)
+    return Corrected(weights.view(shape), mask.view(shape), bad_sequences, MetricSums(sums), correction, used_k3)
 
 
 def pair_metrics(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rc.backend import debug_checks
 from megatron_rc.collectives import is_alone
-from megatron_rc.config import STATISTICS, Rejection, RolloutCorrection, Unit
+from megatron_rc.config import STANDARDIZED, STATISTICS, Rejection, RolloutCorrection, Unit
 from megatron_rc.weight import MODES, Weight
 
 
@@ -69,8 +69,13 @@ class GatePlan(NamedTuple):
 
     @property
     def reads_log_ratio_sums(self) -> bool:
-        """Whether the unit's sum or mean log-ratio, which every call computes, is what the gate compares."""
-        return self.gate.statistic == "ratio" and self.gate.reduce in ("sum", "mean")
+        """Whether the gate compares the unit's sum or mean log-ratio, or what is made of them and its length."""
+        by_ratio = self.gate.statistic == "ratio" and self.gate.reduce in ("sum", "mean")
+        return by_ratio or self.is_standardized
+
+    @property
+    def is_standardized(self) -> bool:
+        return self.gate.statistic == STANDARDIZED
 
 
 class Plan(NamedTuple):
@@ -103,6 +108,11 @@ class Plan(NamedTuple):
         on_lags = any(gate.statistic == "lag" for gate in correction.reject)
         on_lags |= weight is not None and weight.weight.reads_lags
         return cls(correction, weight, tuple(gates), frozenset(units), tuple(dict.fromkeys(statistics)), on_lags)
+
+    @property
+    def standardized(self) -> GatePlan | None:
+        """The gate that needs the mean k3 of the batch."""
+        return next((planned for planned in self.gates if planned.is_standardized), None)
 
     @property
     def drops_corrupt_sequences(self) -> bool:
@@ -149,6 +159,8 @@ class Extras(NamedTuple):
     """Name -> the shape of loss_mask, in the order in which the rejections name them."""
     lags: Tensor | None = None
     """The shape of loss_mask, int; updates since each token was sampled. Metrics read them where nothing else does."""
+    mean_k3: Tensor | None = None
+    """0-d; None where no gate needs it, or where it is that of this batch."""
     advantage_unit: Unit = "token"
     """What has one advantage: a token or a sequence."""
 
@@ -206,7 +218,12 @@ def check_extras(pair: Pair, plan: Plan, given: Extras, cp_group: dist.ProcessGr
     statistics = _needed_statistics(pair.loss_mask.shape, plan, given.statistics)
     advantages, unit = _needed_advantages(pair, plan, given.advantages)
     _check_lags(pair, plan, given.lags)
-    return Extras(segment_ids, num_segments, advantages, statistics, given.lags, unit)
+    mean_k3 = None if plan.standardized is None else given.mean_k3
+    if mean_k3 is not None and (mean_k3.dim() or mean_k3.device != pair.loss_mask.device):
+        raise ValueError(
+            f"mean_k3 must be 0-d and on {pair.loss_mask.device}, got {tuple(mean_k3.shape)} on {mean_k3.device}"
+        )
+    return Extras(segment_ids, num_segments, advantages, statistics, given.lags, mean_k3, unit)
 
 
 def _check_segments(

@@ -138,6 +138,12 @@ METRICS: dict[str, Metric] = {
     "weight_max": extreme("weight_max", over="kept", formula="their maximum"),
     "ess_token_final": ess("weight", over="tokens", formula="(sum w)^2 / (n sum w^2), n all tokens, w = 0 if masked"),
     "ess_seq_final": ess("all_weight", over="sequences", formula="(sum v_i)^2 / (S sum v_i^2), v_i = mean_t w"),
+    "mean_k3": mean("capped_k3", over="tokens", formula="mean min(e^l - 1 - l, 0.5), the K of the gate standardized"),
+    "pi_mass_kept": mean(
+        "pi_mass_kept",
+        over="judged",
+        formula="mean_u Phi(c - m) - Phi(-c - m), m = sqrt(2 T K), of a gate standardized with upper c; pi's share",
+    ),
     "masked_token": Metric(
         "share of tokens that no longer count", lambda s: 1 - quotient(s["kept"], s["tokens"]), needs="kept"
     ),

@@ -11,83 +11,30 @@ from torch import Tensor
 
 from .chunks import OF_TOKENS, SIZES, Tokens, locate_chunk, store_rows
 from .columns import field, finish, merge_all, statistic_of_tokens
+from .decisions import Decisions
 from .lags import bounds_of_lags, put_lags
 from .launch_table import LAUNCH
 from .log_ratio import load_log_ratio
 from .metric_rows import (
     FROM_TOKENS_TO_SEQUENCES,
     NUM_OF_LAGS,
+    NUM_OF_STANDARDIZED,
     NUM_OF_WEIGHTS,
     MetricRows,
     clamp,
     put,
     put_outside,
+    put_standardized,
     put_tokens,
     put_weights,
     put_whole_sequence,
 )
+from .rejection_statistics import gate_statistic, pi_mass_kept, standardized
 from .segments import segment_slots
 from .unit_sums import SegmentParts, columns_of
 
-
-class WeightKind(NamedTuple):
-    """The importance weight, as it is compiled into the kernel."""
-
-    level: str = "none"
-    """none, token, sequence, geometric or segment."""
-    drops: bool = False
-    """Tokens outside of its bounds are dropped."""
-    has_lower: bool = False
-    has_upper: bool = False
-    column: int = -1
-    """Column of segments that holds the mean of l."""
-    growth: str = "none"
-    log_lower: float = 0.0
-    """-inf without a lower bound."""
-    log_uppers: tuple[tuple[float, float], ...] = ()
-    """(smallest lag, log upper), ascending; empty where the bounds of all units are the same."""
-    lag_column: int = -1
-    """Column of sequences or segments that holds the lag of a unit."""
-
-
-class Lags(NamedTuple):
-    """What is made of the lags of tokens, as it is compiled into the kernel."""
-
-    source: int = -1
-    """Index among the statistics of tokens; -1 where lags are not known."""
-    bins: tuple[int, ...] = ()
-    """Smallest lag of every bin."""
-
-
-class Gate(NamedTuple):
-    """One gate, as it is compiled into the kernel; the first three fields are those of a column."""
-
-    statistic: str
-    source: int
-    reduce: str
-    level: str
-    column: int
-    """Index among the columns of its level; -1 for the sum or mean of l of a sequence."""
-    advantages: str
-    """Which advantages must be negative: those of a "token" or of a "sequence"; "any": none needs to be."""
-    advantage_column: int
-    """Index among the columns of its level of the sum of the advantages of tokens."""
-
-
 # indices of the fields, for kernels
 _STATISTIC, _SOURCE, _REDUCE, _LEVEL, _COLUMN, _ADVANTAGES, _ADVANTAGE_COLUMN = map(tl.constexpr, range(7))
-
-
-class Decisions(NamedTuple):
-    """A RolloutCorrection as the kernel takes it."""
-
-    weight: WeightKind
-    gates: tuple[Gate, ...]
-    drops_corrupt_sequences: bool
-    log_ratio_bound: float
-    bounds: tuple[float, ...]
-    """lower, upper, log lower and log upper of the weight; then lower and upper of every gate, as logs for a ratio."""
-    lags: Lags = Lags()
 
 
 class Decided(NamedTuple):
@@ -122,6 +69,7 @@ def correction_fwd_kernel(
     segment_edges,  # [3, chunks] int64, or None without segments
     segment_columns,  # [G, slots] fp32
     bounds,  # as Decisions.bounds
+    mean_k3,  # [], or None where no gate needs it
     weights,  # [N] fp32 out, or None: metrics of the pair only
     mask,  # [N] bool out
     bad_sequences,  # [S] bool out
@@ -187,6 +135,10 @@ def correction_fwd_kernel(
         cell += len(LAG_BINS) * NUM_OF_LAGS * chunks
         cell_of_weights = cell
         cell += NUM_OF_WEIGHTS * chunks
+        cell_of_standardized = cell
+        if mean_k3 is not None:
+            k3 = tl.load(mean_k3).to(tl.float64)
+            cell += NUM_OF_STANDARDIZED * chunks
         to_outcome = (HAS_LOWER + HAS_UPPER + len(GATES) + FROM_TOKENS_TO_SEQUENCES) * chunks
 
         weight = tl.full((), 1.0, tl.float32)
@@ -231,6 +183,8 @@ def correction_fwd_kernel(
                 )  # fmt: skip
             elif field(GATES, g, _LEVEL) == "segment":
                 value = _of_segments(segment_columns, num_slots, slots, valid, field(GATES, g, _COLUMN))
+                # the first column counts the tokens
+                of_unit = _of_segments(segment_columns, num_slots, slots, valid, 0)
             elif field(GATES, g, _COLUMN) >= 0:
                 column = sums + field(GATES, g, _COLUMN) * stride
                 value = merge_all(column, first, last, field(GATES, g, _REDUCE), UNITS)
@@ -239,6 +193,12 @@ def correction_fwd_kernel(
                 value = mean
             else:
                 value = total
+                of_unit = lanes + tokens
+            if field(GATES, g, _STATISTIC) == "standardized":
+                value = standardized(lanes + value, of_unit, k3)
+                mass = pi_mass_kept(bounds[5 + 2 * g], of_unit, k3)
+                of_tokens = gate_statistic(log_ratio.to(tl.float64), rollout.to(tl.float64), "capped_k3")
+                put_standardized(cell_of_standardized, chunks, of_tokens, mass, of_unit, valid)
             value = (lanes + value).to(tl.float32)
             # true for NaN
             rejected = ((value >= bounds[4 + 2 * g]) & (value <= bounds[5 + 2 * g])) == 0
@@ -295,6 +255,7 @@ def correction_fwd(
     with_weights: bool,
     complete: bool,
     counts: bool,
+    mean_k3: Tensor | None = None,
 ) -> Decided:
     """The weight and fate of every token, and the parts of every metric.
 
@@ -304,6 +265,7 @@ def correction_fwd(
         with_weights: False: only metrics of the pair.
         complete: `sums` holds one column per sequence, not per chunk.
         counts: this rank reports whole sequences; of context-parallel ranks only one does.
+        mean_k3: 0-d, where a gate is on "standardized".
     """
     launch = LAUNCH["correction"]
     # a program reads the sums of the chunks that it decides on
@@ -321,6 +283,7 @@ def correction_fwd(
         segment_edges=segments and segments.edges,
         **columns_of(segments),
         bounds=decisions.bounds,
+        mean_k3=mean_k3,
         weights=weights,
         mask=mask,
         bad_sequences=bad_sequences,

@@ -17,6 +17,7 @@ _WITH_SQUARES = tuple(name for each in ("dev", "rho", "q", "p") for name in (eac
 _PRODUCTS = ("log_ratio", "rho_log_ratio", "p_q", "dev_abs", "prob_gap")
 OF_TOKENS = ("beyond_2", "clamped", *_PRODUCTS, *_WITH_SQUARES, "tokens", "loss_tokens")
 OF_WEIGHTS = ("weight", "kept", "square:weight")
+OF_STANDARDIZED = ("capped_k3", "pi_mass_kept", "judged")
 OF_SEQUENCES = ("bad_sequences",)
 _PERPLEXITIES = ("rollout_log_ppl", "train_log_ppl", "rollout_ppl", "train_ppl")
 OF_WHOLE_SEQUENCES = ("seq_rho", "seq_dev", *_PERPLEXITIES, "mean_abs", "sum_abs", "seq_clamped", "sequences")
@@ -25,6 +26,7 @@ OF_OUTCOMES = ("all_weight", "kept_sequences")
 NUM_OF_LAGS = tl.constexpr(5)
 """Rows of every bin of lags: tokens, k3, rho, rho^2, kept tokens."""
 NUM_OF_WEIGHTS = tl.constexpr(len(OF_WEIGHTS))
+NUM_OF_STANDARDIZED = tl.constexpr(len(OF_STANDARDIZED))
 FROM_TOKENS_TO_SEQUENCES = tl.constexpr(len(OF_SEQUENCES + OF_WHOLE_SEQUENCES + OF_OUTCOMES))
 """Rows between the last of the tokens outside a bound and the first of the sequences outside one."""
 _LOG_2 = tl.constexpr(math.log(2))
@@ -54,11 +56,14 @@ class MetricRows(NamedTuple):
         return self.added + of_sequences + tuple(f"square:{name}" for name in of_sequences)
 
 
-def metric_rows(sequences: bool, bounds: tuple[str, ...] | None, lags: tuple[str, ...] = ()) -> MetricRows:
+def metric_rows(
+    sequences: bool, bounds: tuple[str, ...] | None, lags: tuple[str, ...] = (), standardized: bool = False
+) -> MetricRows:
     """The rows of tokens; of sequences, if asked for; of the final weights and these bounds, unless they are None.
 
     Args:
         lags: names of the sums of the bins of lags, bin by bin; none where lags are not known.
+        standardized: whether a gate is on that statistic.
     """
     if not sequences:
         assert bounds is None
@@ -67,7 +72,12 @@ def metric_rows(sequences: bool, bounds: tuple[str, ...] | None, lags: tuple[str
         maxima, minima = ("rho_max", "seq_rho_max"), ("rho_min", "seq_rho_min")
         return MetricRows(OF_TOKENS + OF_SEQUENCES, OF_WHOLE_SEQUENCES, (), maxima, minima)
     return MetricRows(
-        OF_TOKENS + lags + OF_WEIGHTS + tuple(f"token:{name}" for name in bounds) + OF_SEQUENCES,
+        OF_TOKENS
+        + lags
+        + OF_WEIGHTS
+        + (OF_STANDARDIZED if standardized else ())
+        + tuple(f"token:{name}" for name in bounds)
+        + OF_SEQUENCES,
         OF_WHOLE_SEQUENCES,
         OF_OUTCOMES + tuple(f"seq:{name}" for name in bounds),
         ("rho_max", "seq_rho_max", "weight_max"),
@@ -121,6 +131,13 @@ def put_weights(cell, stride, weights, kept):
     kept_tokens = count(kept)
     put(cell, stride, (weight, kept_tokens, tl.sum(weights * weights)))
     return weight, kept_tokens
+
+
+@triton.jit
+def put_standardized(cell, stride, k3, mass, tokens, valid):
+    """Write OF_STANDARDIZED from the capped k3 of tokens, and from pi_mass_kept and the tokens of their unit."""
+    share = tl.where(valid, 1.0 / tl.where(valid, tokens, 1.0), 0.0)
+    return put(cell, stride, (tl.sum(tl.where(valid, k3, 0.0)), tl.sum(mass * share), tl.sum(share)))
 
 
 @triton.jit

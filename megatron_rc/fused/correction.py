@@ -14,7 +14,8 @@ from megatron_rc.collectives import all_reduced, is_alone, is_first_rank, pool_u
 from megatron_rc.inputs import Extras, GatePlan, Pair, Plan, log_bound
 from megatron_rc.kernels.chunks import Tokens
 from megatron_rc.kernels.columns import COUNT, Column, num_sums
-from megatron_rc.kernels.correction import Decisions, Gate, Lags, WeightKind, correction_fwd
+from megatron_rc.kernels.correction import correction_fwd
+from megatron_rc.kernels.decisions import Decisions, Gate, Lags, WeightKind
 from megatron_rc.kernels.metric_rows import MetricRows, metric_rows
 from megatron_rc.kernels.metric_totals import metric_sums_fwd, outcome_rows
 from megatron_rc.kernels.normalize import normalize_fwd
@@ -39,8 +40,8 @@ class _KernelPlan(NamedTuple):
 
 def correct(
     pair: Pair, extras: Extras, plan: Plan, dp_group: dist.ProcessGroup | None, cp_group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor, Statistics]:
-    """Weights [N], mask [N], bad_sequences [S] and statistics of `megatron_rc.correct`."""
+) -> tuple[Tensor, Tensor, Tensor, Statistics, Tensor | None]:
+    """Weights [N], mask [N], bad_sequences [S], statistics and mean k3 of `megatron_rc.correct`."""
     compiled = _kernel_plan(plan, extras.advantage_unit, extras.lags is not None)
     tokens = _tokens(pair, extras)
     parallel = not is_alone(cp_group)
@@ -55,9 +56,13 @@ def correct(
         if parallel:
             units, segments = _pooled(units, num_added, segments, compiled.segment, cp_group)
 
+    mean_k3 = None
+    if plan.standardized is not None:
+        mean_k3 = _mean_k3(units, dp_group) if extras.mean_k3 is None else extras.mean_k3
     decided = correction_fwd(
-        tokens, units, segments, compiled.decisions, compiled.rows, with_weights=True, complete=complete, counts=first
-    )
+        tokens, units, segments, compiled.decisions, compiled.rows,
+        with_weights=True, complete=complete, counts=first, mean_k3=mean_k3,
+    )  # fmt: skip
     weights, mask, bad_sequences, cells = decided
     assert weights is not None and mask is not None and bad_sequences is not None
     outcomes = None
@@ -72,7 +77,7 @@ def correct(
         place = compiled.rows.sums.index("weight")
         totals = all_reduced(all_reduced(vector[place : place + 2], cp_group), dp_group)
         vector = normalize_fwd(weights, totals, vector, compiled.powers)
-    return weights, mask, bad_sequences, _statistics(compiled.rows, vector)
+    return weights, mask, bad_sequences, _statistics(compiled.rows, vector), mean_k3
 
 
 def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup | None, sequences: bool) -> Statistics:
@@ -88,6 +93,14 @@ def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup
     first = is_first_rank(cp_group)
     decided = correction_fwd(tokens, units, None, decisions, rows, with_weights=False, complete=parallel, counts=first)
     return _statistics(rows, metric_sums_fwd(tokens, decided.rows, rows))
+
+
+def _mean_k3(units: Tensor, dp_group: dist.ProcessGroup | None) -> Tensor:
+    """0-d mean of the capped k3, the first column after the sums of l, over all data-parallel ranks."""
+    totals = units[_TOKENS : NUM_LOG_RATIO_SUMS + 1].sum(1)
+    if not is_alone(dp_group):
+        dist.all_reduce(totals, group=dp_group)
+    return totals[-1] / totals[0]
 
 
 def _statistics(rows: MetricRows, vector: Tensor) -> Statistics:
@@ -162,6 +175,8 @@ def _kernel_plan(plan: Plan, advantages: str, with_lags: bool) -> _KernelPlan:
         columns[weight.unit].append(_lag_of_unit(plan))
     for planned in plan.gates:
         columns[planned.gate.level] += filter(None, (_column(plan, planned), _advantage_column(planned, advantages)))
+    if plan.standardized is not None:
+        columns["sequence"].insert(0, _CAPPED_K3)
     sequence, segment = (_ordered(columns[unit]) for unit in ("sequence", "segment"))
     if segment:
         segment = (COUNT, *segment)
@@ -198,7 +213,8 @@ def _kernel_plan(plan: Plan, advantages: str, with_lags: bool) -> _KernelPlan:
     lags = Lags(len(plan.statistics), tuple(LAG_BINS.values())) if with_lags else Lags()
     decisions = Decisions(kind, gates, plan.drops_corrupt_sequences, bound, _bounds(plan), lags)
     of_lags = tuple(f"lag_{what}:{name}" for name in LAG_BINS for what in OF_LAGS) if with_lags else ()
-    rows = metric_rows(True, (*beyond.values(), *(planned.name for planned in plan.gates)), of_lags)
+    names_of_bounds = (*beyond.values(), *(planned.name for planned in plan.gates))
+    rows = metric_rows(True, names_of_bounds, of_lags, standardized=plan.standardized is not None)
     names = [*rows.sums, *rows.maxima, *rows.minima]
     powers = {"weight": 1, square_of("weight"): 2, "all_weight": 1, square_of("all_weight"): 2}
     powers |= {"weight_max": 1, "weight_min": 1}
@@ -206,6 +222,10 @@ def _kernel_plan(plan: Plan, advantages: str, with_lags: bool) -> _KernelPlan:
 
 
 _MEAN_LOG_RATIO: Column = ("ratio", -1, "mean")
+_SUM_OF_LOG_RATIOS: Column = ("ratio", -1, "sum")
+_CAPPED_K3: Column = ("capped_k3", -1, "sum")
+_TOKENS = 2
+"""Place of the numbers of valid tokens among the columns of sequences."""
 
 
 def _source(plan: Plan, planned: GatePlan) -> Column:
@@ -224,7 +244,7 @@ def _column(plan: Plan, planned: GatePlan) -> Column | None:
     level = planned.gate.level
     if level == "token" or (level == "sequence" and planned.reads_log_ratio_sums):
         return None
-    return _source(plan, planned)
+    return _SUM_OF_LOG_RATIOS if planned.is_standardized else _source(plan, planned)
 
 
 def _advantage_column(planned: GatePlan, advantages: str) -> Column | None:

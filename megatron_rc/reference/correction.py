@@ -10,13 +10,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.advantages import row_counts
-from megatron_rc.collectives import is_alone, is_first_rank, pool_units
+from megatron_rc.collectives import all_reduced, is_alone, is_first_rank, pool_units
 from megatron_rc.inputs import Extras, GatePlan, Pair, Plan, check_offsets_on_cpu
 from megatron_rc.reference.lags import bounds_of_lags, lag_statistics
 from megatron_rc.reference.log_ratio import LogRatio, bounded_ratio, log_ratio, log_ratio_sums
-from megatron_rc.reference.rejection_statistics import gate_reduce, gate_statistic, outside
-from megatron_rc.reference.segments import given_segments, runs_of_mask
+from megatron_rc.reference.rejection_statistics import (
+    capped_k3,
+    gate_reduce,
+    gate_statistic,
+    outside,
+    pi_mass_kept,
+    standardized,
+)
+from megatron_rc.reference.segments import given_segments, runs_of_mask, unit_sums
 from megatron_rc.reference.sums import (
+    Parts,
     Statistics,
     TokenOutcome,
     Units,
@@ -28,8 +36,8 @@ from megatron_rc.reference.sums import (
 
 def correct(
     pair: Pair, extras: Extras, plan: Plan, dp_group: dist.ProcessGroup | None, cp_group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor, Statistics]:
-    """Weights [N], mask [N], bad_sequences [S] and statistics of `megatron_rc.correct`."""
+) -> tuple[Tensor, Tensor, Tensor, Statistics, Tensor | None]:
+    """Weights [N], mask [N], bad_sequences [S], statistics and mean k3 of `megatron_rc.correct`."""
     check_offsets_on_cpu(pair)
     ratio, sequence_of_token = _log_ratio(pair)
     tokens = token_statistics(ratio, plan.correction.log_ratio_bound)
@@ -42,6 +50,7 @@ def correct(
     batch.add_extras(extras)
     batch.add_columns()
     batch.complete(cp_group)
+    batch.mean_k3 = _mean_k3(batch, dp_group) if extras.mean_k3 is None else extras.mean_k3.double()
 
     weights, mask, outcome, judged = _decide(batch, cp_group)
     if batch.lags is not None:
@@ -51,7 +60,8 @@ def correct(
         weights, outcome = weights * scale.to(weights.dtype), outcome.scaled(scale)
     sequences, first = batch.units["sequence"], is_first_rank(cp_group)
     whole = sequence_statistics(sequences, outcome, judged, plan.correction.log_ratio_bound, counts=first)
-    return weights, mask, sequences.corrupt, (tokens | whole).joined()
+    statistics = (tokens | whole | _of_standardized(batch, counts=first)).joined()
+    return weights, mask, sequences.corrupt, statistics, batch.mean_k3
 
 
 def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup | None, sequences: bool) -> Statistics:
@@ -73,6 +83,9 @@ def _log_ratio(pair: Pair) -> tuple[LogRatio, Tensor]:
     number = torch.repeat_interleave(row_counts(pair.offsets, len(mask)), output_size=len(mask))
     nearest = number.clamp(1, pair.num_sequences)
     return log_ratio(train, rollout, mask.bool() & (number == nearest)), nearest - 1
+
+
+_CAPPED_K3 = "capped k3"
 
 
 class _Flags(NamedTuple):
@@ -106,6 +119,8 @@ class _Batch:
     maxima: dict[str, Tensor] = field(default_factory=dict)
     units: dict[str, Units] = field(default_factory=dict)
     """unit -> the columns that every call needs; empty before `complete`."""
+    mean_k3: Tensor | None = None
+    """0-d fp64; where a gate needs it, after `complete`."""
 
     def add_unit(self, unit: str, offsets: Tensor, of_token: Tensor) -> None:
         self.offsets[unit], self.of_token[unit] = offsets, of_token
@@ -128,6 +143,8 @@ class _Batch:
         if weight is not None and weight.weight.reads_lags and weight.unit != "token":
             oldest = gate_reduce(self.statistics["lag"], valid, "max", self.offsets[weight.unit])
             self.maxima[_LAG_OF_UNIT] = oldest
+        if self.plan.standardized is not None:
+            self.sums[_CAPPED_K3] = unit_sums(capped_k3(self.ratio)[None], self.offsets["sequence"])
         for planned in self.plan.gates:
             gate = planned.gate
             if gate.level == "token":
@@ -202,6 +219,10 @@ def _outside(batch: _Batch, planned: GatePlan) -> Tensor:
     gate = planned.gate
     if gate.level == "token":
         value = batch.statistic(gate.statistic)
+    elif planned.is_standardized:
+        assert batch.mean_k3 is not None
+        units = batch.units[gate.level]
+        value = standardized(units.total, units.tokens, batch.mean_k3)
     elif planned.name in batch.maxima:
         value = batch.maxima[planned.name] if gate.reduce == "max" else -batch.maxima[planned.name]
     elif planned.name in batch.sums:
@@ -215,6 +236,28 @@ def _outside(batch: _Batch, planned: GatePlan) -> Tensor:
         return beyond
     of_units = batch.advantages.get(gate.level)
     return beyond & ((batch.sums[f"advantage {gate.level}"] if of_units is None else of_units) < 0)
+
+
+def _mean_k3(batch: _Batch, dp_group: dist.ProcessGroup | None) -> Tensor | None:
+    """0-d mean of the capped k3 over all data-parallel ranks; NaN without a token."""
+    if batch.plan.standardized is None:
+        return None
+    totals = torch.stack([batch.sums[_CAPPED_K3][0], batch.units["sequence"].tokens]).sum(1)
+    total, tokens = all_reduced(totals, dp_group).unbind()
+    return total / tokens
+
+
+def _of_standardized(batch: _Batch, counts: bool) -> Parts:
+    """Sums of the capped k3, of the probability that pi gives to what the gate keeps, and of the units it judges."""
+    planned = batch.plan.standardized
+    if planned is None:
+        return Parts({}, {}, {})
+    assert batch.mean_k3 is not None and planned.upper is not None
+    tokens = batch.units[planned.gate.level].tokens
+    filled = (tokens > 0).double() * counts
+    mass = pi_mass_kept(planned.upper, tokens, batch.mean_k3) * filled
+    sums = {"capped_k3": batch.sums[_CAPPED_K3].sum() * counts, "pi_mass_kept": mass.sum(), "judged": filled.sum()}
+    return Parts(sums, {}, {})
 
 
 def _weights(batch: _Batch) -> tuple[str, Tensor | None, list[_Flags]]:

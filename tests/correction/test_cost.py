@@ -39,7 +39,9 @@ def test_correcting_with_all_metrics_takes_at_most_100_operations(correction: Ro
     batch = case([40, 60, 50])
     with OperationCount() as count:
         correct(*batch.arguments, correction=correction, **batch.options)
-    assert sum(count.operations.values()) <= 100
+    # the mean k3 of the batch, the distance from it and its metrics
+    more = 40 * any(gate.statistic == "standardized" for gate in correction.reject)
+    assert sum(count.operations.values()) <= 100 + more
     assert not count.waits
 
 

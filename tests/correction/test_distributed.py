@@ -31,6 +31,8 @@ CORRECTIONS = [
     RolloutCorrection(Weight("sequence", "mask", 0.2, 4.0), GATES[1:2], "batch"),
     RolloutCorrection(Weight("geometric", "clip", 0.9, 1.2), GATES),
     RolloutCorrection(Weight("segment", "mask", 0.6, 1.6), GATES[2:], "batch"),
+    RolloutCorrection(Weight("token", "truncate", upper=1.3), (Rejection("standardized", "sequence", upper=1.5),)),
+    RolloutCorrection(reject=(Rejection("standardized", "segment", upper=1.5), GATES[1])),
     RolloutCorrection(
         Weight("sequence", "clip", 0.9, 1.2, growth="sqrt_lag"), (Rejection("lag", "segment", "mean", upper=4.0),)
     ),
@@ -136,6 +138,11 @@ def collectives_of_context_parallelism(rank: int, size: int) -> list[str]:
         called.append("|")
         correct(*arguments, correction=RolloutCorrection.preset("geo-mask-token-tis"), **options)
         called.append("|")
+        standardized = RolloutCorrection.preset("standardized")
+        correct(*arguments, correction=standardized, **options)
+        called.append("|")
+        correct(*arguments, correction=standardized, cu_seqlens=local.cu_seqlens, dp_group=dist.group.WORLD)
+        called.append("|")
         gate = RolloutCorrection(reject=(Rejection("k2", "segment", upper=1.0),))
         with pytest.raises(ValueError, match="segment_ids and num_segments must be given with context parallelism"):
             correct(*arguments, correction=gate, **options)
@@ -189,9 +196,9 @@ def test_pair_metrics_over_context_parallel_ranks_equal_one_process(
         assert rank["pair"] == pytest.approx(whole, rel=1e-12, abs=1e-12)
 
 
-def test_context_parallelism_costs_one_collective_for_decisions_and_one_for_metrics(
+def test_context_parallelism_costs_one_collective_for_decisions_one_for_metrics_and_data_parallelism_one_for_k3(
     ranks: dict[int, list[dict[str, Any]]],
 ) -> None:
     gather = "all_gather_into_tensor"
     for rank in ranks[2]:
-        assert rank["collectives"] == [gather, "|", gather, gather, "|"]
+        assert rank["collectives"] == [gather, "|", gather, gather, "|", gather, gather, "|", "all_reduce", "|"]

@@ -42,7 +42,7 @@ def weights_by_the_book(world: World, correction: RolloutCorrection) -> list[lis
     once = Batch(world, list(range(len(world.sequences))))
     train = torch.where(once.loss_mask, world.log_pi[once.context, once.target], 0)
     case = Case(train, once.rollout, once.loss_mask, once.cu_seqlens, world.reward)
-    weights = torch.tensor(by_the_book(case, correction).weights, dtype=torch.float64)
+    weights = torch.tensor(by_the_book(case, correction, world.mean_k3()).weights, dtype=torch.float64)
     lengths = once.cu_seqlens.diff().tolist()
     rows = zip(weights.split(lengths), once.loss_mask.split(lengths), strict=True)
     return [part[mask].tolist() for part, mask in rows]
@@ -80,6 +80,12 @@ CORRECTIONS = {
             ("prob_diff", -0.1, 0.06),
         )
         for level, reduce in (("token", "sum"), *itertools.product(("sequence", "segment"), SIZE))
+    },
+    **{
+        f"standardized {level}": RolloutCorrection(
+            Weight("token", upper=1.3), (Rejection("standardized", level, upper=0.9),)
+        )
+        for level in ("sequence", "segment")
     },
     "two gates": RolloutCorrection(
         Weight("segment", "clip", 0.7, 1.4),

@@ -46,12 +46,12 @@ def test_every_reported_name_has_a_documented_formula() -> None:
     weights = [Weight("token", "truncate"), Weight("geometric", "clip", 0.9, 1.1), Weight("segment", "mask", 0.9, 1.1)]
     names = set()
     for weight in weights:
-        correction = RolloutCorrection(
-            weight, (Rejection("k3", "token", upper=0.1), Rejection("k3", "segment", upper=0.1))
-        )
+        gates = (Rejection("k3", "token", upper=0.1), Rejection("k3", "segment", upper=0.1))
+        correction = RolloutCorrection(weight, (*gates, Rejection("standardized", "sequence", upper=2.0)))
         names |= correct(*batch.arguments, correction=correction, **batch.options).metrics.values().keys()
     shares = {name.rsplit("_", 1)[0] for name in names - METRICS.keys()}
-    assert shares - {"rejected_k3_token", "rejected_k3_segment_sum"} == SHARES.keys() - {"rejected_<gate>"}
+    gates_of_all = {"rejected_k3_token", "rejected_k3_segment_sum", "rejected_standardized_sequence"}
+    assert shares - gates_of_all == SHARES.keys() - {"rejected_<gate>"}
     assert names >= METRICS.keys()
     assert all(metric.formula for metric in METRICS.values()) and all(SHARES.values())
 

@@ -175,14 +175,21 @@ def parsed(found: Recipe) -> Namespace:
 @pytest.mark.parametrize("decay", [None, LengthDecaySettings(), LengthDecaySettings(decay_period=204)])
 def test_the_recipe_of_every_correction_passes_the_check(whole_rollouts: bool, decay: Any) -> None:
     corrections: list[RolloutCorrection | None] = [preset.correction for preset in PRESETS.values()]
+    if not whole_rollouts:
+        corrections.remove(PRESETS["standardized"].correction)
     for correction in (*corrections, None) if decay else corrections:
         args = parsed(recipe(correction, decay, whole_rollouts=whole_rollouts))
         slime.check(args)
         settings = read(args)
         assert settings.correction == (correction or RolloutCorrection()) and settings.lr_decay == decay
-    batch = RolloutCorrection.from_dict({"preset": "token-tis", "normalize": "batch"})
-    if whole_rollouts:
-        slime.check(parsed(recipe(batch, decay, whole_rollouts=True)))
-    else:
-        with pytest.raises(ValueError, match="normalize must be 'none': no hook of this host"):
-            recipe(batch, decay, whole_rollouts=False)
+    for pooled, sentence in (
+        ({"preset": "token-tis", "normalize": "batch"}, "normalize must be 'none'"),
+        ({"preset": "token-tis", "max_k3": 0.1}, "max_k3 must be unset"),
+        ({"preset": "standardized"}, "reject must not use 'standardized'"),
+    ):
+        batch = RolloutCorrection.from_dict(pooled)
+        if whole_rollouts:
+            slime.check(parsed(recipe(batch, decay, whole_rollouts=True)))
+        else:
+            with pytest.raises(ValueError, match=f"{sentence}: no hook of this host"):
+                recipe(batch, decay, whole_rollouts=False)

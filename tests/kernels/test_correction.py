@@ -120,6 +120,17 @@ def test_a_statistic_that_is_nan_in_any_chunk_drops_the_sequence_or_turn(place: 
     assert not assert_agrees(batch, RolloutCorrection(reject=(gate,))).mask.any()
 
 
+@pytest.mark.parametrize("given", [None, 0.043])
+@pytest.mark.parametrize("level", ["sequence", "segment"])
+@pytest.mark.parametrize("when", ["always", "negative_advantage"])
+def test_the_standardized_gate_is_that_of_pytorch_in_fp64(level: Any, when: Any, given: float | None) -> None:
+    batch = batch_of([*LENGTHS, 20, 30], gap=0.3, corrupt=0.004)
+    gates = (Rejection("k2", "token", upper=0.4), Rejection("standardized", level, upper=0.7, when=when))
+    mean_k3 = None if given is None else torch.tensor(given, dtype=torch.float64)
+    found = assert_agrees(batch, RolloutCorrection(Weight("token"), gates), mean_k3=mean_k3)
+    assert 0 < found.metrics.values()[f"rejected_{gates[1].name}_token"] < 1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_log_probs_of_half_precision_are_corrected_in_full(dtype: torch.dtype) -> None:
     batch = batch_of(LENGTHS)

@@ -29,11 +29,19 @@ def _as_in_production() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_three_launches(name: str) -> None:
+def test_a_preset_is_three_launches_and_two_more_where_it_needs_the_mean_k3_of_the_batch(name: str) -> None:
     batch = batch_of([9, 0, 30])
     call = {"correction": PRESETS[name].correction, "cu_seqlens": batch.cu_seqlens, "backend": "triton"}
     asked = count_launches(lambda: correct(*batch.arguments, **call, **batch.options))
-    assert asked.total == 3 and not asked.waits and not asked.collectives, asked
+    assert asked.total == 3 + 2 * (name == "standardized") and not asked.waits and not asked.collectives, asked
+
+
+def test_a_given_mean_k3_costs_no_launch() -> None:
+    batch = batch_of([9, 0, 30])
+    call = {"correction": PRESETS["standardized"].correction, "cu_seqlens": batch.cu_seqlens, "backend": "triton"}
+    mean_k3 = torch.tensor(0.1)
+    asked = count_launches(lambda: correct(*batch.arguments, mean_k3=mean_k3, **call, **batch.options))
+    assert asked.total == 3 and not asked.waits, asked
 
 
 def test_turns_take_one_launch_more_and_normalising_another() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -96,7 +97,8 @@ class Book:
     metrics: dict[str, float]
 
 
-def by_the_book(batch: Case, correction: RolloutCorrection) -> Book:
+def by_the_book(batch: Case, correction: RolloutCorrection, mean_k3: float | None = None) -> Book:
+    """``mean_k3``: K of the gate standardized; None: that of this batch."""
     starts = batch.cu_seqlens.tolist()
     sequences = [[t for t in range(a, b) if batch.mask[t]] for a, b in itertools.pairwise(starts)]
     pi, mu = batch.train.double().tolist(), batch.rollout.double().tolist()
@@ -151,13 +153,20 @@ def by_the_book(batch: Case, correction: RolloutCorrection) -> Book:
             gone |= set().union(*dropped.values())
     if larger:
         gone |= {t for tokens, is_bad in zip(sequences, bad, strict=True) if is_bad for t in tokens}
+    capped = [min(math.expm1(log) - log if log < 700 else INF, 0.5) for log in logs.values()]
+    mean_k3 = mean(capped) if mean_k3 is None else mean_k3
+    masses = []
     for index, gate in enumerate(correction.reject):
-        values = statistic(batch, gate, logs)
+        values = {} if gate.statistic == "standardized" else statistic(batch, gate, logs)
         outside = set()
         for unit in units[gate.level]:
             if not unit:
                 continue
-            total = reduce(gate, [values[t] for t in unit])
+            if gate.statistic == "standardized":
+                total, mass = standardized(gate, [logs[t] for t in unit], mean_k3)
+                masses.append(mass)
+            else:
+                total = reduce(gate, [values[t] for t in unit])
             low, high = (
                 (bound if gate.statistic != "ratio" else math.log(bound)) if bound is not None else None
                 for bound in (gate.lower, gate.upper)
@@ -172,14 +181,16 @@ def by_the_book(batch: Case, correction: RolloutCorrection) -> Book:
 
     kept = [t for t in logs if t not in gone]
     if correction.normalize == "batch" and sum(weights[t] for t in kept) > 0:
-        mean = sum(weights[t] for t in kept) / len(kept)
-        weights = {t: w / mean for t, w in weights.items()}
+        mean_weight = sum(weights[t] for t in kept) / len(kept)
+        weights = {t: w / mean_weight for t, w in weights.items()}
     final = {t: weights[t] if t in set(kept) else 0.0 for t in logs}
     count = len(batch.mask)
     metrics = metrics_by_the_book(logs, pi, mu, sequences, bad, correction)
     metrics |= outcome_by_the_book(final, set(kept), sequences, bad, dropped)
     if batch.lags is not None:
         metrics |= by_lag(logs, batch.lags.tolist(), set(kept), correction)
+    if any(gate.statistic == "standardized" for gate in correction.reject):
+        metrics |= {"mean_k3": mean(capped), "pi_mass_kept": mean(masses)}
     return Book([final.get(t, 0.0) for t in range(count)], [t in set(kept) for t in range(count)], bad, metrics)
 
 
@@ -230,6 +241,15 @@ def statistic(batch: Case, gate: Rejection, logs: dict[int, float]) -> dict[int,
         "abs_log_ratio": lambda: {t: abs(log) for t, log in logs.items()},
         "prob_diff": lambda: {t: p[t] - q[t] for t in logs},
     }[gate.statistic]()
+
+
+def standardized(gate: Rejection, logs: list[float], mean_k3: float) -> tuple[float, float]:
+    """(|z|, share of pi's probability that the gate keeps) of one unit."""
+    variance = 2 * len(logs) * mean_k3
+    if variance / 2 < 1e-6:
+        return 0.0, 1.0
+    spread, normal = math.sqrt(variance), NormalDist()
+    return abs(sum(logs) + variance / 2) / spread, normal.cdf(gate.upper - spread) - normal.cdf(-gate.upper - spread)
 
 
 def reduce(gate: Rejection, values: list[float]) -> float:

@@ -100,6 +100,13 @@ class World:
                 visits[context] += p
         return visits
 
+    def mean_k3(self) -> float:
+        """E_mu of a token's min(k3, 0.5), every token counting once."""
+        pi, mu = self.log_pi.exp(), self.mu
+        k3 = (mu * (pi / mu - 1 - (pi / mu).log()).clamp(max=0.5)).sum(1)
+        visits = self.occupancy()
+        return ((visits * k3).sum() / visits.sum()).item()
+
     def gradient_of_j(self) -> Tensor:
         """grad E_pi[R], by autograd of the sum over all sequences."""
         theta = self.theta.clone().requires_grad_()

@@ -58,6 +58,8 @@ BY_LAG = RolloutCorrection(
     Weight("sequence", "clip", 0.5, 2.0, growth="sqrt_lag"), (Rejection("lag", "segment", "max", upper=9.0),)
 )
 
+STANDARDIZED_TURNS = RolloutCorrection(Weight("token"), (Rejection("standardized", "segment", upper=1.1),))
+
 
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
@@ -181,6 +183,7 @@ CALLS: dict[str, Call] = {
     "correct token": corrected(RolloutCorrection.preset("token-tis")),
     "correct sequence": corrected(RolloutCorrection.preset("seq-mis")),
     "correct geometric": corrected(RolloutCorrection.preset("geo-mask-token-tis")),
+    "correct standardized": corrected(STANDARDIZED_TURNS),
     "correct every level": corrected(EVERY_LEVEL),
     "correct every level, advantages of tokens": corrected(EVERY_LEVEL, per_token=True),
     "correct by lag": corrected(BY_LAG, lags=True),

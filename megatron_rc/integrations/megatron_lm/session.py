@@ -55,6 +55,8 @@ def prepare(correction: RolloutCorrection | None, lr_decay: LRDecay | None) -> S
                 "old must be 'recompute' or 'rollout' with host 'megatron-lm', which computes the log-probs before the "
                 "update in any case; with one optimizer step per rollout 'recompute' is the same as 'current'"
             )
+        if correction.old == "rollout":
+            correction.check_one_micro_batch("the loss of host 'megatron-lm' with old: rollout")
         unknown = [rejection.statistic for rejection in correction.reject if rejection.statistic not in STATISTICS]
         if unknown:
             raise ValueError(f"statistic {unknown[0]!r} is not known to host 'megatron-lm', use one of {STATISTICS}")

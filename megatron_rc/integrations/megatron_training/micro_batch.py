@@ -20,6 +20,7 @@ def correct_micro_batch(
     segment_ids: Tensor | None = None,
     num_segments: int | None = None,
     advantages: Tensor | None = None,
+    mean_k3: Tensor | None = None,
     response_lengths: Tensor | None = None,
     truncated: Tensor | None = None,
     new_rollout: bool = True,
@@ -34,6 +35,8 @@ def correct_micro_batch(
     Args:
         train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, segment_ids, num_segments, advantages, backend: as in
             `correct`; under context parallelism this rank's slice.
+        mean_k3: as in `correct`; required by the gate "standardized", for which the metric mean_k3 of an earlier
+            rollout may serve.
         response_lengths: [S], tokens of every response that was sampled, before any was filtered out of the batch;
             None: the loss tokens of this batch.
         truncated: [S], bool, whether each of those responses was cut off at the length limit; it lets the length decay
@@ -44,19 +47,23 @@ def correct_micro_batch(
         Corrected. Its metrics are those of the micro-batch.
 
     Raises:
-        ValueError: as `correct`.
+        ValueError: as `correct`; the gate "standardized" without mean_k3.
     """
     state = session_of(megatron_training.NAME)
+    correction = state.correction if state else RolloutCorrection()
+    if mean_k3 is None:
+        correction.check_one_micro_batch("correct_micro_batch")
     split = parallel_state.get_context_parallel_world_size() > 1
     corrected = correct(
         train_logprobs,
         rollout_logprobs,
         loss_mask,
-        correction=state.correction if state else RolloutCorrection(),
+        correction=correction,
         cu_seqlens=cu_seqlens,
         segment_ids=segment_ids,
         num_segments=num_segments,
         advantages=advantages,
+        mean_k3=mean_k3,
         cp_group=parallel_state.get_context_parallel_group() if split else None,
         backend=backend,
     )

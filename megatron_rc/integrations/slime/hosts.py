@@ -7,7 +7,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 from megatron_rc import schema
-from megatron_rc.config import RolloutCorrection
+from megatron_rc.config import STANDARDIZED, RolloutCorrection
 from megatron_rc.integrations.scheduler_decay import LRDecay
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_RULES, RULES
 from megatron_rc.integrations.slime.settings import KEY, flag
@@ -71,13 +71,25 @@ def recipe(correction: RolloutCorrection | None, lr_decay: LRDecay | None, *, wh
             fields |= {} if whole_rollouts else {"aggregation": "seq-mean-token-mean"}
         hooks.append("before_train_step")
     if "rollout_data" in hooks and not whole_rollouts:
-        raise ValueError("normalize must be 'none': no hook of this host sees a whole rollout before its update")
+        pooled = correction and _pooled(correction)
+        raise ValueError(f"{pooled}: no hook of this host sees a whole rollout before its update")
     return Recipe(flags + [flag(hook) for hook in hooks], {KEY: fields})
 
 
-def _hook_for(correction: RolloutCorrection) -> str:
-    """The simplest hook that can do it: tis on the host's own loss, else loss, or rollout_data for a batch mean."""
+def _pooled(correction: RolloutCorrection) -> str:
+    """What must change for a hook that sees one micro-batch; "" where nothing must."""
     if correction.normalize == "batch":
+        return "normalize must be 'none'"
+    if correction.max_k3 is not None:
+        return "max_k3 must be unset"
+    if any(rejection.statistic == STANDARDIZED for rejection in correction.reject):
+        return "reject must not use 'standardized'"
+    return ""
+
+
+def _hook_for(correction: RolloutCorrection) -> str:
+    """The simplest hook that can do it: tis on the host's own loss, else loss, or rollout_data for what is pooled."""
+    if _pooled(correction):
         return "rollout_data"
     judges_advantages = any(rejection.when == "negative_advantage" for rejection in correction.reject)
     return "loss" if judges_advantages or correction.old != "recompute" else "tis"

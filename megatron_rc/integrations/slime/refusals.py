@@ -83,6 +83,13 @@ _BATCH_MEAN = FlagRule(
     "megatron_rc.correction.normalize must be 'none' in a hook that sees one micro-batch",
     f"Set it to 'none', or add slime's {flag('rollout_data')}, which sees the whole rollout (miles has no such hook).",
 )  # fmt: skip
+_MEAN_K3 = FlagRule(
+    "hook-mean-k3",
+    lambda args: _sees_one_micro_batch(args)
+    and _sentence(lambda: _correction(args).check_one_micro_batch("a hook")) != "",
+    lambda args: f"megatron_rc.correction: {_sentence(lambda: _correction(args).check_one_micro_batch('a hook'))}",
+    f"Drop that rejection, or add slime's {flag('rollout_data')}, which sees the whole rollout (miles has none).",
+)  # fmt: skip
 _MAX_K3 = FlagRule(
     "hook-max-k3", lambda args: _sees_one_micro_batch(args) and _correction(args).max_k3 is not None,
     "megatron_rc.correction.max_k3 must be unset in a hook that sees one micro-batch, which is less than the batch",
@@ -100,6 +107,7 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
         ),
         _BATCH_MEAN,
         _MAX_K3,
+        _MEAN_K3,
         FlagRule(
             "tis-advantages",
             lambda args: _sees_one_micro_batch(args)
@@ -112,6 +120,7 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
         *_ALWAYS,
         _BATCH_MEAN,
         _MAX_K3,
+        _MEAN_K3,
         FlagRule(
             "loss-double-ratio", lambda args: _double_ratio(args) != "", _double_ratio,
             "Set megatron_rc.correction.weight to null, or old to 'recompute'.",

@@ -73,6 +73,7 @@ def check_modes(correction: RolloutCorrection, loss: LossSettings, train: TrainS
     correction.check_surrogate(loss.surrogate)
     if correction.old == "recompute":
         return
+    correction.check_one_micro_batch(f"a job whose correction.old is {correction.old!r}")
     if loss.denominator == "kept":
         why = "the kept tokens of the whole batch are not known before its update"
         raise ValueError(f"loss.denominator must be 'original' when correction.old is {correction.old!r}: {why}")

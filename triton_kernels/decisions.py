@@ -1,0 +1,61 @@
+"""A RolloutCorrection as the correction kernel takes it: the weight, the gates, and their bounds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class WeightKind(NamedTuple):
+    """The importance weight, as it is compiled into the kernel."""
+
+    level: str = "none"
+    """none, token, sequence, geometric or segment."""
+    drops: bool = False
+    """Tokens outside of its bounds are dropped."""
+    has_lower: bool = False
+    has_upper: bool = False
+    column: int = -1
+    """Column of segments that holds the mean of l."""
+    growth: str = "none"
+    log_lower: float = 0.0
+    """-inf without a lower bound."""
+    log_uppers: tuple[tuple[float, float], ...] = ()
+    """(smallest lag, log upper), ascending; empty where the bounds of all units are the same."""
+    lag_column: int = -1
+    """Column of sequences or segments that holds the lag of a unit."""
+
+
+class Lags(NamedTuple):
+    """What is made of the lags of tokens, as it is compiled into the kernel."""
+
+    source: int = -1
+    """Index among the statistics of tokens; -1 where lags are not known."""
+    bins: tuple[int, ...] = ()
+    """Smallest lag of every bin."""
+
+
+class Gate(NamedTuple):
+    """One gate, as it is compiled into the kernel; the first three fields are those of a column."""
+
+    statistic: str
+    source: int
+    reduce: str
+    level: str
+    column: int
+    """Index among the columns of its level; -1 for the sum or mean of l of a sequence."""
+    advantages: str
+    """Which advantages must be negative: those of a "token" or of a "sequence"; "any": none needs to be."""
+    advantage_column: int
+    """Index among the columns of its level of the sum of the advantages of tokens."""
+
+
+class Decisions(NamedTuple):
+    """A RolloutCorrection as the kernel takes it."""
+
+    weight: WeightKind
+    gates: tuple[Gate, ...]
+    drops_corrupt_sequences: bool
+    log_ratio_bound: float
+    bounds: tuple[float, ...]
+    """lower, upper, log lower and log upper of the weight; then lower and upper of every gate, as logs for a ratio."""
+    lags: Lags = Lags()
