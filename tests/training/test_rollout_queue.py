@@ -159,7 +159,9 @@ def test_the_idle_one_of_trainer_and_engine_is_the_faster_one(loop: Any) -> None
 
 
 @pytest.mark.parametrize("error", [ValueError("the process of the rollout engine was ended"), KeyError("a defect")])
-def test_the_loop_raises_an_error_of_its_thread_while_it_waits_and_between_steps(loop: Any, error: Exception) -> None:
+def test_the_loop_raises_an_error_of_its_thread_while_it_waits_and_between_steps(
+    loop: Any, error: Exception, tmp_path: Path
+) -> None:
     waiting, training = loop(2), loop(2)
     training.until_sampled(3)
     waiting.engine.fails = error
@@ -174,6 +176,10 @@ def test_the_loop_raises_an_error_of_its_thread_while_it_waits_and_between_steps
     with pytest.raises(type(error)):
         training.step(during=training.engine.may_go_on.set)
     assert training.progress.step == 2, "the step itself was finished"
+    training.queue.save(tmp_path)
+    resumed = loop(2, progress=training.progress, resume_from=tmp_path)
+    resumed.step()
+    assert resumed.trained == [seeds_of_step(2)], "what that step trained is not trained again"
 
 
 def test_a_checkpoint_holds_the_samples_of_finished_rollouts_and_the_prompts_in_flight(
