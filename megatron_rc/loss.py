@@ -131,9 +131,10 @@ def policy_loss(
         backend: "auto", "torch" or "triton".
 
     Returns:
-        PolicyLoss. Without any token the loss is 0 and differentiable. Metrics: loss, policy_loss, kl_ref and entropy
-        weighted by scale; clip_low, clip_high and dual_clip as shares of kept tokens. `pair_metrics` compares current
-        with old.
+        PolicyLoss. Without any token the loss is 0 and differentiable. Metrics: loss and its policy_loss, added up over
+        whatever is merged and pooled (the micro-batches and ranks of one optimizer step give the loss of the step);
+        kl_ref and entropy as means weighted by scale; clip_low, clip_high and dual_clip as shares of kept tokens.
+        `pair_metrics` compares current with old.
 
     Raises:
         ValueError: a shape, dtype, bound or missing argument; a weight on the ppo ratio of two policies.
@@ -157,11 +158,11 @@ def policy_loss(
     computed = backend_module("policy_loss", backend, **inputs.named())
     _check_loss_arguments(inputs, options, corrected.correction)
     loss, totals = computed.policy_loss(inputs, options)
-    names = ["loss", "policy_loss"]
-    names += ["kl_ref"] * (reference_logprobs is not None) + ["entropy"] * (entropy is not None)
+    means = ["kl_ref"] * (reference_logprobs is not None) + ["entropy"] * (entropy is not None)
     if surrogate == "ppo":
-        names += ["clip_high", "clip_low"] + ["dual_clip"] * (dual_clip is not None)
-    sums = [f"{part}:{name}" for part in ("total", "count") for name in names]
+        means += ["clip_high", "clip_low"] + ["dual_clip"] * (dual_clip is not None)
+    totals_of = ["sum:loss", "sum:policy_loss", *(f"total:{name}" for name in means)]
+    sums = [*totals_of, *(f"count:{name}" for name in ("loss", "policy_loss", *means))]
     return PolicyLoss(loss, MetricSums(Statistics(tuple(sums), (), (), totals)))
 
 

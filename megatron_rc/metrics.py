@@ -296,6 +296,8 @@ class MetricSums:
                     out[f"{prefix}{metric_name}_token"] = quotient(total, s["tokens"])
                 elif kind == "seq":
                     out[f"{prefix}{metric_name}_seq"] = quotient(total, s["sequences"])
+                elif kind == "sum":
+                    out[prefix + metric_name] = total
                 elif kind == "total":
                     out[prefix + metric_name] = quotient(total, s[f"count:{metric_name}"])
         return out

@@ -30,7 +30,7 @@ JOB_METRICS: dict[str, dict[str, JobMetric]] = {
         "eval/accuracy": _ACCURACY,
     },
     "Update": {
-        "loss": JobMetric("", f"policy_loss + kl_coef * kl_ref - entropy_coef * entropy; {_MEAN}"),
+        "loss": JobMetric("", f"loss of an optimizer step: its policy-gradient, KL and entropy terms; {_MEAN}"),
         "policy_loss": JobMetric("", f"policy-gradient term of the loss; {_MEAN}"),
         "kl_ref": JobMetric("nats", "KL divergence from the reference policy, as estimated in the loss; with kl_coef"),
         "entropy": JobMetric("nats", "mean entropy per token before the update; with entropy_coef, during the update"),

@@ -57,8 +57,11 @@ def magnitudes(batch: dict[str, Tensor], truth: Result, **options: Any) -> tuple
     """Absolute terms of every metric and of the gradient of every token, so that none cancels another."""
     same_sign = {**batch, "advantages": -batch["advantages"].abs()}
     size = {k: abs(v) for k, v in evaluate(same_sign, "torch", dtype=torch.float64, **options).metrics.values().items()}
-    terms = {"policy_loss": 1.0, "kl_ref": options["kl_coef"], "entropy": options["entropy_coef"]}
-    size["loss"] = sum(factor * size[name] for name, factor in terms.items() if name in size)
+    total = batch["scale"].sum().item()
+    terms = {"kl_ref": options["kl_coef"], "entropy": options["entropy_coef"]}
+    size["loss"] = size["policy_loss"] + sum(
+        total * terms[name] * size[name] for name in terms if name in size and total
+    )
     without = evaluate(batch, "torch", dtype=torch.float64, **{**options, "kl_coef": 0.0}).by_current
     return size, without.abs() + (truth.by_current - without).abs()
 
@@ -104,9 +107,8 @@ def test_loss_gradients_and_metrics_are_those_of_torch(
     fused, plain = evaluate(batch, "triton", **options), evaluate(batch, "torch", **options)
     truth = evaluate(batch, "torch", dtype=torch.float64, **options)
     of_metrics, of_gradient = magnitudes(batch, truth, **options)
-    total = batch["scale"].sum().item()
     assert fused.loss.dtype == plain.loss.dtype == fused.by_current.dtype == torch.float32
-    assert_as_exact_as_torch(fused.loss, plain.loss, truth.loss, total * of_metrics["loss"] if total else 0.0)
+    assert_as_exact_as_torch(fused.loss, plain.loss, truth.loss, of_metrics["loss"])
     assert_as_exact_as_torch(fused.by_current, plain.by_current, truth.by_current, of_gradient)
     if truth.by_entropy is not None:
         assert fused.by_entropy is not None

@@ -240,6 +240,34 @@ def test_the_gradient_of_the_kl_term_points_to_the_reference_beyond_the_log_rati
     assert current.grad is not None and current.grad.item() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "value"),
+    [
+        ("token-mean", 1.0),
+        ("seq-mean-token-mean", 1.0),
+        ("seq-mean-token-sum", 15.0),
+        ("seq-mean-token-sum-norm", 0.15),
+    ],
+)
+def test_the_metric_loss_is_the_loss_under_every_aggregation(aggregation: Any, value: float) -> None:
+    one, cu_seqlens = torch.ones(30), torch.tensor([0, 10, 30])
+    corrected = Corrected(one, one.bool(), one.bool(), MetricSums())
+    scale = loss_scale(one, one, aggregation=aggregation, cu_seqlens=cu_seqlens, max_length=100)
+    pooled, total = MetricSums(), 0.0
+    for part in (slice(0, 7), slice(7, 30)):
+        ones = one[part]
+        micro = Corrected(ones, ones.bool(), corrected.bad_sequences, MetricSums())
+        loss, metrics = policy_loss(
+            ones, ones, -ones, micro, scale=scale[part], reference_logprobs=ones + 1, kl_coef=0.5
+        )  # fmt: skip
+        total += loss.item()
+        pooled.merge(metrics)
+    values = pooled.values()
+    assert values["policy_loss"] == pytest.approx(value) and values["loss"] == pytest.approx(total)
+    assert values["kl_ref"] == pytest.approx(math.e - 2)
+    assert values["loss"] == pytest.approx(value * (1 + 0.5 * (math.e - 2)))
+
+
 def test_padded_layout_takes_advantages_by_sequence() -> None:
     lengths = [3, 5, 2]
     batch = random_batch(lengths, 2)

@@ -268,6 +268,9 @@ def _update_metrics(updates: Sequence[tuple[UpdateResult, MetricSums]], groups: 
         return metrics
     results, sums = zip(*updates, strict=True)
     metrics |= pooled(merged(sums) if groups.last_stage else None, groups, 1.0, math.inf)
+    for name in ("loss", "policy_loss"):
+        if name in metrics:
+            metrics[name] /= len(results)
     metrics["grad_norm"] = sum(r.grad_norm for r in results) / len(results)
     metrics["lr"] = results[-1].lr
     metrics["skipped_updates"] = float(sum(not r.applied for r in results))
