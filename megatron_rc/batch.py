@@ -71,8 +71,12 @@ class TokenBatch:
     """[N, layers, k] int32; the row of the last token of a sequence is zeros."""
     truncated: Tensor | None = None
     """[S] bool: the response was cut off at max_new_tokens."""
+    positions: Tensor | None = None
+    """[N] int32, index of each loss token among those of its sequence; made here, from whole sequences, where None."""
 
     def __post_init__(self) -> None:
+        if self.positions is None:
+            self.positions = _positions(self.loss_mask, self.cu_seqlens)
         if self.sampling.truncates and self.support is None:
             raise ValueError(
                 f"sampling with top_p={self.sampling.top_p} top_k={self.sampling.top_k} needs the kept ids of every "
@@ -196,7 +200,7 @@ class TokenBatch:
 
 _ROW_FIELDS = (
     *("tokens", "targets", "position_ids", "loss_mask"),
-    *("rollout_logprobs", "segment_ids", "weight_versions", "routes"),
+    *("rollout_logprobs", "segment_ids", "weight_versions", "routes", "positions"),
 )
 _SEQUENCE_FIELDS = ("rewards", "groups", "advantages", "truncated")
 
@@ -213,6 +217,13 @@ def segments(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, int]:
     """
     ids = first_tokens(loss_mask, cu_seqlens).cumsum(0)
     return (ids - 1).clamp(min=0).to(torch.int32), int(ids[-1]) if len(ids) else 0
+
+
+def _positions(loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    after = torch.cat([loss_mask.new_zeros(1, dtype=torch.int64), loss_mask.cumsum(0)])
+    starts = cu_seqlens.long()
+    before = after[starts[:-1]].repeat_interleave(starts.diff())
+    return (after[:-1] - before).to(torch.int32)
 
 
 def first_tokens(loss_mask: Tensor, offsets: Tensor) -> Tensor:

@@ -30,17 +30,22 @@ def all_reduced(
     return pooled
 
 
+def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[R, ...]: the tensors of all ranks of a group, in rank order; they must have one shape."""
+    everyone = tensor.new_empty(dist.get_world_size(group) * tensor.numel())
+    dist.all_gather_into_tensor(everyone, tensor.reshape(-1).contiguous(), group=group)
+    return everyone.view(-1, *tensor.shape)
+
+
 def pool_units(
     sums: Sequence[Tensor], maxima: Sequence[Tensor], group: dist.ProcessGroup | None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Complete per-unit sums and maxima over the context-parallel group: one all-gather, merged in rank order."""
     local = [*sums, *maxima]
-    if is_alone(group) or not local:
+    if group is None or is_alone(group) or not local:
         return list(sums), list(maxima)
     flat = torch.cat([part.reshape(-1) for part in local])
-    gathered = flat.new_empty(dist.get_world_size(group) * len(flat))
-    dist.all_gather_into_tensor(gathered, flat, group=group)
-    parts = gathered.view(-1, len(flat)).split([part.numel() for part in local], dim=1)
+    parts = gathered(flat, group).split([part.numel() for part in local], dim=1)
     merged = [part.sum(0) for part in parts[: len(sums)]] + [part.amax(0) for part in parts[len(sums) :]]
     shaped = [whole.view_as(part) for whole, part in zip(merged, local, strict=True)]
     return shaped[: len(sums)], shaped[len(sums) :]

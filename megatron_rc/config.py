@@ -282,6 +282,10 @@ PRESETS: dict[str, Preset] = {
         "experimental: an outlier filter that keeps about 95 % of honest sequences at every length; derived, its bound "
         "as customary; the table below says what it costs",
     ),
+    "prefix-tis": Preset(
+        RolloutCorrection(Weight("prefix", "truncate", upper=2.0)),
+        "experimental: prefix ratios of CTPO (arXiv 2605.07331), with C = 2 of token-tis for its bounds that grow",
+    ),
     "off-policy-sequence-mask": Preset(
         RolloutCorrection(
             reject=(Rejection("ratio", "sequence", "mean", lower=math.exp(-0.5), when="negative_advantage"),),

@@ -44,6 +44,7 @@ def correct(
     num_segments: int | None = None,
     advantages: Tensor | None = None,
     statistics: Mapping[str, Tensor] | None = None,
+    positions: Tensor | None = None,
     lags: Tensor | None = None,
     mean_k3: Tensor | None = None,
     dp_group: dist.ProcessGroup | None = None,
@@ -53,7 +54,8 @@ def correct(
     """Importance weights and mask, so that pi learns from tokens of mu; call it once on all local tokens of a rollout.
 
     With l = log pi - log mu of a token, the value shared by a unit is rho = e^l (token), exp sum l (sequence),
-    exp mean l (geometric, segment), sums and means over the unit's loss tokens. weights = min(rho, upper),
+    exp mean l (geometric, segment), sums and means over the unit's loss tokens; of a prefix, exp of the sum of l up to
+    and with the token. weights = min(rho, upper),
     clamp(rho, lower, upper), or rho inside the bounds and dropped outside; then every Rejection drops its units; then
     normalize="batch" divides by the mean weight of the kept tokens. No gate sees another gate or the weight. The gate
     "standardized" keeps units with |S + T K| <= upper sqrt(2 T K), where S = sum l over T tokens, K = mean min(k3, 0.5)
@@ -76,6 +78,9 @@ def correct(
         advantages: the shape of loss_mask, or one per sequence; for rejections with when="negative_advantage", which
             look at the sign of a unit's mean. [S, 1] always is one per sequence, and [S] unless S = N.
         statistics: name -> tensor of the shape of loss_mask, for rejections on that name.
+        positions: the shape of loss_mask, int: index of each loss token among those of its sequence, made before the
+            sequence was sliced; required for a weight of level "prefix" with context parallelism. The part of a
+            sequence on a rank may have one gap.
         lags: the shape of loss_mask, int, >= 0; updates of pi since each token was sampled. Rejections on "lag" and
             weights with growth="sqrt_lag" or upper_by_lag need them; given, they also split metrics by lag.
         mean_k3: 0-d on the same device, nats; K of earlier batches, for the gate "standardized". Without it, K is that
@@ -96,11 +101,11 @@ def correct(
             do not ascend below num_segments, ranks of cp_group that hold other sequences.
 
     Source: truncated IS, Yao et al. (fengyao.notion.site/off-policy-rl); masked and geometric forms, szrlee,
-        rl-collapse part 3; IcePop, arXiv 2510.18855.
+        rl-collapse part 3; IcePop, arXiv 2510.18855; prefixes, CTPO, arXiv 2605.07331.
     """
     plan = Plan.of(correction)
     pair = check_pair(train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, cp_group)
-    given = Extras(segment_ids, num_segments, advantages, statistics or {}, lags, mean_k3)
+    given = Extras(segment_ids, num_segments, advantages, statistics or {}, lags, positions, mean_k3)
     extras = check_extras(pair, plan, given, cp_group)
     computed = backend_module("correction", backend, **pair._asdict(), **extras.tensors())
     with torch.no_grad():

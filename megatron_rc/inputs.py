@@ -34,7 +34,7 @@ class WeightPlan(NamedTuple):
     unit: Unit
     """The tokens that share one weight."""
     reduce: str
-    """"sum" or "mean": how log-ratios of tokens become that of the unit."""
+    """"sum" or "mean": how log-ratios of tokens become that of the unit; "prefix": a token's is a sum up to it."""
     bounds: tuple[WeightBound, ...]
     """The bounds that are set, the lower one first."""
     drops: bool
@@ -49,8 +49,9 @@ class WeightPlan(NamedTuple):
         names = MODES[weight.mode]
         sides = (("lower", names.lower, weight.lower), ("upper", names.upper, weight.upper))
         bounds = (WeightBound(side, name) for side, name, value in sides if name and value is not None)
-        unit: Unit = "sequence" if weight.level == "geometric" else weight.level
-        reduce = "sum" if weight.level == "sequence" else "mean"
+        units: dict[str, Unit] = {"token": "token", "prefix": "token", "segment": "segment"}
+        unit = units.get(weight.level, "sequence")
+        reduce = {"sequence": "sum", "prefix": "prefix"}.get(weight.level, "mean")
         lower = -math.inf if weight.lower is None else math.log(weight.lower)
         upper = math.inf if weight.upper is None else math.log(weight.upper)
         by_lag = tuple((float(lag), math.log(value)) for lag, value in weight.upper_by_lag)
@@ -117,7 +118,12 @@ class Plan(NamedTuple):
     @property
     def drops_corrupt_sequences(self) -> bool:
         """Whether one corrupt token drops its whole sequence."""
-        return bool(self.units - {"token"})
+        return bool(self.units - {"token"}) or self.sums_prefixes
+
+    @property
+    def sums_prefixes(self) -> bool:
+        """Whether the weight of a token depends on all tokens before it."""
+        return self.weight is not None and self.weight.reduce == "prefix"
 
 
 def log_bound(bound: float | None) -> float | None:
@@ -159,6 +165,8 @@ class Extras(NamedTuple):
     """Name -> the shape of loss_mask, in the order in which the rejections name them."""
     lags: Tensor | None = None
     """The shape of loss_mask, int; updates since each token was sampled. Metrics read them where nothing else does."""
+    positions: Tensor | None = None
+    """The shape of loss_mask, int; None where sequences are whole or nothing depends on them."""
     mean_k3: Tensor | None = None
     """0-d; None where no gate needs it, or where it is that of this batch."""
     advantage_unit: Unit = "token"
@@ -167,7 +175,8 @@ class Extras(NamedTuple):
     def tensors(self) -> dict[str, Tensor | None]:
         """The tensors by the names that errors give them."""
         named = {f"statistics[{name!r}]": given for name, given in self.statistics.items()}
-        return {"segment_ids": self.segment_ids, "advantages": self.advantages, "lags": self.lags, **named}
+        rows = {"lags": self.lags, "positions": self.positions}
+        return {"segment_ids": self.segment_ids, "advantages": self.advantages, **rows, **named}
 
 
 def check_shape(name: str, value: Tensor, shape: torch.Size, of: str) -> None:
@@ -218,12 +227,13 @@ def check_extras(pair: Pair, plan: Plan, given: Extras, cp_group: dist.ProcessGr
     statistics = _needed_statistics(pair.loss_mask.shape, plan, given.statistics)
     advantages, unit = _needed_advantages(pair, plan, given.advantages)
     _check_lags(pair, plan, given.lags)
+    positions = _needed_positions(pair, plan, given.positions, cp_group)
     mean_k3 = None if plan.standardized is None else given.mean_k3
     if mean_k3 is not None and (mean_k3.dim() or mean_k3.device != pair.loss_mask.device):
         raise ValueError(
             f"mean_k3 must be 0-d and on {pair.loss_mask.device}, got {tuple(mean_k3.shape)} on {mean_k3.device}"
         )
-    return Extras(segment_ids, num_segments, advantages, statistics, given.lags, mean_k3, unit)
+    return Extras(segment_ids, num_segments, advantages, statistics, given.lags, positions, mean_k3, unit)
 
 
 def _check_segments(
@@ -259,6 +269,19 @@ def _needed_advantages(pair: Pair, plan: Plan, advantages: Tensor | None) -> tup
         f"advantages must be {tuple(shape)}, one per token, or ({sequences},) or ({sequences}, 1), one per sequence, "
         f"got {tuple(advantages.shape)}"
     )
+
+
+def _needed_positions(
+    pair: Pair, plan: Plan, positions: Tensor | None, cp_group: dist.ProcessGroup | None
+) -> Tensor | None:
+    if not plan.sums_prefixes or is_alone(cp_group):
+        return None
+    if positions is None:
+        raise ValueError(
+            "positions must be given for level 'prefix' with context parallelism: a rank sees only parts of sequences"
+        )
+    check_shape("positions", positions, pair.loss_mask.shape, "loss_mask")
+    return positions
 
 
 def _check_lags(pair: Pair, plan: Plan, lags: Tensor | None) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_rc.schema.limits import check_one_of
 
-Level = Literal["token", "sequence", "geometric", "segment"]
-Growth = Literal["none", "sqrt_lag"]
+Level = Literal["token", "sequence", "geometric", "segment", "prefix"]
+Growth = Literal["none", "sqrt_position", "sqrt_lag"]
 
 
 class WeightMode(NamedTuple):
@@ -45,7 +45,8 @@ class Weight:
 
     level: Level = "token"
     """Which tokens share one ratio: token; sequence (exp of the summed log-ratio); geometric (exp of its mean over the
-    sequence); segment (exp of its mean over one turn)."""
+    sequence); segment (exp of its mean over one turn). prefix: the token's own, exp of the sum over the sequence up to
+    and with the token."""
     mode: Mode = "truncate"
     """truncate: min(rho, upper); clip: clamp(rho, lower, upper); mask: rho inside [lower, upper], and units outside are
     dropped."""
@@ -55,7 +56,8 @@ class Weight:
     """Largest pi / mu, inclusive; .inf truncates nothing below exp(log_ratio_bound)."""
     growth: Growth = "none"
     """sqrt_lag: multiply the log of both bounds by sqrt(lag); at lags 0 and 1 they stay as they are. The lag of a
-    sequence or segment is that of its oldest token."""
+    sequence or segment is that of its oldest token. sqrt_position, for level prefix: multiply it by sqrt(t) for the
+    t-th loss token of its sequence, t = 1 for the first."""
     upper_by_lag: tuple[tuple[int, float], ...] = ()
     """Pairs (lag, upper): the last pair whose lag is not above that of the unit replaces upper, which still holds below
     the first pair."""
@@ -77,12 +79,23 @@ class Weight:
         if self.lower is None and self.upper is None:
             raise ValueError(f"lower or upper must be set when mode is {self.mode!r}")
         check_one_of("growth", self.growth, Growth)
+        if self.growth == "sqrt_position" and self.level != "prefix":
+            raise ValueError(f"level must be 'prefix' when growth is 'sqrt_position', got level={self.level!r}")
         self._check_upper_by_lag()
+        if self.level == "prefix" and self.reads_lags:
+            raise ValueError(
+                "level must not be 'prefix' for bounds that depend on lags: a prefix has tokens of many lags"
+            )
 
     @property
     def reads_lags(self) -> bool:
         """Whether the bounds depend on the lag of a unit."""
         return self.growth == "sqrt_lag" or bool(self.upper_by_lag)
+
+    @property
+    def varies(self) -> bool:
+        """Whether units have bounds of their own."""
+        return self.growth != "none" or self.reads_lags
 
     def _check_upper_by_lag(self) -> None:
         if not self.upper_by_lag:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .chunks import OF_TOKENS, SIZES, Tokens, locate_chunk, store_rows
 from .columns import field, finish, merge_all, statistic_of_tokens
 from .decisions import Decisions
-from .lags import bounds_of_lags, put_lags
+from .lags import put_lags
 from .launch_table import LAUNCH
 from .log_ratio import load_log_ratio
 from .metric_rows import (
@@ -32,6 +32,7 @@ from .metric_rows import (
 from .rejection_statistics import gate_statistic, pi_mass_kept, standardized
 from .segments import segment_slots
 from .unit_sums import SegmentParts, columns_of
+from .weight_bounds import bounds_of_units, prefix_sums
 
 # indices of the fields, for kernels
 _STATISTIC, _SOURCE, _REDUCE, _LEVEL, _COLUMN, _ADVANTAGES, _ADVANTAGE_COLUMN = map(tl.constexpr, range(7))
@@ -66,6 +67,7 @@ def correction_fwd_kernel(
     statistics,  # a tuple of [N]
     segment_ids,  # [N], or None for runs of loss_mask
     sums,  # [4 + C, stride] fp64, of chunks, or of sequences where COMPLETE; None: metrics of tokens only
+    chunk_sums,  # [4 + C, chunks] fp64; None but for prefixes
     segment_edges,  # [3, chunks] int64, or None without segments
     segment_columns,  # [G, slots] fp32
     bounds,  # as Decisions.bounds
@@ -78,10 +80,10 @@ def correction_fwd_kernel(
     stride, num_slots,
     counts,  # 1 on the context-parallel rank that reports whole sequences, else 0
     LOG_RATIO_BOUND: tl.constexpr,
-    LEVEL: tl.constexpr,  # to LAG_COLUMN: the fields of a WeightKind
+    LEVEL: tl.constexpr,  # to CARRY_SOURCE: the fields of a WeightKind
     DROPS: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
     WEIGHT_COLUMN: tl.constexpr, GROWTH: tl.constexpr, LOG_LOWER: tl.constexpr, LOG_UPPERS: tl.constexpr,
-    LAG_COLUMN: tl.constexpr,
+    LAG_COLUMN: tl.constexpr, POSITION_SOURCE: tl.constexpr, CARRY_SOURCE: tl.constexpr,
     LAG_SOURCE: tl.constexpr, LAG_BINS: tl.constexpr,
     GATES: tl.constexpr,  # the fields of every Gate
     DROPS_CORRUPT_SEQUENCES: tl.constexpr, COMPLETE: tl.constexpr, BY_ID: tl.constexpr,
@@ -150,16 +152,24 @@ def correction_fwd_kernel(
                 log_weight = lanes + mean
             elif LEVEL == "segment":
                 log_weight = _of_segments(segment_columns, num_slots, slots, valid, WEIGHT_COLUMN)
+            elif LEVEL == "prefix":
+                log_weight = prefix_sums(log_ratio, chunk_sums, begin // BLOCK + sequence, chunk, UNITS)
+                if CARRY_SOURCE >= 0:
+                    log_weight += tl.load(statistics[CARRY_SOURCE] + rows, mask=valid, other=0)
             weight = tl.where(log_weight == float("-inf"), 0.0, tl.exp(clamp(log_weight, bound))).to(tl.float32)
             lower, upper, log_lower, log_upper = bounds[0], bounds[1], bounds[2], bounds[3]
             if len(LOG_UPPERS) > 0:
                 if LEVEL == "token":
                     lag = tl.load(statistics[LAG_SOURCE] + rows, mask=valid, other=0).to(tl.float64)
+                elif POSITION_SOURCE >= 0:
+                    lag = tl.load(statistics[POSITION_SOURCE] + rows, mask=valid, other=0).to(tl.float64) + 1.0
+                elif LEVEL == "prefix":
+                    lag = prefix_sums(loss, chunk_sums + 3 * chunks, begin // BLOCK + sequence, chunk, UNITS)
                 elif LEVEL == "segment":
                     lag = _of_segments(segment_columns, num_slots, slots, valid, LAG_COLUMN)
                 else:
                     lag = lanes + merge_all(sums + LAG_COLUMN * stride, first, last, "max", UNITS)
-                log_lower, log_upper = bounds_of_lags(lag, LOG_LOWER, LOG_UPPERS, GROWTH)
+                log_lower, log_upper = bounds_of_units(lag, LOG_LOWER, LOG_UPPERS, GROWTH)
                 lower, upper = tl.exp(log_lower).to(tl.float32), tl.exp(log_upper).to(tl.float32)
                 log_lower, log_upper = log_lower.to(tl.float32), log_upper.to(tl.float32)
             weight = tl.where(weight < lower, lower, weight)
@@ -248,6 +258,7 @@ def correction_fwd_kernel(
 def correction_fwd(
     tokens: Tokens,
     sums: Tensor | None,
+    chunk_sums: Tensor | None,
     segments: SegmentParts | None,
     decisions: Decisions,
     rows: MetricRows,
@@ -261,6 +272,7 @@ def correction_fwd(
 
     Args:
         sums: [4 + C, chunks], or [4 + C, S] where `complete`; None for metrics of tokens alone.
+        chunk_sums: [4 + C, chunks], which prefixes are carried on from; None without any.
         segments: finished, complete columns of segments.
         with_weights: False: only metrics of the pair.
         complete: `sums` holds one column per sequence, not per chunk.
@@ -280,6 +292,7 @@ def correction_fwd(
     correction_fwd_kernel[(chunks,)](
         **tokens.arguments(),
         sums=sums,
+        chunk_sums=chunk_sums,
         segment_edges=segments and segments.edges,
         **columns_of(segments),
         bounds=decisions.bounds,
@@ -300,6 +313,8 @@ def correction_fwd(
         LOG_LOWER=decisions.weight.log_lower,
         LOG_UPPERS=decisions.weight.log_uppers,
         LAG_COLUMN=decisions.weight.lag_column,
+        POSITION_SOURCE=decisions.weight.position_source,
+        CARRY_SOURCE=decisions.weight.carry_source,
         LAG_SOURCE=decisions.lags.source,
         LAG_BINS=decisions.lags.bins,
         GATES=tuple(map(tuple, decisions.gates)),

@@ -9,7 +9,7 @@ class WeightKind(NamedTuple):
     """The importance weight, as it is compiled into the kernel."""
 
     level: str = "none"
-    """none, token, sequence, geometric or segment."""
+    """none, token, sequence, geometric, segment or prefix."""
     drops: bool = False
     """Tokens outside of its bounds are dropped."""
     has_lower: bool = False
@@ -23,6 +23,10 @@ class WeightKind(NamedTuple):
     """(smallest lag, log upper), ascending; empty where the bounds of all units are the same."""
     lag_column: int = -1
     """Column of sequences or segments that holds the lag of a unit."""
+    position_source: int = -1
+    """Index among the statistics of tokens of their positions; -1 where sequences are whole."""
+    carry_source: int = -1
+    """Index among them of the parts of prefixes on other ranks."""
 
 
 class Lags(NamedTuple):

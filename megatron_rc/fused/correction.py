@@ -21,7 +21,9 @@ from megatron_rc.kernels.metric_totals import metric_sums_fwd, outcome_rows
 from megatron_rc.kernels.normalize import normalize_fwd
 from megatron_rc.kernels.unit_combine import unit_combine_fwd
 from megatron_rc.kernels.unit_sums import NUM_LOG_RATIO_SUMS, SegmentParts, unit_sums_fwd
+from megatron_rc.reference.correction import pair_log_ratio
 from megatron_rc.reference.lags import LAG_BINS, OF_LAGS
+from megatron_rc.reference.prefix import carried
 from megatron_rc.reference.sums import Statistics, square_of
 
 
@@ -42,13 +44,16 @@ def correct(
     pair: Pair, extras: Extras, plan: Plan, dp_group: dist.ProcessGroup | None, cp_group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Statistics, Tensor | None]:
     """Weights [N], mask [N], bad_sequences [S], statistics and mean k3 of `megatron_rc.correct`."""
-    compiled = _kernel_plan(plan, extras.advantage_unit, extras.lags is not None)
-    tokens = _tokens(pair, extras)
     parallel = not is_alone(cp_group)
+    rows = {"lags": extras.lags, "positions": extras.positions, "carry": _carry(pair, extras, cp_group)}
+    known = {name: values for name, values in rows.items() if values is not None}
+    compiled = _kernel_plan(plan, extras.advantage_unit, tuple(known))
+    tokens = _tokens(pair, extras, tuple(known.values()))
     first = is_first_rank(cp_group)
 
     of_segments = _segment_columns(tokens, extras, compiled.segment, to_be_pooled=parallel)
     units, segments = unit_sums_fwd(tokens, compiled.sequence, compiled.segment, of_segments)
+    chunk_sums = units if plan.sums_prefixes else None
     complete = parallel or bool(compiled.segment)
     if complete:
         num_added = NUM_LOG_RATIO_SUMS + num_sums(compiled.sequence)
@@ -60,7 +65,7 @@ def correct(
     if plan.standardized is not None:
         mean_k3 = _mean_k3(units, dp_group) if extras.mean_k3 is None else extras.mean_k3
     decided = correction_fwd(
-        tokens, units, segments, compiled.decisions, compiled.rows,
+        tokens, units, chunk_sums, segments, compiled.decisions, compiled.rows,
         with_weights=True, complete=complete, counts=first, mean_k3=mean_k3,
     )  # fmt: skip
     weights, mask, bad_sequences, cells = decided
@@ -82,7 +87,7 @@ def correct(
 
 def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup | None, sequences: bool) -> Statistics:
     """Statistics of `megatron_rc.correction.pair_metrics`."""
-    tokens = _tokens(pair, None)
+    tokens = _tokens(pair, None, ())
     rows, decisions = metric_rows(sequences, None), Decisions(WeightKind(), (), False, float(log_ratio_bound), ())
     units, parallel = None, not is_alone(cp_group)
     if sequences:
@@ -91,7 +96,9 @@ def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup
             units = unit_combine_fwd(tokens, units, len(units))
             (units,), _ = pool_units([units], [], cp_group)
     first = is_first_rank(cp_group)
-    decided = correction_fwd(tokens, units, None, decisions, rows, with_weights=False, complete=parallel, counts=first)
+    decided = correction_fwd(
+        tokens, units, None, None, decisions, rows, with_weights=False, complete=parallel, counts=first
+    )
     return _statistics(rows, metric_sums_fwd(tokens, decided.rows, rows))
 
 
@@ -107,7 +114,17 @@ def _statistics(rows: MetricRows, vector: Tensor) -> Statistics:
     return Statistics(rows.sums, rows.maxima, rows.minima, vector)
 
 
-def _tokens(pair: Pair, extras: Extras | None) -> Tokens:
+def _carry(pair: Pair, extras: Extras, cp_group: dist.ProcessGroup | None) -> Tensor | None:
+    """[N] parts of prefixes on other ranks; None where there are no prefixes, or sequences are whole."""
+    if extras.positions is None or cp_group is None:
+        return None
+    ratio, of_token = pair_log_ratio(pair)
+    return carried(ratio, pair.offsets, of_token, extras.positions.reshape(-1), cp_group)
+
+
+def _tokens(pair: Pair, extras: Extras | None, rows: tuple[Tensor, ...]) -> Tokens:
+    """The batch; `rows` stand behind the statistics of the user."""
+
     def flat(tensor: Any) -> Any:
         return None if tensor is None else tensor.reshape(-1).contiguous()
 
@@ -116,9 +133,7 @@ def _tokens(pair: Pair, extras: Extras | None) -> Tokens:
     tokens = Tokens(train, rollout, loss_mask, cu_seqlens, row_length, pair.num_sequences)
     if extras is None:
         return tokens
-    statistics = tuple(map(flat, extras.statistics.values()))
-    if extras.lags is not None:
-        statistics += (flat(extras.lags),)
+    statistics = tuple(map(flat, (*extras.statistics.values(), *rows)))
     return tokens._replace(
         advantages=flat(extras.advantages), statistics=statistics, segment_ids=flat(extras.segment_ids)
     )
@@ -165,8 +180,14 @@ def _pooled(
 
 
 @lru_cache
-def _kernel_plan(plan: Plan, advantages: str, with_lags: bool) -> _KernelPlan:
-    """The kernels' view of a plan; `advantages` is the unit that has one advantage, "token" or "sequence"."""
+def _kernel_plan(plan: Plan, advantages: str, known: tuple[str, ...]) -> _KernelPlan:
+    """The kernels' view of a plan.
+
+    Args:
+        advantages: the unit that has one advantage, "token" or "sequence".
+        known: names of the rows behind the statistics of the user.
+    """
+    sources = {name: len(plan.statistics) + index for index, name in enumerate(known)}
     columns: dict[str, list[Column]] = {"token": [], "sequence": [], "segment": []}
     weight, correction = plan.weight, plan.correction
     if weight is not None and weight.unit == "segment":
@@ -201,7 +222,8 @@ def _kernel_plan(plan: Plan, advantages: str, with_lags: bool) -> _KernelPlan:
         beyond = {bound.side: bound.name for bound in weight.bounds}
         column = place("segment", _MEAN_LOG_RATIO if weight.unit == "segment" else None)
         kind = WeightKind(weight.weight.level, weight.drops, "lower" in beyond, "upper" in beyond, column)
-        if weight.weight.reads_lags:
+        kind = kind._replace(position_source=sources.get("positions", -1), carry_source=sources.get("carry", -1))
+        if weight.weight.varies:
             of_unit = -1 if weight.unit == "token" else place(weight.unit, _lag_of_unit(plan))
             kind = kind._replace(
                 growth=weight.weight.growth,
@@ -210,9 +232,9 @@ def _kernel_plan(plan: Plan, advantages: str, with_lags: bool) -> _KernelPlan:
                 lag_column=of_unit,
             )
     bound = float(correction.log_ratio_bound)
-    lags = Lags(len(plan.statistics), tuple(LAG_BINS.values())) if with_lags else Lags()
+    lags = Lags(sources["lags"], tuple(LAG_BINS.values())) if "lags" in sources else Lags()
     decisions = Decisions(kind, gates, plan.drops_corrupt_sequences, bound, _bounds(plan), lags)
-    of_lags = tuple(f"lag_{what}:{name}" for name in LAG_BINS for what in OF_LAGS) if with_lags else ()
+    of_lags = tuple(f"lag_{what}:{name}" for name in LAG_BINS for what in OF_LAGS) if lags.bins else ()
     names_of_bounds = (*beyond.values(), *(planned.name for planned in plan.gates))
     rows = metric_rows(True, names_of_bounds, of_lags, standardized=plan.standardized is not None)
     names = [*rows.sums, *rows.maxima, *rows.minima]

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from megatron_rc.advantages import row_counts
 from megatron_rc.collectives import all_reduced, is_alone, is_first_rank, pool_units
-from megatron_rc.inputs import Extras, GatePlan, Pair, Plan, check_offsets_on_cpu
-from megatron_rc.reference.lags import bounds_of_lags, lag_statistics
+from megatron_rc.inputs import Extras, GatePlan, Pair, Plan, WeightPlan, check_offsets_on_cpu
+from megatron_rc.reference.lags import bounds_of_units, lag_statistics
 from megatron_rc.reference.log_ratio import LogRatio, bounded_ratio, log_ratio, log_ratio_sums
+from megatron_rc.reference.prefix import log_prefixes, token_numbers
 from megatron_rc.reference.rejection_statistics import (
     capped_k3,
     gate_reduce,
@@ -39,7 +40,7 @@ def correct(
 ) -> tuple[Tensor, Tensor, Tensor, Statistics, Tensor | None]:
     """Weights [N], mask [N], bad_sequences [S], statistics and mean k3 of `megatron_rc.correct`."""
     check_offsets_on_cpu(pair)
-    ratio, sequence_of_token = _log_ratio(pair)
+    ratio, sequence_of_token = pair_log_ratio(pair)
     tokens = token_statistics(ratio, plan.correction.log_ratio_bound)
     batch = _Batch(plan, ratio)
     batch.add_unit("sequence", pair.offsets, sequence_of_token)
@@ -51,6 +52,8 @@ def correct(
     batch.add_columns()
     batch.complete(cp_group)
     batch.mean_k3 = _mean_k3(batch, dp_group) if extras.mean_k3 is None else extras.mean_k3.double()
+    if plan.sums_prefixes:
+        batch.add_prefixes(extras.positions, cp_group)
 
     weights, mask, outcome, judged = _decide(batch, cp_group)
     if batch.lags is not None:
@@ -67,7 +70,7 @@ def correct(
 def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup | None, sequences: bool) -> Statistics:
     """Statistics of `megatron_rc.correction.pair_metrics`."""
     check_offsets_on_cpu(pair)
-    ratio, _ = _log_ratio(pair)
+    ratio, _ = pair_log_ratio(pair)
     tokens = token_statistics(ratio, log_ratio_bound)
     if not sequences:
         return (tokens | token_counts(ratio)).joined()
@@ -76,7 +79,7 @@ def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup
     return (tokens | sequence_statistics(Units.of(complete), None, {}, log_ratio_bound, counts=first)).joined()
 
 
-def _log_ratio(pair: Pair) -> tuple[LogRatio, Tensor]:
+def pair_log_ratio(pair: Pair) -> tuple[LogRatio, Tensor]:
     """l, and the number of the sequence of every row [N]; rows that no sequence covers have no loss."""
     train, rollout, mask = (tensor.reshape(-1) for tensor in pair[:3])
     # from 1; 0 before the first sequence, one more than the last after it
@@ -113,6 +116,10 @@ class _Batch:
     """unit -> [N], the number of the unit that each token belongs to."""
     statistics: dict[str, Tensor] = field(default_factory=dict)
     lags: Tensor | None = None
+    prefixes: Tensor | None = None
+    """[N], sum of l up to and with each token, for a weight of this level."""
+    numbers: Tensor | None = None
+    """[N], 1 for the first loss token of a sequence."""
     advantages: dict[str, Tensor] = field(default_factory=dict)
     """unit -> one per token or one per sequence."""
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -168,8 +175,17 @@ class _Batch:
         self.maxima = dict(zip(self.maxima, largest, strict=True))
         self.units = {unit: Units.of(self.sums[unit]) for unit in self.offsets}
 
+    def add_prefixes(self, positions: Tensor | None, cp_group: dist.ProcessGroup | None) -> None:
+        rows = None if positions is None else positions.reshape(-1)
+        where = self.offsets["sequence"], self.of_token["sequence"], rows
+        self.prefixes = log_prefixes(self.ratio, *where, cp_group)
+        self.numbers = token_numbers(self.ratio, *where)
+
     def log_value(self, unit: str, reduce: str) -> Tensor:
-        """l of a token; its sum or mean over a sequence or segment."""
+        """l of a token; its sum or mean over a sequence or segment; its sum over a prefix."""
+        if reduce == "prefix":
+            assert self.prefixes is not None
+            return self.prefixes
         if unit == "token":
             return self.ratio.value
         return self.units[unit].total if reduce == "sum" else self.units[unit].mean
@@ -269,9 +285,8 @@ def _weights(batch: _Batch) -> tuple[str, Tensor | None, list[_Flags]]:
     log_value = batch.log_value(unit, planned.reduce).to(batch.ratio.value.dtype)
     lower: Any = planned.log_lower
     upper: Any = planned.log_uppers[0][1]
-    if weight.reads_lags:
-        lag = batch.maxima[_LAG_OF_UNIT] if unit != "token" else batch.statistics["lag"]
-        lower, upper = bounds_of_lags(planned, lag)
+    if weight.varies:
+        lower, upper = bounds_of_units(planned, _steps(batch, planned))
         value = bounded_ratio(log_value, None, None, batch.plan.correction.log_ratio_bound)
         value = value.clamp(lower.exp().to(value.dtype), upper.exp().to(value.dtype))
         lower, upper = lower.to(value.dtype), upper.to(value.dtype)
@@ -282,6 +297,14 @@ def _weights(batch: _Batch) -> tuple[str, Tensor | None, list[_Flags]]:
         beyond = log_value < lower if bound.side == "lower" else log_value > upper
         flags.append(_Flags(bound.name, unit, beyond, planned.drops))
     return unit, value, flags
+
+
+def _steps(batch: _Batch, planned: WeightPlan) -> Tensor:
+    """The number per unit that its bounds depend on."""
+    if planned.weight.growth == "sqrt_position":
+        assert batch.numbers is not None
+        return batch.numbers
+    return batch.statistics["lag"] if planned.unit == "token" else batch.maxima[_LAG_OF_UNIT]
 
 
 def _dropped(batch: _Batch, flags: list[_Flags]) -> dict[str, Tensor]:

@@ -23,14 +23,14 @@ class UnitBounds(NamedTuple):
     log_upper: Tensor
 
 
-def bounds_of_lags(planned: WeightPlan, lag: Tensor) -> UnitBounds:
-    """Bounds of units of these lags [U]."""
+def bounds_of_units(planned: WeightPlan, lag: Tensor) -> UnitBounds:
+    """Bounds of units of these lags [U]; with growth="sqrt_position", of the tokens of these numbers."""
     lag = lag.double()
     log_upper = torch.full_like(lag, planned.log_uppers[0][1])
     for smallest, value in planned.log_uppers[1:]:
         log_upper = torch.where(lag >= smallest, value, log_upper)
     log_lower = torch.full_like(lag, planned.log_lower)
-    if planned.weight.growth == "sqrt_lag":
+    if planned.weight.growth != "none":
         factor = lag.clamp(min=1).sqrt()
         log_lower, log_upper = log_lower * factor, log_upper * factor
     return UnitBounds(log_lower, log_upper)

@@ -23,7 +23,10 @@ from megatron_rc.correction import correct
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Weight(level="sentence"), "level must be one of 'token', 'sequence', 'geometric', 'segment', got"),
+        (
+            lambda: Weight(level="sentence"),
+            "level must be one of 'token', 'sequence', 'geometric', 'segment', 'prefix', g",
+        ),
         (lambda: Weight(mode="cut"), "mode must be one of 'truncate', 'clip', 'mask', got 'cut'"),
         (lambda: Weight(upper=0.0), "upper must be > 0 for a ratio, got upper=0.0"),
         (lambda: Weight(upper=math.nan), "upper must be > 0"),
@@ -35,7 +38,12 @@ from megatron_rc.correction import correct
         (lambda: Weight(mode="mask", lower=2.0, upper=0.5), "upper must be > lower, got lower=2.0 upper=0.5"),
         (lambda: Weight(mode="mask", lower=2.0, upper=2.0), "upper must be > lower"),
         (lambda: Weight(mode="mask", lower=-1.0), "lower must be > 0 for a ratio, got lower=-1.0"),
-        (lambda: Weight(growth="linear"), "growth must be one of 'none', 'sqrt_lag', got 'linear'"),
+        (lambda: Weight(growth="linear"), "growth must be one of 'none', 'sqrt_position', 'sqrt_lag', got 'l"),
+        (
+            lambda: Weight(growth="sqrt_position"),
+            "level must be 'prefix' when growth is 'sqrt_position', got level=",
+        ),
+        (lambda: Weight("prefix", growth="sqrt_lag"), "level must not be 'prefix' for bounds that depend on lags"),
         (lambda: Weight(growth="sqrt_lag", upper_by_lag=((0, 2.0),)), "upper_by_lag must be empty when growth is"),
         (lambda: Weight(mode="mask", lower=0.5, upper=None, upper_by_lag=((0, 2.0),)), "upper must be set with upper_"),
         (lambda: Weight(upper_by_lag=((4, 2.0), (4, 1.5))), "upper_by_lag must have lags >= 0 that ascend, got [4, 4]"),
@@ -105,6 +113,7 @@ def test_ppo_on_the_ratio_to_the_sampler_refuses_a_weight_on_top() -> None:
         ("veto", None, [("ratio", "sequence", "min", 1e-4, None, "always")]),
         ("k3-reject", None, [("k3", "sequence", "mean", None, 0.01, "always")]),
         ("trust-region-mask", None, [("k2", "sequence", "max", None, 2.0, "always")]),
+        ("prefix-tis", ("prefix", "truncate", None, 2.0), []),
         (
             "off-policy-sequence-mask",
             None,

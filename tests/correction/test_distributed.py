@@ -36,6 +36,8 @@ CORRECTIONS = [
     RolloutCorrection(
         Weight("sequence", "clip", 0.9, 1.2, growth="sqrt_lag"), (Rejection("lag", "segment", "mean", upper=4.0),)
     ),
+    RolloutCorrection(Weight("prefix", "clip", 0.3, 3.0), normalize="batch"),
+    RolloutCorrection(Weight("prefix", "mask", 0.7, 1.5, growth="sqrt_position"), GATES[2:]),
     RolloutCorrection(Weight("segment", "mask", 0.8, 1.6, upper_by_lag=((0, 1.5), (6, 1.1))), normalize="batch"),
     RolloutCorrection(
         reject=(
@@ -88,6 +90,7 @@ def answer(local: TokenBatch, sequences: list[int], index: int, dp_group: Any, c
         num_segments=local.num_segments,
         advantages=batch.advantages[sequences],
         statistics={"surprise": batch.statistics["surprise"][rows]},
+        positions=local.positions,
         lags=batch.lags[rows],
         dp_group=dp_group,
         cp_group=cp_group,
@@ -146,6 +149,10 @@ def collectives_of_context_parallelism(rank: int, size: int) -> list[str]:
         gate = RolloutCorrection(reject=(Rejection("k2", "segment", upper=1.0),))
         with pytest.raises(ValueError, match="segment_ids and num_segments must be given with context parallelism"):
             correct(*arguments, correction=gate, **options)
+        prefix = RolloutCorrection(Weight("prefix"))
+        with pytest.raises(ValueError, match="positions must be given for level 'prefix' with context parallelism"):
+            correct(*arguments, correction=prefix, **options)
+        correct(*arguments, correction=prefix, positions=local.positions, **options)
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
@@ -196,9 +203,10 @@ def test_pair_metrics_over_context_parallel_ranks_equal_one_process(
         assert rank["pair"] == pytest.approx(whole, rel=1e-12, abs=1e-12)
 
 
-def test_context_parallelism_costs_one_collective_for_decisions_one_for_metrics_and_data_parallelism_one_for_k3(
+def test_context_parallelism_costs_one_collective_for_decisions_one_for_metrics_one_for_prefixes_and_dp_one_for_k3(
     ranks: dict[int, list[dict[str, Any]]],
 ) -> None:
     gather = "all_gather_into_tensor"
     for rank in ranks[2]:
-        assert rank["collectives"] == [gather, "|", gather, gather, "|", gather, gather, "|", "all_reduce", "|"]
+        expected = [gather, "|", gather, gather, "|", gather, gather, "|", "all_reduce", "|"]
+        assert rank["collectives"] == [*expected, *[gather] * 3]

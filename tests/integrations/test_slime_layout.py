@@ -68,6 +68,14 @@ def test_a_turn_that_two_slices_share_has_one_number() -> None:
         assert bound >= 4
 
 
+def test_positions_are_those_of_whole_responses() -> None:
+    masks = [torch.tensor([1, 1, 1, 1, 0, 1, 1, 1])] * 2
+    for layout in (Layout.of([9, 9], [8, 8], None, rank, 2) for rank in range(2)):
+        found = layout.positions(masks)[layout.local(masks).bool()].tolist()
+        tokens = [t for s in layout.spans for t in range(s.first, s.stop) if t != 4]
+        assert found == [t - (t > 4) for t in tokens]
+
+
 def test_a_list_of_the_wrong_length_is_named_with_its_sample() -> None:
     layout = Layout.of([4, 7], [2, 3], None, 0, 1)
     with pytest.raises(ValueError, match=r"^log_probs of sample 1 must be \[3\] on this rank, got \(2,\)$"):

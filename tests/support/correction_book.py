@@ -128,10 +128,13 @@ def by_the_book(batch: Case, correction: RolloutCorrection, mean_k3: float | Non
         for name, bound in zip(names, (weight.lower, weight.upper), strict=True):
             if bound is not None:
                 dropped[name] = set()
-        for unit in units["sequence" if weight.level == "geometric" else weight.level]:
+        shared = "sequence" if weight.level == "geometric" else "token" if weight.level == "prefix" else weight.level
+        for unit in units[shared]:
             if not unit:
                 continue
-            log = sum(logs[t] for t in unit) / (len(unit) if weight.level in ("geometric", "segment") else 1)
+            before = [t for t in sequences[sequence_of[unit[0]]] if t <= unit[0]]
+            summed = [t for t in before if t in logs] if weight.level == "prefix" else unit
+            log = sum(logs[t] for t in summed) / (len(unit) if weight.level in ("geometric", "segment") else 1)
             low, high, top = -INF if weight.lower is None else math.log(weight.lower), INF, weight.upper
             if weight.reads_lags:
                 assert batch.lags is not None
@@ -139,6 +142,8 @@ def by_the_book(batch: Case, correction: RolloutCorrection, mean_k3: float | Non
                 for least, upper in weight.upper_by_lag:
                     top = upper if lag >= least else top
             high = INF if top is None else math.log(top)
+            if weight.growth == "sqrt_position":
+                low, high = (log_bound * math.sqrt(len(before)) for log_bound in (low, high))
             if weight.growth == "sqrt_lag":
                 low, high = (log_bound * math.sqrt(max(lag, 1)) for log_bound in (low, high))
             rho = 0.0 if log == -INF else math.exp(clamp(log, correction))

@@ -61,6 +61,9 @@ BY_LAG = RolloutCorrection(
 STANDARDIZED_TURNS = RolloutCorrection(Weight("token"), (Rejection("standardized", "segment", upper=1.1),))
 
 
+PREFIXES = RolloutCorrection(Weight("prefix", "clip", 0.5, 2.0, growth="sqrt_position"))
+
+
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
@@ -187,6 +190,7 @@ CALLS: dict[str, Call] = {
     "correct every level": corrected(EVERY_LEVEL),
     "correct every level, advantages of tokens": corrected(EVERY_LEVEL, per_token=True),
     "correct by lag": corrected(BY_LAG, lags=True),
+    "correct prefixes": corrected(PREFIXES),
     "loss": loss(RolloutCorrection.preset("token-tis"), old=True, every_term=True, dual_clip=3.0),
     "loss of one term": loss(RolloutCorrection(old="current"), old=False, every_term=False),
     "loss reinforce": loss(RolloutCorrection.preset("seq-tis"), old=True, every_term=True, surrogate="reinforce"),

@@ -149,7 +149,7 @@ def corrections(draw: st.DrawFn) -> RolloutCorrection:
         return {"lower": None if sides == "upper" else lower, "upper": None if sides == "lower" else upper}
 
     weight = None
-    level = draw(st.sampled_from([None, "token", "sequence", "geometric", "segment"]))
+    level = draw(st.sampled_from([None, "token", "sequence", "geometric", "segment", "prefix"]))
     if level is not None:
         mode = draw(st.sampled_from(["truncate", "clip", "mask"]))
         both = {"lower": BOUNDS["ratio"][0], "upper": BOUNDS["ratio"][1]}
@@ -159,6 +159,8 @@ def corrections(draw: st.DrawFn) -> RolloutCorrection:
         varied: Any = draw(
             st.sampled_from([{}, {}, {"growth": "sqrt_lag"}, {"upper_by_lag": ((0, 1.711), (3, 1.113))}])
         )
+        if level == "prefix":
+            varied = draw(st.sampled_from([{}, {"growth": "sqrt_position"}]))
         if varied.get("upper_by_lag") and sides.get("upper") is None:
             varied = {}
         weight = Weight(level, mode, **sides, **varied)

@@ -130,6 +130,10 @@ class Layout:
         ids, bound = runs_of_mask(masks, offsets)
         return self.local(ids.split(lengths)), bound
 
+    def positions(self, loss_masks: Sequence[Tensor]) -> Tensor:
+        """[N] index of each loss token among those of its whole response."""
+        return self.local([mask.bool().cumsum(0) - 1 for mask in loss_masks])
+
     def joined(self, name: str, values: Sequence[Tensor] | None, remedy: str) -> Tensor:
         """[N] from the host's list ``values`` of per-token tensors.
 

@@ -33,7 +33,9 @@ def correct_tokens(
     """`correct` on the host's layout: tensors are [N] of this rank, ``loss_masks`` whole responses."""
     # all context-parallel ranks run the same micro-batches, as the host's own gathers in the loss need
     cp_group = ranks.cp_group if ranks.cp_size > 1 else None
-    segment_ids, num_segments = None, None
+    segment_ids, num_segments, positions = None, None, None
+    if cp_group is not None and Plan.of(correction).sums_prefixes:
+        positions = layout.positions(loss_masks)
     if cp_group is not None and "segment" in Plan.of(correction).units:
         segment_ids, num_segments = layout.segments(loss_masks)
     return correct(
@@ -45,6 +47,7 @@ def correct_tokens(
         segment_ids=segment_ids,
         num_segments=num_segments,
         advantages=advantages,
+        positions=positions,
         dp_group=ranks.dp_group,
         cp_group=cp_group,
     )

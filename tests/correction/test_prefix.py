@@ -1,0 +1,140 @@
+"""Weights of prefixes: their values, what they estimate, and how their bounds grow."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from correction_book import by_the_book, case, gapped
+from enumeration import Batch, World
+from torch import Tensor
+
+from megatron_rc.batch import TokenBatch, segments
+from megatron_rc.config import Rejection, RolloutCorrection, Weight
+from megatron_rc.correction import correct
+from megatron_rc.engine import SamplingParams
+
+UNBOUNDED = RolloutCorrection(Weight("prefix", upper=math.inf))
+WORLDS = {
+    "fixed length": World(3, stops=False),
+    "early stop": World(4, stops=True, seed=1),
+    "two turns": World(4, stops=False, turn=2, seed=2),
+}
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def world(request: pytest.FixtureRequest) -> World:
+    return WORLDS[request.param]
+
+
+def future_under_mu(world: World) -> Tensor:
+    """sum over prefixes of pi(prefix) E_mu[R | prefix] grad log pi(last token), from conditional means of the table."""
+    mu, log_pi, rewards = world.mu.log(), world.log_pi, dict(zip(world.sequences, world.reward, strict=True))
+
+    def value(prefix: tuple[int, ...]) -> Tensor:
+        if prefix in rewards:
+            return rewards[prefix]
+        chances = world.mu[world.contexts[prefix]]
+        return sum((chances[token] * value((*prefix, token)) for token in range(len(chances))), torch.zeros(()))
+
+    assert mu.isfinite().all()
+    total = torch.zeros_like(world.theta)
+    for prefix, context in world.contexts.items():
+        reached = math.exp(sum(world.logprobs(prefix, log_pi)))
+        for token in range(world.mu.shape[1]):
+            step = torch.zeros_like(total)
+            step[context] -= log_pi[context].exp()
+            step[context, token] += 1
+            total += reached * log_pi[context, token].exp() * value((*prefix, token)) * step
+    return total
+
+
+def test_unbounded_prefix_weights_are_unbiased_for_the_token_level_gradient(world: World) -> None:
+    found = Batch.population(world).run(UNBOUNDED).gradient
+    torch.testing.assert_close(found, future_under_mu(world), atol=1e-9, rtol=1e-9)
+
+
+def test_they_are_unbiased_for_the_policy_gradient_where_no_reward_comes_after_the_first_token() -> None:
+    world = World(3, stops=False)
+    for i, y in enumerate(world.sequences):
+        world.reward[i] = float(y[0] == 1)
+    advantage = world.reward - world.log_pi[0].exp()[1].item()
+    world.reward = advantage
+    found = Batch.population(world).run(UNBOUNDED).gradient
+    torch.testing.assert_close(found[0], world.gradient_of_j()[0], atol=1e-9, rtol=1e-9)
+
+
+def test_they_spread_less_than_weights_of_sequences_and_average_to_one(world: World) -> None:
+    batch = Batch.population(world)
+    train = torch.where(batch.loss_mask, world.log_pi[batch.context, batch.target], 0)
+    moments = []
+    for level in ("prefix", "sequence"):
+        correction = RolloutCorrection(Weight(level, upper=math.inf))  # type: ignore[arg-type]
+        found = correct(train, batch.rollout, batch.loss_mask, correction=correction, cu_seqlens=batch.cu_seqlens)
+        weights = found.weights[batch.loss_mask]
+        moments.append(weights.square().mean().item())
+        first = torch.cat([part[:1] for part in found.weights.split(batch.cu_seqlens.diff().tolist())])
+        assert first.mean().item() == pytest.approx(1, rel=1e-9)
+    assert 1 < moments[0] < moments[1]
+
+
+def test_the_gradient_has_less_variance_than_with_weights_of_sequences_in_two_worlds_of_three() -> None:
+    calmer = []
+    for name, world in WORLDS.items():
+        batch, moments = Batch.population(world), []
+        for level in ("prefix", "sequence"):
+            result = batch.run(RolloutCorrection(Weight(level, upper=math.inf)))  # type: ignore[arg-type]
+            each = batch.gradient_of_each(result).flatten(1)
+            moments.append((each.square().sum(1).mean() - result.gradient.square().sum()).item())
+        calmer += [name] if moments[0] < moments[1] else []
+    assert calmer == ["early stop", "two turns"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "growth"), [*itertools.product(["truncate", "clip", "mask"], ["none", "sqrt_position"])]
+)
+def test_weights_are_those_of_the_definition(mode: Any, growth: Any) -> None:
+    batch = case([12, 0, 7, 30, 1, 9, *[2, 3] * 6], seed=2)
+    batch.train[batch.mask.nonzero()[[3, 20]]] = torch.nan
+    batch.train[batch.mask.nonzero()[9]] = -torch.inf
+    weight = Weight("prefix", mode, None if mode == "truncate" else 0.8, 1.3, growth=growth)
+    correction = RolloutCorrection(weight, (Rejection("k3", "token", upper=0.5),), "batch")
+    found, book = correct(*batch.arguments, correction=correction, **batch.options), by_the_book(batch, correction)
+    assert found.mask.tolist() == book.mask
+    assert found.weights.tolist() == pytest.approx(book.weights, rel=1e-6)
+    assert found.metrics.values() == pytest.approx(book.metrics, rel=1e-5, abs=1e-7, nan_ok=True)
+
+
+def test_the_log_bound_of_the_fourth_token_is_twice_that_of_the_first() -> None:
+    train, rollout, _, cu_seqlens = gapped(9.0, 9.0, 0.0, 9.0, 9.0)
+    mask = torch.tensor([True, True, False, True, True])
+    correction = RolloutCorrection(Weight("prefix", upper=1.5, growth="sqrt_position"))
+    weights = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens).weights
+    assert weights[mask].tolist() == pytest.approx([1.5 ** math.sqrt(t) for t in (1, 2, 3, 4)])
+
+
+def test_prefixes_do_not_depend_on_other_sequences_bit_by_bit() -> None:
+    batch = case([40, 33, 70], density=1.0, gap=0.02)
+    whole = correct(*batch.arguments, correction=UNBOUNDED, cu_seqlens=batch.cu_seqlens).weights
+    rows = slice(40, 73)
+    alone = correct(*(x[rows] for x in batch.arguments), correction=UNBOUNDED, cu_seqlens=torch.tensor([0, 33]))
+    assert torch.equal(whole[rows], alone.weights)
+
+
+def test_positions_count_loss_tokens_and_survive_slicing_and_selection() -> None:
+    mask = torch.tensor([False, True, True, False, True, False, False, True, True, False])
+    rows, cu_seqlens = torch.arange(10), torch.tensor([0, 6, 10], dtype=torch.int32)
+    ids, count = segments(mask, cu_seqlens)
+    batch = TokenBatch(
+        tokens=rows, targets=rows, position_ids=rows, loss_mask=mask, rollout_logprobs=rows.float(),
+        cu_seqlens=cu_seqlens, segment_ids=ids, weight_versions=rows, lengths=(6, 4), num_segments=count,
+        sampling=SamplingParams(),
+    )  # fmt: skip
+    assert batch.positions is not None
+    assert batch.positions[mask].tolist() == [0, 1, 2, 0, 1]
+    for part in (batch.select([1, 0]), *(batch.context_slice(2, rank) for rank in (0, 1))):
+        assert part.positions is not None
+        assert torch.equal(part.positions, batch.positions[part.tokens])
