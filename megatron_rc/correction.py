@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.fused import backend_module
-from megatron_rc.inputs import Extras, Pair, Plan, check_extras, check_pair, check_tokens
+from megatron_rc.inputs import Extras, Pair, check_extras, check_pair, check_tokens
 from megatron_rc.metrics import MetricSums
+from megatron_rc.plan import Plan
 
 
 @dataclass(frozen=True)

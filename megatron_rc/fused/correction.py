@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.collectives import all_reduced, is_alone, is_first_rank, pool_units
-from megatron_rc.inputs import Extras, GatePlan, Pair, Plan, log_bound
+from megatron_rc.inputs import Extras, Pair
 from megatron_rc.kernels.chunks import Tokens
 from megatron_rc.kernels.columns import COUNT, Column, num_sums
 from megatron_rc.kernels.correction import correction_fwd
@@ -21,6 +21,7 @@ from megatron_rc.kernels.metric_totals import metric_sums_fwd, outcome_rows
 from megatron_rc.kernels.normalize import normalize_fwd
 from megatron_rc.kernels.unit_combine import unit_combine_fwd
 from megatron_rc.kernels.unit_sums import NUM_LOG_RATIO_SUMS, SegmentParts, unit_sums_fwd
+from megatron_rc.plan import GatePlan, Plan, log_bound
 from megatron_rc.reference.correction import pair_log_ratio
 from megatron_rc.reference.lags import LAG_BINS, OF_LAGS
 from megatron_rc.reference.prefix import carried

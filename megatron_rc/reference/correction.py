@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron_rc.advantages import row_counts
 from megatron_rc.collectives import all_reduced, is_alone, is_first_rank, pool_units
-from megatron_rc.inputs import Extras, GatePlan, Pair, Plan, WeightPlan, check_offsets_on_cpu
+from megatron_rc.inputs import Extras, Pair, check_offsets_on_cpu
+from megatron_rc.plan import GatePlan, Plan, WeightPlan
 from megatron_rc.reference.lags import bounds_of_units, lag_statistics
 from megatron_rc.reference.log_ratio import LogRatio, bounded_ratio, log_ratio, log_ratio_sums
 from megatron_rc.reference.prefix import log_prefixes, token_numbers

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.inputs import WeightPlan
+from megatron_rc.plan import WeightPlan
 from megatron_rc.reference.log_ratio import LogRatio
 
 LAG_BINS = {"0": 0, "1": 1, "2_3": 2, "4_7": 4, "8_15": 8, "16_up": 16}

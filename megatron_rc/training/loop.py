@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import RolloutEngine
-from megatron_rc.inputs import Plan
 from megatron_rc.lr_decay import LengthDecayLR
+from megatron_rc.plan import Plan
 from megatron_rc.settings import JobSettings
 from megatron_rc.tasks import Task
 from megatron_rc.training import checkpoint

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
-from megatron_rc.inputs import Plan
 from megatron_rc.integrations.slime.layout import Layout, Parallel
+from megatron_rc.plan import Plan
 from megatron_rc.reference.log_ratio import log_ratio
 
 NO_ROLLOUT_LOGPROBS = (
