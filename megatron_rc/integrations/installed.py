@@ -8,7 +8,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from megatron_rc.config import RolloutCorrection
-from megatron_rc.integrations.scheduler_decay import LRDecay
+from megatron_rc.integrations.scheduler_rule import LRRule
 from megatron_rc.integrations.symbols import Host, Symbol
 
 
@@ -50,7 +50,7 @@ class Installed:
     host: Host
     version: str | None
     correction: RolloutCorrection | None
-    lr_decay: LRDecay | None
+    lr_decay: LRRule | None
     session: Any
     """What `Host.prepare` returned; the replacements share it."""
     places: list[Place]

@@ -13,11 +13,11 @@ from typing import Any
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.integrations.hosts import host_named
 from megatron_rc.integrations.installed import INSTALLED, Installed, Place
-from megatron_rc.integrations.scheduler_decay import LRDecay
+from megatron_rc.integrations.scheduler_rule import LRRule
 from megatron_rc.integrations.symbols import Host, Recipe, Symbol, definition, inspect_symbols
 
 
-def patch(host: str = "auto", *, correction: RolloutCorrection | None = None, lr_decay: LRDecay | None = None) -> Patch:
+def patch(host: str = "auto", *, correction: RolloutCorrection | None = None, lr_decay: LRRule | None = None) -> Patch:
     """Replace functions of a host codebase, so that its own training loop corrects its rollouts.
 
     Call it before the loop starts; docs/hosts/ has a page per host, with the table of its symbols. Names that loaded
@@ -129,7 +129,7 @@ def _inspected(host: Host) -> str | None:
     return version
 
 
-def _install(host: Host, correction: RolloutCorrection | None, lr_decay: LRDecay | None) -> Installed:
+def _install(host: Host, correction: RolloutCorrection | None, lr_decay: LRRule | None) -> Installed:
     version = _inspected(host)
     session = host.prepare(correction, lr_decay)
     places = []

@@ -24,7 +24,7 @@ from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
 from megatron_rc.integrations.megatron_lm.loss import _logged_loss
 from megatron_rc.integrations.megatron_lm.rollouts import mean_response_length
 from megatron_rc.integrations.run_script import PatchSettings
-from megatron_rc.integrations.scheduler_decay import ATTACHES_DECAY
+from megatron_rc.integrations.scheduler_rule import ATTACHES_RULE
 
 CORRECTION = RolloutCorrection(
     Weight("token", "truncate", upper=1.2),
@@ -186,7 +186,7 @@ def test_the_length_decay_takes_the_mean_length_of_the_batch_once_a_rollout_and_
     decay = LengthDecayLR(1e-3, decay_period=2)
     state = session.Session(None, decay)
     with sources.imported(sources.STUB) as host:
-        make = ATTACHES_DECAY.make(host.training.get_optimizer_param_scheduler, state)
+        make = ATTACHES_RULE.make(host.training.get_optimizer_param_scheduler, state)
         assert make is not None
         parameter = torch.nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([{"params": [parameter]}], lr=1.0)

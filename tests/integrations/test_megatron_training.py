@@ -21,7 +21,7 @@ from training_host import STUB, Optimizer, batch, forward_step, run_micro_batche
 
 from megatron_rc import LengthDecayLR, RolloutCorrection, SurgeDetector, patch
 from megatron_rc.integrations.installed import session_of
-from megatron_rc.integrations.scheduler_decay import CHECKPOINT_KEY
+from megatron_rc.integrations.scheduler_rule import CHECKPOINT_KEY
 from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.settings import ParallelSettings
 from megatron_rc.training.groups import initialized

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from megatron_rc import versions
 from megatron_rc.integrations.megatron_lm import flag_rules, session
-from megatron_rc.integrations.scheduler_decay import ATTACHES_DECAY
+from megatron_rc.integrations.scheduler_rule import ATTACHES_RULE
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
 
 RL = "megatron.rl.rl_utils"
@@ -38,7 +38,7 @@ SYMBOLS = (
         replaced_by(f"{OURS}.session", "setup_model_and_optimizer"),
         "refuses flags under which rollouts cannot be corrected, before the model is built",
     ),
-    ATTACHES_DECAY,
+    ATTACHES_RULE,
     _corrected(
         TRAINING, "train_step",
         "forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func, "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_rc.config import STATISTICS, RolloutCorrection
 from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
-from megatron_rc.integrations.scheduler_decay import HoldsDecay, LRDecay
+from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
 from megatron_rc.integrations.symbols import Function
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ class LogitShards(NamedTuple):
 
 
 @dataclass
-class Session(HoldsDecay):
+class Session(HoldsRule):
     """The state of one patch."""
 
     correction: RolloutCorrection | None
-    lr_decay: LRDecay | None
+    lr_decay: LRRule | None
     logits: LogitShards | None = None
     """Set inside get_logprobs; None outside."""
     num_rows: int = 0
@@ -42,7 +42,7 @@ class Session(HoldsDecay):
     """Name -> [numerator, denominator], metrics of the micro-batch whose loss is being computed."""
 
 
-def prepare(correction: RolloutCorrection | None, lr_decay: LRDecay | None) -> Session:
+def prepare(correction: RolloutCorrection | None, lr_decay: LRRule | None) -> Session:
     """A new session.
 
     Raises:

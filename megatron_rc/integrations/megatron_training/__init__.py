@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rc import versions
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, FlagRule, captures_iteration
-from megatron_rc.integrations.scheduler_decay import ATTACHES_DECAY, HoldsDecay
+from megatron_rc.integrations.scheduler_rule import ATTACHES_RULE, HoldsRule
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def host(version: str | None) -> Host:
         name=NAME,
         module=MODULE,
         symbols=(
-            ATTACHES_DECAY,
+            ATTACHES_RULE,
             Symbol(
                 MODULE,
                 "train_step",
@@ -63,7 +63,7 @@ def host(version: str | None) -> Host:
         versions=versions.MEGATRON_TRAINING,
         read_version=versions.megatron_core_version,
         prepare=lambda correction, lr_decay: import_module(STEP).prepare(correction, lr_decay),
-        release=HoldsDecay.release,
+        release=HoldsRule.release,
         tested="0.17.1, 0.18.2, 0.19.2 and commit d98e8a64ddf3 run on CPU; 0.17.0, 0.18.0, 0.19.0 read",
         differences=("loss functions that call correct_micro_batch get the weights and the mask of the correction",),
         where=f"Install megatron-core {versions.MEGATRON_TRAINING[0]} or newer (Python "

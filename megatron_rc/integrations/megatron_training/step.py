@@ -18,7 +18,7 @@ from megatron_rc.config import RolloutCorrection
 from megatron_rc.integrations import megatron_training
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, refuse
 from megatron_rc.integrations.log_names import prefixed, worth_logging
-from megatron_rc.integrations.scheduler_decay import HoldsDecay, LRDecay
+from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.lr_scale import Signals
 from megatron_rc.metrics import MetricSums
@@ -26,18 +26,18 @@ from megatron_rc.training import emulation
 
 
 @dataclass
-class PatchState(HoldsDecay):
+class PatchState(HoldsRule):
     """The state of one patch of a program that runs Megatron's training steps."""
 
     correction: RolloutCorrection
-    lr_decay: LRDecay | None
+    lr_decay: LRRule | None
     step: TrainingStep | None = None
     """The step that is running; None outside, as in evaluation."""
     has_reports: bool = False
     """True once any loss function has called correct_micro_batch in a step."""
 
 
-def prepare(correction: RolloutCorrection | None, lr_decay: LRDecay | None) -> PatchState:
+def prepare(correction: RolloutCorrection | None, lr_decay: LRRule | None) -> PatchState:
     """The state of a new patch.
 
     Raises:

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from megatron_rc import schema
 from megatron_rc.config import STANDARDIZED, RolloutCorrection
-from megatron_rc.integrations.scheduler_decay import LRDecay
+from megatron_rc.integrations.scheduler_rule import LRRule
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_RULES, RULES
 from megatron_rc.integrations.slime.settings import KEY, flag
 from megatron_rc.integrations.symbols import Host, Recipe, Symbol
@@ -47,7 +47,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def recipe(correction: RolloutCorrection | None, lr_decay: LRDecay | None, *, whole_rollouts: bool) -> Recipe:
+def recipe(correction: RolloutCorrection | None, lr_decay: LRRule | None, *, whole_rollouts: bool) -> Recipe:
     """Flags and YAML for a correction and a learning-rate decay, with the simplest hooks that can do it.
 
     Args:

@@ -9,13 +9,13 @@ from megatron_rc.integrations.symbols import Function, Symbol, replaced_by
 from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
 from megatron_rc.lr_scale import Signals
 
-LRDecay = LengthDecayLR | LengthDecaySettings
+LRRule = LengthDecayLR | LengthDecaySettings
 CHECKPOINT_KEY = "megatron_rc_length_decay"
 
 _logger = logging.getLogger(__name__)
 
 
-class SchedulerDecay:
+class SchedulerRule:
     """A length decay attached to a scheduler that was just built, before the host loads its checkpoint into it.
 
     The state of the decay is saved inside the scheduler's state_dict under `CHECKPOINT_KEY`. Megatron reads only its
@@ -30,7 +30,7 @@ class SchedulerDecay:
         ValueError: as `LengthDecayLR.attach`.
     """
 
-    def __init__(self, opt_param_scheduler: Any, lr_decay: LRDecay) -> None:
+    def __init__(self, opt_param_scheduler: Any, lr_decay: LRRule) -> None:
         if isinstance(lr_decay, LengthDecaySettings):
             lr_decay = lr_decay.build(opt_param_scheduler.max_lr)
         self.decay: LengthDecayLR = lr_decay
@@ -70,11 +70,11 @@ class SchedulerDecay:
 _METHODS = ("state_dict", "load_state_dict")
 
 
-class HoldsDecay:
+class HoldsRule:
     """Base class of a patch's state: the length decay, and the scheduler that it is attached to."""
 
-    lr_decay: LRDecay | None
-    attached: SchedulerDecay | None = None
+    lr_decay: LRRule | None
+    attached: SchedulerRule | None = None
 
     def release(self) -> None:
         """Take the length decay off the scheduler."""
@@ -83,16 +83,16 @@ class HoldsDecay:
             self.attached = None
 
 
-def get_optimizer_param_scheduler(original: Function, state: HoldsDecay, *args: Any, **kwargs: Any) -> Any:
+def get_optimizer_param_scheduler(original: Function, state: HoldsRule, *args: Any, **kwargs: Any) -> Any:
     """The host's function, whose scheduler has the length decay before a checkpoint is loaded into it."""
     assert state.lr_decay is not None
     scheduler = original(*args, **kwargs)
     state.release()
-    state.attached = SchedulerDecay(scheduler, state.lr_decay)
+    state.attached = SchedulerRule(scheduler, state.lr_decay)
     return scheduler
 
 
-ATTACHES_DECAY = Symbol(
+ATTACHES_RULE = Symbol(
     "megatron.training.training", "get_optimizer_param_scheduler", "optimizer",
     replaced_by(__name__, "get_optimizer_param_scheduler", when=lambda state: state.lr_decay is not None),
     "attaches the length decay and keeps its state in the checkpoint",
