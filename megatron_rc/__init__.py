@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron_rc.logprobs import vocab_parallel_logprobs
     from megatron_rc.loss import PolicyLoss, loss_scale, policy_loss
     from megatron_rc.lr_decay import LengthDecayLR
+    from megatron_rc.lr_gate import LRGate
     from megatron_rc.metrics import MetricSums
     from megatron_rc.surge import SurgeDetector
 
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Corrected",
+    "LRGate",
     "LengthDecayLR",
     "MetricSums",
     "Patch",
@@ -42,6 +44,7 @@ __all__ = [
 
 _MODULE_OF = {
     "Corrected": "correction",
+    "LRGate": "lr_gate",
     "LengthDecayLR": "lr_decay",
     "MetricSums": "metrics",
     "Patch": "integrations.patching",

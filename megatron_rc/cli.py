@@ -63,7 +63,7 @@ def patch(
     ] = None,
     arguments: Annotated[list[str], typer.Argument(help="Its own flags, passed on untouched.")] = [],  # noqa: B006
     rc_preset: Annotated[str | None, typer.Option(help="Correction preset, in the place of the YAML's.")] = None,
-    rc_config: Annotated[Path | None, typer.Option(help="YAML with `correction:` and `lr_decay:`.")] = None,
+    rc_config: Annotated[Path | None, typer.Option(help="YAML with `correction:`, `lr_decay:` or `lr_gate:`.")] = None,
     rc_set: Annotated[
         list[str], typer.Option(metavar="KEY=VALUE", help="Override a field, such as correction.weight.upper=3.")
     ] = [],  # noqa: B006

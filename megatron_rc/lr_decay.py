@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_rc.lr_scale import LRScale, Signals
 from megatron_rc.surge import SurgeDetector
@@ -197,6 +197,13 @@ class LengthDecaySettings:
             raise ValueError(f"decay_period must be a whole number of rollouts >= 1, got {self.decay_period!r}")
         if not 0 < self.period_per_surge < math.inf:
             raise ValueError(f"period_per_surge must be > 0 and finite, got {self.period_per_surge!r}")
+
+    needs_mismatch: ClassVar = False
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether it depends on response lengths."""
+        return self.decay_period is None
 
     def build(self, initial_lr: float) -> LengthDecayLR:
         return LengthDecayLR(initial_lr, **vars(self))

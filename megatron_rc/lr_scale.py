@@ -23,6 +23,10 @@ class Signals(NamedTuple):
     """Cosine of this gradient and the one before."""
 
 
+NOTHING = Signals()
+"""A rollout of which nothing was measured."""
+
+
 class LRScale(ABC):
     """A factor in (0, 1] on the learning rate that Megatron's scheduler computes; base of the rules that decide it.
 
@@ -97,7 +101,7 @@ class LRScale(ABC):
             raise ValueError(f"opt_param_scheduler must have {missing}, got a {type(opt_param_scheduler).__name__}")
         other = getattr(opt_param_scheduler.get_lr, "lr_scale", None)
         if other is not None:
-            raise ValueError(f"opt_param_scheduler already has a {type(other).__name__}; detach that one first")
+            raise ValueError(f"opt_param_scheduler already has {type(other).__name__} attached; detach that first")
         if not math.isclose(opt_param_scheduler.max_lr, self.initial_lr):
             raise ValueError(
                 f"initial_lr must be the max_lr of opt_param_scheduler, got initial_lr={self.initial_lr!r} "

@@ -16,6 +16,7 @@ from megatron_rc.advantages import ADVANTAGES
 from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surrogate, check_clipping
 from megatron_rc.engine import SamplingParams
 from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.lr_gate import LRGateSettings, check_lr_rules
 from megatron_rc.report.sinks import LogSettings
 from megatron_rc.schema.cluster_settings import ClusterSettings
 from megatron_rc.schema.dump_settings import DumpSettings
@@ -305,8 +306,18 @@ class JobSettings:
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     lr_decay: LengthDecaySettings | None = None
     """Length-decay learning rate on top of train.lr and its schedule; `{}` takes all its defaults, null has none."""
+    lr_gate: LRGateSettings | None = None
+    """Learning rate by mismatch, in the place of lr_decay; `{}` takes all its defaults, null has none."""
     log: LogSettings = field(default_factory=LogSettings)
     dump: DumpSettings = field(default_factory=DumpSettings)
+
+    def __post_init__(self) -> None:
+        check_lr_rules(self.lr_decay, self.lr_gate, self.correction)
+
+    @property
+    def lr_rule(self) -> LengthDecaySettings | LRGateSettings | None:
+        """What scales the learning rate on top of its schedule."""
+        return self.lr_decay if self.lr_gate is None else self.lr_gate
 
 
 def load(path_or_text: str | Path, assignments: Iterable[str] = ()) -> JobSettings:

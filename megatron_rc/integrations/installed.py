@@ -50,7 +50,7 @@ class Installed:
     host: Host
     version: str | None
     correction: RolloutCorrection | None
-    lr_decay: LRRule | None
+    lr_rule: LRRule | None
     session: Any
     """What `Host.prepare` returned; the replacements share it."""
     places: list[Place]

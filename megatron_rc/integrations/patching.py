@@ -15,9 +15,17 @@ from megatron_rc.integrations.hosts import host_named
 from megatron_rc.integrations.installed import INSTALLED, Installed, Place
 from megatron_rc.integrations.scheduler_rule import LRRule
 from megatron_rc.integrations.symbols import Host, Recipe, Symbol, definition, inspect_symbols
+from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
+from megatron_rc.lr_gate import LRGate, LRGateSettings, check_lr_rules
 
 
-def patch(host: str = "auto", *, correction: RolloutCorrection | None = None, lr_decay: LRRule | None = None) -> Patch:
+def patch(
+    host: str = "auto",
+    *,
+    correction: RolloutCorrection | None = None,
+    lr_decay: LengthDecayLR | LengthDecaySettings | None = None,
+    lr_gate: LRGate | LRGateSettings | None = None,
+) -> Patch:
     """Replace functions of a host codebase, so that its own training loop corrects its rollouts.
 
     Call it before the loop starts; docs/hosts/ has a page per host, with the table of its symbols. Names that loaded
@@ -33,26 +41,29 @@ def patch(host: str = "auto", *, correction: RolloutCorrection | None = None, lr
         correction: what happens to rollouts; None leaves the host's loss as it is, RolloutCorrection() only measures.
         lr_decay: length-decay learning rate; a LengthDecayLR, or its settings, which take the host's own maximum
             learning rate. None: the host's schedule.
+        lr_gate: learning rate by mismatch, in the place of lr_decay; an LRGate, or its settings.
 
     Returns:
         Patch.
 
     Raises:
-        ValueError: neither correction nor lr_decay is given; the host or its version is unknown or not importable; a
-            symbol is missing, has other parameters, or was replaced by somebody else; the host cannot honour
-            `correction`. Nothing has been replaced then.
+        ValueError: nothing is given; lr_decay and lr_gate together, or a gate without the correction that it needs; the
+            host or its version is unknown or not importable; a symbol is missing, has other parameters, or was replaced
+            by somebody else; the host cannot honour `correction`. Nothing has been replaced then.
     """
-    if correction is None and lr_decay is None:
-        raise ValueError("correction or lr_decay must be given: patch has nothing to do")
+    check_lr_rules(lr_decay, lr_gate, correction)
+    lr_rule = lr_decay if lr_gate is None else lr_gate
+    if correction is None and lr_rule is None:
+        raise ValueError("correction, lr_decay or lr_gate must be given: patch has nothing to do")
     target = host_named(host)
     if target.recipe is not None:
         version = _inspected(target) if target.is_importable() else None
-        nothing_replaced = Installed(target, version, correction, lr_decay, session=None, places=[])
-        return Patch(nothing_replaced, target.recipe(correction, lr_decay))
+        nothing_replaced = Installed(target, version, correction, lr_rule, session=None, places=[])
+        return Patch(nothing_replaced, target.recipe(correction, lr_rule))
     installed = INSTALLED.get(target.name)
     if installed is None:
-        installed = INSTALLED[target.name] = _install(target, correction, lr_decay)
-    elif (installed.correction, installed.lr_decay) != (correction, lr_decay):
+        installed = INSTALLED[target.name] = _install(target, correction, lr_rule)
+    elif (installed.correction, installed.lr_rule) != (correction, lr_rule):
         raise ValueError(f"{target.name} is already patched with other settings; undo that patch first")
     patched = Patch(installed)
     installed.holders.append(patched)
@@ -97,7 +108,9 @@ class Patch:
             lines = [f"{host.name}{version}, {'patched' if self.active else 'restored'}", "replaced:"]
             lines += [f"  {symbol.path}: {symbol.summary}" for symbol in host.symbols if symbol in replaced]
             lines += [f"correction: {installed.correction}"] if installed.correction is not None else []
-            lines += [f"lr_decay: {installed.lr_decay}"] if installed.lr_decay is not None else []
+            rule = installed.lr_rule
+            gates = isinstance(rule, LRGate | LRGateSettings)
+            lines += [f"{'lr_gate' if gates else 'lr_decay'}: {rule}"] if rule is not None else []
         if installed.correction is not None:
             lines += ["differs from the host on purpose:", *(f"  {text}" for text in host.differences)]
         return "\n".join(lines)
@@ -129,9 +142,9 @@ def _inspected(host: Host) -> str | None:
     return version
 
 
-def _install(host: Host, correction: RolloutCorrection | None, lr_decay: LRRule | None) -> Installed:
+def _install(host: Host, correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Installed:
     version = _inspected(host)
-    session = host.prepare(correction, lr_decay)
+    session = host.prepare(correction, lr_rule)
     places = []
     for symbol in host.symbols:
         owner, original = _live(host, symbol)
@@ -140,7 +153,7 @@ def _install(host: Host, correction: RolloutCorrection | None, lr_decay: LRRule 
             places.append(Place(symbol, owner, original, replacement))
     for place in places:
         place.replace()
-    return Installed(host, version, correction, lr_decay, session, places)
+    return Installed(host, version, correction, lr_rule, session, places)
 
 
 def _live(host: Host, symbol: Symbol) -> tuple[Any, FunctionType]:

@@ -15,6 +15,7 @@ from megatron_rc.config import RolloutCorrection
 from megatron_rc.integrations.hosts import host_named
 from megatron_rc.integrations.patching import patch
 from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.lr_gate import LRGateSettings, check_lr_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,11 @@ class PatchSettings:
     """How rollouts are corrected: a preset name, or fields with or without `preset`; null leaves the host's loss."""
     lr_decay: LengthDecaySettings | None = None
     """Length-decay learning rate; null keeps the host's schedule, {} takes every default."""
+    lr_gate: LRGateSettings | None = None
+    """Learning rate by mismatch, in the place of lr_decay."""
+
+    def __post_init__(self) -> None:
+        check_lr_rules(self.lr_decay, self.lr_gate, self.correction)
 
 
 def patch_settings(
@@ -60,7 +66,7 @@ def recipe(settings: PatchSettings, *, host: str = "auto") -> str:
         raise ValueError(f"the training script must be given: {target.name} is patched in the process that runs it")
     if settings == PatchSettings():
         settings = replace(settings, correction=RolloutCorrection())
-    return patch(host, correction=settings.correction, lr_decay=settings.lr_decay).report()
+    return patch(host, **vars(settings)).report()
 
 
 def run_script(script: Path, arguments: Sequence[str], settings: PatchSettings, *, host: str = "auto") -> None:
@@ -80,7 +86,7 @@ def run_script(script: Path, arguments: Sequence[str], settings: PatchSettings, 
     caller, argv, search = sys.modules["__main__"], sys.argv, list(sys.path)
     sys.path.insert(0, str(path.parent))
     try:
-        with patch(host, correction=settings.correction, lr_decay=settings.lr_decay) as patched:
+        with patch(host, **vars(settings)) as patched:
             if os.environ.get("RANK", "0") == "0":
                 print(patched.report(), flush=True)
             # a checkpoint saved by worker processes is saved by children that run this file again

@@ -62,8 +62,8 @@ class Host:
     """Versions whose symbols were read; a longer version that begins with one of them is that version."""
     read_version: Callable[[], str | None]
     """Returns the version that is installed, without importing the host; None where it has none."""
-    prepare: Callable[[Any, Any], Any] = lambda correction, lr_decay: None
-    """(correction, lr_decay) -> the session of one patch; ValueError for settings that the host cannot honour."""
+    prepare: Callable[[Any, Any], Any] = lambda correction, lr_rule: None
+    """(correction, lr_rule) -> the session of one patch; ValueError for settings that the host cannot honour."""
     tested: str = ""
     """Which state of the host the contract tests ran against, such as a commit."""
     differences: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class Host:
     release: Callable[[Any], None] = lambda session: None
     """Undoes what the replacements of a session have attached to the host's objects; may refuse by ValueError."""
     recipe: Callable[[Any, Any], Recipe] | None = None
-    """(correction, lr_decay) -> what the user adds to a host whose processes `patch` cannot reach; symbols of such a
+    """(correction, lr_rule) -> what the user adds to a host whose processes `patch` cannot reach; symbols of such a
     host are inspected and never replaced."""
     where: str = ""
     """How the host gets onto sys.path, one sentence."""

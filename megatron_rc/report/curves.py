@@ -63,13 +63,14 @@ def series(records: Sequence[Record], panel: Panel) -> list[Series]:
 
 
 def marks(records: Sequence[Record]) -> list[Mark]:
-    """The surge of the response length, and every step at which the length decay cut the learning rate."""
+    """The surge of the response length, and every step at which a rule halved the learning rate."""
     rl = [record for record in records if phase_of(record) == "rl"]
     surges = values_of(rl, panels.SURGE_STEP)
     shown = [Mark(int(surges[-1]), "early surge" if _is_early(rl) else "surge")] if surges else []
     before = 1.0
     for record in rl:
-        scale = value_of(record, panels.LR_SCALE)
+        halves = value_of(record, panels.GATE_HALVINGS) is not None
+        scale = value_of(record, panels.GATE_SCALE if halves else panels.LR_SCALE)
         if scale is not None and scale < before:
             shown.append(Mark(int(record["step"]), f"×{scale:.3g}"))
         before = before if scale is None else scale

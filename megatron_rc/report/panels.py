@@ -71,6 +71,8 @@ K3, ESS, MASKED = _against_sampler({"k3": "k3", "ESS": "ess_token", "masked": "m
 GRAD_NORM = Curve("gradient norm", ("grad_norm",))
 LEARNING_RATE = Curve("learning rate", ("lr",))
 LR_SCALE = Curve("length-decay scale", ("lr_decay/scale",))
+GATE_SCALE = Curve("scale by mismatch", ("lr_gate/scale",))
+GATE_HALVINGS = Curve("halvings by mismatch", ("lr_gate/halvings",))
 SURGE_STEP = Curve("surge step", ("lr_decay/surge_step",))
 SURGE_IN_WARMUP = Curve("surge in the warm-up", ("lr_decay/surge_in_warmup",))
 DECAY_PERIOD = Curve("decay period", ("lr_decay/period",))
@@ -177,6 +179,12 @@ PANELS = (
         "Time between two changes of the engine's weights in which the trainer waited for a rollout, and in which none "
         "was being sampled; with train.asynchronous.",
         "both near 0; where one is near 0 and the other large, the first is the bottleneck.", noisy=True,
+    ),
+    Panel(
+        "Learning-rate gate", "factor, and its signal", (GATE_SCALE, Curve("signal", ("lr_gate/signal",))),
+        "Factor on the scheduled learning rate, and the signal of the rollout that decided it.",
+        "the factor stays at 1; a long stay below it means that the correction leaves too little of each batch.",
+        logarithmic=True,
     ),
     Panel(
         "Throughput", "tokens per second", (THROUGHPUT,),

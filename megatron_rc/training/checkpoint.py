@@ -36,6 +36,8 @@ class Progress:
     weight_version: int = 0
     lr_decay: dict[str, Any] | None = None
     """State of the length-decay learning rate after the finished steps; None when the job has none."""
+    lr_gate: dict[str, Any] | None = None
+    """The same of the learning rate by mismatch."""
 
     @property
     def name(self) -> str:

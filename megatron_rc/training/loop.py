@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import RolloutEngine
-from megatron_rc.lr_decay import LengthDecayLR
+from megatron_rc.lr_scale import LRScale, Signals
 from megatron_rc.plan import Plan
 from megatron_rc.settings import JobSettings
 from megatron_rc.tasks import Task
@@ -51,7 +51,7 @@ class Job:
         self.queue = RolloutQueue(self.sampler, settings) if settings.train.asynchronous else None
         self.evaluates = rollout.engine != "replay"
         self.progress = Progress()
-        self.lr_decay: LengthDecayLR | None = None
+        self.lr_rule: LRScale | None = None
         self.saved = ""
         self.output = Path(settings.output)
 
@@ -95,7 +95,7 @@ class Job:
                 self.queue.load(path, self.progress)
 
     def _start_phase(self) -> None:
-        """Begin the phase with a new optimizer, its schedule and, if the job has one, its length decay."""
+        """Begin the phase with a new optimizer, its schedule and, if the job has one, the rule that scales it."""
         warmup, train, progress, policy = self.settings.warmup, self.settings.train, self.progress, self.policy
         if progress.phase == "warmup":
             steps = warmup.steps
@@ -108,15 +108,16 @@ class Job:
             total_steps=train.steps * train.mini_batches_per_rollout,
             decay_style=train.lr_decay_style,
         )
-        if self.settings.lr_decay is None:
+        if self.settings.lr_rule is None:
             return
-        self.lr_decay = self.settings.lr_decay.build(train.lr)
-        self.lr_decay.attach(policy.scheduler)
-        if progress.lr_decay is not None:
-            self.lr_decay.load_state_dict(progress.lr_decay)
+        rule = self.lr_rule = self.settings.lr_rule.build(train.lr)
+        rule.attach(policy.scheduler)
+        state = getattr(progress, rule.metrics_prefix)
+        if state is not None:
+            rule.load_state_dict(state)
             return
-        for _ in range(progress.step):  # the job had no length decay so far: these rollouts count, unmeasured
-            self.lr_decay.step(None)
+        for _ in range(progress.step):  # the job had no such rule so far: these rollouts count, unmeasured
+            rule.begin(Signals())
 
     def _warm_up(self) -> None:
         warmup = self.settings.warmup
@@ -159,9 +160,11 @@ class Job:
                     self._save()
                 raise
             self.progress.step += 1
-            self.progress.lr_decay = self.lr_decay.state_dict() if self.lr_decay else None
-            for sentence in self.lr_decay.news if self.lr_decay else ():
-                self.observers.message(f"step {self.progress.step}: {sentence}")
+            self.progress.lr_decay = self.progress.lr_gate = None
+            if self.lr_rule is not None:
+                setattr(self.progress, self.lr_rule.metrics_prefix, self.lr_rule.state_dict())
+                for sentence in self.lr_rule.news:
+                    self.observers.message(f"step {self.progress.step}: {sentence}")
             self.observers.dump(self.progress, sampled, result, self.groups)
             self.progress.weight_version += 1
             metrics, failure = result.metrics, None
@@ -221,7 +224,7 @@ class Job:
             max_nonfinite_share=rollout.max_nonfinite_share,
             # without lags, metrics by lag would repeat those of all tokens
             version=self.progress.weight_version if self._reads_lags or lags.any() else None,
-            lr_decay=self.lr_decay,
+            lr_rule=self.lr_rule,
             routing=self.routing,
             with_kept_mass=self.settings.dump.kept_mass,
             with_varentropy=self.settings.dump.varentropy,

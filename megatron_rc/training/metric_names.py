@@ -52,6 +52,12 @@ JOB_METRICS: dict[str, dict[str, JobMetric]] = {
         "lr_decay/period": JobMetric("rollouts", "rollouts between two cuts; once it is known"),
         "lr_decay/unmeasured": JobMetric("rollouts", "rollouts without a measured length"),
     },
+    "Learning rate by mismatch": {
+        "lr_gate/scale": JobMetric("", "factor on the scheduled learning rate"),
+        "lr_gate/signal": JobMetric("", "the signal that decided it; where it was measured"),
+        "lr_gate/halvings": JobMetric("", "how often the learning rate was halved; with rule halve"),
+        "lr_gate/unmeasured": JobMetric("rollouts", "rollouts without a measured signal"),
+    },
     "Replay of routes": {
         "replay/share": JobMetric("share", "rows whose experts were replayed"),
         "replay/disagreement": JobMetric("share", "replayed decisions in which the router would take other experts"),

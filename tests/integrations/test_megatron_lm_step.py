@@ -17,7 +17,7 @@ from hosts.megatron_lm.ranks import VOCABULARY, WIDTH, Cut, Model, Rollout, roll
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_rc import LengthDecayLR, Rejection, RolloutCorrection, Weight, correct
+from megatron_rc import LengthDecayLR, LRGate, Rejection, RolloutCorrection, Weight, correct
 from megatron_rc.integrations.megatron_lm import HOST
 from megatron_rc.integrations.megatron_lm import session as session
 from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
@@ -25,6 +25,7 @@ from megatron_rc.integrations.megatron_lm.loss import _logged_loss
 from megatron_rc.integrations.megatron_lm.rollouts import mean_response_length
 from megatron_rc.integrations.run_script import PatchSettings
 from megatron_rc.integrations.scheduler_rule import ATTACHES_RULE
+from megatron_rc.lr_scale import Signals
 
 CORRECTION = RolloutCorrection(
     Weight("token", "truncate", upper=1.2),
@@ -205,6 +206,26 @@ def test_the_length_decay_takes_the_mean_length_of_the_batch_once_a_rollout_and_
     HOST.release(state)
     assert optimizer.param_groups[0]["lr"] == 1e-3 and scheduler.state_dict() != saved
     assert not {"get_lr", "state_dict", "load_state_dict"} & set(vars(scheduler))
+
+
+def test_the_gate_takes_what_the_correction_of_the_batch_measured() -> None:
+    state = session.Session(None, LRGate(1e-3))
+    with sources.imported(sources.STUB) as host:
+        make = ATTACHES_RULE.make(host.training.get_optimizer_param_scheduler, state)
+        assert make is not None
+        optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))]}], lr=1.0)
+        make(optimizer)
+        prepare = HOST.symbols[[symbol.name for symbol in HOST.symbols].index("prepare_data_for_update")].make(
+            lambda rollouts: (iter(()), None, {}), state
+        )
+        assert prepare is not None
+        rates = []
+        for ess in (0.125, 0.9):
+            state.signals = Signals(ess=ess)
+            prepare(rollouts=rollouts())
+            rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([5e-4, 1e-3])
+    HOST.release(state)
 
 
 def test_the_mean_response_length_counts_generated_tokens_of_every_turn_and_no_failed_episode() -> None:

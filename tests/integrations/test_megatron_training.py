@@ -19,10 +19,10 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from training_host import STUB, Optimizer, batch, forward_step, run_micro_batches, sft_step, stub_host, train
 
-from megatron_rc import LengthDecayLR, RolloutCorrection, SurgeDetector, patch
+from megatron_rc import LengthDecayLR, LRGate, RolloutCorrection, SurgeDetector, patch
 from megatron_rc.integrations.installed import session_of
-from megatron_rc.integrations.scheduler_rule import CHECKPOINT_KEY
 from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.lr_gate import LRGateSettings
 from megatron_rc.settings import ParallelSettings
 from megatron_rc.training.groups import initialized
 
@@ -117,6 +117,26 @@ def test_the_decay_sees_the_truncated_share_of_all_sampled_responses(training: A
     assert seen.state_dict()["fast_share"] == pytest.approx(-0.2 * math.log(2 / 3))
 
 
+def test_a_gate_sees_the_sample_size_of_the_step_before_its_optimizer(training: Any, caplog: Any) -> None:
+    gate = LRGate(1e-3, target=1.0, power=1.0)
+    with patch(HOST, correction=TIS, lr_gate=gate):
+        logs, optimizer, _ = train(training, [[batch(LN2), batch(-LN2)], [batch(0.0, new=False)], [batch(0.0)]])
+    # weights 2 and 1/2: (5/2)^2 / (2 (4 + 1/4)); the second step belongs to the same rollout
+    low = (5 / 2) ** 2 / (2 * (4 + 1 / 4))
+    assert optimizer.used == pytest.approx([1e-3 * low, 1e-3 * low, 1e-3])
+    assert [log["lr_gate/signal"] for log in logs] == pytest.approx([low, low, 1.0])
+    assert "rollout 1: learning rate x 0.735: ess 0.735 is below its target 1" in caplog.text
+
+
+def test_a_gate_is_kept_in_the_scheduler_s_checkpoint(training: Any) -> None:
+    saved = {}
+    settings = LRGateSettings(target=1.0, rule="halve", patience=1)
+    with patch(HOST, correction=TIS, lr_gate=settings):
+        _, _, scheduler = train(training, [[batch(LN2), batch(-LN2)]])
+        saved = scheduler.state_dict()
+    assert saved["megatron_rc_lr_gate"]["halvings"] == 1 and "megatron_rc_lr_gate" not in scheduler.state_dict()
+
+
 def test_an_early_surge_is_said_aloud(training: Any, caplog: pytest.LogCaptureFixture) -> None:
     detector = SurgeDetector(fast=1.0, warmup=4, patience=1, confirmation=2)
     with patch(HOST, lr_decay=LengthDecayLR(1e-3, detector=detector)):
@@ -197,7 +217,7 @@ def test_the_host_s_checkpoint_carries_the_decay(training: Any) -> None:
     with patch(HOST, lr_decay=decay(period=2)):
         _, _, scheduler = train(training, steps[:3])
         saved = scheduler.state_dict()
-    assert saved[CHECKPOINT_KEY]["rollouts"] == 3
+    assert saved[LengthDecayLR.state_key]["rollouts"] == 3
 
     resumed = decay(period=2)
     with patch(HOST, lr_decay=resumed):
@@ -207,11 +227,11 @@ def test_the_host_s_checkpoint_carries_the_decay(training: Any) -> None:
         assert optimizer.param_groups[0]["lr"] == whole.used[2] and resumed.rollouts == 3
     own = training.get_optimizer_param_scheduler(Optimizer())
     own.load_state_dict(saved)
-    assert own.num_steps == 3 and CHECKPOINT_KEY not in own.state_dict()
+    assert own.num_steps == 3 and LengthDecayLR.state_key not in own.state_dict()
     with patch(HOST, lr_decay=decay(period=2)):
         scheduler = training.get_optimizer_param_scheduler(Optimizer())
         scheduler.load_state_dict(own.state_dict())  # of a run without the decay
-        assert scheduler.state_dict()[CHECKPOINT_KEY]["rollouts"] == 0
+        assert scheduler.state_dict()[LengthDecayLR.state_key]["rollouts"] == 0
     assert type(own).state_dict is OptimizerParamScheduler.state_dict
 
 
@@ -315,21 +335,24 @@ def _rank(rank: int) -> dict[str, Step]:
         halves = [batch(*gaps[2 * rank : 2 * rank + 2], lengths=lengths) for gaps, lengths in SEQUENCES]
         data = {"dp": [whole[rank]], "pp": whole, "cp": halves}[layout]
         steps[layout] = _step(data, forward_step)
+        steps[f"{layout}, gate"] = _step(data, forward_step, LRGate(1e-3, signal="k3", target=1e-9, power=0.1))
         if layout == "dp":
             steps["dp, one rank silent"] = _step(data, forward_step if rank == 0 else sft_step)
         parallel_state.destroy_model_parallel()
     return steps
 
 
-def _step(data: list[Any], forward: Any) -> Step:
+def _step(data: list[Any], forward: Any, gate: LRGate | None = None) -> Step:
     seen = decay()
-    with stub_host() as module, patch(HOST, correction=NONE, lr_decay=seen):
+    rule = {"lr_decay": seen} if gate is None else {"lr_gate": gate}
+    with stub_host() as module, patch(HOST, correction=NONE, **rule):
         try:
             (log,), optimizer, _ = train(module, [data], forward)
         except ValueError as refused:
             return Step({}, [], math.nan, str(refused))
     log.pop("pg loss", None)
-    return Step(log, optimizer.used, math.exp(seen.state_dict()["fast_average"] / 0.2), "")
+    length = math.exp(seen.state_dict()["fast_average"] / 0.2) if gate is None else math.nan
+    return Step(log, optimizer.used, length, "")
 
 
 def test_every_layout_pools_to_the_same_metrics_and_rate_or_refuses_on_all_ranks() -> None:
@@ -341,5 +364,10 @@ def test_every_layout_pools_to_the_same_metrics_and_rate_or_refuses_on_all_ranks
             assert (step.rates, step.length, step.refusal) == ([5e-4], pytest.approx(20), ""), layout
             # only the last stage logs
             assert step.log == ({} if (layout, rank) == ("pp", 0) else pytest.approx(expected, rel=1e-6)), layout
+            # clamp((1e-9 / k3)^0.1) with the k3 of all ranks, and bitwise the same on each
+            rates = steps[f"{layout}, gate"].rates
+            assert (
+                rates == ranks[0][f"{layout}, gate"].rates == pytest.approx([1e-3 * (1e-9 / expected["rc/k3"]) ** 0.1])
+            )
     for steps in ranks:
         assert "on every data-parallel rank in a step, or on none" in steps["dp, one rank silent"].refusal

@@ -159,7 +159,7 @@ def test_the_recipe_of_the_command_runs(script: Path) -> None:
     done = CliRunner().invoke(app, [*words[:place], str(script), *words[place + 1 :]])
     assert done.exit_code == 0, done.output
     assert seen(script)["argv"][1:] == words[place + 1 :]
-    assert seen(script)["loss"].startswith(str(RolloutCorrection.preset("geo-mask-token-tis")))
+    assert seen(script)["loss"].startswith(str(RolloutCorrection.preset("none")))
 
 
 def test_the_recipe_in_python_runs_and_undoes_itself(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

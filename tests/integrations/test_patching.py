@@ -260,7 +260,7 @@ def test_a_host_whose_import_fails_says_why(files: Path) -> None:
 
 
 def test_nothing_to_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="correction or lr_decay must be given"):
+    with pytest.raises(ValueError, match="correction, lr_decay or lr_gate must be given"):
         patch("tiny")
 
 

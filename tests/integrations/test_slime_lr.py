@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +18,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rc import LengthDecayLR
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.slime.learning_rate import STATE_FILE
 from megatron_rc.integrations.slime.tokens import LENGTHS, _Totals
+from megatron_rc.lr_scale import Signals
 
 LR = 1e-6
+STATE_FILE = "megatron_rc_lr_decay.json"
 PATH = "megatron_rc.integrations.slime."
 DATA_HOOK = {"rollout_data_postprocess_path": PATH + "rollout_data"}
 TIS = {"custom_tis_function_path": PATH + "tis"}
@@ -30,6 +32,7 @@ TIS = {"custom_tis_function_path": PATH + "tis"}
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LENGTHS, "_recorded", _Totals())
     monkeypatch.setattr(LENGTHS, "_rollout", None)
+    monkeypatch.setattr(LENGTHS, "_mismatch", None)
     alone(monkeypatch, last_stage=False)
 
 
@@ -91,6 +94,28 @@ def test_hooks_of_the_loss_tell_the_length_one_rollout_late() -> None:
     expected = alone_on([None, *map(float, lengths[:-1])])
     found = [run.rollout(number, [length - 300, length + 300]) for number, length in enumerate(lengths)]
     assert found == [pytest.approx([rate] * 2) for rate in expected]
+
+
+def test_a_gate_takes_what_the_correction_of_this_rollout_measured(tmp_path: Path) -> None:
+    key = {"lr_decay": None, "key": {"lr_gate": {}, "correction": "token-tis"}, **DATA_HOOK}
+    run = Run(settings(**key, save=str(tmp_path)))
+    rates = []
+    for number, ess in enumerate([0.9, 0.125, math.nan, 0.02]):
+        LENGTHS.record_mismatch(number, Signals(ess=ess, k3=1e-3))
+        rates += run.rollout(number, [9])
+    assert rates == pytest.approx([LR, LR / 2, LR / 2, 0.2 * LR])
+    LENGTHS.record_mismatch(3, Signals(ess=0.125))  # of another rollout
+    assert run.rollout(4, [9]) == pytest.approx([0.2 * LR])
+    resumed = Run(settings(**key, load=str(tmp_path)))
+    LENGTHS.record_mismatch(4, Signals())
+    assert resumed.rollout(4, [9]) == pytest.approx([0.2 * LR])
+    assert [p.name for p in tmp_path.iterdir()] == ["megatron_rc_lr_gate.json"]
+
+
+def test_a_gate_without_a_hook_that_sees_whole_rollouts_is_refused() -> None:
+    args = settings(lr_decay=None, key={"lr_gate": {}, "correction": "token-tis"}, **TIS)
+    with pytest.raises(ValueError, match="lr_gate.signal must be length with no hook that corrects whole rollouts"):
+        Run(args).rollout(0, [9])
 
 
 def test_a_fixed_period_is_the_papers_algorithm_and_needs_no_lengths() -> None:

@@ -144,5 +144,9 @@ def test_rollout_data_normalises_and_pools_over_data_and_context_parallel_ranks(
 
 def test_the_mean_length_is_that_of_the_samples_of_all_ranks(results: Results) -> None:
     for found in results:
-        assert found["hooks", "tp2", ""]["length"] == found["hooks", "cp2", ""]["length"] == (4, None)
-        assert found["hooks", "dp2", ""]["length"] == (30, pytest.approx(2 / 3))
+        for layout in ("tp2", "cp2"):
+            one = found["hooks", layout, ""]
+            length, truncated, *mismatch, _ = one["length"]
+            assert (length, truncated) == (4, None)
+            assert mismatch == pytest.approx([one["metrics"][f"rc/{name}"] for name in ("ess_token_final", "k3")])
+        assert found["hooks", "dp2", ""]["length"] == (30, pytest.approx(2 / 3), None, None, None)

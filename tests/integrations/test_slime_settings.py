@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_rc.integrations.slime.hosts import recipe
 from megatron_rc.integrations.slime.settings import HOOKS, read
 from megatron_rc.integrations.symbols import Recipe
 from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.lr_gate import LRGateSettings
 
 PATH = "megatron_rc.integrations.slime."
 NEGATIVE = {"reject": [{"statistic": "k3", "upper": 0.1, "when": "negative_advantage"}]}
@@ -87,9 +89,26 @@ REFUSED = [
     ((), TOKEN_TIS, {}, "^megatron_rc.correction needs a hook that applies it; set --use-tis --custom-tis-function"),
     (("tis",), TOKEN_TIS, {"use_tis": False}, "^megatron_rc.correction needs a hook"),
     (("loss",), TOKEN_TIS, {"loss_type": "policy_loss"}, "^megatron_rc.correction needs a hook"),
-    ((), {"lr_decay": {}}, {}, "^megatron_rc.lr_decay needs the hook that steps it; set --custom-megatron-before"),
-    (("before_train_step",), {}, {}, "^megatron_rc.lr_decay must be set for before_train_step"),
+    (
+        (),
+        {"lr_decay": {}},
+        {},
+        "^megatron_rc.lr_decay or lr_gate needs the hook that steps it; set --custom-megatron-before",
+    ),
+    (("before_train_step",), {}, {}, "^megatron_rc.lr_decay or lr_gate must be set for before_train_step"),
     (("before_train_step",), {"lr_decay": {}}, {}, "^megatron_rc.lr_decay.decay_period must be set where no hook"),
+    (
+        ("before_train_step",),
+        {"lr_gate": {"signal": "length", "target": 9}},
+        {},
+        "^megatron_rc.lr_decay.decay_period must",
+    ),
+    (
+        ("tis", "before_train_step"),
+        {**TOKEN_TIS, "lr_gate": {}},
+        {},
+        "^megatron_rc.lr_gate.signal must be length with no",
+    ),
     (("before_train_step",), {"lr_decay": {"decay_period": 9}}, {"indep_dp": True}, "--indep-dp"),
     (("pg_loss_reducer",), {}, {}, "^megatron_rc.aggregation must be set for pg_loss_reducer"),
     (("pg_loss_reducer",), {"aggregation": "token-mean"}, {}, "^--calculate-per-token-loss must be set exactly"),
@@ -157,6 +176,8 @@ def test_a_hook_refuses_by_itself_where_check_was_not_set(monkeypatch: pytest.Mo
         (("rollout_data", "before_train_step"), {"lr_decay": {}}, {}),
         (("tis", "before_train_step"), {**TOKEN_TIS, "lr_decay": {"decay_period": None}}, {}),
         (("before_train_step",), {"lr_decay": {"decay_period": 204}}, {}),
+        (("rollout_data", "before_train_step"), {**TOKEN_TIS, "lr_gate": {}}, {}),
+        (("tis", "before_train_step"), {**TOKEN_TIS, "lr_gate": {"signal": "length", "target": 9}}, {}),
     ],
 )
 def test_what_the_hooks_can_do_passes(hooks: tuple[str, ...], key: Any, changes: dict[str, Any]) -> None:
@@ -193,3 +214,18 @@ def test_the_recipe_of_every_correction_passes_the_check(whole_rollouts: bool, d
         else:
             with pytest.raises(ValueError, match=f"{sentence}: no hook of this host"):
                 recipe(batch, decay, whole_rollouts=False)
+
+
+def test_the_recipe_of_a_gate_sees_whole_rollouts_or_is_refused() -> None:
+    token_tis, gate = RolloutCorrection.preset("token-tis"), LRGateSettings()
+    args = parsed(recipe(token_tis, gate, whole_rollouts=True))
+    slime.check(args)
+    assert read(args).lr_rule == gate and args.rollout_data_postprocess_path and not args.use_tis
+    by_length = LRGateSettings(signal="length", target=9.0)
+    for whole_rollouts in (True, False):
+        slime.check(parsed(recipe(None, by_length, whole_rollouts=whole_rollouts)))
+    for whole_rollouts, old in ((False, "recompute"), (True, "current")):
+        with pytest.raises(ValueError, match="signal of lr_gate must be 'length'"):
+            recipe(dataclasses.replace(token_tis, old=old), gate, whole_rollouts=whole_rollouts)
+    with pytest.raises(ValueError, match="lr_gate must be LRGateSettings, which go into a YAML file, got LRGate"):
+        recipe(token_tis, gate.build(1.0), whole_rollouts=True)

@@ -15,7 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from recordings import doctored, timeless
 from warm_models import TASK, warm_model
 
-from megatron_rc import LengthDecayLR
+from megatron_rc import LengthDecayLR, LRGate
 from megatron_rc.report.log import read_metrics
 
 LR = 1e-6
@@ -131,7 +131,7 @@ def test_attach_and_detach_refuse_what_they_cannot_do() -> None:
     with pytest.raises(ValueError, match="initial_lr must be the max_lr of opt_param_scheduler, got initial_lr=1e-05"):
         LengthDecayLR(1e-5).attach(one)
     decay.attach(one)
-    with pytest.raises(ValueError, match="opt_param_scheduler already has a LengthDecayLR; detach that one first"):
+    with pytest.raises(ValueError, match="opt_param_scheduler already has LengthDecayLR attached; detach that first"):
         LengthDecayLR(LR).attach(one)
     one.get_lr = lambda group: 0.0
     with pytest.raises(ValueError, match="get_lr of opt_param_scheduler was replaced after attach; undo that first"):
@@ -187,6 +187,13 @@ TWO_UPDATES = (
 )
 
 
+GATE = (
+    "rollout.amplify=0.2",
+    "correction={preset: token-tis, old: current}",
+    "lr_gate={rule: halve, target: 1.0, patience: 2, floor: 0.2}",
+)
+
+
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Finished jobs; those of one stage run in one process."""
@@ -203,17 +210,19 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [*job("good", "train.steps=3"), "--dump"],
         job("whole", *TWO_UPDATES),
         job("parts", *TWO_UPDATES, "train.steps=5"),
+        job("gate", *GATE, "train.steps=5"),
     ]
-    assert [status for status, _ in run_together(first, folder)] == [0] * 3
+    assert [status for status, _ in run_together(first, folder)] == [0] * 4
     bad = doctored(folder, "nans", lambda values: [math.nan] * len(values))
     second = [
         replayed(bad),
         job("parts", *TWO_UPDATES),
         job("good", "lr_decay.decay_period=4", "train.steps=5"),
+        job("gate", *GATE),
     ]
     (failed, said), *others = run_together(second, folder)
     assert failed == 2 and "NaN or infinite log-probs" in said
-    assert [status for status, _ in others] == [0] * 2
+    assert [status for status, _ in others] == [0] * 3
     (state,) = (folder / "failed" / "checkpoints").glob("rl-000001/state.json")
     assert json.loads(state.read_text())["progress"]["lr_decay"]["rollouts"] == 1
     ((status, said),) = run_together([[*replayed(str(folder / "good" / "dump")), "--set", "train.steps=3"]], folder)
@@ -254,3 +263,15 @@ def test_switched_on_by_a_resume_it_counts_the_rollouts_before(jobs: Path) -> No
     records = steps(jobs / "good")
     assert [r.get("lr_decay/scale") for r in records] == [None, None, None, 0.5, 0.5]
     assert records[-1]["lr_decay/unmeasured"] == 3.0
+
+
+def test_a_gate_begins_every_rollout_with_its_own_sample_size_and_survives_a_resume(jobs: Path) -> None:
+    records, again = steps(jobs / "gate"), LRGate(1e-3, rule="halve", target=1.0, patience=2, floor=0.2)
+    assert [r["step"] for r in records] == [*range(1, 9)]
+    for record in records:
+        again.step(record.get("current/ess_token_final"))
+        assert {name: record[name] for name in again.metrics()} == again.metrics()
+        if record["updates"] and record["step"] > 2:  # after the linear warm-up
+            assert record["lr"] == pytest.approx(again.lr, rel=1e-12)
+    assert again.scale < 1 and 0 < records[-1]["lr_gate/signal"] < 1
+    assert "Learning-rate gate" in (jobs / "gate" / "report.html").read_text()

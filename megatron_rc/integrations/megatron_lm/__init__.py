@@ -6,7 +6,7 @@ What runs when, in a patched run of train_rl.py:
    scheduler that `get_optimizer_param_scheduler` returns, before a checkpoint is loaded into it.
 2. For every rollout batch, `prepare_data_for_update` of the host pads and packs the sampler's log-probs (missing ones
    become NaN) and computes the old log-probs (`get_logprobs`: sharded, fp32). Ours then corrects the whole batch once,
-   puts the weights where the host keeps the rollout log-probs, and steps the length decay.
+   puts the weights where the host keeps the rollout log-probs, and steps the rule of the learning rate.
 3. For every training step, `train_step` counts the tokens of the step and logs the metrics.
 4. For every micro-batch, `calculate_grpo_loss` weights the policy-gradient term.
 """
@@ -64,7 +64,7 @@ SYMBOLS = (
         RL, "prepare_data_for_update",
         "model, ref_state_dict, rollouts, tokenizer, sequence_packing, is_correction, request_ledger",
         replaced_by(f"{OURS}.rollouts", "prepare_data_for_update"),
-        "corrects the whole rollout batch once; steps the length decay with its mean response length",
+        "corrects the whole rollout batch once; steps the rule of the learning rate with what it measured",
     ),
     _corrected(
         RL, "calculate_grpo_loss",

@@ -15,7 +15,7 @@ from megatron_rc.correction import Corrected, correct
 from megatron_rc.integrations.log_names import worth_logging
 from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.lr_scale import Signals
+from megatron_rc.lr_gate import mismatch_signals
 
 
 class RolloutRows(NamedTuple):
@@ -97,8 +97,8 @@ def prepare_data_for_update(original: Function, session: Session, *args: Any, **
         session.micro_batch = 0
     if session.attached is not None:
         rollouts = inspect.signature(original).bind(*args, **kwargs).arguments["rollouts"]
-        signals = Signals(length=mean_response_length(rollouts))
-        session.attached.begin(signals, says=torch.distributed.get_rank() == 0)
+        signals = session.signals._replace(length=mean_response_length(rollouts))
+        session.attached.begin(signals)
     return iterator, group_stats, examples
 
 
@@ -151,7 +151,9 @@ def _for_the_loss(session: Session, rows: RolloutRows, dp_group: Any) -> Tensor:
         raise ValueError(_NO_LOGPROBS)
     metrics = corrected.metrics.all_reduce(dp_group)
     metrics.check(max_k3=session.correction.max_k3)
-    values = worth_logging(metrics.values())
+    pooled = metrics.values()
+    session.signals = mismatch_signals(pooled, session.correction)
+    values = worth_logging(pooled)
     values["missing"] = 1 - known / max(total, 1)
     device = rows.old_logprobs.device
     session.rollout_log = {f"old/{name}": torch.tensor([value, 1.0], device=device) for name, value in values.items()}

@@ -9,6 +9,7 @@ from megatron_rc.config import STATISTICS, RolloutCorrection
 from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
 from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
 from megatron_rc.integrations.symbols import Function
+from megatron_rc.lr_scale import NOTHING, Signals
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -27,7 +28,9 @@ class Session(HoldsRule):
     """The state of one patch."""
 
     correction: RolloutCorrection | None
-    lr_decay: LRRule | None
+    lr_rule: LRRule | None
+    signals: Signals = NOTHING
+    """What the correction of the rollout batch says about the step size."""
     logits: LogitShards | None = None
     """Set inside get_logprobs; None outside."""
     num_rows: int = 0
@@ -42,7 +45,7 @@ class Session(HoldsRule):
     """Name -> [numerator, denominator], metrics of the micro-batch whose loss is being computed."""
 
 
-def prepare(correction: RolloutCorrection | None, lr_decay: LRRule | None) -> Session:
+def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Session:
     """A new session.
 
     Raises:
@@ -60,7 +63,7 @@ def prepare(correction: RolloutCorrection | None, lr_decay: LRRule | None) -> Se
         unknown = [rejection.statistic for rejection in correction.reject if rejection.statistic not in STATISTICS]
         if unknown:
             raise ValueError(f"statistic {unknown[0]!r} is not known to host 'megatron-lm', use one of {STATISTICS}")
-    return Session(correction, lr_decay)
+    return Session(correction, lr_rule)
 
 
 def setup_model_and_optimizer(original: Function, session: Session, *args: Any, **kwargs: Any) -> Any:

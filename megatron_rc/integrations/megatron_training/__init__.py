@@ -2,12 +2,13 @@
 
 What runs when, in a patched program:
 
-1. `get_optimizer_param_scheduler` returns a scheduler with the length decay, before a checkpoint is loaded into it.
+1. `get_optimizer_param_scheduler` returns a scheduler with the rule of the learning rate, before its checkpoint is
+   loaded.
 2. For every training step, `train_step` opens a `TrainingStep`.
 3. For every micro-batch, the program's own loss function calls `correct_micro_batch`, which answers with weights and
    mask and gives metrics and response lengths to the open step.
 4. When the optimizer is about to step, the open step is finished: metrics are pooled over all ranks and checked, and
-   the length decay takes its step. After the optimizer the metrics join Megatron's log.
+   the rule of the learning rate takes its step. After the optimizer the metrics join Megatron's log.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ def host(version: str | None) -> Host:
                 "train_step",
                 _TRAIN_STEP if short else f"{_TRAIN_STEP}, pg_collection=None, p2p_communicator=None",
                 replaced_by(STEP, "train_step"),
-                "pools the metrics of correct_micro_batch into the log, and steps the length decay before the "
-                "optimizer",
+                "pools the metrics of correct_micro_batch into the log, and steps the rule of the learning rate before "
+                "the optimizer",
             ),
         ),
         versions=versions.MEGATRON_TRAINING,
         read_version=versions.megatron_core_version,
-        prepare=lambda correction, lr_decay: import_module(STEP).prepare(correction, lr_decay),
+        prepare=lambda correction, lr_rule: import_module(STEP).prepare(correction, lr_rule),
         release=HoldsRule.release,
         tested="0.17.1, 0.18.2, 0.19.2 and commit d98e8a64ddf3 run on CPU; 0.17.0, 0.18.0, 0.19.0 read",
         differences=("loss functions that call correct_micro_batch get the weights and the mask of the correction",),

@@ -20,6 +20,7 @@ from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULE
 from megatron_rc.integrations.log_names import prefixed, worth_logging
 from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
 from megatron_rc.integrations.symbols import Function
+from megatron_rc.lr_gate import mismatch_signals
 from megatron_rc.lr_scale import Signals
 from megatron_rc.metrics import MetricSums
 from megatron_rc.training import emulation
@@ -30,14 +31,14 @@ class PatchState(HoldsRule):
     """The state of one patch of a program that runs Megatron's training steps."""
 
     correction: RolloutCorrection
-    lr_decay: LRRule | None
+    lr_rule: LRRule | None
     step: TrainingStep | None = None
     """The step that is running; None outside, as in evaluation."""
     has_reports: bool = False
     """True once any loss function has called correct_micro_batch in a step."""
 
 
-def prepare(correction: RolloutCorrection | None, lr_decay: LRRule | None) -> PatchState:
+def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> PatchState:
     """The state of a new patch.
 
     Raises:
@@ -53,7 +54,7 @@ def prepare(correction: RolloutCorrection | None, lr_decay: LRRule | None) -> Pa
             "old must be 'recompute' or 'current' with a weight and host 'megatron-training', whose loss is yours: PPO "
             "on current / mu would count the ratio twice; for REINFORCE pass current.detach() as train_logprobs"
         )
-    return PatchState(correction, lr_decay)
+    return PatchState(correction, lr_rule)
 
 
 class _Report(NamedTuple):
@@ -64,10 +65,8 @@ class _Report(NamedTuple):
     exists: bool = True
     """Whether any loss function called correct_micro_batch."""
     new_rollout: bool = False
-    mean_length: float = math.nan
-    """Tokens; NaN where no response was measured."""
-    truncated_share: float = math.nan
-    """NaN where it was not given."""
+    signals: Signals = Signals()
+    """What the step says about its size; NaN where it was not measured."""
 
 
 class TrainingStep:
@@ -96,7 +95,7 @@ class TrainingStep:
         self._responses.append(torch.cat([_total_and_count(response_lengths), _total_and_count(truncated)]))
 
     def finish(self) -> None:
-        """Pool, check, log, and begin the next rollout of the length decay.
+        """Pool, check, log, and begin the next rollout of the rule of the learning rate.
 
         Raises:
             ValueError: too many corrupt log-probs, or no loss function called correct_micro_batch. Every rank raises
@@ -112,13 +111,13 @@ class TrainingStep:
             raise ValueError("host 'megatron-training' is patched, but no loss function called correct_micro_batch")
         if state.attached is None:
             return
-        decay = state.attached.decay
+        rule = state.attached.rule
         if report.new_rollout:
-            signals = Signals(length=report.mean_length, truncated_share=report.truncated_share)
-            state.attached.begin(signals, says=dist.get_rank() == 0)
-        elif decay.rollouts == 0:
-            raise ValueError("lr_decay needs correct_micro_batch(new_rollout=True) in the first step of a rollout")
-        self._log(decay.metrics())
+            state.attached.begin(report.signals)
+        elif rule.rollouts == 0:
+            needed = "correct_micro_batch(new_rollout=True) in the first step of a rollout"
+            raise ValueError(f"{rule.metrics_prefix} needs {needed}")
+        self._log(rule.metrics())
 
     def _pool(self) -> _Report:
         """The report over the data-parallel and context-parallel ranks of the last stage, equal on all of them."""
@@ -140,10 +139,10 @@ class TrainingStep:
             return _Report(str(corrupt))
         self._log(prefixed(worth_logging(values)))
         mean_length = total / measured if measured else values["response_length"]
+        share = truncated / judged if judged else math.nan
+        signals = mismatch_signals(values, self._state.correction)
         return _Report(
-            new_rollout=new_rollouts > 0,
-            mean_length=mean_length,
-            truncated_share=truncated / judged if judged else math.nan,
+            new_rollout=new_rollouts > 0, signals=signals._replace(length=mean_length, truncated_share=share)
         )
 
     def _log(self, values: Mapping[str, float]) -> None:

@@ -4,7 +4,7 @@ What runs when, on the training processes of the host:
 
 1. `check`, before the model is built, refuses flags and settings that the other hooks cannot honour.
 2. `rollout_data` (slime only) corrects a whole rollout before its update.
-3. `before_train_step`, before the first optimizer step of a rollout, steps the length decay.
+3. `before_train_step`, before the first optimizer step of a rollout, steps the rule of the learning rate.
 4. For every micro-batch of the update, `tis` weights the host's own loss, or `loss` takes its place;
    `pg_loss_reducer` sums either.
 

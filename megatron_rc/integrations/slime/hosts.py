@@ -12,7 +12,8 @@ from megatron_rc.integrations.scheduler_rule import LRRule
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_RULES, RULES
 from megatron_rc.integrations.slime.settings import KEY, flag
 from megatron_rc.integrations.symbols import Host, Recipe, Symbol
-from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.lr_gate import LRGateSettings
+from megatron_rc.lr_scale import LRScale
 
 _DIFFERENCES = (
     "a token with a NaN or infinite log-prob leaves the policy-gradient term, alone or with its sequence; the host's "
@@ -47,8 +48,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def recipe(correction: RolloutCorrection | None, lr_decay: LRRule | None, *, whole_rollouts: bool) -> Recipe:
-    """Flags and YAML for a correction and a learning-rate decay, with the simplest hooks that can do it.
+def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, whole_rollouts: bool) -> Recipe:
+    """Flags and YAML for a correction and a rule of the learning rate, with the simplest hooks that can do it.
 
     Args:
         whole_rollouts: whether the host has a hook that sees a whole rollout before its update; slime has one.
@@ -57,18 +58,25 @@ def recipe(correction: RolloutCorrection | None, lr_decay: LRRule | None, *, who
         ValueError: no hook of the host can do it.
     """
     flags, fields, hooks = ["--custom-config-path rc.yaml"], dict[str, object](), ["check"]
+    if isinstance(lr_rule, LRScale):
+        settings = {"lr_decay": "LengthDecaySettings", "lr_gate": "LRGateSettings"}[lr_rule.metrics_prefix]
+        raise ValueError(f"{lr_rule.metrics_prefix} must be {settings}, which go into a YAML file, got {lr_rule!r}")
     if correction is not None:
         fields["correction"] = correction.to_dict()
-        hooks.append(_hook_for(correction))
+        hooks.append("rollout_data" if lr_rule is not None and lr_rule.needs_mismatch else _hook_for(correction))
         flags += {"tis": ["--use-tis"], "loss": ["--loss-type custom_loss"]}.get(hooks[-1], [])
         flags += ["--use-rollout-logprobs"] * (correction.old == "rollout")
-    if lr_decay is not None:
-        if not isinstance(lr_decay, LengthDecaySettings):
-            raise ValueError(f"lr_decay must be LengthDecaySettings, which go into a YAML file, got {lr_decay!r}")
-        fields["lr_decay"] = schema.to_dict(lr_decay)
-        if correction is None and lr_decay.decay_period is None:
+    if lr_rule is not None:
+        fields["lr_gate" if isinstance(lr_rule, LRGateSettings) else "lr_decay"] = schema.to_dict(lr_rule)
+        if correction is None and lr_rule.needs_lengths:
             hooks.append("rollout_data" if whole_rollouts else "pg_loss_reducer")
             fields |= {} if whole_rollouts else {"aggregation": "seq-mean-token-mean"}
+        whole = whole_rollouts and (correction is None or correction.old == "recompute")
+        if lr_rule.needs_mismatch and not whole:
+            raise ValueError(
+                "signal of lr_gate must be 'length': the others need old 'recompute', and a hook that sees a whole "
+                "rollout before its update, which slime has"
+            )
         hooks.append("before_train_step")
     if "rollout_data" in hooks and not whole_rollouts:
         pooled = correction and _pooled(correction)

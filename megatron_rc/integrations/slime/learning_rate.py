@@ -1,4 +1,4 @@
-"""The hook of --custom-megatron-before-train-step-hook-path: the length-decay learning rate."""
+"""The hook of --custom-megatron-before-train-step-hook-path: the learning rate by length decay or by mismatch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ import torch.distributed as dist
 from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.settings import SlimeSettings
 from megatron_rc.integrations.slime.tokens import LENGTHS
-from megatron_rc.lr_decay import LengthDecayLR
+from megatron_rc.lr_scale import LRScale, Signals
 from megatron_rc.schema.files import read_json, replace_text
-
-STATE_FILE = "megatron_rc_lr_decay.json"
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Run:
-    decay: LengthDecayLR
+    rule: LRScale
     rollout_id: int
-    """The last rollout that the decay has counted."""
+    """The last rollout that the rule has counted."""
     states: dict[str, dict[str, Any]]
-    """rollout_id -> state of the decay, for this rollout and those before."""
+    """rollout_id -> state of the rule, for this rollout and those before."""
 
 
 _runs: WeakKeyDictionary[Any, _Run] = WeakKeyDictionary()
@@ -45,12 +43,12 @@ def before_train_step(
     optimizer: Any,
     opt_param_scheduler: Any,
 ) -> None:
-    """Step the decay once per rollout, before its first optimizer step; a critic keeps its learning rate.
+    """Step the rule once per rollout, before its first optimizer step; a critic keeps its learning rate.
 
     The length is the mean over the samples of the global batch that the host trains on: those of this rollout where
-    rollout_data is set, else those of the rollout before, recorded by the hooks of the loss. The state after each
-    rollout is kept in megatron_rc_lr_decay.json beside the checkpoints of --save, and read from --load when a run
-    resumes.
+    rollout_data is set, else those of the rollout before, recorded by the hooks of the loss. Effective sample size and
+    k3 come from rollout_data alone. The state after each rollout is kept in megatron_rc_lr_decay.json or
+    megatron_rc_lr_gate.json beside the checkpoints of --save, and read from --load when a run resumes.
 
     Args:
         args: the host's arguments, with the key megatron_rc.
@@ -58,13 +56,13 @@ def before_train_step(
         model, optimizer, opt_param_scheduler: Megatron's.
 
     Raises:
-        ValueError: there is no lr_decay, no hook that sees lengths, or, in a run that resumes, no state of the decay.
+        ValueError: there is no rule, no hook that sees what it needs, or, in a run that resumes, no state of it.
     """
     settings = settings_for("before_train_step", args)
     is_critic = getattr(args, "loss_type", None) == "value_loss"
     if step_id != 0 or is_critic or opt_param_scheduler is None:
         return
-    measured = LENGTHS.take(rollout_id, next(model[0].parameters()).device)
+    signals = LENGTHS.take(rollout_id, next(model[0].parameters()).device)
     if rollout_id < settings.lr_decay_start:
         return
     if opt_param_scheduler not in _runs:
@@ -74,40 +72,44 @@ def before_train_step(
         # miles repeats a rollout whose update it had to discard
         return
     for _ in range(run.rollout_id + 1, rollout_id):
-        run.decay.step(None)
-    run.decay.step(*measured)
+        run.rule.begin(Signals())
+    run.rule.begin(signals)
     run.rollout_id = rollout_id
     _save(args, run)
-    for sentence in run.decay.news if _is_first_rank() else ():
+    for sentence in run.rule.news if _is_first_rank() else ():
         _logger.info("rollout %d: %s", rollout_id, sentence)
 
 
 def _begin(args: Namespace, settings: SlimeSettings, rollout_id: int, scheduler: Any) -> _Run:
-    assert settings.lr_decay is not None
-    decay = settings.lr_decay.build(scheduler.max_lr)
+    assert settings.lr_rule is not None
+    rule = settings.lr_rule.build(scheduler.max_lr)
     states: dict[str, dict[str, Any]] = {}
     if rollout_id > settings.lr_decay_start:
         folder = getattr(args, "load", None)
-        file = Path(folder or "") / STATE_FILE
+        file = Path(folder or "") / _state_file(rule)
         saved = read_json(file) if folder and file.is_file() else {}
         if str(rollout_id - 1) not in saved:
             raise ValueError(
-                f"megatron_rc.lr_decay needs its state after rollout {rollout_id - 1} in {STATE_FILE} of --load "
-                f"{folder}: load the run that had it, or set megatron_rc.lr_decay_start to {rollout_id}"
+                f"megatron_rc.{rule.metrics_prefix} needs its state after rollout {rollout_id - 1} in {file.name} of "
+                f"--load {folder}: load the run that had it, or set megatron_rc.lr_decay_start to {rollout_id}"
             )
         states = {number: state for number, state in saved.items() if int(number) < rollout_id}
-        decay.load_state_dict(states[str(rollout_id - 1)])
-    decay.attach(scheduler)
-    return _Run(decay, rollout_id - 1, states)
+        rule.load_state_dict(states[str(rollout_id - 1)])
+    rule.attach(scheduler)
+    return _Run(rule, rollout_id - 1, states)
 
 
 def _save(args: Namespace, run: _Run) -> None:
-    run.states[str(run.rollout_id)] = run.decay.state_dict()
+    run.states[str(run.rollout_id)] = run.rule.state_dict()
     folder = getattr(args, "save", None)
     if folder is None or not _is_first_rank():
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
-    replace_text(Path(folder) / STATE_FILE, json.dumps(run.states))
+    replace_text(Path(folder) / _state_file(run.rule), json.dumps(run.states))
+
+
+def _state_file(rule: LRScale) -> str:
+    return f"megatron_rc_{rule.metrics_prefix}.json"
 
 
 def _is_first_rank() -> bool:

@@ -204,19 +204,27 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
     ),
     "before_train_step": (
         FlagRule(
-            "lr-decay-missing", lambda args: read(args).lr_decay is None,
-            "megatron_rc.lr_decay must be set for before_train_step", "Set it; {} takes every default.",
+            "lr-decay-missing", lambda args: read(args).lr_rule is None,
+            "megatron_rc.lr_decay or lr_gate must be set for before_train_step", "Set one; {} takes every default.",
         ),
         FlagRule(
             "lr-decay-lengths",
-            lambda args: getattr(read(args).lr_decay, "decay_period", 0) is None and not _sees_lengths(args),
-            "megatron_rc.lr_decay.decay_period must be set where no hook sees response lengths",
-            f"Set it, or {flag('rollout_data')} (slime), {flag('pg_loss_reducer')}, or another of these hooks.",
+            lambda args: getattr(read(args).lr_rule, "needs_lengths", False) and not _sees_lengths(args),
+            "megatron_rc.lr_decay.decay_period must be set where no hook sees response lengths, and lr_gate.signal be "
+            "another than length",
+            f"Change it, or set {flag('rollout_data')} (slime), {flag('pg_loss_reducer')}, or another of these hooks.",
+        ),
+        FlagRule(
+            "lr-gate-mismatch", lambda args: getattr(read(args).lr_rule, "needs_mismatch", False)
+            and not in_advantages(args, read(args)),
+            "megatron_rc.lr_gate.signal must be length with no hook that corrects whole rollouts before the update, "
+            "or with another correction.old than 'recompute'",
+            f"Set {flag('rollout_data')} (miles has no such hook), or signal length.",
         ),
         FlagRule(
             "lr-decay-replicas", lambda args: args.indep_dp,
-            "megatron_rc.lr_decay must be unset with --indep-dp: its replicas share no process group",
-            "Drop --indep-dp, or unset it.",
+            "megatron_rc.lr_decay and lr_gate must be unset with --indep-dp: its replicas share no process group",
+            "Drop --indep-dp, or unset them.",
         ),
     ),
     "check": (
@@ -228,8 +236,8 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
             f"Set --use-tis {flag('tis')}, or {_BY_LOSS}, or {flag('rollout_data')}.",
         ),
         FlagRule(
-            "lr-decay-unstepped", lambda args: read(args).lr_decay is not None and not names(args, "before_train_step"),
-            "megatron_rc.lr_decay needs the hook that steps it", f"Set {flag('before_train_step')}.",
+            "lr-decay-unstepped", lambda args: read(args).lr_rule is not None and not names(args, "before_train_step"),
+            "megatron_rc.lr_decay or lr_gate needs the hook that steps it", f"Set {flag('before_train_step')}.",
         ),
     ),
 }  # fmt: skip

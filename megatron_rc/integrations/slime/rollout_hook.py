@@ -13,6 +13,7 @@ from megatron_rc.integrations.slime.flag_rules import MILES_ROLLOUT_DATA, settin
 from megatron_rc.integrations.slime.layout import layout_of, parallel
 from megatron_rc.integrations.slime.settings import in_advantages
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens
+from megatron_rc.lr_gate import mismatch_signals
 
 
 def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
@@ -20,8 +21,7 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
 
     A policy-gradient loss is proportional to its advantage: w L(A) = L(w A) for w >= 0, also for PPO with its clips,
     GSPO and CISPO. So every loss of the host is corrected; entropy and KL terms and denominators stay. Metrics are
-    pooled over DP x CP and added to the data, which slime logs below rollout/. Response lengths are kept for
-    before_train_step.
+    pooled over DP x CP and added to the data, which slime logs below rollout/. What before_train_step needs is kept.
 
     Args:
         args: the host's arguments, with the key megatron_rc.
@@ -54,6 +54,8 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
     weighted = torch.where(corrected.mask, advantages * corrected.weights, 0)
     # not in place: returns may be the same tensors
     rollout_data["advantages"] = list(weighted.split(layout.counts))
-    for name, value in prefixed(corrected.metrics.values()).items():
+    values = corrected.metrics.values()
+    LENGTHS.record_mismatch(rollout_id, mismatch_signals(values, settings.correction))
+    for name, value in prefixed(values).items():
         if not math.isnan(value):
             rollout_data[name] = torch.tensor(value)

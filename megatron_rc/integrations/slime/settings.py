@@ -10,6 +10,7 @@ from functools import lru_cache
 from megatron_rc import schema
 from megatron_rc.config import Aggregation, RolloutCorrection
 from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.lr_gate import LRGateSettings, check_lr_rules
 
 KEY = "megatron_rc"
 
@@ -38,14 +39,22 @@ class SlimeSettings:
     """Let `loss` write the gradient of the logits into the logits."""
     lr_decay: LengthDecaySettings | None = None
     """Length-decay learning rate, for before_train_step."""
+    lr_gate: LRGateSettings | None = None
+    """Learning rate by mismatch, for before_train_step, in the place of lr_decay."""
     lr_decay_start: int = 0
-    """The rollout_id at which the decay begins; rollouts before it keep the host's learning rate."""
+    """The rollout_id at which lr_decay or lr_gate begins; rollouts before it keep the host's learning rate."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_nonfinite_share <= 1:
             raise ValueError(f"max_nonfinite_share must be in [0, 1], got {self.max_nonfinite_share!r}")
         if self.lr_decay_start < 0:
             raise ValueError(f"lr_decay_start must be >= 0, got {self.lr_decay_start!r}")
+        check_lr_rules(self.lr_decay, self.lr_gate, self.correction)
+
+    @property
+    def lr_rule(self) -> LengthDecaySettings | LRGateSettings | None:
+        """What decides the learning rate."""
+        return self.lr_decay if self.lr_gate is None else self.lr_gate
 
 
 def read(args: Namespace) -> SlimeSettings:

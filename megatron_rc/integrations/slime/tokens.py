@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
 from megatron_rc.integrations.slime.layout import Layout, Parallel
+from megatron_rc.lr_scale import Signals
 from megatron_rc.plan import Plan
 from megatron_rc.reference.log_ratio import log_ratio
 
@@ -81,14 +83,6 @@ def token_metrics(
     }
 
 
-class Measured(NamedTuple):
-    """What is known about the responses of a rollout; None: not recorded anywhere."""
-
-    mean_length: float | None = None
-    """Tokens."""
-    truncated_share: float | None = None
-
-
 class _Totals(NamedTuple):
     """Sums over responses."""
 
@@ -100,15 +94,16 @@ class _Totals(NamedTuple):
 
 
 class Lengths:
-    """Mean response length and truncated share over the global batch of a rollout, for the length-decay learning rate.
+    """What a rollout says about the step size: response lengths, truncated share, and the correction's metrics.
 
-    rollout_data sees a rollout before its update. The hooks of the loss see micro-batches during the update, so what
-    they record is known only to the next rollout, and they do not see what was truncated.
+    rollout_data sees a rollout before its update. The hooks of the loss see micro-batches during the update, so the
+    lengths that they record are known only to the next rollout, and they see nothing else.
     """
 
     def __init__(self) -> None:
         self._recorded = _Totals()
         self._rollout: tuple[int, _Totals] | None = None
+        self._mismatch: tuple[int, Signals] | None = None
 
     def record(self, response_lengths: Sequence[int]) -> None:
         """Add a micro-batch; a recomputed one may be added twice, as long as all are."""
@@ -123,25 +118,37 @@ class Lengths:
         totals = _Totals(sum(response_lengths), len(response_lengths), sum(judged), len(judged))
         self._rollout = (rollout_id, totals)
 
-    def take(self, rollout_id: int, device: torch.device) -> Measured:
-        """Means over all ranks: of rollout ``rollout_id`` if it was recorded whole, else of micro-batches.
+    def record_mismatch(self, rollout_id: int, signals: Signals) -> None:
+        """Take what the correction of a whole rollout measured, pooled over the ranks that call it."""
+        self._mismatch = (rollout_id, signals)
+
+    def take(self, rollout_id: int, device: torch.device) -> Signals:
+        """The signals over all ranks: of rollout ``rollout_id`` if it was recorded whole, else micro-batches' lengths.
 
         A collective over the world; what was recorded is forgotten.
         """
         local = self._recorded
         if self._rollout is not None and self._rollout[0] == rollout_id:
             local = self._rollout[1]
-        self._recorded, self._rollout = _Totals(), None
+        mismatch = self._mismatch[1] if self._mismatch is not None and self._mismatch[0] == rollout_id else Signals()
+        self._recorded, self._rollout, self._mismatch = _Totals(), None, None
+        # -1: not known; the ranks that know it hold the same number
+        known = [-1.0 if value is None or math.isnan(value) else value for value in (mismatch.ess, mismatch.k3)]
         pooled = torch.tensor(local, dtype=torch.int64, device=device)
+        shared = torch.tensor(known, dtype=torch.float64, device=device)
         if dist.is_initialized():
             # tensor, context and pipeline ranks repeat samples equally often, which leaves the means as they are
             dist.all_reduce(pooled)
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         total = _Totals(*pooled.tolist())
-        return Measured(
-            total.tokens / total.responses if total.responses else None,
-            total.truncated / total.judged if total.judged else None,
+        ess, k3 = (None if value < 0 else value for value in shared.tolist())
+        return Signals(
+            length=total.tokens / total.responses if total.responses else None,
+            truncated_share=total.truncated / total.judged if total.judged else None,
+            ess=ess,
+            k3=k3,
         )
 
 
 LENGTHS = Lengths()
-"""The lengths of this process; hooks of the loss write them, before_train_step reads them."""
+"""The lengths and signals of this process; other hooks write them, before_train_step reads them."""

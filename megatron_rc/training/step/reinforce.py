@@ -17,11 +17,12 @@ from megatron_rc.batch import TokenBatch
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
 from megatron_rc.loss import loss_scale
-from megatron_rc.lr_decay import LengthDecayLR
+from megatron_rc.lr_scale import LRScale
 from megatron_rc.metrics import MetricSums
 from megatron_rc.settings import LossSettings, TrainSettings
 from megatron_rc.training.groups import Groups
 from megatron_rc.training.policy import Policy, UpdateResult
+from megatron_rc.training.step.learning_rate import StepRate
 from megatron_rc.training.step.metrics import merged, pooled, rollout_metrics
 from megatron_rc.training.step.micro_loss import Collected, MicroLoss
 from megatron_rc.training.step.microbatches import NO_EXTRAS, MicroExtras, Share, mini_batches, share_of, split_rows
@@ -91,7 +92,7 @@ def reinforce_step(
     train: TrainSettings,
     max_nonfinite_share: float,
     version: int | None = None,
-    lr_decay: LengthDecayLR | None = None,
+    lr_rule: LRScale | None = None,
     routing: Routing | None = None,
     with_kept_mass: bool = False,
     with_varentropy: bool = False,
@@ -104,7 +105,8 @@ def reinforce_step(
 
     Args:
         version: version of the weights that are trained; None gives the correction no lags.
-        lr_decay: sees the mean response length before the first update.
+        lr_rule: scales the learning rate by what is measured before the first update: on the whole rollout, or, where
+            the correction has no old pass, on its first mini-batch.
         routing: records and replays the routes of every pass.
         with_kept_mass, with_varentropy: the old pass computes these columns of the dump, too. Each reads the logits
             once more, kept_mass only where tokens were drawn from kept ids.
@@ -122,20 +124,20 @@ def reinforce_step(
     parts = [[trained[i] for i in part] for part in mini_batches(groups, train.mini_batches_per_rollout)]
     batch = dataclasses.replace(batch, advantages=ADVANTAGES[loss.advantage](batch.rewards, batch.groups))
     metrics: dict[str, Any] = dict(rollout_metrics(batch, equal))
-    if lr_decay is not None:
-        lr_decay.step(metrics["response_length/mean"], metrics["response_length/truncated"])
-        metrics |= lr_decay.metrics()
+    rate = StepRate(lr_rule, correction, metrics)
     three_policy = correction.old == "recompute"
     share = share_of(batch, [*parts, dropped] if dropped and three_policy else parts, train, policy.groups)
     routes = routing.start(share.batch) if routing else None
-    step = _Step(policy, correction, loss, max_nonfinite_share, share, version, routes)
+    step = _Step(policy, correction, loss, max_nonfinite_share, share, version, routes, rate)
     if three_policy:
         metrics |= step.old_pass(with_kept_mass=with_kept_mass, with_varentropy=with_varentropy)
+        rate.begin(metrics, "old/")
     updates = []
     for micro_batches in share.micro_batches[: len(parts)]:
         updates.append(step.update(micro_batches))
         on_update()
-    metrics |= _update_metrics(updates, policy.groups)
+    rate.begin({}, "")  # where nothing was updated, nothing was measured by an update
+    metrics |= rate.metrics() | _update_metrics(updates, policy.groups)
     return StepResult(metrics, batch, share, step.columns)
 
 
@@ -150,6 +152,7 @@ class _Step:
     share: Share
     version: int | None
     routes: StepRoutes | None
+    rate: StepRate
     old_logprobs: Tensor | None = None
     """[N] fp32, nats; on the last pipeline stage after the old pass, as ``corrected`` and ``columns``."""
     corrected: Corrected | None = None
@@ -218,7 +221,7 @@ class _Step:
         def check(outputs: list[Collected]) -> None:
             if self.correction.old != "recompute":
                 sums = merged([o.sums for o in outputs]) if groups.last_stage else None
-                self.pooled(sums)
+                self.rate.begin(self.pooled(sums), "current/")
 
         result = policy.update(
             split_rows(batch, numbered, extras),
