@@ -95,7 +95,9 @@ class RolloutCorrection:
     reject: tuple[Rejection, ...] = ()
     """Gates; a token counts only if all of them keep it."""
     normalize: Normalize = "none"
-    """batch: divide the weights by their mean over the kept tokens of the whole rollout batch, pooled over DP x CP."""
+    """batch: divide the weights by their mean over the kept tokens of the whole rollout batch, pooled over DP x CP. It
+    comes after the bounds, so that a weight may exceed upper (weight_max is the largest), and after the clamp to
+    log_ratio_bound, so that units which all lie below -log_ratio_bound get equal weights."""
     old: Old = "recompute"
     """recompute: three policies, pi_old from a forward pass before the update. current: pi_old = pi.detach(), for one
     optimizer step per rollout. rollout: two policies, the surrogate's ratio is pi / mu itself."""

@@ -233,3 +233,23 @@ def test_a_named_statistic_that_is_nan_on_a_loss_token_is_dropped() -> None:
         gate = Rejection("shift", level, "max", upper=1.0)  # type: ignore[arg-type]
         corrected = run(RolloutCorrection(reject=(gate,)), 0, 0, 0, lengths=[2, 1], statistics=statistics)
         assert corrected.mask.tolist() == kept
+
+
+def normalized_sequences(log_ratios: list[float], bound: float = 20.0) -> Any:
+    train, rollout, mask, cu_seqlens = gapped(*log_ratios, lengths=[1] * len(log_ratios))
+    correction = RolloutCorrection(Weight("sequence", "truncate", upper=2.0), normalize="batch", log_ratio_bound=bound)
+    return correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens)
+
+
+def test_normalizing_is_exact_within_the_log_ratio_bound_and_blind_beyond_it() -> None:
+    truth = torch.tensor([2.0, 2 * math.exp(-5)]) / (1 + math.exp(-5))
+    torch.testing.assert_close(normalized_sequences([-15.0, -20.0]).weights, truth)
+    assert normalized_sequences([-25.0, -60.0]).weights.tolist() == [1, 1]
+    torch.testing.assert_close(normalized_sequences([-25.0, -30.0], bound=40.0).weights, truth)
+
+
+def test_a_normalized_weight_may_exceed_its_upper_bound_and_weight_max_says_so() -> None:
+    found = normalized_sequences([0.0] + [-30.0] * 999)
+    assert found.weights.max().item() == pytest.approx(1000, rel=1e-5)
+    values = found.metrics.values()
+    assert values["weight_max"] == pytest.approx(1000, rel=1e-5) and values["weight_mean"] == pytest.approx(1)
