@@ -131,6 +131,7 @@ def test_the_end_of_the_engines_process_ends_the_job_with_a_sentence_and_keeps_i
     assert (tmp_path / f"checkpoints/rl-{last:06d}/state.json").is_file()
 
 
+@pytest.mark.full
 def test_an_interrupt_of_both_processes_stops_both(config: Path, tmp_path: Path) -> None:
     before = forked_processes()
     job = started(config, "--set", f"output={tmp_path}", "--set", "train.steps=1000")

@@ -87,10 +87,12 @@ def test_an_interrupt_leaves_the_process_to_its_parent_and_a_kill_is_noticed_at_
         os.kill(engine.pid, signal.SIGINT)
         assert len(answer(engine)) == 4
         started = time.monotonic()
-        for attempt in (partial(answer, engine, KILLED), partial(engine.update_weights, weights(), 1)):
+        unread = iter(weights())
+        for attempt in (partial(answer, engine, KILLED), partial(engine.update_weights, unread, 1)):
             with pytest.raises(ValueError, match=r"^the process of the rollout engine was ended by SIGKILL, as "):
                 attempt()
         assert time.monotonic() - started < 3
+        assert next(unread, None) is None, "the other trainer processes take part in making the weights"
     finally:
         engine.close()
 
