@@ -133,4 +133,8 @@ def test_the_process_ends_with_its_parent_also_in_the_middle_of_a_request(tmp_pa
     assert int(parent.stdout.readline()) in members(parent.pid)
     parent.kill()
     parent.wait()
-    assert nothing_is_left(parent.pid, seconds=3)
+    try:
+        assert nothing_is_left(parent.pid, seconds=3)
+    finally:
+        for left in members(parent.pid):
+            os.kill(left, signal.SIGKILL)
