@@ -30,7 +30,7 @@ def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     group = _Groups.of(rewards, groups)
     count, total = group.sums(group.finite), group.sums(group.rewards)
     others = (total - group.rewards) / (count - 1).clamp(min=1)
-    return (group.rewards - others).where(group.finite & (count > 1), 0).float()
+    return (group.rewards - others).where(group.finite & ~group.equal_rewards, 0).float()
 
 
 def grpo_advantages(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
@@ -48,11 +48,12 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = Tr
     """
     group = _Groups.of(rewards, groups)
     count = group.sums(group.finite)
+    # where all rewards are equal, the mean is one of them only up to rounding
     deviation = (group.rewards - group.sums(group.rewards) / count.clamp(min=1)).where(group.finite, 0)
     if divide_by_std:
         variance = group.sums(deviation.square()) / (count - 1).clamp(min=1)
         deviation = deviation / (variance.sqrt() + epsilon)
-    return deviation.where(count > 1, 0).float()
+    return deviation.where(~group.equal_rewards, 0).float()
 
 
 def equal_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -60,10 +61,7 @@ def equal_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:
 
     Also true where a group has one or no finite reward. Args as in rloo_advantages.
     """
-    group = _Groups.of(rewards, groups)
-    largest = group.reduce(group.rewards.where(group.finite, -math.inf), "max")
-    smallest = group.reduce(group.rewards.where(group.finite, math.inf), "min")
-    return largest <= smallest
+    return _Groups.of(rewards, groups).equal_rewards
 
 
 def expand_to_tokens(values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
@@ -111,6 +109,13 @@ class _Groups(NamedTuple):
 
         # adds segment by segment in a fixed order, without atomics; unsafe skips checks that would wait for the device
         return torch.segment_reduce(values[self.order], how, offsets=self.offsets, unsafe=True)[self.number]
+
+    @property
+    def equal_rewards(self) -> Tensor:
+        """bool: all finite rewards of the group are equal, or there is at most one."""
+        largest = self.reduce(self.rewards.where(self.finite, -math.inf), "max")
+        smallest = self.reduce(self.rewards.where(self.finite, math.inf), "min")
+        return largest <= smallest
 
     def sums(self, values: Tensor) -> Tensor:
         return self.reduce(values.double(), "sum")
