@@ -30,10 +30,17 @@ def all_reduced(
     return pooled
 
 
+def all_gather_into(everyone: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Gather one tensor per rank into one that has room for all of them."""
+    # newer releases of torch rename all_gather_into_tensor and warn about the old name
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(everyone, part, group=group)
+
+
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[R, ...]: the tensors of all ranks of a group, in rank order; they must have one shape."""
     everyone = tensor.new_empty(dist.get_world_size(group) * tensor.numel())
-    dist.all_gather_into_tensor(everyone, tensor.reshape(-1).contiguous(), group=group)
+    all_gather_into(everyone, tensor.reshape(-1).contiguous(), group)
     return everyone.view(-1, *tensor.shape)
 
 

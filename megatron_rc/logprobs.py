@@ -20,14 +20,12 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rc.backend import debug_checks
 from megatron_rc.batch import Support
+from megatron_rc.collectives import all_gather_into
 from megatron_rc.fused import backend_module
 from megatron_rc.inputs import check_same_on_ranks, check_shape
 from megatron_rc.reference.rows import Merged, Rows, shard_varentropy, sum_in_order
 
 _shard_widths: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int | None], tuple[int, ...]]] = WeakKeyDictionary()
-
-# newer releases of torch rename all_gather_into_tensor and warn about the old name
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def vocab_parallel_logprobs(
@@ -226,7 +224,7 @@ def _rows(
 def _gather(statistics: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
     """Statistics [M, N] of this shard -> those of all shards [R, M, N], in rank order."""
     gathered = statistics.new_empty(tp_group.size() * len(statistics), statistics.shape[1])
-    _all_gather(gathered, statistics, group=tp_group)
+    all_gather_into(gathered, statistics, tp_group)
     return gathered.view(tp_group.size(), *statistics.shape)
 
 
@@ -239,7 +237,7 @@ def _widths(logits: Tensor, tp_group: dist.ProcessGroup | None, vocab_size: int 
     # vocab_size is part of the key so that ranks whose own shard did not change take part in the exchange
     if (width, vocab_size) not in known:
         gathered = torch.empty(tp_group.size(), dtype=torch.int64, device=logits.device)
-        _all_gather(gathered, torch.full((1,), width, device=logits.device), group=tp_group)
+        all_gather_into(gathered, torch.full((1,), width, device=logits.device), tp_group)
         known[width, vocab_size] = tuple(gathered.tolist())
     return known[width, vocab_size]
 

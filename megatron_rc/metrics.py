@@ -49,6 +49,9 @@ def std(total: str, *, over: str, formula: str) -> Metric:
     square = square_of(total)
 
     def value(s: Sums) -> float:
+        if s[over] > 0 and s.get(f"{total}_min", -math.inf) == s.get(f"{total}_max", math.inf):
+            # of equal numbers the difference below has only rounding left
+            return 0.0
         variance = quotient(s[square], s[over]) - quotient(s[total], s[over]) ** 2
         return math.sqrt(max(0.0, variance)) if s[over] > 0 else math.nan
 

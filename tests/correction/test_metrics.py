@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -219,3 +220,16 @@ def test_a_whole_fp32_batch_agrees_with_fp64_truth() -> None:
     assert found == pytest.approx(truth, rel=1e-3, abs=1e-9)
     assert found["k3"] == pytest.approx(truth["k3"], rel=1e-5)
     assert found["chi2_token"] == pytest.approx(truth["chi2_token"], rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1.9])
+def test_equal_weights_have_a_standard_deviation_of_exactly_0(value: float) -> None:
+    n = 1000
+    train = torch.full((n,), math.log(value))
+    correction = RolloutCorrection(Weight("token", "truncate", upper=9.0))
+    arguments = train, torch.zeros(n), torch.ones(n, dtype=torch.bool)
+    options: dict[str, Any] = dict(correction=correction, cu_seqlens=torch.tensor([0, n]))
+    assert correct(*arguments, **options).metrics.values()["weight_std"] == 0
+    train[:500] += 1e-3
+    spread = correct(*arguments, **options).metrics.values()["weight_std"]
+    assert spread == pytest.approx(value * 5e-4, rel=1e-3)
