@@ -28,6 +28,7 @@ article td.words:last-child { width: 60%; }
 .bar { display: block; height: 10px; min-width: 1px; border-radius: 3px; background: var(--c0); }
 article td.room { width: 45%; min-width: 6em; vertical-align: middle; }
 .red { background: color-mix(in srgb, #e5484d 28%, transparent); }
+article td.red { padding-left: 8px; }
 """
 
 
