@@ -144,13 +144,23 @@ class RolloutCorrection:
         """Refuse what needs a number of the whole batch, for a ``caller`` that sees one micro-batch at a time.
 
         Raises:
-            ValueError: a rejection on "standardized".
+            ValueError: a rejection on "standardized", or a weight with upper "measured".
         """
+        self.check_keeps_upper(caller)
         if any(gate.statistic == STANDARDIZED for gate in self.reject):
             raise ValueError(
                 f"reject must not use 'standardized' in {caller}, which sees one micro-batch at a time and has no "
                 "mean_k3 of earlier batches"
             )
+
+    def check_keeps_upper(self, caller: str) -> None:
+        """Refuse a measured bound, for a ``caller`` that keeps none from one rollout to the next.
+
+        Raises:
+            ValueError: a weight with upper "measured".
+        """
+        if self.weight is not None and self.weight.upper == "measured":
+            raise ValueError(f"upper must be a number in {caller}, which keeps no bound that earlier rollouts measured")
 
     @classmethod
     def preset(cls, name: str) -> RolloutCorrection:

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.fused import backend_module
 from megatron_rc.inputs import Extras, Pair, check_extras, check_pair, check_tokens
+from megatron_rc.measured_upper import settled
 from megatron_rc.metrics import MetricSums
 from megatron_rc.plan import Plan
 
@@ -48,6 +49,7 @@ def correct(
     positions: Tensor | None = None,
     lags: Tensor | None = None,
     mean_k3: Tensor | None = None,
+    measured_upper: float | None = None,
     dp_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
     backend: str = "auto",
@@ -86,6 +88,8 @@ def correct(
             weights with growth="sqrt_lag" or upper_by_lag need them; given, they also split metrics by lag.
         mean_k3: 0-d on the same device, nats; K of earlier batches, for the gate "standardized". Without it, K is that
             of this batch, in one all-reduce over dp_group: a caller that sees one micro-batch must give it.
+        measured_upper: the metric of that name of the previous rollout, for a weight with upper="measured"; its
+            statistics pool as those of all metrics do, and need advantages.
         dp_group: data-parallel ranks, for normalize="batch" and the gate "standardized".
         cp_group: ranks that hold other tokens of the same sequences, in the same order.
         backend: "torch"; "triton", which needs three launches, a fourth where turns are judged, one more to normalise
@@ -104,7 +108,8 @@ def correct(
     Source: truncated IS, Yao et al. (fengyao.notion.site/off-policy-rl); masked and geometric forms, szrlee,
         rl-collapse part 3; IcePop, arXiv 2510.18855; prefixes, CTPO, arXiv 2605.07331.
     """
-    plan = Plan.of(correction)
+    applied, measures_upper = settled(correction, measured_upper)
+    plan = Plan.of(applied)._replace(measures_upper=measures_upper)
     pair = check_pair(train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, cp_group)
     given = Extras(segment_ids, num_segments, advantages, statistics or {}, lags, positions, mean_k3)
     extras = check_extras(pair, plan, given, cp_group)

@@ -141,11 +141,11 @@ def _check_segments(
 
 
 def _needed_advantages(pair: Pair, plan: Plan, advantages: Tensor | None) -> tuple[Tensor | None, Unit]:
-    """The advantages that a gate reads, and the unit that has one of them."""
-    if all(gate.when == "always" for gate in plan.correction.reject):
+    """The advantages that a gate or a measured bound reads, and the unit that has one of them."""
+    if not plan.measures_upper and all(gate.when == "always" for gate in plan.correction.reject):
         return None, "token"
     if advantages is None:
-        raise ValueError("advantages must be given for a rejection with when='negative_advantage'")
+        raise ValueError("advantages must be given for upper='measured' and a rejection with when='negative_advantage'")
     shape, sequences = pair.loss_mask.shape, pair.num_sequences
     if advantages.shape == shape:
         return advantages, "token"

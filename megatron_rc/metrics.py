@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_rc.alarm import check_k3
 from megatron_rc.collectives import all_reduced
+from megatron_rc.measured_upper import UNITS, least_error
 from megatron_rc.reference.lags import LAG_BINS
 from megatron_rc.reference.sums import Parts, Statistics, square_of
 from megatron_rc.weight import MODES
@@ -142,11 +143,8 @@ METRICS: dict[str, Metric] = {
     "ess_token_final": ess("weight", over="tokens", formula="(sum w)^2 / (n sum w^2), n all tokens, w = 0 if masked"),
     "ess_seq_final": ess("all_weight", over="sequences", formula="(sum v_i)^2 / (S sum v_i^2), v_i = mean_t w"),
     "mean_k3": mean("capped_k3", over="tokens", formula="mean min(e^l - 1 - l, 0.5), the K of the gate standardized"),
-    "pi_mass_kept": mean(
-        "pi_mass_kept",
-        over="judged",
-        formula="mean_u Phi(c - m) - Phi(-c - m), m = sqrt(2 T K), of a gate standardized with upper c; pi's share",
-    ),
+    "pi_mass_kept": mean("pi_mass_kept", over="judged", formula="Phi(c - m) - Phi(-c - m), m = sqrt(2 T K), by unit"),
+    "measured_upper": Metric("C of least error; Weight(upper='measured')", least_error, needs=UNITS),
     "masked_token": Metric(
         "share of tokens that no longer count", lambda s: 1 - quotient(s["kept"], s["tokens"]), needs="kept"
     ),
@@ -170,7 +168,7 @@ SHARES = {
 """`<name>_token`: share of tokens; `<name>_seq`: share of sequences with at least one such token."""
 
 
-BY_LAG: dict[str, tuple[str, Callable[[Sums, str], float]]] = {
+BY_LAG: dict[str, tuple[str, Callable[..., float]]] = {
     "tokens": ("share of tokens of these lags", lambda s, b: quotient(s[f"lag_tokens:{b}"], s["tokens"])),
     "k3": ("k3 over them", lambda s, b: quotient(s[f"lag_k3:{b}"], s[f"lag_tokens:{b}"])),
     "ess_token": (
@@ -264,10 +262,9 @@ class MetricSums:
         return self
 
     def check(self, max_nonfinite_share: float = 0.01, max_k3: float | None = None) -> None:
-        """Refuse too many corrupt log-probs, and policies too far apart.
+        """Refuse too many corrupt log-probs, and policies too far apart; the k3 of current_old/ does not count.
 
-        Call it on all ranks after `all_reduce` and before the optimizer step. The k3 of the trainer before and during
-        the update, "current_old/", does not count: it is a step of the optimizer, not a gap between engines.
+        Call it on all ranks after `all_reduce` and before the optimizer step.
 
         Args:
             max_nonfinite_share: largest share of loss tokens with a NaN or infinite log-prob.

@@ -45,6 +45,7 @@ class WeightPlan(NamedTuple):
         unit = units.get(weight.level, "sequence")
         reduce = {"sequence": "sum", "prefix": "prefix"}.get(weight.level, "mean")
         lower = -math.inf if weight.lower is None else math.log(weight.lower)
+        assert not isinstance(weight.upper, str)
         upper = math.inf if weight.upper is None else math.log(weight.upper)
         by_lag = tuple((float(lag), math.log(value)) for lag, value in weight.upper_by_lag)
         return cls(weight, unit, reduce, tuple(bounds), names.drops, lower, ((-math.inf, upper), *by_lag))
@@ -83,6 +84,8 @@ class Plan(NamedTuple):
     """Statistics that the caller of `correct` must pass, in the order in which the gates name them."""
     reads_lags: bool
     """Whether the weight or a gate depends on lags."""
+    measures_upper: bool = False
+    """Whether metrics must tell the best bound of the weight, for the next rollout."""
 
     @classmethod
     @lru_cache

@@ -52,8 +52,9 @@ class Weight:
     dropped."""
     lower: float | None = None
     """Smallest pi / mu, inclusive; required by clip, optional for mask, refused for truncate."""
-    upper: float | None = 2.0
-    """Largest pi / mu, inclusive; .inf truncates nothing below exp(log_ratio_bound)."""
+    upper: float | Literal["measured"] | None = 2.0
+    """Largest pi / mu, inclusive; .inf truncates nothing below exp(log_ratio_bound). measured: the C between 1 and 100
+    with the least mean squared error on the rollout before, for mode truncate."""
     growth: Growth = "none"
     """sqrt_lag: multiply the log of both bounds by sqrt(lag); at lags 0 and 1 they stay as they are. The lag of a
     sequence or segment is that of its oldest token. sqrt_position, for level prefix: multiply it by sqrt(t) for the
@@ -65,8 +66,11 @@ class Weight:
     def __post_init__(self) -> None:
         check_one_of("level", self.level, Level)
         check_one_of("mode", self.mode, Mode)
-        check_positive_bounds(self.lower, self.upper)
-        check_ordered_bounds(self.lower, self.upper)
+        if isinstance(self.upper, str):
+            self._check_measured()
+        else:
+            check_positive_bounds(self.lower, self.upper)
+            check_ordered_bounds(self.lower, self.upper)
         mode = MODES[self.mode]
         if mode.lower is None and self.lower is not None:
             raise ValueError(
@@ -86,6 +90,18 @@ class Weight:
             raise ValueError(
                 "level must not be 'prefix' for bounds that depend on lags: a prefix has tokens of many lags"
             )
+
+    def _check_measured(self) -> None:
+        if self.upper != "measured":
+            raise ValueError(f"upper must be a number or 'measured', got {self.upper!r}")
+        if self.mode != "truncate":
+            raise ValueError(f"mode must be 'truncate' when upper is 'measured', got {self.mode!r}")
+        if self.level not in ("token", "sequence", "geometric"):
+            raise ValueError(
+                f"level must be 'token', 'sequence' or 'geometric' when upper is 'measured', got {self.level!r}"
+            )
+        if self.growth != "none" or self.upper_by_lag:
+            raise ValueError("growth must be 'none' and upper_by_lag empty when upper is 'measured': C is one number")
 
     @property
     def reads_lags(self) -> bool:

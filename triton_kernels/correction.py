@@ -15,6 +15,7 @@ from .decisions import Decisions
 from .lags import put_lags
 from .launch_table import LAUNCH
 from .log_ratio import load_log_ratio
+from .measured_upper import NUM_OF_UPPER, put_upper
 from .metric_rows import (
     FROM_TOKENS_TO_SEQUENCES,
     NUM_OF_LAGS,
@@ -30,7 +31,7 @@ from .metric_rows import (
     put_whole_sequence,
 )
 from .rejection_statistics import gate_statistic, pi_mass_kept, standardized
-from .segments import segment_slots
+from .segments import segment_slots, values_of_segments
 from .unit_sums import SegmentParts, columns_of
 from .weight_bounds import bounds_of_units, prefix_sums
 
@@ -49,12 +50,6 @@ class Decided(NamedTuple):
     """[S] bool."""
     rows: Tensor
     """[K, chunks] fp64, the parts of every metric."""
-
-
-@triton.jit
-def _of_segments(segment_columns, num_slots, slots, valid, COLUMN: tl.constexpr):
-    here = valid & (slots >= 0) & (slots < num_slots)
-    return tl.load(segment_columns + COLUMN * num_slots + slots, mask=here, other=0.0).to(tl.float64)
 
 
 @triton.jit(do_not_specialize=[*SIZES, "stride", "num_slots", "counts"], do_not_specialize_on_alignment=OF_TOKENS)
@@ -84,6 +79,7 @@ def correction_fwd_kernel(
     DROPS: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
     WEIGHT_COLUMN: tl.constexpr, GROWTH: tl.constexpr, LOG_LOWER: tl.constexpr, LOG_UPPERS: tl.constexpr,
     LAG_COLUMN: tl.constexpr, POSITION_SOURCE: tl.constexpr, CARRY_SOURCE: tl.constexpr,
+    MEASURES_UPPER: tl.constexpr, UPPER_COLUMN: tl.constexpr,
     LAG_SOURCE: tl.constexpr, LAG_BINS: tl.constexpr,
     GATES: tl.constexpr,  # the fields of every Gate
     DROPS_CORRUPT_SEQUENCES: tl.constexpr, COMPLETE: tl.constexpr, BY_ID: tl.constexpr,
@@ -141,6 +137,9 @@ def correction_fwd_kernel(
         if mean_k3 is not None:
             k3 = tl.load(mean_k3).to(tl.float64)
             cell += NUM_OF_STANDARDIZED * chunks
+        cell_of_upper = cell
+        if MEASURES_UPPER != "none":
+            cell += NUM_OF_UPPER * chunks
         to_outcome = (HAS_LOWER + HAS_UPPER + len(GATES) + FROM_TOKENS_TO_SEQUENCES) * chunks
 
         weight = tl.full((), 1.0, tl.float32)
@@ -151,12 +150,25 @@ def correction_fwd_kernel(
             elif LEVEL == "geometric":
                 log_weight = lanes + mean
             elif LEVEL == "segment":
-                log_weight = _of_segments(segment_columns, num_slots, slots, valid, WEIGHT_COLUMN)
+                log_weight = values_of_segments(segment_columns, num_slots, slots, valid, WEIGHT_COLUMN)
             elif LEVEL == "prefix":
                 log_weight = prefix_sums(log_ratio, chunk_sums, begin // BLOCK + sequence, chunk, UNITS)
                 if CARRY_SOURCE >= 0:
                     log_weight += tl.load(statistics[CARRY_SOURCE] + rows, mask=valid, other=0)
             weight = tl.where(log_weight == float("-inf"), 0.0, tl.exp(clamp(log_weight, bound))).to(tl.float32)
+            if MEASURES_UPPER != "none":
+                used = valid.to(tl.float64)
+                if MEASURES_UPPER == "sequence":
+                    advantage = lanes + tl.load(advantages + sequence).to(tl.float64)
+                elif LEVEL == "token":
+                    advantage = tl.load(advantages + rows, mask=valid, other=0).to(tl.float64)
+                else:
+                    advantage = lanes + merge_all(sums + UPPER_COLUMN * stride, first, last, "sum", UNITS) / divisor
+                if LEVEL != "token":
+                    # one lane stands for the sequence
+                    used = tl.where(rows == start, 1.0, 0.0) * (opens & whole & (counts != 0)).to(tl.float64)
+                rho = tl.where(log_weight == float("-inf"), 0.0, tl.exp(clamp(log_weight, bound)))
+                put_upper(cell_of_upper, chunks, rho, tl.where(used > 0.0, advantage, 0.0), used)
             lower, upper, log_lower, log_upper = bounds[0], bounds[1], bounds[2], bounds[3]
             if len(LOG_UPPERS) > 0:
                 if LEVEL == "token":
@@ -166,7 +178,7 @@ def correction_fwd_kernel(
                 elif LEVEL == "prefix":
                     lag = prefix_sums(loss, chunk_sums + 3 * chunks, begin // BLOCK + sequence, chunk, UNITS)
                 elif LEVEL == "segment":
-                    lag = _of_segments(segment_columns, num_slots, slots, valid, LAG_COLUMN)
+                    lag = values_of_segments(segment_columns, num_slots, slots, valid, LAG_COLUMN)
                 else:
                     lag = lanes + merge_all(sums + LAG_COLUMN * stride, first, last, "max", UNITS)
                 log_lower, log_upper = bounds_of_units(lag, LOG_LOWER, LOG_UPPERS, GROWTH)
@@ -192,9 +204,9 @@ def correction_fwd_kernel(
                     field(GATES, g, _STATISTIC), field(GATES, g, _SOURCE),
                 )  # fmt: skip
             elif field(GATES, g, _LEVEL) == "segment":
-                value = _of_segments(segment_columns, num_slots, slots, valid, field(GATES, g, _COLUMN))
+                value = values_of_segments(segment_columns, num_slots, slots, valid, field(GATES, g, _COLUMN))
                 # the first column counts the tokens
-                of_unit = _of_segments(segment_columns, num_slots, slots, valid, 0)
+                of_unit = values_of_segments(segment_columns, num_slots, slots, valid, 0)
             elif field(GATES, g, _COLUMN) >= 0:
                 column = sums + field(GATES, g, _COLUMN) * stride
                 value = merge_all(column, first, last, field(GATES, g, _REDUCE), UNITS)
@@ -206,9 +218,6 @@ def correction_fwd_kernel(
                 of_unit = lanes + tokens
             if field(GATES, g, _STATISTIC) == "standardized":
                 value = standardized(lanes + value, of_unit, k3)
-                mass = pi_mass_kept(bounds[5 + 2 * g], of_unit, k3)
-                of_tokens = gate_statistic(log_ratio.to(tl.float64), rollout.to(tl.float64), "capped_k3")
-                put_standardized(cell_of_standardized, chunks, of_tokens, mass, of_unit, valid)
             value = (lanes + value).to(tl.float32)
             # true for NaN
             rejected = ((value >= bounds[4 + 2 * g]) & (value <= bounds[5 + 2 * g])) == 0
@@ -219,7 +228,7 @@ def correction_fwd_kernel(
                 if field(GATES, g, _LEVEL) == "token":
                     advantage = tl.load(advantages + rows, mask=valid, other=0)
                 elif field(GATES, g, _LEVEL) == "segment":
-                    advantage = _of_segments(
+                    advantage = values_of_segments(
                         segment_columns, num_slots, slots, valid, field(GATES, g, _ADVANTAGE_COLUMN)
                     )
                 else:
@@ -237,6 +246,15 @@ def correction_fwd_kernel(
         if len(LAG_BINS) > 0:
             lag = tl.load(statistics[LAG_SOURCE] + rows, mask=valid, other=0)
             put_lags(cell_of_lags, chunks, log_ratio, valid, kept, lag, bound, LAG_BINS)
+        for g in tl.static_range(len(GATES)):
+            # last, where few values are alive: an error function takes many registers
+            if field(GATES, g, _STATISTIC) == "standardized":
+                of_unit = lanes + tokens
+                if field(GATES, g, _LEVEL) == "segment":
+                    of_unit = values_of_segments(segment_columns, num_slots, slots, valid, 0)
+                mass = pi_mass_kept(bounds[5 + 2 * g], of_unit, k3)
+                of_tokens = gate_statistic(log_ratio.to(tl.float64), rollout.to(tl.float64), "capped_k3")
+                put_standardized(cell_of_standardized, chunks, of_tokens, mass, of_unit, valid)
 
     maxima = (rho_max,)
     minima = (rho_min,)
@@ -312,6 +330,8 @@ def correction_fwd(
         GROWTH=decisions.weight.growth,
         LOG_LOWER=decisions.weight.log_lower,
         LOG_UPPERS=decisions.weight.log_uppers,
+        MEASURES_UPPER=decisions.weight.measures_upper,
+        UPPER_COLUMN=decisions.weight.advantage_column,
         LAG_COLUMN=decisions.weight.lag_column,
         POSITION_SOURCE=decisions.weight.position_source,
         CARRY_SOURCE=decisions.weight.carry_source,

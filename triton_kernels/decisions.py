@@ -27,6 +27,10 @@ class WeightKind(NamedTuple):
     """Index among the statistics of tokens of their positions; -1 where sequences are whole."""
     carry_source: int = -1
     """Index among them of the parts of prefixes on other ranks."""
+    measures_upper: str = "none"
+    """token or sequence, which has one advantage, where the bound with the least error is measured; else none."""
+    advantage_column: int = -1
+    """Column of sequences that holds the sum of the advantages of tokens, where the measurement needs it."""
 
 
 class Lags(NamedTuple):

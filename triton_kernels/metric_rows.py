@@ -57,13 +57,18 @@ class MetricRows(NamedTuple):
 
 
 def metric_rows(
-    sequences: bool, bounds: tuple[str, ...] | None, lags: tuple[str, ...] = (), standardized: bool = False
+    sequences: bool,
+    bounds: tuple[str, ...] | None,
+    lags: tuple[str, ...] = (),
+    standardized: bool = False,
+    upper: tuple[str, ...] = (),
 ) -> MetricRows:
     """The rows of tokens; of sequences, if asked for; of the final weights and these bounds, unless they are None.
 
     Args:
         lags: names of the sums of the bins of lags, bin by bin; none where lags are not known.
         standardized: whether a gate is on that statistic.
+        upper: names of the sums of put_upper; none where no bound is measured.
     """
     if not sequences:
         assert bounds is None
@@ -76,6 +81,7 @@ def metric_rows(
         + lags
         + OF_WEIGHTS
         + (OF_STANDARDIZED if standardized else ())
+        + upper
         + tuple(f"token:{name}" for name in bounds)
         + OF_SEQUENCES,
         OF_WHOLE_SEQUENCES,

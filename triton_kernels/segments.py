@@ -80,3 +80,10 @@ def segment_sums(
         tl.store(head + chunks, value, mask=slot == last)
         put_segment(column, slot, num_slots, value, count, (slot > first) & (slot < last), REDUCE, FINISHED)
         slot = tl.min(tl.where(loss & (slots > slot), slots, _HIGHEST))
+
+
+@triton.jit
+def values_of_segments(segment_columns, num_slots, slots, valid, COLUMN: tl.constexpr):
+    """fp64 lanes: the column of the segment of every token; 0 where it has none."""
+    here = valid & (slots >= 0) & (slots < num_slots)
+    return tl.load(segment_columns + COLUMN * num_slots + slots, mask=here, other=0.0).to(tl.float64)

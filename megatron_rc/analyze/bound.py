@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rc.analyze.chunk import Chunk, Floats
+from megatron_rc.measured_upper import FIRST, error_terms
 
 GRID = np.array([1.1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 7, 10, 15, 20])
 """Values of C that are tried: round ones, from hardly any weight to the loosest bound in use."""
-CUSTOMARY = 2.0
-"""The C that most codebases start from; the tried value nearest to it is taken where the error hardly depends on C."""
+CUSTOMARY = FIRST
+"""The tried value nearest to it is taken where the error hardly depends on C."""
 FLAT = 1.01
 """Errors up to this multiple of the least one count as equal: a batch does not measure them any better."""
 WEIGHT_BOUND = 20.0
@@ -25,9 +26,9 @@ WEIGHT_BOUND = 20.0
 class Bound:
     """The error of min(rho, C) A as an estimate of rho A, for each C of GRID.
 
-    MSE(C) = (mean (rho - C)_+ |A|)^2 + Var(min(rho, C) A) / n, over units that are tokens or whole sequences.
-    The first term is the square of an upper bound of the bias, the second the variance of the mean of n units, taken
-    as independent. Without the column advantage, A is +1 or -1 with equal chances: Var becomes E[min(rho, C)^2].
+    MSE(C) of `megatron_rc.measured_upper.error_terms`, over units that are tokens or whole sequences. The n of its
+    variance is the number of units of a step, taken as independent. Without the column advantage, A is +1 or -1 with
+    equal chances: Var becomes E[min(rho, C)^2].
 
     Source: derived; the bias term is the one of truncated importance sampling (rl-collapse part 2).
     """
@@ -94,8 +95,8 @@ class BoundTerms:
         sums = times @ self.terms
         means = sums / sums[0]
         beyond, weighted, squared = means[2:].reshape(GRID.size, 3).T
-        variance = np.maximum(squared - weighted**2, 0) / self.per_step
-        return Bound(beyond**2, variance, float(np.sqrt(2 * (1 + means[1]))))
+        bias_squared, variance = error_terms(beyond, weighted, squared, samples=self.per_step)
+        return Bound(bias_squared, np.maximum(variance, 0), float(np.sqrt(2 * (1 + means[1]))))
 
 
 def token_terms(chunk: Chunk, per_step: float) -> BoundTerms:

@@ -21,6 +21,7 @@ from megatron_rc.kernels.metric_totals import metric_sums_fwd, outcome_rows
 from megatron_rc.kernels.normalize import normalize_fwd
 from megatron_rc.kernels.unit_combine import unit_combine_fwd
 from megatron_rc.kernels.unit_sums import NUM_LOG_RATIO_SUMS, SegmentParts, unit_sums_fwd
+from megatron_rc.measured_upper import SUMS, UNITS
 from megatron_rc.plan import GatePlan, Plan, log_bound
 from megatron_rc.reference.correction import pair_log_ratio
 from megatron_rc.reference.lags import LAG_BINS, OF_LAGS
@@ -195,6 +196,9 @@ def _kernel_plan(plan: Plan, advantages: str, known: tuple[str, ...]) -> _Kernel
         columns["segment"].append(_MEAN_LOG_RATIO)
     if weight is not None and weight.weight.reads_lags and weight.unit != "token":
         columns[weight.unit].append(_lag_of_unit(plan))
+    sums_advantages = plan.measures_upper and advantages == "token" and weight is not None and weight.unit == "sequence"
+    if sums_advantages:
+        columns["sequence"].append(_ADVANTAGES)
     for planned in plan.gates:
         columns[planned.gate.level] += filter(None, (_column(plan, planned), _advantage_column(planned, advantages)))
     if plan.standardized is not None:
@@ -232,12 +236,16 @@ def _kernel_plan(plan: Plan, advantages: str, known: tuple[str, ...]) -> _Kernel
                 log_uppers=weight.log_uppers,
                 lag_column=of_unit,
             )
+        if plan.measures_upper:
+            of_advantages = place("sequence", _ADVANTAGES if sums_advantages else None)
+            kind = kind._replace(measures_upper=advantages, advantage_column=of_advantages)
     bound = float(correction.log_ratio_bound)
     lags = Lags(sources["lags"], tuple(LAG_BINS.values())) if "lags" in sources else Lags()
     decisions = Decisions(kind, gates, plan.drops_corrupt_sequences, bound, _bounds(plan), lags)
     of_lags = tuple(f"lag_{what}:{name}" for name in LAG_BINS for what in OF_LAGS) if lags.bins else ()
     names_of_bounds = (*beyond.values(), *(planned.name for planned in plan.gates))
-    rows = metric_rows(True, names_of_bounds, of_lags, standardized=plan.standardized is not None)
+    of_upper = (*SUMS, UNITS) if plan.measures_upper else ()
+    rows = metric_rows(True, names_of_bounds, of_lags, plan.standardized is not None, of_upper)
     names = [*rows.sums, *rows.maxima, *rows.minima]
     powers = {"weight": 1, square_of("weight"): 2, "all_weight": 1, square_of("all_weight"): 2}
     powers |= {"weight_max": 1, "weight_min": 1}
@@ -246,6 +254,7 @@ def _kernel_plan(plan: Plan, advantages: str, known: tuple[str, ...]) -> _Kernel
 
 _MEAN_LOG_RATIO: Column = ("ratio", -1, "mean")
 _SUM_OF_LOG_RATIOS: Column = ("ratio", -1, "sum")
+_ADVANTAGES: Column = ("advantage", -1, "sum")
 _CAPPED_K3: Column = ("capped_k3", -1, "sum")
 _TOKENS = 2
 """Place of the numbers of valid tokens among the columns of sequences."""
@@ -275,7 +284,7 @@ def _advantage_column(planned: GatePlan, advantages: str) -> Column | None:
     gate = planned.gate
     if gate.level == "token" or gate.when == "always" or advantages != "token":
         return None
-    return "advantage", -1, "sum"
+    return _ADVANTAGES
 
 
 def _ordered(columns: list[Column]) -> tuple[Column, ...]:
@@ -288,6 +297,7 @@ def _bounds(plan: Plan) -> tuple[float, ...]:
     pairs: list[tuple[float | None, float | None]] = [(None, None)] * 2
     if plan.weight is not None:
         weight = plan.weight.weight
+        assert not isinstance(weight.upper, str)
         pairs = [(weight.lower, weight.upper), (log_bound(weight.lower), log_bound(weight.upper))]
     pairs += [(planned.lower, planned.upper) for planned in plan.gates]
     open_pairs = [(-math.inf if low is None else low, math.inf if high is None else high) for low, high in pairs]

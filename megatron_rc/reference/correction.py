@@ -15,6 +15,7 @@ from megatron_rc.inputs import Extras, Pair, check_offsets_on_cpu
 from megatron_rc.plan import GatePlan, Plan, WeightPlan
 from megatron_rc.reference.lags import bounds_of_units, lag_statistics
 from megatron_rc.reference.log_ratio import LogRatio, bounded_ratio, log_ratio, log_ratio_sums
+from megatron_rc.reference.measured_upper import upper_sums
 from megatron_rc.reference.prefix import log_prefixes, token_numbers
 from megatron_rc.reference.rejection_statistics import (
     capped_k3,
@@ -59,6 +60,8 @@ def correct(
     weights, mask, outcome, judged = _decide(batch, cp_group)
     if batch.lags is not None:
         tokens.sums.update(lag_statistics(ratio, batch.lags, mask, plan.correction.log_ratio_bound))
+    if plan.measures_upper:
+        tokens.sums.update(_upper_sums(batch, counts=is_first_rank(cp_group)))
     if plan.correction.normalize == "batch":
         scale = outcome.scale_to_mean_one(dp_group)
         weights, outcome = weights * scale.to(weights.dtype), outcome.scaled(scale)
@@ -153,6 +156,8 @@ class _Batch:
             self.maxima[_LAG_OF_UNIT] = oldest
         if self.plan.standardized is not None:
             self.sums[_CAPPED_K3] = unit_sums(capped_k3(self.ratio)[None], self.offsets["sequence"])
+        if self.plan.measures_upper and weight is not None and weight.unit not in self.advantages:
+            self._add_advantages(weight.unit)
         for planned in self.plan.gates:
             gate = planned.gate
             if gate.level == "token":
@@ -167,8 +172,11 @@ class _Batch:
                     # minima are pooled as maxima of the negated values
                     self.maxima[planned.name] = column if reduce == "max" else -column
             if gate.when == "negative_advantage" and gate.level not in self.advantages:
-                advantages = self.advantages["token"].double()
-                self.sums[f"advantage {gate.level}"] = gate_reduce(advantages, valid, "sum", offsets)
+                self._add_advantages(gate.level)
+
+    def _add_advantages(self, unit: str) -> None:
+        advantages = self.advantages["token"].double()
+        self.sums[f"advantage {unit}"] = gate_reduce(advantages, self.ratio.valid, "sum", self.offsets[unit])
 
     def complete(self, cp_group: dist.ProcessGroup | None) -> None:
         added, largest = pool_units(list(self.sums.values()), list(self.maxima.values()), cp_group)
@@ -277,6 +285,19 @@ def _of_standardized(batch: _Batch, counts: bool) -> Parts:
     return Parts(sums, {}, {})
 
 
+def _upper_sums(batch: _Batch, counts: bool) -> dict[str, Tensor]:
+    """Sums over tokens, or over whole sequences on one context-parallel rank; no gate and no bound acts on them."""
+    planned, bound = batch.plan.weight, batch.plan.correction.log_ratio_bound
+    assert planned is not None
+    rho = bounded_ratio(batch.log_value(planned.unit, planned.reduce).double(), None, None, bound)
+    if planned.unit == "token":
+        return upper_sums(rho, batch.advantages["token"].double(), batch.ratio.valid)
+    units = batch.units[planned.unit]
+    given = batch.advantages.get(planned.unit)
+    advantage = batch.sums[f"advantage {planned.unit}"] / units.divisor if given is None else given.double()
+    return upper_sums(rho, advantage, (units.tokens > 0) & ~units.corrupt & counts)
+
+
 def _weights(batch: _Batch) -> tuple[str, Tensor | None, list[_Flags]]:
     """(unit, the bounded rho of every unit before any gate, the units beyond its bounds); rho None is 1."""
     planned = batch.plan.weight
@@ -292,6 +313,7 @@ def _weights(batch: _Batch) -> tuple[str, Tensor | None, list[_Flags]]:
         value = value.clamp(lower.exp().to(value.dtype), upper.exp().to(value.dtype))
         lower, upper = lower.to(value.dtype), upper.to(value.dtype)
     else:
+        assert not isinstance(weight.upper, str)
         value = bounded_ratio(log_value, weight.lower, weight.upper, batch.plan.correction.log_ratio_bound)
     flags = []
     for bound in planned.bounds:

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rc.measured_upper import FIRST
 from megatron_rc.schema.files import read_json, replace_folder
 from megatron_rc.training.policy import Policy
 
@@ -38,6 +39,8 @@ class Progress:
     """State of the length-decay learning rate after the finished steps; None when the job has none."""
     lr_gate: dict[str, Any] | None = None
     """The same of the learning rate by mismatch."""
+    measured_upper: float = FIRST
+    """The bound C with the least error on the last rollout, for a weight with upper "measured"."""
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -165,6 +166,9 @@ class Job:
                 setattr(self.progress, self.lr_rule.metrics_prefix, self.lr_rule.state_dict())
                 for sentence in self.lr_rule.news:
                     self.observers.message(f"step {self.progress.step}: {sentence}")
+            measured = result.metrics.get("old/measured_upper", math.nan)
+            if not math.isnan(measured):
+                self.progress.measured_upper = measured
             self.observers.dump(self.progress, sampled, result, self.groups)
             self.progress.weight_version += 1
             metrics, failure = result.metrics, None
@@ -224,6 +228,7 @@ class Job:
             max_nonfinite_share=rollout.max_nonfinite_share,
             # without lags, metrics by lag would repeat those of all tokens
             version=self.progress.weight_version if self._reads_lags or lags.any() else None,
+            measured_upper=self.progress.measured_upper,
             lr_rule=self.lr_rule,
             routing=self.routing,
             with_kept_mass=self.settings.dump.kept_mass,

@@ -18,7 +18,7 @@ FLOORS = (
     "schema versions alarm",
     "backend collectives engine advantages surge lr_scale kernels weight",
     "config batch lr_decay lr_gate tasks report",
-    "plan",
+    "plan measured_upper",
     "inputs dump settings",
     "reference models",
     "metrics rollout",

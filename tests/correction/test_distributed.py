@@ -30,8 +30,11 @@ CORRECTIONS = [
     RolloutCorrection(Weight("sequence", "mask", 0.2, 4.0), GATES[:1], "batch"),
     RolloutCorrection(Weight("sequence", "mask", 0.2, 4.0), GATES[1:2], "batch"),
     RolloutCorrection(Weight("geometric", "clip", 0.9, 1.2), GATES),
+    RolloutCorrection(Weight("sequence", upper="measured"), GATES[:1]),
     RolloutCorrection(Weight("segment", "mask", 0.6, 1.6), GATES[2:], "batch"),
-    RolloutCorrection(Weight("token", "truncate", upper=1.3), (Rejection("standardized", "sequence", upper=1.5),)),
+    RolloutCorrection(
+        Weight("token", "truncate", upper="measured"), (Rejection("standardized", "sequence", upper=1.5),)
+    ),
     RolloutCorrection(reject=(Rejection("standardized", "segment", upper=1.5), GATES[1])),
     RolloutCorrection(
         Weight("sequence", "clip", 0.9, 1.2, growth="sqrt_lag"), (Rejection("lag", "segment", "mean", upper=4.0),)
@@ -92,6 +95,7 @@ def answer(local: TokenBatch, sequences: list[int], index: int, dp_group: Any, c
         segment_ids=local.segment_ids,
         num_segments=local.num_segments,
         advantages=batch.advantages[sequences],
+        measured_upper=1.3,
         statistics={"surprise": batch.statistics["surprise"][rows]},
         positions=local.positions,
         lags=batch.lags[rows],

@@ -50,6 +50,8 @@ def test_every_reported_name_has_a_documented_formula() -> None:
         gates = (Rejection("k3", "token", upper=0.1), Rejection("k3", "segment", upper=0.1))
         correction = RolloutCorrection(weight, (*gates, Rejection("standardized", "sequence", upper=2.0)))
         names |= correct(*batch.arguments, correction=correction, **batch.options).metrics.values().keys()
+    measured = RolloutCorrection(Weight(upper="measured"))
+    names |= correct(*batch.arguments, correction=measured, measured_upper=2.0, **batch.options).metrics.values().keys()
     shares = {name.rsplit("_", 1)[0] for name in names - METRICS.keys()}
     gates_of_all = {"rejected_k3_token", "rejected_k3_segment_sum", "rejected_standardized_sequence"}
     assert shares - gates_of_all == SHARES.keys() - {"rejected_<gate>"}

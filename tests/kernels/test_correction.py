@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
 from megatron_rc.correction import Corrected, correct, pair_metrics
+from megatron_rc.measured_upper import SUMS, UNITS
 
 # of rows without a loss, which hold anything
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered")]
@@ -209,3 +210,21 @@ def test_statistics_of_both_backends_merge() -> None:
         for b, backend in ((one, "triton"), (two, "torch"), (one, "torch"), (two, "torch"))
     ]
     assert_metrics(parts[0].merge(parts[1]).values(), parts[2].merge(parts[3]).values())
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_the_sums_of_a_measured_bound_are_those_of_pytorch_in_fp64(level: Any, per_token: bool) -> None:
+    batch = batch_of([*LENGTHS, 20, 30], gap=0.3, corrupt=0.004, per_token=per_token)
+    correction = RolloutCorrection(Weight(level, upper="measured"), (Rejection("k2", "token", upper=0.4),))
+    options = batch.options | {"cu_seqlens": batch.cu_seqlens, "correction": correction, "measured_upper": 1.3}
+    found, truth = (
+        correct(*of.arguments, **(options | {"advantages": of.options["advantages"]}), backend=backend)
+        for of, backend in ((batch, "triton"), (batch.double(), "torch"))
+    )
+    found, truth = (answer.metrics._fetch()[""] for answer in (found, truth))
+    assert truth["upper_units"] > 0
+    assert {n: found[n] for n in (*SUMS, UNITS)} == pytest.approx(
+        {n: truth[n] for n in (*SUMS, UNITS)}, rel=1e-9, abs=1e-12
+    )
+    assert_agrees(batch, correction, measured_upper=1.3)

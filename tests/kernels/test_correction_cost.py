@@ -36,6 +36,14 @@ def test_a_preset_is_three_launches_and_two_more_where_it_needs_the_mean_k3_of_t
     assert asked.total == 3 + 2 * (name == "standardized") and not asked.waits and not asked.collectives, asked
 
 
+def test_measuring_a_bound_costs_no_launch() -> None:
+    batch = batch_of([9, 0, 30])
+    call = {"correction": RolloutCorrection(Weight("sequence", upper="measured")), "measured_upper": 2.0}
+    options = {**call, "cu_seqlens": batch.cu_seqlens, "backend": "triton", **batch.options}
+    asked = count_launches(lambda: correct(*batch.arguments, **options))
+    assert asked.total == 3 and not asked.waits, asked
+
+
 def test_a_given_mean_k3_costs_no_launch() -> None:
     batch = batch_of([9, 0, 30])
     call = {"correction": PRESETS["standardized"].correction, "cu_seqlens": batch.cu_seqlens, "backend": "triton"}

@@ -103,7 +103,7 @@ def corrected(correction: RolloutCorrection, *, per_token: bool = False, lags: b
             batch.lags = torch.arange(sum(size.lengths), dtype=torch.int32) % 20
         if per_token:
             batch.advantages = torch.randn(sum(size.lengths), generator=_generator())
-        answer = correct(*batch.arguments, correction=correction, backend=backend, **batch.options)
+        answer = correct(*batch.arguments, correction=correction, measured_upper=1.7, backend=backend, **batch.options)
         tensors = {"weights": answer.weights, "mask": answer.mask, "bad_sequences": answer.bad_sequences}
         return Answer(tensors, answer.metrics)
 
@@ -187,6 +187,10 @@ CALLS: dict[str, Call] = {
     "correct sequence": corrected(RolloutCorrection.preset("seq-mis")),
     "correct geometric": corrected(RolloutCorrection.preset("geo-mask-token-tis")),
     "correct standardized": corrected(STANDARDIZED_TURNS),
+    "correct measured, of tokens": corrected(RolloutCorrection(Weight("token", upper="measured")), per_token=True),
+    "correct measured, of sequences": corrected(
+        RolloutCorrection(Weight("sequence", upper="measured")), per_token=True
+    ),
     "correct every level": corrected(EVERY_LEVEL),
     "correct every level, advantages of tokens": corrected(EVERY_LEVEL, per_token=True),
     "correct by lag": corrected(BY_LAG, lags=True),

@@ -58,6 +58,7 @@ def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Ses
                 "old must be 'recompute' or 'rollout' with host 'megatron-lm', which computes the log-probs before the "
                 "update in any case; with one optimizer step per rollout 'recompute' is the same as 'current'"
             )
+        correction.check_keeps_upper("host 'megatron-lm'")
         if correction.old == "rollout":
             correction.check_one_micro_batch("the loss of host 'megatron-lm' with old: rollout")
         unknown = [rejection.statistic for rejection in correction.reject if rejection.statistic not in STATISTICS]

@@ -77,6 +77,11 @@ _ALWAYS = (
         f"computes, got {_unknown_statistics(args)[0]!r}",
         "Change megatron_rc.correction.reject.",
     ),
+    FlagRule(
+        "hook-measured-upper", lambda args: _sentence(lambda: _correction(args).check_keeps_upper("a hook")) != "",
+        lambda args: f"megatron_rc.correction: {_sentence(lambda: _correction(args).check_keeps_upper('a hook'))}",
+        "Set megatron_rc.correction.weight.upper to a number.",
+    ),
 )  # fmt: skip
 _BATCH_MEAN = FlagRule(
     "hook-batch-mean", lambda args: _sees_one_micro_batch(args) and _correction(args).normalize == "batch",

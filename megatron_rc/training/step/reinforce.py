@@ -18,6 +18,7 @@ from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
 from megatron_rc.loss import loss_scale
 from megatron_rc.lr_scale import LRScale
+from megatron_rc.measured_upper import FIRST
 from megatron_rc.metrics import MetricSums
 from megatron_rc.settings import LossSettings, TrainSettings
 from megatron_rc.training.groups import Groups
@@ -92,6 +93,7 @@ def reinforce_step(
     train: TrainSettings,
     max_nonfinite_share: float,
     version: int | None = None,
+    measured_upper: float = FIRST,
     lr_rule: LRScale | None = None,
     routing: Routing | None = None,
     with_kept_mass: bool = False,
@@ -105,6 +107,7 @@ def reinforce_step(
 
     Args:
         version: version of the weights that are trained; None gives the correction no lags.
+        measured_upper: the bound of a weight with upper "measured"; the metric old/measured_upper is the next one.
         lr_rule: scales the learning rate by what is measured before the first update: on the whole rollout, or, where
             the correction has no old pass, on its first mini-batch.
         routing: records and replays the routes of every pass.
@@ -128,7 +131,7 @@ def reinforce_step(
     three_policy = correction.old == "recompute"
     share = share_of(batch, [*parts, dropped] if dropped and three_policy else parts, train, policy.groups)
     routes = routing.start(share.batch) if routing else None
-    step = _Step(policy, correction, loss, max_nonfinite_share, share, version, routes, rate)
+    step = _Step(policy, correction, loss, max_nonfinite_share, share, version, measured_upper, routes, rate)
     if three_policy:
         metrics |= step.old_pass(with_kept_mass=with_kept_mass, with_varentropy=with_varentropy)
         rate.begin(metrics, "old/")
@@ -151,6 +154,7 @@ class _Step:
     max_nonfinite_share: float
     share: Share
     version: int | None
+    measured_upper: float
     routes: StepRoutes | None
     rate: StepRate
     old_logprobs: Tensor | None = None
@@ -193,6 +197,7 @@ class _Step:
             advantages=self.advantages,
             statistics={} if shift is None else {"route_shift": shift.route_shift},
             lags=None if self.version is None else local.lags(self.version),
+            measured_upper=self.measured_upper,
             dp_group=policy.groups.data,
             backend=policy.train.backend,
         )

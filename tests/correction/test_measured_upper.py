@@ -1,0 +1,148 @@
+"""Weight(upper="measured"): the bound that the rollout before measured, and how the next one is measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from correction_book import Case, case
+from enumeration import Batch, World
+
+from megatron_rc.config import RolloutCorrection, Weight
+from megatron_rc.correction import correct
+from megatron_rc.measured_upper import FIRST, GRID, SUMS, UNITS, least_error
+from megatron_rc.metrics import MetricSums
+
+LEVELS: list[Any] = ["token", "sequence", "geometric"]
+
+
+def measured(level: Any) -> RolloutCorrection:
+    return RolloutCorrection(Weight(level, upper="measured"))
+
+
+def units_by_the_book(batch: Case, level: str) -> list[tuple[float, float]]:
+    """(rho, A) of every token, or of every whole sequence."""
+    units = []
+    for s, (a, b) in enumerate(itertools.pairwise(batch.cu_seqlens.tolist())):
+        logs = [(batch.train[t] - batch.rollout[t]).item() for t in range(a, b) if batch.mask[t]]
+        advantages = batch.advantages[a:b] if len(batch.advantages) == len(batch.mask) else None
+        of_tokens = (
+            [x.item() for x, m in zip(advantages, batch.mask[a:b], strict=True) if m]
+            if advantages is not None
+            else [batch.advantages[s].item()] * len(logs)
+        )
+        if level == "token":
+            units += [(math.exp(log), A) for log, A in zip(logs, of_tokens, strict=True)]
+        elif logs:
+            total = sum(logs) / (len(logs) if level == "geometric" else 1)
+            units.append((math.exp(total), sum(of_tokens) / len(logs)))
+    return units
+
+
+def error(units: list[tuple[float, float]], upper: float, sequences: int) -> float:
+    """MSE(C) by the words of its definition."""
+    bias = sum(max(rho - upper, 0) * abs(A) for rho, A in units) / len(units)
+    weighted = [min(rho, upper) * A for rho, A in units]
+    centre = sum(weighted) / len(units)
+    return bias**2 + sum((w - centre) ** 2 for w in weighted) / len(units) / sequences
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_metric_is_the_c_of_the_grid_with_the_least_error(level: Any, per_token: bool) -> None:
+    gap = {"token": 0.7, "sequence": 0.15, "geometric": 3.0}[level]
+    batch = case([30, 5, 80, 0, 41, 17] * 40, density=0.9, gap=gap, dtype=torch.float64)
+    if per_token:
+        batch.advantages = torch.randn(len(batch.mask), generator=torch.Generator().manual_seed(3)).double()
+    found = correct(*batch.arguments, correction=measured(level), measured_upper=FIRST, **batch.options)
+    units = units_by_the_book(batch, level)
+    errors = [error(units, upper, 200) for upper in GRID]
+    assert found.metrics.values()["measured_upper"] == GRID[errors.index(min(errors))]
+    assert 1 < found.metrics.values()["measured_upper"] < 100
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_weight_is_truncated_at_the_c_of_the_rollout_before(level: Any) -> None:
+    batch = case([30, 5, 80, 41], gap=0.7)
+    given = correct(*batch.arguments, correction=measured(level), measured_upper=1.31, **batch.options)
+    fixed = correct(*batch.arguments, correction=RolloutCorrection(Weight(level, upper=1.31)), **batch.options)
+    assert torch.equal(given.weights, fixed.weights) and given.correction == measured(level)
+    values = given.metrics.values()
+    assert {name: values[name] for name in fixed.metrics.values()} == pytest.approx(fixed.metrics.values(), nan_ok=True)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_measured_c_does_not_depend_on_how_the_batch_is_cut(level: Any) -> None:
+    batch, sums = case([30, 5, 80, 0, 41, 17], density=0.9, gap=0.5), MetricSums()
+    whole = correct(*batch.arguments, correction=measured(level), measured_upper=FIRST, **batch.options).metrics
+    for first, last in ((0, 1), (1, 4), (4, 6)):
+        bounds = batch.cu_seqlens[first : last + 1]
+        rows = slice(int(bounds[0]), int(bounds[-1]))
+        part = correct(
+            *(tensor[rows] for tensor in batch.arguments), correction=measured(level), measured_upper=FIRST,
+            cu_seqlens=bounds - bounds[0], advantages=batch.advantages[first:last],
+        )  # fmt: skip
+        sums.merge(part.metrics)
+    assert sums.values() == pytest.approx(whole.values(), rel=1e-12)
+
+
+@pytest.mark.parametrize("samples", [4, 40, 400, 4000])
+def test_the_measured_c_has_the_least_enumerated_error_and_loosens_as_samples_grow(samples: int) -> None:
+    """Over every sequence of a world, for a batch of so many: exact bias and variance of mean min(rho, C) A."""
+    world = World(4, stops=False, seed=2, gap=0.9)
+    batch = Batch.population(world)
+    found = batch_sums(batch) | {"sequences": float(samples)}
+    mu, rho, A = world.probability(world.mu.log()), world.rho(), world.reward
+    errors = []
+    for upper in GRID:
+        weighted = rho.clamp(max=upper) * A
+        bias_bound = (mu * (rho - upper).clamp(min=0) * A.abs()).sum()
+        mean = (mu * weighted).sum()
+        assert abs(mean - (mu * rho * A).sum()) <= bias_bound + 1e-12
+        errors.append((bias_bound**2 + (mu * (weighted - mean) ** 2).sum() / samples).item())
+    assert least_error(found) == GRID[errors.index(min(errors))]
+    if samples > 4:
+        assert least_error(found) >= least_error(found | {"sequences": samples / 10})
+
+
+def batch_sums(batch: Batch) -> dict[str, float]:
+    train = torch.where(batch.loss_mask, batch.world.log_pi[batch.context, batch.target], 0)
+    metrics = correct(
+        train, batch.rollout, batch.loss_mask, correction=measured("sequence"), measured_upper=FIRST,
+        cu_seqlens=batch.cu_seqlens, advantages=batch.world.reward[batch.which],
+    ).metrics  # fmt: skip
+    fetched = metrics._fetch()[""]
+    return {name: fetched[name] for name in (*SUMS, UNITS)}
+
+
+@pytest.mark.parametrize("given", [None, 0.0, math.nan])
+def test_a_caller_without_a_c_of_the_rollout_before_is_refused(given: float | None) -> None:
+    batch = case([4, 5])
+    with pytest.raises(ValueError, match="measured_upper must be the metric measured_upper of the previous rollout"):
+        correct(*batch.arguments, correction=measured("token"), measured_upper=given, **batch.options)
+    with pytest.raises(ValueError, match="advantages must be given for upper='measured'"):
+        correct(*batch.arguments, correction=measured("token"), measured_upper=2.0, cu_seqlens=batch.cu_seqlens)
+    with pytest.raises(ValueError, match="upper must be a number in my hook, which keeps no bound"):
+        measured("token").check_one_micro_batch("my hook")
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"mode": "mask"}, "mode must be 'truncate' when upper is 'measured'"),
+        ({"level": "segment"}, "level must be 'token', 'sequence' or 'geometric' when upper is 'measured'"),
+        ({"growth": "sqrt_lag"}, "growth must be 'none' and upper_by_lag empty when upper is 'measured'"),
+        ({"upper": "best"}, "upper must be a number or 'measured', got 'best'"),
+    ],
+)
+def test_a_measured_bound_is_one_number_that_truncates(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Weight(**({"upper": "measured"} | fields))
+
+
+def test_it_is_written_and_read_as_yaml() -> None:
+    assert RolloutCorrection.from_yaml("weight: {upper: measured}") == measured("token")
+    assert RolloutCorrection.from_yaml(measured("sequence").to_yaml()) == measured("sequence")
