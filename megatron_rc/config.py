@@ -117,8 +117,10 @@ class RolloutCorrection:
         check_one_of("normalize", self.normalize, Normalize)
         check_one_of("old", self.old, Old)
         # exp(40) squared is still finite in fp32
-        if not 0 < self.log_ratio_bound <= 40:
+        if isinstance(self.log_ratio_bound, bool) or not 0 < self.log_ratio_bound <= 40:
             raise ValueError(f"log_ratio_bound must be in (0, 40], got {self.log_ratio_bound!r}")
+        if self.weight is not None:
+            self.weight.check_log_ratio_bound(self.log_ratio_bound)
         if self.max_k3 is not None:
             check_positive(max_k3=self.max_k3)
         if self.normalize == "batch" and self.old != "recompute":

@@ -69,7 +69,7 @@ def correct(
     Args:
         train_logprobs: [N] packed or [B, T] padded, fp32, nats.
         rollout_logprobs: the same shape, fp32, nats, as returned at sampling time.
-        loss_mask: the same shape, bool; rows without it may hold anything.
+        loss_mask: the same shape, bool, or any dtype where not 0 means True; rows without it may hold anything.
         correction: the weight, the rejections and the normalisation.
         cu_seqlens: [S + 1] int32, ascending within 0 and N; packed layout only. Rows that no sequence covers, such as
             the padding behind a THD batch, get weight 0 and mask False and count nowhere.

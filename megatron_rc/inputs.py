@@ -94,6 +94,8 @@ def check_pair(
         raise ValueError("cu_seqlens must be given for packed [N] input")
     elif cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         raise ValueError(f"cu_seqlens must be [S + 1], got shape {tuple(cu_seqlens.shape)}")
+    elif cu_seqlens.is_floating_point():
+        raise ValueError(f"cu_seqlens must hold whole numbers, got {cu_seqlens.dtype}")
     elif len(cu_seqlens) == 1 and len(loss_mask):
         raise ValueError(f"cu_seqlens must hold at least one sequence for {len(loss_mask)} tokens, got [1] numbers")
     pair = Pair(train_logprobs, rollout_logprobs, loss_mask, cu_seqlens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -169,6 +170,8 @@ def policy_loss(
 def _check_loss_arguments(inputs: LossInputs, options: LossOptions, correction: RolloutCorrection) -> None:
     correction.check_surrogate(options.surrogate)
     check_clipping(options.clip_lower, options.clip_upper, options.dual_clip)
+    if options.surrogate == "ppo":
+        _check_log_ratio_bound(options)
     if (correction.old == "current") != (inputs.old is None):
         raise ValueError(
             f"old_logprobs must be {'None' if correction.old == 'current' else 'given'} when old is {correction.old!r}"
@@ -186,6 +189,15 @@ def _check_loss_arguments(inputs: LossInputs, options: LossOptions, correction: 
     ):
         if coefficient and value is None:
             raise ValueError(f"{name} must be given when its coefficient is {coefficient!r}")
+
+
+def _check_log_ratio_bound(options: LossOptions) -> None:
+    """Refuse a clamp that would stop the gradient of ratios which the clipping lets pass."""
+    for name, limit in (("1 + clip_upper", 1 + options.clip_upper), ("dual_clip", options.dual_clip or 1.0)):
+        if math.log(limit) > options.log_ratio_bound:
+            raise ValueError(
+                f"log_ratio_bound must be >= log({name}) = {math.log(limit):.2f}, got {options.log_ratio_bound!r}"
+            )
 
 
 def _tokens_per_sequence(counted: Tensor, cu_seqlens: Tensor | None) -> Tensor:

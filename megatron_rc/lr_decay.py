@@ -193,7 +193,7 @@ class LengthDecaySettings:
     def __post_init__(self) -> None:
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio must be in [0, 1], got {self.min_lr_ratio!r}")
-        if self.decay_period is not None and not (isinstance(self.decay_period, int) and self.decay_period >= 1):
+        if self.decay_period is not None and (type(self.decay_period) is not int or self.decay_period < 1):
             raise ValueError(f"decay_period must be a whole number of rollouts >= 1, got {self.decay_period!r}")
         if not 0 < self.period_per_surge < math.inf:
             raise ValueError(f"period_per_surge must be > 0 and finite, got {self.period_per_surge!r}")

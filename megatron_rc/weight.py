@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Real
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_rc.schema.limits import check_one_of
@@ -113,6 +114,20 @@ class Weight:
         """Whether units have bounds of their own."""
         return self.growth != "none" or self.reads_lags
 
+    def check_log_ratio_bound(self, log_ratio_bound: float) -> None:
+        """Refuse a clamp of log-ratios that would cut weights inside their bounds.
+
+        Raises:
+            ValueError: a finite bound of the weight lies beyond e^log_ratio_bound or e^-log_ratio_bound.
+        """
+        uppers = [("upper", upper) for upper in (self.upper, *(upper for _, upper in self.upper_by_lag))]
+        for name, bound in [("lower", self.lower), *uppers]:
+            if bound is not None and bound < math.inf and abs(math.log(bound)) > log_ratio_bound:
+                raise ValueError(
+                    f"log_ratio_bound must be >= |log {name}| = {abs(math.log(bound)):.2f}, got {log_ratio_bound!r}: "
+                    "it clamps log-ratios before the bounds of the weight act"
+                )
+
     def _check_upper_by_lag(self) -> None:
         if not self.upper_by_lag:
             return
@@ -131,13 +146,25 @@ class Weight:
 def check_positive_bounds(lower: float | None, upper: float | None) -> None:
     """Refuse bounds that no ratio could respect."""
     for field, bound in (("lower", lower), ("upper", upper)):
+        _check_number(field, bound)
         if bound is not None and not bound > 0:
             raise ValueError(f"{field} must be > 0 for a ratio, got {field}={bound!r}")
 
 
 def check_ordered_bounds(lower: float | None, upper: float | None) -> None:
     """Refuse bounds that leave no room between them."""
+    for field, bound in (("lower", lower), ("upper", upper)):
+        _check_number(field, bound)
     if any(bound is not None and math.isnan(bound) for bound in (lower, upper)):
         raise ValueError(f"lower and upper must not be NaN, got lower={lower!r} upper={upper!r}")
+    if lower == math.inf:
+        raise ValueError(f"lower must be finite, got lower={lower!r}")
+    if upper == -math.inf:
+        raise ValueError(f"upper must not be -inf, got upper={upper!r}")
     if lower is not None and upper is not None and not upper > lower:
         raise ValueError(f"upper must be > lower, got lower={lower!r} upper={upper!r}")
+
+
+def _check_number(field: str, bound: object) -> None:
+    if bound is not None and (isinstance(bound, bool) or not isinstance(bound, Real)):
+        raise ValueError(f"{field} must be a number or None, got {bound!r}")

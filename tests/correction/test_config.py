@@ -27,6 +27,24 @@ from megatron_rc.correction import correct
             lambda: Weight(level="sentence"),
             "level must be one of 'token', 'sequence', 'geometric', 'segment', 'prefix', g",
         ),
+        (lambda: Weight(upper=True), "upper must be a number or None, got True"),
+        (lambda: Weight(upper="2"), "upper must be a number or None, got '2'"),
+        (lambda: Weight(mode="mask", lower=math.inf, upper=None), "lower must be finite, got lower=inf"),
+        (lambda: Rejection("k3", upper="2"), "upper must be a number or None, got '2'"),
+        (lambda: Rejection("my own", upper=-math.inf), "upper must not be -inf, got upper=-inf"),
+        (lambda: RolloutCorrection(log_ratio_bound=True), "log_ratio_bound must be in (0, 40], got True"),
+        (
+            lambda: RolloutCorrection(Weight(upper=2.0), log_ratio_bound=0.2),
+            "log_ratio_bound must be >= |log upper| = 0.69, got 0.2: ",
+        ),
+        (
+            lambda: RolloutCorrection(Weight(mode="clip", lower=0.01, upper=2.0), log_ratio_bound=1.0),
+            "log_ratio_bound must be >= |log lower| = 4.61, got 1.0: ",
+        ),
+        (
+            lambda: RolloutCorrection(Weight(upper_by_lag=((4, 9.0),)), log_ratio_bound=1.0),
+            "log_ratio_bound must be >= |log upper| = 2.20, got 1.0: ",
+        ),
         (lambda: Weight(mode="cut"), "mode must be one of 'truncate', 'clip', 'mask', got 'cut'"),
         (lambda: Weight(upper=0.0), "upper must be > 0 for a ratio, got upper=0.0"),
         (lambda: Weight(upper=math.nan), "upper must be > 0"),
@@ -164,7 +182,7 @@ WEIGHTS = st.one_of(
         weight=WEIGHTS,
         reject=st.lists(GATES, max_size=3).map(tuple),
         old=st.sampled_from(["recompute", "current", "rollout"]),
-        log_ratio_bound=st.floats(0.1, 40),
+        log_ratio_bound=st.floats(7.0, 40),
     ),
     normalize=st.sampled_from(["none", "batch"]),
 )

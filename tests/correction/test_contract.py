@@ -136,7 +136,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours_bit_by_bit() -> None:
     batch = case([400, 3, 900, 50], gap=0.02)
     loud = dataclasses.replace(batch, train=batch.train.clone())
     loud.train[:400] *= 1e4
-    correction = RolloutCorrection(Weight("sequence", "clip", 1e-9, 1e9))
+    correction = RolloutCorrection(Weight("sequence", "clip", 1e-8, 1e8))
     whole = correct(*batch.arguments, correction=correction, **batch.options)
     beside = correct(*loud.arguments, correction=correction, **loud.options)
     alone = correct(*(x[403:1303] for x in batch.arguments), correction=correction, cu_seqlens=torch.tensor([0, 900]))
@@ -242,6 +242,7 @@ def test_a_column_of_advantages_is_one_per_sequence_even_with_as_many_tokens_as_
         ({"backend": "triton"}, "train_logprobs must be on a CUDA device for backend .triton."),
         ({"backend": "cuda"}, "backend must be"),
         ({"cu_seqlens": None}, "cu_seqlens must be given"),
+        ({"cu_seqlens": torch.tensor([0.0, 3.0])}, "cu_seqlens must hold whole numbers, got torch.float32"),
         ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, r"cu_seqlens must be \[S \+ 1\]"),
         ({"loss_mask": torch.ones(2, dtype=torch.bool)}, "must have one shape"),
         ({"rollout_logprobs": torch.zeros(3, 1)}, "must have one shape"),

@@ -172,10 +172,10 @@ def test_two_calls_agree_bit_by_bit(gates: tuple[Rejection, ...]) -> None:
 
 
 def test_the_sums_of_a_sequence_depend_neither_on_its_neighbours_nor_on_its_place() -> None:
-    correction = RolloutCorrection(Weight("sequence", "clip", 1e-9, 1e9))
+    correction = RolloutCorrection(Weight("sequence", "clip", 1e-8, 1e8))
     batch = batch_of([7, 3, 5 * UNIT_BLOCK + 3, 50], gap=0.02, density=1.0)
     rows = slice(10, 13 + 5 * UNIT_BLOCK)
-    alone = batch_of([5 * UNIT_BLOCK + 3])
+    alone = batch_of([5 * UNIT_BLOCK + 3], density=1.0)
     alone.train, alone.rollout, alone.mask = (x[rows] for x in batch.arguments)
     whole = run(batch, correction)
     batch.train[:10] *= 1e4

@@ -356,6 +356,14 @@ def test_no_collective_runs_and_nothing_waits_for_the_device() -> None:
         ({"surrogate": "gspo"}, "surrogate must be one of 'ppo', 'reinforce', got 'gspo'"),
         ({"clip_lower": 1.5}, "clip_lower must be in [0, 1] and clip_upper >= 0, got clip_lower=1.5"),
         ({"dual_clip": 0.9}, "dual_clip must be > 1, got 0.9"),
+        (
+            {"correction": RolloutCorrection(log_ratio_bound=0.2)},
+            "log_ratio_bound must be >= log(1 + clip_upper) = 0.25, got 0.2",
+        ),
+        (
+            {"correction": RolloutCorrection(log_ratio_bound=0.5), "dual_clip": 3.0},
+            "log_ratio_bound must be >= log(dual_clip) = 1.10, got 0.5",
+        ),
         ({"kl_coef": 0.1}, "reference_logprobs must be given"),
         ({"entropy_coef": 0.1}, "entropy must be given"),
         ({"advantages": torch.ones(3)}, "advantages must have the shape (2,) of current_logprobs, got (3,)"),

@@ -333,6 +333,7 @@ def test_a_detector_that_is_given_is_copied_without_what_it_has_seen() -> None:
         ({"initial_lr": NAN}, "initial_lr must be > 0 and finite, got nan"),
         ({"min_lr_ratio": 1.5}, r"min_lr_ratio must be in \[0, 1\], got 1.5"),
         ({"decay_period": 0}, "decay_period must be a whole number of rollouts >= 1, got 0"),
+        ({"decay_period": True}, "decay_period must be a whole number of rollouts >= 1, got True"),
         ({"decay_period": 1.5}, "decay_period must be a whole number of rollouts >= 1, got 1.5"),
         ({"period_per_surge": 0}, "period_per_surge must be > 0 and finite, got 0"),
         ({"period_per_surge": math.inf}, "period_per_surge must be > 0 and finite, got inf"),
