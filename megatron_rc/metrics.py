@@ -175,10 +175,7 @@ BY_LAG: dict[str, tuple[str, Callable[..., float]]] = {
         "ess_token over them",
         lambda s, b: quotient(s[f"lag_rho:{b}"] ** 2, s[f"lag_tokens:{b}"] * s[f"lag_square:rho:{b}"]),
     ),
-    "masked_token": (
-        "share of them that no longer counts",
-        lambda s, b: 1 - quotient(s[f"lag_kept:{b}"], s[f"lag_tokens:{b}"]),
-    ),
+    "masked_token": ("their masked share", lambda s, b: 1 - quotient(s[f"lag_kept:{b}"], s[f"lag_tokens:{b}"])),
 }
 """`<name>_lag_<lags>`: formula and value over the tokens of one bin of lags, where lags are given."""
 _METRICS = METRICS | {

@@ -1,11 +1,13 @@
-"""The metrics of a correction in the log of a host: which of them are logged, and under which names."""
+"""What a correction says in the log of a host: which metrics are logged, under which names, and the warnings."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Value = TypeVar("Value")
+_logger = logging.getLogger(__name__)
 
 PREFIX = "rc/"
 _NAMES = {
@@ -23,3 +25,11 @@ def worth_logging(values: Mapping[str, float]) -> dict[str, float]:
 def prefixed(values: Mapping[str, Value]) -> dict[str, Value]:
     """The same values under their names in a host's log."""
     return {PREFIX + name: value for name, value in values.items()}
+
+
+def warn(sentence: str | None, *groups: Any) -> None:
+    """Log a warning, if there is one, on the process that is the first of every group."""
+    import torch.distributed as dist  # doctor reads the tables of hosts without torch
+
+    if sentence is not None and (not dist.is_initialized() or all(dist.get_rank(group) == 0 for group in groups)):
+        _logger.warning(sentence)

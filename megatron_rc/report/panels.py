@@ -107,8 +107,10 @@ PANELS = (
     ),
     Panel(
         "Effective sample size", "fraction of the batch",
-        _against_sampler({"tokens": "ess_token", "sequences": "ess_seq", "tokens, after correction": "ess_token_final",
-                          "sequences, after correction": "ess_seq_final"}),
+        (*_against_sampler({"tokens": "ess_token", "sequences": "ess_seq",
+                            "tokens, after correction": "ess_token_final",
+                            "sequences, after correction": "ess_seq_final"}),
+         Curve("sequences, predicted from k3", ("ess_seq_predicted",))),
         "(Σρ)² / (n Σρ²) with ρ = π/μ: the share of the batch that still informs the gradient once it is weighted.",
         "near 1; below about 0.5 a few tokens or sequences decide the step.", noisy=True, in_picture=True,
     ),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import RolloutEngine
+from megatron_rc.horizon import LostBatchWarning, horizon, predicted_ess
 from megatron_rc.lr_scale import LRScale, Signals
 from megatron_rc.plan import Plan
 from megatron_rc.settings import JobSettings
@@ -53,6 +54,8 @@ class Job:
         self.evaluates = rollout.engine != "replay"
         self.progress = Progress()
         self.lr_rule: LRScale | None = None
+        self.lost_batch = LostBatchWarning()
+        self.pair = "old/" if settings.correction.old == "recompute" else "current/"
         self.saved = ""
         self.output = Path(settings.output)
 
@@ -169,6 +172,8 @@ class Job:
             measured = result.metrics.get("old/measured_upper", math.nan)
             if not math.isnan(measured):
                 self.progress.measured_upper = measured
+            if warning := self.lost_batch.see(result.metrics, self.settings.correction, self.pair):
+                self.observers.message(f"WARNING, step {self.progress.step}: {warning}")
             self.observers.dump(self.progress, sampled, result, self.groups)
             self.progress.weight_version += 1
             metrics, failure = result.metrics, None
@@ -241,6 +246,9 @@ class Job:
         versions = batch.weight_versions[batch.loss_mask]
         if rollout.engine == "sglang":
             result.metrics |= sampled.metrics()
+        lengths = [int(part.sum()) for part in batch.loss_mask.split(batch.lengths)]
+        k3 = result.metrics.get(f"{self.pair}k3", math.nan)
+        result.metrics |= {"horizon": horizon(k3), "ess_seq_predicted": predicted_ess(lengths, k3)}
         result.metrics["staleness"] = self.progress.weight_version - float(versions.double().mean())
         return sampled, result
 

@@ -26,6 +26,10 @@ JOB_METRICS: dict[str, dict[str, JobMetric]] = {
         "response_length/max": JobMetric("tokens", "longest response"),
         "response_length/truncated": JobMetric("share", "responses that ended at max_new_tokens"),
         "groups/equal_reward": JobMetric("share", "groups whose responses all have the same reward; not trained on"),
+        "horizon": JobMetric("tokens", "1 / (2 k3): the length up to which products of ratios over a response work"),
+        "ess_seq_predicted": JobMetric(
+            "share", "S / sum exp(2 T k3), what ess_seq would be if all gaps were small and honest; below 1/S for none"
+        ),
         "staleness": JobMetric("versions", "age of the weights that sampled a token, mean over tokens"),
         "eval/accuracy": _ACCURACY,
     },

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FLOORS = (
     "schema versions alarm",
-    "backend collectives engine advantages surge lr_scale kernels weight",
+    "backend collectives engine advantages surge lr_scale horizon kernels weight",
     "config batch lr_decay lr_gate tasks report",
     "plan measured_upper",
     "inputs dump settings",

@@ -19,10 +19,9 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from training_host import STUB, Optimizer, batch, forward_step, run_micro_batches, sft_step, stub_host, train
 
-from megatron_rc import LengthDecayLR, LRGate, RolloutCorrection, SurgeDetector, patch
+from megatron_rc import LengthDecayLR, LRGate, RolloutCorrection, patch
 from megatron_rc.integrations.installed import session_of
 from megatron_rc.lr_decay import LengthDecaySettings
-from megatron_rc.lr_gate import LRGateSettings
 from megatron_rc.settings import ParallelSettings
 from megatron_rc.training.groups import initialized
 
@@ -95,55 +94,6 @@ def test_settings_take_the_rate_of_the_scheduler(training: Any) -> None:
     with patch(HOST, lr_decay=LengthDecaySettings(decay_period=1)):
         _, optimizer, _ = train(training, [[batch(0.0)]])
     assert optimizer.used == [5e-4]
-
-
-def test_the_decay_sees_the_mean_length_of_all_sampled_responses(training: Any) -> None:
-    seen = decay(period=9)
-    with patch(HOST, lr_decay=seen):
-        train(training, [[batch(0.0), batch(0.0, 0.0, 0.0)]])
-        assert seen.state_dict()["fast_average"] == pytest.approx(0.2 * math.log(2))
-    seen = decay(period=9)
-    with patch(HOST, lr_decay=seen):
-        # 10, 20 and 60 were sampled, and only one response was worth training on
-        train(training, [[batch(0.0, lengths=[10, 20]), batch(0.0, lengths=[60])]])
-    assert seen.state_dict()["fast_average"] == pytest.approx(0.2 * math.log(30))
-
-
-def test_the_decay_sees_the_truncated_share_of_all_sampled_responses(training: Any) -> None:
-    seen = decay(period=9)
-    with patch(HOST, lr_decay=seen):
-        sampled = [batch(0.0, lengths=[10, 20], truncated=[True, False]), batch(0.0, lengths=[60], truncated=[False])]
-        train(training, [sampled])
-    assert seen.state_dict()["fast_share"] == pytest.approx(-0.2 * math.log(2 / 3))
-
-
-def test_a_gate_sees_the_sample_size_of_the_step_before_its_optimizer(training: Any, caplog: Any) -> None:
-    gate = LRGate(1e-3, target=1.0, power=1.0)
-    with patch(HOST, correction=TIS, lr_gate=gate):
-        logs, optimizer, _ = train(training, [[batch(LN2), batch(-LN2)], [batch(0.0, new=False)], [batch(0.0)]])
-    # weights 2 and 1/2: (5/2)^2 / (2 (4 + 1/4)); the second step belongs to the same rollout
-    low = (5 / 2) ** 2 / (2 * (4 + 1 / 4))
-    assert optimizer.used == pytest.approx([1e-3 * low, 1e-3 * low, 1e-3])
-    assert [log["lr_gate/signal"] for log in logs] == pytest.approx([low, low, 1.0])
-    assert "rollout 1: learning rate x 0.735: ess 0.735 is below its target 1" in caplog.text
-
-
-def test_a_gate_is_kept_in_the_scheduler_s_checkpoint(training: Any) -> None:
-    saved = {}
-    settings = LRGateSettings(target=1.0, rule="halve", patience=1)
-    with patch(HOST, correction=TIS, lr_gate=settings):
-        _, _, scheduler = train(training, [[batch(LN2), batch(-LN2)]])
-        saved = scheduler.state_dict()
-    assert saved["megatron_rc_lr_gate"]["halvings"] == 1 and "megatron_rc_lr_gate" not in scheduler.state_dict()
-
-
-def test_an_early_surge_is_said_aloud(training: Any, caplog: pytest.LogCaptureFixture) -> None:
-    detector = SurgeDetector(fast=1.0, warmup=4, patience=1, confirmation=2)
-    with patch(HOST, lr_decay=LengthDecayLR(1e-3, detector=detector)):
-        train(training, [[batch(0.0, lengths=[length])] for length in (10, 10, 90, 90)])
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
-    assert "rollout 4: responses surged in length from rollout 3 on, inside the detector's warm-up" in caplog.text
-    assert "rollout 4: the learning rate halves every 7 rollouts" in caplog.text
 
 
 def test_of_a_step_that_is_run_again_the_last_run_counts(training: Any) -> None:

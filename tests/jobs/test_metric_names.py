@@ -67,11 +67,12 @@ def of_servers() -> set[str]:
 
 
 def general_name(key: str) -> str:
-    """The name of a metric as the page has it: without its pair, its unit or the name of a gate."""
+    """The name of a metric as the page has it: without its pair, its unit, its lags or the name of a gate."""
     pair = re.fullmatch(r"(?:old|current|current_old)/(.+)", key)
     if pair is None:
         return re.sub(r"(?<=rollout/rejected_).+", "<reason>", key)
     name = re.sub(r"(?<=rejected_).+(?=_(?:token|seq)$)", "<gate>", pair[1])
+    name = re.sub(r"(?<=_lag_)[0-9_]+(?:up)?$", "<lags>", name)
     return re.sub(
         r"^(truncated|clipped_low|clipped_high|outside_low|outside_high|rejected_<gate>)_(token|seq)$", r"\1", name
     )

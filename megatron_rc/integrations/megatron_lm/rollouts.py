@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
-from megatron_rc.integrations.log_names import worth_logging
+from megatron_rc.integrations.log_names import warn, worth_logging
 from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.lr_gate import mismatch_signals
@@ -142,7 +142,10 @@ def _correct_micro_batches(session: Session, iterator: Any, dp_group: Any) -> An
 
 def _for_the_loss(session: Session, rows: RolloutRows, dp_group: Any) -> Tensor:
     """[rows, T - 1] weights, or rollout log-probs with old="rollout"; metrics of the batch go into the session."""
+    from megatron.core import mpu
+
     assert session.correction is not None
+    tp_group = mpu.get_tensor_model_parallel_group(check_initialized=False)
     corrected, weights = corrected_rows(rows.old_logprobs, rows, session.correction, dp_group)
     counts = torch.stack([(rows.loss_mask & ~rows.rollout_logprobs.isnan()).sum(), rows.loss_mask.sum()]).double()
     torch.distributed.all_reduce(counts, group=dp_group)
@@ -153,6 +156,7 @@ def _for_the_loss(session: Session, rows: RolloutRows, dp_group: Any) -> Tensor:
     metrics.check(max_k3=session.correction.max_k3)
     pooled = metrics.values()
     session.signals = mismatch_signals(pooled, session.correction)
+    warn(session.lost_batch.see(pooled, session.correction), dp_group, tp_group)
     values = worth_logging(pooled)
     values["missing"] = 1 - known / max(total, 1)
     device = rows.old_logprobs.device

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_rc.config import STATISTICS, RolloutCorrection
+from megatron_rc.horizon import LostBatchWarning
 from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
 from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
 from megatron_rc.integrations.symbols import Function
@@ -31,6 +32,7 @@ class Session(HoldsRule):
     lr_rule: LRRule | None
     signals: Signals = NOTHING
     """What the correction of the rollout batch says about the step size."""
+    lost_batch: LostBatchWarning = field(default_factory=LostBatchWarning)
     logits: LogitShards | None = None
     """Set inside get_logprobs; None outside."""
     num_rows: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -15,9 +15,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
+from megatron_rc.horizon import LostBatchWarning
 from megatron_rc.integrations import megatron_training
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, refuse
-from megatron_rc.integrations.log_names import prefixed, worth_logging
+from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
 from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.lr_gate import mismatch_signals
@@ -34,6 +35,7 @@ class PatchState(HoldsRule):
     lr_rule: LRRule | None
     step: TrainingStep | None = None
     """The step that is running; None outside, as in evaluation."""
+    lost_batch: LostBatchWarning = field(default_factory=LostBatchWarning)
     has_reports: bool = False
     """True once any loss function has called correct_micro_batch in a step."""
 
@@ -139,6 +141,11 @@ class TrainingStep:
         except ValueError as corrupt:
             return _Report(str(corrupt))
         self._log(prefixed(worth_logging(values)))
+        warn(
+            self._state.lost_batch.see(values, self._state.correction),
+            group,
+            parallel_state.get_tensor_model_parallel_group(),
+        )
         mean_length = total / measured if measured else values["response_length"]
         share = truncated / judged if judged else math.nan
         signals = mismatch_signals(values, self._state.correction)

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
-from megatron_rc.integrations.log_names import prefixed
+from megatron_rc.horizon import LostBatchWarning
+from megatron_rc.integrations.log_names import prefixed, warn
 from megatron_rc.integrations.slime.flag_rules import MILES_ROLLOUT_DATA, settings_for
 from megatron_rc.integrations.slime.layout import layout_of, parallel
 from megatron_rc.integrations.slime.settings import in_advantages
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens
 from megatron_rc.lr_gate import mismatch_signals
+
+_LOST_BATCH = LostBatchWarning()
 
 
 def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
@@ -55,6 +58,7 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
     # not in place: returns may be the same tensors
     rollout_data["advantages"] = list(weighted.split(layout.counts))
     values = corrected.metrics.values()
+    warn(_LOST_BATCH.see(values, settings.correction), ranks.dp_cp_group, ranks.tp_group)
     LENGTHS.record_mismatch(rollout_id, mismatch_signals(values, settings.correction))
     for name, value in prefixed(values).items():
         if not math.isnan(value):
