@@ -45,8 +45,8 @@ class WeightPlan(NamedTuple):
         unit = units.get(weight.level, "sequence")
         reduce = {"sequence": "sum", "prefix": "prefix"}.get(weight.level, "mean")
         lower = -math.inf if weight.lower is None else math.log(weight.lower)
-        assert not isinstance(weight.upper, str)
-        upper = math.inf if weight.upper is None else math.log(weight.upper)
+        # a bound that is still to be measured bounds nothing; `correct` sees it settled
+        upper = math.log(weight.upper) if isinstance(weight.upper, (int, float)) else math.inf
         by_lag = tuple((float(lag), math.log(value)) for lag, value in weight.upper_by_lag)
         return cls(weight, unit, reduce, tuple(bounds), names.drops, lower, ((-math.inf, upper), *by_lag))
 

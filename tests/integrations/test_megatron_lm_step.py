@@ -175,6 +175,11 @@ def test_a_length_decay_alone_does_not_ask_for_rollout_logprobs() -> None:
     [
         (RolloutCorrection(Weight(), old="rollout"), "weight must be None when old is 'rollout'"),
         (RolloutCorrection(old="current"), "old must be 'recompute' or 'rollout'"),
+        (RolloutCorrection(Weight(upper="measured")), "upper must be a number in host 'megatron-lm'"),
+        (
+            RolloutCorrection(reject=(Rejection("standardized", upper=2.0),), old="rollout"),
+            "reject must not use 'standardized' in the loss of host 'megatron-lm'",
+        ),
         (RolloutCorrection(reject=(Rejection("surprise", upper=1.0),)), "statistic 'surprise' is not known"),
     ],
 )

@@ -210,6 +210,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(training: Any) -> None:
         patch(HOST, correction=RolloutCorrection(TIS.weight, normalize="batch"))
     with pytest.raises(ValueError, match="old must be 'recompute' or 'current' with a weight"):
         patch(HOST, correction=RolloutCorrection(TIS.weight, old="rollout"))
+    with pytest.raises(ValueError, match="upper must be a number in host 'megatron-training'"):
+        patch(HOST, correction=RolloutCorrection.from_dict({"weight": {"upper": "measured"}}))
+    with (
+        patch(HOST, correction=RolloutCorrection.preset("standardized")),
+        pytest.raises(ValueError, match="reject must not use 'standardized' in correct_micro_batch"),
+    ):
+        train(training, [[batch(0.0)]])
     with patch(HOST, correction=TIS), pytest.raises(ValueError, match="--cuda-graph-impl"):
         train(training, [[batch(0.0)]], schedule=FullCudaGraphWrapper.__new__(FullCudaGraphWrapper))
     flags = vars(import_module("megatron.training.global_vars").args)

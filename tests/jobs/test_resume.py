@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +96,24 @@ def test_a_job_without_optimizer_state_resumes_bit_for_bit(tmp_path: Path, long_
     resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), "rl", 4)
 
 
-def test_a_job_with_stale_weights_and_a_reference_policy_resumes_bit_for_bit(
+def test_a_job_with_stale_weights_a_measured_bound_and_a_reference_policy_resumes_bit_for_bit(
     tmp_path: Path, long_job: dict[str, Any]
 ) -> None:
     job = {
         **long_job,
         "rollout": {**long_job["rollout"], "staleness": 2},
         "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
+        "correction": {"weight": {"upper": "measured"}},
     }
-    resumed_equals_uninterrupted(tmp_path, job, uninterrupted(tmp_path, job), "rl", 5)
+    whole = uninterrupted(tmp_path, job)
+    trained = [record for record in whole if "old/measured_upper" in record]
+    truncated = [
+        record["old/weight_max"] == pytest.approx(before["old/measured_upper"], rel=1e-6)
+        for before, record in pairwise(trained)
+        if record["old/truncated_token"]
+    ]
+    assert truncated and all(truncated)
+    resumed_equals_uninterrupted(tmp_path, job, whole, "rl", 5)
 
 
 @pytest.mark.full
