@@ -122,7 +122,10 @@ class Weight:
         """
         uppers = [("upper", upper) for upper in (self.upper, *(upper for _, upper in self.upper_by_lag))]
         for name, bound in [("lower", self.lower), *uppers]:
-            if bound is not None and bound < math.inf and abs(math.log(bound)) > log_ratio_bound:
+            # a measured bound is found among clamped log-ratios
+            if bound is None or isinstance(bound, str) or bound == math.inf:
+                continue
+            if abs(math.log(bound)) > log_ratio_bound:
                 raise ValueError(
                     f"log_ratio_bound must be >= |log {name}| = {abs(math.log(bound)):.2f}, got {log_ratio_bound!r}: "
                     "it clamps log-ratios before the bounds of the weight act"

@@ -28,7 +28,7 @@ from megatron_rc.correction import correct
             "level must be one of 'token', 'sequence', 'geometric', 'segment', 'prefix', g",
         ),
         (lambda: Weight(upper=True), "upper must be a number or None, got True"),
-        (lambda: Weight(upper="2"), "upper must be a number or None, got '2'"),
+        (lambda: Weight(upper="2"), "upper must be a number or 'measured', got '2'"),
         (lambda: Weight(mode="mask", lower=math.inf, upper=None), "lower must be finite, got lower=inf"),
         (lambda: Rejection("k3", upper="2"), "upper must be a number or None, got '2'"),
         (lambda: Rejection("my own", upper=-math.inf), "upper must not be -inf, got upper=-inf"),
@@ -97,6 +97,7 @@ def test_a_wrong_setting_is_one_sentence_that_names_the_field(make: Any, message
 def test_one_sided_and_infinite_bounds_are_legal() -> None:
     assert Weight(mode="mask", lower=0.5, upper=None).upper is None
     assert Weight(upper=math.inf).upper == math.inf
+    assert RolloutCorrection(Weight(upper="measured"), log_ratio_bound=0.1).weight == Weight(upper="measured")
     assert Rejection("prob_diff", "token", lower=-0.2, upper=0.2).lower == -0.2
     assert Rejection("my own", lower=-5.0).name == "my own_sequence_sum"
 
