@@ -113,6 +113,18 @@ def test_low_variance_kl_ends_at_ten() -> None:
         assert loss == pytest.approx(log["pg_loss"] + 2 * each, rel=1e-5)
 
 
+@pytest.mark.parametrize(("log_prob", "expected"), [(-101.0, 10.0), (-math.inf, 10.0), (-6.0, 10.0), (-3.0, 4.389056)])
+def test_low_variance_kl_of_a_token_far_from_the_reference_has_no_nan_gradient(
+    log_prob: float, expected: float
+) -> None:
+    current = torch.tensor([log_prob], requires_grad=True)
+    args = Namespace(kl_loss_type="low_var_kl", use_unbiased_kl=False)
+    kl = slime_loss._kl(args, current, current.detach(), torch.tensor([-1.0]), torch.ones(1, dtype=torch.bool))
+    assert kl.item() == pytest.approx(expected)
+    (gradient,) = torch.autograd.grad(kl.sum(), current)
+    assert gradient.item() == pytest.approx(0.0 if expected == 10 else 1 - math.exp(2))
+
+
 def kept(whole: Rollout, count: int) -> dict[str, list[Tensor]]:
     """The ids that slime records under top-p: for every response token itself and the next ones, on the host."""
     ids, offsets = [], []

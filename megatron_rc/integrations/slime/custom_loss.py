@@ -164,6 +164,9 @@ def _kl(args: Namespace, current: Tensor, old: Tensor, reference: Tensor, loss_m
     elif args.kl_loss_type == "k2":
         kl = gap.square() / 2
     elif args.kl_loss_type in ("k3", "low_var_kl"):
+        if args.kl_loss_type == "low_var_kl":
+            # exp of more overflows in fp32: the gradient behind the clamp below would be 0 * inf
+            gap = gap.clamp(-80, 80)
         kl = torch.expm1(-gap) + gap
     else:
         raise ValueError(f"--kl-loss-type must be k1, k2, k3 or low_var_kl, got {args.kl_loss_type!r}")
