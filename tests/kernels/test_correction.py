@@ -95,7 +95,8 @@ def test_rows_that_no_sequence_covers_have_weight_0_and_count_nowhere(
     batch = batch_of(LENGTHS, per_token=True)
     assert batch.cu_seqlens is not None
     statistics = {name: around(value, head, tail) for name, value in batch.options["statistics"].items()}
-    options = {"advantages": around(batch.options["advantages"], head, tail), "statistics": statistics}
+    options = {name: around(batch.options[name], head, tail) for name in batch.options if name != "statistics"}
+    options["statistics"] = statistics
     train, rollout, outside = (around(x, head, tail) for x in (batch.train, batch.rollout, ~batch.mask))
     expected = run(batch, correction)
     found = run(Batch(train, rollout, ~outside, batch.cu_seqlens + head, options), correction)
