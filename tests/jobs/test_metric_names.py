@@ -26,7 +26,8 @@ CASES = {
     "experts": [
         "moe={record: true, replay: R3}",
         "warmup={steps: 2, batch_size: 32, target_accuracy: 1.0, check_interval: 1}",
-        "correction={weight: {upper: 2.0}, reject: [{level: token, lower: 0.1}, {level: sequence, upper: 9.0}]}",
+        "correction={weight: {upper: measured}, reject: [{level: token, lower: 0.1}, {level: sequence, upper: 9.0}, "
+        "{statistic: standardized, upper: 9.0}]}",
         "lr_decay={decay_period: 3}",
         "loss={kl_coef: 0.1, entropy_coef: 0.01, dual_clip: 3.0}",
     ],
