@@ -71,6 +71,9 @@ class TokenBatch:
     """[N, layers, k] int32; the row of the last token of a sequence is zeros."""
     truncated: Tensor | None = None
     """[S] bool: the response was cut off at max_new_tokens."""
+    sampling_logprobs: Tensor | None = None
+    """[N] fp32, nats: log pi of every target by the trainer's weights of the version that sampled it, from a forward
+    pass while they were loaded; anything where loss_mask is False."""
     positions: Tensor | None = None
     """[N] int32, index of each loss token among those of its sequence; made here, from whole sequences, where None."""
 
@@ -200,7 +203,7 @@ class TokenBatch:
 
 _ROW_FIELDS = (
     *("tokens", "targets", "position_ids", "loss_mask"),
-    *("rollout_logprobs", "segment_ids", "weight_versions", "routes", "positions"),
+    *("rollout_logprobs", "segment_ids", "weight_versions", "routes", "positions", "sampling_logprobs"),
 )
 _SEQUENCE_FIELDS = ("rewards", "groups", "advantages", "truncated")
 

@@ -14,6 +14,7 @@ from megatron_rc.fused import backend_module
 from megatron_rc.inputs import Extras, Pair, check_extras, check_pair, check_tokens
 from megatron_rc.measured_upper import settled
 from megatron_rc.metrics import MetricSums
+from megatron_rc.part_metrics import PART_METRICS
 from megatron_rc.plan import Plan
 
 
@@ -48,6 +49,7 @@ def correct(
     statistics: Mapping[str, Tensor] | None = None,
     positions: Tensor | None = None,
     lags: Tensor | None = None,
+    sampling_logprobs: Tensor | None = None,
     mean_k3: Tensor | None = None,
     measured_upper: float | None = None,
     dp_group: dist.ProcessGroup | None = None,
@@ -86,6 +88,8 @@ def correct(
             sequence on a rank may have one gap.
         lags: the shape of loss_mask, int, >= 0; updates of pi since each token was sampled. Rejections on "lag" and
             weights with growth="sqrt_lag" or upper_by_lag need them; given, they also split metrics by lag.
+        sampling_logprobs: the shape of loss_mask, fp32, nats; log pi of each token by the trainer's weights of the
+            version that sampled it. Weights with staleness_upper need them; NaN or an infinity is corruption.
         mean_k3: 0-d on the same device, nats; K of earlier batches, for the gate "standardized". Without it, K is that
             of this batch, in one all-reduce over dp_group: a caller that sees one micro-batch must give it.
         measured_upper: the metric of that name of the previous rollout, for a weight with upper="measured"; its
@@ -111,13 +115,17 @@ def correct(
     applied, measures_upper = settled(correction, measured_upper)
     plan = Plan.of(applied)._replace(measures_upper=measures_upper)
     pair = check_pair(train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, cp_group)
-    given = Extras(segment_ids, num_segments, advantages, statistics or {}, lags, positions, mean_k3)
+    given = Extras(segment_ids, num_segments, advantages, statistics or {}, lags, positions, sampling_logprobs, mean_k3)
     extras = check_extras(pair, plan, given, cp_group)
+    if extras.sampling_logprobs is not None:
+        # 0 times NaN or an infinity is NaN: a token that is corrupt on any side becomes corrupt in one operation
+        rollout = torch.add(pair.rollout_logprobs, extras.sampling_logprobs, alpha=0)
+        pair = pair._replace(rollout_logprobs=rollout)
     computed = backend_module("correction", backend, **pair._asdict(), **extras.tensors())
     with torch.no_grad():
         weights, mask, bad_sequences, sums, used_k3 = computed.correct(pair, extras, plan, dp_group, cp_group)
-    shape = loss_mask.shape
-    return Corrected(weights.view(shape), mask.view(shape), bad_sequences, MetricSums(sums), correction, used_k3)
+    shape, metrics = loss_mask.shape, MetricSums(sums, PART_METRICS)
+    return Corrected(weights.view(shape), mask.view(shape), bad_sequences, metrics, correction, used_k3)
 
 
 def pair_metrics(

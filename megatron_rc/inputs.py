@@ -53,6 +53,8 @@ class Extras(NamedTuple):
     """The shape of loss_mask, int; updates since each token was sampled. Metrics read them where nothing else does."""
     positions: Tensor | None = None
     """The shape of loss_mask, int; None where sequences are whole or nothing depends on them."""
+    sampling_logprobs: Tensor | None = None
+    """The shape of loss_mask; None but for a weight of two factors."""
     mean_k3: Tensor | None = None
     """0-d; None where no gate needs it, or where it is that of this batch."""
     advantage_unit: Unit = "token"
@@ -61,7 +63,7 @@ class Extras(NamedTuple):
     def tensors(self) -> dict[str, Tensor | None]:
         """The tensors by the names that errors give them."""
         named = {f"statistics[{name!r}]": given for name, given in self.statistics.items()}
-        rows = {"lags": self.lags, "positions": self.positions}
+        rows = {"lags": self.lags, "positions": self.positions, "sampling_logprobs": self.sampling_logprobs}
         return {"segment_ids": self.segment_ids, "advantages": self.advantages, **rows, **named}
 
 
@@ -121,7 +123,8 @@ def check_extras(pair: Pair, plan: Plan, given: Extras, cp_group: dist.ProcessGr
         raise ValueError(
             f"mean_k3 must be 0-d and on {pair.loss_mask.device}, got {tuple(mean_k3.shape)} on {mean_k3.device}"
         )
-    return Extras(segment_ids, num_segments, advantages, statistics, given.lags, positions, mean_k3, unit)
+    sampling = _needed_sampling_logprobs(pair, plan, given.sampling_logprobs)
+    return Extras(segment_ids, num_segments, advantages, statistics, given.lags, positions, sampling, mean_k3, unit)
 
 
 def _check_segments(
@@ -170,6 +173,18 @@ def _needed_positions(
         )
     check_shape("positions", positions, pair.loss_mask.shape, "loss_mask")
     return positions
+
+
+def _needed_sampling_logprobs(pair: Pair, plan: Plan, sampling_logprobs: Tensor | None) -> Tensor | None:
+    if not plan.has_two_factors:
+        return None
+    if sampling_logprobs is None:
+        raise ValueError(
+            "sampling_logprobs must be given for a weight with staleness_upper: log-probs by the trainer's weights of "
+            "the version that sampled, from a forward pass while they are loaded"
+        )
+    check_shape("sampling_logprobs", sampling_logprobs, pair.loss_mask.shape, "loss_mask")
+    return sampling_logprobs
 
 
 def _check_lags(pair: Pair, plan: Plan, lags: Tensor | None) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 from megatron_rc.alarm import check_k3
 from megatron_rc.collectives import all_reduced
 from megatron_rc.measured_upper import UNITS, least_error
-from megatron_rc.reference.lags import LAG_BINS
 from megatron_rc.reference.sums import Parts, Statistics, square_of
 from megatron_rc.weight import MODES
 
@@ -163,26 +161,10 @@ SHARES = {
         for name, side in ((names.lower, "< lower"), (names.upper, "> upper"))
         if name
     },
+    "staleness_truncated": "train / sampling > staleness_upper",
     "rejected_<gate>": "dropped by the Rejection of that name, whatever other gates decide",
 }
 """`<name>_token`: share of tokens; `<name>_seq`: share of sequences with at least one such token."""
-
-
-BY_LAG: dict[str, tuple[str, Callable[..., float]]] = {
-    "tokens": ("share of tokens of these lags", lambda s, b: quotient(s[f"lag_tokens:{b}"], s["tokens"])),
-    "k3": ("k3 over them", lambda s, b: quotient(s[f"lag_k3:{b}"], s[f"lag_tokens:{b}"])),
-    "ess_token": (
-        "ess_token over them",
-        lambda s, b: quotient(s[f"lag_rho:{b}"] ** 2, s[f"lag_tokens:{b}"] * s[f"lag_square:rho:{b}"]),
-    ),
-    "masked_token": ("their masked share", lambda s, b: 1 - quotient(s[f"lag_kept:{b}"], s[f"lag_tokens:{b}"])),
-}
-"""`<name>_lag_<lags>`: formula and value over the tokens of one bin of lags, where lags are given."""
-_METRICS = METRICS | {
-    f"{name}_lag_{b}": Metric(formula, partial(value, b=b), needs=f"lag_tokens:{b}")
-    for name, (formula, value) in BY_LAG.items()
-    for b in LAG_BINS
-}
 
 
 class MetricSums:
@@ -191,10 +173,11 @@ class MetricSums:
     `check` and `values` are the only calls that wait for the device.
     """
 
-    def __init__(self, statistics: Statistics | None = None) -> None:
+    def __init__(self, statistics: Statistics | None = None, metrics: Mapping[str, Metric] | None = None) -> None:
         """
         Args:
             statistics: what one call computed; its vector is not copied. None: nothing yet.
+            metrics: name -> what is made of them beside METRICS.
         """
         if statistics is None:
             statistics = Statistics((), (), (), torch.empty(0, dtype=torch.float64))
@@ -204,7 +187,7 @@ class MetricSums:
             _Named([_Entry("", name) for name in names], part)
             for names, part in zip(statistics[:3], statistics.vector.split(counts), strict=True)
         )
-        self._metrics: Mapping[str, Metric] = _METRICS
+        self._metrics: Mapping[str, Metric] = METRICS if metrics is None else {**METRICS, **metrics}
 
     @classmethod
     def of_sums(cls, sums: Mapping[str, Tensor], metrics: Mapping[str, Metric]) -> MetricSums:
@@ -217,7 +200,7 @@ class MetricSums:
         self = cls()
         entries = [_Entry("", name, tuple(value.shape)) for name, value in sums.items()]
         self._sums = _Named(entries, torch.cat([value.reshape(-1).double() for value in sums.values()]))
-        self._metrics = {**_METRICS, **metrics}
+        self._metrics = {**METRICS, **metrics}
         return self
 
     @classmethod

@@ -9,6 +9,9 @@ from typing import NamedTuple
 from megatron_rc.config import STANDARDIZED, STATISTICS, Rejection, RolloutCorrection, Unit
 from megatron_rc.weight import MODES, Weight
 
+STALENESS_TRUNCATED = "staleness_truncated"
+"""Name of the metric that counts tokens whose staleness is above its bound."""
+
 
 class WeightBound(NamedTuple):
     """A bound of the importance weight."""
@@ -35,6 +38,12 @@ class WeightPlan(NamedTuple):
     """-inf without a lower bound."""
     log_uppers: tuple[tuple[float, float], ...]
     """(smallest lag, log upper), ascending; the first pair holds for every lag below the second."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that count units beyond a bound, in order."""
+        of_staleness = () if self.weight.staleness_upper is None else (STALENESS_TRUNCATED,)
+        return (*(bound.name for bound in self.bounds), *of_staleness)
 
     @classmethod
     def of(cls, weight: Weight) -> WeightPlan:
@@ -114,6 +123,11 @@ class Plan(NamedTuple):
     def drops_corrupt_sequences(self) -> bool:
         """Whether one corrupt token drops its whole sequence."""
         return bool(self.units - {"token"}) or self.sums_prefixes
+
+    @property
+    def has_two_factors(self) -> bool:
+        """Whether the weight is a mismatch times a staleness."""
+        return self.weight is not None and self.weight.weight.staleness_upper is not None
 
     @property
     def sums_prefixes(self) -> bool:

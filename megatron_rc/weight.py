@@ -63,6 +63,9 @@ class Weight:
     upper_by_lag: tuple[tuple[int, float], ...] = ()
     """Pairs (lag, upper): the last pair whose lag is not above that of the unit replaces upper, which still holds below
     the first pair."""
+    staleness_upper: float | None = None
+    """Two-factor weight, for level token: lower and upper bound the mismatch, sampling / rollout, and this bounds the
+    staleness, train / sampling, from above; the weight is their product. `correct` needs `sampling_logprobs` for it."""
 
     def __post_init__(self) -> None:
         check_one_of("level", self.level, Level)
@@ -87,6 +90,7 @@ class Weight:
         if self.growth == "sqrt_position" and self.level != "prefix":
             raise ValueError(f"level must be 'prefix' when growth is 'sqrt_position', got level={self.level!r}")
         self._check_upper_by_lag()
+        self._check_staleness_upper()
         if self.level == "prefix" and self.reads_lags:
             raise ValueError(
                 "level must not be 'prefix' for bounds that depend on lags: a prefix has tokens of many lags"
@@ -121,7 +125,7 @@ class Weight:
             ValueError: a finite bound of the weight lies beyond e^log_ratio_bound or e^-log_ratio_bound.
         """
         uppers = [("upper", upper) for upper in (self.upper, *(upper for _, upper in self.upper_by_lag))]
-        for name, bound in [("lower", self.lower), *uppers]:
+        for name, bound in [("lower", self.lower), *uppers, ("staleness_upper", self.staleness_upper)]:
             # a measured bound is found among clamped log-ratios
             if bound is None or isinstance(bound, str) or bound == math.inf:
                 continue
@@ -130,6 +134,17 @@ class Weight:
                     f"log_ratio_bound must be >= |log {name}| = {abs(math.log(bound)):.2f}, got {log_ratio_bound!r}: "
                     "it clamps log-ratios before the bounds of the weight act"
                 )
+
+    def _check_staleness_upper(self) -> None:
+        if self.staleness_upper is None:
+            return
+        _check_number("staleness_upper", self.staleness_upper)
+        if not self.staleness_upper > 0:
+            raise ValueError(f"staleness_upper must be > 0 for a ratio, got {self.staleness_upper!r}")
+        if self.level != "token":
+            raise ValueError(f"level must be 'token' when staleness_upper is set, got level={self.level!r}")
+        if self.varies or self.upper == "measured":
+            raise ValueError("staleness_upper must be None for an upper that is measured or depends on lags")
 
     def _check_upper_by_lag(self) -> None:
         if not self.upper_by_lag:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -11,13 +9,15 @@ from torch import Tensor
 
 from .chunks import OF_TOKENS, SIZES, Tokens, locate_chunk, store_rows
 from .columns import field, finish, merge_all, statistic_of_tokens
-from .decisions import Decisions
+from .decisions import Decided, Decisions
+from .factors import bounded_staleness, put_factors
 from .lags import put_lags
 from .launch_table import LAUNCH
 from .log_ratio import load_log_ratio
 from .measured_upper import NUM_OF_UPPER, put_upper
 from .metric_rows import (
     FROM_TOKENS_TO_SEQUENCES,
+    NUM_OF_FACTORS,
     NUM_OF_LAGS,
     NUM_OF_STANDARDIZED,
     NUM_OF_WEIGHTS,
@@ -37,19 +37,6 @@ from .weight_bounds import bounds_of_units, prefix_sums
 
 # indices of the fields, for kernels
 _STATISTIC, _SOURCE, _REDUCE, _LEVEL, _COLUMN, _ADVANTAGES, _ADVANTAGE_COLUMN = map(tl.constexpr, range(7))
-
-
-class Decided(NamedTuple):
-    """The weight and fate of every token, and the parts of the metrics."""
-
-    weights: Tensor | None
-    """[N] fp32, before normalisation."""
-    mask: Tensor | None
-    """[N] bool."""
-    bad_sequences: Tensor | None
-    """[S] bool."""
-    rows: Tensor
-    """[K, chunks] fp64, the parts of every metric."""
 
 
 @triton.jit(do_not_specialize=[*SIZES, "stride", "num_slots", "counts"], do_not_specialize_on_alignment=OF_TOKENS)
@@ -75,11 +62,12 @@ def correction_fwd_kernel(
     stride, num_slots,
     counts,  # 1 on the context-parallel rank that reports whole sequences, else 0
     LOG_RATIO_BOUND: tl.constexpr,
-    LEVEL: tl.constexpr,  # to CARRY_SOURCE: the fields of a WeightKind
+    LEVEL: tl.constexpr,  # to LOG_STALENESS: the fields of a WeightKind
     DROPS: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
     WEIGHT_COLUMN: tl.constexpr, GROWTH: tl.constexpr, LOG_LOWER: tl.constexpr, LOG_UPPERS: tl.constexpr,
     LAG_COLUMN: tl.constexpr, POSITION_SOURCE: tl.constexpr, CARRY_SOURCE: tl.constexpr,
     MEASURES_UPPER: tl.constexpr, UPPER_COLUMN: tl.constexpr,
+    SAMPLING_SOURCE: tl.constexpr, LOG_STALENESS: tl.constexpr,
     LAG_SOURCE: tl.constexpr, LAG_BINS: tl.constexpr,
     GATES: tl.constexpr,  # the fields of every Gate
     DROPS_CORRUPT_SEQUENCES: tl.constexpr, COMPLETE: tl.constexpr, BY_ID: tl.constexpr,
@@ -131,6 +119,8 @@ def correction_fwd_kernel(
             kept = kept & (lanes + tokens >= loss_tokens)
         cell_of_lags = cell
         cell += len(LAG_BINS) * NUM_OF_LAGS * chunks
+        cell_of_factors = cell
+        cell += (SAMPLING_SOURCE >= 0) * NUM_OF_FACTORS * chunks
         cell_of_weights = cell
         cell += NUM_OF_WEIGHTS * chunks
         cell_of_standardized = cell
@@ -140,13 +130,26 @@ def correction_fwd_kernel(
         cell_of_upper = cell
         if MEASURES_UPPER != "none":
             cell += NUM_OF_UPPER * chunks
-        to_outcome = (HAS_LOWER + HAS_UPPER + len(GATES) + FROM_TOKENS_TO_SEQUENCES) * chunks
+        num_bounds = HAS_LOWER + HAS_UPPER + (SAMPLING_SOURCE >= 0) + len(GATES)
+        to_outcome = (num_bounds + FROM_TOKENS_TO_SEQUENCES) * chunks
 
         weight = tl.full((), 1.0, tl.float32)
         if LEVEL != "none":
             log_weight = lanes + total
             if LEVEL == "token":
                 log_weight = log_ratio.to(tl.float64)
+                if SAMPLING_SOURCE >= 0:
+                    mismatch, staleness = put_factors(
+                        cell_of_factors,
+                        chunks,
+                        train_logprobs,
+                        statistics[SAMPLING_SOURCE],
+                        rollout,
+                        rows,
+                        valid,
+                        bound,
+                    )
+                    log_weight = mismatch.to(tl.float64)
             elif LEVEL == "geometric":
                 log_weight = lanes + mean
             elif LEVEL == "segment":
@@ -194,6 +197,10 @@ def correction_fwd_kernel(
             if HAS_UPPER:
                 cell = put_outside(cell, chunks, to_outcome, valid & (log_weight > log_upper), whole)
                 within = within & (log_weight <= log_upper)
+            if SAMPLING_SOURCE >= 0:
+                weight *= bounded_staleness(staleness, bound, LOG_STALENESS)
+                beyond = valid & (staleness > tl.full((), LOG_STALENESS, tl.float32))
+                cell = put_outside(cell, chunks, to_outcome, beyond, whole)
             if DROPS:
                 kept = kept & within
 
@@ -267,7 +274,7 @@ def correction_fwd_kernel(
         if weights is not None:
             outcomes = (tl.where(whole, weight_sum / divisor, 0.0), tl.where(whole, kept_tokens, 0.0))
             # the rows in between, of sequences outside a bound, are written already
-            cell = put(cell, chunks, outcomes) + (HAS_LOWER + HAS_UPPER + len(GATES)) * chunks
+            cell = put(cell, chunks, outcomes) + num_bounds * chunks
             maxima += (tl.max(final),)
             minima += (tl.min(tl.where(kept, final, float("inf"))),)
     put(cell, chunks, maxima + minima)
@@ -322,19 +329,7 @@ def correction_fwd(
         stride=0 if sums is None else sums.shape[1],
         counts=int(counts),
         LOG_RATIO_BOUND=decisions.log_ratio_bound,
-        LEVEL=decisions.weight.level,
-        DROPS=decisions.weight.drops,
-        HAS_LOWER=decisions.weight.has_lower,
-        HAS_UPPER=decisions.weight.has_upper,
-        WEIGHT_COLUMN=decisions.weight.column,
-        GROWTH=decisions.weight.growth,
-        LOG_LOWER=decisions.weight.log_lower,
-        LOG_UPPERS=decisions.weight.log_uppers,
-        MEASURES_UPPER=decisions.weight.measures_upper,
-        UPPER_COLUMN=decisions.weight.advantage_column,
-        LAG_COLUMN=decisions.weight.lag_column,
-        POSITION_SOURCE=decisions.weight.position_source,
-        CARRY_SOURCE=decisions.weight.carry_source,
+        **decisions.weight.constants(),
         LAG_SOURCE=decisions.lags.source,
         LAG_BINS=decisions.lags.bins,
         GATES=tuple(map(tuple, decisions.gates)),

@@ -1,8 +1,10 @@
-"""A RolloutCorrection as the correction kernel takes it: the weight, the gates, and their bounds."""
+"""A RolloutCorrection as the correction kernel takes it, and what comes of it."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 
 class WeightKind(NamedTuple):
@@ -31,6 +33,30 @@ class WeightKind(NamedTuple):
     """token or sequence, which has one advantage, where the bound with the least error is measured; else none."""
     advantage_column: int = -1
     """Column of sequences that holds the sum of the advantages of tokens, where the measurement needs it."""
+    sampling_source: int = -1
+    """Index among them of log pi at the version that sampled; -1 unless the weight has two factors."""
+    log_staleness: float = 0.0
+    """Log of the bound of the second factor."""
+
+    def constants(self) -> dict[str, Any]:
+        """The fields by the names of the kernel's constants."""
+        return {
+            "LEVEL": self.level,
+            "DROPS": self.drops,
+            "HAS_LOWER": self.has_lower,
+            "HAS_UPPER": self.has_upper,
+            "WEIGHT_COLUMN": self.column,
+            "GROWTH": self.growth,
+            "LOG_LOWER": self.log_lower,
+            "LOG_UPPERS": self.log_uppers,
+            "MEASURES_UPPER": self.measures_upper,
+            "UPPER_COLUMN": self.advantage_column,
+            "LAG_COLUMN": self.lag_column,
+            "POSITION_SOURCE": self.position_source,
+            "CARRY_SOURCE": self.carry_source,
+            "SAMPLING_SOURCE": self.sampling_source,
+            "LOG_STALENESS": self.log_staleness,
+        }
 
 
 class Lags(NamedTuple):
@@ -67,3 +93,16 @@ class Decisions(NamedTuple):
     bounds: tuple[float, ...]
     """lower, upper, log lower and log upper of the weight; then lower and upper of every gate, as logs for a ratio."""
     lags: Lags = Lags()
+
+
+class Decided(NamedTuple):
+    """The weight and fate of every token, and the parts of the metrics."""
+
+    weights: Tensor | None
+    """[N] fp32, before normalisation."""
+    mask: Tensor | None
+    """[N] bool."""
+    bad_sequences: Tensor | None
+    """[S] bool."""
+    rows: Tensor
+    """[K, chunks] fp64, the parts of every metric."""

@@ -23,6 +23,8 @@ _PERPLEXITIES = ("rollout_log_ppl", "train_log_ppl", "rollout_ppl", "train_ppl")
 OF_WHOLE_SEQUENCES = ("seq_rho", "seq_dev", *_PERPLEXITIES, "mean_abs", "sum_abs", "seq_clamped", "sequences")
 OF_OUTCOMES = ("all_weight", "kept_sequences")
 
+NUM_OF_FACTORS = tl.constexpr(6)
+"""Rows of the factors of a weight: rho, rho^2 and k3 of the mismatch, then of the staleness."""
 NUM_OF_LAGS = tl.constexpr(5)
 """Rows of every bin of lags: tokens, k3, rho, rho^2, kept tokens."""
 NUM_OF_WEIGHTS = tl.constexpr(len(OF_WEIGHTS))
@@ -59,14 +61,14 @@ class MetricRows(NamedTuple):
 def metric_rows(
     sequences: bool,
     bounds: tuple[str, ...] | None,
-    lags: tuple[str, ...] = (),
+    parts: tuple[str, ...] = (),
     standardized: bool = False,
     upper: tuple[str, ...] = (),
 ) -> MetricRows:
     """The rows of tokens; of sequences, if asked for; of the final weights and these bounds, unless they are None.
 
     Args:
-        lags: names of the sums of the bins of lags, bin by bin; none where lags are not known.
+        parts: names of the sums of the bins of lags, bin by bin, then of the factors of the weight.
         standardized: whether a gate is on that statistic.
         upper: names of the sums of put_upper; none where no bound is measured.
     """
@@ -78,7 +80,7 @@ def metric_rows(
         return MetricRows(OF_TOKENS + OF_SEQUENCES, OF_WHOLE_SEQUENCES, (), maxima, minima)
     return MetricRows(
         OF_TOKENS
-        + lags
+        + parts
         + OF_WEIGHTS
         + (OF_STANDARDIZED if standardized else ())
         + upper

@@ -23,8 +23,9 @@ from megatron_rc.kernels.unit_combine import unit_combine_fwd
 from megatron_rc.kernels.unit_sums import NUM_LOG_RATIO_SUMS, SegmentParts, unit_sums_fwd
 from megatron_rc.measured_upper import SUMS, UNITS
 from megatron_rc.plan import GatePlan, Plan, log_bound
-from megatron_rc.reference.correction import pair_log_ratio
+from megatron_rc.reference.factors import FACTOR_SUMS
 from megatron_rc.reference.lags import LAG_BINS, OF_LAGS
+from megatron_rc.reference.log_ratio import pair_log_ratio
 from megatron_rc.reference.prefix import carried
 from megatron_rc.reference.sums import Statistics, square_of
 
@@ -47,7 +48,12 @@ def correct(
 ) -> tuple[Tensor, Tensor, Tensor, Statistics, Tensor | None]:
     """Weights [N], mask [N], bad_sequences [S], statistics and mean k3 of `megatron_rc.correct`."""
     parallel = not is_alone(cp_group)
-    rows = {"lags": extras.lags, "positions": extras.positions, "carry": _carry(pair, extras, cp_group)}
+    rows = {
+        "lags": extras.lags,
+        "positions": extras.positions,
+        "carry": _carry(pair, extras, cp_group),
+        "sampling": extras.sampling_logprobs,
+    }
     known = {name: values for name, values in rows.items() if values is not None}
     compiled = _kernel_plan(plan, extras.advantage_unit, tuple(known))
     tokens = _tokens(pair, extras, tuple(known.values()))
@@ -228,6 +234,9 @@ def _kernel_plan(plan: Plan, advantages: str, known: tuple[str, ...]) -> _Kernel
         column = place("segment", _MEAN_LOG_RATIO if weight.unit == "segment" else None)
         kind = WeightKind(weight.weight.level, weight.drops, "lower" in beyond, "upper" in beyond, column)
         kind = kind._replace(position_source=sources.get("positions", -1), carry_source=sources.get("carry", -1))
+        if weight.weight.staleness_upper is not None:
+            log_staleness = math.log(weight.weight.staleness_upper)
+            kind = kind._replace(sampling_source=sources["sampling"], log_staleness=log_staleness)
         if weight.weight.varies:
             of_unit = -1 if weight.unit == "token" else place(weight.unit, _lag_of_unit(plan))
             kind = kind._replace(
@@ -243,9 +252,10 @@ def _kernel_plan(plan: Plan, advantages: str, known: tuple[str, ...]) -> _Kernel
     lags = Lags(sources["lags"], tuple(LAG_BINS.values())) if "lags" in sources else Lags()
     decisions = Decisions(kind, gates, plan.drops_corrupt_sequences, bound, _bounds(plan), lags)
     of_lags = tuple(f"lag_{what}:{name}" for name in LAG_BINS for what in OF_LAGS) if lags.bins else ()
-    names_of_bounds = (*beyond.values(), *(planned.name for planned in plan.gates))
+    names_of_bounds = (*(weight.metrics if weight else ()), *(planned.name for planned in plan.gates))
+    of_factors = FACTOR_SUMS if plan.has_two_factors else ()
     of_upper = (*SUMS, UNITS) if plan.measures_upper else ()
-    rows = metric_rows(True, names_of_bounds, of_lags, plan.standardized is not None, of_upper)
+    rows = metric_rows(True, names_of_bounds, of_lags + of_factors, plan.standardized is not None, of_upper)
     names = [*rows.sums, *rows.maxima, *rows.minima]
     powers = {"weight": 1, square_of("weight"): 2, "all_weight": 1, square_of("all_weight"): 2}
     powers |= {"weight_max": 1, "weight_min": 1}

@@ -34,6 +34,9 @@ _LAGS = """
 Where lags are known, which a training job passes as soon as a token is older than the weights that are trained, each of
 these is one metric for every bin of lags that holds a token: 0, 1, 2_3, 4_7, 8_15 and 16_up.
 """
+_TWO_FACTORS = """
+A weight with `staleness_upper` has two factors, and these metrics of each; `truncated_token` counts the mismatch.
+"""
 _ROUTES = """
 ## Expert shift
 
@@ -72,8 +75,9 @@ what is too old, or has another signature than the patch was made for, is refuse
 
 
 def metrics() -> str:
-    from megatron_rc.metrics import BY_LAG, METRICS, SHARES
+    from megatron_rc.metrics import METRICS, SHARES
     from megatron_rc.moe.shift_metrics import EXPERT_SHIFT, EXPERT_SHIFT_LISTS
+    from megatron_rc.part_metrics import BY_LAG, OF_FACTORS
     from megatron_rc.training.metric_names import JOB_METRICS
 
     parts = [_METRICS]
@@ -82,6 +86,7 @@ def metrics() -> str:
         parts += [f"\n## {section}\n\n", table(("metric", "unit", "meaning"), rows)]
     parts += [_PAIRS, _formulas({name: metric.formula for name, metric in METRICS.items()}), _SHARES, _formulas(SHARES)]
     parts += [_LAGS, _formulas({f"{name}_lag_<lags>": formula for name, (formula, _) in BY_LAG.items()})]
+    parts += [_TWO_FACTORS, _formulas({name: metric.formula for name, metric in OF_FACTORS.items()})]
     return "".join([*parts, _ROUTES, _formulas(EXPERT_SHIFT | EXPERT_SHIFT_LISTS)])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.advantages import row_counts
 from megatron_rc.collectives import all_reduced, is_alone, is_first_rank, pool_units
 from megatron_rc.inputs import Extras, Pair, check_offsets_on_cpu
-from megatron_rc.plan import GatePlan, Plan, WeightPlan
+from megatron_rc.plan import STALENESS_TRUNCATED, GatePlan, Plan, WeightPlan
+from megatron_rc.reference.factors import LogFactors, factor_statistics, log_factors
 from megatron_rc.reference.lags import bounds_of_units, lag_statistics
-from megatron_rc.reference.log_ratio import LogRatio, bounded_ratio, log_ratio, log_ratio_sums
+from megatron_rc.reference.log_ratio import LogRatio, bounded_ratio, log_ratio_sums, pair_log_ratio
 from megatron_rc.reference.measured_upper import upper_sums
 from megatron_rc.reference.prefix import log_prefixes, token_numbers
 from megatron_rc.reference.rejection_statistics import (
@@ -56,6 +57,9 @@ def correct(
     batch.mean_k3 = _mean_k3(batch, dp_group) if extras.mean_k3 is None else extras.mean_k3.double()
     if plan.sums_prefixes:
         batch.add_prefixes(extras.positions, cp_group)
+    if extras.sampling_logprobs is not None:
+        batch.factors = log_factors(pair, extras.sampling_logprobs, ratio)
+        tokens.sums.update(factor_statistics(batch.factors, ratio.valid, plan.correction.log_ratio_bound))
 
     weights, mask, outcome, judged = _decide(batch, cp_group)
     if batch.lags is not None:
@@ -81,15 +85,6 @@ def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup
     (complete,), _ = pool_units([log_ratio_sums(ratio, pair.offsets)], [], cp_group)
     first = is_first_rank(cp_group)
     return (tokens | sequence_statistics(Units.of(complete), None, {}, log_ratio_bound, counts=first)).joined()
-
-
-def pair_log_ratio(pair: Pair) -> tuple[LogRatio, Tensor]:
-    """l, and the number of the sequence of every row [N]; rows that no sequence covers have no loss."""
-    train, rollout, mask = (tensor.reshape(-1) for tensor in pair[:3])
-    # from 1; 0 before the first sequence, one more than the last after it
-    number = torch.repeat_interleave(row_counts(pair.offsets, len(mask)), output_size=len(mask))
-    nearest = number.clamp(1, pair.num_sequences)
-    return log_ratio(train, rollout, mask.bool() & (number == nearest)), nearest - 1
 
 
 _CAPPED_K3 = "capped k3"
@@ -124,6 +119,7 @@ class _Batch:
     """[N], sum of l up to and with each token, for a weight of this level."""
     numbers: Tensor | None = None
     """[N], 1 for the first loss token of a sequence."""
+    factors: LogFactors | None = None
     advantages: dict[str, Tensor] = field(default_factory=dict)
     """unit -> one per token or one per sequence."""
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -188,13 +184,16 @@ class _Batch:
         rows = None if positions is None else positions.reshape(-1)
         where = self.offsets["sequence"], self.of_token["sequence"], rows
         self.prefixes = log_prefixes(self.ratio, *where, cp_group)
-        self.numbers = token_numbers(self.ratio, *where)
+        if self.plan.weight is not None and self.plan.weight.weight.varies:
+            self.numbers = token_numbers(self.ratio, *where)
 
     def log_value(self, unit: str, reduce: str) -> Tensor:
         """l of a token; its sum or mean over a sequence or segment; its sum over a prefix."""
         if reduce == "prefix":
             assert self.prefixes is not None
             return self.prefixes
+        if self.factors is not None and unit == "token":
+            return self.factors.mismatch
         if unit == "token":
             return self.ratio.value
         return self.units[unit].total if reduce == "sum" else self.units[unit].mean
@@ -319,6 +318,11 @@ def _weights(batch: _Batch) -> tuple[str, Tensor | None, list[_Flags]]:
     for bound in planned.bounds:
         beyond = log_value < lower if bound.side == "lower" else log_value > upper
         flags.append(_Flags(bound.name, unit, beyond, planned.drops))
+    if batch.factors is not None:
+        assert weight.staleness_upper is not None
+        stale, top = batch.factors.staleness, weight.staleness_upper
+        value = value * bounded_ratio(stale, None, top, batch.plan.correction.log_ratio_bound)
+        flags.append(_Flags(STALENESS_TRUNCATED, "token", stale > math.log(top), drops=False))
     return unit, value, flags
 
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_rc.advantages import row_counts
+from megatron_rc.inputs import Pair
 from megatron_rc.reference.segments import unit_sums
 
 
@@ -44,6 +46,15 @@ def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tenso
     valid = loss_mask & (torch.maximum(value, rollout) < torch.inf)
     pair = torch.stack([value, rollout])
     return LogRatio(torch.where(valid, pair, pair.new_zeros(())), valid, loss_mask)
+
+
+def pair_log_ratio(pair: Pair) -> tuple[LogRatio, Tensor]:
+    """l, and the number of the sequence of every row [N]; rows that no sequence covers have no loss."""
+    train, rollout, mask = (tensor.reshape(-1) for tensor in pair[:3])
+    # from 1; 0 before the first sequence, one more than the last after it
+    number = torch.repeat_interleave(row_counts(pair.offsets, len(mask)), output_size=len(mask))
+    nearest = number.clamp(1, pair.num_sequences)
+    return log_ratio(train, rollout, mask.bool() & (number == nearest)), nearest - 1
 
 
 def log_ratio_sums(ratio: LogRatio, offsets: Tensor) -> Tensor:

@@ -19,8 +19,7 @@ def prefix_sums(values: Tensor, offsets: Tensor, of_token: Tensor) -> Tensor:
     place = torch.arange(len(values), device=values.device) - offsets.index_select(0, of_token)
     sums, reach = values.clone(), 1
     while reach < len(values):
-        before = torch.where(place[reach:] >= reach, sums[:-reach], 0)
-        sums[reach:] += before
+        sums[reach:].add_(sums[:-reach].masked_fill(place[reach:] < reach, 0))
         reach *= 2
     return sums
 

@@ -22,7 +22,7 @@ FLOORS = (
     "inputs dump settings",
     "reference models",
     "metrics rollout",
-    "fused",
+    "fused part_metrics",
     "logprobs correction moe",
     "loss linear_head",
     "training",

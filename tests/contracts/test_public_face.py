@@ -20,8 +20,8 @@ HEAVY = ("megatron", "transformers", "triton", "pydantic", "yaml", "rich", "type
 # every call as it is documented; only names, kinds and defaults are compared
 SIGNATURES = """
 def correct(train_logprobs, rollout_logprobs, loss_mask, *, correction, cu_seqlens=None, segment_ids=None,
-            num_segments=None, advantages=None, statistics=None, positions=None, lags=None, mean_k3=None,
-            measured_upper=None, dp_group=None, cp_group=None, backend="auto"): ...
+            num_segments=None, advantages=None, statistics=None, positions=None, lags=None, sampling_logprobs=None,
+            mean_k3=None, measured_upper=None, dp_group=None, cp_group=None, backend="auto"): ...
 def vocab_parallel_logprobs(logits, targets, *, tp_group=None, temperature=1.0, mask=None, vocab_size=None,
                             support=None, with_entropy=False, inplace_backward=False, backend="auto"): ...
 def loss_scale(loss_mask, kept_mask, *, aggregation="token-mean", denominator="original", cu_seqlens=None,
@@ -46,6 +46,7 @@ FIELDS = {
         "upper": 2.0,
         "growth": "none",
         "upper_by_lag": (),
+        "staleness_upper": None,
     },
     "Rejection": {
         "statistic": "ratio",

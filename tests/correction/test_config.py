@@ -68,6 +68,12 @@ from megatron_rc.correction import correct
         (lambda: Weight(upper_by_lag=((-1, 2.0),)), "upper_by_lag must have lags >= 0 that ascend, got [-1]"),
         (lambda: Weight(upper_by_lag=((0, 0.0),)), "upper must be > 0 for a ratio, got upper=0.0"),
         (lambda: Weight(mode="clip", lower=0.5, upper_by_lag=((0, 0.4),)), "upper must be > lower"),
+        (lambda: Weight(staleness_upper=0.0), "staleness_upper must be > 0 for a ratio, got 0.0"),
+        (
+            lambda: Weight("sequence", staleness_upper=2.0),
+            "level must be 'token' when staleness_upper is set, got",
+        ),
+        (lambda: Weight(growth="sqrt_lag", staleness_upper=2.0), "staleness_upper must be None for an upper that is m"),
         (lambda: Rejection(), "lower or upper must be set for the rejection on 'ratio'"),
         (lambda: Rejection(lower=0.0), "lower must be > 0 for a ratio"),
         (lambda: Rejection(lower=2.0, upper=1.0), "upper must be > lower"),

@@ -117,6 +117,8 @@ def test_both_policies_live_on_the_kept_ids_at_the_sampling_temperature(runs: Pa
 
 def test_stale_weights_are_as_old_as_asked(runs: Path):
     assert [r["staleness"] for r in metrics(runs, "stale")] == [0.0, 1.0, 2.0, 2.0]
+    by_lag = [{name: r[name] for name in r if name.startswith("old/tokens_lag_")} for r in metrics(runs, "stale")]
+    assert by_lag == [{}, {"old/tokens_lag_1": 1.0}, *[{"old/tokens_lag_2_3": 1.0}] * 2]
     assert metrics(runs, "stale")[3]["old/k3"] > 3 * mean_k3(runs, "bf16")
 
 

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_records import rl, warmup, write_all
 
-from megatron_rc.metrics import BY_LAG, METRICS, SHARES
+from megatron_rc.metrics import METRICS, SHARES
+from megatron_rc.part_metrics import PART_METRICS
 from megatron_rc.report import axes, svg
 from megatron_rc.report.context import save_context
 from megatron_rc.report.curves import Series, headlines, moving_average, series
@@ -105,7 +106,7 @@ def test_every_pair_metric_that_is_drawn_exists() -> None:
         if key.startswith(("old/", "current/", "current_old/"))
     ]
     assert len(names) > 20
-    names = [n for n in names if n.partition("_lag_")[0] not in BY_LAG]
+    names = [n for n in names if n not in PART_METRICS]
     unknown = [n for n in names if n not in METRICS and n.removesuffix("_token").removesuffix("_seq") not in SHARES]
     assert [n for n in unknown if n != "response_length"] == []
 

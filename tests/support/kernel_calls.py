@@ -61,6 +61,7 @@ BY_LAG = RolloutCorrection(
 STANDARDIZED_TURNS = RolloutCorrection(Weight("token"), (Rejection("standardized", "segment", upper=1.1),))
 
 
+TWO_FACTORS = RolloutCorrection(Weight("token", "clip", 0.5, 2.0, staleness_upper=1.5))
 PREFIXES = RolloutCorrection(Weight("prefix", "clip", 0.5, 2.0, growth="sqrt_position"))
 
 
@@ -96,14 +97,17 @@ def logprobs(dtype: torch.dtype, *, entropy: bool, kept: bool, per_row: bool) ->
     return call
 
 
-def corrected(correction: RolloutCorrection, *, per_token: bool = False, lags: bool = False) -> Call:
+def corrected(
+    correction: RolloutCorrection, *, per_token: bool = False, lags: bool = False, sampling: bool = False
+) -> Call:
     def call(backend: str, size: Size) -> Answer:
         batch = case(list(size.lengths))
         if lags:
             batch.lags = torch.arange(sum(size.lengths), dtype=torch.int32) % 20
         if per_token:
             batch.advantages = torch.randn(sum(size.lengths), generator=_generator())
-        answer = correct(*batch.arguments, correction=correction, measured_upper=1.7, backend=backend, **batch.options)
+        given = batch.options | ({"sampling_logprobs": batch.train * 0.9} if sampling else {})
+        answer = correct(*batch.arguments, correction=correction, measured_upper=1.7, backend=backend, **given)
         tensors = {"weights": answer.weights, "mask": answer.mask, "bad_sequences": answer.bad_sequences}
         return Answer(tensors, answer.metrics)
 
@@ -195,6 +199,7 @@ CALLS: dict[str, Call] = {
     "correct every level, advantages of tokens": corrected(EVERY_LEVEL, per_token=True),
     "correct by lag": corrected(BY_LAG, lags=True),
     "correct prefixes": corrected(PREFIXES),
+    "correct two factors": corrected(TWO_FACTORS, sampling=True),
     "loss": loss(RolloutCorrection.preset("token-tis"), old=True, every_term=True, dual_clip=3.0),
     "loss of one term": loss(RolloutCorrection(old="current"), old=False, every_term=False),
     "loss reinforce": loss(RolloutCorrection.preset("seq-tis"), old=True, every_term=True, surrogate="reinforce"),

@@ -117,6 +117,8 @@ def batch_of(
     if lags:
         of_tokens = torch.randint(0, 20, (n,), generator=generator) // torch.randint(1, 9, (n,), generator=generator)
         options["lags"] = torch.where(mask, of_tokens, -7)
+    shift = (normal(n) * gap * 512).round() / 1024
+    options["sampling_logprobs"] = torch.where(mask, rollout + shift, rubbish)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     if ids is not None:
         turns = torch.rand(n, generator=generator) < 0.2
@@ -135,8 +137,9 @@ def padded(batch: Batch, rows: int) -> Batch:
     if len(options["advantages"]) == len(batch.mask):
         options["advantages"] = options["advantages"].view(rows, -1)
     options["statistics"] = {name: value.view(rows, -1) for name, value in options["statistics"].items()}
-    if "lags" in options:
-        options["lags"] = options["lags"].view(rows, -1)
+    for name in ("lags", "sampling_logprobs"):
+        if name in options:
+            options[name] = options[name].view(rows, -1)
     train, rollout, mask = (x.view(rows, -1) for x in batch.arguments)
     return Batch(train, rollout, mask, None, options)
 
@@ -159,6 +162,8 @@ def corrections(draw: st.DrawFn) -> RolloutCorrection:
         varied: Any = draw(
             st.sampled_from([{}, {}, {"growth": "sqrt_lag"}, {"upper_by_lag": ((0, 1.711), (3, 1.113))}])
         )
+        if level == "token" and not varied:
+            varied = draw(st.sampled_from([{}, {"staleness_upper": 1.211}]))
         if level == "prefix":
             varied = draw(st.sampled_from([{}, {"growth": "sqrt_position"}]))
         if varied.get("upper_by_lag") and sides.get("upper") is None:

@@ -20,8 +20,9 @@ from megatron_rc.loss import loss_scale
 from megatron_rc.lr_scale import LRScale
 from megatron_rc.measured_upper import FIRST
 from megatron_rc.metrics import MetricSums
+from megatron_rc.plan import Plan
 from megatron_rc.settings import LossSettings, TrainSettings
-from megatron_rc.training.groups import Groups
+from megatron_rc.training.groups import Groups, SharedError
 from megatron_rc.training.policy import Policy, UpdateResult
 from megatron_rc.training.step.learning_rate import StepRate
 from megatron_rc.training.step.metrics import merged, pooled, rollout_metrics
@@ -70,11 +71,20 @@ class TrainedPart(NamedTuple):
     """[n] values over their rows, by column of the dump."""
 
 
+NO_SAMPLING_LOGPROBS = (
+    "correction.weight.staleness_upper must be null: the batch holds samples of older weights, and no log-probs by "
+    "those weights (sampling_logprobs of TokenBatch), which only a forward pass while they are loaded gives"
+)
+
+
 def check_modes(correction: RolloutCorrection, loss: LossSettings, train: TrainSettings) -> None:
     """Raises ValueError for combinations that would be computed on less than they need."""
     correction.check_surrogate(loss.surrogate)
     if correction.old == "recompute":
         return
+    if Plan.of(correction).has_two_factors:
+        why = "only the old pass of the whole batch can be compared with the weights that sampled"
+        raise ValueError(f"correction.weight.staleness_upper must be null when old is {correction.old!r}: {why}")
     correction.check_one_micro_batch(f"a job whose correction.old is {correction.old!r}")
     if loss.denominator == "kept":
         why = "the kept tokens of the whole batch are not known before its update"
@@ -117,9 +127,12 @@ def reinforce_step(
 
     Raises:
         SharedError: more than ``max_nonfinite_share`` of the log-probs are not finite, or k3 exceeds the correction's
-            max_k3.
+            max_k3; samples of older weights without the log-probs that a weight of two factors needs.
     """
     assert batch.rewards is not None and batch.groups is not None
+    is_fresh = version is None or not bool(batch.lags(version).any())
+    if Plan.of(correction).has_two_factors and batch.sampling_logprobs is None and not is_fresh:
+        raise SharedError(NO_SAMPLING_LOGPROBS)
     equal = equal_reward_groups(batch.rewards, batch.groups).tolist()
     trained = [s for s, is_equal in enumerate(equal) if not is_equal]
     dropped = [s for s, is_equal in enumerate(equal) if is_equal]
@@ -131,7 +144,7 @@ def reinforce_step(
     three_policy = correction.old == "recompute"
     share = share_of(batch, [*parts, dropped] if dropped and three_policy else parts, train, policy.groups)
     routes = routing.start(share.batch) if routing else None
-    step = _Step(policy, correction, loss, max_nonfinite_share, share, version, measured_upper, routes, rate)
+    step = _Step(policy, correction, loss, max_nonfinite_share, share, version, is_fresh, measured_upper, routes, rate)
     if three_policy:
         metrics |= step.old_pass(with_kept_mass=with_kept_mass, with_varentropy=with_varentropy)
         rate.begin(metrics, "old/")
@@ -154,6 +167,8 @@ class _Step:
     max_nonfinite_share: float
     share: Share
     version: int | None
+    is_fresh: bool
+    """The weights that sampled the batch are those before the update."""
     measured_upper: float
     routes: StepRoutes | None
     rate: StepRate
@@ -198,6 +213,7 @@ class _Step:
             statistics={} if shift is None else {"route_shift": shift.route_shift},
             lags=None if self.version is None else local.lags(self.version),
             measured_upper=self.measured_upper,
+            sampling_logprobs=old if self.is_fresh else local.sampling_logprobs,
             dp_group=policy.groups.data,
             backend=policy.train.backend,
         )

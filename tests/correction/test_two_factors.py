@@ -1,0 +1,125 @@
+"""A weight of two factors: what it estimates, its definition, corruption, and what is reported of each factor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from correction_book import Case, case, gapped
+from enumeration import Batch, World
+from torch import Tensor
+
+from megatron_rc.config import Rejection, RolloutCorrection, Weight
+from megatron_rc.correction import Corrected, correct
+
+LENGTHS = [12, 0, 7, 30, 1, 9]
+
+
+def sampled(batch: Case, seed: int = 5) -> Tensor:
+    """log pi of the version that sampled; rows without a loss hold rubbish."""
+    noise = torch.randn(len(batch.mask), generator=torch.Generator().manual_seed(seed))
+    return torch.where(batch.mask, batch.rollout + 0.3 * noise, torch.nan)
+
+
+def run(batch: Case, weight: Weight, sampling: Tensor, **options: Any) -> Corrected:
+    correction = RolloutCorrection(weight, (Rejection("k3", "sequence", "mean", upper=0.07),))
+    return correct(*batch.arguments, correction=correction, sampling_logprobs=sampling, **(batch.options | options))
+
+
+@pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
+def test_the_weight_is_the_product_of_two_bounded_ratios(mode: Any) -> None:
+    batch = case(LENGTHS, gap=0.4)
+    sampling = sampled(batch)
+    lower = None if mode == "truncate" else 0.8
+    found = run(batch, Weight("token", mode, lower, 1.3, staleness_upper=1.2), sampling)
+    one = run(batch, Weight("token", mode, lower, 1.3), sampling)
+    mismatch, staleness = (sampling - batch.rollout).exp(), (batch.train - sampling).exp()
+    expected = mismatch.clamp(lower, 1.3) * staleness.clamp(max=1.2)
+    assert 0 < found.mask.sum() < batch.mask.sum()
+    torch.testing.assert_close(found.weights[found.mask], expected[found.mask], rtol=1e-6, atol=0)
+    inside = (mismatch >= (lower or 0.0)) & (mismatch <= 1.3) if mode == "mask" else batch.mask
+    gates = correct(
+        *batch.arguments, correction=RolloutCorrection(reject=found.correction.reject), **batch.options
+    ).mask
+    assert torch.equal(found.mask, gates & inside)
+    assert not torch.equal(found.weights, one.weights)
+
+
+def test_each_factor_is_reported_by_itself() -> None:
+    batch = case(LENGTHS, gap=0.4)
+    sampling = sampled(batch)
+    values = run(batch, Weight("token", upper=1.3, staleness_upper=1.2), sampling).metrics.values()
+    logs = {"mismatch": (sampling - batch.rollout)[batch.mask], "staleness": (batch.train - sampling)[batch.mask]}
+    for name, log in logs.items():
+        rho = log.double().exp()
+        assert values[f"{name}_mean"] == pytest.approx(rho.mean().item(), rel=1e-6)
+        assert values[f"{name}_ess"] == pytest.approx((rho.sum() ** 2 / len(rho) / rho.square().sum()).item(), rel=1e-6)
+        assert values[f"{name}_k3"] == pytest.approx((log.double().expm1() - log).mean().item(), rel=1e-5)
+    assert values["truncated_token"] == pytest.approx((logs["mismatch"] > math.log(1.3)).double().mean().item())
+    assert values["staleness_truncated_token"] == pytest.approx(
+        (logs["staleness"] > math.log(1.2)).double().mean().item()
+    )
+
+
+def test_with_infinite_bounds_it_is_the_token_weight_whatever_the_version_that_sampled() -> None:
+    world = World(3, stops=False)
+    batch = Batch.population(world)
+    train = torch.where(batch.loss_mask, world.log_pi[batch.context, batch.target], 0)
+    middle = torch.where(batch.loss_mask, world.reference.log_softmax(1)[batch.context, batch.target], 0)
+    arguments = {"cu_seqlens": batch.cu_seqlens, "sampling_logprobs": middle}
+    token, two = (
+        correct(train, batch.rollout, batch.loss_mask, correction=RolloutCorrection(weight), **arguments).weights
+        for weight in (Weight(upper=math.inf), Weight(upper=math.inf, staleness_upper=math.inf))
+    )
+    torch.testing.assert_close(two, token, rtol=1e-12, atol=0)
+    # its bias is the excess of either factor over its bound, token by token
+    bounded = correct(
+        train, batch.rollout, batch.loss_mask,
+        correction=RolloutCorrection(Weight(upper=1.1, staleness_upper=1.2)), **arguments,
+    ).weights  # fmt: skip
+    first, second = (middle - batch.rollout).exp(), (train - middle).exp()
+    lost = first * second - first.clamp(max=1.1) * second.clamp(max=1.2)
+    mask = batch.loss_mask
+    assert (token - bounded)[mask].mean().item() == pytest.approx(lost[mask].mean().item(), rel=1e-9)
+    assert lost[mask].mean() > 0.01
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_corrupt_log_prob_of_the_version_that_sampled_is_corruption(broken: float) -> None:
+    train, rollout, mask, cu_seqlens = gapped(0.1, 0.2, 0.3)
+    sampling = torch.tensor([0.0, broken, 0.1])
+    correction = RolloutCorrection(Weight(upper=9.0, staleness_upper=9.0))
+    found = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens, sampling_logprobs=sampling)
+    assert found.mask.tolist() == [True, False, True]
+    assert found.bad_sequences.tolist() == [True]
+    assert found.metrics.values()["nonfinite_count"] == 1
+
+
+def test_a_token_that_pi_gives_no_chance_weighs_nothing() -> None:
+    train, rollout, mask, cu_seqlens = gapped(-math.inf, 0.2)
+    correction = RolloutCorrection(Weight(upper=9.0, staleness_upper=9.0))
+    found = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens, sampling_logprobs=rollout)
+    assert found.weights.tolist() == pytest.approx([0.0, math.exp(0.2)]) and found.mask.all()
+
+
+def test_it_is_refused_without_the_log_probs_of_the_version_that_sampled() -> None:
+    train, rollout, mask, cu_seqlens = gapped(0.1, 0.2)
+    correction = RolloutCorrection(Weight(staleness_upper=2.0))
+    with pytest.raises(ValueError, match="sampling_logprobs must be given for a weight with staleness_upper: log"):
+        correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens)
+
+
+def test_micro_batches_merge_to_the_metrics_of_the_whole() -> None:
+    batch = case([12, 8, 7, 30], gap=0.4)
+    sampling, weight = sampled(batch), Weight(upper=1.3, staleness_upper=1.2)
+    whole = run(batch, weight, sampling).metrics.values()
+    parts = [
+        run(
+            Case(*(x[a:b] for x in batch.arguments), torch.tensor([0, cut, b - a]), batch.advantages[:2]),
+            weight, sampling[a:b],
+        ).metrics
+        for a, b, cut in ((0, 20, 12), (20, 57, 7))
+    ]  # fmt: skip
+    assert parts[0].merge(parts[1]).values() == pytest.approx(whole, rel=1e-9, abs=1e-12)
