@@ -263,15 +263,24 @@ def test_rollouts_drawn_in_another_way_than_the_settings_say_are_sampled_anew(
 
 
 @pytest.mark.parametrize(
-    ("rollout", "sentence"),
+    ("section", "fields", "sentence"),
     [
-        ({"engine": "replay", "replay_path": "dump"}, "train.asynchronous must be 0 when rollout.engine is 'replay': "),
-        ({"staleness": 2}, "rollout.staleness must be 0 with train.asynchronous, got 2: "),
+        (
+            "rollout",
+            {"engine": "replay", "replay_path": "dump"},
+            "train.asynchronous must be 0 when rollout.engine is 'replay': ",
+        ),
+        ("rollout", {"staleness": 2}, "rollout.staleness must be 0 with train.asynchronous, got 2: "),
+        (
+            "correction",
+            {"weight": {"upper": 1.5, "staleness_upper": 1.3}},
+            "correction.weight.staleness_upper must be null with train.asynchronous: ",
+        ),
     ],
 )
-def test_what_cannot_be_asynchronous_is_refused_by_name(rollout: dict[str, Any], sentence: str) -> None:
+def test_what_cannot_be_asynchronous_is_refused_by_name(section: str, fields: dict[str, Any], sentence: str) -> None:
     for ahead in (0, 1):
-        settings = job_settings.load(str({"train": {"asynchronous": ahead}, "rollout": rollout}))
+        settings = job_settings.load(str({"train": {"asynchronous": ahead}, section: fields}))
         if not ahead:
             check_asynchronous(settings)
             continue
