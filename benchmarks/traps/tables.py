@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +34,17 @@ class Tables:
         """Both with their logits multiplied, as those of a model that is surer of itself."""
         return Tables(_log_softmax(factor * self.log_pi), _log_softmax(factor * self.log_mu))
 
-    @property
+    @cached_property
     def entropy(self) -> np.ndarray:
         """[CONTEXTS, LENGTH] of the trainer, nats."""
         result: np.ndarray = -(np.exp(self.log_pi) * self.log_pi).sum(axis=-1)
+        return result
+
+    @cached_property
+    def _stacked(self) -> np.ndarray:
+        """[CONTEXTS * LENGTH * V] one rising array for all contexts, so that one search draws for all of them."""
+        cumulative = np.cumsum(np.exp(self.log_mu.astype(np.float64)), axis=-1).reshape(CONTEXTS * LENGTH, -1)
+        result: np.ndarray = (cumulative / cumulative[:, -1:] + np.arange(CONTEXTS * LENGTH)[:, None]).reshape(-1)
         return result
 
     def honest(self, seed: int, tokens: int, *, ends_early: bool = False) -> Iterator[Planted]:
@@ -46,10 +54,7 @@ class Tables:
             ends_early: cut the responses at random lengths, decided before they are drawn.
         """
         random = np.random.default_rng(seed)
-        cumulative = np.cumsum(np.exp(self.log_mu.astype(np.float64)), axis=-1).reshape(CONTEXTS * LENGTH, -1)
-        vocabulary = cumulative.shape[1]
-        # one rising array for all contexts, so that one search draws for all of them
-        stacked = (cumulative / cumulative[:, -1:] + np.arange(cumulative.shape[0])[:, None]).reshape(-1)
+        vocabulary = self.log_mu.shape[-1]
         entropy = self.entropy.reshape(-1)
         mean_length = 0.75 * LENGTH if ends_early else LENGTH
         left = max(1, round(tokens / mean_length))
@@ -60,7 +65,7 @@ class Tables:
             context = random.integers(CONTEXTS, size=count)
             index = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
             row = np.repeat(context, lengths) * LENGTH + index
-            ids = np.searchsorted(stacked, row + random.random(row.size), side="right") - row * vocabulary
+            ids = np.searchsorted(self._stacked, row + random.random(row.size), side="right") - row * vocabulary
             ids = np.clip(ids, 0, vocabulary - 1)
             steps = np.zeros(count, dtype=np.int64)
             yield Planted(

@@ -15,6 +15,9 @@ from megatron_rc.analyze.factors import Factor
 from megatron_rc.analyze.significance import Test, normal_p
 
 PERMUTATIONS = 100
+"""Orders of the tokens that are compared with theirs."""
+OF_SEQUENCES = 400
+"""The same of whole sequences, which are few: their statistic is skewed, and mean and variance must be exact."""
 PERMUTED_TOKENS = 30_000
 """Tokens of the reservoir that a permutation test reads at most."""
 AT_ONCE = 1 << 16
@@ -122,7 +125,8 @@ class Permutations:
         whole = sample.select_sequences(keep)
         self.chunk = chunk = whole.select(np.arange(whole.log_pi.size) < PERMUTED_TOKENS)
         random = np.random.default_rng(seed)
-        self._of_sequences = random.random((PERMUTATIONS, chunk.num_sequences)).argsort(axis=1)
+        orders = min(OF_SEQUENCES, max(PERMUTATIONS, PERMUTATIONS * PERMUTED_TOKENS // max(1, chunk.num_sequences)))
+        self._of_sequences = random.random((orders, chunk.num_sequences)).argsort(axis=1)
         self._inside = (random.random((PERMUTATIONS, chunk.log_pi.size)) + chunk.sequence_of).argsort(axis=1)
 
     def test(self, name: str, factor: Factor, values: Callable[[Chunk], Floats]) -> Test:
@@ -141,15 +145,15 @@ class Permutations:
         weights = chunk.lengths.astype(np.float64) if of_sequences else np.ones(tokens.size)
         sums = np.add.reduceat(tokens, chunk.cu_seqlens[:-1]) if of_sequences else tokens
         orders = self._of_sequences if of_sequences else self._inside
-        _, inverse = np.unique(codes, return_inverse=True)
-        bins = int(inverse.max()) + 1
+        names, inverse = np.unique(codes, return_inverse=True)
+        bins = names.size
         if bins < 2 or sums.size < bins + 2:
             return Test(name, 0.0, None, "all tokens are in one bin" if bins < 2 else "almost as many bins as values")
 
         floor = float(sums.sum() ** 2 / weights.sum())
         seen = float(_between(sums, weights, inverse, np.arange(sums.size)[None])[0]) - floor
         rows = max(1, AT_ONCE // sums.size)
-        parts = [_between(sums, weights, inverse, orders[i : i + rows]) for i in range(0, PERMUTATIONS, rows)]
+        parts = [_between(sums, weights, inverse, orders[i : i + rows]) for i in range(0, len(orders), rows)]
         shuffled = np.concatenate(parts) - floor
         mean, variance = float(shuffled.mean()), float(shuffled.var())
         if mean <= 0 or variance <= 1e-12 * mean**2:

@@ -13,9 +13,8 @@ RUN = 64
 """Tokens of a sequence whose signs are flipped together, so that errors of neighbours need not be independent."""
 FEWEST_RUNS = 20
 """Runs from which the test is made: the law of fewer flips has no tail to speak of."""
-SECOND_ORDER = 0.3
-"""Mean of the odd term below in units of mean l^2 that honest noise of a single side can leave in a bin. Measured on
-simulated dumps with all noise on either side: 0.1 to 0.3 wherever a bin holds a percent of the tokens."""
+LOWEST = -50.0
+"""nats; the log-prob of a token that the trainer cannot draw."""
 
 
 def sign_flip_test(name: str, chunk: Chunk) -> Test:
@@ -31,12 +30,13 @@ def sign_flip_test(name: str, chunk: Chunk) -> Test:
 
     is compared with its law when the sign of each run is flipped at random: a gamma distribution of the same mean,
     which is the number of bins, and the same variance 2 (|G|^2 - sum_u |A_u|^4), where A_ub is X_ub over the root of
-    sum_u X_ub^2, and G = A^T A. Noise of one side alone leaves means of second order: T is reduced by SECOND_ORDER^2
-    times the sum of l^2.
+    sum_u X_ub^2, and G = A^T A. Where all noise is on one side, m holds half of it: l then goes with m by regression,
+    with a squared correlation of mean l^2 / (4 Var m), which adds N times that to T. T is reduced by so much.
 
     Source: derived; flips of clusters as in the wild bootstrap (Cameron, Gelbach and Miller 2008).
     """
-    bins, runs = log_mu_bin(np.minimum((chunk.log_pi + chunk.log_mu) / 2, 0.0)), _runs(chunk)
+    middle = np.minimum((np.maximum(chunk.log_pi, LOWEST) + chunk.log_mu) / 2, 0.0)
+    bins, runs = log_mu_bin(middle), _runs(chunk)
     ratio, log_ratio = chunk.ratio, chunk.log_ratio
     terms = 2 * ratio / (1 + ratio) * np.tanh(log_ratio / 2)
     count, width = int(runs[-1]) + 1 if runs.size else 0, int(bins.max(initial=0)) + 1
@@ -48,7 +48,8 @@ def sign_flip_test(name: str, chunk: Chunk) -> Test:
     variance = 2 * float(np.square(scaled.T @ scaled).sum() - np.square(np.square(scaled).sum(axis=1)).sum())
     if variance <= 1e-9:
         return Test(name, 0.0, None, "flips of the signs change nothing")
-    seen = float(np.square(scaled.sum(axis=0)).sum()) - SECOND_ORDER**2 * float(np.square(log_ratio).sum())
+    regression = float(np.square(log_ratio).sum()) / max(4 * float(middle.var()), 1e-12)
+    seen = float(np.square(scaled.sum(axis=0)).sum()) - regression
     z = gamma_deviate(seen, scaled.shape[1], variance)
     return Test(name, z, normal_p(z, two_sided=False))
 

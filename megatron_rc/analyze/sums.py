@@ -34,6 +34,7 @@ _SUMMED = (
 )
 _LARGEST = ("excess_squared_max", "surprise_squared_max", "k1_squared_max", "k3_squared_max")
 FIELDS = _SUMMED + _LARGEST
+_INDEX = {name: index for index, name in enumerate(FIELDS)}
 
 
 def token_values(chunk: Chunk) -> dict[str, Floats]:
@@ -91,9 +92,9 @@ class Sums:
         self.row = np.zeros(len(FIELDS)) if row is None else row
 
     def __getattr__(self, name: str) -> float:
-        if name not in FIELDS:
+        if name not in _INDEX:
             raise AttributeError(name)
-        return float(self.row[FIELDS.index(name)])
+        return float(self.row[_INDEX[name]])
 
     def mean(self, name: str) -> float:
         """Mean over the tokens; NaN without any."""

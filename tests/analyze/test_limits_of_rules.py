@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from simulated_dumps import TRAPS, expert_flips, honest, stale_weights, world
+from simulated_dumps import TRAPS, expert_flips, honest, small_honest, stale_weights, world
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
 from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules import TRIED
 from megatron_rc.analyze.rules.benign import LARGEST_TYPICAL
+from megatron_rc.analyze.rules.maps import LEAST_EXPLAINED
 from megatron_rc.analyze.rules.rule import Level
 
 
@@ -69,3 +70,10 @@ def test_a_gap_of_few_tokens_that_shifted_experts_do_not_explain_is_suspect() ->
 def test_a_gap_beyond_eight_bits_is_suspect_although_no_rule_knows_its_cause() -> None:
     assert levels(diagnosed(stale_weights(world(1, sequences=48)))) == {"RC501": Level.SUSPECT}
     assert levels(diagnosed(honest(world(1, sequences=48)))) == {"RC501": Level.NUMERICS}
+
+
+def test_large_noise_of_a_sampler_with_a_narrow_range_of_log_probs_is_no_temperature() -> None:
+    """l holds the noise of log mu, and explains itself by regression: by a fifth of its variance here."""
+    found = diagnosed(small_honest(1, sequences=300, noise=0.5))
+    assert found.evidence.profiles["log_mu"].explained_sign > LEAST_EXPLAINED
+    assert levels(found) == {"RC501": Level.SUSPECT}

@@ -40,7 +40,7 @@ TITLES = {
 }
 LEVEL = evidence.Evidence.significant.__defaults__[0]  # type: ignore[index]
 THRESHOLDS = {
-    "RC101": {LEVEL, maps.LEAST_EXPLAINED, maps.LEAST_SIZE, *maps.CONFIDENT},
+    "RC101": {LEVEL, maps.LEAST_EXPLAINED, maps.TIMES_REGRESSION, maps.LEAST_SIZE, *maps.CONFIDENT},
     "RC102": {LEVEL, honest.FIRST_ORDER, honest.RATIO_FLOOR, honest.CERTAIN},
     "RC103": {LEVEL, honest.SURPRISE_FLOOR},
     "RC104": {LEVEL, honest.SIGN_FLOOR, honest.RATIO_FLOOR, honest.LEAST_SIGN},

@@ -65,7 +65,7 @@ def test_permutation_p_values_of_honest_dumps_are_uniform() -> None:
     assert distance < 0.115, "the 1 % point of Kolmogorov and Smirnov's statistic at 200 values"
 
 
-@pytest.mark.parametrize("noise", [0.01, 0.1])
+@pytest.mark.parametrize("noise", [0.01, 0.03])
 def test_sign_flip_p_values_of_honest_dumps_are_uniform(noise: float) -> None:
     """Over 200 dumps whose |l| grows with -log mu, which a permutation of the tokens would take for a dependence."""
     tests = [sign_flip_test("sign", loss_tokens(small_honest(seed, sequences=32, noise=noise))) for seed in range(200)]
@@ -74,9 +74,9 @@ def test_sign_flip_p_values_of_honest_dumps_are_uniform(noise: float) -> None:
     assert distance < 0.115, "the 1 % point of Kolmogorov and Smirnov's statistic at 200 values"
 
 
-@pytest.mark.parametrize("noise", [0.4, 0.8])
+@pytest.mark.parametrize("noise", [0.1, 0.4, 0.8])
 def test_sign_flips_let_large_honest_noise_pass(noise: float) -> None:
-    """Its second-order means are first seen at such sizes, and the allowance for them covers them."""
+    """All of it is on one side, so l goes with the log-prob by regression: the allowance for that covers it."""
     tests = [sign_flip_test("sign", loss_tokens(small_honest(seed, sequences=64, noise=noise))) for seed in range(60)]
     assert np.mean([test.p < 0.05 for test in tests if test.p is not None]) <= 0.05 + 4 * np.sqrt(0.05 * 0.95 / 60)
 

@@ -80,7 +80,7 @@ def small_honest(seed: int, *, sequences: int = 12, length: int = 50, noise: flo
     |l| grows with -log mu, as on real engines. Servers, caches and lags mean nothing here.
     """
     random, tokens = np.random.default_rng(seed), sequences * length
-    logits = random.standard_normal((tokens, 24)) * np.exp(1 + 0.7 * random.standard_normal((tokens, 1)))
+    logits = random.standard_normal((tokens, 24)) * np.exp(0.3 * random.standard_normal((tokens, 1)))
     pi, mu = log_softmax(logits), log_softmax(logits + noise * random.standard_normal(logits.shape))
     cumulative = np.cumsum(np.exp(mu), axis=1)
     ids = np.minimum((cumulative < random.random((tokens, 1)) * cumulative[:, -1:]).sum(axis=1), 23)

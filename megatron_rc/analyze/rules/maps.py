@@ -10,6 +10,8 @@ from megatron_rc.analyze.rules.rule import Level, Verdict
 
 LEAST_EXPLAINED = 0.1
 """Share of the variance of l that the logged log-prob explains."""
+TIMES_REGRESSION = 2.0
+"""The same in units of mean l^2 / Var(log mu): log mu holds the sampler's noise, so l goes with it by regression."""
 LEAST_SIZE = 5e-3
 """nats; root mean square over the tokens of the mean l by logged log-prob. A temperature that is wrong by 2 % has 0.034
 (benchmarks/confusion.py); two sides that agree, with logs of 4 decimals, have at most 0.00003, and the
@@ -21,7 +23,10 @@ CONFIDENT = (-0.7, -0.01)
 def temperature(evidence: Evidence) -> Verdict | None:
     """RC101: sampler and trainer divide the logits by different temperatures, and the logs say so."""
     profile = evidence.profiles["log_mu"]
-    if profile.explained_sign < LEAST_EXPLAINED or not evidence.significant(evidence.sign_test):
+    regression = evidence.sums.mean("k1_squared") / max(float(evidence.sample.log_mu.var()), 1e-12)
+    if profile.explained_sign < max(LEAST_EXPLAINED, TIMES_REGRESSION * regression) or not evidence.significant(
+        evidence.sign_test
+    ):
         return None
     if np.sqrt(np.average(profile.log_ratio**2, weights=profile.count)) < LEAST_SIZE:
         return None
