@@ -164,6 +164,19 @@ class RolloutCorrection:
         if self.weight is not None and self.weight.upper == "measured":
             raise ValueError(f"upper must be a number in {caller}, which keeps no bound that earlier rollouts measured")
 
+    def check_without_versions(self, caller: str) -> None:
+        """Refuse what depends on the version that sampled a token, for a ``caller`` that does not pass it on.
+
+        Raises:
+            ValueError: a gate on lag, or a weight with growth "sqrt_lag", upper_by_lag or staleness_upper.
+        """
+        names = ["lag" for gate in self.reject if gate.statistic == "lag"]
+        if self.weight is not None:
+            names += ["growth"] * (self.weight.growth == "sqrt_lag") + ["upper_by_lag"] * bool(self.weight.upper_by_lag)
+            names += ["staleness_upper"] * (self.weight.staleness_upper is not None)
+        if names:
+            raise ValueError(f"{names[0]} must not be used in {caller}, which knows no version of the sampler")
+
     @classmethod
     def preset(cls, name: str) -> RolloutCorrection:
         """A named method with its published or customary bounds; `PRESETS` lists all of them with their sources.

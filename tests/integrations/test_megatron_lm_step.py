@@ -176,6 +176,9 @@ def test_a_length_decay_alone_does_not_ask_for_rollout_logprobs() -> None:
         (RolloutCorrection(Weight(), old="rollout"), "weight must be None when old is 'rollout'"),
         (RolloutCorrection(old="current"), "old must be 'recompute' or 'rollout'"),
         (RolloutCorrection(Weight(upper="measured")), "upper must be a number in host 'megatron-lm'"),
+        (RolloutCorrection(Weight(staleness_upper=2.0)), "staleness_upper must not be used in host 'megatron-lm'"),
+        (RolloutCorrection(Weight(upper_by_lag=((4, 1.5),))), "upper_by_lag must not be used in host 'megatron-lm'"),
+        (RolloutCorrection(reject=(Rejection("lag", upper=4.0),)), "lag must not be used in host 'megatron-lm'"),
         (
             RolloutCorrection(reject=(Rejection("standardized", upper=2.0),), old="rollout"),
             "reject must not use 'standardized' in the loss of host 'megatron-lm'",

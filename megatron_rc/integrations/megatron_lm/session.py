@@ -61,6 +61,7 @@ def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Ses
                 "update in any case; with one optimizer step per rollout 'recompute' is the same as 'current'"
             )
         correction.check_keeps_upper("host 'megatron-lm'")
+        correction.check_without_versions("host 'megatron-lm'")
         if correction.old == "rollout":
             correction.check_one_micro_batch("the loss of host 'megatron-lm' with old: rollout")
         unknown = [rejection.statistic for rejection in correction.reject if rejection.statistic not in STATISTICS]

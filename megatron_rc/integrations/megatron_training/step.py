@@ -48,6 +48,7 @@ def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Pat
     """
     correction = correction or RolloutCorrection()
     correction.check_keeps_upper("host 'megatron-training'")
+    correction.check_without_versions("host 'megatron-training'")
     if correction.normalize == "batch":
         raise ValueError(
             "normalize must be 'none' with host 'megatron-training': its loss function sees one micro-batch at a time"

@@ -82,6 +82,11 @@ _ALWAYS = (
         lambda args: f"megatron_rc.correction: {_sentence(lambda: _correction(args).check_keeps_upper('a hook'))}",
         "Set megatron_rc.correction.weight.upper to a number.",
     ),
+    FlagRule(
+        "hook-versions", lambda args: _sentence(lambda: _correction(args).check_without_versions("a hook")) != "",
+        lambda args: f"megatron_rc.correction: {_sentence(lambda: _correction(args).check_without_versions('a hook'))}",
+        "Use bounds that do not depend on lags.",
+    ),
 )  # fmt: skip
 _BATCH_MEAN = FlagRule(
     "hook-batch-mean", lambda args: _sees_one_micro_batch(args) and _correction(args).normalize == "batch",
