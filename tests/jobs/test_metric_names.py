@@ -33,6 +33,7 @@ CASES = {
     ],
     "clipped": ["correction={weight: {mode: clip, lower: 0.5, upper: 2.0}, old: current}", "lr_gate={rule: halve}"],
     "masked": ["correction={weight: {mode: mask, lower: 0.5, upper: 2.0}}", "train.asynchronous=1"],
+    "two factors": ["correction={weight: {upper: 2.0, staleness_upper: 1.5}}"],
 }
 
 
@@ -75,7 +76,9 @@ def general_name(key: str) -> str:
     name = re.sub(r"(?<=rejected_).+(?=_(?:token|seq)$)", "<gate>", pair[1])
     name = re.sub(r"(?<=_lag_)[0-9_]+(?:up)?$", "<lags>", name)
     return re.sub(
-        r"^(truncated|clipped_low|clipped_high|outside_low|outside_high|rejected_<gate>)_(token|seq)$", r"\1", name
+        r"^(truncated|staleness_truncated|clipped_low|clipped_high|outside_low|outside_high|rejected_<gate>)_(token|seq)$",
+        r"\1",
+        name,
     )
 
 
