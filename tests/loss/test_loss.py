@@ -10,12 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loss_batch import corrected_of, evaluate, padded, random_batch
+from loss_batch import corrected_of, evaluate, random_batch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rc.advantages import equal_reward_groups, expand_to_tokens, grpo_advantages, rloo_advantages
-from megatron_rc.config import RolloutCorrection, Weight
+from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected
 from megatron_rc.loss import loss_scale, policy_loss
 from megatron_rc.metrics import MetricSums
@@ -266,122 +264,3 @@ def test_the_metric_loss_is_the_loss_under_every_aggregation(aggregation: Any, v
     assert values["policy_loss"] == pytest.approx(value) and values["loss"] == pytest.approx(total)
     assert values["kl_ref"] == pytest.approx(math.e - 2)
     assert values["loss"] == pytest.approx(value * (1 + 0.5 * (math.e - 2)))
-
-
-def test_padded_layout_takes_advantages_by_sequence() -> None:
-    lengths = [3, 5, 2]
-    batch = random_batch(lengths, 2)
-    advantages = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-    batch["advantages"] = expand_to_tokens(advantages, batch["cu_seqlens"], 10)
-    packed = evaluate(batch, batch["loss_mask"].double())
-    rows = {name: padded(value, lengths) for name, value in batch.items() if name != "cu_seqlens"}
-    rows["advantages"] = advantages
-    in_rows = evaluate(rows, rows["loss_mask"].double())
-    torch.testing.assert_close(in_rows[0], packed[0])
-    assert torch.equal(in_rows[1], padded(packed[1], lengths))
-    assert in_rows[2].values() == pytest.approx(packed[2].values(), nan_ok=True)
-
-
-def test_all_but_current_and_entropy_are_constants() -> None:
-    batch = {n: v.requires_grad_() if v.is_floating_point() else v for n, v in random_batch([9], 3).items()}
-    scale = batch["loss_mask"].double().requires_grad_()
-    loss, _ = policy_loss(
-        batch["current"],
-        batch["old"],
-        batch["advantages"],
-        corrected_of(batch),
-        scale=scale,
-        reference_logprobs=batch["reference"],
-        kl_coef=0.2,
-        entropy=batch["entropy"],
-        entropy_coef=0.1,
-    )
-    loss.backward()
-    assert {name for name, value in batch.items() if value.grad is not None} == {"current", "entropy"}
-    assert scale.grad is None
-
-
-def test_half_precision_log_probs_are_computed_in_fp32() -> None:
-    batch = {n: v.bfloat16() if v.is_floating_point() else v for n, v in random_batch([40], 3).items()}
-    wide = {n: v.float() if v.is_floating_point() else v for n, v in batch.items()}
-    narrow, expected = (evaluate(part, part["loss_mask"].to(part["old"].dtype)) for part in (batch, wide))
-    torch.testing.assert_close(narrow[0], expected[0])
-    torch.testing.assert_close(narrow[1], expected[1].bfloat16())
-
-
-def test_the_mask_must_be_bool() -> None:
-    one = torch.ones(2)
-    with pytest.raises(ValueError, match=r"^corrected.mask must be bool, got torch.float32$"):
-        policy_loss(one, one, one, Corrected(one, one, one.bool(), MetricSums()), scale=one)
-
-
-def test_the_entropy_metric_is_its_mean_over_the_loss_tokens() -> None:
-    batch = random_batch([9], 3)
-    values = evaluate(batch, batch["loss_mask"].double())[2].values()
-    assert values["entropy"] == pytest.approx(batch["entropy"][batch["loss_mask"]].mean().item())
-
-
-def test_no_collective_runs_and_nothing_waits_for_the_device() -> None:
-    names = []
-
-    class Operations(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            names.append((func.namespace, func.overloadpacket.__name__))
-            return func(*args, **(kwargs or {}))
-
-    batch = random_batch([4, 7], 5)
-    with Operations():
-        scale = loss_scale(
-            batch["loss_mask"], batch["mask"], aggregation="seq-mean-token-mean", cu_seqlens=batch["cu_seqlens"]
-        )
-        rewards, groups = torch.rand(6), torch.arange(6) // 2
-        rloo_advantages(rewards, groups), grpo_advantages(rewards, groups), equal_reward_groups(rewards, groups)
-        evaluate(batch, scale)
-    assert len(names) > 50 and {namespace for namespace, _ in names} == {"aten"}
-    assert not {"_local_scalar_dense", "nonzero", "item", "masked_select", "_unique2"} & {name for _, name in names}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (
-            {"correction": RolloutCorrection(weight=Weight(), old="rollout")},
-            "weight must be None when old is 'rollout' and the surrogate is 'ppo'",
-        ),
-        ({"correction": RolloutCorrection(old="current")}, "old_logprobs must be None when old is 'current'"),
-        (
-            {"old_logprobs": None, "correction": RolloutCorrection()},
-            "old_logprobs must be given when old is 'recompute'",
-        ),
-        ({"surrogate": "gspo"}, "surrogate must be one of 'ppo', 'reinforce', got 'gspo'"),
-        ({"clip_lower": 1.5}, "clip_lower must be in [0, 1] and clip_upper >= 0, got clip_lower=1.5"),
-        ({"dual_clip": 0.9}, "dual_clip must be > 1, got 0.9"),
-        (
-            {"correction": RolloutCorrection(log_ratio_bound=0.2)},
-            "log_ratio_bound must be >= log(1 + clip_upper) = 0.25, got 0.2",
-        ),
-        (
-            {"correction": RolloutCorrection(log_ratio_bound=0.5), "dual_clip": 3.0},
-            "log_ratio_bound must be >= log(dual_clip) = 1.10, got 0.5",
-        ),
-        ({"kl_coef": 0.1}, "reference_logprobs must be given"),
-        ({"entropy_coef": 0.1}, "entropy must be given"),
-        ({"advantages": torch.ones(3)}, "advantages must have the shape (2,) of current_logprobs, got (3,)"),
-        ({"backend": "triton"}, "current_logprobs must be on a CUDA device for backend 'triton', got cpu"),
-    ],
-)
-def test_bad_loss_arguments_are_named(arguments: dict[str, Any], sentence: str) -> None:
-    one = torch.ones(2)
-    given = {"current_logprobs": one, "old_logprobs": one, "advantages": one, "scale": one, **arguments}
-    correction = given.pop("correction", RolloutCorrection())
-    with pytest.raises(ValueError) as error:
-        policy_loss(corrected=Corrected(one, one.bool(), one.bool(), MetricSums(), correction), **given)
-    assert str(error.value).startswith(sentence)
-
-
-def test_a_weight_on_two_policies_is_allowed_for_reinforce() -> None:
-    one = torch.ones(2)
-    correction = RolloutCorrection(weight=Weight(), old="rollout")
-    corrected = Corrected(2 * one, one.bool(), one.bool(), MetricSums(), correction)
-    loss, _ = policy_loss(-one, -one, one, corrected, scale=one, surrogate="reinforce")
-    assert loss.item() == 4

@@ -9,6 +9,7 @@ from statistics import NormalDist
 from typing import Any
 
 import torch
+from book_numbers import ess, extreme, mean, runs, share, std
 from torch import Tensor
 
 from megatron_rc.config import Rejection, RolloutCorrection, Weight
@@ -215,17 +216,6 @@ def by_lag(logs: dict[int, float], lags: list[int], kept: set[int], correction: 
     return metrics
 
 
-def runs(tokens: list[int]) -> list[list[int]]:
-    """Contiguous runs."""
-    found: list[list[int]] = []
-    for t in tokens:
-        if found and found[-1][-1] == t - 1:
-            found[-1].append(t)
-        else:
-            found.append([t])
-    return found
-
-
 def clamp(log: float, correction: RolloutCorrection) -> float:
     return max(-correction.log_ratio_bound, min(correction.log_ratio_bound, log))
 
@@ -261,27 +251,6 @@ def reduce(gate: Rejection, values: list[float]) -> float:
     if gate.level == "token":
         return values[0]
     return {"sum": sum, "mean": lambda v: sum(v) / len(v), "max": max, "min": min}[gate.reduce](values)
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
-
-
-def std(values: list[float]) -> float:
-    return math.sqrt(mean([(v - mean(values)) ** 2 for v in values])) if values else math.nan
-
-
-def ess(values: list[float]) -> float:
-    squares = sum(v**2 for v in values)
-    return sum(values) ** 2 / (len(values) * squares) if squares else math.nan
-
-
-def extreme(pick: Any, values: list[float]) -> float:
-    return pick(values) if values else math.nan
-
-
-def share(part: int, whole: int) -> float:
-    return part / whole if whole else math.nan
 
 
 def metrics_by_the_book(
