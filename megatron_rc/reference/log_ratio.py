@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.advantages import row_counts
 from megatron_rc.inputs import Pair
 from megatron_rc.reference.segments import unit_sums
 
@@ -51,10 +50,13 @@ def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tenso
 def pair_log_ratio(pair: Pair) -> tuple[LogRatio, Tensor]:
     """l, and the number of the sequence of every row [N]; rows that no sequence covers have no loss."""
     train, rollout, mask = (tensor.reshape(-1) for tensor in pair[:3])
-    # from 1; 0 before the first sequence, one more than the last after it
-    number = torch.repeat_interleave(row_counts(pair.offsets, len(mask)), output_size=len(mask))
-    nearest = number.clamp(1, pair.num_sequences)
-    return log_ratio(train, rollout, mask.bool() & (number == nearest)), nearest - 1
+    mask, offsets = mask.bool(), pair.offsets
+    rows = torch.arange(len(mask), device=offsets.device, dtype=offsets.dtype)
+    # rows that no sequence covers count to the first or the last one
+    of_token = torch.bucketize(rows, offsets[1:-1], right=True)
+    if pair.cu_seqlens is not None:
+        mask = mask & (rows >= offsets[0]) & (rows < offsets[-1])
+    return log_ratio(train, rollout, mask), of_token
 
 
 def log_ratio_sums(ratio: LogRatio, offsets: Tensor) -> Tensor:

@@ -49,16 +49,17 @@ def token_statistics(ratio: LogRatio, bound: float) -> Parts:
     sums = {"beyond_2": (far > math.log(2)).count_nonzero(), "clamped": (far > bound).count_nonzero()}
     # one large table, changed in place: on a CPU most of the time goes into memory traffic
     table = ratio.pair[:, None].expand(-1, 2, -1).to(torch.float64).flatten(0, 1)
-    table[3] += table[0]
+    table[3].add_(table[0])
     ell = table[:2].clamp_(-bound, bound)[0]
-    # rows that are not valid have log 0, hence the product
-    rho, q, p = table[1:].exp_().mul_(ratio.valid)
+    exponentials = table[1:].exp_()
+    # rows that are not valid have log 0: dividing by False gives inf, and the product is 0
+    smallest = least(exponentials[0] / ratio.valid)
+    rho, q, p = exponentials.mul_(ratio.valid)
     sums |= {"log_ratio": ell.sum(), "rho_log_ratio": (rho * ell).sum(), "p_q": (p * q).sum()}
     dev = ell.expm1_()
     sums |= {"dev_abs": torch.linalg.vector_norm(dev, 1), "prob_gap": torch.dist(p, q, 1)}
     names = ("dev", "rho", "q", "p")
     sums |= zip(names, table.sum(1), strict=True)
-    smallest = least(torch.where(ratio.valid, rho, rho.new_full((), torch.inf)))
     extremes = {"rho_max": largest(rho)}, {"rho_min": smallest}
     sums |= zip(map(square_of, names), table.square_().sum(1), strict=True)
     return Parts(sums, *extremes)

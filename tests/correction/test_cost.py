@@ -14,6 +14,7 @@ from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
 from megatron_rc.correction import correct, pair_metrics
 
 SEQ_MIS_AND_GEO_MASK = RolloutCorrection(PRESETS["seq-mis"].correction.weight, PRESETS["geo-mask"].correction.reject)
+TWO_SIDED_AND_GEO_MASK = RolloutCorrection(Weight("sequence", "mask", 0.5, 2.0), SEQ_MIS_AND_GEO_MASK.reject)
 EVERYTHING = RolloutCorrection(
     Weight("segment", "clip", 0.5, 2.0),
     tuple(
@@ -34,7 +35,9 @@ def _without_debug_checks() -> Iterator[None]:
     set_debug_checks(before)
 
 
-@pytest.mark.parametrize("correction", [SEQ_MIS_AND_GEO_MASK, *(p.correction for p in PRESETS.values())])
+@pytest.mark.parametrize(
+    "correction", [SEQ_MIS_AND_GEO_MASK, TWO_SIDED_AND_GEO_MASK, *(p.correction for p in PRESETS.values())]
+)
 def test_correcting_with_all_metrics_takes_at_most_100_operations(correction: RolloutCorrection) -> None:
     batch = case([40, 60, 50])
     with OperationCount() as count:
