@@ -82,10 +82,19 @@ def _correlation(s: Sums) -> float:
     return (n * s["p_q"] - s["p"] * s["q"]) / math.sqrt(spreads[0] * spreads[1])
 
 
+def _largest_distance(s: Sums) -> float:
+    """max |l|: that of the smallest or of the largest rho, whose logs are clamped as all others are."""
+    if not s["tokens"] > 0:
+        return math.nan
+    return max(math.log(s["rho_max"]), -math.log(s["rho_min"])) if s["rho_min"] > 0 else math.inf
+
+
 METRICS: dict[str, Metric] = {
     "k1": Metric("mean(-l), KL(mu||pi)", lambda s: quotient(-s["log_ratio"], s["tokens"]), needs="log_ratio"),
     "k3": divergence(lambda s: s["dev"] - s["log_ratio"], formula="mean(e^l - 1 - l), KL(mu||pi)"),
     "k3_pi_mu": divergence(lambda s: s["rho_log_ratio"] - s["dev"], formula="mean(rho l - (rho - 1)), KL(pi||mu)"),
+    "log_ratio_abs": mean("log_ratio_abs", over="tokens", formula="mean |l|"),
+    "log_ratio_abs_max": Metric("max |l|", _largest_distance, needs="rho_max"),
     "tv": Metric("mean|rho - 1| / 2, total variation", lambda s: quotient(s["dev_abs"] / 2, s["tokens"]), "dev_abs"),
     "binary_tv": mean("prob_gap", over="tokens", formula="mean|p - q|"),
     "chi2_token": mean("square:dev", over="tokens", formula="mean (rho - 1)^2, chi2(pi||mu) of a token"),

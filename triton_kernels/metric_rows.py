@@ -14,7 +14,7 @@ import triton.language as tl
 from .log_ratio import expm1
 
 _WITH_SQUARES = tuple(name for each in ("dev", "rho", "q", "p") for name in (each, f"square:{each}"))
-_PRODUCTS = ("log_ratio", "rho_log_ratio", "p_q", "dev_abs", "prob_gap")
+_PRODUCTS = ("log_ratio", "log_ratio_abs", "rho_log_ratio", "p_q", "dev_abs", "prob_gap")
 OF_TOKENS = ("beyond_2", "clamped", *_PRODUCTS, *_WITH_SQUARES, "tokens", "loss_tokens")
 OF_WEIGHTS = ("weight", "kept", "square:weight")
 OF_STANDARDIZED = ("capped_k3", "pi_mass_kept", "judged")
@@ -124,7 +124,8 @@ def put_tokens(cell, stride, log_ratio, rollout, valid, loss, bound):
     q = tl.where(valid, tl.exp(rollout), 0.0)
     p = tl.where(valid, tl.exp(rollout + exact), 0.0)
     far = (count(distance > _LOG_2), count(distance > bound.to(tl.float32)))
-    products = (tl.sum(ell), tl.sum(rho * ell), tl.sum(p * q), tl.sum(tl.abs(dev)), tl.sum(tl.abs(p - q)))
+    products = (tl.sum(ell), tl.sum(tl.abs(ell)), tl.sum(rho * ell), tl.sum(p * q))
+    products += (tl.sum(tl.abs(dev)), tl.sum(tl.abs(p - q)))
     squares = (tl.sum(dev), tl.sum(dev * dev), tl.sum(rho), tl.sum(rho * rho))
     squares += (tl.sum(q), tl.sum(q * q), tl.sum(p), tl.sum(p * p))
     cell = put(cell, stride, far + products + squares + (count(valid), count(loss)))

@@ -44,7 +44,7 @@ class Parts(NamedTuple):
 
 
 def token_statistics(ratio: LogRatio, bound: float) -> Parts:
-    """Over valid tokens: sums of rho, p = pi, q = mu, dev = rho - 1, l, of squares and products; extremes of rho."""
+    """Over valid tokens: sums of rho, p = pi, q = mu, dev = rho - 1, l, |l|, squares and products; extremes of rho."""
     far = ratio.value.abs()
     sums = {"beyond_2": (far > math.log(2)).count_nonzero(), "clamped": (far > bound).count_nonzero()}
     # one large table, changed in place: on a CPU most of the time goes into memory traffic
@@ -56,6 +56,7 @@ def token_statistics(ratio: LogRatio, bound: float) -> Parts:
     smallest = least(exponentials[0] / ratio.valid)
     rho, q, p = exponentials.mul_(ratio.valid)
     sums |= {"log_ratio": ell.sum(), "rho_log_ratio": (rho * ell).sum(), "p_q": (p * q).sum()}
+    sums["log_ratio_abs"] = torch.linalg.vector_norm(ell, 1)
     dev = ell.expm1_()
     sums |= {"dev_abs": torch.linalg.vector_norm(dev, 1), "prob_gap": torch.dist(p, q, 1)}
     names = ("dev", "rho", "q", "p")

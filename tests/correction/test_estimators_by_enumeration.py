@@ -199,6 +199,8 @@ def test_divergence_metrics_are_the_divergences(world: World, population: Batch)
         "k1": kl,
         "k3": kl,
         "k3_pi_mu": per_token(pi * (log_pi - mu.log())),
+        "log_ratio_abs": per_token(mu * (log_pi - mu.log()).abs()),
+        "log_ratio_abs_max": (log_pi - mu.log()).abs().max().item(),
         "tv": per_token((pi - mu).abs() / 2),
         "binary_tv": per_token(mu * (pi - mu).abs()),
         "chi2_token": chi2,

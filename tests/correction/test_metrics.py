@@ -65,6 +65,8 @@ def test_equal_policies_have_no_gap_at_all() -> None:
         "k1",
         "k3",
         "k3_pi_mu",
+        "log_ratio_abs",
+        "log_ratio_abs_max",
         "tv",
         "binary_tv",
         "chi2_token",
@@ -86,6 +88,8 @@ def test_small_divergences_keep_their_digits(gap: float) -> None:
     assert values["k3_pi_mu"] == pytest.approx(gap * math.sinh(gap) - 2 * math.sinh(gap / 2) ** 2, rel=1e-6)
     assert values["chi2_token"] == pytest.approx((math.expm1(gap) ** 2 + math.expm1(-gap) ** 2) / 2, rel=1e-9)
     assert values["k1"] == 0
+    assert values["log_ratio_abs"] == pytest.approx(gap, rel=1e-6)
+    assert values["log_ratio_abs_max"] == pytest.approx(gap, rel=1e-6)
     assert values["rho_std"] == pytest.approx(math.sinh(gap), rel=1e-6)
 
 

@@ -278,6 +278,8 @@ def metrics_by_the_book(
         "k1": -mean(list(ell.values())),
         "k3": mean([math.expm1(log) - log for log in ell.values()]),
         "k3_pi_mu": mean([math.exp(log) * log - math.expm1(log) for log in ell.values()]),
+        "log_ratio_abs": mean([abs(log) for log in ell.values()]),
+        "log_ratio_abs_max": extreme(max, [abs(log) for log in ell.values()]),
         "tv": mean([abs(r - 1) / 2 for r in rho]),
         "binary_tv": mean([abs(a - b) for a, b in zip(p, q, strict=True)]),
         "chi2_token": mean([(r - 1) ** 2 for r in rho]),
