@@ -42,11 +42,11 @@ def show(diagnosis: Diagnosis, *, console: Console, host: str = "", share: bool 
         host: print the fixes for this codebase, too.
         share: leave out the path, and sentences that may name servers and ids.
     """
+    if diagnosis.hidden_sampling_possible:
+        console.print(f"[yellow]{words.NO_ENTROPY}[/]")
     source = "A rollout dump" if share else diagnosis.source
     console.print(f"[bold]{escape(source)}[/] ({escape(diagnosis.format)}): {words.size(diagnosis.evidence)}")
     console.print(f"[{STYLES[diagnosis.level]}]{words.HEADLINES[diagnosis.level]}[/]")
-    if diagnosis.hidden_sampling_possible:
-        console.print(f"[yellow]{words.NO_ENTROPY}[/]")
     _show_verdicts(diagnosis, console, host, share)
     console.print(f"[bold]{escape(diagnosis.recommendation.headline)}[/]")
     _show_numbers(diagnosis, console)

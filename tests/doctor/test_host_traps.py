@@ -89,6 +89,13 @@ TRAPPED = [
     ("miles", "loss-function", "--custom-loss-function-path my.loss", "error", "--loss-type policy_loss"),
     ("slime", "entropy-of-the-dump", "--save-debug-train-data a_{rank}_{rollout_id}.pt", "note", "no entropy"),
     ("miles", "entropy-of-the-dump", "--dump-details details", "note", "no entropy"),
+    (
+        "slime",
+        "entropy-of-the-dump",
+        "--dump-details details --use-rollout-entropy --rollout-top-p 0.9",
+        "warning",
+        "the whole vocabulary",
+    ),
     ("slime", "hook-settings", f"{OURS} --use-tis", "error", "megatron_rc must be a mapping"),
     ("miles", "rollout-data-on-miles", flag("rollout_data"), "error", "gives that hook no rollout"),
 ]
@@ -231,6 +238,11 @@ FREE = [
 def test_flags_without_a_trap_are_good(host: str, flags: str, trapped: set[str]) -> None:
     found = traps(host, flags)
     assert {name for name, f in found.items() if f.status != "good"} == trapped
+
+
+def test_a_dump_needs_no_flag_for_its_entropy_where_check_runs(tmp_path: Path) -> None:
+    found = traps("slime", with_key(tmp_path, f"--dump-details details {flag('check')}", {}))
+    assert found["entropy-of-the-dump"].status == "good"
 
 
 def test_every_trap_is_tried() -> None:

@@ -203,3 +203,23 @@ def test_the_example_has_every_field_at_its_default_or_says_what_it_is() -> None
     assert read(args).lr_decay == LengthDecaySettings()
     for name in ("max_nonfinite_share", "inplace_backward", "lr_decay_start", "aggregation"):
         assert key[name] == getattr(SlimeSettings(), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "release"),
+    [
+        ("setup.py", 'setup(\n    name="slime",\n    version="0.3.1",\n)\n', "0.3.1"),
+        ("pyproject.toml", "[project]\nname = 'slime'\nversion = '0.4.0.dev1'\n", "0.4.0.dev1"),
+        ("pyproject.toml", '[tool.black]\npy_version = 310\n[project]\ndynamic = ["version"]\n', None),
+        ("setup.py", "setup(version=read_version())\n", None),
+    ],
+)
+def test_the_release_of_a_source_tree_is_the_one_that_its_setup_states(
+    name: str, text: str, release: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for host in HOSTS.values():
+        (tmp_path / host.name).mkdir()
+        (tmp_path / host.name / "__init__.py").touch()
+        (tmp_path / name).write_text(text)
+        assert host.read_version() == release

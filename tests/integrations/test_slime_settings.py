@@ -143,6 +143,22 @@ def test_what_a_hook_cannot_do_is_refused_with_the_flag_to_change(
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "recorded"),
+    [
+        ({"save_debug_train_data": "{rollout_id}.pt"}, True),
+        ({"dump_details": "details"}, True),
+        ({}, False),
+        # slime takes the entropy of the whole vocabulary and the log-probs of the kept ids
+        ({"dump_details": "details", "rollout_top_p": 0.9}, False),
+    ],
+)
+def test_check_lets_a_dump_hold_the_entropy_of_the_policy(changes: dict[str, Any], recorded: bool) -> None:
+    args = with_hooks("check", key={}, **{"use_rollout_entropy": False, **changes})
+    slime.check(args)
+    assert args.use_rollout_entropy is recorded
+
+
 def test_a_hook_refuses_by_itself_where_check_was_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     def args(**key: Any) -> Namespace:
         return arguments(use_tis=True, megatron_rc=key)

@@ -22,15 +22,16 @@ METHOD_HEAD = ("method", "tokens", "answers", "by length", "right", "+ -", "lost
 
 
 def header(diagnosis: Diagnosis, share: bool) -> str:
-    """Heading, size of the dump, and the answer in one line."""
+    """What missing entropy leaves open, heading, size of the dump, and the answer in one line."""
     evidence = diagnosis.evidence
     name = "A rollout dump" if share else diagnosis.source
     warning = f'<p class="warning">{words.NO_ENTROPY}</p>' if diagnosis.hidden_sampling_possible else ""
     sampled = f"{evidence.sample.log_pi.size:,} tokens of {evidence.sample.num_sequences:,} whole responses"
     return (
-        f"<header><h1>{escape(name)}</h1><p>{escape(diagnosis.format)}: {words.size(evidence)}. Sums are over all of "
+        f"<header>{warning}<h1>{escape(name)}</h1>"
+        f"<p>{escape(diagnosis.format)}: {words.size(evidence)}. Sums are over all of "
         f"them; permutations, running sums and single tokens over a sample of {sampled}.</p>"
-        f'<p class="level {diagnosis.level.lower()}">{escape(words.HEADLINES[diagnosis.level])}</p>{warning}</header>'
+        f'<p class="level {diagnosis.level.lower()}">{escape(words.HEADLINES[diagnosis.level])}</p></header>'
     )
 
 

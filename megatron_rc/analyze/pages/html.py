@@ -9,10 +9,10 @@ from pathlib import Path
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.pages import answers, bounds, by_bin, sequences, steps, tokens
 from megatron_rc.analyze.pages.card import STYLE
+from megatron_rc.analyze.readers.format import OWN_PAGE
 from megatron_rc.report.page import SCRIPT, document
 
-GENERATOR = '<meta name="generator" content="megatron-rc analyze">'
-_BEGINNING = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">' + GENERATOR
+_BEGINNING = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">' + OWN_PAGE
 """Every page begins so; nothing else is overwritten."""
 
 
@@ -83,7 +83,7 @@ def page(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False) ->
     return document(
         "Rollout analysis" if share else f"{diagnosis.source}: rollout analysis",
         f'{answers.header(diagnosis, share)}<section class="panels">{"".join(cards)}</section>',
-        head=GENERATOR + _policy(),
+        head=OWN_PAGE + _policy(),
         style=STYLE,
     )
 

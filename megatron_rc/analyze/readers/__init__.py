@@ -81,11 +81,11 @@ def _known(content: Content) -> Format | None:
 
 
 def _ignored(contents: dict[Path, Content], read: set[Path]) -> list[str]:
-    """One sentence per kind of file that is not read."""
+    """One sentence per kind of file that is not read; pages of earlier analyses need none."""
     kinds: Counter[str] = Counter()
     example: dict[str, Path] = {}
     for file, content in contents.items():
-        if file not in read:
+        if file not in read and content.container != "page":
             before = any(known.has_beside(content) for known in FORMATS)
             known = _known(content)
             kind = known.title if known else "samples before training" if before else "no known format"

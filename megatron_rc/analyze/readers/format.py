@@ -20,13 +20,16 @@ from megatron_rc.analyze.readers.torch_file import first_values
 FIRST_LINES = 5
 """Lines of a JSON file of which one must be whole for the file to be known."""
 
+OWN_PAGE = '<meta name="generator" content="megatron-rc analyze">'
+"""What the head of a page of an analysis holds."""
+
 
 @dataclass(frozen=True)
 class Content:
     """What the first look at a file shows."""
 
     container: str
-    """parquet, jsonl, torch, or unknown."""
+    """parquet, jsonl, torch, page for one that an analysis wrote, or unknown."""
     names: frozenset[str] = frozenset()
     """Columns of Parquet, keys of the first JSON object, or texts at the start of what torch saved."""
     problem: str = ""
@@ -64,8 +67,11 @@ def content_of(file: Path) -> Content:
     try:
         with file.open("rb") as opened:
             head = opened.read(4)
+            beginning = head + opened.read(200) if head == b"<!DO" else head
     except OSError as error:
         return Content("unknown", problem=f"{file} cannot be read: {error.strerror}")
+    if OWN_PAGE.encode() in beginning:
+        return Content("page")
     if head == b"PAR1":
         return _parquet(file)
     if head == b"PK\x03\x04":

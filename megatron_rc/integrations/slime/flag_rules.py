@@ -25,6 +25,11 @@ DEFAULTS: dict[str, Any] = {
 }
 """Arguments that the rules read, with the hosts' own defaults."""
 
+
+def _dumps_train_data(args: Any) -> bool:
+    return bool(args.save_debug_train_data or args.dump_details)
+
+
 _OWN_RULES = (
     FlagRule(
         "router-fusion",
@@ -67,10 +72,17 @@ _OWN_RULES = (
     ),
     FlagRule(
         "entropy-of-the-dump",
-        lambda args: (args.save_debug_train_data or args.dump_details) and not args.use_rollout_entropy,
+        lambda args: _dumps_train_data(args) and not args.use_rollout_entropy and not names(args, "check"),
         "the dump of train data gets no entropy of the policy, so an analysis cannot exclude a hidden temperature",
-        "Add --use-rollout-entropy: the host's own pass over the log-probs computes it.",
+        f"Add {flag('check')} or --use-rollout-entropy: the host's own pass over the log-probs computes it.",
         good="a dump of train data holds the entropy of the policy, or none is written", severity="note",
+    ),
+    FlagRule(
+        "entropy-of-the-dump",
+        lambda args: _dumps_train_data(args) and args.use_rollout_entropy and args.rollout_top_p != 1,
+        "the host computes the entropy of the whole vocabulary, and the log-probs of the kept ids, so an analysis "
+        "takes an honest sampler for one that hides its top-p",
+        "Drop --use-rollout-entropy.", severity="warning",
     ),
 )  # fmt: skip
 
@@ -90,7 +102,11 @@ MILES_RULES = (*RULES, MILES_TOP_P, MILES_ROLLOUT_DATA)
 
 
 def check(args: Namespace) -> None:
-    """Refuse what the hooks named in ``args`` cannot do, before the model is built.
+    """Refuse what the hooks named in ``args`` cannot do, before the model is built; let a dump hold the entropy.
+
+    Where train data is dumped, --use-rollout-entropy is switched on in this process: the host's own pass over the
+    log-probs then computes the entropy of the policy. Not under --rollout-top-p, because the host takes the entropy of
+    the whole vocabulary and the log-probs of the kept ids.
 
     Raises:
         ValueError: one sentence naming what to change.
@@ -99,6 +115,8 @@ def check(args: Namespace) -> None:
         if hook == "check" or names(args, hook):
             settings_for(hook, args)
     refuse((*MEGATRON_RULES, *_OWN_RULES), args, DEFAULTS)
+    if _dumps_train_data(Namespace(**{**DEFAULTS, **vars(args)})) and getattr(args, "rollout_top_p", 1.0) == 1:
+        args.use_rollout_entropy = True
 
 
 def settings_for(hook: str, args: Namespace) -> SlimeSettings:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from megatron_rc import schema
 from megatron_rc.config import STANDARDIZED, RolloutCorrection
@@ -14,6 +16,7 @@ from megatron_rc.integrations.slime.settings import KEY, flag
 from megatron_rc.integrations.symbols import Host, Recipe, Symbol
 from megatron_rc.lr_gate import LRGateSettings
 from megatron_rc.lr_scale import LRScale
+from megatron_rc.versions import find_module
 
 _DIFFERENCES = (
     "a token with a NaN or infinite log-prob leaves the policy-gradient term, alone or with its sequence; the host's "
@@ -23,6 +26,8 @@ _DIFFERENCES = (
     "loss: under --rollout-top-p the entropy is that of the kept ids, as the log-probs are; slime takes the whole "
     "vocabulary",
 )
+
+_STATED = re.compile(r"""^\s*version\s*=\s*["']([0-9][^"'\s]*)["']""", re.MULTILINE)
 
 
 def _around_the_hooks(package: str, parameters: dict[str, str]) -> tuple[Symbol, ...]:
@@ -41,11 +46,18 @@ _STEP = "args, rollout_id, step_id, data_iterator, model, optimizer, opt_param_s
 
 
 def _version(name: str) -> str | None:
+    """The release of a host: of its distribution, or as setup.py or pyproject.toml of its source tree say."""
     try:
         return version(name)
     except PackageNotFoundError:
-        # a host usually runs from its source tree
-        return None
+        found = find_module(name)
+    # a host usually runs from its source tree
+    for folder in [Path(path).parent for path in found.submodule_search_locations or ()] if found else []:
+        for file in (folder / "setup.py", folder / "pyproject.toml"):
+            stated = _STATED.search(file.read_text(encoding="utf-8")) if file.is_file() else None
+            if stated:
+                return stated[1]
+    return None
 
 
 def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, whole_rollouts: bool) -> Recipe:

@@ -16,6 +16,7 @@ from host_batches import HOST_DUMPS, HOSTS, JSON_LINES, RECORDS, write_json_line
 from typer.testing import CliRunner
 
 from megatron_rc.analyze import diagnose_dump
+from megatron_rc.analyze.pages import html
 from megatron_rc.analyze.readers import FORMATS, json_lines, open_dump
 from megatron_rc.analyze.readers import rows as row_packing
 from megatron_rc.cli import app
@@ -63,6 +64,13 @@ def test_a_mixed_folder_says_what_is_read_and_what_is_not(tmp_path: Path):
         "4 files of miles train data are not read, such as 3_0.pt",
     ]
     assert diagnose_dump(tmp_path, format="miles").format == "miles train data"
+
+
+def test_pages_of_earlier_analyses_are_no_unknown_files(tmp_path: Path):
+    write_parquet(tmp_path / "a.parquet")
+    html.write(diagnose_dump(tmp_path), tmp_path / "analysis.html")
+    (tmp_path / "other.html").write_text("<!DOCTYPE html><html></html>")
+    assert diagnose_dump(tmp_path).ignored == ["1 file of no known format is not read, such as other.html"]
 
 
 def test_files_come_in_the_order_of_their_numbers(tmp_path: Path):

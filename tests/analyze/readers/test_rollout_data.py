@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from host_batches import HOST_DUMPS, TRUTH
+from typer.testing import CliRunner
 
 from megatron_rc.analyze import diagnose_dump
 from megatron_rc.analyze.chunk import Chunk, join
 from megatron_rc.analyze.readers import open_dump
+from megatron_rc.cli import app
 
 JOINED = {"group", "cached_tokens", "syncs"}
 CACHED, PROMPTS = np.array([0, 8, 3, 1, 12, 0]), np.array([5, 11, 4, 4, 13, 3])
@@ -105,6 +107,20 @@ def test_other_samples_are_named_and_the_train_data_is_read_without_them(
     assert (
         dump.corrupt.files == 1 and "rollout_data/3.pt" in dump.corrupt.first[0] and sentence in dump.corrupt.first[0]
     )
+
+
+def test_without_the_entropy_of_the_host_the_first_line_of_the_report_says_what_cannot_be_excluded(copy: Path):
+    def report() -> str:
+        return CliRunner().invoke(app, ["analyze", str(copy), "--no-html"], env={"COLUMNS": "200"}).output
+
+    sentence = "Without the column entropy, a hidden temperature or top-p cannot be excluded."
+    assert sentence not in report()
+    for file in (copy / "train_data").iterdir():
+        saved = torch.load(file)
+        for part in [saved.get("rollout_data"), *saved.get("samples", [])]:
+            (part or {}).pop("entropy", None)
+        torch.save(saved, file)
+    assert report().splitlines()[0] == sentence
 
 
 def test_values_of_numpy_are_skipped_because_routes_are_of_it(copy: Path):
