@@ -192,9 +192,9 @@ def _check_loss_arguments(inputs: LossInputs, options: LossOptions, correction: 
 
 
 def _check_log_ratio_bound(options: LossOptions) -> None:
-    """Refuse a clamp that would stop the gradient of ratios which the clipping lets pass."""
+    """Refuse a clamp that would stop the gradient of ratios below a finite bound of the clipping."""
     for name, limit in (("1 + clip_upper", 1 + options.clip_upper), ("dual_clip", options.dual_clip or 1.0)):
-        if math.log(limit) > options.log_ratio_bound:
+        if options.log_ratio_bound < math.log(limit) < math.inf:
             raise ValueError(
                 f"log_ratio_bound must be >= log({name}) = {math.log(limit):.2f}, got {options.log_ratio_bound!r}"
             )
