@@ -123,12 +123,13 @@ def put_tokens(cell, stride, log_ratio, rollout, valid, loss, bound):
     rho = tl.where(valid, exp_ell, 0.0)
     q = tl.where(valid, tl.exp(rollout), 0.0)
     p = tl.where(valid, tl.exp(rollout + exact), 0.0)
-    far = (count(distance > _LOG_2), count(distance > bound.to(tl.float32)))
-    products = (tl.sum(ell), tl.sum(tl.abs(ell)), tl.sum(rho * ell), tl.sum(p * q))
-    products += (tl.sum(tl.abs(dev)), tl.sum(tl.abs(p - q)))
-    squares = (tl.sum(dev), tl.sum(dev * dev), tl.sum(rho), tl.sum(rho * rho))
-    squares += (tl.sum(q), tl.sum(q * q), tl.sum(p), tl.sum(p * p))
-    cell = put(cell, stride, far + products + squares + (count(valid), count(loss)))
+    # few sums at a time: each is a number that every thread holds until it is written
+    cell = put(cell, stride, (count(distance > _LOG_2), count(distance > bound.to(tl.float32))))
+    cell = put(cell, stride, (tl.sum(ell), tl.sum(tl.abs(ell)), tl.sum(rho * ell), tl.sum(p * q)))
+    cell = put(cell, stride, (tl.sum(tl.abs(dev)), tl.sum(tl.abs(p - q))))
+    cell = put(cell, stride, (tl.sum(dev), tl.sum(dev * dev), tl.sum(rho), tl.sum(rho * rho)))
+    cell = put(cell, stride, (tl.sum(q), tl.sum(q * q), tl.sum(p), tl.sum(p * p)))
+    cell = put(cell, stride, (count(valid), count(loss)))
     return cell, tl.max(rho), tl.min(tl.where(valid, rho, float("inf")))
 
 
