@@ -11,7 +11,7 @@ from .chunks import OF_TOKENS, SIZES, Tokens, locate_chunk, store_rows
 from .columns import field, finish, merge_all, statistic_of_tokens
 from .decisions import Decided, Decisions
 from .factors import bounded_staleness, put_factors
-from .lags import put_lags
+from .lags import put_kept_of_lags, put_lags
 from .launch_table import LAUNCH
 from .log_ratio import load_log_ratio
 from .measured_upper import NUM_OF_UPPER, put_upper
@@ -87,6 +87,12 @@ def correction_fwd_kernel(
     log_ratio, rollout, valid, loss = load_log_ratio(train_logprobs, rollout_logprobs, loss_mask, rows, inside)
     bound = tl.full((), LOG_RATIO_BOUND, tl.float64)
     cell, rho_max, rho_min = put_tokens(metrics + chunk, chunks, log_ratio, rollout, valid, loss, bound)
+    cell_of_lags = cell
+    if len(LAG_BINS) > 0:
+        # first, where rho and k3 of every lane exist already: keeping them for later takes too many registers
+        lag = tl.load(statistics[LAG_SOURCE] + rows, mask=valid, other=0)
+        put_lags(cell_of_lags, chunks, log_ratio, valid, lag, bound, LAG_BINS)
+        cell += len(LAG_BINS) * NUM_OF_LAGS * chunks
 
     if sums is not None:
         first = sequence
@@ -117,8 +123,6 @@ def correction_fwd_kernel(
         kept = valid
         if DROPS_CORRUPT_SEQUENCES:
             kept = kept & (lanes + tokens >= loss_tokens)
-        cell_of_lags = cell
-        cell += len(LAG_BINS) * NUM_OF_LAGS * chunks
         cell_of_factors = cell
         cell += (SAMPLING_SOURCE >= 0) * NUM_OF_FACTORS * chunks
         cell_of_weights = cell
@@ -252,7 +256,7 @@ def correction_fwd_kernel(
         weight_sum, kept_tokens = put_weights(cell_of_weights, chunks, final, kept)
         if len(LAG_BINS) > 0:
             lag = tl.load(statistics[LAG_SOURCE] + rows, mask=valid, other=0)
-            put_lags(cell_of_lags, chunks, log_ratio, valid, kept, lag, bound, LAG_BINS)
+            put_kept_of_lags(cell_of_lags, chunks, kept, lag, LAG_BINS)
         for g in tl.static_range(len(GATES)):
             # last, where few values are alive: an error function takes many registers
             if field(GATES, g, _STATISTIC) == "standardized":
