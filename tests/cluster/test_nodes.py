@@ -86,7 +86,8 @@ class TwoNodes:
 
     def until_it_trains(self) -> None:
         assert self.nodes[0].stdout
-        assert self.nodes[0].stdout.readline() == "trainer runs\n"
+        line = self.nodes[0].stdout.readline()
+        assert line == "trainer runs\n", line or self.ended()
 
     def ended(self) -> list[tuple[int, str]]:
         """(exit status, last line of stderr) of both."""

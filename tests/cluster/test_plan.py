@@ -14,6 +14,7 @@ from tiny_models import DENSE, KINDS, MOE
 from megatron_rc import settings
 from megatron_rc.cluster import memory
 from megatron_rc.cluster.plan import Plan, make_plan
+from megatron_rc.config import RolloutCorrection
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.settings import JobSettings, LossSettings, ModelSettings, ParallelSettings, TrainSettings
 
@@ -171,8 +172,7 @@ def test_the_4b_recipe_has_the_hyper_parameters_of_the_paper() -> None:
     assert (loss.advantage, loss.clip_lower, loss.clip_upper, loss.kl_coef) == ("rloo", 0.2, 0.28, 0.0)
     assert (train.lr, train.weight_decay, train.clip_grad) == (1e-6, 0.01, 1.0)
     assert (train.dtype, train.optimizer, train.mini_batches_per_rollout) == ("bf16", "adam", 1)
-    assert job.correction.weight is not None
-    assert (job.correction.weight.level, job.correction.weight.upper, job.correction.reject) == ("token", 2.0, ())
+    assert job.correction == RolloutCorrection.preset("none")
     assert job.lr_decay is not None and job.lr_decay.min_lr_ratio == 0.1
 
 
