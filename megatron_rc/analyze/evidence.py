@@ -14,6 +14,7 @@ from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 from megatron_rc.analyze.factors import FACTORS
 from megatron_rc.analyze.growth import Growth, GrowthSums
 from megatron_rc.analyze.honesty import Honesty, honesty
+from megatron_rc.analyze.outcome_filter import OutcomeFilter, OutcomeSums
 from megatron_rc.analyze.profile import Permutations, Profile, ProfileSums
 from megatron_rc.analyze.reservoir import Reservoir
 from megatron_rc.analyze.sign_flips import sign_flip_test
@@ -65,6 +66,8 @@ class Evidence:
     """[61 + 1, 61 + 1] tokens by log mu and log pi."""
     sample: Chunk
     """Loss tokens of a uniform sample of the sequences that have any."""
+    outcome_filter: OutcomeFilter
+    """Whether the responses were chosen by their rewards; the honesty tests decide nothing then."""
     course: Timeline | None = None
     """The course over the steps, with p-values before the correction; None with too few steps."""
 
@@ -110,8 +113,10 @@ class Gathering:
         self._profiles: dict[str, ProfileSums] = {}
         self._heat = np.zeros((HEAT_EDGES.size + 1, HEAT_EDGES.size + 1))
         self._reservoir = Reservoir()
+        self._outcomes = OutcomeSums()
 
     def add(self, chunk: Chunk) -> None:
+        self._outcomes.add(chunk)
         read, chunk = self._without_damage(chunk)
         self._read += read
         columns = frozenset({*chunk.tokens, *chunk.sequences})
@@ -185,6 +190,7 @@ class Gathering:
             sign_test=sign,
             heat=self._heat,
             sample=sample,
+            outcome_filter=self._outcomes.outcome_filter(self._columns),
         )
         return replace(evidence, course=timeline(evidence.steps, logged, len(evidence.tests)))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_rc.analyze.diagnosis import Diagnosis
-from megatron_rc.analyze.rules.rule import Level
+from megatron_rc.analyze.rules.rule import DOUBTS
 
 NUMBERS: dict[str, Callable[[Diagnosis], float | None]] = {
     "k3": lambda d: d.evidence.whole.k3,
@@ -42,8 +42,8 @@ def check(diagnosis: Diagnosis, gate: str) -> list[Outcome]:
     """Whether each condition holds.
 
     Args:
-        gate: conditions between commas. ``k3<1e-3`` compares a number; ``RC2=none`` forbids bugs and suspects of the
-            rules whose codes begin so, ``RC=none`` of all.
+        gate: conditions between commas. ``k3<1e-3`` compares a number; ``RC2=none`` forbids bugs, suspects and
+            undecided answers of the rules whose codes begin so, ``RC=none`` of all.
 
     Raises:
         ValueError: a condition that cannot be read, an unknown number, or one that these data do not have.
@@ -62,7 +62,7 @@ def _outcome(diagnosis: Diagnosis, condition: str) -> Outcome:
     if name.startswith("RC"):
         if sign != "=" or value != "none":
             raise ValueError(f"--gate: {condition!r} must be {name}=none")
-        wrong = [v for v in diagnosis.verdicts if v.code.startswith(name) and v.level in (Level.BUG, Level.SUSPECT)]
+        wrong = [v for v in diagnosis.verdicts if v.code.startswith(name) and v.level in DOUBTS]
         seen = "; ".join(f"{verdict.code} ({verdict.level}): {verdict.sentence}" for verdict in wrong)
         return Outcome(condition, not wrong, seen or f"no rule {name}* speaks of a bug")
     if name not in NUMBERS:

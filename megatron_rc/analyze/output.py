@@ -48,6 +48,10 @@ def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False)
         ],
         "not_run": diagnosis.judgement.not_run,
         "not_judged": diagnosis.judgement.not_judged,
+        "outcome_filter": {
+            **dataclasses.asdict(evidence.outcome_filter),
+            "filtered": evidence.outcome_filter.filtered,
+        },
         "honesty": _panel(evidence, evidence.whole),
         "by_step": {str(step): _panel(evidence, panel) for step, panel in evidence.by_step.items()},
         "by_server": {names.get(name, name): _panel(evidence, panel) for name, panel in evidence.by_server.items()},
@@ -105,7 +109,10 @@ def _panel(evidence: Evidence, panel: Honesty) -> dict[str, Any]:
         if not isinstance(value := getattr(panel, field.name), Test)
     }
     tests = {"z_rho": panel.z_ratio, "z_W": panel.z_surprise, "z_mean_l": panel.z_log_ratio}
-    return numbers | {name: _test(evidence, test) for name, test in tests.items()}
+    shown = {name: _test(evidence, test) for name, test in tests.items()}
+    if evidence.outcome_filter.filtered:
+        shown = {name: {**values, "p": None, "undecided": "filtered by outcome"} for name, values in shown.items()}
+    return numbers | shown
 
 
 def _test(evidence: Evidence, test: Test | None) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Recommendation:
     first: tuple[str, ...]
     """Rules that answered BUG: what they name comes before any correction."""
     suspects: tuple[str, ...]
-    """Rules that answered suspect."""
+    """Rules that answered suspect or undecided."""
     trusted: bool
     """Whether the tail of the weights of sequences can be trusted; never with fewer than 25 sequences."""
     kl: float
@@ -154,7 +154,7 @@ def recommend(evidence: Evidence, verdicts: Sequence[Verdict]) -> Recommendation
         method="" if first else method,
         correction=None if first else correction,
         first=first,
-        suspects=tuple(verdict.code for verdict in verdicts if verdict.level is Level.SUSPECT),
+        suspects=tuple(verdict.code for verdict in verdicts if verdict.level in (Level.SUSPECT, Level.UNDECIDED)),
         trusted=trusted,
         kl=float(divergence.mean()),
         variation=float(variation.mean()),

@@ -12,12 +12,13 @@ from rich.table import Table
 from megatron_rc.analyze import words
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.gate import Outcome
-from megatron_rc.analyze.rules.rule import HOSTS, Level
+from megatron_rc.analyze.rules.rule import DOUBTS, HOSTS, Level
 from megatron_rc.analyze.what_if import Missing
 
 STYLES = {
     Level.BUG: "bold red",
     Level.SUSPECT: "bold yellow",
+    Level.UNDECIDED: "bold yellow",
     Level.STALENESS: "bold blue",
     Level.NUMERICS: "bold green",
 }
@@ -47,6 +48,8 @@ def show(diagnosis: Diagnosis, *, console: Console, host: str = "", share: bool 
     source = "A rollout dump" if share else diagnosis.source
     console.print(f"[bold]{escape(source)}[/] ({escape(diagnosis.format)}): {words.size(diagnosis.evidence)}")
     console.print(f"[{STYLES[diagnosis.level]}]{words.HEADLINES[diagnosis.level]}[/]")
+    if filtered := diagnosis.evidence.outcome_filter.sentence:
+        console.print(f"[yellow]{filtered}[/]")
     _show_verdicts(diagnosis, console, host, share)
     console.print(f"[bold]{escape(diagnosis.recommendation.headline)}[/]")
     _show_numbers(diagnosis, console)
@@ -90,9 +93,9 @@ def _show_verdicts(diagnosis: Diagnosis, console: Console, host: str, share: boo
         console.print(title + (f" ({support})" if support else ""))
         if index < in_full and not share:
             console.print(Padding(escape(words.sentence(verdict)), INDENT))
-        if index == 0 and verdict.level in (Level.BUG, Level.SUSPECT):
+        if index == 0 and verdict.level in DOUBTS:
             console.print(Padding(f"[bold]Decide:[/] {escape(' '.join(page.experiment.split()))}", INDENT))
-    wrong = [verdict for verdict in diagnosis.verdicts if verdict.level in (Level.BUG, Level.SUSPECT)]
+    wrong = [verdict for verdict in diagnosis.verdicts if verdict.level in DOUBTS]
     if host:
         for verdict in wrong:
             console.print(Padding(f"[bold]{verdict.code} in {host}:[/] {escape(verdict.page.fixes[host])}", INDENT))

@@ -17,6 +17,7 @@ from megatron_rc.analyze.what_if import WhatIf, WhatIfTable
 HEADLINES = {
     Level.BUG: "BUG: the two sides do not compute the same thing",
     Level.SUSPECT: "SUSPECT: a bug fits, and an experiment must decide",
+    Level.UNDECIDED: "UNDECIDED: a bug fits, and so does the filter of the responses",
     Level.STALENESS: "STALENESS: older weights sampled",
     Level.NUMERICS: "NUMERICS: no sign of a bug",
 }
@@ -69,13 +70,18 @@ def left_out(diagnosis: Diagnosis) -> str:
     return f"Left out: {'; '.join(parts)}." if parts else ""
 
 
+def honesty_probability(evidence: Evidence, test: Test) -> str:
+    """The p-value of a test of the honesty panel; undecided where the responses were chosen by outcome."""
+    return probability(None if evidence.outcome_filter.filtered else evidence.adjusted.get(test.name))
+
+
 def honesty_lines(evidence: Evidence, panel: Honesty) -> list[tuple[str, str, str, str]]:
     """(name, value, p-value, meaning) of each number of the honesty panel."""
 
     def p(test: Test | None) -> str:
         if test is None:
             return "not run"
-        return test.undecided if test.p is None else probability(evidence.adjusted.get(test.name))
+        return test.undecided if test.p is None else honesty_probability(evidence, test)
 
     lines = [
         ("z_rho", f"{panel.z_ratio.z:+.1f}", p(panel.z_ratio), _mean_ratio(evidence, panel)),
@@ -189,6 +195,8 @@ def number(value: float) -> str:
 
 def _mean_ratio(evidence: Evidence, panel: Honesty) -> str:
     text = f"mean ratio {panel.mean_ratio:.5f}"
+    if evidence.outcome_filter.filtered:
+        return f"{text}; a filter by outcome moves it, too"
     if not evidence.significant(panel.z_ratio):
         return f"{text}: 1 within its error, as honest logs give"
     return (

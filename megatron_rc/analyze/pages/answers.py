@@ -11,7 +11,7 @@ from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.honesty import Honesty
 from megatron_rc.analyze.pages.card import Card, Cell, folded, table
-from megatron_rc.analyze.rules.rule import Level, Page, Verdict
+from megatron_rc.analyze.rules.rule import DOUBTS, Page, Verdict
 from megatron_rc.analyze.significance import Test
 from megatron_rc.analyze.what_if import Missing, WhatIf
 
@@ -26,6 +26,8 @@ def header(diagnosis: Diagnosis, share: bool) -> str:
     evidence = diagnosis.evidence
     name = "A rollout dump" if share else diagnosis.source
     warning = f'<p class="warning">{words.NO_ENTROPY}</p>' if diagnosis.hidden_sampling_possible else ""
+    filtered = evidence.outcome_filter.sentence
+    warning += f'<p class="warning">{escape(filtered)}</p>' if filtered else ""
     sampled = f"{evidence.sample.log_pi.size:,} tokens of {evidence.sample.num_sequences:,} whole responses"
     return (
         f"<header>{warning}<h1>{escape(name)}</h1>"
@@ -49,7 +51,7 @@ def _verdict(verdict: Verdict, share: bool) -> str:
         parts.append(f"<p>{escape(words.sentence(verdict))}</p>")
     if verdict.one_of:
         parts.append(f"<p>These data do not separate {escape(' from '.join(verdict.one_of))}.</p>")
-    if verdict.level in (Level.BUG, Level.SUSPECT):
+    if verdict.level in DOUBTS:
         parts.append(f"<p><b>Decide:</b> {escape(page.experiment)}</p>")
         fixes = table([(host, Cell(fix, "words")) for host, fix in page.fixes.items()])
         parts += [folded("Fix, by codebase", fixes), folded("What else looks like this", _text(page.look_alikes))]
@@ -82,7 +84,7 @@ def _panels(evidence: Evidence, title: str, panels: Mapping[str, Honesty]) -> st
         return max(abs(test.z) for test in panel.tests)
 
     def shown(test: Test | None) -> str:
-        return f"{test.z:+.1f} ({words.probability(evidence.adjusted.get(test.name))})" if test else "-"
+        return f"{test.z:+.1f} ({words.honesty_probability(evidence, test)})" if test else "-"
 
     kept = set(sorted(panels, key=lambda name: -largest(panels[name]))[:MOST_PANELS])
     rows = []
@@ -158,6 +160,8 @@ def not_judged(diagnosis: Diagnosis, share: bool) -> str:
             for code, bug in judgement.not_judged.items()
         ]
         parts.append(table(mended, head=("not judged", "rule", "why")))
+    if reason := diagnosis.evidence.outcome_filter.not_run:
+        parts.append(f"<p>Not checked whether responses were filtered by outcome: {escape(reason)}.</p>")
     if not share:
         # these sentences name files
         parts += [f"<p>{escape(sentence)}</p>" for sentence in (*diagnosis.corrupt.first, *diagnosis.ignored)]

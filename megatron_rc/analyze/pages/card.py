@@ -8,9 +8,9 @@ from html import escape
 
 STYLE = """
 .wide { grid-column: 1 / -1; }
-.bug { --level: #c8232c; } .suspect { --level: #a86a00; } .staleness { --level: var(--c0); }
+.bug { --level: #c8232c; } .suspect, .undecided { --level: #a86a00; } .staleness { --level: var(--c0); }
 .numerics { --level: var(--c2); }
-@media (prefers-color-scheme: dark) { .bug { --level: #ff7b7f; } .suspect { --level: #ffc24d; } }
+@media (prefers-color-scheme: dark) { .bug { --level: #ff7b7f; } .suspect, .undecided { --level: #ffc24d; } }
 .level { font-size: 20px; font-weight: 650; color: var(--level); margin: 0 0 4px; }
 .verdict { border-left: 5px solid var(--level); }
 .verdict h2 b { color: var(--level); }

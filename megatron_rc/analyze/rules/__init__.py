@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules import alignment, benign, counts, honest, location, maps
-from megatron_rc.analyze.rules.rule import Level, Range, Rule, Verdict
+from megatron_rc.analyze.rules.rule import DOUBTS, Range, Rule, Verdict
 
 TRIED = Range(tokens=2_000, surprisal=(0.1, 4.0))
 """What benchmarks/confusion.py, benchmarks/false_alarms.py and the simulated dumps cover: vocabularies of 256 and
@@ -22,9 +22,9 @@ tokens carry the gap."""
 RULES = (
     Rule("RC203", 0, counts.dummy_logprobs),
     Rule("RC201", 1, alignment.shifted),
-    Rule("RC102", 2, honest.truncated_or_leaking, calibrated=TRIED, also=frozenset({"RC106"})),
-    Rule("RC104", 2, honest.raw_logs, calibrated=TRIED),
-    Rule("RC103", 3, honest.hidden_sampling, ("entropy",), TRIED),
+    Rule("RC102", 2, honest.truncated_or_leaking, calibrated=TRIED, unfiltered=True, also=frozenset({"RC106"})),
+    Rule("RC104", 2, honest.raw_logs, calibrated=TRIED, unfiltered=True),
+    Rule("RC103", 3, honest.hidden_sampling, ("entropy",), TRIED, unfiltered=True),
     Rule("RC101", 4, maps.temperature, calibrated=TRIED_RC101),
     Rule("RC303", 5, location.one_server, ("server",), TRIED),
     Rule("RC301", 5, location.stale_cache, ("cached_tokens", "prompt_length", "syncs"), TRIED),
@@ -73,7 +73,7 @@ def judge(evidence: Evidence, *, select: Collection[str] = (), ignore: Collectio
             not_run[rule.code] = missing
         elif (verdict := rule.verdict(evidence)) is not None and verdict.code in wanted:
             verdicts.append(verdict)
-        wrong = [v.code for v in verdicts if v.level in (Level.BUG, Level.SUSPECT)]
+        wrong = [v.code for v in verdicts if v.level in DOUBTS]
         last_of_stage = index + 1 == len(rules) or rules[index + 1].stage > rule.stage
         if wrong and last_of_stage:
             bug = wrong[0]

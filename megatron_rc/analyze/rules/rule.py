@@ -21,10 +21,16 @@ class Level(StrEnum):
     """Logs, weights or inputs of the two sides differ in a way that no rounding explains."""
     SUSPECT = "suspect"
     """A bug fits, but the data lie outside of what the rule was calibrated on, or do not separate it from others."""
+    UNDECIDED = "undecided"
+    """A bug fits, but the responses were chosen by outcome, and the test that speaks of it may see the filter."""
     STALENESS = "staleness"
     """The weights that sampled were older, as the dump itself says."""
     NUMERICS = "numerics"
     """Kernels, precision or expert choice; nothing to mend in the logs."""
+
+
+DOUBTS = (Level.BUG, Level.SUSPECT, Level.UNDECIDED)
+"""Levels by which something may have to be mended."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +80,15 @@ class Range:
 class Rule:
     code: str
     stage: int
-    """Rules of a later stage are not judged once one of an earlier stage answers BUG or suspect: they would judge that
-    bug once more, because it changes the log-ratios that they read."""
+    """Rules of a later stage are not judged once one of an earlier stage answers BUG, suspect or undecided: they would
+    judge that bug once more, because it changes the log-ratios that they read."""
     judge: Callable[[Evidence], Verdict | None]
     needs: tuple[str, ...] = ()
     """Columns without which it is not run."""
     calibrated: Range | None = None
     """None: a bug is exact in any dump, because nothing was fitted to some."""
+    unfiltered: bool = False
+    """It rests on a test that is valid only while responses are not chosen by their outcome."""
     also: frozenset[str] = frozenset()
     """Further codes that it may answer with."""
 
@@ -89,8 +97,12 @@ class Rule:
         return self.also | {self.code}
 
     def verdict(self, evidence: Evidence) -> Verdict | None:
-        """What the rule says: no more than suspect outside of the range that it was calibrated in."""
+        """What the rule says: no more than suspect outside of the range that it was calibrated in, and undecided where
+        responses were chosen in a way that its test sees."""
         verdict = self.judge(evidence)
+        if verdict is not None and self.unfiltered and evidence.outcome_filter.filtered:
+            sentence = f"{verdict.sentence} (undecided: the dump was filtered by outcome, which these tests see, too)"
+            return replace(verdict, level=Level.UNDECIDED, sentence=sentence, p=None)
         if verdict is None or verdict.level is not Level.BUG or self.calibrated is None:
             return verdict
         if not (reason := self.calibrated.outside(evidence)):
