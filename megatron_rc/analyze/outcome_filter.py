@@ -25,8 +25,8 @@ from megatron_rc.analyze.chunk import Chunk, Floats
 COLUMNS = ("step", "group", "reward")
 """Columns that the check needs: groups are numbered anew in every step."""
 LARGEST_CHANCE = 1e-6
-"""A dump counts as filtered while the chance of an unfiltered one is below this, which no wrong answer is likelier
-than: rare enough for any number of dumps that people analyze, because the answer silences four rules."""
+"""A dump counts as filtered where an unfiltered one looks so with a chance below this. Honest dumps are then called
+filtered at most as often, which is rare enough for an answer that silences four rules."""
 MOST_GROUPS = 100_000
 """Groups that are kept in memory; later ones are not counted, and the chance is that of those that are."""
 
