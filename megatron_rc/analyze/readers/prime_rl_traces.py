@@ -2,7 +2,8 @@
 
 ``stream/*.jsonl`` holds each episode as it arrived: traces of messages, each with its tokens and the log-probs of the
 sampled ones. ``annotations/*/*.jsonl`` holds what the trainer computed later, by trace and branch: one value per token
-from the first message of the branch to its last, null where the token was not trained on. Finished files end in .zst.
+from the first message of the branch on, null where the token was not trained on. It ends early where the trainer cut
+the sequence. Finished files end in .zst.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
         streams = [path for path in group if not _is_annotations(path, notes, corrupt)]
         if not notes:
             raise UnreadableFile(
-                f"{group[0]}: no annotation of the trainer is there; give the folder traces as a whole"
+                f"{group[0]}: no annotation of the trainer is there; give the folder traces as a whole or token_exports"
             )
         for path in streams:
             try:
@@ -194,13 +195,13 @@ def _row(path: list[dict[str, Any]], note: tuple[Floats, Floats | None], sequenc
     ids = np.concatenate([rows.whole_numbers(node.get("token_ids") or [], "token_ids") for node in path])
     sampled = np.concatenate([rows.flags(node.get("mask") or [], "mask") for node in path])
     logged = np.concatenate([rows.log_probs(node.get("logprobs") or [], "logprobs") for node in path])
-    if not ids.size == sampled.size == log_pi.size:
+    if ids.size != sampled.size or ids.size < log_pi.size:
         raise rows.BadRow(f"token_ids, mask and {LOG_PI} have {ids.size}, {sampled.size} and {log_pi.size} values")
     if logged.size != sampled.sum():
         raise rows.BadRow(f"logprobs has {logged.size} values, mask says {sampled.sum()} sampled tokens")
     log_mu = np.full(ids.size, np.nan)
     log_mu[sampled] = logged
-    mask = sampled & ~np.isnan(log_pi)
+    mask = sampled[: log_pi.size] & ~np.isnan(log_pi)
     trained = np.flatnonzero(mask)
     start, end = (int(trained[0]), int(trained[-1]) + 1) if trained.size else (0, 0)
     tokens: dict[str, Any] = {"loss_mask": mask[start:end], "token_id": ids[start:end]}

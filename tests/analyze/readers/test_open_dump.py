@@ -205,6 +205,7 @@ def traces_with(
         ({"parent": 0}, "the parent of node 0 must stand before it"),
         ({"parent": "x"}, "the parent of node 0 must stand before it"),
         ({"mask": [True]}, "token_ids, mask and trainer_logprobs have 2, 1 and 2 values"),
+        ({"token_ids": [1], "mask": [True]}, "token_ids, mask and trainer_logprobs have 1, 1 and 2 values"),
         ({"logprobs": [-1.0, -2.0]}, "logprobs has 2 values, mask says 1 sampled tokens"),
         ({"token_ids": ["<script>"]}, "token_ids must be a list of numbers"),
     ],
@@ -232,6 +233,21 @@ def test_a_later_annotation_replaces_an_earlier_one(tmp_path: Path):
     assert set(chunk.log_pi[: chunk.lengths[0]]) == {-0.5} and "entropy" not in chunk.tokens
 
 
+def test_a_sequence_that_the_trainer_cut_keeps_the_tokens_before_the_cut(tmp_path: Path):
+    node = {"token_ids": [1, 2, 3, 4], "mask": [False, True, True, True], "logprobs": [-1.0, -2.0, -3.0]}
+    path = traces_with(
+        tmp_path,
+        episode={"traces": [{"id": "cut", "nodes": [node]}]},
+        annotation={"trace_id": "cut", "branches": [{"index": 0, "trainer_logprobs": [None, -1.5, -2.5]}]},
+    )
+    dump = open_dump(path)
+    (chunk,) = dump.chunks()
+    last = chunk.select_sequences(chunk.sequence_of[chunk.cu_seqlens[:-1]] == 6)
+    assert dump.corrupt.count == 0
+    assert last.log_mu.tolist() == [-1, -2] and last.log_pi.tolist() == [-1.5, -2.5]
+    assert last.tokens["token_id"].tolist() == [2, 3]
+
+
 def test_branches_share_their_first_messages(tmp_path: Path):
     prompt = {"parent": None, "token_ids": [1, 2], "mask": [False, False], "logprobs": []}
     leaves = [{"parent": 0, "token_ids": [3 + i], "mask": [True], "logprobs": [-1.0 - i]} for i in range(2)]
@@ -249,7 +265,8 @@ def test_branches_share_their_first_messages(tmp_path: Path):
 
 def test_a_trace_stream_without_annotations_says_what_is_missing(tmp_path: Path):
     shutil.copy(TRACES / "stream/00000.jsonl", tmp_path / "x.jsonl")
-    with pytest.raises(ValueError, match="no annotation of the trainer is there; give the folder traces as a whole"):
+    sentence = "no annotation of the trainer is there; give the folder traces as a whole or token_exports"
+    with pytest.raises(ValueError, match=sentence):
         list(open_dump(tmp_path).chunks())
 
 
