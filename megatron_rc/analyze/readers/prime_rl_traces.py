@@ -1,9 +1,9 @@
 """prime-rl's trace stream with the trainer's annotations, ``monitors/file/traces``.
 
 ``stream/*.jsonl`` holds each episode as it arrived: traces of messages, each with its tokens and the log-probs of the
-sampled ones. ``annotations/*/*.jsonl`` holds what the trainer computed later, by trace and branch: one value per token
-from the first message of the branch on, null where the token was not trained on. It ends early where the trainer cut
-the sequence. Finished files end in .zst.
+sampled ones. ``annotations/*/*.jsonl`` holds what the trainer and the orchestrator computed later, by trace and branch:
+one value per token from the first message of the branch on, null where the token was not trained on. The trainer's end
+early where it cut the sequence. Finished files end in .zst.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_rc.analyze.readers.dump import CorruptRows, Group, UnreadableFile
 from megatron_rc.analyze.readers.format import Format
 from megatron_rc.analyze.readers.json_lines import lines, parsed
 
-LOG_PI, ENTROPY = "trainer_logprobs", "entropies"
+LOG_PI, ENTROPY, ADVANTAGE = STREAMS = ("trainer_logprobs", "entropies", "advantages")
 
 
 def groups(files: list[Path]) -> list[Group]:
@@ -61,15 +61,15 @@ class Note(NamedTuple):
 
     offset: int
     size: int
-    has_entropy: bool
 
 
 class Annotations:
-    """What the trainer said of each branch, on disk, because it is as long as the dump."""
+    """What the trainer and the orchestrator said of each branch, on disk, because it is as long as the dump."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
-        self._notes: dict[tuple[str, int], Note] = {}
+        self._notes: dict[str, dict[tuple[str, int], Note]] = {name: {} for name in STREAMS}
+        self._steps: dict[str, int] = {}
         self._end = 0
 
     def add(self, record: dict[str, Any]) -> None:
@@ -78,36 +78,46 @@ class Annotations:
         Raises:
             BadRow: not such a record.
         """
-        trace, branches = record.get("trace_id"), record.get("branches")
+        trace, branches, info = record.get("trace_id"), record.get("branches"), record.get("info")
         if not isinstance(trace, str) or not isinstance(branches, list):
             raise rows.BadRow("trace_id must be a text and branches a list")
         for branch in branches:
             if not isinstance(branch, dict) or type(branch.get("index")) is not int:
                 raise rows.BadRow("branches must be a list of objects with an index")
-            if branch.get(LOG_PI) is None:
-                continue
-            values = [rows.log_probs(branch[LOG_PI], LOG_PI)]
-            if branch.get(ENTROPY) is not None:
-                values.append(rows.log_probs(branch[ENTROPY], ENTROPY))
-                if values[1].size != values[0].size:
-                    raise rows.BadRow(f"{ENTROPY} has {values[1].size} values, {LOG_PI} has {values[0].size}")
-            raw = np.concatenate(values).tobytes()
-            self._file.seek(self._end)
-            self._file.write(raw)
-            self._notes[trace, branch["index"]] = Note(self._end, values[0].size, len(values) > 1)
-            self._end += len(raw)
+            values = {name: rows.log_probs(branch[name], name) for name in STREAMS if branch.get(name) is not None}
+            if LOG_PI in values:
+                if ENTROPY in values and values[ENTROPY].size != values[LOG_PI].size:
+                    raise rows.BadRow(
+                        f"{ENTROPY} has {values[ENTROPY].size} values, {LOG_PI} has {values[LOG_PI].size}"
+                    )
+                # the entropy of an earlier pass does not belong to these log-probs
+                self._notes[ENTROPY].pop((trace, branch["index"]), None)
+            for name, stream in values.items():
+                self._add(name, (trace, branch["index"]), stream)
+        batch = info.get("ship") if isinstance(info, dict) else None
+        if isinstance(batch, dict) and type(batch.get("step")) is int:
+            self._steps[trace] = batch["step"]
+
+    def _add(self, name: str, branch: tuple[str, int], values: Floats) -> None:
+        self._file.seek(self._end)
+        self._notes[name][branch] = Note(self._end, values.size)
+        self._end += self._file.write(values.tobytes())
 
     def __bool__(self) -> bool:
-        return bool(self._notes)
+        return bool(self._notes[LOG_PI])
 
-    def of(self, trace: str, branch: int) -> tuple[Floats, Floats | None] | None:
-        """Log pi and entropy of the tokens of a branch, NaN where the trainer did not train on them."""
-        note = self._notes.get((trace, branch))
-        if note is None:
-            return None
-        self._file.seek(note.offset)
-        values = np.frombuffer(self._file.read(8 * note.size * (1 + note.has_entropy)))
-        return values[: note.size], values[note.size :] if note.has_entropy else None
+    def of(self, trace: str, branch: int) -> dict[str, Floats]:
+        """Values of the tokens of a branch by the name in the file; NaN where the trainer did not train on them."""
+        values = {}
+        for name, notes in self._notes.items():
+            if (note := notes.get((trace, branch))) is not None:
+                self._file.seek(note.offset)
+                values[name] = np.frombuffer(self._file.read(8 * note.size))
+        return values
+
+    def step(self, trace: str) -> dict[str, int]:
+        """The step of the batch that a trace was trained in, as a column, where the orchestrator said it."""
+        return {"step": self._steps[trace]} if trace in self._steps else {}
 
 
 def _is_annotations(path: Path, notes: Annotations, corrupt: CorruptRows) -> bool:
@@ -158,10 +168,10 @@ def _branches(trace: dict[str, Any], episode: dict[str, Any], notes: Annotations
         return
     for index, leaf in enumerate(_leaves(nodes)):
         note = notes.of(name, index)
-        if note is None:
+        if LOG_PI not in note:
             continue
         try:
-            yield _row(_path(nodes, leaf), note, _sequence(trace, episode))
+            yield _row(_path(nodes, leaf), note, {**_sequence(trace, episode), **notes.step(name)})
         except rows.BadRow as error:
             yield error
 
@@ -189,9 +199,9 @@ def _path(nodes: list[dict[str, Any]], leaf: int) -> list[dict[str, Any]]:
         at = parent
 
 
-def _row(path: list[dict[str, Any]], note: tuple[Floats, Floats | None], sequence: dict[str, Any]) -> rows.Row:
+def _row(path: list[dict[str, Any]], note: dict[str, Floats], sequence: dict[str, Any]) -> rows.Row:
     """The response of a branch: from the first trained token to the last one."""
-    log_pi, entropy = note
+    log_pi = note[LOG_PI]
     ids = np.concatenate([rows.whole_numbers(node.get("token_ids") or [], "token_ids") for node in path])
     sampled = np.concatenate([rows.flags(node.get("mask") or [], "mask") for node in path])
     logged = np.concatenate([rows.log_probs(node.get("logprobs") or [], "logprobs") for node in path])
@@ -205,8 +215,12 @@ def _row(path: list[dict[str, Any]], note: tuple[Floats, Floats | None], sequenc
     trained = np.flatnonzero(mask)
     start, end = (int(trained[0]), int(trained[-1]) + 1) if trained.size else (0, 0)
     tokens: dict[str, Any] = {"loss_mask": mask[start:end], "token_id": ids[start:end]}
-    if entropy is not None:
-        tokens["entropy"] = entropy[start:end]
+    if ENTROPY in note:
+        tokens["entropy"] = note[ENTROPY][start:end]
+    if ADVANTAGE in note:
+        if note[ADVANTAGE].size != ids.size:
+            raise rows.BadRow(f"{ADVANTAGE} has {note[ADVANTAGE].size} values, token_ids has {ids.size}")
+        tokens["advantage"] = note[ADVANTAGE][start:end]
     turn = np.repeat(np.arange(len(path)), [len(node.get("token_ids") or []) for node in path])[start:end]
     tokens["turn"] = turn
     return rows.Row(log_pi[start:end], log_mu[start:end], tokens, {"prompt_length": start, **sequence})

@@ -87,7 +87,7 @@ def test_a_column_that_a_host_writes_has_the_values_of_the_batch(chunk: Chunk, n
         ),
         ("miles_tp", "advantage entropy finish_reason loss_mask prompt_length step token_id train_rank"),
         ("prime_rl", "advantage entropy loss_mask pack_position prompt_length step token_id train_rank"),
-        ("prime_rl_traces", "entropy group loss_mask prompt_length reward token_id turn"),
+        ("prime_rl_traces", "advantage entropy group loss_mask prompt_length reward step token_id turn"),
         ("verl", "entropy loss_mask step token_id"),
         (
             "batch.parquet",
@@ -113,8 +113,9 @@ def test_the_same_batch_in_every_format_gives_the_same_evidence(tmp_path: Path):
     assert sums["verl"] == pytest.approx((expected.log_pi.size, expected.k3.mean(), expected.log_ratio.mean()))
 
 
-def test_the_step_of_nemo_rl_comes_from_the_name_of_the_file():
-    assert set(whole(HOST_DUMPS / "nemo_rl").sequences["step"]) == {3}
+@pytest.mark.parametrize("host", ["nemo_rl", "prime_rl_traces"])
+def test_the_step_comes_from_the_name_of_the_file_or_from_the_batch_that_took_the_trace(host: str):
+    assert set(whole(HOST_DUMPS / host).sequences["step"]) == {3}
 
 
 def test_pack_positions_of_slime_follow_the_micro_batches():

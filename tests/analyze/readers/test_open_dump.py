@@ -248,6 +248,16 @@ def test_a_sequence_that_the_trainer_cut_keeps_the_tokens_before_the_cut(tmp_pat
     assert last.tokens["token_id"].tolist() == [2, 3]
 
 
+def test_advantages_of_another_length_are_damage(tmp_path: Path):
+    update = {"trace_id": "trace0", "info": {"ship": {"step": "x"}}, "branches": [{"index": 0, "advantages": [1.0]}]}
+    traces_with(tmp_path)
+    (tmp_path / "traces/annotations/orchestrator/00001.jsonl").write_text(json.dumps(update) + "\n")
+    dump = open_dump(tmp_path)
+    (chunk,) = dump.chunks()
+    assert chunk.num_sequences == 5 and set(chunk.sequences["step"]) == {3}
+    assert dump.corrupt.count == 1 and "line 1: advantages has 1 values, token_ids has 14" in dump.corrupt.first[0]
+
+
 def test_branches_share_their_first_messages(tmp_path: Path):
     prompt = {"parent": None, "token_ids": [1, 2], "mask": [False, False], "logprobs": []}
     leaves = [{"parent": 0, "token_ids": [3 + i], "mask": [True], "logprobs": [-1.0 - i]} for i in range(2)]
