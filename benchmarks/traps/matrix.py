@@ -64,6 +64,7 @@ class Matrix:
 
     def page(self, seeds: int) -> str:
         """The document with picture and table."""
+        command = f"python benchmarks/confusion.py --seeds {' '.join(map(str, range(seeds)))} --server --docs"
         return (
             "# Which rule answers to which trap\n\n"
             "Each row is a dump of a small model (vocabulary 4,096, 18,000 to 34,000 tokens of responses of up to 160) "
@@ -73,7 +74,7 @@ class Matrix:
             "also answers beside the other benign causes.\n\n"
             "![traps against rules](../images/confusion.svg)\n\n"
             f"{self.markdown()}\n"
-            "`python benchmarks/confusion.py --server --docs` writes this page.\n"
+            f"`{command}` writes this page.\n"
         )
 
     def svg(self) -> str:
