@@ -76,6 +76,8 @@ def main() -> None:
         (checkout.ROOT / "docs/rules").mkdir(exist_ok=True)
         (checkout.ROOT / "docs/rules/confusion.md").write_text(matrix.page(len(options.seeds)))
         (checkout.ROOT / "docs/images/confusion.svg").write_text(matrix.svg())
+    if wrong := sum(row.dumps - row.rights for row in rows.values()):
+        sys.exit(f"{wrong} dumps have another answer than the wanted one")
 
 
 def line(name: str, trap: Trap, diagnosis: Diagnosis) -> str:
