@@ -79,6 +79,7 @@ class WorkerEngine(RolloutEngine):
         """
         self.weight_version = -1
         self._agree = agree
+        self._waiting = threading.Lock()
         context = multiprocessing.get_context(START_METHOD)
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(  # type: ignore[attr-defined]
@@ -142,10 +143,9 @@ class WorkerEngine(RolloutEngine):
     def close(self) -> None:
         """End the process; a ``generate`` in another thread raises ValueError."""
         self._process.terminate()
-        self._process.join(_END_S)
-        if self._process.is_alive():
+        if self._exit_code() is None:
             self._process.kill()
-            self._process.join()
+            self._exit_code()
         self._pipe.close()
 
     def _send(self, message: NamedTuple) -> None:
@@ -168,9 +168,14 @@ class WorkerEngine(RolloutEngine):
                 case _Finished(responses) if on_finished is not None:
                     on_finished(responses)
 
+    def _exit_code(self) -> int | None:
+        """Exit status of the process, for which this waits a few seconds; None if it goes on."""
+        with self._waiting:  # of two threads that wait for a process, one would not learn its status
+            self._process.join(_END_S)
+            return self._process.exitcode
+
     def _end(self) -> str:
-        self._process.join(_END_S)
-        code = self._process.exitcode
+        code = self._exit_code()
         if code is None or code >= 0:
             return f"the process of the rollout engine ended with exit status {code}; its last words are on stderr"
         by = signal.Signals(-code).name
