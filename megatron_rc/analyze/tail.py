@@ -65,7 +65,8 @@ def pareto_shape(excesses: Floats) -> float:
         return -math.inf
     grid = 30 + int(math.sqrt(n))
     theta = 1 / x[-1] + (1 - np.sqrt(grid / (np.arange(1, grid + 1) - 0.5))) / (3 * quartile)
-    shape = np.log1p(-theta[:, None] * x).mean(axis=1)
+    # one theta at a time: all of them times 134,000 weights are 400 MB
+    shape = np.array([np.log1p(-each * x).mean() for each in theta])
     likelihood = n * (np.log(-theta / shape) - shape - 1)
     weights = np.exp(likelihood - likelihood.max())
     best = float((theta * weights).sum() / weights.sum())

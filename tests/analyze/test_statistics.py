@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from simulated_dumps import logged_temperature, one_stale_server, small_honest, world
@@ -14,7 +16,7 @@ from megatron_rc.analyze.profile import Permutations, ProfileSums, explained_by_
 from megatron_rc.analyze.reservoir import MAX_TOKENS, Reservoir
 from megatron_rc.analyze.sign_flips import sign_flip_test
 from megatron_rc.analyze.significance import Test, holm, normal_p, self_normalised
-from megatron_rc.analyze.tail import TailSums
+from megatron_rc.analyze.tail import TailSums, pareto_shape
 
 
 def size(chunk: Chunk) -> np.ndarray:
@@ -152,3 +154,13 @@ def test_bins_that_differ_in_variance_only_explain_nothing_of_the_sign() -> None
     assert abs(np.mean(shares)) < 4 * np.std(shares) / 20
     shifted = np.array([1.0, 4.0])
     assert explained_by_means(shifted * 100, shifted * 100, shifted * 100) == pytest.approx(1.0)
+
+
+def test_the_tail_of_two_billion_weights_is_fitted_in_little_memory() -> None:
+    excesses = np.sort(np.random.default_rng(0).pareto(3.0, 134_000))[::-1]
+    tracemalloc.start()
+    shape = pareto_shape(excesses)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert abs(shape - 1 / 3) < 0.01
+    assert peak < 20 * 2**20
