@@ -12,9 +12,8 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import RolloutEngine
-from megatron_rc.horizon import LostBatchWarning, horizon, predicted_ess
+from megatron_rc.horizon import LostBatchWarning
 from megatron_rc.lr_scale import LRScale, Signals
-from megatron_rc.plan import Plan
 from megatron_rc.settings import JobSettings
 from megatron_rc.tasks import Task
 from megatron_rc.training import checkpoint
@@ -46,7 +45,6 @@ class Job:
     def __post_init__(self) -> None:
         settings, rollout = self.settings, self.settings.rollout
         check_routing(settings.moe, settings.correction)
-        self._reads_lags = Plan.of(settings.correction).reads_lags
         self.routing = Routing(settings.moe, settings.correction, self.policy) if settings.moe.active else None
         sampling, most_damaged = rollout.sampling(self.task.stop_token_ids), rollout.sglang.max_rejected_share
         self.sampler = Sampler(self.engine, self.task, self.groups, sampling, settings.train.seed, most_damaged)
@@ -221,7 +219,6 @@ class Job:
                 self.routing.check(sampled.samples, batch)
         except ValueError as error:
             raise SharedError(str(error)) from None  # every process holds the same samples
-        lags = batch.lags(self.progress.weight_version)
         received = time.perf_counter()
         self.observers.phase("update", train.mini_batches_per_rollout)
         result = reinforce_step(
@@ -231,8 +228,7 @@ class Job:
             loss=self.settings.loss,
             train=train,
             max_nonfinite_share=rollout.max_nonfinite_share,
-            # without lags, metrics by lag would repeat those of all tokens
-            version=self.progress.weight_version if self._reads_lags or lags.any() else None,
+            version=self.progress.weight_version,
             measured_upper=self.progress.measured_upper,
             lr_rule=self.lr_rule,
             routing=self.routing,
@@ -246,9 +242,6 @@ class Job:
         versions = batch.weight_versions[batch.loss_mask]
         if rollout.engine == "sglang":
             result.metrics |= sampled.metrics()
-        lengths = [int(part.sum()) for part in batch.loss_mask.split(batch.lengths)]
-        k3 = result.metrics.get(f"{self.pair}k3", math.nan)
-        result.metrics |= {"horizon": horizon(k3), "ess_seq_predicted": predicted_ess(lengths, k3)}
         result.metrics["staleness"] = self.progress.weight_version - float(versions.double().mean())
         return sampled, result
 

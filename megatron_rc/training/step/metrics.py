@@ -7,17 +7,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.metrics import MetricSums
 from megatron_rc.training.groups import Groups
 
 
-def rollout_metrics(batch: TokenBatch, equal: Sequence[bool]) -> dict[str, float]:
-    """Rewards and response lengths; ``equal``: whether all rewards of a sequence's group are equal."""
-    assert batch.rewards is not None and batch.truncated is not None
+def response_lengths(batch: TokenBatch) -> Tensor:
+    """Loss tokens of each sequence, [S] fp32."""
     sequence_of_row = torch.repeat_interleave(torch.tensor(batch.lengths))
-    lengths = torch.zeros(batch.num_sequences).index_add_(0, sequence_of_row, batch.loss_mask.float())
+    return torch.zeros(batch.num_sequences).index_add_(0, sequence_of_row, batch.loss_mask.float())
+
+
+def rollout_metrics(batch: TokenBatch, lengths: Tensor, equal: Sequence[bool]) -> dict[str, float]:
+    """Rewards and response lengths.
+
+    Args:
+        lengths: [S], as `response_lengths`.
+        equal: [S], whether all rewards of a sequence's group are equal.
+    """
+    assert batch.rewards is not None and batch.truncated is not None
     return {
         "reward/mean": float(batch.rewards.mean()),
         "reward/std": float(batch.rewards.std(correction=0)),

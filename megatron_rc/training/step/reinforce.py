@@ -16,6 +16,7 @@ from megatron_rc.advantages import ADVANTAGES, equal_reward_groups, expand_to_to
 from megatron_rc.batch import TokenBatch
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
+from megatron_rc.horizon import horizon, predicted_ess
 from megatron_rc.loss import loss_scale
 from megatron_rc.lr_scale import LRScale
 from megatron_rc.measured_upper import FIRST
@@ -25,7 +26,7 @@ from megatron_rc.settings import LossSettings, TrainSettings
 from megatron_rc.training.groups import Groups, SharedError
 from megatron_rc.training.policy import Policy, UpdateResult
 from megatron_rc.training.step.learning_rate import StepRate
-from megatron_rc.training.step.metrics import merged, pooled, rollout_metrics
+from megatron_rc.training.step.metrics import merged, pooled, response_lengths, rollout_metrics
 from megatron_rc.training.step.micro_loss import Collected, MicroLoss
 from megatron_rc.training.step.microbatches import NO_EXTRAS, MicroExtras, Share, mini_batches, share_of, split_rows
 from megatron_rc.training.step.routing import Routing, StepRoutes
@@ -116,7 +117,8 @@ def reinforce_step(
     old pass, so that mismatch and length are measured on everything that was sampled.
 
     Args:
-        version: version of the weights that are trained; None gives the correction no lags.
+        version: version of the weights that are trained, which gives the correction lags where a sample is older, or
+            where the correction reads lags; None: the weights that sampled.
         measured_upper: the bound of a weight with upper "measured"; the metric old/measured_upper is the next one.
         lr_rule: scales the learning rate by what is measured before the first update: on the whole rollout, or, where
             the correction has no old pass, on its first mini-batch.
@@ -130,8 +132,10 @@ def reinforce_step(
             max_k3; samples of older weights without the log-probs that a weight of two factors needs.
     """
     assert batch.rewards is not None and batch.groups is not None
-    is_fresh = version is None or not bool(batch.lags(version).any())
-    if Plan.of(correction).has_two_factors and batch.sampling_logprobs is None and not is_fresh:
+    plan, is_fresh = Plan.of(correction), version is None or not bool(batch.lags(version).any())
+    if is_fresh and not plan.reads_lags:
+        version = None  # metrics by lag would repeat those of all tokens
+    if plan.has_two_factors and batch.sampling_logprobs is None and not is_fresh:
         raise SharedError(NO_SAMPLING_LOGPROBS)
     equal = equal_reward_groups(batch.rewards, batch.groups).tolist()
     trained = [s for s, is_equal in enumerate(equal) if not is_equal]
@@ -139,7 +143,8 @@ def reinforce_step(
     groups = [group for group, is_equal in zip(batch.groups.tolist(), equal, strict=True) if not is_equal]
     parts = [[trained[i] for i in part] for part in mini_batches(groups, train.mini_batches_per_rollout)]
     batch = dataclasses.replace(batch, advantages=ADVANTAGES[loss.advantage](batch.rewards, batch.groups))
-    metrics: dict[str, Any] = dict(rollout_metrics(batch, equal))
+    lengths = response_lengths(batch)
+    metrics: dict[str, Any] = dict(rollout_metrics(batch, lengths, equal))
     rate = StepRate(lr_rule, correction, metrics)
     three_policy = correction.old == "recompute"
     share = share_of(batch, [*parts, dropped] if dropped and three_policy else parts, train, policy.groups)
@@ -154,6 +159,8 @@ def reinforce_step(
         on_update()
     rate.begin({}, "")  # where nothing was updated, nothing was measured by an update
     metrics |= rate.metrics() | _update_metrics(updates, policy.groups)
+    k3 = metrics.get("old/k3" if three_policy else "current/k3", math.nan)
+    metrics |= {"horizon": horizon(k3), "ess_seq_predicted": predicted_ess(lengths.tolist(), k3)}
     return StepResult(metrics, batch, share, step.columns)
 
 
