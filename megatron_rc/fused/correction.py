@@ -112,9 +112,7 @@ def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup
 
 def _mean_k3(units: Tensor, dp_group: dist.ProcessGroup | None) -> Tensor:
     """0-d mean of the capped k3, the first column after the sums of l, over all data-parallel ranks."""
-    totals = units[_TOKENS : NUM_LOG_RATIO_SUMS + 1].sum(1)
-    if not is_alone(dp_group):
-        dist.all_reduce(totals, group=dp_group)
+    totals = all_reduced(units[_TOKENS : NUM_LOG_RATIO_SUMS + 1].sum(1), dp_group)
     return totals[-1] / totals[0]
 
 
