@@ -33,7 +33,7 @@ class Corrected:
     correction: RolloutCorrection = field(default_factory=RolloutCorrection)
     """The settings that made it; `policy_loss` refuses arguments that contradict them."""
     mean_k3: Tensor | None = None
-    """0-d: the K that the gate "standardized" used, pooled over DP x CP or as given; None without that gate."""
+    """0-d, fp64: the K that the gate "standardized" used, pooled over DP x CP or as given; None without that gate."""
 
 
 def correct(
@@ -90,15 +90,16 @@ def correct(
             weights with growth="sqrt_lag" or upper_by_lag need them; given, they also split metrics by lag.
         sampling_logprobs: the shape of loss_mask, fp32, nats; log pi of each token by the trainer's weights of the
             version that sampled it. Weights with staleness_upper need them; NaN or an infinity is corruption.
-        mean_k3: 0-d on the same device, nats; K of earlier batches, for the gate "standardized". Without it, K is that
-            of this batch, in one all-reduce over dp_group: a caller that sees one micro-batch must give it.
+        mean_k3: 0-d on the same device, fp64 (another dtype is cast), nats; K of earlier batches, for the gate
+            "standardized". Without it, K is that of this batch, in one all-reduce over dp_group: a caller that sees one
+            micro-batch must give it.
         measured_upper: the metric of that name of the previous rollout, for a weight with upper="measured"; its
             statistics pool as those of all metrics do, and need advantages.
         dp_group: data-parallel ranks, for normalize="batch" and the gate "standardized".
         cp_group: ranks that hold other tokens of the same sequences, in the same order.
         backend: "torch"; "triton", which needs three launches, a fourth where turns are judged, one more to normalise
-            and two for a K of this batch (an argument that is not contiguous is copied, in a launch of its own); or
-            "auto": triton where its kernels can take every argument, which excludes fp64.
+            and two for a K of this batch (an argument that is not contiguous, or a mean_k3 that is not fp64, is copied
+            in a launch of its own); or "auto": triton where its kernels can take every argument, which excludes fp64.
 
     Returns:
         Corrected, in the layout of the input.

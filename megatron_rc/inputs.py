@@ -56,7 +56,7 @@ class Extras(NamedTuple):
     sampling_logprobs: Tensor | None = None
     """The shape of loss_mask; None but for a weight of two factors."""
     mean_k3: Tensor | None = None
-    """0-d; None where no gate needs it, or where it is that of this batch."""
+    """0-d, fp64; None where no gate needs it, or where it is that of this batch."""
     advantage_unit: Unit = "token"
     """What has one advantage: a token or a sequence."""
 
@@ -123,6 +123,7 @@ def check_extras(pair: Pair, plan: Plan, given: Extras, cp_group: dist.ProcessGr
         raise ValueError(
             f"mean_k3 must be 0-d and on {pair.loss_mask.device}, got {tuple(mean_k3.shape)} on {mean_k3.device}"
         )
+    mean_k3 = mean_k3 if mean_k3 is None else mean_k3.double()
     sampling = _needed_sampling_logprobs(pair, plan, given.sampling_logprobs)
     return Extras(segment_ids, num_segments, advantages, statistics, given.lags, positions, sampling, mean_k3, unit)
 

@@ -54,7 +54,7 @@ def correct(
     batch.add_extras(extras)
     batch.add_columns()
     batch.complete(cp_group)
-    batch.mean_k3 = _mean_k3(batch, dp_group) if extras.mean_k3 is None else extras.mean_k3.double()
+    batch.mean_k3 = _mean_k3(batch, dp_group) if extras.mean_k3 is None else extras.mean_k3
     if plan.sums_prefixes:
         batch.add_prefixes(extras.positions, cp_group)
     if extras.sampling_logprobs is not None:

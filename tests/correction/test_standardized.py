@@ -106,6 +106,16 @@ def test_a_given_mean_k3_makes_every_cut_into_micro_batches_equal() -> None:
     assert sums.values() == pytest.approx(whole.metrics.values(), rel=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_mean_k3_is_returned_in_fp64_whatever_was_given(dtype: torch.dtype) -> None:
+    train, rollout, mask, cu_seqlens = gapped(0.5, 0.0, -0.25)
+    given = torch.tensor(1 / 32, dtype=dtype)
+    for mean_k3 in (None, given):
+        found = correct(train, rollout, mask, correction=GATE, cu_seqlens=cu_seqlens, mean_k3=mean_k3).mean_k3
+        assert found is not None and found.dtype == torch.float64 and found > 0
+    assert found == given
+
+
 def test_the_mean_k3_is_on_the_device_of_the_batch_and_a_single_number() -> None:
     with pytest.raises(ValueError, match=r"mean_k3 must be 0-d and on cpu, got \(1,\) on cpu"):
         gated(torch.zeros(2, 3), mean_k3=torch.zeros(1))

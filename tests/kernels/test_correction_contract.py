@@ -29,6 +29,7 @@ from test_correction import (  # noqa: F401
     test_gates_compare_unclamped_logs_and_weights_clamped_ones,
     test_the_weight_comes_before_the_gates_and_normalisation_last,
 )
+from test_standardized import test_the_mean_k3_is_returned_in_fp64_whatever_was_given  # noqa: F401
 
 from megatron_rc.config import Rejection, RolloutCorrection
 from megatron_rc.correction import correct

@@ -47,7 +47,7 @@ def test_measuring_a_bound_costs_no_launch() -> None:
 def test_a_given_mean_k3_costs_no_launch() -> None:
     batch = batch_of([9, 0, 30])
     call = {"correction": PRESETS["standardized"].correction, "cu_seqlens": batch.cu_seqlens, "backend": "triton"}
-    mean_k3 = torch.tensor(0.1)
+    mean_k3 = torch.tensor(0.1, dtype=torch.float64)
     asked = count_launches(lambda: correct(*batch.arguments, mean_k3=mean_k3, **call, **batch.options))
     assert asked.total == 3 and not asked.waits, asked
 
