@@ -21,11 +21,11 @@ from megatron_rc.report.sinks import LogSettings
 from megatron_rc.schema.cluster_settings import ClusterSettings
 from megatron_rc.schema.dump_settings import DumpSettings
 from megatron_rc.schema.limits import check_at_least, check_positive
+from megatron_rc.schema.sglang_settings import SGLangSettings
 from megatron_rc.tasks.registry import TaskKind
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Quantize = Literal["none", "int8", "fp8"]
-SyncTransport = Literal["disk", "tensor", "distributed"]
 # a type checker knows no Literal that is computed
 if TYPE_CHECKING:
     Advantage = str
@@ -86,49 +86,6 @@ class WarmupSettings:
         check_positive(lr=self.lr)
         if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
             raise ValueError(f"target_accuracy must be in (0, 1], got {self.target_accuracy!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SGLangSettings:
-    """Servers that sample, and how requests and weights reach them."""
-
-    urls: tuple[str, ...] = ("http://127.0.0.1:30000",)
-    """Address of every server, or of one sglang-router."""
-    concurrency: int = 256
-    """Most requests in flight from one trainer process."""
-    timeout_s: float = 600.0
-    """Seconds to wait for one answer."""
-    retries: int = 3
-    """New attempts of a request that failed, where a retry is safe."""
-    backoff_s: float = 1.0
-    """Mean wait in seconds before the first new attempt; it doubles with each further one."""
-    partial: bool = True
-    """Continue a response that was stopped before its end, instead of discarding it."""
-    weight_sync: SyncTransport = "disk"
-    """disk: servers load a checkpoint from `sync_dir`. tensor: requests carry the weights. distributed: the trainer
-    broadcasts the weights over NCCL or gloo."""
-    sync_dir: str | None = None
-    """Folder for weight_sync disk that trainer and servers see under the same path; null takes OUTPUT/sync."""
-    bucket_bytes: int = 512 * 1024**2
-    """Bytes of weights sent at once; a sync takes this much memory beside one tensor."""
-    capture_routes: bool = False
-    """Ask for the experts of every token; the servers need --enable-return-routed-experts. Settings of `moe` that need
-    them ask, too."""
-    max_staleness: int | None = None
-    """Discard a response that has a token of weights older than this many versions; null discards none."""
-    max_rejected_share: float = 0.05
-    """The job stops when a larger share of a step's responses came back damaged."""
-    dump_rejected: bool = False
-    """Write the damaged responses to OUTPUT/rejected."""
-
-    def __post_init__(self) -> None:
-        if not self.urls:
-            raise ValueError("urls must name at least one server")
-        check_at_least(1, concurrency=self.concurrency, bucket_bytes=self.bucket_bytes)
-        check_at_least(0, retries=self.retries, max_rejected_share=self.max_rejected_share)
-        check_positive(timeout_s=self.timeout_s, backoff_s=self.backoff_s)
-        if self.max_staleness is not None:
-            check_at_least(0, max_staleness=self.max_staleness)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from megatron_rc.rollout.sglang.control import on_every
 from megatron_rc.rollout.sglang.http import Server
 from megatron_rc.rollout.sglang.transport import Transport
 from megatron_rc.schema.files import replace_folder
-from megatron_rc.settings import SGLangSettings
+from megatron_rc.schema.sglang_settings import SGLangSettings
 
 _PREFIX = "weights-"
 

@@ -20,7 +20,8 @@ def _train_and_sync(rank: int, url: str, model: str, folder: str) -> list[dict[s
     from megatron_rc.rollout.sglang.control import probe_prompt
     from megatron_rc.rollout.sglang.pool import Pool
     from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
-    from megatron_rc.settings import ModelSettings, ParallelSettings, SGLangSettings, TrainSettings
+    from megatron_rc.schema.sglang_settings import SGLangSettings
+    from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
     from megatron_rc.training import groups
     from megatron_rc.training.policy import Policy
     from megatron_rc.training.step.microbatches import MicroBatch

@@ -16,7 +16,7 @@ from sglang_server import MODELS, SglangServer, checkpoint_weights, shared_serve
 
 from megatron_rc.rollout.sglang.pool import Pool
 from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
-from megatron_rc.settings import SGLangSettings
+from megatron_rc.schema.sglang_settings import SGLangSettings
 
 PROMPT = [3, 4, 5, 6, 7]
 LONG = {"temperature": 1.0, "max_new_tokens": 200, "ignore_eos": True}
