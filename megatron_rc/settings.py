@@ -220,6 +220,9 @@ class TrainSettings:
     """Packed tokens per micro-batch; a longer sequence gets a micro-batch of its own."""
     eval_interval: int = 10
     """Steps between two held-out evaluations, whose answers come from the engine of the rollouts."""
+    eval_weights: Literal["served", "trained"] = "served"
+    """Weights that answer the held-out prompts. served: those of the rollouts, with their staleness and noise. trained:
+    those of the trainer, served by the embedded engine for the time of the evaluation."""
     eval_samples: int = 1
     """Answers sampled per held-out prompt, at the rollout temperature."""
     save_interval: int = 50
@@ -270,6 +273,8 @@ class JobSettings:
 
     def __post_init__(self) -> None:
         check_lr_rules(self.lr_decay, self.lr_gate, self.correction)
+        if self.train.eval_weights == "trained" and self.rollout.engine != "hf":
+            raise ValueError(f"train.eval_weights must be 'served' when rollout.engine is {self.rollout.engine!r}")
 
     @property
     def lr_rule(self) -> LengthDecaySettings | LRGateSettings | None:

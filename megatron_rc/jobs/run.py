@@ -51,7 +51,7 @@ def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
     emulation.emulate_cuda_on_cpu()
     from megatron_rc.models.config import hf_config_dict
     from megatron_rc.report import sinks
-    from megatron_rc.rollout.perturb import perturbed
+    from megatron_rc.rollout.perturb import StaleEngine, perturbed
     from megatron_rc.training import groups as parallel
     from megatron_rc.training.kept_steps import check_dump
     from megatron_rc.training.loop import Job
@@ -78,8 +78,16 @@ def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
             return perturbed(policy.export(), quantize=rollout.quantize, amplify=rollout.amplify, version=version)
 
         engine = leaving.enter_context(closing(_engine(settings, policy, groups, probe)))
+
+        def serve_trained(version: int) -> None:
+            serve = engine.serve_now if isinstance(engine, StaleEngine) else engine.update_weights
+            serve(policy.export(), version)
+
         observers = leaving.enter_context(Observers(settings, writer=groups.is_writer, dumps=dump))
-        Job(settings, groups, policy, engine, task, observers, export=export).run(resume=not fresh)
+        job = Job(settings, groups, policy, engine, task, observers, export=export)
+        if settings.train.eval_weights == "trained":
+            job.serve_trained = serve_trained
+        job.run(resume=not fresh)
 
 
 def _delete_outputs(folder: Path) -> None:

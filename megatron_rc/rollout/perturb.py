@@ -110,6 +110,11 @@ class StaleEngine:
         if len(self._queue) == 1 or self._queue[0][0] != self.weight_version:
             self._serve_oldest()
 
+    def serve_now(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Serve these weights until the next update, which goes on with the queue."""
+        self._engine.update_weights(weights, version)
+        self.weight_version = version
+
     def state_tensors(self) -> dict[str, Tensor]:
         """The queued weights under "queue/<version>/<name>", beside the state of the wrapped engine."""
         state = {f"engine/{key}": tensor for key, tensor in self._engine.state_tensors().items()}

@@ -41,6 +41,8 @@ class Job:
     observers: Observers
     export: Callable[[int], Iterable[tuple[str, Tensor]]]
     """Version -> the weights to serve, under Hugging Face names; a collective of all processes."""
+    serve_trained: Callable[[int], None] | None = None
+    """Serves the trained weights as they are, until the next update of the engine; None evaluates what is served."""
 
     def __post_init__(self) -> None:
         settings, rollout = self.settings, self.settings.rollout
@@ -251,7 +253,12 @@ class Job:
         self.engine.update_weights(self.export(version), version)
 
     def _evaluate(self) -> float:
-        return self.sampler.held_out_accuracy(self.settings.train.eval_samples)
+        if self.serve_trained is None:
+            return self.sampler.held_out_accuracy(self.settings.train.eval_samples)
+        self.serve_trained(self.progress.weight_version)
+        accuracy = self.sampler.held_out_accuracy(self.settings.train.eval_samples)
+        self._serve()
+        return accuracy
 
     def _save_when_due(self) -> None:
         interval = self.settings.train.save_interval

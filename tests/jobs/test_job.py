@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ JOB: dict[str, Any] = {
     "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6},
     "train": {"steps": 2, "lr": 1e-3, "eval_interval": 100, "save_interval": 100},
 }
+EVALUATED = ["rollout.dtype=fp32", "train.lr=1e-2", "train.eval_interval=2", "train.eval_samples=64"]
 CASES: dict[str, list[str]] = {
     "untouched": ["train.steps=0"],
     "fp32": ["rollout.dtype=fp32"],
@@ -26,6 +28,8 @@ CASES: dict[str, list[str]] = {
     "fp8": ["rollout.quantize=fp8"],
     "amplified": ["rollout.amplify=0.3"],
     "stale": ["rollout.staleness=2", "train.steps=4"],
+    "evaluates what serves": [*(gap := ["rollout.staleness=2", "rollout.amplify=0.3", "train.steps=4"]), *EVALUATED],
+    "evaluates what trains": [*gap, *EVALUATED, "train.eval_weights=trained"],
     "top-p": ["rollout.top_p=0.7", "rollout.dtype=fp32", "dump={varentropy: true, kept_mass: true}"],
     "top-k": ["rollout.top_k=3", "rollout.dtype=fp32", "rollout.temperature=0.7"],
     "temperature": ["rollout.temperature=0.5", "rollout.dtype=fp32", "dump.varentropy=true"],
@@ -120,6 +124,22 @@ def test_stale_weights_are_as_old_as_asked(runs: Path):
     by_lag = [{name: r[name] for name in r if name.startswith("old/tokens_lag_")} for r in metrics(runs, "stale")]
     assert by_lag == [{}, {"old/tokens_lag_1": 1.0}, *[{"old/tokens_lag_2_3": 1.0}] * 2]
     assert metrics(runs, "stale")[3]["old/k3"] > 3 * mean_k3(runs, "bf16")
+
+
+def test_an_evaluation_of_the_trained_weights_is_exact_and_leaves_the_rollouts_as_they_are(runs: Path):
+    served, trained = (metrics(runs, f"evaluates what {which}") for which in ("serves", "trains"))
+    assert [r["reward/mean"] for r in served] == [r["reward/mean"] for r in trained]
+    assert [r["old/k3"] for r in served] == [r["old/k3"] for r in trained]
+    trained_checkpoint = runs / "with tokenizer"
+    shutil.copytree(runs / "hf", trained_checkpoint)
+    shutil.copy(runs / "evaluates what trains/hf/model.safetensors", trained_checkpoint)
+    again_folder = runs / "evaluates again"
+    settings = {**JOB, "model": {"hf_path": str(trained_checkpoint)}, "task": letters_task(runs)}
+    command = train(settings_file(again_folder, settings), again_folder, *EVALUATED, "train.steps=0")
+    [(status, said)] = run_together([command], runs)
+    assert status == 0, said
+    [again] = read_metrics(again_folder / "metrics.jsonl")
+    assert trained[-1]["eval/accuracy"] == again["eval/accuracy"] != served[-1]["eval/accuracy"]
 
 
 def test_two_policy_modes_measure_current_against_mu_without_an_old_pass(runs: Path):
