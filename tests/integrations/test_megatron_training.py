@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -17,34 +16,27 @@ from distributed import run_ranks
 from megatron.core import parallel_state
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from training_host import STUB, Optimizer, batch, forward_step, run_micro_batches, sft_step, stub_host, train
+from training_host import (
+    HOST,
+    LN2,
+    NONE,
+    STUB,
+    TIS,
+    Optimizer,
+    batch,
+    decay,
+    forward_step,
+    run_micro_batches,
+    sft_step,
+    stub_host,
+    train,
+)
+from training_host import groups as groups
+from training_host import training as training
 
 from megatron_rc import LengthDecayLR, LRGate, RolloutCorrection, patch
 from megatron_rc.integrations.installed import session_of
 from megatron_rc.lr_decay import LengthDecaySettings
-from megatron_rc.settings import ParallelSettings
-from megatron_rc.training.groups import initialized
-
-HOST = "megatron-training"
-NONE = RolloutCorrection()
-TIS = RolloutCorrection.preset("token-tis")
-LN2 = math.log(2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def groups() -> Iterator[None]:
-    with initialized(ParallelSettings(), seed=0):
-        yield
-
-
-@pytest.fixture
-def training() -> Iterator[Any]:
-    with stub_host() as module:
-        yield module
-
-
-def decay(period: int = 1) -> LengthDecayLR:
-    return LengthDecayLR(1e-3, decay_period=period)
 
 
 def test_metrics_are_pooled_over_micro_batches_and_not_averaged(training: Any) -> None:

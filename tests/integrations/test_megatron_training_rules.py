@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from training_host import batch, stub_host, train
+from training_host import HOST, LN2, TIS, batch, decay, train
+from training_host import groups as groups
+from training_host import training as training
 
 from megatron_rc import LengthDecayLR, LRGate, Rejection, RolloutCorrection, SurgeDetector, patch
 from megatron_rc.lr_gate import LRGateSettings
-from megatron_rc.settings import ParallelSettings
-from megatron_rc.training.groups import initialized
-
-HOST = "megatron-training"
-NONE = RolloutCorrection()
-TIS = RolloutCorrection.preset("token-tis")
-LN2 = math.log(2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def groups() -> Iterator[None]:
-    with initialized(ParallelSettings(), seed=0):
-        yield
-
-
-@pytest.fixture
-def training() -> Iterator[Any]:
-    with stub_host() as module:
-        yield module
-
-
-def decay(period: int = 1) -> LengthDecayLR:
-    return LengthDecayLR(1e-3, decay_period=period)
 
 
 def test_the_decay_sees_the_mean_length_of_all_sampled_responses(training: Any) -> None:

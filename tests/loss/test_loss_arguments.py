@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from loss_batch import corrected_of, evaluate, padded, random_batch
+from loss_batch import evaluate, padded, random_batch, with_every_term
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rc.advantages import equal_reward_groups, expand_to_tokens, grpo_advantages, rloo_advantages
@@ -33,18 +33,7 @@ def test_padded_layout_takes_advantages_by_sequence() -> None:
 def test_all_but_current_and_entropy_are_constants() -> None:
     batch = {n: v.requires_grad_() if v.is_floating_point() else v for n, v in random_batch([9], 3).items()}
     scale = batch["loss_mask"].double().requires_grad_()
-    loss, _ = policy_loss(
-        batch["current"],
-        batch["old"],
-        batch["advantages"],
-        corrected_of(batch),
-        scale=scale,
-        reference_logprobs=batch["reference"],
-        kl_coef=0.2,
-        entropy=batch["entropy"],
-        entropy_coef=0.1,
-    )
-    loss.backward()
+    with_every_term(batch, scale).loss.backward()
     assert {name for name, value in batch.items() if value.grad is not None} == {"current", "entropy"}
     assert scale.grad is None
 

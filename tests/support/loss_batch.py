@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected
-from megatron_rc.loss import policy_loss
+from megatron_rc.loss import PolicyLoss, policy_loss
 from megatron_rc.metrics import MetricSums
 
 
@@ -51,11 +51,10 @@ def corrected_of(batch: dict[str, Tensor], correction: RolloutCorrection | None 
     )
 
 
-def evaluate(batch: dict[str, Tensor], scale: Tensor, **options: Any) -> tuple[Tensor, Tensor, MetricSums]:
-    """(loss, gradient, metrics) of a ppo loss with every term."""
-    current = batch["current"].clone().requires_grad_()
-    loss, metrics = policy_loss(
-        current,
+def with_every_term(batch: dict[str, Tensor], scale: Tensor, **options: Any) -> PolicyLoss:
+    """The ppo loss with its KL and entropy terms."""
+    return policy_loss(
+        batch["current"],
         batch["old"],
         batch["advantages"],
         corrected_of(batch),
@@ -66,6 +65,12 @@ def evaluate(batch: dict[str, Tensor], scale: Tensor, **options: Any) -> tuple[T
         entropy_coef=0.1,
         **options,
     )
+
+
+def evaluate(batch: dict[str, Tensor], scale: Tensor, **options: Any) -> tuple[Tensor, Tensor, MetricSums]:
+    """(loss, gradient, metrics) of `with_every_term`."""
+    current = batch["current"].clone().requires_grad_()
+    loss, metrics = with_every_term(batch | {"current": current}, scale, **options)
     loss.backward()
     assert current.grad is not None
     return loss.detach(), current.grad, metrics

@@ -1,7 +1,11 @@
-"""A stub of megatron.training on the real process groups and the real scheduler, patched for a few training steps."""
+"""A stub of megatron.training on the real process groups and the real scheduler, patched for a few training steps.
+
+A test file that imports `groups` and `training` has process groups of one process, and the stub as a fixture.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,12 +15,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from megatron.core import parallel_state
 
+from megatron_rc import LengthDecayLR, RolloutCorrection
 from megatron_rc.integrations import hosts, megatron_training
 from megatron_rc.integrations.megatron_training import correct_micro_batch
+from megatron_rc.settings import ParallelSettings
+from megatron_rc.training.groups import initialized
 
+HOST = "megatron-training"
+NONE = RolloutCorrection()
+TIS = RolloutCorrection.preset("token-tis")
+LN2 = math.log(2)
 STUB = Path(__file__).parent / "hosts/megatron_training"
 Batch = dict[str, Any]
 
@@ -37,6 +49,22 @@ def stub_host(folder: Path = STUB, version: str = "0.19.2") -> Iterator[Any]:
             hosts.HOSTS[host.name] = known
         for name in [name for name in sys.modules if name.startswith("megatron.training")]:
             del sys.modules[name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups() -> Iterator[None]:
+    with initialized(ParallelSettings(), seed=0):
+        yield
+
+
+@pytest.fixture
+def training() -> Iterator[Any]:
+    with stub_host() as module:
+        yield module
+
+
+def decay(period: int = 1) -> LengthDecayLR:
+    return LengthDecayLR(1e-3, decay_period=period)
 
 
 class Optimizer(torch.optim.SGD):
