@@ -64,16 +64,13 @@ def examine_probes(
 @PROBES.check
 def self_shift(scores: Scores) -> Finding:
     """The server's prefill of sequences alone against the same in one batch."""
-    floor = k3(scores.together - scores.alone)
-    share = exact_share(scores.together, scores.alone)
-    found = (
-        f"alone and in a batch of {scores.sequences} the server's own log-probs differ by k3 {floor:.1e}, {share:.0%} "
-        f"of {len(scores.alone)} tokens are exactly equal"
+    return _floor(
+        scores.alone,
+        scores.together,
+        f"alone and in a batch of {scores.sequences} the server's own log-probs",
+        "trainer",
+        "Add --enable-deterministic-inference, or find the kernel whose answer depends on the batch.",
     )
-    if floor <= FINE_K3:
-        return good(f"{found}; this is the floor that no change of the trainer removes")
-    fix = "Add --enable-deterministic-inference, or find the kernel whose answer depends on the batch."
-    return (error if floor > BROKEN_K3 else warning)(f"{found}, which is more than {FINE_K3:g}", fix)
 
 
 @PROBES.check
@@ -81,15 +78,22 @@ def trainer_self_shift(scores: Scores) -> Finding:
     """The trainer's log-probs of sequences alone against the same in one micro-batch."""
     if not np.isfinite(scores.trainer - scores.trainer_together).all():
         raise Undecided("the trainer's checkpoint gives log-probs that are not finite", TRAINER)
-    floor = k3(scores.trainer_together - scores.trainer)
-    share = exact_share(scores.trainer_together, scores.trainer)
-    found = (
-        f"in micro-batches of 1 and of {scores.sequences} sequences the trainer's own log-probs differ by k3 "
-        f"{floor:.1e}, {share:.0%} of {len(scores.trainer)} tokens are exactly equal"
+    return _floor(
+        scores.trainer,
+        scores.trainer_together,
+        f"in micro-batches of 1 and of {scores.sequences} sequences the trainer's own log-probs",
+        "server",
+        "Find the trainer's kernel whose answer depends on the micro-batch, or raise its precision (train.dtype).",
     )
+
+
+def _floor(alone: np.ndarray, together: np.ndarray, compared: str, other: str, fix: str) -> Finding:
+    """How far one side's log-probs depend on the batch, which no change of the ``other`` side removes."""
+    floor = k3(together - alone)
+    share = exact_share(together, alone)
+    found = f"{compared} differ by k3 {floor:.1e}, {share:.0%} of {len(alone)} tokens are exactly equal"
     if floor <= FINE_K3:
-        return good(f"{found}; this is the floor that no change of the server removes")
-    fix = "Find the trainer's kernel whose answer depends on the micro-batch, or raise its precision (train.dtype)."
+        return good(f"{found}; this is the floor that no change of the {other} removes")
     return (error if floor > BROKEN_K3 else warning)(f"{found}, which is more than {FINE_K3:g}", fix)
 
 
