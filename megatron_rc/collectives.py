@@ -19,6 +19,11 @@ def is_first_rank(group: dist.ProcessGroup | None) -> bool:
     return group is None or dist.get_rank(group) == 0
 
 
+def is_first_process() -> bool:
+    """Whether this process logs and writes for the whole job: rank 0, or a job without process groups."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def all_reduced(
     tensor: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:

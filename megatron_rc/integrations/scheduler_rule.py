@@ -41,10 +41,10 @@ class SchedulerRule:
 
     def begin(self, signals: Signals) -> None:
         """Begin the next rollout's optimizer steps; the first rank logs what was decided."""
-        import torch.distributed as dist  # doctor reads the tables of hosts without torch
+        from megatron_rc.collectives import is_first_process  # doctor reads the tables of hosts without torch
 
         self.rule.begin(signals)
-        for sentence in self.rule.news if not dist.is_initialized() or dist.get_rank() == 0 else ():
+        for sentence in self.rule.news if is_first_process() else ():
             _logger.warning("rollout %d: %s", self.rule.rollouts, sentence)
 
     def undo(self) -> None:

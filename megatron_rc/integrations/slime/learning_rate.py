@@ -12,8 +12,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 
+from megatron_rc.collectives import is_first_process
 from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.settings import SlimeSettings
 from megatron_rc.integrations.slime.tokens import LENGTHS
@@ -76,7 +76,7 @@ def before_train_step(
     run.rule.begin(signals)
     run.rollout_id = rollout_id
     _save(args, run)
-    for sentence in run.rule.news if _is_first_rank() else ():
+    for sentence in run.rule.news if is_first_process() else ():
         _logger.info("rollout %d: %s", rollout_id, sentence)
 
 
@@ -102,7 +102,7 @@ def _begin(args: Namespace, settings: SlimeSettings, rollout_id: int, scheduler:
 def _save(args: Namespace, run: _Run) -> None:
     run.states[str(run.rollout_id)] = run.rule.state_dict()
     folder = getattr(args, "save", None)
-    if folder is None or not _is_first_rank():
+    if folder is None or not is_first_process():
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
     replace_text(Path(folder) / _state_file(run.rule), json.dumps(run.states))
@@ -110,7 +110,3 @@ def _save(args: Namespace, run: _Run) -> None:
 
 def _state_file(rule: LRScale) -> str:
     return f"megatron_rc_{rule.metrics_prefix}.json"
-
-
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
