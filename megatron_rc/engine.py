@@ -13,6 +13,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class HiddenSampling:
+    """Changes of the distribution that tokens are drawn from, of which the reported log-probs and kept ids do not know.
+
+    drawn from: softmax(z / temperature) over its top-p, where softmax(z) is the reported distribution
+    """
+
+    temperature: float = 1.0
+    """Divides the logits once more; below 1 sharpens."""
+    top_p: float = 1.0
+    """Below 1 leaves out the tail of what would else be drawn from."""
+
+    def __post_init__(self) -> None:
+        check_positive(temperature=self.temperature)
+        check_top_p(self.top_p)
+
+    @property
+    def active(self) -> bool:
+        return self != HiddenSampling()
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How a token is drawn: softmax(logits / temperature), then top-k, then top-p, then one draw."""
 
@@ -24,12 +45,13 @@ class SamplingParams:
     """-1 keeps the whole vocabulary."""
     stop_token_ids: tuple[int, ...] = ()
     """The stop token itself is part of the output and has a log-prob."""
+    hidden: HiddenSampling | None = None
+    """A fault made on purpose, of the embedded engine alone; None in every honest sampler."""
 
     def __post_init__(self) -> None:
         check_at_least(1, max_new_tokens=self.max_new_tokens)
         check_positive(temperature=self.temperature)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
+        check_top_p(self.top_p)
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"top_k must be -1 (off) or >= 1, got {self.top_k!r}")
 
@@ -37,6 +59,11 @@ class SamplingParams:
     def truncates(self) -> bool:
         """True when top-p or top-k removes tokens, so that kept ids are needed beside the log-probs."""
         return self.top_p < 1 or self.top_k != -1
+
+
+def check_top_p(top_p: float) -> None:
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p!r}")
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron_rc import schema
 from megatron_rc.advantages import ADVANTAGES
 from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surrogate, check_clipping
-from megatron_rc.engine import SamplingParams
+from megatron_rc.engine import HiddenSampling, SamplingParams
 from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.lr_gate import LRGateSettings, check_lr_rules
 from megatron_rc.report.sinks import LogSettings
@@ -114,6 +114,9 @@ class RolloutSettings:
     """Quantise and dequantise exported weights, so that any engine serves the quantised values."""
     amplify: float = 0.0
     """Standard deviation of noise added to exported weights, in units of each tensor's own standard deviation."""
+    amplify_fixed: bool = False
+    """Add the same noise at every sync, one draw per train.seed; otherwise every sync draws its own."""
+    hidden: HiddenSampling = field(default_factory=HiddenSampling)
     staleness: int = 0
     """The engine serves weights that are this many steps old."""
     max_nonfinite_share: float = 0.01
@@ -126,6 +129,11 @@ class RolloutSettings:
         check_at_least(0, staleness=self.staleness, amplify=self.amplify, max_nonfinite_share=self.max_nonfinite_share)
         if self.engine == "replay" and not self.replay_path:
             raise ValueError("replay_path must name a recorded dump when engine is 'replay'")
+        if self.hidden.active and self.engine != "hf":
+            why = "only the embedded engine can draw tokens otherwise than it reports"
+            raise ValueError(f"hidden must keep its defaults when engine is {self.engine!r}: {why}")
+        if self.amplify_fixed and (self.amplify == 0 or self.engine == "replay"):
+            raise ValueError("amplify_fixed must be false where no weights are served, or amplify is 0")
 
     def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
         return SamplingParams(self.max_new_tokens, self.temperature, self.top_p, self.top_k, stop_token_ids)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,18 +27,6 @@ def drawing(draw: Draw | None) -> Iterator[None]:
         yield
     finally:
         engine.draw = sound
-
-
-def logged_without(**hidden: float) -> Draw:
-    """Draw with other sampling settings than those that the log-probs are computed with."""
-    sound = engine.draw
-
-    def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> engine.Drawn:
-        ids = sound(logits, replace(params, **hidden), uniforms).ids
-        table = (logits.float() / params.temperature).log_softmax(-1)
-        return engine.Drawn(ids, table.gather(-1, ids[:, None])[:, 0], None)
-
-    return draw
 
 
 def penalised(penalty: float) -> Draw:

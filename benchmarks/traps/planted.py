@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megatron_rc.engine import Sample
+from megatron_rc.engine import HiddenSampling, Sample
 from traps.dumps import Planted
-from traps.faults import logged_without, misconverted, penalised, rounded
+from traps.faults import misconverted, penalised, rounded
 from traps.lab import NEWEST, SERVERS, Lab
 from traps.language import END
 from traps.models import VERSIONS, build
@@ -30,7 +30,7 @@ class Trap(NamedTuple):
 
 
 def hidden(**settings: float) -> Callable[[Lab], Planted]:
-    return lambda lab: lab.dump(lab.sample(draw=logged_without(**settings)))
+    return lambda lab: lab.dump(lab.sample(hidden=HiddenSampling(**settings)))
 
 
 def logged(**settings: float) -> Callable[[Lab], Planted]:
@@ -40,7 +40,7 @@ def logged(**settings: float) -> Callable[[Lab], Planted]:
 
 def raw_logs(lab: Lab, temperature: float) -> Planted:
     """Sampled and trained at a temperature, logged without it."""
-    samples = lab.sample(draw=logged_without(temperature=temperature))
+    samples = lab.sample(hidden=HiddenSampling(temperature=temperature))
     return lab.dump(samples, temperature=temperature)
 
 

@@ -75,7 +75,8 @@ def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
         def export(version: int) -> Iterable[tuple[str, Tensor]]:
             if probe:
                 probe.refresh()
-            return perturbed(policy.export(), quantize=rollout.quantize, amplify=rollout.amplify, version=version)
+            noise = f"seed {settings.train.seed}" if rollout.amplify_fixed else version
+            return perturbed(policy.export(), quantize=rollout.quantize, amplify=rollout.amplify, noise=noise)
 
         engine = leaving.enter_context(closing(_engine(settings, policy, groups, probe)))
 

@@ -18,7 +18,7 @@ _UNQUANTIZED_MODULES = ("embed_tokens", "lm_head", "gate")
 
 
 def perturbed(
-    weights: Iterable[tuple[str, Tensor]], *, quantize: Quantize = "none", amplify: float = 0.0, version: int
+    weights: Iterable[tuple[str, Tensor]], *, quantize: Quantize = "none", amplify: float = 0.0, noise: int | str
 ) -> Iterator[tuple[str, Tensor]]:
     """Add noise to the exported weights, then quantise them, one tensor at a time.
 
@@ -26,7 +26,7 @@ def perturbed(
         weights: (Hugging Face checkpoint name, tensor).
         quantize: see ``quantized``; applies where ``is_quantizable``.
         amplify: see ``amplified``; applies to every tensor.
-        version: of the weights; every version has its own noise.
+        noise: see ``amplified``.
 
     Raises:
         ValueError: ``quantize`` is not one of none, int8, fp8.
@@ -35,7 +35,7 @@ def perturbed(
         raise ValueError(f"quantize must be one of none, int8, fp8, got {quantize!r}")
     for name, tensor in weights:
         if amplify > 0:
-            tensor = amplified(tensor, amplify, name=name, version=version)
+            tensor = amplified(tensor, amplify, name=name, noise=noise)
         if quantize != "none" and is_quantizable(name, tensor):
             tensor = quantized(tensor, quantize)
         yield name, tensor
@@ -71,21 +71,23 @@ def quantized(tensor: Tensor, kind: Literal["int8", "fp8"]) -> Tensor:
     return (levels * scale).to(tensor.dtype)
 
 
-def amplified(tensor: Tensor, scale: float, *, name: str, version: int) -> Tensor:
+def amplified(tensor: Tensor, scale: float, *, name: str, noise: int | str) -> Tensor:
     """Add Gaussian noise: w' = w + scale * std(w) * z, z ~ N(0, 1).
 
     Args:
         tensor: any shape and float dtype; std is over all its elements, so a constant tensor stays as it is.
-        name, version: the seed of z, which therefore is the same on every rank and device and in every run.
+        name: of the tensor.
+        noise: names the draw, such as the version of the weights. z depends on both names alone, and is therefore the
+            same on every rank and device and in every run.
 
     Returns:
         The shape and dtype of ``tensor``; computed in fp32.
     """
-    digest = hashlib.blake2b(f"{version}/{name}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{noise}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    noise = torch.randn(tensor.shape, generator=generator).to(tensor.device)
+    z = torch.randn(tensor.shape, generator=generator).to(tensor.device)
     values = tensor.detach().float()
-    return (values + scale * values.std(correction=0) * noise).to(tensor.dtype)
+    return (values + scale * values.std(correction=0) * z).to(tensor.dtype)
 
 
 class StaleEngine:

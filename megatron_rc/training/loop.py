@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -48,8 +48,10 @@ class Job:
         settings, rollout = self.settings, self.settings.rollout
         check_routing(settings.moe, settings.correction)
         self.routing = Routing(settings.moe, settings.correction, self.policy) if settings.moe.active else None
-        sampling, most_damaged = rollout.sampling(self.task.stop_token_ids), rollout.sglang.max_rejected_share
-        self.sampler = Sampler(self.engine, self.task, self.groups, sampling, settings.train.seed, most_damaged)
+        self.sampling = rollout.sampling(self.task.stop_token_ids)
+        drawn = replace(self.sampling, hidden=rollout.hidden if rollout.hidden.active else None)
+        most_damaged = rollout.sglang.max_rejected_share
+        self.sampler = Sampler(self.engine, self.task, self.groups, drawn, settings.train.seed, most_damaged)
         self.queue = RolloutQueue(self.sampler, settings) if settings.train.asynchronous else None
         self.evaluates = rollout.engine != "replay"
         self.progress = Progress()
@@ -215,8 +217,8 @@ class Job:
         started = time.perf_counter()
         request, sampled = self._rollout()
         try:
-            params, rewards, groups = self.sampler.params, sampled.rewards, sampled.groups
-            batch = TokenBatch.from_samples(sampled.samples, params, rewards=rewards, groups=groups)
+            rewards, groups = sampled.rewards, sampled.groups
+            batch = TokenBatch.from_samples(sampled.samples, self.sampling, rewards=rewards, groups=groups)
             if self.routing:
                 self.routing.check(sampled.samples, batch)
         except ValueError as error:

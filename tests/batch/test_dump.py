@@ -141,6 +141,7 @@ def test_sampling_settings_stand_in_the_schema_metadata(tmp_path: Path) -> None:
         "top_p": 0.9,
         "top_k": -1,
         "stop_token_ids": [9],
+        "hidden": None,
     }
 
 

@@ -27,6 +27,9 @@ CASES: dict[str, list[str]] = {
     "int8": ["rollout.quantize=int8"],
     "fp8": ["rollout.quantize=fp8"],
     "amplified": ["rollout.amplify=0.3"],
+    "new noise": (noise := ["rollout.amplify=3", "train.lr=1e-9", "train.eval_samples=64"]),
+    "fixed noise": [*noise, "rollout.amplify_fixed=true"],
+    "hidden temperature": ["rollout.hidden.temperature=0.5", "rollout.dtype=fp32"],
     "stale": ["rollout.staleness=2", "train.steps=4"],
     "evaluates what serves": [*(gap := ["rollout.staleness=2", "rollout.amplify=0.3", "train.steps=4"]), *EVALUATED],
     "evaluates what trains": [*gap, *EVALUATED, "train.eval_weights=trained"],
@@ -117,6 +120,19 @@ def test_both_policies_live_on_the_kept_ids_at_the_sampling_temperature(runs: Pa
     else:
         sizes = [len(kept) for r in records for kept in r["support"]]
         assert max(sizes) <= (3 if name == "top-k" else 19) and min(sizes) >= 1 and len(sizes) > 20
+
+
+def test_fixed_noise_is_the_same_at_every_sync(runs: Path):
+    for name in ("fixed noise", "new noise"):
+        first, last = (r["eval/accuracy"] for r in read_metrics(runs / name / "metrics.jsonl") if "eval/accuracy" in r)
+        assert (first == last) == (name == "fixed noise")
+
+
+def test_hidden_sampling_draws_other_tokens_and_k3_does_not_see_it(runs: Path):
+    assert mean_k3(runs, "hidden temperature") < 1e-11
+    hidden, honest = (next(read_dump(runs / name / "dump")) for name in ("hidden temperature", "fp32"))
+    assert [r["output_ids"] for r in hidden] != [r["output_ids"] for r in honest]
+    assert {r["temperature"] for r in hidden} == {1.0}
 
 
 def test_stale_weights_are_as_old_as_asked(runs: Path):

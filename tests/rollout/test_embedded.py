@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
+from megatron_rc.engine import HiddenSampling, RolloutEngine, Sample, SamplingParams
 from megatron_rc.rollout.embedded.engine import HFEngine, draw
 
 VOCABULARY = 24
@@ -140,6 +141,26 @@ def test_ties_at_the_edge_of_top_k_keep_the_lower_id() -> None:
     drawn = draw(logits, SamplingParams(top_k=40), torch.tensor([0.5], dtype=torch.float64))
     assert drawn.kept is not None
     assert drawn.kept.nonzero()[:, 1].tolist() == [*range(39), 150]
+
+
+@pytest.mark.parametrize(
+    "hidden", [HiddenSampling(temperature=0.5), HiddenSampling(1.5, 0.7), HiddenSampling(top_p=0.8)]
+)
+def test_hidden_sampling_changes_what_is_drawn_and_nothing_that_is_reported(hidden: HiddenSampling) -> None:
+    honest, count = SamplingParams(temperature=1.3, top_k=6), 20_000
+    logits = torch.tensor([[0.3, -1.0, 2.0, 1.5, 0.0, -2.0, 1.0, 0.7]]).expand(count, 8)
+    uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    drawn = draw(logits, dataclasses.replace(honest, hidden=hidden), uniforms)
+    reported = kept_by_hand(logits[0].tolist(), 1.3, 6, 1.0)
+    assert drawn.logprobs.tolist() == pytest.approx([reported[i] for i in drawn.ids.tolist()], abs=1e-6)
+    assert drawn.kept is not None and drawn.kept[0].nonzero()[:, 0].tolist() == sorted(reported)
+    # drawn from: the reported distribution, heated once more, over its own top-p
+    ids = sorted(reported)
+    truth = kept_by_hand([reported[i] for i in ids], hidden.temperature, -1, hidden.top_p)
+    shares = torch.bincount(drawn.ids, minlength=8) / count
+    for i in range(8):
+        expected = math.exp(truth[ids.index(i)]) if i in ids and ids.index(i) in truth else 0.0
+        assert float(shares[i]) == pytest.approx(expected, abs=2 / count), i
 
 
 def test_the_stop_token_ends_the_response_and_is_part_of_it(pair: Any) -> None:

@@ -82,7 +82,7 @@ def test_only_linear_matrices_are_quantised() -> None:
         "model.layers.0.mlp.experts.3.down_proj.weight",
     }
     for (name, before), (same_name, after) in zip(
-        example_stream(), perturbed(example_stream(), quantize="int8", version=1), strict=True
+        example_stream(), perturbed(example_stream(), quantize="int8", noise=1), strict=True
     ):
         assert name == same_name
         assert torch.equal(before, after) == (name not in changed), name
@@ -90,38 +90,38 @@ def test_only_linear_matrices_are_quantised() -> None:
 
 def test_noise_has_the_asked_standard_deviation_in_units_of_the_tensor() -> None:
     weight = torch.randn(200, 300, generator=torch.Generator().manual_seed(1)) * 0.02 + 0.5
-    noise = amplified(weight, 0.3, name="w", version=1) - weight
+    noise = amplified(weight, 0.3, name="w", noise=1) - weight
     expected = 0.3 * weight.std().item()
     assert noise.std().item() == pytest.approx(expected, rel=0.02)
     assert abs(noise.mean().item()) < 5 * expected / weight.numel() ** 0.5
     norm = torch.ones(8)
-    assert torch.equal(amplified(norm, 0.3, name="n", version=1), norm)
+    assert torch.equal(amplified(norm, 0.3, name="n", noise=1), norm)
 
 
 def test_noise_depends_on_name_and_version_only() -> None:
     weight = example_weight()
     torch.manual_seed(0)
-    first = amplified(weight, 0.1, name="a", version=1)
+    first = amplified(weight, 0.1, name="a", noise=1)
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    assert torch.equal(first, amplified(weight, 0.1, name="a", version=1))
+    assert torch.equal(first, amplified(weight, 0.1, name="a", noise=1))
     assert torch.equal(state, torch.get_rng_state())
-    assert not torch.equal(first, amplified(weight, 0.1, name="b", version=1))
-    assert not torch.equal(first, amplified(weight, 0.1, name="a", version=2))
+    assert not torch.equal(first, amplified(weight, 0.1, name="b", noise=1))
+    assert not torch.equal(first, amplified(weight, 0.1, name="a", noise=2))
 
 
 def test_noise_comes_before_quantisation_and_neither_leaves_the_weights_alone() -> None:
     for (name, got), (_, weight) in zip(
-        perturbed(example_stream(), quantize="int8", amplify=0.2, version=4), example_stream(), strict=True
+        perturbed(example_stream(), quantize="int8", amplify=0.2, noise=4), example_stream(), strict=True
     ):
-        expected = amplified(weight, 0.2, name=name, version=4)
+        expected = amplified(weight, 0.2, name=name, noise=4)
         if is_quantizable(name, weight):
             expected = quantized(expected, "int8")
         assert torch.equal(got, expected), name
-    for (_, got), (_, weight) in zip(perturbed(example_stream(), version=4), example_stream(), strict=True):
+    for (_, got), (_, weight) in zip(perturbed(example_stream(), noise=4), example_stream(), strict=True):
         assert torch.equal(got, weight)
     with pytest.raises(ValueError, match="quantize must be one of none, int8, fp8, got 'int4'"):
-        list(perturbed(example_stream(), quantize="int4", version=4))  # type: ignore[arg-type]
+        list(perturbed(example_stream(), quantize="int4", noise=4))  # type: ignore[arg-type]
 
 
 class RecordingEngine:

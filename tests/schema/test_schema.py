@@ -80,6 +80,10 @@ def test_what_a_step_would_refuse_is_refused_when_the_settings_are_read() -> Non
         ("loss: {clip_lower: 1.5}", r"loss: clip_lower must be in \[0, 1\] .* got clip_lower=1.5"),
         ("loss: {dual_clip: 1}", "loss: dual_clip must be > 1"),
         ("rollout: {top_k: 0}", r"rollout: top_k must be -1 \(off\) or >= 1, got 0"),
+        ("rollout: {hidden: {top_p: 0}}", r"rollout.hidden: top_p must be in \(0, 1\], got 0"),
+        ("rollout: {engine: sglang, hidden: {top_p: 0.9}}", "hidden must keep its defaults when engine is 'sglang'"),
+        ("rollout: {engine: replay, replay_path: x, hidden: {top_p: 0.9}}", "hidden must keep its defaults when"),
+        ("rollout: {amplify_fixed: true}", "rollout: amplify_fixed must be false where no weights are served"),
     ):
         with pytest.raises(ValueError, match=message):
             read(text)

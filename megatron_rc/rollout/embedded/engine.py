@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 
-from megatron_rc.engine import RolloutEngine, Sample, SamplingParams, check_request
+from megatron_rc.engine import HiddenSampling, RolloutEngine, Sample, SamplingParams, check_request
 from megatron_rc.models.config import DTYPES, torch_dtype
 from megatron_rc.rollout.embedded.model import build_model, weight_slots
 from megatron_rc.rollout.embedded.routes import RouteCapture
@@ -244,7 +244,8 @@ class Drawn(NamedTuple):
 def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> Drawn:
     """Draw one token per row by inverting its cumulative distribution.
 
-    token = min{i : sum_{j <= i} p_j > u}, p = softmax(logits / temperature over the kept ids), in fp64
+    token = min{i : sum_{j <= i} p_j > u}, p = softmax(logits / temperature over the kept ids), in fp64;
+    ``params.hidden`` changes p, and neither the log-probs nor the kept ids.
 
     Args:
         logits: [B, V] any float dtype.
@@ -255,12 +256,20 @@ def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> Drawn:
     if kept is not None:
         scaled = scaled.masked_fill(~kept, float("-inf"))
     logprobs = scaled.log_softmax(-1)
-    cumulative = logprobs.double().exp_().cumsum(-1)
+    drawn_from = logprobs if params.hidden is None else _hidden_logprobs(scaled, params.hidden)
+    cumulative = drawn_from.double().exp_().cumsum(-1)
     # u <= 1 - 2^-53 keeps the product below the total after rounding: the id has positive probability
     ids = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
     # a row of NaN has no order: any id will do, its log-prob is NaN and the trainer drops it
     ids = ids.clamp_(max=logits.shape[-1] - 1)
     return Drawn(ids[:, 0], logprobs.gather(-1, ids)[:, 0], kept)
+
+
+def _hidden_logprobs(scaled: Tensor, hidden: HiddenSampling) -> Tensor:
+    scaled = scaled / hidden.temperature
+    if hidden.top_p < 1:
+        scaled = scaled.masked_fill(~kept_ids(scaled, -1, hidden.top_p), float("-inf"))
+    return scaled.log_softmax(-1)
 
 
 def kept_ids(scaled: Tensor, top_k: int, top_p: float) -> Tensor:

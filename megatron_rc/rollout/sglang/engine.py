@@ -74,7 +74,9 @@ class SGLangEngine(RolloutEngine):
         self._send_seeds = all(server.info.get("enable_deterministic_inference") for server in self._pool.servers)
 
     def check_sampling(self, params: SamplingParams) -> None:
-        """Raise ValueError when a server cannot return the kept ids of this way of sampling."""
+        """Raise ValueError when a server cannot return the kept ids of this way of sampling, or ``hidden`` is set."""
+        if params.hidden is not None:
+            raise ValueError("hidden must be None for SGLang: only the embedded engine draws otherwise than it reports")
         for server in self._pool.servers:
             if missing := missing_kept_ids(server.info, params):
                 problem, fix = missing
