@@ -217,6 +217,9 @@ class TrainSettings:
     """Number added to the root of the second moment."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
+    grad_cosine: bool = False
+    """Measure the cosine of the gradients of consecutive optimizer steps, the metric of that name. Each rank keeps a
+    copy of its gradient, 4 bytes per parameter."""
     asynchronous: int = 0
     """Rollouts of this many later steps may be sampled while a step trains, by weights at most as many versions older
     than those that they train; 0 samples and trains in turn."""

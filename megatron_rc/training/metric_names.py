@@ -42,6 +42,9 @@ JOB_METRICS: dict[str, dict[str, JobMetric]] = {
         "clip_low": JobMetric("share", "kept tokens with advantage < 0 and ratio < 1 - clip_lower; surrogate ppo"),
         "dual_clip": JobMetric("share", "kept tokens with advantage < 0 and ratio > dual_clip; where it is set"),
         "grad_norm": JobMetric("", f"{_GRAD_NORM.meaning}; {_MEAN}"),
+        "grad_cosine": JobMetric(
+            "", f"cosine of the gradients of an optimizer step and the one before; with train.grad_cosine; {_MEAN}"
+        ),
         "lr": _RATE,
         "updates": JobMetric("steps", "optimizer steps of this rollout; 0 if all groups have equal rewards"),
         "skipped_updates": JobMetric("steps", "optimizer steps that were skipped for a gradient that is not finite"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron_rc.logprobs import Distribution, vocab_parallel_distribution, voca
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
 from megatron_rc.training import emulation
+from megatron_rc.training.gradient_cosine import GradientCosine
 from megatron_rc.training.groups import Groups
 from megatron_rc.training.model.attention import packed_seq_params
 from megatron_rc.training.model.build import build_model
@@ -67,6 +69,7 @@ class Policy:
         """Begin with a new optimizer state and a learning-rate schedule over ``total_steps`` optimizer steps."""
         self.phase_updates = 0
         self.optimizer = build_optimizer(self.train, self.chunks)
+        self.cosine = GradientCosine() if self.train.grad_cosine else None
         for group in self.optimizer.param_groups:
             group["max_lr"], group["min_lr"] = lr, min_lr
         # it sets the first learning rate at once
@@ -163,10 +166,14 @@ class Policy:
         with_entropy: bool,
         before_step: Callable[[list[Any]], None] | None = None,
         around: Around | None = None,
+        take_step: bool = True,
     ) -> UpdateResult:
         """One optimizer step on the sum of ``loss`` over all micro-batches of all data-parallel ranks.
 
-        ``before_step`` is called with all that ``loss`` collected; raising there leaves the weights as they were.
+        Args:
+            before_step: called with all that ``loss`` collected; raising there leaves the weights as they were.
+            take_step: False computes the gradient, which `gradient` then returns, and changes no weight and no state of
+                the optimizer or the scheduler.
         """
 
         def read(micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Any]:
@@ -183,10 +190,29 @@ class Policy:
         if before_step:
             before_step(outputs)
         lr = self.lr
+        if not take_step:
+            return UpdateResult(outputs, math.nan, False, lr)
         applied, grad_norm, _ = self.optimizer.step()
+        cosine = self.cosine.after_step(self.optimizer) if self.cosine and applied else None
         self.scheduler.step(increment=1)
         self.phase_updates += bool(applied)
-        return UpdateResult(outputs, float(grad_norm or 0.0), bool(applied), lr)
+        return UpdateResult(outputs, float(grad_norm or 0.0), bool(applied), lr, cosine)
+
+    def gradient(self) -> Tensor:
+        """[P] fp32: the gradient that an update without a step left, over this rank's weights, before clipping."""
+        gradients: list[Any] = [p.main_grad for p in self._parameters()]  # type: ignore[attr-defined]
+        return torch.cat([g.flatten() for g in gradients]).float() / self.optimizer.get_loss_scale()
+
+    @contextmanager
+    def moved(self, direction: Tensor) -> Iterator[None]:
+        """Add ``direction``, [P] like `gradient`, to the weights for the length of the block."""
+        trained = [p.detach().clone() for p in self._parameters()]
+        parts = direction.split([p.numel() for p in trained])
+        self._overwrite([p + part.view_as(p) for p, part in zip(trained, parts, strict=True)])
+        try:
+            yield
+        finally:
+            self._overwrite(trained)
 
     def close(self) -> None:
         """Release the model; a process that trains several jobs would keep each model, and the threads of its groups.
@@ -283,5 +309,7 @@ class UpdateResult:
     """Values that the loss function collected, one per micro-batch; empty before the last pipeline stage."""
     grad_norm: float
     applied: bool
-    """False when the fp16 loss scaler skipped the step."""
+    """False when the fp16 loss scaler skipped the step, or none was to be taken."""
     lr: float
+    grad_cosine: Tensor | None = None
+    """0-d: cosine of the gradient and that of the step before; None where either was not kept."""

@@ -31,7 +31,11 @@ CASES = {
         "lr_decay={decay_period: 3}",
         "loss={kl_coef: 0.1, entropy_coef: 0.01, dual_clip: 3.0}",
     ],
-    "clipped": ["correction={weight: {mode: clip, lower: 0.5, upper: 2.0}, old: current}", "lr_gate={rule: halve}"],
+    "clipped": [
+        "correction={weight: {mode: clip, lower: 0.5, upper: 2.0}, old: current}",
+        "lr_gate={rule: halve}",
+        "train.grad_cosine=true",
+    ],
     "masked": ["correction={weight: {mode: mask, lower: 0.5, upper: 2.0}}", "train.asynchronous=1"],
     "two factors": ["correction={weight: {upper: 2.0, staleness_upper: 1.5}}"],
 }

@@ -17,7 +17,14 @@ JOB: dict[str, Any] = {
     "task": TASK,
     "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 6},
     "correction": "geo-mask-token-tis",
-    "train": {"optimizer": "sgd", "lr": 0.05, "steps": STEPS, "micro_batches": 2, "eval_interval": 100},
+    "train": {
+        "optimizer": "sgd",
+        "lr": 0.05,
+        "steps": STEPS,
+        "micro_batches": 2,
+        "eval_interval": 100,
+        "grad_cosine": True,
+    },
 }
 
 
@@ -53,8 +60,11 @@ class Recording:
             if b["updates"] and b["grad_norm"]:  # the gate may drop every sequence of the few groups that are trained
                 norms.append(abs(a["grad_norm"] / b["grad_norm"] - 1))
                 assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4), step
+                cosines = [r.get("grad_cosine") for r in (a, b)]
+                assert cosines[0] == pytest.approx(cosines[1], abs=1e-3, nan_ok=True), step
             for metric in ("old/k3", "old/chi2_seq", "old/ess_seq", "old/log_ppl_abs_diff", "entropy"):
                 assert a[metric] == pytest.approx(b[metric], rel=1e-3, abs=1e-6), (step, metric)
+        assert sum("grad_cosine" in record for record in metrics) >= 4
         assert len(norms) >= 5, "too few steps had a group of unequal rewards for the comparison to mean anything"
         worst = 0.0
         for step, (mine, one) in enumerate(

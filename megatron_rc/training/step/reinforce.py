@@ -109,6 +109,7 @@ def reinforce_step(
     routing: Routing | None = None,
     with_kept_mass: bool = False,
     with_varentropy: bool = False,
+    take_step: bool = True,
     on_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Train on one rollout batch, the same on every process.
@@ -125,6 +126,7 @@ def reinforce_step(
         routing: records and replays the routes of every pass.
         with_kept_mass, with_varentropy: the old pass computes these columns of the dump, too. Each reads the logits
             once more, kept_mass only where tokens were drawn from kept ids.
+        take_step: False computes the gradients and takes no optimizer step: `Policy.update`.
         on_update: called after every optimizer step.
 
     Raises:
@@ -149,7 +151,19 @@ def reinforce_step(
     three_policy = correction.old == "recompute"
     share = share_of(batch, [*parts, dropped] if dropped and three_policy else parts, train, policy.groups)
     routes = routing.start(share.batch) if routing else None
-    step = _Step(policy, correction, loss, max_nonfinite_share, share, version, is_fresh, measured_upper, routes, rate)
+    step = _Step(
+        policy,
+        correction,
+        loss,
+        max_nonfinite_share,
+        share,
+        version,
+        is_fresh,
+        measured_upper,
+        routes,
+        rate,
+        take_step,
+    )
     if three_policy:
         metrics |= step.old_pass(with_kept_mass=with_kept_mass, with_varentropy=with_varentropy)
         rate.begin(metrics, "old/")
@@ -179,6 +193,7 @@ class _Step:
     measured_upper: float
     routes: StepRoutes | None
     rate: StepRate
+    take_step: bool
     old_logprobs: Tensor | None = None
     """[N] fp32, nats; on the last pipeline stage after the old pass, as ``corrected`` and ``columns``."""
     corrected: Corrected | None = None
@@ -257,6 +272,7 @@ class _Step:
             with_entropy=self.loss.entropy_coef != 0,
             before_step=check,
             around=routes.around if routes else None,
+            take_step=self.take_step,
         )
         sums = merged([o.sums for o in result.outputs])
         if routes is None or not groups.last_stage:
@@ -303,6 +319,8 @@ def _update_metrics(updates: Sequence[tuple[UpdateResult, MetricSums]], groups: 
         if name in metrics:
             metrics[name] /= len(results)
     metrics["grad_norm"] = sum(r.grad_norm for r in results) / len(results)
+    if cosines := [r.grad_cosine for r in results if r.grad_cosine is not None]:
+        metrics["grad_cosine"] = float(torch.stack(cosines).mean())
     metrics["lr"] = results[-1].lr
     metrics["skipped_updates"] = float(sum(not r.applied for r in results))
     return metrics

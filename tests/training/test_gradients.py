@@ -1,0 +1,86 @@
+"""The gradient of a rollout batch: without an optimizer step, and from one step to the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from tiny_models import DENSE
+
+LR = 0.5
+
+
+def measured() -> dict[str, Any]:
+    from megatron_rc.batch import TokenBatch
+    from megatron_rc.config import RolloutCorrection
+    from megatron_rc.engine import Sample, SamplingParams
+    from megatron_rc.settings import LossSettings, ModelSettings, ParallelSettings, TrainSettings
+    from megatron_rc.training import groups
+    from megatron_rc.training.policy import Policy
+    from megatron_rc.training.step.reinforce import reinforce_step
+
+    random = torch.Generator().manual_seed(3)
+    answers = torch.randint(0, 37, (8, 5), generator=random).tolist()
+    samples = [Sample([1, 2, i // 4], answers[i], [-3.0] * 5, "stop", [(0, 0, 5)]) for i in range(8)]
+    batch = TokenBatch.from_samples(
+        samples, SamplingParams(), rewards=[0.0, 1.0] * 4, groups=[i // 4 for i in range(8)]
+    )
+    place = groups.initialize(ParallelSettings(), 1)
+    train = TrainSettings(optimizer="sgd", clip_grad=0.0, grad_cosine=True)
+    policy = Policy(ModelSettings(config=DENSE), ParallelSettings(), train, place)
+    policy.start_phase(lr=LR, min_lr=LR, warmup_steps=0, total_steps=10, decay_style="constant")
+
+    def step(take_step: bool) -> dict[str, Any]:
+        correction = RolloutCorrection.preset("token-tis")
+        limits: dict[str, Any] = {"max_nonfinite_share": 0.0, "take_step": take_step}
+        return reinforce_step(policy, batch, correction=correction, loss=LossSettings(), train=train, **limits).metrics
+
+    def weights() -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for module in policy.modules for p in module.parameters()])
+
+    out: dict[str, Any] = {"weights": [weights()], "gradients": [], "cosines": [], "untouched": []}
+    for _ in range(3):
+        step(take_step=False)
+        out["gradients"].append(policy.gradient())
+        out["untouched"].append(torch.equal(weights(), out["weights"][-1]) and policy.phase_updates)
+        out["cosines"].append(step(take_step=True).get("grad_cosine"))
+        out["weights"].append(weights())
+    with policy.moved(out["gradients"][0]):
+        out["moved"] = weights()
+    out["put back"] = weights()
+    return out
+
+
+@pytest.fixture(scope="module")
+def run() -> dict[str, Any]:
+    [out] = run_ranks(1, _of_rank)
+    return out
+
+
+def _of_rank(rank: int) -> dict[str, Any]:
+    return measured()
+
+
+def test_the_gradient_is_what_a_step_of_sgd_subtracts(run: dict[str, Any]) -> None:
+    for before, after, gradient in zip(run["weights"], run["weights"][1:], run["gradients"], strict=False):
+        assert gradient.norm() > 1e-2
+        torch.testing.assert_close((before - after) / LR, gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_a_gradient_without_a_step_changes_neither_weights_nor_the_count_of_updates(run: dict[str, Any]) -> None:
+    assert run["untouched"] == [0, 1, 2]
+
+
+def test_the_metric_is_the_cosine_with_the_gradient_of_the_step_before(run: dict[str, Any]) -> None:
+    first, *others = run["cosines"]
+    pairs = zip(run["gradients"], run["gradients"][1:], strict=False)
+    truths = [float(torch.cosine_similarity(a.double(), b.double(), dim=0)) for a, b in pairs]
+    assert first is None, "the first step has none before it"
+    assert others == pytest.approx(truths, abs=1e-5) and all(abs(truth) < 0.999 for truth in truths)
+
+
+def test_moved_weights_are_put_back_exactly(run: dict[str, Any]) -> None:
+    torch.testing.assert_close(run["moved"], run["weights"][-1] + run["gradients"][0])
+    assert torch.equal(run["put back"], run["weights"][-1])
