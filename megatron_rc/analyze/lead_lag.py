@@ -44,17 +44,27 @@ def lead_lag(name: str, k3: Floats, other: Floats) -> LeadLag | None:
 
     Source: Haugh (1976), Checking the independence of two covariance-stationary time series.
     """
+    if (found := surprise_correlations(k3, other)) is None:
+        return None
+    seen, freedom = found
+    sizes = np.arctanh(np.minimum(np.abs(seen), 0.999999)) * np.sqrt(freedom)
+    best = int(np.argmax(sizes))
+    p = -math.expm1(len(LAGS) * math.log1p(-normal_p(float(sizes[best]))))
+    return LeadLag(name, LAGS[best], float(seen[best]), tuple(map(float, seen)), p)
+
+
+def surprise_correlations(k3: Floats, other: Floats) -> tuple[Floats, Floats] | None:
+    """([len(LAGS)] correlation of the surprises of `lead_lag` at each lag, [len(LAGS)] degrees of freedom of each).
+
+    None with fewer than FEWEST steps that have both values, or for a constant series.
+    """
     both = np.isfinite(k3) & np.isfinite(other)
     if both.sum() < FEWEST or np.ptp(k3[both]) == 0 or np.ptp(other[both]) == 0:
         return None
     memory = min(MEMORY[1], max(MEMORY[0], int(both.sum()) // MEMORY[2]))
     one, two = (_normal_scores(_surprises(values[both], memory)) for values in (k3, other))
-    seen = _correlations(one, two)
-    pairs = one.size - np.abs(LAGS)
-    sizes = np.arctanh(np.minimum(np.abs(seen), 0.999999)) * np.sqrt(pairs - 3 - memory)
-    best = int(np.argmax(sizes))
-    p = -math.expm1(len(LAGS) * math.log1p(-normal_p(float(sizes[best]))))
-    return LeadLag(name, LAGS[best], float(seen[best]), tuple(map(float, seen)), p)
+    pairs: Floats = one.size - np.abs(LAGS) - 3.0 - memory
+    return _correlations(one, two), pairs
 
 
 def _surprises(values: Floats, memory: int) -> Floats:
