@@ -18,9 +18,14 @@ from typing import Any, NamedTuple
 
 from megatron_rc import schema
 from megatron_rc.jobs import run as job
+from megatron_rc.jobs import verdicts
+from megatron_rc.report.endpoints import Endpoints
 from megatron_rc.report.grid import read_run, write_grid
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings import JobSettings
+
+FAILURE = "failure.txt"
+"""In the folder of a cell: why its last attempt that failed did so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +44,8 @@ class GridSettings:
     process."""
     keep_weights: bool = False
     """Keep the checkpoints of finished cells."""
+    endpoints: Endpoints | None = None
+    """Rules by which a run has collapsed, relapsed or failed; null judges none."""
     arguments: tuple[str, ...] = ()
     """Values of `--set` on the command line, for every job."""
 
@@ -48,6 +55,9 @@ class GridSettings:
         for axis, choices in self.axes.items():
             if not choices:
                 raise ValueError(f"axes.{axis} must have at least one choice")
+        for axis, choice in (self.endpoints.exact if self.endpoints else {}).items():
+            if choice not in self.axes.get(axis, {}):
+                raise ValueError(f"endpoints.exact: the grid has no choice {choice!r} on an axis {axis!r}")
 
 
 class Cell(NamedTuple):
@@ -64,6 +74,11 @@ class Cell(NamedTuple):
         metrics = self.folder / "metrics.jsonl"
         records = read_metrics(metrics) if metrics.is_file() else []
         return bool(records) and records[-1]["step"] >= self.steps
+
+    def broken(self) -> bool:
+        """Whether its last attempt ended because log-probs were not finite."""
+        failure = self.folder / FAILURE
+        return failure.is_file() and "nonfinite_share" in failure.read_text() and not self.finished()
 
 
 def load(path: Path, *, seeds: str = "", output: str = "", assignments: Sequence[str] = ()) -> GridSettings:
@@ -98,11 +113,15 @@ def cells(grid: GridSettings, only: Mapping[str, Sequence[str]] | None = None) -
     return out
 
 
-def finished(grid: GridSettings) -> list[Cell]:
-    """The finished cells in the folder of a grid, of all its choices and of every seed that ever ran there."""
+def finished(grid: GridSettings, *, or_broken: bool = False) -> list[Cell]:
+    """The finished cells in the folder of a grid, of all its choices and of every seed that ever ran there.
+
+    ``or_broken`` adds those that log-probs stopped that were not finite.
+    """
     folders = Path(grid.output).glob("*/seed-*")
     seeds = sorted({int(folder.name.removeprefix("seed-")) for folder in folders})
-    return [cell for cell in cells(replace(grid, seeds=tuple(seeds) or grid.seeds)) if cell.finished()]
+    every = cells(replace(grid, seeds=tuple(seeds) or grid.seeds))
+    return [cell for cell in every if cell.finished() or (or_broken and cell.broken())]
 
 
 def warm(grid: GridSettings) -> list[Path]:
@@ -116,11 +135,15 @@ def run_and_write(grid: GridSettings, only: Mapping[str, Sequence[str]], *, only
     Raises ValueError as `cells`, and when cells failed; the table holds the others.
     """
     todo = cells(grid, only)
+    if grid.endpoints:
+        verdicts.check(grid.endpoints, {cell.name: _settings(grid, _fields(grid, cell.choices)) for cell in todo})
     failed = {} if only_write else run(grid, todo)
     done = finished(grid)
     if not done:
         raise ValueError(f"no cell of {grid.output} is finished" + "".join(f"; {k}: {v}" for k, v in failed.items()))
     print(*write_grid([read_run(c.choices, c.seed, c.folder) for c in done], Path(grid.output)), sep="\n")
+    if grid.endpoints:
+        print(verdicts.write(grid.endpoints, finished(grid, or_broken=True), Path(grid.output)))
     if failed:
         raise ValueError("failed: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
 
@@ -144,6 +167,7 @@ def run(grid: GridSettings, todo: Sequence[Cell]) -> dict[str, str]:
                     outcome = f"{time.monotonic() - started:.0f} s"
                 except ValueError as error:
                     outcome = failed[cell.name] = str(error)
+                    (cell.folder / FAILURE).write_text(f"{error}\n")
                 done = sum(other.finished() for other in todo)
                 print(f"{done}/{len(todo)} {cell.name}: {outcome}", file=sys.stderr, flush=True)
         if idle:

@@ -50,6 +50,8 @@ def test_the_cells_are_every_choice_of_every_axis_and_every_seed(tmp_path: Path)
         ({"axes": {"a": {}}}, {}, "axes.a must have at least one choice"),
         ({"seeds": []}, {}, "seeds must name at least one seed"),
         ({"axis": {}}, {}, "axis"),
+        ({"endpoints": {"exact": {"precision": "fp8"}}}, {}, "endpoints.exact: the grid has no choice 'fp8'"),
+        ({"endpoints": {"fail": 0.5}}, {}, "endpoints.fail"),
     ],
 )
 def test_a_wrong_grid_is_one_sentence_before_anything_runs(

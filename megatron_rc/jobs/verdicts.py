@@ -1,0 +1,79 @@
+"""Endpoints of the runs of a grid: their check before the runs, and endpoints.csv after them."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_rc import schema
+from megatron_rc.report.endpoints import Endpoints, Outcome, failed, outcome_of
+from megatron_rc.report.log import read_metrics
+from megatron_rc.settings import JobSettings
+from megatron_rc.tasks.registry import build_task
+
+if TYPE_CHECKING:
+    from megatron_rc.jobs.grid import Cell
+
+FILE_NAME = "endpoints.csv"
+
+
+def answers_per_evaluation(settings: JobSettings) -> int:
+    """Held-out prompts of a job times the answers to each."""
+    task = settings.task
+    built = build_task(task.kind, task.options, seed=settings.train.seed, tokenizer=settings.model.hf_path)
+    return len(built.eval_prompts()) * settings.train.eval_samples
+
+
+def check(rules: Endpoints, jobs: Mapping[str, JobSettings]) -> None:
+    """Refuse jobs, by name, whose evaluations are too small or too few for the rules.
+
+    Raises:
+        ValueError: one sentence that names the job and the setting.
+    """
+    known: dict[str, int] = {}
+    for name, settings in jobs.items():
+        train = settings.train
+        task = repr((schema.to_dict(settings.task), train.eval_samples))
+        if task not in known:
+            known[task] = answers_per_evaluation(settings)
+        answers = known[task]
+        if answers < rules.min_answers:
+            raise ValueError(
+                f"{name}: endpoints.min_answers is {rules.min_answers}, and an evaluation has {answers} answers: "
+                "raise train.eval_samples or the number of held-out prompts"
+            )
+        evaluations = 1 + math.ceil(train.steps / train.eval_interval)
+        if evaluations < rules.least_evaluations:
+            raise ValueError(
+                f"{name}: the endpoints need {rules.least_evaluations} evaluations, and train.steps {train.steps} with "
+                f"train.eval_interval {train.eval_interval} gives {evaluations}"
+            )
+
+
+def outcome_of_cell(rules: Endpoints, cell: Cell) -> Outcome:
+    """The outcome of a finished or broken cell."""
+    return outcome_of(read_metrics(cell.folder / "metrics.jsonl"), rules, stopped=cell.broken())
+
+
+def exact_of(rules: Endpoints, cell: Cell) -> str:
+    """Name of the folder of the exact run of a cell; empty where the rules name none."""
+    return "-".join((cell.choices | rules.exact).values()) if rules.exact else ""
+
+
+def write(rules: Endpoints, cells: Sequence[Cell], folder: Path) -> Path:
+    """Write endpoints.csv, one row per finished or broken run, into ``folder``; returns its path."""
+    outcomes = {(cell.folder.parent.name, cell.seed): outcome_of_cell(rules, cell) for cell in cells}
+    path = folder / FILE_NAME
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*cells[0].choices, "seed", *Outcome._fields, "failed"])
+        for cell in cells:
+            mine = outcomes[cell.folder.parent.name, cell.seed]
+            exact = outcomes.get((exact_of(rules, cell), cell.seed))
+            verdict = "" if exact is None else int(failed(mine.final, exact.final, rules))
+            shown = ("" if value is None else value for value in mine)
+            writer.writerow([*cell.choices.values(), cell.seed, *shown, verdict])
+    return path
