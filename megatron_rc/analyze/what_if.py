@@ -13,8 +13,10 @@ from megatron_rc import versions
 from megatron_rc.analyze.bound import advantages, sequence_ratio
 from megatron_rc.analyze.chunk import Chunk, Floats
 from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.factors import FACTORS, lag
 from megatron_rc.analyze.reservoir import Reservoir
-from megatron_rc.config import PRESETS, STATISTICS, RolloutCorrection
+from megatron_rc.config import PRESETS, RolloutCorrection
+from megatron_rc.plan import Plan
 
 MAX_TOKENS = 100_000
 """Tokens that the methods are computed on: whole sequences of the sample, so that all methods take 2 s together."""
@@ -87,7 +89,7 @@ class WhatIfTable:
     rows: list[WhatIf]
     """Those without warnings first, and then by cosine, or by bias where no cosine is given."""
     not_run: dict[str, list[str]]
-    """Columns that are missing, by method."""
+    """What is missing, by method: columns, or in words what no dump holds."""
     tokens: int
     sequences: int
     """Size of the sample that the methods were computed on."""
@@ -133,13 +135,21 @@ def what_if(evidence: Evidence, methods: Mapping[str, RolloutCorrection] | None 
 
 
 def _lacking(method: RolloutCorrection, chunk: Chunk) -> list[str]:
-    """Columns that ``method`` needs and ``chunk`` lacks."""
-    needed = [gate.statistic for gate in method.reject if gate.statistic not in STATISTICS]
+    """What ``method`` needs and ``chunk`` lacks: names of columns, and words for what no dump holds."""
+    plan = Plan.of(method)
+    needed = list(plan.statistics)
     if any(gate.when == "negative_advantage" for gate in method.reject):
         needed.append("advantage")
-    if "segment" in {part.level for part in (method.weight, *method.reject) if part is not None}:
+    if "segment" in plan.units:
         needed.append("turn")
-    return [name for name in dict.fromkeys(needed) if not chunk.has(name)]
+    if plan.reads_lags:
+        needed += FACTORS["lag"].needs
+    lacking = [name for name in dict.fromkeys(needed) if not chunk.has(name)]
+    if plan.has_two_factors:
+        lacking.append("log-probs by the weights that sampled, which no dump holds")
+    if method.weight is not None and method.weight.upper == "measured":
+        lacking.append("a number for upper, because a measured one comes from the rollout before")
+    return lacking
 
 
 def _correct(method: RolloutCorrection, chunk: Chunk) -> tuple[Floats, Flags]:
@@ -148,7 +158,9 @@ def _correct(method: RolloutCorrection, chunk: Chunk) -> tuple[Floats, Flags]:
 
     from megatron_rc.correction import correct
 
-    segments = None
+    segments, lags, plan = None, None, Plan.of(method)
+    if plan.reads_lags:
+        lags = torch.from_numpy(np.maximum(lag(chunk), 0))
     if "turn" in chunk.tokens:
         turns = chunk.tokens["turn"]
         begins = (chunk.index == 0) | np.concatenate([[True], turns[1:] != turns[:-1]])
@@ -162,11 +174,8 @@ def _correct(method: RolloutCorrection, chunk: Chunk) -> tuple[Floats, Flags]:
         segment_ids=segments,
         num_segments=None if segments is None else int(segments[-1]) + 1,
         advantages=None if (advantage := advantages(chunk)) is None else torch.from_numpy(advantage),
-        statistics={
-            gate.statistic: torch.from_numpy(chunk.per_token(gate.statistic).astype(np.float64))
-            for gate in method.reject
-            if gate.statistic not in STATISTICS
-        },
+        statistics={name: torch.from_numpy(chunk.per_token(name).astype(np.float64)) for name in plan.statistics},
+        lags=lags,
         backend="torch",
     )
     return corrected.weights.numpy(), corrected.mask.numpy()

@@ -60,7 +60,7 @@ def responses(seed: int = 1, noise: float = 0.3, sequences: int = 60, **columns:
     )
 
 
-def corrected(chunk: Chunk, method: RolloutCorrection) -> tuple[Floats, np.ndarray]:
+def corrected(chunk: Chunk, method: RolloutCorrection, lags: Floats | None = None) -> tuple[Floats, np.ndarray]:
     """Weights and mask of `correct` on the padded layout, flattened again."""
     width = int(chunk.lengths.max())
     place = np.arange(width) < chunk.lengths[:, None]
@@ -76,6 +76,7 @@ def corrected(chunk: Chunk, method: RolloutCorrection) -> tuple[Floats, np.ndarr
         torch.from_numpy(place),
         correction=method,
         advantages=torch.from_numpy(chunk.sequences["advantage"]),
+        lags=None if lags is None else padded(lags).int(),
     )
     return result.weights.numpy()[place], result.mask.numpy()[place]
 
@@ -189,6 +190,42 @@ def test_methods_whose_columns_are_missing_are_listed_with_them() -> None:
     assert {found.name for found in table.rows} == set(PRESETS) - {"off-policy-sequence-mask"}
     for found in table.rows:
         assert (found.by_sign, found.by_correct, found.advantage_removed) == (None, None, None)
+
+
+BY_LAG = RolloutCorrection(Weight(upper=2.0, upper_by_lag=((0, 2.0), (2, 1.1))))
+TOO_OLD = RolloutCorrection(reject=(Rejection("lag", "sequence", "max", upper=2.0),))
+
+
+@pytest.mark.parametrize("method", [BY_LAG, TOO_OLD])
+def test_lags_are_those_of_the_versions_in_the_dump(method: RolloutCorrection) -> None:
+    chunk = responses()
+    version = np.random.default_rng(2).integers(0, 4, chunk.log_pi.size)
+    trained = np.arange(chunk.num_sequences) % 5
+    columns = {**chunk.tokens, "version": version}
+    chunk = dataclasses.replace(chunk, tokens=columns, sequences={**chunk.sequences, "trainer_version": trained})
+    # weights newer than the trainer's, as in a recording of another run, are as fresh as its own
+    weights, mask = corrected(chunk, method, np.maximum(trained[chunk.sequence_of] - version, 0).astype(float))
+    found = row(table_of(evidence_of(chunk), by_lag=method), "by_lag")
+    assert found.kept_tokens == mask.mean()
+    assert found.ess == pytest.approx(weights.sum() ** 2 / (weights.size * (weights**2).sum()))
+    fresh, _ = corrected(chunk, method, np.zeros(chunk.log_pi.size))
+    assert (fresh != weights).any(), "lags matter here"
+
+
+def test_methods_that_need_what_a_dump_does_not_hold_say_so() -> None:
+    methods = {
+        "by_lag": BY_LAG,
+        "too_old": TOO_OLD,
+        "two": RolloutCorrection(Weight(upper=1.5, staleness_upper=1.3)),
+        "measured": RolloutCorrection(Weight(upper="measured")),
+    }
+    table = table_of(evidence_of(responses()), **methods)
+    assert table.rows == [] and table.not_run == {
+        "by_lag": ["version", "trainer_version"],
+        "too_old": ["version", "trainer_version"],
+        "two": ["log-probs by the weights that sampled, which no dump holds"],
+        "measured": ["a number for upper, because a measured one comes from the rollout before"],
+    }
 
 
 def test_turns_are_judged_one_by_one() -> None:
