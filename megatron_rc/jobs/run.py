@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import warnings
-from collections.abc import Iterable
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_rc.settings import JobSettings
     from megatron_rc.tasks import Task
     from megatron_rc.training.groups import Groups
+    from megatron_rc.training.loop import Job
     from megatron_rc.training.policy import Policy
     from megatron_rc.training.probe import Probe
 
@@ -42,6 +43,13 @@ FOLDERS = ("checkpoints", "kl_policy", "hf", "dump", "rejected", "sync", "tensor
 
 def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
     """Build everything and run the job on this process."""
+    with opened(settings, fresh=fresh, dump=dump) as job:
+        job.run(resume=not fresh)
+
+
+@contextmanager
+def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job]:
+    """Everything that the job needs on this process, for the length of the block."""
     versions.check_core(versions.megatron_core_version())
     quiet_imports()
     from megatron_rc.backend import set_debug_checks
@@ -88,7 +96,7 @@ def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
         job = Job(settings, groups, policy, engine, task, observers, export=export)
         if settings.train.eval_weights == "trained":
             job.serve_trained = serve_trained
-        job.run(resume=not fresh)
+        yield job
 
 
 def _delete_outputs(folder: Path) -> None:

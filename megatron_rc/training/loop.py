@@ -69,7 +69,7 @@ class Job:
         """
         newest = checkpoint.newest(self.output / "checkpoints") if resume else None
         if newest:
-            self._resume(newest)
+            self.restore(newest)
         elif self.settings.warmup.steps:
             self._start_phase()
         else:
@@ -86,7 +86,8 @@ class Job:
             self.policy.save_weights(self.output / "hf")
         self.observers.report()
 
-    def _resume(self, path: Path) -> None:
+    def restore(self, path: Path) -> None:
+        """Continue from the checkpoint ``path``: weights, optimizer, progress, and the weights that are served."""
         self.progress = checkpoint.read_progress(path)
         if self.settings.loss.kl_coef and self.progress.phase == "rl":
             self.policy.load_weights(self.output / "kl_policy")
