@@ -1,0 +1,1 @@
+"""Estimates of the policy gradient against the exact one: `benchmarks/gradient_truth.py`."""

@@ -1,0 +1,137 @@
+"""Gradients at a checkpoint of a run: of exact rollouts, and of the run's own ones under every correction."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_rc.batch import TokenBatch
+from megatron_rc.config import PRESETS, RolloutCorrection, Weight
+from megatron_rc.settings import JobSettings
+
+ESTIMATORS: dict[str, RolloutCorrection] = {
+    "none": PRESETS["none"].correction,
+    "none, old: rollout": RolloutCorrection(old="rollout"),
+    # without a bound that acts: unbiased, and what its variance costs
+    "sequence IS": RolloutCorrection(Weight(level="sequence", upper=math.inf)),
+    **{name: preset.correction for name, preset in PRESETS.items() if name != "none"},
+}
+FIRST_PROMPT = 10**7
+"""Number of the first prompt in the training stream, beyond those of any run."""
+ADAM_STEP = 0.23
+"""Root mean square of the entries of an Adam step over the learning rate where noise dominates the gradients:
+sqrt((1 - b) / (1 + b)) with b = 0.9."""
+
+
+class Bench:
+    """The state of a run at one of its checkpoints, and gradients there."""
+
+    def __init__(self, job: object, path: Path) -> None:
+        from megatron_rc.rollout.embedded.engine import HFEngine
+        from megatron_rc.training.loop import Job
+
+        assert isinstance(job, Job)
+        job.restore(path)
+        self.job, self.policy, self.path = job, job.policy, path
+        self.version = job.progress.weight_version
+        self.loss = dataclasses.replace(job.settings.loss, aggregation="seq-mean-token-sum")
+        self.engine = HFEngine(self.policy.hf_config, dtype="fp32", device=self.policy.device)
+        self.sampler = dataclasses.replace(job.sampler, engine=self.engine)
+
+    @cached_property
+    def kept(self) -> dict[int, dict[str, Tensor]]:
+        """The weights that a run with rollout.staleness keeps, by version and Hugging Face name."""
+        extra, held = self.path / "extra.safetensors", {}
+        for key, tensor in load_file(str(extra)).items() if extra.exists() else ():
+            if key.startswith("queue/"):
+                _, version, name = key.split("/", 2)
+                held.setdefault(int(version), {})[name] = tensor
+        return held
+
+    def exact_batch(self, number: int, draw: int) -> TokenBatch:
+        """Answers of the trainer's own weights to the prompts of that number."""
+        self.engine.update_weights(self.policy.export(), self.version)
+        return self._batch(self.sampler, number, draw)
+
+    def rollout_batch(self, number: int, lag: int | None) -> TokenBatch:
+        """Answers as the run samples them, or of the weights ``lag`` updates before the trainer's."""
+        if lag is None:
+            return self._batch(self.job.sampler, number, draw=-1)
+        self.engine.update_weights(self.kept[self.version - lag].items(), self.version - lag)
+        return self._batch(self.sampler, number, draw=-1)
+
+    def gradient(self, batch: TokenBatch, correction: RolloutCorrection) -> tuple[Tensor, dict[str, float]]:
+        """([P] the estimate of grad J, metrics) that one step of the run would follow.
+
+        g = (1 / S) sum_i A_i sum_t w_t grad log pi(y_t), over all S responses: with answers of pi and no weights it is
+        unbiased. A run with token-mean divides by the tokens of its batch instead, a positive factor.
+        """
+        from megatron_rc.training.step.reinforce import reinforce_step
+
+        result = reinforce_step(
+            self.policy,
+            batch,
+            correction=correction,
+            loss=self.loss,
+            train=self.job.settings.train,
+            max_nonfinite_share=0.0,
+            version=self.version,
+            take_step=False,
+        )
+        # the loss is a mean over the responses of groups with unequal rewards; all others have advantage 0
+        share = 1 - result.metrics["groups/equal_reward"]
+        gradient = self.policy.gradient()
+        return (-share * gradient if result.metrics["updates"] else torch.zeros_like(gradient)), result.metrics
+
+    def exact_gradient(self, number: int, draws: Iterable[int]) -> Tensor:
+        """[P] mean over several exact batches with the same prompts."""
+        rows = [self.gradient(self.exact_batch(number, draw), ESTIMATORS["none"])[0] for draw in draws]
+        return torch.stack(rows).mean(0)
+
+    def step_length(self) -> float:
+        """Length of a step of Adam in this run: lr sqrt(P) times `ADAM_STEP`."""
+        count = sum(p.numel() for module in self.policy.modules for p in module.parameters())
+        return float(ADAM_STEP * self.policy.lr * count**0.5)
+
+    def slopes(self, direction: Tensor, reach: float, numbers: Iterable[int]) -> Tensor:
+        """[len(numbers)] curvature of J along ``direction`` in each batch of prompts.
+
+        u' H u = <u, g(theta + reach u) - g(theta - reach u)> / (2 reach), u of length 1, both gradients from exact
+        answers with the same random numbers.
+        """
+        unit = direction / direction.norm()
+        ends = []
+        for side in (1, -1):
+            with self.policy.moved(side * reach * unit):
+                ends.append(torch.stack([unit @ self.exact_gradient(number, [-2]) for number in numbers]))
+        return (ends[0] - ends[1]) / (2 * reach)
+
+    def _batch(self, sampler: object, number: int, draw: int) -> TokenBatch:
+        from megatron_rc.training.step.sampling import Sampler, seed_of
+
+        assert isinstance(sampler, Sampler)
+        rollout = self.job.settings.rollout
+        count, n = rollout.prompts_per_step, rollout.samples_per_prompt
+        prompts = self.job.task.prompts(FIRST_PROMPT + number * count, count)
+        seeds = [seed_of("gradient", self.job.settings.train.seed, number, draw, i) for i in range(count * n)]
+        sampled = sampler.sample(prompts, n, seeds)
+        return TokenBatch.from_samples(sampled.samples, sampler.params, rewards=sampled.rewards, groups=sampled.groups)
+
+
+@contextmanager
+def opened(settings: JobSettings, path: Path, scratch: Path) -> Iterator[Bench]:
+    """The run with these ``settings`` at the checkpoint ``path``; what a job writes goes to ``scratch``."""
+    from megatron_rc.jobs import run
+
+    with run.opened(dataclasses.replace(settings, output=str(scratch)), fresh=True, dump=False) as job:
+        bench = Bench(job, path)
+        with closing(bench.engine):
+            yield bench

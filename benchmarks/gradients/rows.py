@@ -1,0 +1,99 @@
+"""One row per checkpoint, rollouts and estimator, and the table and file of them."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+Z90 = 1.645
+"""Standard errors on either side of a 90 % interval."""
+
+
+class Row(NamedTuple):
+    """Squared norms and inner products are free of plug-in bias; errors are standard errors over batches."""
+
+    seed: int
+    step: int
+    """Finished steps of the run at the checkpoint."""
+    lag: int
+    """Updates since the rollouts' weights; 0 for exact rollouts."""
+    estimator: str
+    k3: float
+    """KL(mu||pi) of the rollouts, nats per token."""
+    length: float
+    """Mean response length, tokens."""
+    dropped: float
+    """Share of the tokens that the estimator drops."""
+    cosine: float
+    """Of the mean estimate and g*."""
+    cosine_error: float
+    norm_ratio: float
+    norm_ratio_error: float
+    squared_bias: float
+    """||E g_hat - g*||^2 / ||g*||^2; an estimate below 0 says that it is too small to be seen."""
+    squared_bias_error: float
+    variance: float
+    """E ||g_hat - E g_hat||^2 of a batch / ||g*||^2."""
+    variance_error: float
+    progress: float
+    """Largest A + B - C over learning rates, as a share of that of exact rollouts."""
+    progress_error: float
+    a: float
+    """Terms of the SGA lemma at `lr`, in units of the reward."""
+    b: float
+    c: float
+    lr: float
+    """Of plain gradient ascent whose steps with exact rollouts are as long as those of the run."""
+    curvature: float
+    """L of the lemma: the larger of the curvatures of J along g* and along gradients of single batches."""
+    curvature_error: float
+    exact_norm: float
+    """||g*||."""
+    halves_cosine: float
+    """Cosine of the two halves of the batches that g* is the mean of."""
+
+    @property
+    def horizon_ratio(self) -> float:
+        """T / T*, with T* = 1 / (2 k3)."""
+        return 2 * self.k3 * self.length
+
+
+def write(rows: Iterable[Row], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Row._fields)
+        writer.writerows([f"{value:.5g}" if isinstance(value, float) else value for value in row] for row in rows)
+
+
+def read(path: Path) -> list[Row]:
+    with open(path, newline="") as file:
+        return [Row(**{name: _typed(name, text) for name, text in record.items()}) for record in csv.DictReader(file)]
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Markdown, one line per row."""
+    heads = ["step", "lag", "k3", "T / T*", "estimator", "cosine", "norm ratio", "bias² / ‖g*‖²", "variance / ‖g*‖²"]
+    heads += ["dropped", "A", "B", "C", "best progress"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for r in rows:
+        cells = [str(r.step), str(r.lag), f"{r.k3:.2g}", f"{r.horizon_ratio:.2g}", f"`{r.estimator}`"]
+        cells += [_between(r.cosine, r.cosine_error), _between(r.norm_ratio, r.norm_ratio_error)]
+        cells += [_between(r.squared_bias, r.squared_bias_error), _between(r.variance, r.variance_error)]
+        cells += [f"{r.dropped:.1%}", f"{r.a:.2g}", f"{r.b:.2g}", f"{r.c:.2g}"]
+        cells += [_between(r.progress, r.progress_error)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _between(value: float, error: float) -> str:
+    """The value and the half-width of its 90 % interval."""
+    return "" if math.isnan(value) else f"{value:.2f} ± {Z90 * error:.2f}"
+
+
+def _typed(name: str, text: str) -> int | float | str:
+    kind = {"int": int, "str": str}.get(Row.__annotations__[name], float)
+    return kind(text)
