@@ -31,8 +31,9 @@ Each of these is two metrics: with the ending `_token` the share of tokens, with
 such a token. A gate is named by its statistic, level and, above the level token, reduction: `k3_segment_mean`.
 """
 _LAGS = """
-Where lags are known, which a training job passes as soon as a token is older than the weights that are trained, each of
-these is one metric for every bin of lags that holds a token: 0, 1, 2_3, 4_7, 8_15 and 16_up.
+Where the correction receives the lags of tokens, each of these is one metric per bin of lags that holds a token: 0, 1,
+2_3, 4_7, 8_15 and 16_up. A training job passes lags when some token was sampled by older weights than those that it
+trains, or when the correction depends on them.
 """
 _TWO_FACTORS = """
 A weight with `staleness_upper` has two factors, and these metrics of each; `truncated_token` counts the mismatch.

@@ -18,7 +18,8 @@ from simulated_dumps import TRAPS, world
 from megatron_rc.analyze import gate, output, timeline
 from megatron_rc.analyze.diagnosis import diagnosis_of
 from megatron_rc.analyze.readers.dump import CorruptRows
-from megatron_rc.analyze.rules import CODES
+from megatron_rc.analyze.rules import CODES, RULES
+from megatron_rc.analyze.rules.rule import Page
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -157,3 +158,8 @@ def test_the_example_for_a_notebook_runs(capsys: pytest.CaptureFixture[str]) -> 
     assert code is not None
     exec(code[1], {})
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("code", sorted(code for rule in RULES if rule.unfiltered for code in rule.codes))
+def test_the_page_of_a_rule_that_a_filter_silences_says_undecided(code: str) -> None:
+    assert '"undecided"' in Page(code).section("How it is decided")

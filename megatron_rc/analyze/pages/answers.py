@@ -16,13 +16,13 @@ from megatron_rc.analyze.significance import Test
 from megatron_rc.analyze.what_if import Missing, WhatIf
 
 MOST_PANELS = 64
-"""Rows of the honesty panel by step or by server; of more, those of the largest |z| are shown."""
+"""Rows of the honesty panel by step or by server; where there are more, those with the largest |z| are shown."""
 
 METHOD_HEAD = ("method", "tokens", "answers", "by length", "right", "+ -", "lost", "ESS", "bias", "cosine", "")
 
 
 def header(diagnosis: Diagnosis, share: bool) -> str:
-    """What missing entropy leaves open, heading, size of the dump, and the answer in one line."""
+    """Warnings that limit what the page can say, the heading, the size of the dump, and the answer in one line."""
     evidence = diagnosis.evidence
     name = "A rollout dump" if share else diagnosis.source
     warning = f'<p class="warning">{words.NO_ENTROPY}</p>' if diagnosis.hidden_sampling_possible else ""
@@ -61,7 +61,7 @@ def _verdict(verdict: Verdict, share: bool) -> str:
 
 
 def honesty(evidence: Evidence, share: bool) -> str:
-    """The honesty panel of the dump, and folded those by step and by server."""
+    """The honesty panel of the dump; those by step and by server are folded."""
     lines = words.honesty_lines(evidence, evidence.whole)
     inside = table((name, value, p, Cell(text, "words")) for name, value, p, text in lines)
     steps = {str(step): panel for step, panel in evidence.by_step.items()}

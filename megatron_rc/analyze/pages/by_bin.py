@@ -172,8 +172,11 @@ def _profile_card(
 
 
 def _others(profile: Profile) -> float:
-    """How many equally likely other tokens there seem to be: a temperature leaves a token of probability 1 / (1 + n)
-    as it is, so n follows from where the mean log-ratio changes its sign."""
+    """The number n of equally likely other tokens that the dump suggests.
+
+    A temperature leaves a token of probability 1 / (1 + n) as it is, so n follows from where the mean log-ratio changes
+    its sign.
+    """
     changes = np.flatnonzero(np.diff(np.sign(profile.log_ratio)) != 0)
     codes = np.asarray(profile.bins)
     inside = [c for c in changes if 0 < codes[c] < LOG_MU_EDGES.size]

@@ -18,7 +18,7 @@ from megatron_rc.analyze.readers.rows import BadRow
 from megatron_rc.analyze.readers.torch_file import first_values
 
 FIRST_LINES = 5
-"""Lines of a JSON file of which one must be whole for the file to be known."""
+"""Lines at the start of a JSON file, at least one of which must be whole for its format to be recognised."""
 
 OWN_PAGE = '<meta name="generator" content="megatron-rc analyze">'
 """What the head of a page of an analysis holds."""
@@ -50,15 +50,15 @@ class Format:
     read: Callable[[Group, CorruptRows], Iterator[Chunk]]
     """Yields the chunks of files that belong together."""
     groups: Callable[[list[Path]], list[Group]] = lambda files: [(file,) for file in files]
-    """Files of the format as groups that are read together, in which some of the files beside it are left out."""
+    """Sorts files of the format, and files beside them, into groups that are read together; it may leave files out."""
     beside: frozenset[str] = frozenset()
-    """Names that files of no format show which are read together with files of this one; empty: there are none."""
+    """Names in files that have no format of their own and are read together with files of this one; empty: none are."""
 
     def fits(self, content: Content) -> bool:
         return content.container == self.container and any(content.names >= names for names in self.shows)
 
     def has_beside(self, content: Content) -> bool:
-        """True for what is no file of the format, and may be read together with one."""
+        """True for a file that may be read together with files of the format, without being one."""
         return content.container == self.container and bool(self.beside) and content.names >= self.beside
 
 

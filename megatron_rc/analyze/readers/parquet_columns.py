@@ -18,13 +18,13 @@ from megatron_rc.analyze.readers.rows import MAX_TEXT, checked
 
 LOG_PI, LOG_MU = "old_logprobs", "rollout_logprobs"
 RENAMED = {"token_id": "output_ids"}
-"""Names of columns in the file where they differ."""
+"""Names in the file of the columns whose name here is another."""
 VERSIONS, PROMPT = "weight_versions", "prompt_ids"
 SPAN = ("version", "start", "end")
 TOKENS = {LOG_PI: "number", LOG_MU: "number"} | {
     RENAMED.get(name, name): column.kind for name, column in TOKEN_COLUMNS.items()
 }
-"""Kind of the values by the name in the file of the columns with a list per row."""
+"""Columns with a list per row, by their names in the file, with the kind of their values."""
 
 
 def wanted_columns(schema: pa.Schema, file: Path) -> list[str]:

@@ -1,5 +1,6 @@
-"""A training sample of slime or miles, and what is known of it before training, as a row: both keep the same columns.
+"""Rows from the training samples of slime and miles, which have the same columns in both hosts.
 
+A sample from before training, where the dump has it, adds columns to the row.
 Their ``rewards`` are normalised within the group and are not read.
 """
 

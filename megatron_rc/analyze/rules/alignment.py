@@ -6,7 +6,7 @@ from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules.rule import Level, Verdict
 
 LEAST_GAIN = 0.2
-"""By so much the correlation at another lag must be larger than that at 0."""
+"""The least by which the correlation at another lag must exceed that at lag 0."""
 
 
 def shifted(evidence: Evidence) -> Verdict | None:

@@ -10,7 +10,7 @@ from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.analyze.sums import ZERO_BELOW
 
 FEWEST = 3
-"""Impossible zeros from which on a dump is a bug: one can be a damaged token."""
+"""Impossible zeros that are needed for a bug: a single one can be a damaged token."""
 
 
 def dummy_logprobs(evidence: Evidence) -> Verdict | None:

@@ -11,7 +11,7 @@ from megatron_rc.analyze.rules.rule import Level, Verdict
 RATIO_FLOOR = 1e-4
 """A mean ratio nearer to 1 than this is no bug, however many tokens prove it."""
 FIRST_ORDER = 2.0
-"""|mean rho - 1| of a bug is at least so many k3: independent rounding of either side stays below 1."""
+"""|mean rho - 1| of a bug is at least this many k3; independent rounding of either side stays below one k3."""
 SIGN_FLOOR = 1.5
 """The same for a mean ratio above 1, which no filter and no leak can cause."""
 LEAST_SIGN = 2.0
@@ -84,7 +84,7 @@ def raw_logs(evidence: Evidence) -> Verdict | None:
 
 
 def hidden_sampling(evidence: Evidence) -> Verdict | None:
-    """RC103: the tokens surprise the trainer less, or more, than it says they should."""
+    """RC103: the tokens surprise the trainer less, or more, than its own entropy says they should."""
     whole = evidence.whole
     if whole.surprise is None or whole.z_surprise is None:
         return None
@@ -107,7 +107,7 @@ def hidden_sampling(evidence: Evidence) -> Verdict | None:
 
 
 def _first_order_share(evidence: Evidence) -> float:
-    """Share of mean l^2 that the mean l by logged log-prob explains: an upper bound of what noise adds."""
+    """Share of mean l^2 that the means of l by logged log-prob explain."""
     profile = evidence.profiles["log_mu"]
     systematic = float((profile.count * profile.log_ratio**2).sum())
     return min(1.0, systematic / evidence.sums.k1_squared) if evidence.sums.k1_squared else 0.0

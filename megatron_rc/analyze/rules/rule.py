@@ -57,7 +57,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Range:
-    """The dumps that a rule was tried on: with its trap, and honest ones; outside of it a bug is only suspected."""
+    """The range of dumps, honest ones and ones with the trap, that a rule was tried on; outside, it only suspects."""
 
     tokens: int
     """Loss tokens, at least."""
@@ -86,9 +86,9 @@ class Rule:
     needs: tuple[str, ...] = ()
     """Columns without which it is not run."""
     calibrated: Range | None = None
-    """None: a bug is exact in any dump, because nothing was fitted to some."""
+    """None: the rule may claim a bug in any dump, because no number in it was fitted to dumps."""
     unfiltered: bool = False
-    """It rests on a test that is valid only while responses are not chosen by their outcome."""
+    """Its test is valid only while no response is chosen by its outcome."""
     also: frozenset[str] = frozenset()
     """Further codes that it may answer with."""
 
@@ -97,8 +97,11 @@ class Rule:
         return self.also | {self.code}
 
     def verdict(self, evidence: Evidence) -> Verdict | None:
-        """What the rule says: no more than suspect outside of the range that it was calibrated in, and undecided where
-        responses were chosen in a way that its test sees."""
+        """What the rule says.
+
+        The level is at most suspect outside of the calibrated range, and undecided where the dump was filtered by
+        outcome and the rule rests on a test that sees such a filter.
+        """
         verdict = self.judge(evidence)
         if verdict is not None and self.unfiltered and evidence.outcome_filter.filtered:
             sentence = f"{verdict.sentence} (undecided: the dump was filtered by outcome, which these tests see, too)"

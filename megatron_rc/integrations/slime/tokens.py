@@ -94,10 +94,10 @@ class _Totals(NamedTuple):
 
 
 class Lengths:
-    """What a rollout says about the step size: response lengths, truncated share, and the correction's metrics.
+    """What the rule of the learning rate needs from a rollout: lengths, truncated share, and the correction's metrics.
 
-    rollout_data sees a rollout before its update. The hooks of the loss see micro-batches during the update, so the
-    lengths that they record are known only to the next rollout, and they see nothing else.
+    The hook rollout_data records all of them, from the whole rollout and before its update. The hooks of the loss
+    record lengths alone, from micro-batches during the update, so the rule reads these at the next rollout.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Lengths:
         self._mismatch: tuple[int, Signals] | None = None
 
     def record(self, response_lengths: Sequence[int]) -> None:
-        """Add a micro-batch; a recomputed one may be added twice, as long as all are."""
+        """Add a micro-batch; recomputation may add it twice, as long as every micro-batch is added twice."""
         total, count, *_ = self._recorded
         self._recorded = _Totals(total + sum(response_lengths), count + len(response_lengths))
 
