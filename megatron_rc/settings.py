@@ -233,7 +233,7 @@ class TrainSettings:
     """Steps between two held-out evaluations, whose answers come from the engine of the rollouts."""
     eval_weights: Literal["served", "trained"] = "served"
     """Weights that answer the held-out prompts. served: those of the rollouts, with their staleness and noise. trained:
-    those of the trainer, served by the embedded engine for the time of the evaluation."""
+    those of the trainer, served by the embedded engine for the time of the evaluation, without `rollout.hidden`."""
     eval_samples: int = 1
     """Answers sampled per held-out prompt, at the rollout temperature."""
     save_interval: int = 50

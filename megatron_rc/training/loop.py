@@ -259,7 +259,8 @@ class Job:
         if self.serve_trained is None:
             return self.sampler.held_out_accuracy(self.settings.train.eval_samples)
         self.serve_trained(self.progress.weight_version)
-        accuracy = self.sampler.held_out_accuracy(self.settings.train.eval_samples)
+        honest = replace(self.sampler, params=self.sampling)
+        accuracy = honest.held_out_accuracy(self.settings.train.eval_samples)
         self._serve()
         return accuracy
 
