@@ -89,7 +89,8 @@ def correct(
         lags: the shape of loss_mask, int, >= 0; updates of pi since each token was sampled. Rejections on "lag" and
             weights with growth="sqrt_lag" or upper_by_lag need them; given, they also split metrics by lag.
         sampling_logprobs: the shape of loss_mask, fp32, nats; log pi of each token by the trainer's weights of the
-            version that sampled it. Weights with staleness_upper need them; NaN or an infinity is corruption.
+            version that sampled it. Weights with staleness_upper need them; given, they also split the metrics into
+            mismatch, sampling / rollout, and staleness, train / sampling. NaN or an infinity is corruption.
         mean_k3: 0-d on the same device, fp64 (another dtype is cast), nats; K of earlier batches, for the gate
             "standardized". Without it, K is that of this batch, in one all-reduce over dp_group: a caller that sees one
             micro-batch must give it.

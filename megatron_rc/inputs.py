@@ -54,7 +54,7 @@ class Extras(NamedTuple):
     positions: Tensor | None = None
     """The shape of loss_mask, int; None where sequences are whole or nothing depends on them."""
     sampling_logprobs: Tensor | None = None
-    """The shape of loss_mask; None but for a weight of two factors."""
+    """The shape of loss_mask."""
     mean_k3: Tensor | None = None
     """0-d, fp64; None where no gate needs it, or where it is that of this batch."""
     advantage_unit: Unit = "token"
@@ -124,7 +124,7 @@ def check_extras(pair: Pair, plan: Plan, given: Extras, cp_group: dist.ProcessGr
             f"mean_k3 must be 0-d and on {pair.loss_mask.device}, got {tuple(mean_k3.shape)} on {mean_k3.device}"
         )
     mean_k3 = mean_k3 if mean_k3 is None else mean_k3.double()
-    sampling = _needed_sampling_logprobs(pair, plan, given.sampling_logprobs)
+    sampling = _checked_sampling_logprobs(pair, plan, given.sampling_logprobs)
     return Extras(segment_ids, num_segments, advantages, statistics, given.lags, positions, sampling, mean_k3, unit)
 
 
@@ -176,15 +176,14 @@ def _needed_positions(
     return positions
 
 
-def _needed_sampling_logprobs(pair: Pair, plan: Plan, sampling_logprobs: Tensor | None) -> Tensor | None:
-    if not plan.has_two_factors:
-        return None
-    if sampling_logprobs is None:
+def _checked_sampling_logprobs(pair: Pair, plan: Plan, sampling_logprobs: Tensor | None) -> Tensor | None:
+    if sampling_logprobs is not None:
+        check_shape("sampling_logprobs", sampling_logprobs, pair.loss_mask.shape, "loss_mask")
+    elif plan.has_two_factors:
         raise ValueError(
             "sampling_logprobs must be given for a weight with staleness_upper: log-probs by the trainer's weights of "
             "the version that sampled, from a forward pass while they are loaded"
         )
-    check_shape("sampling_logprobs", sampling_logprobs, pair.loss_mask.shape, "loss_mask")
     return sampling_logprobs
 
 

@@ -1,4 +1,4 @@
-"""Metrics of parts of a batch or of a weight: by lag, and of the two factors."""
+"""Metrics of parts of a batch or of a ratio: by lag, and of the two factors of rho."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ for _name, _ratio in _FACTORS.items():
         f"{_name}_ess": ess(f"{_name}_rho", over="tokens", formula=f"ess_token with {_ratio} in place of rho"),
         f"{_name}_k3": mean(f"{_name}_k3", over="tokens", formula=f"k3 of {_ratio}"),
     }
-"""Metrics of the factors of a weight with staleness_upper."""
+"""Metrics of the two factors, where log-probs by the version that sampled are given."""
 
 
 def _of_bin(name: str, lags: str) -> Metric:

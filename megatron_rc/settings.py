@@ -223,6 +223,10 @@ class TrainSettings:
     asynchronous: int = 0
     """Rollouts of this many later steps may be sampled while a step trains, by weights at most as many versions older
     than those that they train; 0 samples and trains in turn."""
+    keep_sampling_weights: bool = False
+    """Split the gap between trainer and sampler into mismatch and staleness: with rollout.staleness N or asynchronous
+    N, N + 1 copies of the trained weights are kept in host memory, N are written with every checkpoint, and each older
+    version in a rollout takes one more forward pass. A weight with staleness_upper keeps them in any case."""
     mini_batches_per_rollout: int = 1
     """Optimizer steps per rollout step, each on its own groups."""
     micro_batches: int | None = None

@@ -134,25 +134,19 @@ def correction_fwd_kernel(
         cell_of_upper = cell
         if MEASURES_UPPER != "none":
             cell += NUM_OF_UPPER * chunks
-        num_bounds = HAS_LOWER + HAS_UPPER + (SAMPLING_SOURCE >= 0) + len(GATES)
+        num_bounds = HAS_LOWER + HAS_UPPER + (LOG_STALENESS is not None) + len(GATES)
         to_outcome = (num_bounds + FROM_TOKENS_TO_SEQUENCES) * chunks
 
         weight = tl.full((), 1.0, tl.float32)
+        if SAMPLING_SOURCE >= 0:
+            mismatch, staleness = put_factors(
+                cell_of_factors, chunks, train_logprobs, statistics[SAMPLING_SOURCE], rollout, rows, valid, bound
+            )
         if LEVEL != "none":
             log_weight = lanes + total
             if LEVEL == "token":
                 log_weight = log_ratio.to(tl.float64)
-                if SAMPLING_SOURCE >= 0:
-                    mismatch, staleness = put_factors(
-                        cell_of_factors,
-                        chunks,
-                        train_logprobs,
-                        statistics[SAMPLING_SOURCE],
-                        rollout,
-                        rows,
-                        valid,
-                        bound,
-                    )
+                if LOG_STALENESS is not None:
                     log_weight = mismatch.to(tl.float64)
             elif LEVEL == "geometric":
                 log_weight = lanes + mean
@@ -203,7 +197,7 @@ def correction_fwd_kernel(
             if HAS_UPPER:
                 cell = put_outside(cell, chunks, to_outcome, valid & (log_weight > log_upper), whole)
                 within = within & (log_weight <= log_upper)
-            if SAMPLING_SOURCE >= 0:
+            if LOG_STALENESS is not None:
                 weight *= bounded_staleness(staleness, bound, LOG_STALENESS)
                 beyond = valid & (staleness > tl.full((), LOG_STALENESS, tl.float32))
                 cell = put_outside(cell, chunks, to_outcome, beyond, whole)

@@ -34,9 +34,9 @@ class WeightKind(NamedTuple):
     advantage_column: int = -1
     """Column of sequences that holds the sum of the advantages of tokens, where the measurement needs it."""
     sampling_source: int = -1
-    """Index among them of log pi at the version that sampled; -1 unless the weight has two factors."""
-    log_staleness: float = 0.0
-    """Log of the bound of the second factor."""
+    """Index among them of log pi at the version that sampled; -1 where it is not known."""
+    log_staleness: float | None = None
+    """Log of the bound of the second factor; None unless the weight has two."""
 
     def constants(self) -> dict[str, Any]:
         """The fields by the names of the kernel's constants."""

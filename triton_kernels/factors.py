@@ -1,4 +1,4 @@
-"""The two factors of an importance weight: mismatch = sampling / rollout, and staleness = train / sampling."""
+"""The two factors of rho: mismatch = sampling / rollout, and staleness = train / sampling."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ OF_WHOLE_SEQUENCES = ("seq_rho", "seq_dev", *_PERPLEXITIES, "mean_abs", "sum_abs
 OF_OUTCOMES = ("all_weight", "kept_sequences")
 
 NUM_OF_FACTORS = tl.constexpr(6)
-"""Rows of the factors of a weight: rho, rho^2 and k3 of the mismatch, then of the staleness."""
+"""Rows of the two factors of rho: rho, rho^2 and k3 of the mismatch, then of the staleness."""
 NUM_OF_LAGS = tl.constexpr(5)
 """Rows of every bin of lags: tokens, k3, rho, rho^2, kept tokens."""
 NUM_OF_WEIGHTS = tl.constexpr(len(OF_WEIGHTS))
@@ -68,7 +68,7 @@ def metric_rows(
     """The rows of tokens; of sequences, if asked for; of the final weights and these bounds, unless they are None.
 
     Args:
-        parts: names of the sums of the bins of lags, bin by bin, then of the factors of the weight.
+        parts: names of the sums of the bins of lags, bin by bin, then of the two factors.
         standardized: whether a gate is on that statistic.
         upper: names of the sums of put_upper; none where no bound is measured.
     """

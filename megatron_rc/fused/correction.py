@@ -226,15 +226,15 @@ def _kernel_plan(plan: Plan, advantages: str, known: tuple[str, ...]) -> _Kernel
         for planned in plan.gates
     )
     beyond: dict[str, str] = {}
-    kind = WeightKind()
+    kind = WeightKind(sampling_source=sources.get("sampling", -1))
     if weight is not None:
         beyond = {bound.side: bound.name for bound in weight.bounds}
         column = place("segment", _MEAN_LOG_RATIO if weight.unit == "segment" else None)
-        kind = WeightKind(weight.weight.level, weight.drops, "lower" in beyond, "upper" in beyond, column)
+        kind = kind._replace(level=weight.weight.level, drops=weight.drops, column=column)
+        kind = kind._replace(has_lower="lower" in beyond, has_upper="upper" in beyond)
         kind = kind._replace(position_source=sources.get("positions", -1), carry_source=sources.get("carry", -1))
         if weight.weight.staleness_upper is not None:
-            log_staleness = math.log(weight.weight.staleness_upper)
-            kind = kind._replace(sampling_source=sources["sampling"], log_staleness=log_staleness)
+            kind = kind._replace(log_staleness=math.log(weight.weight.staleness_upper))
         if weight.weight.varies:
             of_unit = -1 if weight.unit == "token" else place(weight.unit, _lag_of_unit(plan))
             kind = kind._replace(
@@ -251,7 +251,7 @@ def _kernel_plan(plan: Plan, advantages: str, known: tuple[str, ...]) -> _Kernel
     decisions = Decisions(kind, gates, plan.drops_corrupt_sequences, bound, _bounds(plan), lags)
     of_lags = tuple(f"lag_{what}:{name}" for name in LAG_BINS for what in OF_LAGS) if lags.bins else ()
     names_of_bounds = (*(weight.metrics if weight else ()), *(planned.name for planned in plan.gates))
-    of_factors = FACTOR_SUMS if plan.has_two_factors else ()
+    of_factors = FACTOR_SUMS if "sampling" in sources else ()
     of_upper = (*SUMS, UNITS) if plan.measures_upper else ()
     rows = metric_rows(True, names_of_bounds, of_lags + of_factors, plan.standardized is not None, of_upper)
     names = [*rows.sums, *rows.maxima, *rows.minima]

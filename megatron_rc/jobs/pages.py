@@ -36,7 +36,11 @@ Where the correction receives the lags of tokens, each of these is one metric pe
 trains, or when the correction depends on them.
 """
 _TWO_FACTORS = """
-A weight with `staleness_upper` has two factors, and these metrics of each; `truncated_token` counts the mismatch.
+rho = mismatch · staleness: mismatch = sampling / rollout compares the trainer at the version that sampled with the
+sampler, and staleness = train / sampling compares the trainer with itself at that version. These metrics of each exist
+with `train.keep_sampling_weights` or a weight with `staleness_upper`, for which `truncated_token` counts the mismatch.
+They are left out of a step with samples of a version that is not kept, as after a resume with a larger
+`rollout.staleness`.
 """
 _ROUTES = """
 ## Expert shift

@@ -66,9 +66,11 @@ def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job]:
     from megatron_rc.training.observers import Observers
     from megatron_rc.training.policy import Policy
     from megatron_rc.training.rollout_queue import check_asynchronous
+    from megatron_rc.training.sampling_weights import check_sampling_weights
     from megatron_rc.training.step.reinforce import check_modes
 
     check_asynchronous(settings)
+    check_sampling_weights(settings)
     check_modes(settings.correction, settings.loss, settings.train)
     check_dump(settings, every_step=dump)
     task = _task(settings, hf_config_dict(settings.model))

@@ -192,7 +192,7 @@ class _Batch:
         if reduce == "prefix":
             assert self.prefixes is not None
             return self.prefixes
-        if self.factors is not None and unit == "token":
+        if self.factors is not None and unit == "token" and self.plan.has_two_factors:
             return self.factors.mismatch
         if unit == "token":
             return self.ratio.value
@@ -318,8 +318,8 @@ def _weights(batch: _Batch) -> tuple[str, Tensor | None, list[_Flags]]:
     for bound in planned.bounds:
         beyond = log_value < lower if bound.side == "lower" else log_value > upper
         flags.append(_Flags(bound.name, unit, beyond, planned.drops))
-    if batch.factors is not None:
-        assert weight.staleness_upper is not None
+    if weight.staleness_upper is not None:
+        assert batch.factors is not None
         stale, top = batch.factors.staleness, weight.staleness_upper
         value = value * bounded_ratio(stale, None, top, batch.plan.correction.log_ratio_bound)
         flags.append(_Flags(STALENESS_TRUNCATED, "token", stale > math.log(top), drops=False))

@@ -100,6 +100,20 @@ PANELS = (
         logarithmic=True, noisy=True, in_picture=True,
     ),
     Panel(
+        "k3: mismatch and staleness", "nats per token",
+        _against_sampler({"mismatch": "mismatch_k3", "staleness": "staleness_k3"}),
+        "k3 of the two factors of ρ: mismatch compares the trainer at the version that sampled with the sampler, "
+        "staleness the trainer with itself at that version.",
+        "mismatch as flat as without staleness; staleness grows with the learning rate and the age.",
+        logarithmic=True, noisy=True,
+    ),
+    Panel(
+        "Effective sample size: mismatch and staleness", "fraction of the batch",
+        _against_sampler({"mismatch": "mismatch_ess", "staleness": "staleness_ess"}),
+        "(Σρ)² / (n Σρ²) over tokens, with one factor of ρ in its place.",
+        "near 1; the lower factor says whether to look at the engines or at the age of the samples.", noisy=True,
+    ),
+    Panel(
         "Response length", "tokens", (LENGTH,),
         "Mean number of sampled tokens per response.",
         "changes slowly; a surge often comes before the gradient noise that ends a run.", noisy=True, in_picture=True,

@@ -54,21 +54,21 @@ def save(
     *,
     extra: dict[str, torch.Tensor],
     keep: int,
-    write_own: Callable[[Path], None] | None = None,
+    write_more: Callable[[Path], None] | None = None,
 ) -> None:
     """Write ``folder/<phase>-<step>`` and delete all but the newest ``keep``; a collective of all processes.
 
     Args:
         extra: tensors to store beside the model, such as queued rollout weights; the same on every rank.
-        write_own: called on every rank with the folder of the checkpoint, writes what only this rank has.
+        write_more: called on every rank with the folder of the checkpoint, writes what else it holds.
     """
     target, partial = folder / progress.name, folder / f".partial-{progress.name}"
     if policy.groups.is_writer:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    if write_own:
-        write_own(partial)
+    if write_more:
+        write_more(partial)
     dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(partial))
     if policy.groups.is_writer:
         if extra:

@@ -22,6 +22,7 @@ from megatron_rc.training.groups import Groups, SharedError
 from megatron_rc.training.observers import Observers
 from megatron_rc.training.policy import Policy
 from megatron_rc.training.rollout_queue import RolloutQueue
+from megatron_rc.training.sampling_weights import SamplingWeights
 from megatron_rc.training.step.reinforce import StepResult, reinforce_step
 from megatron_rc.training.step.routing import Routing, check_routing
 from megatron_rc.training.step.sampling import Request, SampledBatch, Sampler
@@ -53,6 +54,7 @@ class Job:
         most_damaged = rollout.sglang.max_rejected_share
         self.sampler = Sampler(self.engine, self.task, self.groups, drawn, settings.train.seed, most_damaged)
         self.queue = RolloutQueue(self.sampler, settings) if settings.train.asynchronous else None
+        self.sampling_weights = SamplingWeights.wanted(settings, self.policy)
         self.evaluates = rollout.engine != "replay"
         self.progress = Progress()
         self.lr_rule: LRScale | None = None
@@ -92,6 +94,8 @@ class Job:
         if self.settings.loss.kl_coef and self.progress.phase == "rl":
             self.policy.load_weights(self.output / "kl_policy")
             self.policy.keep_kl_policy()
+        if self.sampling_weights:
+            self.sampling_weights.load(path)
         self._start_phase()
         self.engine.load_state_tensors(checkpoint.load(path, self.policy))
         self.saved = self.progress.name
@@ -234,6 +238,7 @@ class Job:
             train=train,
             max_nonfinite_share=rollout.max_nonfinite_share,
             version=self.progress.weight_version,
+            sampling_weights=self.sampling_weights,
             measured_upper=self.progress.measured_upper,
             lr_rule=self.lr_rule,
             routing=self.routing,
@@ -253,6 +258,8 @@ class Job:
     def _serve(self) -> None:
         """Give the engine the present weights."""
         version = self.progress.weight_version
+        if self.sampling_weights:
+            self.sampling_weights.keep(version)
         self.engine.update_weights(self.export(version), version)
 
     def _evaluate(self) -> float:
@@ -273,9 +280,12 @@ class Job:
         train = self.settings.train
         self.observers.finish_dump()
         if train.save_interval and self.saved != self.progress.name:
-            folder, extra, write_own = self.output / "checkpoints", self.engine.state_tensors(), None
-            if self.queue:
-                write_own = self.queue.save
-            keep = train.keep_checkpoints
-            checkpoint.save(folder, self.policy, self.progress, extra=extra, keep=keep, write_own=write_own)
+            folder, extra, keep = self.output / "checkpoints", self.engine.state_tensors(), train.keep_checkpoints
+            checkpoint.save(folder, self.policy, self.progress, extra=extra, keep=keep, write_more=self._save_more)
             self.saved = self.progress.name
+
+    def _save_more(self, folder: Path) -> None:
+        if self.queue:
+            self.queue.save(folder)
+        if self.sampling_weights:
+            self.sampling_weights.save(folder, self.progress.weight_version)

@@ -106,14 +106,30 @@ class Policy:
 
     def keep_kl_policy(self) -> None:
         """Keep a host copy of the present weights as the policy that the KL penalty pulls towards."""
-        self._kl_policy = [p.detach().to("cpu", copy=True) for p in self._parameters()]
+        self._kl_policy = self.host_copy()
 
     def kl_logprobs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """[N] fp32, nats: log-probs of that policy on the last pipeline stage; the trained weights are put back."""
+        """`logprobs_by` that policy."""
+        return self.logprobs_by(self._kl_policy, micro_batches)
+
+    def host_copy(self) -> list[Tensor]:
+        """This rank's part of the present weights, in host memory."""
+        return [p.detach().to("cpu", copy=True) for p in self._parameters()]
+
+    def logprobs_by(
+        self, weights: Sequence[Tensor], micro_batches: Sequence[MicroBatch], *, around: Around | None = None
+    ) -> Tensor:
+        """[N] fp32, nats: log-probs by ``weights`` of `host_copy`; empty before the last pipeline stage."""
+        with self.holding(weights):
+            return self.logprobs(micro_batches, around=around)[0]
+
+    @contextmanager
+    def holding(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        """Within the block the model has ``weights`` of `host_copy`; then the trained ones are put back."""
         trained = [p.detach().clone() for p in self._parameters()]
-        self._overwrite(self._kl_policy)
+        self._overwrite(weights)
         try:
-            return self.logprobs(micro_batches)[0]
+            yield
         finally:
             self._overwrite(trained)
 

@@ -29,10 +29,6 @@ def check_asynchronous(settings: JobSettings) -> None:
     if rollout.staleness:
         why = "the samples would be older than train.asynchronous allows"
         raise ValueError(f"rollout.staleness must be 0 with train.asynchronous, got {rollout.staleness}: {why}")
-    weight = settings.correction.weight
-    if weight is not None and weight.staleness_upper is not None:
-        why = "the weights that sampled a rollout are trained on before it arrives"
-        raise ValueError(f"correction.weight.staleness_upper must be null with train.asynchronous: {why}")
 
 
 @dataclass

@@ -26,7 +26,7 @@ AHEAD, STEPS, PROMPTS, N = 2, 7, 6, 4
 JOB: dict[str, Any] = {
     "task": TASK,
     "rollout": {"prompts_per_step": PROMPTS, "samples_per_prompt": N, "max_new_tokens": 6},
-    "correction": "token-tis",
+    "correction": {"weight": {"upper": 2.0, "staleness_upper": 2.0}},
     "train": {"asynchronous": AHEAD, "steps": STEPS, "lr": 1e-3, "save_interval": 2, "eval_interval": 3},
 }
 Metrics = list[dict[str, Any]]
@@ -99,6 +99,10 @@ def killed_twice(config: Path, output: Path, resume: Callable[..., Metrics]) -> 
 
 def test_a_job_killed_twice_trains_every_sample_once_within_the_bound(config: Path, tmp_path: Path) -> None:
     metrics = killed_twice(config, tmp_path / "killed", finished_job)
+    stale = [record["old/staleness_k3"] > 0 for record in metrics[1:]]
+    assert stale == [record["staleness"] > 0 for record in metrics[1:]]
+    mismatch = [record["old/mismatch_k3"] for record in metrics[1:]]
+    assert 0 < max(mismatch) < 10 * mismatch[0], "the weights that sampled are those of the trainer at that version"
     shares = [record[f"asynchronous/{name}_idle"] for record in metrics[1:] for name in ("trainer", "engine")]
     assert all(0 <= share <= 1 for share in shares)
     in_turn = ("train.asynchronous=0", "train.steps=1", "train.eval_interval=100", f"output={tmp_path / 'in-turn'}")

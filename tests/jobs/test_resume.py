@@ -104,6 +104,7 @@ def test_a_job_with_stale_weights_a_measured_bound_and_a_reference_policy_resume
         "rollout": {**long_job["rollout"], "staleness": 2},
         "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
         "correction": {"weight": {"upper": "measured"}},
+        "train": {**long_job["train"], "keep_sampling_weights": True},
     }
     whole = uninterrupted(tmp_path, job)
     trained = [record for record in whole if "old/measured_upper" in record]
@@ -113,6 +114,7 @@ def test_a_job_with_stale_weights_a_measured_bound_and_a_reference_policy_resume
         if record["old/truncated_token"]
     ]
     assert truncated and all(truncated)
+    assert all(record["old/staleness_k3"] > 0 for record in whole if record.get("staleness")), "compared below"
     resumed_equals_uninterrupted(tmp_path, job, whole, "rl", 5)
 
 

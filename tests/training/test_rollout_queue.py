@@ -271,11 +271,6 @@ def test_rollouts_drawn_in_another_way_than_the_settings_say_are_sampled_anew(
             "train.asynchronous must be 0 when rollout.engine is 'replay': ",
         ),
         ("rollout", {"staleness": 2}, "rollout.staleness must be 0 with train.asynchronous, got 2: "),
-        (
-            "correction",
-            {"weight": {"upper": 1.5, "staleness_upper": 1.3}},
-            "correction.weight.staleness_upper must be null with train.asynchronous: ",
-        ),
     ],
 )
 def test_what_cannot_be_asynchronous_is_refused_by_name(section: str, fields: dict[str, Any], sentence: str) -> None:

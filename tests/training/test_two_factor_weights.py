@@ -20,7 +20,7 @@ def test_stale_samples_without_those_log_probs_are_refused_on_every_process() ->
     samples = [Sample([1], [2, 3], [-1.0, -2.0], "stop", [(4, 0, 2)]) for _ in range(2)]
     batch = TokenBatch.from_samples(samples, SamplingParams(), rewards=[0.0, 1.0], groups=[0, 0])
     policy: Any = None
-    with pytest.raises(SharedError, match="the batch holds samples of older weights, and no log-probs by those"):
+    with pytest.raises(SharedError, match="the batch holds samples of older weights, and neither copies of"):
         reinforce_step(
             policy,
             batch,

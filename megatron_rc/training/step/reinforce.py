@@ -25,6 +25,7 @@ from megatron_rc.plan import Plan
 from megatron_rc.settings import LossSettings, TrainSettings
 from megatron_rc.training.groups import Groups, SharedError
 from megatron_rc.training.policy import Policy, UpdateResult
+from megatron_rc.training.sampling_weights import OlderVersions, SamplingWeights
 from megatron_rc.training.step.learning_rate import StepRate
 from megatron_rc.training.step.metrics import merged, pooled, response_lengths, rollout_metrics
 from megatron_rc.training.step.micro_loss import Collected, MicroLoss
@@ -73,8 +74,8 @@ class TrainedPart(NamedTuple):
 
 
 NO_SAMPLING_LOGPROBS = (
-    "correction.weight.staleness_upper must be null: the batch holds samples of older weights, and no log-probs by "
-    "those weights (sampling_logprobs of TokenBatch), which only a forward pass while they are loaded gives"
+    "correction.weight.staleness_upper must be null: the batch holds samples of older weights, and neither copies of "
+    "those weights nor log-probs by them (sampling_logprobs of TokenBatch) are there"
 )
 
 
@@ -104,6 +105,7 @@ def reinforce_step(
     train: TrainSettings,
     max_nonfinite_share: float,
     version: int | None = None,
+    sampling_weights: SamplingWeights | None = None,
     measured_upper: float = FIRST,
     lr_rule: LRScale | None = None,
     routing: Routing | None = None,
@@ -120,6 +122,7 @@ def reinforce_step(
     Args:
         version: version of the weights that are trained, which gives the correction lags where a sample is older, or
             where the correction reads lags; None: the weights that sampled.
+        sampling_weights: older versions of the weights, which split the gap where their samples are in the batch.
         measured_upper: the bound of a weight with upper "measured"; the metric old/measured_upper is the next one.
         lr_rule: scales the learning rate by what is measured before the first update: on the whole rollout, or, where
             the correction has no old pass, on its first mini-batch.
@@ -134,11 +137,12 @@ def reinforce_step(
             max_k3; samples of older weights without the log-probs that a weight of two factors needs.
     """
     assert batch.rewards is not None and batch.groups is not None
-    plan, is_fresh = Plan.of(correction), version is None or not bool(batch.lags(version).any())
-    if is_fresh and not plan.reads_lags:
+    plan, older = Plan.of(correction), OlderVersions.of(batch, version, sampling_weights)
+    if not older.versions and not plan.reads_lags:
         version = None  # metrics by lag would repeat those of all tokens
-    if plan.has_two_factors and batch.sampling_logprobs is None and not is_fresh:
+    if plan.has_two_factors and batch.sampling_logprobs is None and not older.can_speak:
         raise SharedError(NO_SAMPLING_LOGPROBS)
+    splits = (plan.has_two_factors or train.keep_sampling_weights) and older.can_speak
     equal = equal_reward_groups(batch.rewards, batch.groups).tolist()
     trained = [s for s, is_equal in enumerate(equal) if not is_equal]
     dropped = [s for s, is_equal in enumerate(equal) if is_equal]
@@ -158,7 +162,7 @@ def reinforce_step(
         max_nonfinite_share,
         share,
         version,
-        is_fresh,
+        older if splits else None,
         measured_upper,
         routes,
         rate,
@@ -188,8 +192,8 @@ class _Step:
     max_nonfinite_share: float
     share: Share
     version: int | None
-    is_fresh: bool
-    """The weights that sampled the batch are those before the update."""
+    older: OlderVersions | None
+    """None: nothing asks for log-probs by the weights that sampled, or they are not kept."""
     measured_upper: float
     routes: StepRoutes | None
     rate: StepRate
@@ -211,18 +215,22 @@ class _Step:
         """Compute log pi before the update, and the correction over all local tokens; returns pooled metrics."""
         policy, local, routes = self.policy, self.share.batch, self.routes
         everything = [sequences for part in self.share.micro_batches for sequences in part]
-        extras = routes.extras() if routes else NO_EXTRAS
+        micro_batches = split_rows(local, everything, routes.extras() if routes else NO_EXTRAS)
+        around = routes.around if routes else None
+        sampling, older = local.sampling_logprobs, self.older
+        if older is not None and sampling is None:
+            # before the old pass, whose routes are those that count
+            sampling = older.logprobs(micro_batches, local.weight_versions, around)
         described = policy.distribution(
-            split_rows(local, everything, extras),
-            with_kept_mass=with_kept_mass,
-            with_varentropy=with_varentropy,
-            around=routes.around if routes else None,
+            micro_batches, with_kept_mass=with_kept_mass, with_varentropy=with_varentropy, around=around
         )
         old = described.logprobs
         shift = routes.after_old_pass(local, old) if routes else None
         if not policy.groups.last_stage:
             return self.pooled(None)
         self.old_logprobs = old
+        if older is not None and local.sampling_logprobs is None:
+            sampling = older.completed(sampling, old, local.weight_versions)
         self.corrected = correct(
             old,
             local.rollout_logprobs,
@@ -235,7 +243,7 @@ class _Step:
             statistics={} if shift is None else {"route_shift": shift.route_shift},
             lags=None if self.version is None else local.lags(self.version),
             measured_upper=self.measured_upper,
-            sampling_logprobs=old if self.is_fresh else local.sampling_logprobs,
+            sampling_logprobs=sampling,
             dp_group=policy.groups.data,
             backend=policy.train.backend,
         )
