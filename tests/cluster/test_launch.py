@@ -216,7 +216,7 @@ def test_one_node_without_servers_becomes_torchrun(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "execvpe", become)
     with pytest.raises(SystemExit):
-        launch(Options(recipe=LAUNCH / "recipes/quickstart.yaml", assignments=["train.steps=3"], fresh=True))
+        launch(Options(recipe=LAUNCH / "recipes/quickstart_single.yaml", assignments=["train.steps=3"], fresh=True))
     _, words, inherited = became
     assert words[1:8] == ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--standalone"]
     assert words[-3:] == ["--fresh", "--set", "train.steps=3"]

@@ -67,7 +67,7 @@ def test_the_correction_computes_and_the_kernels_compile(complete: Path) -> None
 
 
 def test_megatron_core_trains_the_quickstart(complete: Path, release: str, tmp_path: Path) -> None:
-    recipe = ROOT / "launch/recipes/quickstart.yaml"
+    recipe = ROOT / "launch/recipes/quickstart_single.yaml"
     short = ("warmup.steps=20", "train.steps=3", "train.eval_interval=3", f"output={tmp_path / 'run'}")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
     assignments = [word for assignment in short for word in ("--set", assignment)]

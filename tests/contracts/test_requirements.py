@@ -104,8 +104,8 @@ def test_the_light_core_reports_a_run(light: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (("train", str(ROOT / "launch/recipes/quickstart.yaml")), "megatron-rc train"),
-        (("plan", str(ROOT / "launch/recipes/quickstart.yaml")), "megatron-rc plan"),
+        (("train", str(ROOT / "launch/recipes/quickstart_single.yaml")), "megatron-rc train"),
+        (("plan", str(ROOT / "launch/recipes/quickstart_single.yaml")), "megatron-rc plan"),
         (("doctor", "--sglang", "http://127.0.0.1:1"), "megatron-rc doctor with --sglang, --config or --hf-path"),
     ],
 )
