@@ -1,10 +1,10 @@
-"""Run launch/quickstart.sh on several seeds and print what each run reached, took and used.
+"""Run the single run of launch/quickstart.sh on several seeds and print what each run reached, took and used.
 
     python benchmarks/quickstart.py --seeds 1 2 3
     python benchmarks/quickstart.py --seeds 1 --moe
 
 Time and memory are those of the script and all its children, after installation: run it twice on a new machine, or
-`bash launch/quickstart.sh --steps 1` first.
+`bash launch/quickstart.sh --single --steps 1` first.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> None:
     for seed in arguments.seeds:
         folder = ROOT / "runs" / f"benchmark-quickstart{'-moe' if arguments.moe else ''}-{seed}"
         command = ["bash", "launch/quickstart.sh", "--seed", str(seed), "--out", str(folder)]
-        seconds, memory = watched(command + ["--moe"] * arguments.moe)
+        seconds, memory = watched([*command, "--moe" if arguments.moe else "--single"])
         r = reached(folder)
         cells = [
             f"{seed}",

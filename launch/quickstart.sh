@@ -1,27 +1,67 @@
 #!/usr/bin/env bash
-# Train a small Qwen3 on arithmetic by RL on two CPU processes, and write a report of the run.
+# Train a small Qwen3 on arithmetic by RL three times from one checkpoint, and write a report with one figure: what rollouts
+# 16 updates old do to a run, and what a correction does about it. With --single, one run on two processes.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 usage() {
     cat <<'TEXT'
-usage: bash launch/quickstart.sh [--moe] [--steps N] [--seed N] [--out DIR]
+usage: bash launch/quickstart.sh [--single] [--moe] [--steps N] [--seed N] [--out DIR]
 
-Makes .venv when it is missing, installs, then trains Qwen3 with Megatron-Core on 2 processes (tensor parallel) on
-rollouts of another engine, and writes DIR/report.html. A run already in DIR is replaced.
-  --moe      Qwen3-MoE with expert parallelism instead of the dense model
-  --steps N  rollout steps of reinforcement learning (default: train.steps of launch/recipes/quickstart_single.yaml)
+Makes .venv when it is missing, installs, then trains Qwen3 with Megatron-Core three times from one checkpoint, two runs at
+a time on one core each: with an exact sampler; with rollouts 16 updates old; with the same rollouts and the correction
+seq-tis. Writes DIR/report.html. Started again, it continues what it began. With less than 2 cores, or where the first
+steps predict more than 15 minutes, it makes the single run.
+  --single   one run on 2 processes (tensor parallel), on rollouts of a bf16 engine; a run already in DIR is replaced
+  --moe      the single run of a Qwen3-MoE, with expert parallelism
+  --steps N  rollout steps of reinforcement learning (default: train.steps of the recipe in launch/recipes)
   --seed N   random seed (default: 1)
-  --out DIR  where the run goes (default: runs/quickstart-seed1, runs/quickstart-moe-seed1, ... in the repository)
+  --out DIR  where the runs go (default: runs/quickstart-seed1, runs/quickstart-single-seed1, runs/quickstart-moe-seed1,
+             ... in the repository)
   --help     this text
 Environment: PYTHON (interpreter for .venv), MEGATRON_RC_TORCH_INDEX (package index of the CPU build of torch).
 TEXT
 }
 
-moe='' seed=1 steps='' out=''
-take_options "--moe, --steps N, --seed N, --out DIR" "$@"
-out="${out:-$ROOT/runs/quickstart${moe:+-moe}-seed$seed}"
-check_out
-[[ ! "$moe" ]] || kind=moe
+# The three runs of launch/recipes/quickstart.yaml; fails if the first steps predict more than 15 minutes.
+compare_runs() {
+    local started=$SECONDS status=0
+    say "training the three runs of launch/recipes/quickstart.yaml, seed $seed, into $out"
+    CUDA_VISIBLE_DEVICES='' "$VENV/bin/python" -m megatron_rc grid "$ROOT/launch/recipes/quickstart.yaml" --workers 2 \
+        --give-up-minutes 15 --seeds "$seed" --output "$out" ${steps:+--set "train.steps=$steps"} || status=$?
+    ((status != 3)) || return 1
+    ((status == 0)) || die "a run failed; the line above says why, and the same command continues the others"
+    [[ -f "$out/report.html" ]] || die "the runs ended without $out/report.html"
+    say "done in $((SECONDS - started)) s; open $out/report.html in a browser"
+}
+
+# Dies unless $out may hold the three runs.
+check_compared_out() {
+    [[ ! -e "$out" || -d "$out/warm" || -z "$(ls -A -- "$out")" ]] ||
+        die "$out is not empty and holds no earlier run of this script; --out takes a new folder"
+}
+
+cores() { env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc; }
+
+moe='' single='' seed=1 steps='' out=''
+take_options "--single, --moe, --steps N, --seed N, --out DIR" "$@"
+if [[ ! "$single$moe" ]] && (($(cores) < 2)); then
+    say "this machine has one core, and the three runs need two: this is the single run (--single)"
+    single=1
+fi
+if [[ "$single$moe" ]]; then
+    kind="$([[ "$moe" ]] && echo moe || echo single)"
+    out="${out:-$ROOT/runs/quickstart-$kind-seed$seed}"
+    check_out
+    prepare quickstart train,report
+    train_recipe "quickstart_$kind"
+    exit
+fi
+out="${out:-$ROOT/runs/quickstart-seed$seed}"
+check_compared_out
 prepare quickstart train,report
-train_recipe "quickstart_${kind:-single}"
+compare_runs && exit
+out="$out/single"
+say "this machine is too slow for the three runs: this is the single run (--single)"
+check_out
+train_recipe quickstart_single

@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 
 EXIT_USER_ERROR = 2
+EXIT_TOO_SLOW = 3
 
 
 def main() -> None:
@@ -107,6 +108,12 @@ def grid(
         bool, typer.Option("--warm", help="Only make and name the checkpoints that cells start from.")
     ] = False,
     table: Annotated[bool, typer.Option("--table", help="Run nothing; write the table of the finished cells.")] = False,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Cells at a time; with 2 or more, a process each, and a line per evaluation.")
+    ] = 1,
+    give_up_minutes: Annotated[
+        float | None, typer.Option(help="With workers: end with status 3 if the first steps predict more minutes.")
+    ] = None,
 ) -> None:
     """Train one job for every choice on every axis of a grid, and write their table and picture.
 
@@ -114,13 +121,18 @@ def grid(
     """
     quiet_imports()
     from megatron_rc.jobs import grid as grids
+    from megatron_rc.jobs.workers import TooSlow
 
     settings = grids.load(config, seeds=seeds, output=output, assignments=assignments)
     if warm:
         print(*grids.warm(settings), sep="\n")
     else:
         choices = {axis: names.split(",") for axis, _, names in (word.partition("=") for word in only)}
-        grids.run_and_write(settings, choices, only_write=table)
+        try:
+            grids.run_and_write(settings, choices, only_write=table, workers=workers, give_up_minutes=give_up_minutes)
+        except TooSlow as slow:
+            print(f"megatron-rc: {slow}", file=sys.stderr, flush=True)
+            raise typer.Exit(EXIT_TOO_SLOW) from None
 
 
 _PAGES = {

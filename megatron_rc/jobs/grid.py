@@ -13,12 +13,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rc import schema
 from megatron_rc.jobs import run as job
 from megatron_rc.jobs import verdicts
+from megatron_rc.jobs.progress import Progress
+from megatron_rc.jobs.workers import run_in_workers
+from megatron_rc.report.comparison import Comparison, read_compared, read_rows, sentences
+from megatron_rc.report.comparison_page import write_comparison
 from megatron_rc.report.endpoints import Endpoints
 from megatron_rc.report.grid import read_run, write_grid
 from megatron_rc.report.log import read_metrics
@@ -46,6 +51,8 @@ class GridSettings:
     """Keep the checkpoints of finished cells."""
     endpoints: Endpoints | None = None
     """Rules by which a run has collapsed, relapsed or failed; null judges none."""
+    comparison: Comparison | None = None
+    """Three choices of the only axis that report.html compares in one figure; null writes no report."""
     arguments: tuple[str, ...] = ()
     """Values of `--set` on the command line, for every job."""
 
@@ -58,6 +65,13 @@ class GridSettings:
         for axis, choice in (self.endpoints.exact if self.endpoints else {}).items():
             if choice not in self.axes.get(axis, {}):
                 raise ValueError(f"endpoints.exact: the grid has no choice {choice!r} on an axis {axis!r}")
+        if self.comparison:
+            if len(self.axes) != 1:
+                raise ValueError(f"comparison needs a grid with one axis, got {', '.join(self.axes) or 'none'}")
+            (choices,) = self.axes.values()
+            for choice in self.comparison.choices:
+                if choice not in choices:
+                    raise ValueError(f"comparison names {choice!r}, which is none of the choices {', '.join(choices)}")
 
 
 class Cell(NamedTuple):
@@ -88,6 +102,8 @@ def load(path: Path, *, seeds: str = "", output: str = "", assignments: Sequence
         data["seeds"] = seeds.split(",")
     if output:
         data["output"] = output
+    if rows := (data.get("comparison") or {}).get("rows"):
+        data["comparison"]["rows"] = str(path.parent / rows)
     return schema.from_dict(GridSettings, data | {"arguments": assignments})
 
 
@@ -126,26 +142,56 @@ def finished(grid: GridSettings, *, or_broken: bool = False) -> list[Cell]:
 
 def warm(grid: GridSettings) -> list[Path]:
     """Make the checkpoint per seed that its cells start from; a job without a warm-up has none."""
-    return [_warmed(grid, seed) for seed in grid.seeds] if _settings(grid, grid.job).warmup.steps else []
+    return [_warmed(grid, seed) for seed in _warm_folders(grid)]
 
 
-def run_and_write(grid: GridSettings, only: Mapping[str, Sequence[str]], *, only_write: bool = False) -> None:
+def run_and_write(
+    grid: GridSettings,
+    only: Mapping[str, Sequence[str]],
+    *,
+    only_write: bool = False,
+    workers: int = 1,
+    give_up_minutes: float | None = None,
+) -> None:
     """Run the unfinished cells of the choices that ``only`` names; write and name the table and picture of all cells.
 
-    Raises ValueError as `cells`, and when cells failed; the table holds the others.
+    Raises ValueError as `cells`, and when cells failed, the table then holds the others; TooSlow as `run_in_workers`,
+    which several workers use.
     """
     todo = cells(grid, only)
     if grid.endpoints:
         verdicts.check(grid.endpoints, {cell.name: _settings(grid, _fields(grid, cell.choices)) for cell in todo})
-    failed = {} if only_write else run(grid, todo)
+    if only_write:
+        failed = {}
+    elif workers == 1:
+        failed = run(grid, todo)
+    elif grid.launcher:
+        raise ValueError("several workers run jobs of one process: the grid's launcher must be empty")
+    else:
+        progress = Progress(todo, _warm_folders(grid), workers)
+        failed = run_in_workers(partial(run, grid, todo), progress, workers=workers, give_up_minutes=give_up_minutes)
+        # what failed in one process may have succeeded in another one
+        unfinished = {cell.name for cell in todo if not cell.finished()}
+        failed = {name: why for name, why in failed.items() if name in unfinished}
     done = finished(grid)
     if not done:
         raise ValueError(f"no cell of {grid.output} is finished" + "".join(f"; {k}: {v}" for k, v in failed.items()))
     print(*write_grid([read_run(c.choices, c.seed, c.folder) for c in done], Path(grid.output)), sep="\n")
     if grid.endpoints:
         print(verdicts.write(grid.endpoints, finished(grid, or_broken=True), Path(grid.output)))
+    if grid.comparison:
+        compare(grid.comparison, done, Path(grid.output))
     if failed:
         raise ValueError("failed: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
+
+
+def compare(comparison: Comparison, cells: Sequence[Cell], folder: Path) -> None:
+    """Write and name the report of the seeds with all three runs, if there is one; print what it says of each seed."""
+    read = {("-".join(cell.choices.values()), cell.seed): read_metrics(cell.folder) for cell in cells}
+    runs = [read_compared(choice, seed, records) for (choice, seed), records in read.items()]
+    rows = read_rows(Path(comparison.rows)) if comparison.rows else []
+    if path := write_comparison(comparison, runs, read, rows, folder):
+        print(*sentences(runs, rows, comparison), path, sep="\n")
 
 
 def run(grid: GridSettings, todo: Sequence[Cell]) -> dict[str, str]:
@@ -190,7 +236,7 @@ def _run_cell(grid: GridSettings, cell: Cell) -> None:
 
 def _warmed(grid: GridSettings, seed: int) -> Path:
     """The checkpoint after the warm-up, which all cells of a seed start from."""
-    folder = Path(grid.output) / "warm" / f"seed-{seed}"
+    folder = _warm_folders(grid)[seed]
     with _claimed(folder, wait=True):
         if not (folder / "hf/config.json").is_file():
             changes = {"output": str(folder), "train.seed": seed, "train.steps": 0, "rollout.engine": "hf"}
@@ -198,6 +244,12 @@ def _warmed(grid: GridSettings, seed: int) -> Path:
             data.pop("moe", None)
             _train(grid, data, folder)
     return folder / "hf"
+
+
+def _warm_folders(grid: GridSettings) -> dict[int, Path]:
+    """Maps each seed to the folder of its warm-up; empty without one."""
+    steps = _settings(grid, grid.job).warmup.steps
+    return {seed: Path(grid.output) / "warm" / f"seed-{seed}" for seed in grid.seeds} if steps else {}
 
 
 def _train(grid: GridSettings, data: dict[str, Any], folder: Path) -> None:

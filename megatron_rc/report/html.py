@@ -11,7 +11,7 @@ from megatron_rc.report.context import flattened, load_context
 from megatron_rc.report.curves import Mark, Series, headlines, marks, series
 from megatron_rc.report.heat_map import heat_map
 from megatron_rc.report.log import read_metrics
-from megatron_rc.report.page import document
+from megatron_rc.report.page import details, document
 from megatron_rc.report.panels import PANELS, ROUTE_PANELS, Panel
 from megatron_rc.report.route_maps import HeatMap, heat_maps, measured_routes
 from megatron_rc.report.svg import line_chart
@@ -81,7 +81,7 @@ def _page(
         f'<section class="tiles">{tiles}</section>'
         f'<section class="panels">{"".join(_card(*pair, marked) for pair in drawn)}'
         f"{''.join(map(_map_card, heat_maps(records)))}</section>{note}"
-        f"{_table('Settings', dict(flattened(settings)))}{_table('Machine and versions', fingerprint)}",
+        f"{details('Settings', dict(flattened(settings)))}{details('Machine and versions', fingerprint)}",
     )
 
 
@@ -101,14 +101,3 @@ def _map_card(shown: HeatMap) -> str:
         f"<article><h2>{escape(shown.title)} <small>{escape(shown.unit)}</small></h2>{heat_map(shown)}"
         f"<p>{escape(shown.meaning)}</p></article>"
     )
-
-
-def _table(title: str, rows: Mapping[str, Any]) -> str:
-    if not rows:
-        return ""
-    body = "".join(f"<tr><th>{escape(str(k))}</th><td>{escape(_shown(v))}</td></tr>" for k, v in rows.items())
-    return f"<details open><summary>{escape(title)}</summary><table>{body}</table></details>"
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

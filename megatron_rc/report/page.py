@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
+from typing import Any
 
 STYLE = """
 :root { --page: #f6f7f9; --card: #ffffff; --text: #1b2330; --soft: #5d6878; --grid: #e4e8ee; --edge: #dde2ea;
@@ -127,3 +129,15 @@ def document(title: str, body: str, *, head: str = "", style: str = "") -> str:
         f"<title>{escape(title)}</title><style>{STYLE}{style}</style></head><body><main>"
         f"{body}</main><script>{SCRIPT}</script></body></html>\n"
     )
+
+
+def details(title: str, rows: Mapping[str, Any]) -> str:
+    """A table that can be folded away; nothing without rows."""
+    if not rows:
+        return ""
+    body = "".join(f"<tr><th>{escape(str(k))}</th><td>{escape(_shown(v))}</td></tr>" for k, v in rows.items())
+    return f"<details open><summary>{escape(title)}</summary><table>{body}</table></details>"
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

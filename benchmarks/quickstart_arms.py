@@ -1,0 +1,90 @@
+"""Run the three runs of the quickstart on many seeds, and print and draw what they reached from the committed rows.
+
+    python benchmarks/quickstart_arms.py --seeds 1 2 3 4 5 6 7 8 9 10   # some minutes per seed on 2 cores; resumes
+    python benchmarks/quickstart_arms.py                                # only the table and the picture
+
+The first command trains and writes one row per finished run into benchmarks/results/collapse/quickstart.csv. Both draw
+docs/images/quickstart_collapse.png and .svg, and print the table of docs/results.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rc.jobs import grid as grids
+from megatron_rc.report.comparison import (
+    ComparedRun,
+    Comparison,
+    ends,
+    read_compared,
+    read_rows,
+    write_rows,
+)
+from megatron_rc.report.comparison_picture import draw_comparison
+from megatron_rc.report.log import read_metrics
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "launch/recipes/quickstart.yaml"
+ROWS = ROOT / "benchmarks/results/collapse/quickstart.csv"
+PICTURE = ROOT / "docs/images/quickstart_collapse.png"
+
+
+def finished_runs(folder: Path) -> list[ComparedRun]:
+    """The finished runs of every seed in the folder of the grid, by seed."""
+    cells = grids.finished(grids.load(RECIPE, output=str(folder)))
+    runs = [read_compared(*cell.choices.values(), cell.seed, read_metrics(cell.folder)) for cell in cells]
+    return sorted(runs, key=lambda run: run.seed)
+
+
+def table(rows: Sequence[ComparedRun], comparison: Comparison) -> str:
+    """One line per run of a seed: means over the seeds that have all three, and the spread of the end."""
+    seeds = ends(rows, comparison)
+    columns = (
+        "run", "seeds", f"last {comparison.window} evaluations", "lowest, highest seed", "best evaluation", "k3", "ESS",
+        "gradient norm",
+    )  # fmt: skip
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for choice in comparison.choices:
+        runs = [run for run in rows if run.choice == choice and run.seed in seeds]
+        last = [run.end(comparison.window) for run in runs]
+        spread = f" ± {statistics.stdev(last):.1%}" if len(last) > 1 else ""
+        cells = (comparison.label(choice), str(len(runs)), f"{statistics.fmean(last):.1%}{spread}")
+        cells += (f"{min(last):.1%}, {max(last):.1%}", f"{statistics.fmean(max(run.accuracy) for run in runs):.1%}")
+        cells += tuple(
+            f"{statistics.fmean(values):.2g}"
+            for values in zip(*((run.k3, run.ess, run.gradient_norm) for run in runs), strict=True)
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[], help="run these seeds and write the rows")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs/quickstart-seeds")
+    options = parser.parse_args()
+    if options.seeds:
+        seeds = ",".join(map(str, options.seeds))
+        command = [sys.executable, "-m", "megatron_rc", "grid", str(RECIPE), "--seeds", seeds]
+        subprocess.run([*command, "--workers", str(options.workers), "--output", str(options.output)], check=True)
+        write_rows(finished_runs(options.output), ROWS)
+    comparison = grids.load(RECIPE).comparison
+    assert comparison is not None
+    rows = read_rows(ROWS)
+    found = ends(rows, comparison)
+    if not found:
+        raise SystemExit(f"{ROWS} holds no seed with all three runs; --seeds runs them")
+    for path in (PICTURE, PICTURE.with_suffix(".svg")):
+        draw_comparison(comparison, rows, [], path)
+    separated = sum(end.separated(comparison.points) for end in found.values())
+    print(f"{table(rows, comparison)}\n\n{separated} of {len(found)} seeds separated by {comparison.points:g} points")
+
+
+if __name__ == "__main__":
+    main()

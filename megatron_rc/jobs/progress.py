@@ -1,0 +1,74 @@
+"""What the runs of a grid have reached, read from their metrics while other processes train them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_rc.report.log import FILE_NAME, read_metrics
+
+if TYPE_CHECKING:
+    from megatron_rc.jobs.grid import Cell
+
+TIMED_STEPS = range(2, 5)
+"""Steps whose time predicts that of the others: not the first one, which also prepares, and none with an evaluation."""
+
+
+class Progress:
+    """Lines about new evaluations, and the predicted time of all runs."""
+
+    def __init__(self, cells: Sequence[Cell], warm: Mapping[int, Path], workers: int) -> None:
+        """
+        Args:
+            cells: what is to be run; what they reached before is not reported.
+            warm: seed -> folder of the job that makes the checkpoint from which its cells start.
+            workers: processes that run one cell at a time each.
+        """
+        self._todo = [cell for cell in cells if not cell.finished()]
+        self._jobs = [(f"warm-up seed {seed}", folder) for seed, folder in warm.items()]
+        self._jobs += [(cell.name, cell.folder) for cell in self._todo]
+        self._width = max((len(name) for name, _ in self._jobs), default=0)
+        self._workers, self._started = workers, time.monotonic()
+        self._reported = {folder: len(_evaluations(folder)) for _, folder in self._jobs}
+
+    def lines(self) -> list[str]:
+        """One line per evaluation since the last call."""
+        said = []
+        seconds = time.monotonic() - self._started
+        for name, folder in self._jobs:
+            evaluations = _evaluations(folder)
+            # a job that starts anew has fewer than before
+            first = min(self._reported[folder], len(evaluations))
+            self._reported[folder] = len(evaluations)
+            for record in evaluations[first:]:
+                step, accuracy = int(record["step"]), record["eval/accuracy"]
+                said.append(
+                    f"[{seconds:4.0f}s] {name:<{self._width}}  step {step:>3}  held-out accuracy {accuracy:.0%}"
+                )
+        return said
+
+    def predicted_seconds(self) -> float | None:
+        """Seconds that all runs take from the start, as one of them tells by its first steps; None: not known yet."""
+        for cell in self._todo:
+            timed = [r["time/step_s"] for r in _records(cell.folder) if _is_timed(r)]
+            if len(timed) == len(TIMED_STEPS):
+                elapsed = time.monotonic() - self._started
+                rounds = math.ceil(len(self._todo) / self._workers)
+                return elapsed + statistics.median(timed) * (cell.steps * rounds - TIMED_STEPS[-1])
+        return None
+
+
+def _is_timed(record: dict[str, Any]) -> bool:
+    return record["phase"] == "rl" and record["step"] in TIMED_STEPS and "time/step_s" in record
+
+
+def _evaluations(folder: Path) -> list[dict[str, Any]]:
+    return [record for record in _records(folder) if record.get("eval/accuracy") is not None]
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return read_metrics(folder) if (folder / FILE_NAME).is_file() else []

@@ -1,0 +1,84 @@
+"""The unfinished cells of a grid, shared among processes of this machine, with a line per evaluation."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+
+from megatron_rc.jobs.progress import Progress
+
+Failures = dict[str, str]
+"""Maps the name of each cell that failed to the reason."""
+POLL_SECONDS = 2.0
+
+
+class TooSlow(ValueError):
+    """The first steps predict more time than the caller allows."""
+
+
+def run_in_workers(
+    run: Callable[[], Failures], progress: Progress, *, workers: int, give_up_minutes: float | None
+) -> Failures:
+    """Call ``run`` in several processes at once; print a line per evaluation of what they train.
+
+    Args:
+        run: trains the cells that no other process works on, and returns those that failed.
+        give_up_minutes: end all processes if the first steps of a cell predict that all cells take longer.
+
+    Raises:
+        TooSlow: the prediction, in one sentence.
+        ValueError: a process ended without a result.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe(duplex=False) for _ in range(workers)]
+    processes = [context.Process(target=_work, args=(run, sender)) for _, sender in pipes]
+    for process, (_, sender) in zip(processes, pipes, strict=True):
+        process.start()
+        sender.close()
+    try:
+        _watch(processes, progress, give_up_minutes)
+        failed: Failures = {}
+        for receiver, _ in pipes:
+            failed |= _result(receiver)
+        return failed
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def _watch(processes: Sequence[SpawnProcess], progress: Progress, give_up_minutes: float | None) -> None:
+    predicted: float | None = None
+    while running := [process for process in processes if process.is_alive()]:
+        wait([process.sentinel for process in running], POLL_SECONDS)
+        for line in progress.lines():
+            print(line, flush=True)
+        if predicted is None and (predicted := progress.predicted_seconds()) is not None:
+            print(f"all runs together take about {predicted / 60:.1f} minutes", flush=True)
+            if give_up_minutes is not None and predicted > 60 * give_up_minutes:
+                raise TooSlow(
+                    f"the first steps predict {predicted / 60:.0f} minutes, more than the {give_up_minutes:g} allowed"
+                )
+
+
+def _result(receiver: Connection) -> Failures:
+    try:
+        return dict(receiver.recv())
+    except EOFError:
+        raise ValueError("a process of the grid ended before its cells did; start it again to continue") from None
+
+
+def _work(run: Callable[[], Failures], sender: Connection) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    sender.send(run())
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,182 @@
+"""Three runs of a seed compared: an exact sampler, a sampler that is not, and the same with a correction."""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_rc.report import panels
+from megatron_rc.report.curves import phase_of, value_of, values_of
+from megatron_rc.schema.limits import check_at_least, check_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Which three runs of every seed one figure compares; the section `comparison` of a grid with one axis."""
+
+    title: str
+    """What the sampler lacks, such as: Rollouts 16 updates old (off-policy lag)."""
+    exact: str
+    """Choice whose sampler is exact."""
+    uncorrected: str
+    """Choice whose sampler is not, without a correction."""
+    corrected: str
+    """Choice with the same sampler and a correction."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Maps each of these choices to its name in the figure; the name of the choice by default."""
+    points: float = 20.0
+    """A seed separates if the exact and the corrected run both end at least this many points above the uncorrected."""
+    window: int = 3
+    """Evaluations whose mean is the end of a run."""
+    rows: str = ""
+    """CSV of finished runs whose range is drawn behind the runs, relative to this YAML; absent where there is none."""
+
+    def __post_init__(self) -> None:
+        check_positive(points=self.points)
+        check_at_least(1, window=self.window)
+        if len(set(self.choices)) < 3:
+            raise ValueError(f"comparison: exact, uncorrected and corrected must differ, got {', '.join(self.choices)}")
+        for choice in set(self.labels) - set(self.choices):
+            raise ValueError(f"comparison.labels names {choice!r}, which is none of {', '.join(self.choices)}")
+
+    @property
+    def choices(self) -> tuple[str, str, str]:
+        return self.exact, self.uncorrected, self.corrected
+
+    def label(self, choice: str) -> str:
+        return self.labels.get(choice, choice)
+
+
+class ComparedRun(NamedTuple):
+    """What one figure needs of a finished run."""
+
+    choice: str
+    seed: int
+    steps: tuple[int, ...]
+    """Steps of the evaluations."""
+    accuracy: tuple[float, ...]
+    """Held-out accuracy at these steps, share."""
+    k3: float
+    """Before the update; like the next two, a mean over the steps, NaN if not measured."""
+    ess: float
+    """Effective sample size of the tokens, before the correction."""
+    gradient_norm: float
+    """Before clipping."""
+
+    def end(self, window: int) -> float:
+        """Mean held-out accuracy of the last evaluations."""
+        return statistics.fmean(self.accuracy[-window:])
+
+
+def read_compared(choice: str, seed: int, records: Sequence[Mapping[str, Any]]) -> ComparedRun:
+    """The run with these records of its metrics.jsonl.
+
+    Raises:
+        ValueError: no step was evaluated.
+    """
+    rl = [record for record in records if phase_of(record) == "rl"]
+    evaluated = [(int(r["step"]), value) for r in rl if (value := value_of(r, panels.ACCURACY)) is not None]
+    if not evaluated:
+        raise ValueError(f"{choice} seed {seed} has no held-out accuracy: set train.eval_interval")
+    steps, accuracy = zip(*evaluated, strict=True)
+    means = (
+        statistics.fmean(values_of(rl, curve) or [math.nan]) for curve in (panels.K3, panels.ESS, panels.GRAD_NORM)
+    )
+    return ComparedRun(choice, seed, steps, accuracy, *means)
+
+
+class Ends(NamedTuple):
+    """Held-out accuracy at the end of the three runs of a seed."""
+
+    exact: float
+    uncorrected: float
+    corrected: float
+
+    def separated(self, points: float) -> bool:
+        """Whether both other runs end ``points`` or more above the uncorrected one."""
+        # shares of 512 answers are exact in binary, their means and differences are not
+        return 100 * (min(self.exact, self.corrected) - self.uncorrected) >= points - 1e-9
+
+
+def ends(runs: Sequence[ComparedRun], comparison: Comparison) -> dict[int, Ends]:
+    """The ends of each seed that has all three runs."""
+    found = {(run.choice, run.seed): run.end(comparison.window) for run in runs}
+    seeds = sorted({run.seed for run in runs})
+    complete = [seed for seed in seeds if all((choice, seed) in found for choice in comparison.choices)]
+    return {seed: Ends(*(found[choice, seed] for choice in comparison.choices)) for seed in complete}
+
+
+def sentences(runs: Sequence[ComparedRun], rows: Sequence[ComparedRun], comparison: Comparison) -> list[str]:
+    """Whether each seed of ``runs`` separated and by how much, then how many seeds of ``rows`` did."""
+    said = []
+    for seed, end in ends(runs, comparison).items():
+        exact, corrected = (100 * (value - end.uncorrected) for value in (end.exact, end.corrected))
+        values = (
+            f"the mean of the last {comparison.window} evaluations is {end.uncorrected:.0%} without correction, "
+            f"{end.exact:.0%} ({exact:+.0f} points) with {comparison.label(comparison.exact)} and "
+            f"{end.corrected:.0%} ({corrected:+.0f} points) with {comparison.label(comparison.corrected)}"
+        )
+        if end.separated(comparison.points):
+            said.append(f"Seed {seed} separated: {values}.")
+        else:
+            said.append(
+                f"Seed {seed} did not separate: {values}; both would have to be {comparison.points:g} points higher."
+            )
+    if committed := ends(rows, comparison):
+        count = sum(end.separated(comparison.points) for end in committed.values())
+        said.append(f"Of {len(committed)} seeds that were run before, {count} separated.")
+    return said
+
+
+class Range(NamedTuple):
+    """Lowest, mean and highest held-out accuracy of the runs of a choice, at the steps that all of them have."""
+
+    steps: list[int]
+    low: list[float]
+    mean: list[float]
+    high: list[float]
+
+
+def range_of(runs: Sequence[ComparedRun], choice: str) -> Range | None:
+    """The range over the runs of ``choice``; None without a run."""
+    curves = [dict(zip(run.steps, run.accuracy, strict=True)) for run in runs if run.choice == choice]
+    if not curves:
+        return None
+    steps = sorted(set.intersection(*map(set, curves)))
+    at = [[curve[step] for curve in curves] for step in steps]
+    return Range(steps, [*map(min, at)], [*map(statistics.fmean, at)], [*map(max, at)])
+
+
+def write_rows(runs: Sequence[ComparedRun], path: Path) -> Path:
+    """Write one row per run; a curve is one field, its numbers separated by spaces."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(ComparedRun._fields)
+        for run in runs:
+            curve = " ".join(f"{value:.4g}" for value in run.accuracy)
+            means = (f"{value:.4g}" for value in (run.k3, run.ess, run.gradient_norm))
+            writer.writerow([run.choice, run.seed, " ".join(map(str, run.steps)), curve, *means])
+    return path
+
+
+def read_rows(path: Path) -> list[ComparedRun]:
+    """The runs that `write_rows` wrote; none where there is no such file."""
+    if not path.is_file():
+        return []
+    with open(path, newline="") as file:
+        return [
+            ComparedRun(
+                row["choice"],
+                int(row["seed"]),
+                tuple(map(int, row["steps"].split())),
+                tuple(map(float, row["accuracy"].split())),
+                *(float(row[name]) for name in ("k3", "ess", "gradient_norm")),
+            )
+            for row in csv.DictReader(file)
+        ]

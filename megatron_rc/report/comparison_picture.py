@@ -1,0 +1,58 @@
+"""The figure of a comparison as one image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rc.report.comparison import ComparedRun, Comparison, range_of
+from megatron_rc.report.picture import COLORS
+
+TEXT, SOFT = "#1b2330", "#5d6878"
+
+
+def draw_comparison(
+    comparison: Comparison, runs: Sequence[ComparedRun], rows: Sequence[ComparedRun], path: Path
+) -> Path:
+    """Draw held-out accuracy over the steps: the mean of the seeds of ``runs``, each seed as a thin line, and the
+    range of ``rows`` behind them.
+
+    Args:
+        path: its ending says the format, such as .png or .svg.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    figure = Figure(figsize=(8.2, 4.2), layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    several = len({run.seed for run in runs}) > 1
+    for color, choice in zip(COLORS, comparison.choices, strict=False):
+        if behind := range_of(rows, choice):
+            axes.fill_between(behind.steps, behind.low, behind.high, color=color, alpha=0.15, lw=0)
+        for run in runs if several else ():
+            if run.choice == choice:
+                axes.plot(run.steps, run.accuracy, color=color, lw=0.7, alpha=0.45)
+        if mean := range_of(runs, choice):
+            axes.plot(mean.steps, mean.mean, color=color, lw=2.4, marker="o", ms=4)
+            axes.annotate(comparison.label(choice), (mean.steps[-1], mean.mean[-1]), xytext=(8, 0), color=color,
+                          textcoords="offset points", va="center", fontsize=10, annotation_clip=False)  # fmt: skip
+    axes.set_title(comparison.title, fontsize=12, loc="left", fontweight="bold", color=TEXT)
+    seeds = len({run.seed for run in runs})
+    lines = f"{seeds} seeds as thin lines, their mean as a thick one" if several else f"seed {runs[0].seed}"
+    axes.set_xlabel(f"step   ({lines})", fontsize=9, color=SOFT)
+    axes.set_ylabel("held-out accuracy of the trained weights", fontsize=9, color=SOFT)
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.tick_params(labelsize=9, colors=SOFT)
+    axes.grid(color="#e4e8ee", lw=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#c3cad5")
+    # neither a date nor a random id: the same rows give the same file
+    metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+    with rc_context({"svg.hashsalt": "comparison"}):
+        figure.savefig(path, dpi=130, metadata=metadata)
+    return path

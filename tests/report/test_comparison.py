@@ -1,0 +1,147 @@
+"""The figure of three runs: the rule by which they separate, the range behind them, one picture for the same rows."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+from html_page import Page
+
+from megatron_rc.jobs.grid import load
+from megatron_rc.report.comparison import (
+    ComparedRun,
+    Comparison,
+    ends,
+    range_of,
+    read_compared,
+    read_rows,
+    sentences,
+    write_rows,
+)
+from megatron_rc.report.comparison_page import heading, write_comparison
+from megatron_rc.report.comparison_picture import draw_comparison
+
+ROOT = Path(__file__).parents[2]
+COMPARISON = Comparison(
+    title="Rollouts 16 updates old (off-policy lag)", exact="fresh", uncorrected="none", corrected="seq-tis"
+)
+STEPS = (0, 10, 20, 30, 40)
+
+
+def run_of(choice: str, *accuracy: float, seed: int = 1) -> ComparedRun:
+    return ComparedRun(choice, seed, STEPS, accuracy, 0.1, 0.5, 0.25)
+
+
+def three(uncorrected: float, *, seed: int = 1) -> list[ComparedRun]:
+    """Runs of which two end at 90 % and 80 %, and one at ``uncorrected``."""
+    return [
+        run_of("fresh", 0.4, 0.5, 0.85, 0.9, 0.95, seed=seed),
+        run_of("none", 0.4, 0.99, uncorrected - 0.1, uncorrected, uncorrected + 0.1, seed=seed),
+        run_of("seq-tis", 0.4, 0.4, 0.7, 0.8, 0.9, seed=seed),
+    ]
+
+
+def records(run: ComparedRun) -> list[dict[str, Any]]:
+    evaluated = zip(run.steps, run.accuracy, strict=True)
+    return [
+        {"phase": "rl", "step": s, "eval/accuracy": a, "old/k3": 0.1, "grad_norm": 0.25, "old/ess_token": 0.5}
+        for s, a in evaluated
+    ]
+
+
+@pytest.mark.parametrize(("uncorrected", "separated"), [(0.6, True), (0.601, False), (0.95, False)])
+def test_a_seed_separates_when_both_others_end_20_points_higher(uncorrected: float, separated: bool) -> None:
+    runs = three(uncorrected)
+    (end,) = ends(runs, COMPARISON).values()
+    assert end == pytest.approx((0.9, uncorrected, 0.8)) and end.separated(20) == separated
+    (said,) = sentences(runs, [], COMPARISON)
+    assert said.startswith("Seed 1 separated: " if separated else "Seed 1 did not separate: ")
+    assert f"{uncorrected:.0%} without correction, 90% ({90 - 100 * uncorrected:+.0f} points) with fresh" in said
+    assert ("both would have to be 20 points higher" in said) != separated
+    title = heading(COMPARISON, runs)
+    assert title.startswith("Rollouts 16 updates old (off-policy lag): ")
+    assert title.endswith("seq-tis rescues it" if separated else "this seed did not separate")
+
+
+def test_a_seed_without_all_three_runs_is_not_compared(tmp_path: Path) -> None:
+    assert ends(three(0.5)[:2], COMPARISON) == {}
+    assert write_comparison(COMPARISON, three(0.5)[:2], {}, [], tmp_path) is None and not list(tmp_path.iterdir())
+
+
+def test_what_seeds_did_before_is_counted_and_drawn_from_lowest_to_highest() -> None:
+    rows = [*three(0.5, seed=2), *three(0.7, seed=3), *three(0.3, seed=4)[:1]]
+    assert sentences([], rows, COMPARISON) == ["Of 2 seeds that were run before, 1 separated."]
+    band = range_of(rows, "none")
+    assert band is not None and band.steps == [*STEPS]
+    assert (band.low[-1], band.mean[-1], band.high[-1]) == pytest.approx((0.6, 0.7, 0.8))
+    assert range_of(rows, "nobody") is None
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    runs = [*three(0.5), run_of("fresh", 0.125, 0.25, 0.5, 0.75, 1.0, seed=7)._replace(k3=math.nan)]
+    back = read_rows(write_rows(runs, tmp_path / "collapse/rows.csv"))
+    assert math.isnan(back[-1].k3)
+    for was, now in zip(runs, back, strict=True):
+        assert now._replace(k3=0, accuracy=()) == was._replace(k3=0, accuracy=())
+        assert now.accuracy == pytest.approx(was.accuracy, rel=1e-3)
+    assert read_rows(tmp_path / "nothing.csv") == []
+
+
+def test_a_run_is_read_from_its_metrics_and_refused_without_an_evaluation() -> None:
+    read = read_compared("fresh", 1, [{"phase": "warmup", "step": 9, "eval/accuracy": 0.1}, *records(three(0.5)[0])])
+    assert read == ComparedRun("fresh", 1, STEPS, three(0.5)[0].accuracy, 0.1, 0.5, 0.25)
+    with pytest.raises(ValueError, match="fresh seed 1 has no held-out accuracy"):
+        read_compared("fresh", 1, [{"phase": "rl", "step": 1}])
+
+
+@pytest.mark.parametrize("rows", [[], three(0.5, seed=2)], ids=["without rows", "with rows"])
+def test_the_report_opens_with_the_figure_and_its_title(rows: list[ComparedRun], tmp_path: Path) -> None:
+    runs = three(0.5)
+    path = write_comparison(COMPARISON, runs, {(r.choice, r.seed): records(r) for r in runs}, rows, tmp_path)
+    assert path is not None
+    text, page = path.read_text(), Page(path.read_text())
+    charts = [attributes["aria-label"] for attributes in page.named("svg")]
+    assert charts[0] == heading(COMPARISON, runs) and len(charts) == 4
+    assert [name.split(":")[0] for name in charts[1:]] == ["k3", "Gradient norm", "Effective sample size"]
+    first = text[text.index("<svg") : text.index("</svg>")]
+    assert first.count("<polyline") == 3 and first.count("<polygon") == (3 if rows else 0)
+    assert text.index("<svg") < text.index("Seed 1 separated: ")
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_follows_its_rows_and_nothing_else(tmp_path: Path) -> None:
+    rows = [*three(0.5), *three(0.4, seed=2)]
+    first, again, other = (
+        draw_comparison(COMPARISON, runs, [], tmp_path / f"{name}.svg").read_bytes()
+        for name, runs in (("first", rows), ("again", rows), ("other", [*three(0.5), *three(0.3, seed=2)]))
+    )
+    assert first == again != other
+
+
+def test_the_committed_picture_is_that_of_the_committed_rows(tmp_path: Path) -> None:
+    comparison = load(ROOT / "launch/recipes/quickstart.yaml").comparison
+    assert comparison is not None
+    rows, picture = read_rows(Path(comparison.rows)), ROOT / "docs/images/quickstart_collapse.png"
+    assert bool(rows) == picture.is_file()
+    if rows:
+        drawn, committed = map(
+            matplotlib.image.imread, (draw_comparison(comparison, rows, [], tmp_path / "p.png"), picture)
+        )
+        assert drawn.shape == committed.shape and np.abs(drawn - committed).mean() < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"exact": "none"}, "must differ"),
+        ({"points": 0}, "points must be > 0"),
+        ({"labels": {"frsh": "a"}}, "labels names 'frsh'"),
+    ],
+)
+def test_a_comparison_that_cannot_be_is_one_sentence(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Comparison(**{"title": "", "exact": "fresh", "uncorrected": "none", "corrected": "seq-tis", **fields})
