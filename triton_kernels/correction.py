@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .chunks import OF_TOKENS, SIZES, Tokens, locate_chunk, store_rows
-from .columns import field, finish, merge_all, statistic_of_tokens
+from .columns import field, merge_all
 from .decisions import Decided, Decisions
 from .factors import bounded_staleness, put_factors
+from .gates import LEVEL_OF_GATE, STATISTIC, beyond_gate
 from .lags import put_kept_of_lags, put_lags
 from .launch_table import LAUNCH
 from .log_ratio import load_log_ratio
@@ -30,13 +31,10 @@ from .metric_rows import (
     put_weights,
     put_whole_sequence,
 )
-from .rejection_statistics import gate_statistic, pi_mass_kept, standardized
+from .rejection_statistics import gate_statistic, pi_mass_kept
 from .segments import segment_slots, values_of_segments
 from .unit_sums import SegmentParts, columns_of
 from .weight_bounds import bounds_of_units, prefix_sums
-
-# indices of the fields, for kernels
-_STATISTIC, _SOURCE, _REDUCE, _LEVEL, _COLUMN, _ADVANTAGES, _ADVANTAGE_COLUMN = map(tl.constexpr, range(7))
 
 
 @triton.jit(do_not_specialize=[*SIZES, "stride", "num_slots", "counts"], do_not_specialize_on_alignment=OF_TOKENS)
@@ -128,6 +126,7 @@ def correction_fwd_kernel(
         cell_of_weights = cell
         cell += NUM_OF_WEIGHTS * chunks
         cell_of_standardized = cell
+        k3 = None
         if mean_k3 is not None:
             k3 = tl.load(mean_k3).to(tl.float64)
             cell += NUM_OF_STANDARDIZED * chunks
@@ -205,43 +204,11 @@ def correction_fwd_kernel(
                 kept = kept & within
 
         for g in tl.static_range(len(GATES)):
-            if field(GATES, g, _LEVEL) == "token":
-                value = statistic_of_tokens(
-                    log_ratio, rollout, valid, rows, statistics, advantages,
-                    field(GATES, g, _STATISTIC), field(GATES, g, _SOURCE),
-                )  # fmt: skip
-            elif field(GATES, g, _LEVEL) == "segment":
-                value = values_of_segments(segment_columns, num_slots, slots, valid, field(GATES, g, _COLUMN))
-                # the first column counts the tokens
-                of_unit = values_of_segments(segment_columns, num_slots, slots, valid, 0)
-            elif field(GATES, g, _COLUMN) >= 0:
-                column = sums + field(GATES, g, _COLUMN) * stride
-                value = merge_all(column, first, last, field(GATES, g, _REDUCE), UNITS)
-                value = finish(value, tokens, field(GATES, g, _REDUCE))
-            elif field(GATES, g, _REDUCE) == "mean":
-                value = mean
-            else:
-                value = total
-                of_unit = lanes + tokens
-            if field(GATES, g, _STATISTIC) == "standardized":
-                value = standardized(lanes + value, of_unit, k3)
-            value = (lanes + value).to(tl.float32)
-            # true for NaN
-            rejected = ((value >= bounds[4 + 2 * g]) & (value <= bounds[5 + 2 * g])) == 0
-            if field(GATES, g, _ADVANTAGES) == "sequence":
-                advantage = tl.load(advantages + sequence)
-                rejected = rejected & (lanes + advantage < 0)
-            elif field(GATES, g, _ADVANTAGES) == "token":
-                if field(GATES, g, _LEVEL) == "token":
-                    advantage = tl.load(advantages + rows, mask=valid, other=0)
-                elif field(GATES, g, _LEVEL) == "segment":
-                    advantage = values_of_segments(
-                        segment_columns, num_slots, slots, valid, field(GATES, g, _ADVANTAGE_COLUMN)
-                    )
-                else:
-                    column = sums + field(GATES, g, _ADVANTAGE_COLUMN) * stride
-                    advantage = merge_all(column, first, last, "sum", UNITS)
-                rejected = rejected & (lanes + advantage < 0)
+            rejected = beyond_gate(
+                log_ratio, rollout, valid, rows, lanes, sequence, statistics, advantages,
+                sums, stride, first, last, tokens, total, mean,
+                segment_columns, num_slots, slots, bounds, k3, GATES, g, UNITS,
+            )  # fmt: skip
             rejected = valid & rejected
             cell = put_outside(cell, chunks, to_outcome, rejected, whole)
             kept = kept & (rejected == 0)
@@ -255,9 +222,9 @@ def correction_fwd_kernel(
             put_kept_of_lags(cell_of_lags, chunks, kept, lag, LAG_BINS)
         for g in tl.static_range(len(GATES)):
             # last, where few values are alive: an error function takes many registers
-            if field(GATES, g, _STATISTIC) == "standardized":
+            if field(GATES, g, STATISTIC) == "standardized":
                 of_unit = lanes + tokens
-                if field(GATES, g, _LEVEL) == "segment":
+                if field(GATES, g, LEVEL_OF_GATE) == "segment":
                     of_unit = values_of_segments(segment_columns, num_slots, slots, valid, 0)
                 mass = pi_mass_kept(bounds[5 + 2 * g], of_unit, k3)
                 of_tokens = gate_statistic(log_ratio.to(tl.float64), rollout.to(tl.float64), "capped_k3")
