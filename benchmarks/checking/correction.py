@@ -66,7 +66,7 @@ Edit = Callable[[Batch, torch.Generator], Batch]
 
 
 def checks(setting: Setting) -> Iterator[Check]:
-    for name in PRESETS:
+    for name in setting.thinned(PRESETS, 3):
         yield Check("correction", f"preset {name}", partial(_corrected, RolloutCorrection.preset(name)))
     levels, modes = ("token", "sequence", "geometric", "segment"), ("truncate", "clip", "mask")
     for level, mode in setting.thinned(itertools.product(levels, modes), 2):
