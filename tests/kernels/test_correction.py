@@ -51,7 +51,7 @@ def test_any_correction_of_any_batch_is_that_of_pytorch_in_fp64(batch: Batch, co
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_that_of_pytorch_in_fp64(name: str) -> None:
-    assert_agrees(batch_of(LENGTHS, gap=0.1, corrupt=0.004), PRESETS[name].correction)
+    assert_agrees(batch_of([9, 0, 2 * UNIT_BLOCK + 1, 1], gap=0.1, corrupt=0.02), PRESETS[name].correction)
 
 
 @pytest.mark.parametrize("ids", [None, "batch", "sequence"])
