@@ -26,6 +26,7 @@ from megatron_rc.tasks.registry import TaskKind
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Quantize = Literal["none", "int8", "fp8"]
+Control = Literal["none", "random-mask", "shuffled-weights", "mean-weight"]
 # a type checker knows no Literal that is computed
 if TYPE_CHECKING:
     Advantage = str
@@ -227,6 +228,11 @@ class TrainSettings:
     """Split the gap between trainer and sampler into mismatch and staleness: with rollout.staleness N or asynchronous
     N, N + 1 copies of the trained weights are kept in host memory, N are written with every checkpoint, and each older
     version in a rollout takes one more forward pass. A weight with staleness_upper keeps them in any case."""
+    control: Control = "none"
+    """Lays what the correction does on other tokens, to see whether its choice matters. random-mask: as many are
+    dropped, at random, and the others have weight 1. shuffled-weights: weights and drops change places at random.
+    mean-weight: all are kept, with the mean weight of the batch. Turns or sequences take the place of tokens where the
+    correction judges those as a whole."""
     mini_batches_per_rollout: int = 1
     """Optimizer steps per rollout step, each on its own groups."""
     micro_batches: int | None = None

@@ -31,6 +31,8 @@ CASES: dict[str, list[str]] = {
     "new noise": (noise := ["rollout.amplify=3", "train.lr=1e-9", "train.eval_samples=256"]),
     "fixed noise": [*noise, "rollout.amplify_fixed=true"],
     "hidden temperature": ["rollout.hidden.temperature=0.5", "rollout.dtype=fp32"],
+    "masked": (mask := ["rollout.amplify=0.3", "correction={preset: token-mis, weight: {upper: 1.02}}"]),
+    "masked at random": [*mask, "train.control=random-mask"],
     "stale": ["rollout.staleness=2", "train.steps=4"],
     "evaluates what serves": [*GAP, *EVALUATED],
     "evaluates what trains": [*GAP, *EVALUATED, "train.eval_weights=trained"],
@@ -134,6 +136,15 @@ def test_hidden_sampling_draws_other_tokens_and_k3_does_not_see_it(runs: Path):
     hidden, honest = (next(read_dump(runs / name / "dump")) for name in ("hidden temperature", "fp32"))
     assert [r["output_ids"] for r in hidden] != [r["output_ids"] for r in honest]
     assert {r["temperature"] for r in hidden} == {1.0}
+
+
+def test_a_random_mask_drops_other_tokens_of_the_same_batch_at_the_same_rate(runs: Path):
+    chosen, random = (next(read_dump(runs / name / "dump")) for name in ("masked", "masked at random"))
+    assert [r["output_ids"] for r in chosen] == [r["output_ids"] for r in random]
+    dropped = [sum(not kept for r in records if r["advantage"] for kept in r["mask"]) for records in (chosen, random)]
+    assert 0 < dropped[0] == dropped[1] and [r["mask"] for r in chosen] != [r["mask"] for r in random]
+    assert metrics(runs, "masked")[0]["old/k3"] == metrics(runs, "masked at random")[0]["old/k3"]
+    assert metrics(runs, "masked")[0]["grad_norm"] != metrics(runs, "masked at random")[0]["grad_norm"]
 
 
 def test_stale_weights_are_as_old_as_asked(runs: Path):

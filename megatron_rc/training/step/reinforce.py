@@ -26,11 +26,13 @@ from megatron_rc.settings import LossSettings, TrainSettings
 from megatron_rc.training.groups import Groups, SharedError
 from megatron_rc.training.policy import Policy, UpdateResult
 from megatron_rc.training.sampling_weights import OlderVersions, SamplingWeights
+from megatron_rc.training.step.control import check_control, controlled
 from megatron_rc.training.step.learning_rate import StepRate
 from megatron_rc.training.step.metrics import merged, pooled, response_lengths, rollout_metrics
 from megatron_rc.training.step.micro_loss import Collected, MicroLoss
 from megatron_rc.training.step.microbatches import NO_EXTRAS, MicroExtras, Share, mini_batches, share_of, split_rows
 from megatron_rc.training.step.routing import Routing, StepRoutes
+from megatron_rc.training.step.sampling import seed_of
 
 
 @dataclass
@@ -82,6 +84,7 @@ NO_SAMPLING_LOGPROBS = (
 def check_modes(correction: RolloutCorrection, loss: LossSettings, train: TrainSettings) -> None:
     """Raises ValueError for combinations that would be computed on less than they need."""
     correction.check_surrogate(loss.surrogate)
+    check_control(train.control, correction)
     if correction.old == "recompute":
         return
     if Plan.of(correction).has_two_factors:
@@ -104,6 +107,7 @@ def reinforce_step(
     loss: LossSettings,
     train: TrainSettings,
     max_nonfinite_share: float,
+    step: int = 0,
     version: int | None = None,
     sampling_weights: SamplingWeights | None = None,
     measured_upper: float = FIRST,
@@ -120,6 +124,7 @@ def reinforce_step(
     old pass, so that mismatch and length are measured on everything that was sampled.
 
     Args:
+        step: number of the step, which the random choices of train.control depend on.
         version: version of the weights that are trained, which gives the correction lags where a sample is older, or
             where the correction reads lags; None: the weights that sampled.
         sampling_weights: older versions of the weights, which split the gap where their samples are in the batch.
@@ -155,7 +160,7 @@ def reinforce_step(
     three_policy = correction.old == "recompute"
     share = share_of(batch, [*parts, dropped] if dropped and three_policy else parts, train, policy.groups)
     routes = routing.start(share.batch) if routing else None
-    step = _Step(
+    passes = _Step(
         policy,
         correction,
         loss,
@@ -169,17 +174,18 @@ def reinforce_step(
         take_step,
     )
     if three_policy:
-        metrics |= step.old_pass(with_kept_mass=with_kept_mass, with_varentropy=with_varentropy)
+        metrics |= passes.old_pass(with_kept_mass=with_kept_mass, with_varentropy=with_varentropy)
         rate.begin(metrics, "old/")
+        passes.control(train, len(parts), step)
     updates = []
     for micro_batches in share.micro_batches[: len(parts)]:
-        updates.append(step.update(micro_batches))
+        updates.append(passes.update(micro_batches))
         on_update()
     rate.begin({}, "")  # where nothing was updated, nothing was measured by an update
     metrics |= rate.metrics() | _update_metrics(updates, policy.groups)
     k3 = metrics.get("old/k3" if three_policy else "current/k3", math.nan)
     metrics |= {"horizon": horizon(k3), "ess_seq_predicted": predicted_ess(lengths.tolist(), k3)}
-    return StepResult(metrics, batch, share, step.columns)
+    return StepResult(metrics, batch, share, passes.columns)
 
 
 @dataclass
@@ -256,6 +262,15 @@ class _Step:
             sums.merge(shift.sums.prefixed("old/"))
             self.columns["routes_shifted"] = torch.where(local.loss_mask, shift.route_shift, 0)
         return self.pooled(sums)
+
+    def control(self, train: TrainSettings, parts: int, step: int) -> None:
+        """Replace the correction by that of train.control; the first ``parts`` of the share are trained on."""
+        if train.control == "none" or self.corrected is None:
+            return
+        assert self.old_logprobs is not None
+        kind, seed = train.control, seed_of(train.seed, "control", step)
+        self.corrected = controlled(self.corrected, self.share, self.old_logprobs, parts=parts, control=kind, seed=seed)
+        self.columns |= {"weights": self.corrected.weights, "mask": self.corrected.mask}
 
     def update(self, micro_batches: Sequence[range]) -> tuple[UpdateResult, MetricSums]:
         """One optimizer step on these sequences of the share."""
