@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -97,10 +98,17 @@ app.command(context_settings={"ignore_unknown_options": True})(commands.serve)
 
 @app.command()
 def grid(
-    config: Annotated[Path, typer.Argument(help="YAML of the grid: job, axes, seeds; docs/moe.md explains one.")],
+    configs: Annotated[
+        list[Path], typer.Argument(metavar="YAML...", help="Grids, run in this order; docs/moe.md explains one.")
+    ],
     only: Annotated[list[str], typer.Option(metavar="AXIS=CHOICE,...", help="Run only these choices.")] = [],  # noqa: B006
     seeds: Annotated[str, typer.Option(help="Seeds in place of the YAML's, such as 1,2,3.")] = "",
-    output: Annotated[str, typer.Option(help="Folder in place of the YAML's.")] = "",
+    output: Annotated[
+        str, typer.Option(help="Folder in place of the YAML's; of several YAMLs, each has one of its name in it.")
+    ] = "",
+    budget_minutes: Annotated[
+        float, typer.Option(metavar="N", help="Start no cell that would, by the mean time of a cell, end later.")
+    ] = math.inf,
     assignments: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a field of all jobs.")
     ] = [],  # noqa: B006
@@ -121,15 +129,24 @@ def grid(
     """
     quiet_imports()
     from megatron_rc.jobs import grid as grids
+    from megatron_rc.jobs.budget import Budget
     from megatron_rc.jobs.workers import TooSlow
 
-    settings = grids.load(config, seeds=seeds, output=output, assignments=assignments)
+    folders = {config: f"{output}/{config.stem}" if output and len(configs) > 1 else output for config in configs}
+    chosen = [grids.load(path, seeds=seeds, output=to, assignments=assignments) for path, to in folders.items()]
     if warm:
-        print(*grids.warm(settings), sep="\n")
+        print(*dict.fromkeys(path for settings in chosen for path in grids.warm(settings)), sep="\n")
     else:
         choices = {axis: names.split(",") for axis, _, names in (word.partition("=") for word in only)}
         try:
-            grids.run_and_write(settings, choices, only_write=table, workers=workers, give_up_minutes=give_up_minutes)
+            grids.run_and_write_all(
+                chosen,
+                choices,
+                budget=Budget(budget_minutes),
+                only_write=table,
+                workers=workers,
+                give_up_minutes=give_up_minutes,
+            )
         except TooSlow as slow:
             print(f"megatron-rc: {slow}", file=sys.stderr, flush=True)
             raise typer.Exit(EXIT_TOO_SLOW) from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import fcntl
-import itertools
 import shlex
 import shutil
 import subprocess
@@ -12,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,58 +18,19 @@ from typing import Any, NamedTuple
 from megatron_rc import schema
 from megatron_rc.jobs import run as job
 from megatron_rc.jobs import verdicts
+from megatron_rc.jobs.budget import Budget
+from megatron_rc.jobs.grid_settings import GridSettings
 from megatron_rc.jobs.progress import Progress
-from megatron_rc.jobs.workers import run_in_workers
+from megatron_rc.jobs.workers import TooSlow, run_in_workers
 from megatron_rc.report.comparison import Comparison, read_compared, read_rows, sentences
 from megatron_rc.report.comparison_page import write_comparison
-from megatron_rc.report.endpoints import Endpoints
+from megatron_rc.report.context import SETTINGS_FILE
 from megatron_rc.report.grid import read_run, write_grid
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings import JobSettings
 
 FAILURE = "failure.txt"
 """In the folder of a cell: why its last attempt that failed did so."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GridSettings:
-    """The YAML of `megatron-rc grid`."""
-
-    job: dict[str, Any]
-    """Fields of a training job that all cells have in common."""
-    axes: dict[str, dict[str, dict[str, Any]]]
-    """Maps axis -> choice -> dotted field of the job -> value."""
-    seeds: tuple[int, ...] = (1,)
-    """Every cell is run with each of these as train.seed."""
-    output: str = "runs/grid"
-    launcher: str = ""
-    """Command that starts a job of several processes, such as `torchrun --nproc_per_node 8`; empty runs jobs in this
-    process."""
-    keep_weights: bool = False
-    """Keep the checkpoints of finished cells."""
-    endpoints: Endpoints | None = None
-    """Rules by which a run has collapsed, relapsed or failed; null judges none."""
-    comparison: Comparison | None = None
-    """Three choices of the only axis that report.html compares in one figure; null writes no report."""
-    arguments: tuple[str, ...] = ()
-    """Values of `--set` on the command line, for every job."""
-
-    def __post_init__(self) -> None:
-        if not self.seeds:
-            raise ValueError("seeds must name at least one seed")
-        for axis, choices in self.axes.items():
-            if not choices:
-                raise ValueError(f"axes.{axis} must have at least one choice")
-        for axis, choice in (self.endpoints.exact if self.endpoints else {}).items():
-            if choice not in self.axes.get(axis, {}):
-                raise ValueError(f"endpoints.exact: the grid has no choice {choice!r} on an axis {axis!r}")
-        if self.comparison:
-            if len(self.axes) != 1:
-                raise ValueError(f"comparison needs a grid with one axis, got {', '.join(self.axes) or 'none'}")
-            (choices,) = self.axes.values()
-            for choice in self.comparison.choices:
-                if choice not in choices:
-                    raise ValueError(f"comparison names {choice!r}, which is none of the choices {', '.join(choices)}")
 
 
 class Cell(NamedTuple):
@@ -98,35 +57,28 @@ class Cell(NamedTuple):
 def load(path: Path, *, seeds: str = "", output: str = "", assignments: Sequence[str] = ()) -> GridSettings:
     """The grid of a YAML file; seeds, separated by commas, and output replace those of the file unless empty."""
     data = schema.load_yaml(path)
-    if seeds:
-        data["seeds"] = seeds.split(",")
     if output:
         data["output"] = output
     if rows := (data.get("comparison") or {}).get("rows"):
         data["comparison"]["rows"] = str(path.parent / rows)
-    return schema.from_dict(GridSettings, data | {"arguments": assignments})
+    grid = schema.from_dict(GridSettings, data | {"arguments": assignments})
+    return grid.with_seeds([int(seed) for seed in seeds.split(",")]) if seeds else grid
 
 
 def cells(grid: GridSettings, only: Mapping[str, Sequence[str]] | None = None) -> list[Cell]:
-    """The cells of a grid, the last axis fastest; ``only`` keeps those of the choices that it names.
+    """The cells of a grid, each once, group by group; ``only`` keeps those of the choices that it names.
 
     Raises:
         ValueError: ``only`` names an axis or a choice that the grid lacks, or a job's settings are wrong.
     """
-    only = only or {}
-    for axis, names in only.items():
-        if axis not in grid.axes:
-            raise ValueError(f"the grid has no axis {axis!r}{schema.nearest(axis, grid.axes)}")
-        for name in set(names) - set(grid.axes[axis]):
-            raise ValueError(f"axis {axis!r} has no choice {name!r}; it has {', '.join(grid.axes[axis])}")
-    columns = [[name for name in choices if name in only.get(axis, choices)] for axis, choices in grid.axes.items()]
-    out = []
-    for names in itertools.product(*columns):
-        choices = dict(zip(grid.axes, names, strict=True))
-        steps = _settings(grid, _fields(grid, choices)).train.steps
-        folder = Path(grid.output) / "-".join(names)
-        out += [Cell(choices, seed, folder / f"seed-{seed}", steps) for seed in grid.seeds]
-    return out
+    out: dict[Path, Cell] = {}
+    steps: dict[Path, int] = {}
+    for choices, seed in grid.groups(only or {}):
+        folder = grid.folder(grid.runs_folder) / "-".join(choices.values())
+        if folder not in steps:
+            steps[folder] = _settings(grid, _fields(grid, choices)).train.steps
+        out.setdefault(folder / f"seed-{seed}", Cell(choices, seed, folder / f"seed-{seed}", steps[folder]))
+    return list(out.values())
 
 
 def finished(grid: GridSettings, *, or_broken: bool = False) -> list[Cell]:
@@ -134,9 +86,9 @@ def finished(grid: GridSettings, *, or_broken: bool = False) -> list[Cell]:
 
     ``or_broken`` adds those that log-probs stopped that were not finite.
     """
-    folders = Path(grid.output).glob("*/seed-*")
+    folders = grid.folder(grid.runs_folder).glob("*/seed-*")
     seeds = sorted({int(folder.name.removeprefix("seed-")) for folder in folders})
-    every = cells(replace(grid, seeds=tuple(seeds) or grid.seeds))
+    every = cells(grid.with_seeds(seeds) if seeds else grid)
     return [cell for cell in every if cell.finished() or (or_broken and cell.broken())]
 
 
@@ -145,15 +97,37 @@ def warm(grid: GridSettings) -> list[Path]:
     return [_warmed(grid, seed) for seed in _warm_folders(grid)]
 
 
+def run_and_write_all(grids: Sequence[GridSettings], only: Mapping[str, Sequence[str]], **options: Any) -> None:
+    """`run_and_write` one grid after the other, and the next ones too where cells of one failed.
+
+    Raises ValueError before anything runs if a grid is wrong, and at the end when cells failed.
+    """
+    for grid in grids:
+        cells(grid, only)
+    errors = []
+    for grid in grids:
+        try:
+            run_and_write(grid, only, **options)
+        except TooSlow:
+            raise
+        except ValueError as error:
+            errors.append(str(error))
+    if errors:
+        raise ValueError("; ".join(errors))
+
+
 def run_and_write(
     grid: GridSettings,
     only: Mapping[str, Sequence[str]],
     *,
+    budget: Budget | None = None,
     only_write: bool = False,
     workers: int = 1,
     give_up_minutes: float | None = None,
 ) -> None:
     """Run the unfinished cells of the choices that ``only`` names; write and name the table and picture of all cells.
+
+    Without a ``budget`` the time is endless. Where it ends before the cells do, a line on stderr says what is left.
 
     Raises ValueError as `cells`, and when cells failed, the table then holds the others; TooSlow as `run_in_workers`,
     which several workers use.
@@ -164,16 +138,24 @@ def run_and_write(
     if only_write:
         failed = {}
     elif workers == 1:
-        failed = run(grid, todo)
+        failed = run(grid, todo, budget)
     elif grid.launcher:
         raise ValueError("several workers run jobs of one process: the grid's launcher must be empty")
     else:
         progress = Progress(todo, _warm_folders(grid), workers)
-        failed = run_in_workers(partial(run, grid, todo), progress, workers=workers, give_up_minutes=give_up_minutes)
+        work = partial(run, grid, todo, budget)
+        failed = run_in_workers(work, progress, workers=workers, give_up_minutes=give_up_minutes)
         # what failed in one process may have succeeded in another one
         unfinished = {cell.name for cell in todo if not cell.finished()}
         failed = {name: why for name, why in failed.items() if name in unfinished}
     done = finished(grid)
+    left = 0 if only_write else sum(not cell.finished() for cell in todo) - len(failed)
+    if left:
+        goes_on = "the time is over, and the same command goes on with them"
+        print(f"{left} of {len(todo)} cells of {grid.output} are left: {goes_on}", file=sys.stderr, flush=True)
+        if not (done or failed):
+            return
+    Path(grid.output).mkdir(parents=True, exist_ok=True)
     if not done:
         raise ValueError(f"no cell of {grid.output} is finished" + "".join(f"; {k}: {v}" for k, v in failed.items()))
     print(*write_grid([read_run(c.choices, c.seed, c.folder) for c in done], Path(grid.output)), sep="\n")
@@ -194,23 +176,29 @@ def compare(comparison: Comparison, cells: Sequence[Cell], folder: Path) -> None
         print(*sentences(runs, rows, comparison), path, sep="\n")
 
 
-def run(grid: GridSettings, todo: Sequence[Cell]) -> dict[str, str]:
+def run(grid: GridSettings, todo: Sequence[Cell], budget: Budget | None = None) -> dict[str, str]:
     """Run every cell that is not finished and that no other process is running; wait for the cells of the others.
+
+    Cells are started, and waited for, as long as ``budget`` allows another one.
 
     Start the same command in several terminals, or again after a crash: a cell continues from its newest checkpoint.
     A line on stderr reports every cell that ended; returns the reason by the name of the cell, for those that failed.
     """
     failed: dict[str, str] = {}
+    budget = budget or Budget()
     while left := [cell for cell in todo if cell.name not in failed and not cell.finished()]:
         idle = True
         for cell in left:
+            if not budget.allows_another():
+                return failed
             with _claimed(cell.folder) as claimed:
                 if not claimed or cell.finished():
                     continue
                 idle, started = False, time.monotonic()
                 try:
                     _run_cell(grid, cell)
-                    outcome = f"{time.monotonic() - started:.0f} s"
+                    budget.seconds_of_cells.append(time.monotonic() - started)
+                    outcome = f"{budget.seconds_of_cells[-1]:.0f} s"
                 except ValueError as error:
                     outcome = failed[cell.name] = str(error)
                     (cell.folder / FAILURE).write_text(f"{error}\n")
@@ -243,13 +231,23 @@ def _warmed(grid: GridSettings, seed: int) -> Path:
             data = _changed(grid.job, changes)
             data.pop("moe", None)
             _train(grid, data, folder)
+        _check_warmed(folder, schema.to_dict(_settings(grid, grid.job)))
     return folder / "hf"
+
+
+def _check_warmed(folder: Path, wanted: Mapping[str, Any]) -> None:
+    made = schema.load_yaml(folder / SETTINGS_FILE)
+    for section in ("model", "task", "warmup"):
+        if made[section] != wanted[section]:
+            raise ValueError(f"{folder} was made with another {section}; warm_folder must name a folder of its own")
 
 
 def _warm_folders(grid: GridSettings) -> dict[int, Path]:
     """Maps each seed to the folder of its warm-up; empty without one."""
-    steps = _settings(grid, grid.job).warmup.steps
-    return {seed: Path(grid.output) / "warm" / f"seed-{seed}" for seed in grid.seeds} if steps else {}
+    if not _settings(grid, grid.job).warmup.steps:
+        return {}
+    folder = grid.folder(grid.warm_folder)
+    return {seed: folder / f"seed-{seed}" for seed in dict.fromkeys(seed for _, seed in grid.groups({}))}
 
 
 def _train(grid: GridSettings, data: dict[str, Any], folder: Path) -> None:

@@ -33,14 +33,16 @@ class Progress:
         self._jobs += [(cell.name, cell.folder) for cell in self._todo]
         self._width = max((len(name) for name, _ in self._jobs), default=0)
         self._workers, self._started = workers, time.monotonic()
-        self._reported = {folder: len(_evaluations(folder)) for _, folder in self._jobs}
+        self._read: dict[Path, tuple[int, list[dict[str, Any]]]] = {}
+        """Size of the metrics of a folder, and their evaluations: most runs of a large grid stand still."""
+        self._reported = {folder: len(self._evaluations(folder)) for _, folder in self._jobs}
 
     def lines(self) -> list[str]:
         """One line per evaluation since the last call."""
         said = []
         seconds = time.monotonic() - self._started
         for name, folder in self._jobs:
-            evaluations = _evaluations(folder)
+            evaluations = self._evaluations(folder)
             # a job that starts anew has fewer than before
             first = min(self._reported[folder], len(evaluations))
             self._reported[folder] = len(evaluations)
@@ -61,13 +63,17 @@ class Progress:
                 return elapsed + statistics.median(timed) * (cell.steps * rounds - TIMED_STEPS[-1])
         return None
 
+    def _evaluations(self, folder: Path) -> list[dict[str, Any]]:
+        file = folder / FILE_NAME
+        size = file.stat().st_size if file.is_file() else 0
+        if folder not in self._read or self._read[folder][0] != size:
+            found = [record for record in _records(folder) if record.get("eval/accuracy") is not None]
+            self._read[folder] = size, found
+        return self._read[folder][1]
+
 
 def _is_timed(record: dict[str, Any]) -> bool:
     return record["phase"] == "rl" and record["step"] in TIMED_STEPS and "time/step_s" in record
-
-
-def _evaluations(folder: Path) -> list[dict[str, Any]]:
-    return [record for record in _records(folder) if record.get("eval/accuracy") is not None]
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
