@@ -1,0 +1,56 @@
+"""The verdict of the collapse lab: rows of finished runs, checks, figures and docs/collapse.md.
+
+    bash launch/collapse_lab.sh                                     # the runs, stage by stage
+    python benchmarks/collapse.py --read runs/collapse/mechanism    # their rows into benchmarks/results/collapse
+    python benchmarks/collapse.py                                   # claims and answers, from the committed rows
+    python benchmarks/collapse.py --docs                            # docs/collapse.md and docs/images/collapse
+
+The recipe of a folder is the one of its name in launch/recipes/collapse, unless --recipe names another. Reading
+replaces the rows of the runs that it reads, and leaves all others.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import checkout
+from collapse_lab import checks, page
+from collapse_lab.claims import answers, verdict
+from collapse_lab.results import load
+from collapse_lab.rows import FOLDER, Point, Row, merge, path_of
+
+RECIPES = checkout.ROOT / "launch/recipes/collapse"
+
+
+def read(folder: Path, recipe: Path | None) -> None:
+    """Write the rows and curves of the finished runs in the folder of a grid."""
+    from collapse_lab.reading import read
+
+    recipe = recipe or RECIPES / f"{folder.name}.yaml"
+    rows, points = read(recipe, folder)
+    merge(rows, recipe.stem, Row)
+    merge(points, recipe.stem, Point)
+    print(f"{len(rows)} runs of {folder} in {path_of(Row, recipe.stem, FOLDER).relative_to(checkout.ROOT)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--read", type=Path, nargs="+", metavar="FOLDER", default=[], help="output folders of grids")
+    parser.add_argument("--recipe", type=Path, metavar="FILE", help="of all these folders")
+    parser.add_argument("--docs", action="store_true", help="write the page and draw its figures")
+    options = parser.parse_args()
+    for folder in options.read:
+        read(folder, options.recipe)
+    results = load(recipes=RECIPES)
+    for claim in page.statement().claims:
+        given = answers(claim, results)
+        print(f"({claim.letter}) {claim.claim} {verdict(claim, given).upper()}")
+        print("".join(f"    {each.answer}: {each.question}: {each.why}\n" for each in given), end="")
+    print(*checks.failing_exact_runs(results), *checks.falls_with_strength(results), sep="\n")
+    if options.docs:
+        page.write(results, checkout.ROOT / "docs")
+
+
+if __name__ == "__main__":
+    main()

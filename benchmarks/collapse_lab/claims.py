@@ -1,0 +1,224 @@
+"""Claims about collapse, and what the committed runs say of each by rules on numbers.
+
+claims.yaml states the claims; every comparison in it is between two arms, and its answer is one of ANSWERS:
+
+* supports: the 90 % interval of the difference lies wholly on the side that the claim names;
+* contradicts: it lies wholly on the other side, or excludes every difference that would matter;
+* cannot tell: anything else, fewer seeds than the claim asks for, or no runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from collapse_lab.intervals import Interval, bootstrap, difference
+from collapse_lab.results import PLAIN, Arm, Results, lives
+from collapse_lab.rows import Row
+from collapse_lab.survival import log_rank
+
+SUPPORTS, CONTRADICTS, CANNOT_TELL = ANSWERS = ("supports", "contradicts", "cannot tell")
+BY_CASE = "differs by case"
+"""Answer to a claim of which one comparison supports what another contradicts."""
+P_LIMIT = 0.1
+"""Two-sided, as the intervals cover 90 %."""
+MATTERS = {"share": 0.25, "final": 0.02, "k3_early": 0.3}
+"""Smallest difference that would matter: of shares of runs, of final accuracy, of log10 k3."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two arms, what is compared of them, and what the claim says of the difference."""
+
+    question: str
+    arm: dict[str, Any]
+    """Columns of its runs; every arm that has them is compared, with control and lr_rule none unless they are named."""
+    against: dict[str, Any] = field(default_factory=dict)
+    """Columns in which the other arm differs; in all others it is the same."""
+    measure: Literal["failed", "fell", "seen", "final", "k3_early", "survival", "order"]
+    """failed, fell, seen (by z_W): share of runs; final, k3_early: difference per seed, of k3 in log10; survival:
+    log-rank of the time to collapse; order: steps by which `signal` goes half of its way later than k3."""
+    expect: Literal["more", "less", "same"]
+    """What the claim says of the arm, in comparison."""
+    signal: str = ""
+    beside: bool = False
+    """Shown as a reference, and not counted for the claim."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    letter: str
+    claim: str
+    comparisons: tuple[Comparison, ...]
+    seeds: int = 5
+    """Least seeds per arm."""
+    holds: Literal["everywhere", "somewhere"] = "everywhere"
+    """somewhere: one comparison that supports the claim is enough, and only all of them together contradict it."""
+    limits: str = ""
+    """What the comparisons do not show."""
+
+
+class Answer(NamedTuple):
+    """What the runs say of one comparison."""
+
+    question: str
+    answer: str
+    """One of ANSWERS."""
+    why: str
+    """The numbers, or what is missing."""
+    seeds: str
+    depth: str
+    """Range of T/T* over the runs of both arms."""
+    vocabulary: str
+    beside: bool
+
+
+def answers(claim: Claim, results: Results) -> list[Answer]:
+    """The answer to every comparison of a claim."""
+    return [
+        _answer(comparison, question, arm, against, claim.seeds, results)
+        for comparison in claim.comparisons
+        for question, arm, against in _arms(comparison, results)
+    ]
+
+
+def verdict(claim: Claim, given: Sequence[Answer]) -> str:
+    """The answer to a claim from those to its comparisons."""
+    each = {answer.answer for answer in given if not answer.beside}
+    if claim.holds == "somewhere":
+        return SUPPORTS if SUPPORTS in each else CONTRADICTS if each == {CONTRADICTS} else CANNOT_TELL
+    sides = each - {CANNOT_TELL}
+    return BY_CASE if len(sides) == 2 else next(iter(sides), CANNOT_TELL)
+
+
+def _arms(comparison: Comparison, results: Results) -> Iterator[tuple[str, list[Row], list[Row]]]:
+    """Question and both arms, one pair for every arm that the comparison selects."""
+    wanted = PLAIN | comparison.arm
+    rows = results.select(wanted)
+    if not rows or comparison.measure == "order":
+        yield comparison.question, rows, []
+        return
+    groups: dict[Arm, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(Arm.of(row), []).append(row)
+    varying = [name for name in ("strength", "lr") if len({getattr(arm, name) for arm in groups}) > 1]
+    worlds = results.worlds()
+    for arm in sorted(groups, key=lambda arm: (worlds[arm.world], arm.rank)):
+        labels = [f"{name} {getattr(arm, name)}" for name in varying] + [worlds[arm.world]]
+        question = ", ".join([comparison.question, *labels])
+        yield question, groups[arm], results.select(arm._asdict() | comparison.against)
+
+
+def _answer(
+    comparison: Comparison, question: str, arm: list[Row], against: list[Row], seeds: int, results: Results
+) -> Answer:
+    everyone = [*arm, *against]
+    alone = comparison.measure == "order"
+    counts = f"{len(arm)}" if alone else f"{len(arm)}, {len(against)}"
+    if alone and arm:
+        everyone = arm = [row for row in arm if row.fell]
+        counts = f"{len(arm)}"
+        if not arm:
+            return Answer(question, CANNOT_TELL, "no run fell", counts, "", "", comparison.beside)
+    if not arm or not (alone or against):
+        return Answer(question, CANNOT_TELL, "not run yet", counts, "", "", comparison.beside)
+    answer, why, least = _judged(comparison, arm, against, results)
+    if least < seeds:
+        answer, why = CANNOT_TELL, f"{why}; {least} seeds, {seeds} wanted"
+    vocabularies = sorted({row.vocabulary for row in everyone})
+    return Answer(
+        question=question,
+        answer=answer,
+        why=why,
+        seeds=counts,
+        depth=_range([row.depth for row in everyone if not math.isnan(row.depth)]),
+        vocabulary=", ".join(map(str, vocabularies)),
+        beside=comparison.beside,
+    )
+
+
+def _judged(comparison: Comparison, arm: list[Row], against: list[Row], results: Results) -> tuple[str, str, int]:
+    """(answer, numbers, seeds that count)."""
+    measure = comparison.measure
+    if measure == "survival":
+        return _survival(comparison.expect, arm, against)
+    if measure == "order":
+        return _order_of(comparison, arm)
+    if measure in ("final", "k3_early"):
+        return _paired(comparison, arm, against)
+    counts = results.count(arm, measure), results.count(against, measure)
+    least = min(runs for _, runs in counts)
+    shown = " against ".join(f"{hits} of {runs}" for hits, runs in counts) + f" {measure}"
+    if not least:
+        return CANNOT_TELL, f"{shown}: unknown without exact runs" if measure == "failed" else f"{shown}: unknown", 0
+    gap = difference(*counts)
+    numbers = f"{shown}: {100 * gap.value:+.0f} points [{100 * gap.low:+.0f}, {100 * gap.high:+.0f}]"
+    return _side(gap, comparison.expect, MATTERS["share"]), numbers, least
+
+
+def _paired(comparison: Comparison, arm: list[Row], against: list[Row]) -> tuple[str, str, int]:
+    """Difference per seed of a column."""
+    name = comparison.measure
+    others = {row.seed: _value(row, name) for row in against}
+    pairs = [(_value(row, name), others[row.seed]) for row in arm if row.seed in others]
+    gaps = [one - two for one, two in pairs if math.isfinite(one - two)]
+    if not gaps:
+        return CANNOT_TELL, "no seed in common", 0
+    gap = bootstrap(gaps)
+    if name == "final":
+        means = " against ".join(f"{100 * np.mean(side):.1f}" for side in zip(*pairs, strict=True))
+        numbers = f"final accuracy {means}: {100 * gap.value:+.1f} points [{100 * gap.low:+.1f}, {100 * gap.high:+.1f}]"
+    else:
+        means = " against ".join(f"{10 ** np.mean(side):.2g}" for side in zip(*pairs, strict=True))
+        numbers = f"early k3 {means}: x {10**gap.value:.2g} [{10**gap.low:.2g}, {10**gap.high:.2g}]"
+    return _side(gap, comparison.expect, MATTERS[name]), numbers, len(gaps)
+
+
+def _value(row: Row, name: str) -> float:
+    value = getattr(row, name)
+    # fp32 engines of equal weights differ by rounding alone
+    return math.log10(max(value, 1e-12)) if name == "k3_early" else value
+
+
+def _survival(expect: str, arm: list[Row], against: list[Row]) -> tuple[str, str, int]:
+    test = log_rank(lives(arm), lives(against))
+    observed = sum(row.collapsed for row in arm)
+    numbers = f"{observed} of {len(arm)} collapsed, {test.expected:.1f} expected if alike; log-rank p {test.p:.2g}"
+    least = min(len(arm), len(against))
+    if test.p >= P_LIMIT:
+        return CANNOT_TELL, numbers, least
+    fewer = observed < test.expected
+    return (SUPPORTS if fewer == (expect == "less") else CONTRADICTS), numbers, least
+
+
+def _order_of(comparison: Comparison, arm: list[Row]) -> tuple[str, str, int]:
+    gaps = [getattr(row, f"half_{comparison.signal}") - row.half_k3 for row in arm]
+    gaps = [gap for gap in gaps if not math.isnan(gap)]
+    if not gaps:
+        return CANNOT_TELL, "both move in no run that fell", 0
+    gap = bootstrap(gaps, np.median)
+    numbers = f"{gap.value:+.0f} steps [{gap.low:+.0f}, {gap.high:+.0f}], median of {len(gaps)} runs that fell"
+    return _side(gap, comparison.expect, 0.0), numbers, len(gaps)
+
+
+def _side(gap: Interval, expect: str, matters: float) -> str:
+    """Which answer an interval of (arm - against) gives."""
+    if expect == "same":
+        if gap.low > -matters and gap.high < matters:
+            return SUPPORTS
+        return CONTRADICTS if gap.above(0) or gap.below(0) else CANNOT_TELL
+    low, high = (gap.low, gap.high) if expect == "more" else (-gap.high, -gap.low)
+    if low > 0:
+        return SUPPORTS
+    return CONTRADICTS if high < matters else CANNOT_TELL
+
+
+def _range(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    low, high = (f"{bound:.2g}" for bound in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,122 @@
+"""What the settings of a run say: what opens the gap between sampler and trainer, and what is done about it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megatron_rc import schema
+from megatron_rc.config import PRESETS, RolloutCorrection
+from megatron_rc.settings import JobSettings
+
+NONE = "none"
+EXACT = "exact"
+"""The mechanism of a run whose sampler has the trainer's weights and precision, and draws as it reports."""
+
+
+class Facts(NamedTuple):
+    """The settings of a run that claims and figures speak of."""
+
+    mechanism: str
+    """What opens the gap; several are joined by +."""
+    strength: str
+    """Setting of the mechanism: updates of lag, standard deviation of the noise, hidden temperature or top-p."""
+    method: str
+    """Preset of the correction, and how it obtains the old log-probs where the preset does otherwise."""
+    control: str
+    """What replaces the weights or the mask of the correction."""
+    lr: float
+    lr_rule: str
+    task: str
+    world: str
+    """Fingerprint of everything else but the seed: runs of one world differ in what stands above alone."""
+
+
+ELSEWHERE = (
+    *("name", "output", "model.hf_path", "log", "dump", "cluster", "correction", "lr_decay", "lr_gate"),
+    *(f"train.{n}" for n in ("seed", "dtype", "lr", "control", "asynchronous", "eval_weights", "backend")),
+    *(f"train.{n}" for n in ("save_interval", "keep_checkpoints", "save_hf", "debug_checks", "keep_sampling_weights")),
+    *(f"rollout.{n}" for n in ("staleness", "amplify", "amplify_fixed", "hidden", "quantize", "dtype")),
+    "moe.replay",
+)
+"""Settings that another field of Facts holds, or that change no number of a run."""
+
+
+def facts_of(settings: JobSettings, model: Mapping[str, Any]) -> Facts:
+    """``model``: the fields of its config.json."""
+    gaps = dict(_gaps(settings))
+    return Facts(
+        mechanism=" + ".join(gaps) or EXACT,
+        strength=" + ".join(filter(None, gaps.values())),
+        method=_method(settings),
+        control=getattr(settings.train, "control", NONE),
+        lr=settings.train.lr,
+        lr_rule=_lr_rule(settings),
+        task=settings.task.kind,
+        world=_world(settings, model),
+    )
+
+
+def _gaps(settings: JobSettings) -> list[tuple[str, str]]:
+    rollout, trainer = settings.rollout, settings.train.dtype
+    hidden = rollout.hidden
+    every = [
+        (rollout.staleness > 0, "lag", f"{rollout.staleness}"),
+        (settings.train.asynchronous > 0, "asynchronous", f"{settings.train.asynchronous}"),
+        (rollout.amplify > 0, f"{'fixed' if rollout.amplify_fixed else 'resampled'} noise", f"{rollout.amplify:g}"),
+        (hidden.temperature != 1, "hidden temperature", f"{hidden.temperature:g}"),
+        (hidden.top_p < 1, "hidden top-p", f"{hidden.top_p:g}"),
+        (rollout.quantize != NONE, f"{rollout.quantize} weights", ""),
+        ((rollout.dtype, trainer) != ("fp32", "fp32"), f"{rollout.dtype} sampler and {trainer} trainer", ""),
+    ]
+    return [(name, strength) for active, name, strength in every if active]
+
+
+def _method(settings: JobSettings) -> str:
+    correction = settings.correction
+    name = next((name for name, preset in PRESETS.items() if preset.correction == correction), None)
+    if name is None:
+        plain = schema.to_dict(correction)
+        wanted = [n for n, p in PRESETS.items() if schema.to_dict(p.correction) | {"old": correction.old} == plain]
+        name = f"{wanted[0]}, old: {correction.old}" if wanted else _written(correction)
+    return name if settings.moe.replay == NONE else f"{name} with {settings.moe.replay}"
+
+
+def _written(correction: RolloutCorrection) -> str:
+    default = schema.to_dict(RolloutCorrection())
+    changed = {name: value for name, value in schema.to_dict(correction).items() if value != default[name]}
+    return schema.dump_yaml(_without_defaults(changed), one_line=True).strip()
+
+
+def _without_defaults(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_defaults(v) for k, v in value.items() if v not in (None, NONE, [], ())}
+    return [_without_defaults(each) for each in value] if isinstance(value, list) else value
+
+
+def _lr_rule(settings: JobSettings) -> str:
+    if settings.lr_decay is not None:
+        period = settings.lr_decay.decay_period
+        return "length decay" if period is None else f"decay period {period}"
+    if settings.lr_gate is not None:
+        return f"{settings.lr_gate.signal} gate, {settings.lr_gate.rule}"
+    return NONE
+
+
+def _world(settings: JobSettings, model: Mapping[str, Any]) -> str:
+    written, default = schema.to_dict(settings), schema.to_dict(JobSettings())
+    # defaults are left out, so that a setting that is added later changes no fingerprint
+    changed = {name: value for name, value in _leaves(written).items() if value != _leaves(default).get(name)}
+    kept = {k: v for k, v in changed.items() if not any(k == e or k.startswith(f"{e}.") for e in ELSEWHERE)}
+    kept = {k: v for k, v in kept.items() if not k.startswith(("model.config", "warmup.steps"))} | {
+        "model": dict(model)
+    }
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:6]
+
+
+def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    return {k: v for name, each in value.items() for k, v in _leaves(each, f"{prefix}.{name}".strip(".")).items()}

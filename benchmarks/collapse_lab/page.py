@@ -1,0 +1,256 @@
+"""docs/collapse.md and its figures, from the committed results and the claims."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from collapse_lab import checks
+from collapse_lab.claims import (
+    ANSWERS,
+    BY_CASE,
+    CANNOT_TELL,
+    CONTRADICTS,
+    MATTERS,
+    P_LIMIT,
+    SUPPORTS,
+    Answer,
+    Claim,
+    answers,
+    verdict,
+)
+from collapse_lab.drawings import draw
+from collapse_lab.figure_data import FigureSettings, Picture, pictures
+from collapse_lab.results import TUNING, Results
+from collapse_lab.rows import Row
+from megatron_rc import schema
+from megatron_rc.jobs.describe import table
+from megatron_rc.report.endpoints import Endpoints
+
+CLAIMS = Path(__file__).with_name("claims.yaml")
+IMAGES = "images/collapse"
+"""Folder of the figures, seen from docs/."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """The file of the claims."""
+
+    claims: tuple[Claim, ...]
+    figures: tuple[FigureSettings, ...]
+
+
+def statement(path: Path = CLAIMS) -> Statement:
+    return schema.from_dict(Statement, schema.load_yaml(path))
+
+
+def write(results: Results, docs: Path, path: Path = CLAIMS) -> None:
+    """Write docs/collapse.md, and draw the figures that it shows; figures that it no longer shows are deleted.
+
+    Raises:
+        ValueError: there are no committed runs.
+    """
+    if not results.rows:
+        raise ValueError("no run is committed: python benchmarks/collapse.py --read FOLDER of a grid")
+    said = statement(path)
+    drawn = [(figure, pictures(figure, results)) for figure in said.figures]
+    folder = docs / IMAGES
+    for figure, each in drawn:
+        for picture in each:
+            draw(figure, picture.data, folder / f"{picture.name}.png")
+    names = {picture.name for _, each in drawn for picture in each}
+    for file in folder.glob("*.png"):
+        if file.stem not in names:
+            file.unlink()
+    (docs / "collapse.md").write_text(text(results, said))
+
+
+def text(results: Results, said: Statement) -> str:
+    """The page, without touching a file."""
+    given = [(claim, answers(claim, results)) for claim in said.claims]
+    parts = [
+        *_introduction(results),
+        *_summary(given),
+        *(part for claim, each in given for part in _claim(claim, each)),
+        "## Figures\n",
+        *(
+            part
+            for figure in said.figures
+            for picture in pictures(figure, results)
+            for part in _figure(figure, picture)
+        ),
+        *_not_reproduced(given),
+        *_checks(results),
+        *_limits(results),
+    ]
+    return "\n".join(parts)
+
+
+def _introduction(results: Results) -> Iterator[str]:
+    rows = results.rows
+    stages = ", ".join(f"`{stage}`" for stage in sorted({row.stage for row in rows}))
+    yield "# Collapse: what a lab of small runs saw\n"
+    yield _paragraph(
+        "Printed by `python benchmarks/collapse.py --docs` from the committed runs in `benchmarks/results/collapse/`",
+        "and the claims in `benchmarks/collapse_lab/claims.yaml`. No answer on this page is written by hand.",
+    )
+    yield _paragraph(
+        f"{len(rows)} runs of small models took {_hours(rows)}. `bash launch/collapse_lab.sh` runs them by stages",
+        f"({stages}), whose recipes are in `launch/recipes/collapse/`. Seeds from {TUNING} on chose settings, and",
+        "are left out here. Runs of one task in this table differ in nothing but what an arm names, and the seed:",
+    )
+    yield table(
+        ("task", "vocabulary", "runs", "seeds", "mean response length T", "T / T*", "k3, first quarter"),
+        [_world(label, [row for row in rows if row.world == world]) for world, label in results.worlds().items()],
+    )
+    yield "## Endpoints, stated before the runs\n"
+    yield from _rules(results)
+    yield "## How an answer follows\n"
+    yield _paragraph(
+        "Every comparison is between two arms that differ only in what it names. Intervals cover 90 %: that of a",
+        "share is Clopper and Pearson's, that of the difference of two shares Newcombe's, all others are bootstraps",
+        "over runs.",
+    )
+    yield _item(
+        f"**{SUPPORTS}**: the interval lies wholly on the side of the claim; of the time to collapse, log-rank",
+        f"p < {P_LIMIT:g}.",
+    )
+    yield _item(
+        f"**{CONTRADICTS}**: it lies wholly on the other side, or excludes every difference that matters:",
+        f"{100 * MATTERS['share']:.0f} points of a share of runs, {100 * MATTERS['final']:.0f} points of final",
+        f"accuracy, a factor of {10 ** MATTERS['k3_early']:.0f} of k3.",
+    )
+    yield _item(f"**{CANNOT_TELL}**: anything else, fewer seeds than the claim asks for, or no runs.") + "\n"
+    yield _paragraph(
+        f"A claim of which one comparison supports what another contradicts *{BY_CASE}*; a claim that something can",
+        "happen needs one comparison that supports it, and is contradicted by all of them together. One comparison in",
+        "twenty errs on either side by chance alone. A run that learns too little has failed, too, without ever",
+        "having fallen.",
+    )
+
+
+def _world(label: str, rows: Sequence[Row]) -> list[str]:
+    return [
+        label,
+        _range([row.vocabulary for row in rows]),
+        str(len(rows)),
+        str(len({row.seed for row in rows})),
+        _range([row.length for row in rows]),
+        _range([row.depth for row in rows]),
+        _range([row.k3_early for row in rows]),
+    ]
+
+
+def _rules(results: Results) -> Iterator[str]:
+    used = {row.stage: _rule(results.rules.get(row.stage, Endpoints())) for row in results.rows}
+    for rule in dict.fromkeys(used.values()):
+        stages = ", ".join(f"`{stage}`" for stage in sorted(used) if used[stage] == rule)
+        yield _item(f"{stages}: {rule}")
+    least = min(row.answers for row in results.rows)
+    served = sum(row.evaluated == "served" for row in results.rows)
+    whose = f"In {served} runs the sampler's weights answered, in the others the trainer's."
+    yield "\n" + _paragraph(
+        f"Every evaluation has {least:,} answers or more.", whose if served else "The trainer's own weights answered."
+    )
+
+
+def _rule(rules: Endpoints) -> str:
+    return (
+        f"the mean of {rules.window} evaluations is judged. A run has **fallen** where it lies {rules.fall:.0%} or "
+        f"more below its maximum so far. It has **collapsed** when at least its last {rules.to_end} means have fallen, "
+        "or a value was not finite; a fall that it recovered from is a **relapse**. It has **failed** when its last "
+        f"mean is below {rules.failure:.0%} of that of the exact sampler with the same seed."
+    )
+
+
+def _summary(given: Sequence[tuple[Claim, list[Answer]]]) -> Iterator[str]:
+    yield "## The claims\n"
+    rows = []
+    for claim, each in given:
+        counted = [answer.answer for answer in each if not answer.beside]
+        counts = [f"{counted.count(name)}" for name in ANSWERS]
+        rows.append([f"({claim.letter})", claim.claim, f"**{verdict(claim, each)}**", *counts])
+    yield table(("", "claim", "answer", *(f"comparisons: {name}" for name in ANSWERS)), rows)
+
+
+def _claim(claim: Claim, given: Sequence[Answer]) -> Iterator[str]:
+    yield f"## ({claim.letter}) {claim.claim}\n"
+    yield f"**{verdict(claim, given).capitalize()}.**" + (f" {claim.limits}" if claim.limits else "") + "\n"
+    yield table(
+        ("comparison", "answer", "what the runs say, 90 % interval", "runs of both arms", "T / T*", "vocabulary"),
+        [[each.question, each.answer, each.why, each.seeds, each.depth, each.vocabulary] for each in given],
+    )
+
+
+def _figure(figure: FigureSettings, picture: Picture) -> Iterator[str]:
+    title = picture.data["title"]
+    yield f"![{title}]({IMAGES}/{picture.name}.png)\n"
+    stages = sorted({row.stage for row in picture.runs})
+    commands = ", ".join(f"`megatron-rc grid launch/recipes/collapse/{stage}.yaml`" for stage in stages)
+    runs = f"{len(picture.runs)} runs, {_hours(picture.runs)}: {commands}."
+    yield _paragraph(*filter(None, (f"*{title}.*", figure.note, runs)))
+
+
+def _not_reproduced(given: Sequence[tuple[Claim, list[Answer]]]) -> Iterator[str]:
+    yield "## What did not reproduce\n"
+    against = [
+        [f"({claim.letter})", each.question, each.why, each.depth]
+        for claim, answered in given
+        for each in answered
+        if each.answer == CONTRADICTS and verdict(claim, answered) != SUPPORTS
+    ]
+    if against:
+        yield table(("claim", "comparison", "what the runs say, 90 % interval", "T / T*"), against)
+    else:
+        yield "No comparison contradicts its claim.\n"
+
+
+def _checks(results: Results) -> Iterator[str]:
+    yield "## Checks of the lab itself\n"
+    for title, problems in (
+        ("runs of the exact sampler that fell, collapsed or failed", checks.failing_exact_runs(results)),
+        (
+            "mechanisms that fail less often where they are stronger, beyond the intervals",
+            checks.falls_with_strength(results),
+        ),
+    ):
+        yield _item(f"{title}: {'; '.join(problems) or 'none'}.")
+    yield ""
+
+
+def _limits(results: Results) -> Iterator[str]:
+    rows = results.rows
+    yield "## What models of this size cannot say\n"
+    yield _paragraph(
+        f"The vocabularies here have {_range([row.vocabulary for row in rows])} tokens, mean responses",
+        f"{_range([row.length for row in rows])} tokens, runs {_range([row.steps for row in rows])} steps, and",
+        f"T / T* spans {_range([row.depth for row in rows])}. Large models have vocabularies of a hundred thousand",
+        "tokens, whose tail is where two engines differ most, responses of thousands of tokens, and many layers and",
+        "experts whose kernels round differently; noise on weights stands in for that here, and need not have its",
+        "structure. What needs a long horizon, thousands of updates, an open task or a GPU's kernels can be absent",
+        "here and real there, and what saves a run here can fail there. The answers hold within the ranges above;",
+        "outside them this page says nothing.",
+    )
+
+
+def _paragraph(*parts: str) -> str:
+    return textwrap.fill(" ".join(parts), 118, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def _item(*parts: str) -> str:
+    return textwrap.fill(f"* {' '.join(parts)}", 118, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _hours(rows: Sequence[Row]) -> str:
+    seconds = sum(row.seconds for row in rows)
+    return f"{seconds / 3600:.1f} core-hours" if seconds >= 3600 else f"{seconds / 60:.0f} core-minutes"
+
+
+def _range(values: Sequence[float]) -> str:
+    known = [value for value in values if value == value]
+    if not known:
+        return ""
+    low, high = (f"{bound:.2g}" if isinstance(bound, float) else f"{bound}" for bound in (min(known), max(known)))
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,163 @@
+"""One row per finished run of the lab, in benchmarks/results/collapse/<stage>.csv."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[1] / "results/collapse"
+SIGNALS = ("k3", "ess", "grad_norm", "log_ppl", "length", "reward")
+"""Curves that are kept beside the evaluations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One run; numbers that it did not measure are NaN, and empty in the file."""
+
+    stage: str
+    run: str
+    """Its choices on the axes of the grid, joined by -: the name of its folder."""
+    seed: int
+    exact: str
+    """The `run` that it is compared with, at the same seed; empty: none."""
+    mechanism: str
+    strength: str
+    method: str
+    control: str
+    lr: float
+    lr_rule: str
+    task: str
+    world: str
+    vocabulary: int
+    steps: int
+    answers: int
+    """Per evaluation."""
+    evaluated: str
+    """served: the sampler's weights answered; trained: those of the trainer."""
+    collapsed_at: float
+    fell_at: float
+    relapses: int
+    reason: str
+    last_step: int
+    final: float
+    best: float
+    k3: float
+    """Mean over the steps."""
+    k3_median: float
+    k3_early: float
+    """Median over the first quarter of the steps, before methods part."""
+    sigma: float
+    """sqrt(2 k3_early): standard deviation of a token's log-ratio, if it is Gaussian."""
+    mismatch_k3: float
+    """Mean over the steps of the part of the gap that is no lag."""
+    staleness_k3: float
+    """Mean over the steps of the part of the gap that is lag."""
+    length: float
+    """Mean response length over the steps, tokens."""
+    horizon: float
+    """T* = 1 / (2 k3_early), tokens."""
+    depth: float
+    """T / T*: mean response length of the first quarter of the steps over T*."""
+    ess: float
+    """Mean effective sample size of the tokens' ratios, share."""
+    dropped: float
+    """Mean share of the loss tokens that the method drops."""
+    grad_norm: float
+    """Mean gradient norm before clipping."""
+    z_surprise: float
+    """z_W of `megatron-rc analyze`, where the run kept a dump."""
+    half_k3: float
+    """Step at which it has gone half of its way; of the reward, half of its way down from its peak."""
+    half_ess: float
+    half_grad_norm: float
+    half_log_ppl: float
+    half_length: float
+    half_reward: float
+    seconds: float
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.run, self.seed
+
+    @property
+    def collapsed(self) -> bool:
+        return not math.isnan(self.collapsed_at)
+
+    @property
+    def fell(self) -> bool:
+        return not math.isnan(self.fell_at)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """The curves of a run up to a step: its evaluation there, and means over the steps since the point before."""
+
+    run: str
+    seed: int
+    step: int
+    accuracy: float
+    k3: float
+    ess: float
+    grad_norm: float
+    log_ppl: float
+    length: float
+    reward: float
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.run, self.seed
+
+
+Kept = Row | Point
+Record = typing.TypeVar("Record", Row, Point)
+
+
+def path_of(cls: type[Kept], stage: str, folder: Path = FOLDER) -> Path:
+    return folder / (f"{stage}.csv" if cls is Row else f"{stage}-curves.csv")
+
+
+def stages(folder: Path = FOLDER) -> list[str]:
+    """Stages with committed rows: those with curves beside them, which other rows in the folder lack."""
+    return sorted(path.stem.removesuffix("-curves") for path in folder.glob("*-curves.csv"))
+
+
+def committed(cls: type[Record], stage: str, folder: Path = FOLDER) -> list[Record]:
+    """The rows or points of a stage; none where it has no file."""
+    path = path_of(cls, stage, folder)
+    if not path.exists():
+        return []
+    hints = typing.get_type_hints(cls)
+    with open(path, newline="") as file:
+        return [cls(**{k: _parsed(v, hints[k]) for k, v in record.items()}) for record in csv.DictReader(file)]
+
+
+def merge(new: Iterable[Record], stage: str, cls: type[Record], folder: Path = FOLDER) -> None:
+    """Add records to the file of a stage: those of the same run and seed are replaced, all others stay."""
+    new = list(new)
+    replaced = {record.key for record in new}
+    kept = [record for record in committed(cls, stage, folder) if record.key not in replaced]
+    everything = sorted([*kept, *new], key=lambda record: (*record.key, getattr(record, "step", 0)))
+    path = path_of(cls, stage, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = [field.name for field in dataclasses.fields(cls)]
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(names)
+        writer.writerows([_written(getattr(record, name)) for name in names] for record in everything)
+
+
+def _parsed(text: str, kind: Any) -> Any:
+    return (math.nan if text == "" else float(text)) if kind is float else kind(text)
+
+
+def _written(value: Any) -> Any:
+    """Four significant digits, and nothing for what was not measured."""
+    if not isinstance(value, float):
+        return value
+    return "" if math.isnan(value) else f"{value:.4g}"

@@ -1,0 +1,129 @@
+"""Rows of the collapse lab hold what the metrics and the settings of a run say."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import DENSE
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from collapse_lab.facts import facts_of
+from collapse_lab.reading import read
+
+from megatron_rc import schema
+from megatron_rc.settings import JobSettings
+
+MODEL = {"vocab_size": 20}
+TRAIN = {"steps": 60, "lr": 3e-4, "eval_samples": 2}
+LAG = {"staleness": 16, "dtype": "fp32"}
+
+
+def settings(**fields: Any) -> JobSettings:
+    return schema.from_dict(JobSettings, {"rollout": {"dtype": "fp32"}, **fields})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "mechanism", "strength"),
+    [
+        ({}, "exact", ""),
+        ({"staleness": 16}, "lag", "16"),
+        ({"amplify": 0.2}, "resampled noise", "0.2"),
+        ({"amplify": 0.2, "amplify_fixed": True}, "fixed noise", "0.2"),
+        ({"hidden": {"top_p": 0.9}}, "hidden top-p", "0.9"),
+        ({"hidden": {"temperature": 0.8}}, "hidden temperature", "0.8"),
+        ({"quantize": "fp8"}, "fp8 weights", ""),
+        ({"dtype": "bf16"}, "bf16 sampler and fp32 trainer", ""),
+        ({"staleness": 4, "amplify": 0.4}, "lag + resampled noise", "4 + 0.4"),
+    ],
+)
+def test_the_mechanism_is_what_the_settings_open_the_gap_by(
+    rollout: dict[str, Any], mechanism: str, strength: str
+) -> None:
+    facts = facts_of(settings(rollout={"dtype": "fp32"} | rollout), MODEL)
+    assert (facts.mechanism, facts.strength) == (mechanism, strength)
+    assert facts.world == facts_of(settings(), MODEL).world
+
+
+@pytest.mark.parametrize(
+    ("correction", "method"),
+    [
+        ("none", "none"),
+        ("seq-tis", "seq-tis"),
+        ({"old": "rollout"}, "none, old: rollout"),
+        ({"weight": {"level": "token", "upper": 3.0}}, "{weight: {level: token, mode: truncate, upper: 3.0}}"),
+    ],
+)
+def test_a_method_has_the_name_of_its_preset(correction: Any, method: str) -> None:
+    assert facts_of(settings(correction=correction), MODEL).method == method
+
+
+def test_a_world_is_everything_that_no_arm_names() -> None:
+    world = facts_of(settings(), MODEL).world
+    arms = {"correction": "seq-tis", "lr_decay": {"decay_period": 30}, "train": {"lr": 1e-4, "seed": 9}, "output": "x"}
+    assert facts_of(settings(**arms), MODEL).world == world
+    for other in ({"train": {"steps": 7}}, {"rollout": {"dtype": "fp32", "max_new_tokens": 600}}, {"task": {"options": {"held_out": 9}}}):  # fmt: skip # noqa: E501
+        assert facts_of(settings(**other), MODEL).world != world
+    assert facts_of(settings(), {"vocab_size": 21}).world != world
+
+
+def grid(folder: Path, **fields: Any) -> Path:
+    data = {
+        "job": {"model": {"config": DENSE}, "train": TRAIN, "rollout": {"dtype": "fp32"}},
+        "axes": {"mechanism": {"exact": {}, "lag": {"rollout.staleness": 16}}},
+        "endpoints": {"exact": {"mechanism": "exact"}},
+    }
+    recipe = folder / "mechanism.yaml"
+    recipe.write_text(schema.dump_yaml(data | fields))
+    return recipe
+
+
+def finished_run(folder: Path, rollout: dict[str, Any], accuracy: list[float], train: dict[str, Any]) -> None:
+    folder.mkdir(parents=True)
+    job = {"model": {"config": DENSE}, "train": train, "rollout": rollout}
+    (folder / "settings.yaml").write_text(schema.dump_yaml(schema.to_dict(schema.from_dict(JobSettings, job))))
+    records = []
+    for step in range(61):
+        record: dict[str, Any] = {"phase": "rl", "step": step}
+        if step:
+            record |= {"updates": 1.0, "grad_norm": 0.5, "loss": 0.1, "reward/mean": 0.5, "response_length/mean": 10.0}
+            record |= {"old/k3": 0.01 if step <= 15 else 0.04, "old/ess_token": 0.9, "old/train_log_ppl": 0.4}
+            record |= {"old/masked_token": 0.25, "time/step_s": 2.0}
+        if step % 10 == 0:
+            record["eval/accuracy"] = accuracy[step // 10]
+        records.append(record)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_a_run_becomes_one_row_and_a_point_every_ten_steps(tmp_path: Path) -> None:
+    recipe, out = grid(tmp_path), tmp_path / "out"
+    finished_run(out / "exact/seed-3", {"dtype": "fp32"}, [0.4, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9], TRAIN)
+    finished_run(out / "lag/seed-3", LAG, [0.6, 0.6, 0.6, 0.2, 0.1, 0.2, 0.3], TRAIN)
+    rows, points = read(recipe, out)
+    exact, lag = rows
+    assert (lag.stage, lag.run, lag.seed, lag.exact, lag.mechanism, lag.vocabulary) == (
+        *("mechanism", "lag", 3, "exact", "lag", 20),
+    )  # fmt: skip
+    assert (exact.collapsed, lag.collapsed_at, lag.final) == (False, 40.0, pytest.approx(0.2))
+    assert lag.k3 == pytest.approx((15 * 0.01 + 45 * 0.04) / 60) and lag.k3_median == 0.04
+    assert lag.k3_early == 0.01 and lag.sigma == pytest.approx(math.sqrt(0.02))
+    assert lag.horizon == pytest.approx(50.0) and lag.depth == pytest.approx(0.2)
+    assert (lag.dropped, lag.seconds, lag.answers) == (pytest.approx(0.25), 120.0, 512)
+    assert math.isnan(lag.mismatch_k3) and math.isnan(lag.z_surprise)
+    mine = [point for point in points if point.run == "lag"]
+    assert [point.step for point in mine] == list(range(0, 61, 10))
+    # steps 11 to 20: five of 0.01 and five of 0.04
+    assert mine[2].k3 == pytest.approx(0.025) and mine[2].accuracy == 0.6 and math.isnan(mine[0].k3)
+
+
+def test_runs_that_endpoints_cannot_judge_are_refused(tmp_path: Path) -> None:
+    finished_run(tmp_path / "out/lag/seed-1", LAG, [0.5] * 7, TRAIN | {"eval_samples": 1})
+    with pytest.raises(ValueError, match="lag seed 1: its evaluations have 256 answers, endpoints.min_answers 512"):
+        read(grid(tmp_path), tmp_path / "out")
+    with pytest.raises(ValueError, match="has no section endpoints"):
+        read(grid(tmp_path, endpoints=None), tmp_path / "out")

@@ -1,0 +1,68 @@
+"""The statistics of the collapse lab give published values."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from collapse_lab import intervals
+from collapse_lab.survival import Life, log_rank, survival
+
+# weeks in remission of patients with leukaemia, 0: still in remission (Freireich and others 1963, Blood 21, 699)
+DRUG = [(6, 1), (6, 1), (6, 1), (6, 0), (7, 1), (9, 0), (10, 1), (10, 0), (11, 0), (13, 1), (16, 1), (17, 0), (19, 0),
+        (20, 0), (22, 1), (23, 1), (25, 0), (32, 0), (32, 0), (34, 0), (35, 0)]  # fmt: skip
+PLACEBO = [(week, 1) for week in (1, 1, 2, 2, 3, 4, 4, 5, 5, 8, 8, 8, 8, 11, 11, 12, 12, 15, 17, 22, 23)]
+
+
+def lives(pairs: list[tuple[int, int]]) -> list[Life]:
+    return [Life(step, bool(ended)) for step, ended in pairs]
+
+
+def test_survival_of_the_patients_of_freireich() -> None:
+    curve = survival(lives(DRUG))
+    assert [step for step, _ in curve] == [6, 7, 10, 13, 16, 22, 23]
+    assert [share for _, share in curve] == pytest.approx([0.857, 0.807, 0.753, 0.690, 0.627, 0.538, 0.448], abs=5e-4)
+    assert survival(lives([(5, 0), (7, 0)])) == []
+
+
+def test_log_rank_of_the_patients_of_freireich() -> None:
+    result = log_rank(lives(DRUG), lives(PLACEBO))
+    assert result.expected == pytest.approx(19.25, abs=0.01)
+    assert result.chi_squared == pytest.approx(16.79, abs=0.01)
+    assert result.p == pytest.approx(4.2e-5, rel=0.02)
+    assert log_rank(lives(PLACEBO), lives(DRUG)).chi_squared == pytest.approx(result.chi_squared)
+
+
+def test_groups_without_a_collapse_do_not_differ() -> None:
+    assert log_rank(lives([(120, 0)] * 3), lives([(120, 0)] * 4)).p == 1.0
+
+
+def test_binomial_intervals_have_the_coverage_that_they_state() -> None:
+    assert intervals.share(0, 10)[1:] == pytest.approx((0.0, 1 - 0.05**0.1), abs=1e-9)
+    assert intervals.share(10, 10)[1:] == pytest.approx((0.05**0.1, 1.0), abs=1e-9)
+    for hits, runs in ((1, 3), (4, 10), (7, 12)):
+        value, low, high = intervals.share(hits, runs)
+        assert low < value < high
+        assert intervals._at_least(hits, runs, low) == pytest.approx(0.05)
+        assert 1 - intervals._at_least(hits + 1, runs, high) == pytest.approx(0.05)
+
+
+def test_intervals_of_the_tables_of_newcombe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intervals, "LEVEL", 0.95)
+    # Statistics in Medicine 17 (1998): 857-872, table I, and 873-890, table II
+    assert intervals.share(81, 263)[1:] == pytest.approx((0.2527, 0.3676), abs=5e-5)
+    assert intervals.difference((56, 70), (48, 80))[1:] == pytest.approx((0.0524, 0.3339), abs=5e-5)
+    assert intervals.difference((9, 10), (3, 10))[1:] == pytest.approx((0.1705, 0.8090), abs=5e-5)
+    assert intervals.difference((10, 10), (0, 10))[1:] == pytest.approx((0.6075, 1.0), abs=5e-5)
+
+
+def test_the_bootstrap_covers_a_mean_about_as_often_as_it_states() -> None:
+    random = np.random.default_rng(3)
+    samples = [intervals.bootstrap(random.normal(size=20)) for _ in range(150)]
+    assert 0.80 <= np.mean([low <= 0 <= high for _, low, high in samples]) <= 0.95
+    assert intervals.bootstrap([1.0, 2.0, 6.0], np.median).value == 2.0

@@ -1,0 +1,234 @@
+"""The verdict of the collapse lab follows from its rows by rules, and its page and figures from the committed files."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import collapse_rows  # noqa: E402
+from collapse_lab import checks, page  # noqa: E402
+from collapse_lab.claims import CANNOT_TELL, CONTRADICTS, SUPPORTS, Answer, _side, answers, verdict  # noqa: E402
+from collapse_lab.drawings import drawn_digest  # noqa: E402
+from collapse_lab.figure_data import digest, pictures  # noqa: E402
+from collapse_lab.intervals import Interval  # noqa: E402
+from collapse_lab.results import TUNING, Arm, Results, load  # noqa: E402
+from collapse_lab.rows import FOLDER, Point, Row, committed, merge, path_of  # noqa: E402
+
+from megatron_rc.report.endpoints import outcome  # noqa: E402
+
+RECIPES = ROOT / "launch/recipes/collapse"
+STATEMENT = page.statement()
+CLAIMS = {claim.letter: claim for claim in STATEMENT.claims}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("collapse")
+    collapse_rows.write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made_up(folder: Path) -> Results:
+    return load(folder)
+
+
+def by_question(letter: str, results: Results) -> dict[str, str]:
+    """Answers by the start of the question, and its strength."""
+    given = answers(CLAIMS[letter], results)
+    return {each.question.split(", arith")[0]: each.answer for each in given if each.why != "not run yet"}
+
+
+def test_reading_again_replaces_runs_and_deletes_none(tmp_path: Path) -> None:
+    collapse_rows.write(tmp_path, seeds=(1, 2))
+    before = {row.key: row for row in committed(Row, collapse_rows.STAGE, tmp_path)}
+    row = before["lag-16-none-lr0.0003", 2]
+    merge([dataclasses.replace(row, final=0.125)], collapse_rows.STAGE, Row, tmp_path)
+    after = {row.key: row for row in committed(Row, collapse_rows.STAGE, tmp_path)}
+    assert after.keys() == before.keys()
+    assert [key for key in after if str(after[key]) != str(before[key])] == [row.key]
+    assert after[row.key].final == 0.125
+    points = committed(Point, collapse_rows.STAGE, tmp_path)
+    assert len(points) == 13 * len(before) and math.isnan(points[0].k3)
+
+
+def test_other_rows_in_the_folder_are_no_stage(tmp_path: Path) -> None:
+    collapse_rows.write(tmp_path, seeds=(1,))
+    (tmp_path / "quickstart.csv").write_text("seed,choice\n1,exact\n")
+    assert len(load(tmp_path).rows) == len(collapse_rows.ARMS)
+
+
+def test_files_hold_four_digits(folder: Path) -> None:
+    with open(path_of(Row, collapse_rows.STAGE, folder), newline="") as file:
+        finals = [row["final"] for row in csv.DictReader(file)]
+    assert max(map(len, finals)) == len("0.1234")
+
+
+def test_answers_follow_from_what_happened_to_the_runs(made_up: Results) -> None:
+    noise = "Runs with fixed noise on the sampler's weights fall more often than those of the exact sampler, strength"
+    lag = "For comparison: runs with lag fall more often than those of the exact sampler, strength"
+    assert by_question("a", made_up) == {
+        f"{noise} 0.2": CONTRADICTS,  # 0 of 10 against 0 of 10
+        f"{noise} 0.4": CANNOT_TELL,  # 1 of 10
+        "Runs with a hidden top-p fall more often than those of the exact sampler": SUPPORTS,  # 6 of 10
+        f"{lag} 4, lr 0.0003": CANNOT_TELL,
+        f"{lag} 16, lr 0.0001": SUPPORTS,
+        f"{lag} 16, lr 0.0003": SUPPORTS,
+    }  # fmt: skip
+    assert verdict(CLAIMS["a"], answers(CLAIMS["a"], made_up)) == SUPPORTS
+    assert set(by_question("d", made_up).values()) == {SUPPORTS}
+    assert set(by_question("e", made_up).values()) == {SUPPORTS}
+    assert set(by_question("i", made_up).values()) == {SUPPORTS}
+    assert verdict(CLAIMS["f"], answers(CLAIMS["f"], made_up)) == CANNOT_TELL
+
+
+def test_without_runs_no_claim_has_an_answer() -> None:
+    for claim in CLAIMS.values():
+        given = answers(claim, Results([]))
+        assert {(each.answer, each.why) for each in given} == {(CANNOT_TELL, "not run yet")}
+
+
+def test_fewer_seeds_than_asked_for_cannot_tell(tmp_path: Path) -> None:
+    collapse_rows.write(tmp_path, seeds=(1, 2, 3))
+    given = answers(CLAIMS["a"], load(tmp_path))
+    assert {each.answer for each in given} == {CANNOT_TELL}
+    assert any(each.why.endswith("; 3 seeds, 10 wanted") for each in given)
+
+
+def test_seeds_that_chose_settings_are_not_counted(tmp_path: Path) -> None:
+    collapse_rows.write(tmp_path, seeds=(1, TUNING))
+    assert {row.seed for row in load(tmp_path).rows} == {1}
+    assert {row.seed for row in committed(Row, collapse_rows.STAGE, tmp_path)} == {1, TUNING}
+
+
+def test_a_run_that_two_stages_have_counts_once(made_up: Results) -> None:
+    repeated = [dataclasses.replace(row, stage="again") for row in made_up.rows if row.method == "token-tis"]
+    results = Results([*made_up.rows, *repeated], made_up.points)
+    assert len(results.rows) == len(made_up.rows)
+    assert {row.stage for row in results.rows} == {collapse_rows.STAGE}
+
+
+def test_runs_of_different_tasks_are_never_compared(made_up: Results) -> None:
+    elsewhere = {"world": "bbbbbb", "length": 600.0}
+    moved = [dataclasses.replace(row, **elsewhere) if row.mechanism == "exact" else row for row in made_up.rows]
+    given = answers(CLAIMS["a"], Results(moved, made_up.points))
+    assert {each.why for each in given} == {"not run yet"}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expect", "answer"),
+    [
+        (0.1, 0.9, "more", SUPPORTS),
+        (-0.1, 0.9, "more", CANNOT_TELL),
+        (-0.9, -0.1, "more", CONTRADICTS),
+        (-0.2, 0.2, "more", CONTRADICTS),  # every difference that would matter is excluded
+        (-0.9, -0.1, "less", SUPPORTS),
+        (0.1, 0.9, "less", CONTRADICTS),
+        (-0.2, 0.2, "same", SUPPORTS),
+        (0.1, 0.9, "same", CONTRADICTS),
+        (-0.3, 0.2, "same", CANNOT_TELL),
+    ],
+)
+def test_the_answer_of_an_interval(low: float, high: float, expect: str, answer: str) -> None:
+    assert _side(Interval((low + high) / 2, low, high), expect, 0.25) == answer
+
+
+@pytest.mark.parametrize(
+    ("holds", "given", "answer"),
+    [
+        ("everywhere", [SUPPORTS, CANNOT_TELL], SUPPORTS),
+        ("everywhere", [SUPPORTS, CONTRADICTS], "differs by case"),
+        ("everywhere", [CANNOT_TELL], CANNOT_TELL),
+        ("somewhere", [SUPPORTS, CONTRADICTS], SUPPORTS),
+        ("somewhere", [CONTRADICTS, CANNOT_TELL], CANNOT_TELL),
+        ("somewhere", [CONTRADICTS, CONTRADICTS], CONTRADICTS),
+    ],
+)
+def test_the_answer_of_a_claim(holds: str, given: list[str], answer: str) -> None:
+    claim = dataclasses.replace(CLAIMS["a"], holds=holds)
+    beside = Answer("", SUPPORTS, "", "", "", "", True)
+    assert verdict(claim, [beside, *(Answer("", each, "", "", "", "", False) for each in given)]) == answer
+
+
+def test_the_checks_name_an_exact_run_that_fails_and_a_ladder_that_falls(made_up: Results) -> None:
+    assert checks.failing_exact_runs(made_up) == checks.falls_with_strength(made_up) == []
+    rows = [
+        dataclasses.replace(row, final=0.2, fell_at=70.0) if row.run == "exact-seq-tis-lr0.0003" and row.seed == 3
+        else dataclasses.replace(row, strength="32") if row.run == "lag-16-seq-tis-lr0.0003"
+        else dataclasses.replace(row, method="seq-tis") if row.run == "lag-16-none-lr0.0003"
+        else row
+        for row in made_up.rows
+    ]  # fmt: skip
+    results = Results(rows, made_up.points)
+    assert checks.failing_exact_runs(results) == [
+        "made-up: exact-seq-tis-lr0.0003 seed 3 of the exact sampler fell at step 70"
+    ]
+    assert checks.falls_with_strength(results) == ["lag 32 with seq-tis fails in 0% of its runs, 16 in 100%"]
+
+
+def test_every_column_that_a_claim_or_figure_names_exists() -> None:
+    compared = [c for claim in CLAIMS.values() for c in claim.comparisons]
+    named = [*(c.arm for c in compared), *(c.against for c in compared)]
+    named += [where for figure in STATEMENT.figures for where in figure.arms.values()]
+    assert {column for where in named for column in where} <= set(Arm._fields)
+    assert {c.signal for c in compared if c.measure == "order"} <= {"ess", "grad_norm", "log_ppl", "length", "reward"}
+    assert all(bool(c.signal) == (c.measure == "order") == (not c.against) for c in compared)
+    assert sorted(CLAIMS) == list("abcdefghi")
+
+
+def test_figures_carry_the_numbers_that_they_show(made_up: Results, tmp_path: Path) -> None:
+    page.write(made_up, tmp_path)
+    drawn = {file.stem: file for file in (tmp_path / page.IMAGES).glob("*.png")}
+    wanted = {each.name: each for figure in STATEMENT.figures for each in pictures(figure, made_up)}
+    assert drawn.keys() == wanted.keys() == {figure.name for figure in STATEMENT.figures}
+    for name, picture in wanted.items():
+        assert drawn_digest(drawn[name]) == digest(picture.data)
+        assert f"]({page.IMAGES}/{name}.png)" in (tmp_path / "collapse.md").read_text()
+    arms = wanted["arms"].data["panels"]
+    assert (arms["no correction"]["failed"], arms["no correction"]["runs"]) == (10, 10)
+    assert len(arms["seq-tis"]["seeds"]) == 10 and len(arms["seq-tis"]["mean"]) == 13
+    changed = [dataclasses.replace(point, accuracy=0.0) for point in made_up.points[collapse_rows.STAGE]]
+    other = Results(made_up.rows, {collapse_rows.STAGE: changed})
+    assert digest(pictures(STATEMENT.figures[0], other)[0].data) != digest(wanted["arms"].data)
+
+
+def test_a_page_without_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no run is committed"):
+        page.write(Results([]), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_page_and_its_figures_are_what_the_committed_files_say() -> None:
+    results, document = load(recipes=RECIPES), ROOT / "docs/collapse.md"
+    assert document.exists() == bool(results.rows), "python benchmarks/collapse.py --docs"
+    if results.rows:
+        assert document.read_text() == page.text(results, STATEMENT), "python benchmarks/collapse.py --docs"
+    wanted = {each.name: digest(each.data) for figure in STATEMENT.figures for each in pictures(figure, results)}
+    drawn = {file.stem: drawn_digest(file) for file in (ROOT / "docs" / page.IMAGES).glob("*.png")}
+    assert drawn == wanted, "python benchmarks/collapse.py --docs"
+
+
+def test_the_committed_runs_pass_the_checks_of_the_lab() -> None:
+    results = load(recipes=RECIPES)
+    assert checks.failing_exact_runs(results) == []
+    assert checks.falls_with_strength(results) == []
+
+
+def test_the_endpoints_of_the_committed_curves_are_those_of_the_rows() -> None:
+    """The rules give the same answer on evaluations of four digits."""
+    results = load(FOLDER, RECIPES)
+    for row in results.rows:
+        evaluated = [point for point in results.curve(row) if not math.isnan(point.accuracy)]
+        judged = outcome([p.step for p in evaluated], [p.accuracy for p in evaluated], results.rules[row.stage])
+        if row.reason != "not finite":
+            assert row.final == pytest.approx(judged.final, abs=2e-4)
+            assert row.relapses == judged.relapses
+            assert row.collapsed == (judged.collapsed_at is not None)
