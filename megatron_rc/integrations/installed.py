@@ -8,6 +8,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from megatron_rc.config import RolloutCorrection
+from megatron_rc.integrations.after_import import AfterImport
 from megatron_rc.integrations.scheduler_rule import LRRule
 from megatron_rc.integrations.symbols import Host, Symbol
 
@@ -56,6 +57,8 @@ class Installed:
     places: list[Place]
     holders: list[Any] = field(default_factory=list)
     """Patches that have not been undone; the host is restored with the last of them."""
+    later: AfterImport = field(default_factory=AfterImport)
+    """Replacements in modules of the host that this process has not imported."""
 
     def restore(self) -> None:
         """Give the host its functions back.
@@ -67,6 +70,7 @@ class Installed:
             if vars(place.owner).get(place.attribute) is not place.replacement:
                 raise ValueError(f"{place.symbol.path} was replaced after patch; undo that first")
         self.host.release(self.session)
+        self.later.forget()
         for place in self.places:
             place.restore()
 

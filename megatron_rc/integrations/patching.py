@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType, TracebackType
@@ -55,7 +56,15 @@ def patch(
     lr_rule = lr_decay if lr_gate is None else lr_gate
     if correction is None and lr_rule is None:
         raise ValueError("correction, lr_decay or lr_gate must be given: patch has nothing to do")
-    target = host_named(host)
+    return patch_host(host_named(host), correction, lr_rule)
+
+
+def patch_host(target: Host, correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Patch:
+    """`patch` for a host that is at hand.
+
+    Raises:
+        ValueError: as `patch`.
+    """
     if target.recipe is not None:
         version = _inspected(target) if target.is_importable() else None
         nothing_replaced = Installed(target, version, correction, lr_rule, session=None, places=[])
@@ -107,6 +116,9 @@ class Patch:
         else:
             lines = [f"{host.name}{version}, {'patched' if self.active else 'restored'}", "replaced:"]
             lines += [f"  {symbol.path}: {symbol.summary}" for symbol in host.symbols if symbol in replaced]
+            if host.in_parts and self.active:
+                waiting = [symbol.path for symbol in host.symbols if symbol.module not in sys.modules]
+                lines += [f"to be replaced once this process imports them: {', '.join(waiting)}"] if waiting else []
             lines += [f"correction: {installed.correction}"] if installed.correction is not None else []
             rule = installed.lr_rule
             gates = isinstance(rule, LRGate | LRGateSettings)
@@ -145,15 +157,28 @@ def _inspected(host: Host) -> str | None:
 def _install(host: Host, correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Installed:
     version = _inspected(host)
     session = host.prepare(correction, lr_rule)
-    places = []
-    for symbol in host.symbols:
-        owner, original = _live(host, symbol)
-        replacement = symbol.make(original, session)
-        if replacement is not None:
-            places.append(Place(symbol, owner, original, replacement))
+    loaded = [symbol for symbol in host.symbols if not host.in_parts or symbol.module in sys.modules]
+    places = [place for symbol in loaded if (place := _place(host, symbol, session)) is not None]
     for place in places:
         place.replace()
-    return Installed(host, version, correction, lr_rule, session, places)
+    installed = Installed(host, version, correction, lr_rule, session, places)
+    for symbol in host.symbols:
+        if symbol not in loaded:
+            installed.later.call(symbol.module, partial(_replace_late, installed, symbol))
+    return installed
+
+
+def _replace_late(installed: Installed, symbol: Symbol) -> None:
+    place = _place(installed.host, symbol, installed.session)
+    if place is not None:
+        place.replace()
+        installed.places.append(place)
+
+
+def _place(host: Host, symbol: Symbol, session: Any) -> Place | None:
+    owner, original = _live(host, symbol)
+    replacement = symbol.make(original, session)
+    return None if replacement is None else Place(symbol, owner, original, replacement)
 
 
 def _live(host: Host, symbol: Symbol) -> tuple[Any, FunctionType]:

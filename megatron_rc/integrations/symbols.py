@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,6 +75,9 @@ class Host:
     recipe: Callable[[Any, Any], Recipe] | None = None
     """(correction, lr_rule) -> what the user adds to a host whose processes `patch` cannot reach; symbols of such a
     host are inspected and never replaced."""
+    in_parts: bool = False
+    """Whether each of its processes imports only the modules that it needs: a symbol is replaced as its module is
+    imported, and never where it is not."""
     where: str = ""
     """How the host gets onto sys.path, one sentence."""
     flag_rules: tuple[FlagRule, ...] = ()
@@ -105,6 +108,25 @@ def replaced_by(
 
     def make(original: Function, session: Any) -> Function | None:
         return partial(getattr(import_module(module), name), original, session) if when(session) else None
+
+    return make
+
+
+def method_replaced_by(
+    module: str, name: str, *, when: Callable[[Any], bool] = lambda session: True
+) -> Callable[[Function, Any], Function | None]:
+    """`Symbol.make` for a method: as `replaced_by`, bound to its object, with the attributes of the original."""
+
+    def make(original: Function, session: Any) -> Function | None:
+        if not when(session):
+            return None
+        ours = getattr(import_module(module), name)
+
+        @wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return ours(original, session, self, *args, **kwargs)
+
+        return method
 
     return make
 

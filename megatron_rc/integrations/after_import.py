@@ -1,0 +1,47 @@
+"""Calls that wait for a module: a host whose processes import only parts of it is patched as the parts arrive."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+
+class AfterImport(MetaPathFinder):
+    """Calls functions right after the first import of the modules that they wait for, before anybody reads them."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[Callable[[], Any]]] = {}
+
+    def call(self, module: str, function: Callable[[], Any]) -> None:
+        """Call a function once ``module``, which is not imported yet, is; what it raises fails that import."""
+        self._waiting.setdefault(module, []).append(function)
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def forget(self) -> None:
+        """Call nothing any more."""
+        self._waiting.clear()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._waiting:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_call(module: ModuleType) -> None:
+            execute(module)
+            for function in self._waiting.pop(fullname, ()):
+                function()
+
+        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec
