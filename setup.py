@@ -74,5 +74,8 @@ setup(
     package_data={"megatron_rc.kernels": ["README.md"], "megatron_rc.analyze.rules": ["pages/*.md"]},
     install_requires=["numpy", "pyarrow", "pydantic>=2", "pyyaml", "rich", "typer>=0.9"],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["megatron-rc = megatron_rc.cli:main"]},
+    entry_points={
+        "console_scripts": ["megatron-rc = megatron_rc.cli:main"],
+        "verl.plugins": ["megatron_rc = megatron_rc.integrations.verl.plugin"],
+    },
 )

@@ -1,0 +1,96 @@
+"""The host verl, on Megatron and FSDP: patched in each of its Ray processes by the entry point verl.plugins.
+
+What runs where, with MEGATRON_RC_CONFIG set:
+
+1. Every process that imports verl loads `plugin`, which patches what the process imports later.
+2. The process of main_ppo refuses configurations that cannot be honoured (`validate_config`), and hands the settings on
+   to all Ray processes (`get_ppo_ray_runtime_env`).
+3. The trainer process corrects a whole rollout before its advantages (`compute_rollout_correction_and_add_to_batch`).
+4. The workers compute the loss of loss_mode=megatron_rc, and the rule of the learning rate steps once per update.
+
+docs/hosts/verl.md has the recipe. `verl_dump` beside this folder needs none of it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from megatron_rc.integrations.symbols import Host, Symbol, method_replaced_by, replaced_by
+from megatron_rc.versions import find_module
+
+OURS = __name__
+V1, V0 = "verl.trainer.ppo.v1.trainer_base", "verl.trainer.ppo.ray_trainer"
+
+
+def _version() -> str | None:
+    """The release that verl states in its own folder."""
+    found = find_module("verl")
+    for folder in found.submodule_search_locations or () if found else ():
+        file = Path(folder, "version/version")
+        if file.is_file():
+            return file.read_text(encoding="utf-8").strip()
+    return None
+
+
+SYMBOLS = (
+    Symbol(
+        "verl.utils.config", "validate_config", "config, use_reference_policy, use_critic",
+        replaced_by(f"{OURS}.refusals", "validate_config"),
+        "refuses, before Ray starts, what cannot be honoured, and prints what is corrected",
+    ),
+    Symbol(
+        "verl.trainer.constants_ppo", "get_ppo_ray_runtime_env", "config=None",
+        replaced_by(f"{OURS}.settings", "get_ppo_ray_runtime_env"),
+        "hands the settings on to every Ray process of the run",
+    ),
+    Symbol(
+        "verl.trainer.ppo.rollout_corr_helper", "compute_rollout_correction_and_add_to_batch",
+        "batch, rollout_corr_config",
+        replaced_by(f"{OURS}.driver", "correct_rollout", when=lambda session: session.corrects),
+        "corrects the whole rollout once, on the trainer process",
+    ),
+    Symbol(
+        "verl.trainer.ppo.core_algos", "get_policy_loss_fn", "name",
+        replaced_by(f"{OURS}.policy_loss", "get_policy_loss_fn", when=lambda session: session.corrects),
+        "knows loss_mode=megatron_rc",
+    ),
+    Symbol(
+        V1, "PPOTrainer._update_actor", "self, batch, metrics",
+        method_replaced_by(f"{OURS}.driver", "update_actor_v1", when=lambda session: session.watches_update),
+        "takes rejected tokens out of the update for denominator kept; proves that the workers step the learning rate",
+    ),
+    Symbol(
+        V0, "RayPPOTrainer._update_actor", "self, batch",
+        method_replaced_by(f"{OURS}.driver", "update_actor_v0", when=lambda session: session.watches_update),
+        "the same for trainer.use_v1=False",
+    ),
+    Symbol(
+        "verl.workers.engine_workers", "TrainingWorker.train_mini_batch", "self, data",
+        method_replaced_by(f"{OURS}.worker", "train_mini_batch", when=lambda session: session.in_workers),
+        "steps the rule of the learning rate before an update; pools the metrics of the loss after it",
+    ),
+    Symbol(
+        "verl.workers.engine.megatron.transformer_impl", "MegatronEngine._build_lr_scheduler", "self",
+        method_replaced_by(f"{OURS}.worker", "build_lr_scheduler", when=lambda session: session.lr_rule is not None),
+        "attaches the rule of the learning rate and keeps its state in the checkpoint",
+    ),
+)  # fmt: skip
+
+HOST = Host(
+    name="verl",
+    module="verl",
+    symbols=SYMBOLS,
+    versions=("0.9", "0.10"),
+    read_version=_version,
+    prepare=lambda correction, lr_rule: import_module(f"{OURS}.settings").prepare(correction, lr_rule),
+    release=lambda session: session.release(),
+    tested="0.9.1 and commit 1dda039b9c63",
+    differences=(
+        "rejected tokens leave only the policy-gradient term: entropy, KL, critic and denominators count all tokens",
+        "a NaN or infinite log-prob drops its token or sequence, is counted, and stops the run above 1 % of the tokens",
+        "metrics count neither padding rows nor corrupt tokens, and bounds are bounds on pi / mu for k1, too",
+    ),
+    in_parts=True,
+    where="Install verl, or put a clone of verl-project/verl on PYTHONPATH.",
+)

@@ -1,0 +1,129 @@
+"""The trainer process of verl: a rollout is corrected as a whole, and what the actor's update is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction import correct
+from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
+from megatron_rc.integrations.symbols import Function
+from megatron_rc.integrations.verl.refusals import refuse_rollout_correction
+from megatron_rc.integrations.verl.settings import MODULES, PLUGIN, VARIABLE, VerlPatch
+from megatron_rc.metrics import MetricSums
+
+WEIGHTS = "rollout_is_weights"
+_MASKS = ("response_mask", "loss_mask")
+
+SAME = {
+    **{"kl": "k1", "k3_kl": "k3", "training_ppl": "train_ppl", "training_log_ppl": "train_log_ppl"},
+    **{name: name for name in ("rollout_ppl", "rollout_log_ppl", "log_ppl_diff", "log_ppl_abs_diff")},
+    "rollout_rs_masked_fraction": "masked_token",
+}
+"""Metric of verl -> ours, of one definition; verl's masked fraction leaves out what a weight of mode mask drops."""
+
+
+def correct_rollout(original: Function, state: VerlPatch, batch: Any, rollout_corr_config: Any) -> tuple[Any, Any]:
+    """In place of the host's function: weights for the whole rollout, 0 at rejected tokens; masks are left alone.
+
+    Turns are the runs of verl's response_mask, in which tool output is 0; padding has none.
+
+    Args:
+        original, state: the host's function, and the patch.
+        batch: verl's DataProto with old_log_probs, rollout_log_probs, response_mask, each [B, R], before advantages.
+        rollout_corr_config: algorithm.rollout_correction.
+
+    Returns:
+        (batch, metrics): the batch has rollout_is_weights [B, R] fp32 if the correction has a weight or a rejection.
+
+    Raises:
+        ValueError: verl corrects too; more than max_nonfinite_share of the log-probs are not finite, or k3 is above
+            max_k3.
+    """
+    refuse_rollout_correction(state, rollout_corr_config)
+    data = batch.batch
+    corrected = correct(
+        data["old_log_probs"].float(),
+        data["rollout_log_probs"].float(),
+        data["response_mask"].bool(),
+        correction=state.correction,
+    )
+    if state.acts:
+        data[WEIGHTS] = corrected.weights
+    return batch, checked_metrics(state, corrected.metrics)
+
+
+def checked_metrics(state: VerlPatch, sums: MetricSums, *groups: Any) -> dict[str, float]:
+    """Metrics for verl's log, pooled; warns of a correction that drops most of a rollout.
+
+    Raises:
+        ValueError: too much is corrupt, or k3 is too large.
+    """
+    sums.check(state.settings.max_nonfinite_share, state.correction.max_k3)
+    values = sums.values()
+    warn(state.lost_batch.see(values, state.correction), *groups)
+    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    known = {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
+    return {**names_of_verl(known), **prefixed(worth_logging(known))}
+
+
+def names_of_verl(values: Mapping[str, float]) -> dict[str, float]:
+    """The metrics under rollout_corr/ that verl defines alike, or that follow from ours.
+
+    verl's chi2 is mean rho^2 - 1 = mean (rho - 1)^2 + 2 (mean rho - 1).
+    """
+    named = {theirs: values[ours] for theirs, ours in SAME.items() if ours in values}
+    for level, mean in (("token", "rho_mean"), ("seq", "seq_rho_mean")):
+        if mean in values:
+            named[f"chi2_{level}"] = values[f"chi2_{level}"] + 2 * (values[mean] - 1)
+    return {f"rollout_corr/{name}": value for name, value in named.items()}
+
+
+def update_actor_v1(original: Function, state: VerlPatch, trainer: Any, batch: Any, metrics: Any) -> Any:
+    """PPOTrainer._update_actor, whose batch lies in the TransferQueue."""
+    if state.keeps_denominator and state.acts:
+        from verl.trainer.ppo.v1 import trainer_base as v1
+
+        where = {"keys": batch.keys, "partition_id": batch.partition_id}
+        data = v1.tq.kv_batch_get(**where, select_fields=["response_mask", WEIGHTS])
+        response_mask = data["response_mask"]
+        kept = v1.response_to_nested(_kept(data.to_padded_tensor()), response_mask)
+        fields = v1.TensorDict(dict.fromkeys(_MASKS, kept), batch_size=len(batch))
+        batch = v1.tq.kv_batch_put(**where, fields=fields)
+    answer = original(trainer, batch, metrics)
+    _check_workers(state, metrics)
+    return answer
+
+
+def update_actor_v0(original: Function, state: VerlPatch, trainer: Any, batch: Any) -> Any:
+    """RayPPOTrainer._update_actor, which makes loss_mask of response_mask."""
+    if state.keeps_denominator and state.acts:
+        batch.batch["response_mask"] = _kept(batch.batch)
+    answer = original(trainer, batch)
+    _check_workers(state, answer.meta_info["metrics"])
+    return answer
+
+
+def _kept(data: Any) -> Tensor:
+    # a kept weight is at least exp(-log_ratio_bound)
+    mask: Tensor = data["response_mask"]
+    return torch.where(data[WEIGHTS] > 0, mask, 0)
+
+
+def _check_workers(state: VerlPatch, metrics: Mapping[str, Any]) -> None:
+    """Refuse to go on where the workers have not loaded the plugin, so that nothing of ours ran there."""
+    if not state.in_workers:
+        return
+    wanted = "rc/"
+    if state.lr_rule is not None:
+        wanted = "lr_decay/" if state.settings.lr_gate is None else "lr_gate/"
+    if not any(f"actor/{wanted}" in name for name in metrics):
+        raise ValueError(
+            f"the workers of verl report no {wanted} metrics, so they run without megatron_rc: install it there, and "
+            f"hand {VARIABLE} on by +ray_kwargs.ray_init.runtime_env.env_vars (and {MODULES}={PLUGIN}, where the "
+            "package has no entry points)"
+        )

@@ -1,0 +1,45 @@
+"""The entry point verl.plugins: importing this module patches this process of verl, if MEGATRON_RC_CONFIG is set.
+
+verl imports it at the end of `import verl`, in every process, and logs a failure at level DEBUG only. A run that was
+meant to be corrected must not go on without it, so a failure ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+VARIABLE = "MEGATRON_RC_CONFIG"
+
+
+def register() -> None:
+    """Patch verl with the settings of MEGATRON_RC_CONFIG; nothing happens without it, or a second time.
+
+    Raises:
+        SystemExit: the settings cannot be read or honoured, or this verl has other functions.
+    """
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return
+    try:
+        _patch(text)
+    except Exception as error:
+        # verl catches every Exception of a plugin and goes on
+        sentence = f"megatron_rc: {VARIABLE} is set, but verl is not patched: {error}"
+        print(sentence, file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
+
+
+def _patch(text: str) -> None:
+    from dataclasses import replace
+
+    from megatron_rc.integrations import verl
+    from megatron_rc.integrations.patching import patch_host
+    from megatron_rc.integrations.verl.settings import prepare, read
+
+    settings = read(text)
+    host = replace(verl.HOST, prepare=lambda correction, lr_rule: prepare(correction, lr_rule, settings))
+    patch_host(host, settings.correction, settings.lr_rule)
+
+
+register()

@@ -1,0 +1,91 @@
+"""What a configuration of verl must not have beside our correction: refused before Ray starts, by the name in verl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rc.integrations.symbols import Function
+from megatron_rc.integrations.verl.settings import LOSS_MODE, VARIABLE, VerlPatch
+
+_ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+_LOSS = f"{_ACTOR}.policy_loss.loss_mode"
+
+
+def validate_config(original: Function, state: VerlPatch, config: Any, *args: Any, **kwargs: Any) -> Any:
+    """The host's function, after ours; it runs in the process of main_ppo, before Ray starts."""
+    refuse(state, config)
+    answer = original(config, *args, **kwargs)
+    print(f"megatron_rc is on in this run of verl: {state.settings.as_text()}", flush=True)
+    return answer
+
+
+def refuse(state: VerlPatch, config: Any) -> None:
+    """Refuse a configuration under which the settings would not act, or would act twice.
+
+    Args:
+        state: the patch.
+        config: verl's, nested mappings such as OmegaConf's.
+
+    Raises:
+        ValueError: one sentence that names the override to change.
+    """
+    strategy = _value(config, f"{_ACTOR}.strategy")
+    if state.lr_rule is not None and strategy != "megatron":
+        raise ValueError(
+            f"lr_decay and lr_gate need {_ACTOR}.strategy=megatron, whose scheduler they scale, got {strategy}"
+        )
+    loss_mode = _value(config, _LOSS) or "vanilla"
+    if not state.corrects:
+        if loss_mode == LOSS_MODE:
+            raise ValueError(f"{_LOSS}={LOSS_MODE} needs a correction in {VARIABLE}; 'none' only measures")
+        return
+    refuse_rollout_correction(state, _value(config, _CORRECTION))
+    if not _value(config, "actor_rollout_ref.rollout.calculate_log_probs"):
+        raise ValueError("actor_rollout_ref.rollout.calculate_log_probs must be True: without it there is no log mu")
+    if state.by_the_loss and loss_mode != LOSS_MODE:
+        raise ValueError(f"{_LOSS} must be {LOSS_MODE} when old is 'rollout': the loss corrects, got {loss_mode}")
+    if loss_mode == "bypass_mode":
+        raise ValueError(
+            f"{_LOSS} must not be bypass_mode, which weighs by itself: take {LOSS_MODE} with old 'rollout'"
+        )
+    if state.settings.inner != "vanilla" and loss_mode != LOSS_MODE:
+        raise ValueError(f"inner acts only with {_LOSS}={LOSS_MODE}, got {loss_mode}")
+    inner = state.settings.inner if loss_mode == LOSS_MODE else loss_mode
+    if inner == "geo_mean" and state.acts:
+        raise ValueError(
+            f"{_LOSS} and inner must not be geo_mean: it takes log(weight + 1e-10), so one rejected token shrinks the "
+            "weight of its whole sequence"
+        )
+
+
+def refuse_rollout_correction(state: VerlPatch, section: Any) -> None:
+    """Refuse verl's own rollout correction beside ours.
+
+    Args:
+        state: the patch.
+        section: algorithm.rollout_correction.
+
+    Raises:
+        ValueError: as `refuse`.
+    """
+    if section is None:
+        raise ValueError(f"{_CORRECTION} must not be null: verl then never calls the correction")
+    for name in ("rollout_is", "rollout_rs"):
+        if section.get(name) is not None:
+            raise ValueError(
+                f"{_CORRECTION}.{name} must be null beside the correction of {VARIABLE}, got {section.get(name)}: "
+                "one of them corrects"
+            )
+    bypass = bool(section.get("bypass_mode"))
+    if bypass != state.by_the_loss:
+        raise ValueError(
+            f"{_CORRECTION}.bypass_mode must be True exactly when correction.old is 'rollout', got {bypass} and "
+            f"old={state.correction.old!r}"
+        )
+
+
+def _value(config: Any, path: str) -> Any:
+    node = config
+    for name in path.split("."):
+        node = None if node is None else node.get(name)
+    return node

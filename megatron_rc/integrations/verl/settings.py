@@ -1,0 +1,186 @@
+"""Settings of a verl run: MEGATRON_RC_CONFIG, a YAML file or its text, the same in every process of the run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rc import schema
+from megatron_rc.config import STATISTICS, Denominator, RolloutCorrection, Surrogate
+from megatron_rc.horizon import LostBatchWarning
+from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
+from megatron_rc.integrations.symbols import Function
+from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.lr_gate import LRGateSettings, check_lr_rules
+from megatron_rc.lr_scale import LRScale
+from megatron_rc.metrics import MetricSums
+
+VARIABLE = "MEGATRON_RC_CONFIG"
+LOSS_MODE = "megatron_rc"
+MODULES, PLUGIN = "VERL_USE_EXTERNAL_MODULES", "megatron_rc.integrations.verl.plugin"
+_HANDED_ON = (VARIABLE, MODULES, "VERL_USE_EXTERNAL_PLUGINS")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerlSettings:
+    """The fields of MEGATRON_RC_CONFIG."""
+
+    correction: RolloutCorrection | None = None
+    """How rollouts are corrected: a preset name, or fields with or without `preset`; null leaves verl's own."""
+    denominator: Denominator = "original"
+    """original: rejected tokens leave the policy-gradient term alone. kept: they leave the actor's update (policy,
+    entropy and KL terms, and what those are divided by)."""
+    inner: str = "vanilla"
+    """The loss of verl that loss_mode=megatron_rc corrects, by its loss_mode."""
+    surrogate: Surrogate = "ppo"
+    """For correction.old "rollout": ppo is the loss `inner` on pi / mu; reinforce is -w A log pi."""
+    max_nonfinite_share: float = 0.01
+    """Largest share of NaN or infinite log-probs in a rollout before the run stops."""
+    lr_decay: LengthDecaySettings | None = None
+    """Length-decay learning rate, on Megatron's scheduler."""
+    lr_gate: LRGateSettings | None = None
+    """Learning rate by mismatch, in the place of lr_decay."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_nonfinite_share <= 1:
+            raise ValueError(f"max_nonfinite_share must be in [0, 1], got {self.max_nonfinite_share!r}")
+        if self.correction is None and self.lr_decay is None and self.lr_gate is None:
+            raise ValueError(f"{VARIABLE} must have correction, lr_decay or lr_gate")
+        check_lr_rules(self.lr_decay, self.lr_gate, self.correction)
+        if self.inner in (LOSS_MODE, "bypass_mode"):
+            raise ValueError(f"inner must be a loss_mode of verl that takes weights, got {self.inner!r}")
+
+    @property
+    def lr_rule(self) -> LengthDecaySettings | LRGateSettings | None:
+        """What decides the learning rate."""
+        return self.lr_decay if self.lr_gate is None else self.lr_gate
+
+    def as_text(self) -> str:
+        """One line of YAML, which `read` reads back."""
+        return schema.dump_yaml(schema.to_dict(self), one_line=True)
+
+
+def read(text: str) -> VerlSettings:
+    """Settings from a YAML file or its text.
+
+    Raises:
+        ValueError: no such file, or a wrong field, named.
+    """
+    return schema.from_dict(VerlSettings, schema.load_yaml(text), where=VARIABLE)
+
+
+@dataclass
+class VerlPatch(HoldsRule):
+    """The state of one patch in one process of verl."""
+
+    settings: VerlSettings
+    lr_rule: LRRule | None
+    lost_batch: LostBatchWarning = field(default_factory=LostBatchWarning)
+    sums: list[MetricSums] = field(default_factory=list)
+    """Statistics of the micro-batches that the loss has corrected since the update began, merged into one."""
+
+    @property
+    def correction(self) -> RolloutCorrection:
+        """How rollouts are corrected."""
+        return self.settings.correction or RolloutCorrection()
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the correction replaces verl's own."""
+        return self.settings.correction is not None
+
+    @property
+    def acts(self) -> bool:
+        """Whether the correction changes a loss, beside measuring."""
+        return self.correction.weight is not None or bool(self.correction.reject)
+
+    @property
+    def by_the_loss(self) -> bool:
+        """Whether the workers correct micro-batches, because the old policy is the sampler."""
+        return self.corrects and self.correction.old == "rollout"
+
+    @property
+    def keeps_denominator(self) -> bool:
+        """Whether rejected tokens leave the actor's update."""
+        return self.corrects and self.settings.denominator == "kept"
+
+    @property
+    def in_workers(self) -> bool:
+        """Whether the workers have anything to do around an update."""
+        return self.lr_rule is not None or self.by_the_loss
+
+    @property
+    def watches_update(self) -> bool:
+        """Whether the trainer process has anything to do around an update."""
+        return self.in_workers or self.keeps_denominator
+
+
+def prepare(
+    correction: RolloutCorrection | None, lr_rule: LRRule | None, settings: VerlSettings | None = None
+) -> VerlPatch:
+    """The state of a new patch.
+
+    Raises:
+        ValueError: verl cannot honour the settings.
+    """
+    if settings is None:
+        settings = _settings(correction, lr_rule)
+    _check(settings)
+    return VerlPatch(settings, lr_rule)
+
+
+def _settings(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> VerlSettings:
+    if isinstance(lr_rule, LRScale):
+        name = {"lr_decay": "LengthDecaySettings", "lr_gate": "LRGateSettings"}[lr_rule.metrics_prefix]
+        raise ValueError(f"{lr_rule.metrics_prefix} must be {name}, which go to other processes, got {lr_rule!r}")
+    if isinstance(lr_rule, LRGateSettings):
+        return VerlSettings(correction=correction, lr_gate=lr_rule)
+    return VerlSettings(correction=correction, lr_decay=lr_rule)
+
+
+def _check(settings: VerlSettings) -> None:
+    correction = settings.correction or RolloutCorrection()
+    correction.check_keeps_upper("verl")
+    correction.check_without_versions("verl")
+    unknown = [gate.statistic for gate in correction.reject if gate.statistic not in STATISTICS]
+    if unknown:
+        raise ValueError(f"reject must use one of {', '.join(STATISTICS)} in verl, got {unknown[0]!r}")
+    if correction.old == "current":
+        raise ValueError("old must be 'recompute' or 'rollout' in verl, which has old log-probs in every update")
+    if correction.old == "rollout":
+        correction.check_surrogate(settings.surrogate)
+        correction.check_one_micro_batch("loss_mode=megatron_rc")
+        if correction.max_k3 is not None:
+            raise ValueError("max_k3 must be unset when old is 'rollout': the loss sees one micro-batch at a time")
+        if settings.denominator == "kept":
+            raise ValueError(
+                "denominator must be 'original' when old is 'rollout': tokens are rejected after verl has counted them"
+            )
+    else:
+        if settings.surrogate != "ppo":
+            raise ValueError(f"surrogate must be 'ppo' unless old is 'rollout', got {settings.surrogate!r}")
+        if any(gate.when == "negative_advantage" for gate in correction.reject):
+            raise ValueError(
+                "when must be 'always' unless old is 'rollout': verl corrects a rollout before it has advantages"
+            )
+    rule = settings.lr_rule
+    if rule is None:
+        return
+    if rule.needs_lengths and settings.denominator == "kept":
+        raise ValueError(
+            "denominator must be 'original' for a learning rate by length: with 'kept' workers see no rejected token"
+        )
+    if rule.needs_mismatch and correction.old == "rollout":
+        raise ValueError(
+            "signal of lr_gate must be 'length' when old is 'rollout': nothing is measured before an update"
+        )
+
+
+def get_ppo_ray_runtime_env(original: Function, state: VerlPatch, *args: Any, **kwargs: Any) -> Any:
+    """The host's function, with the settings for every process."""
+    runtime_env = original(*args, **kwargs)
+    variables = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
+    # the file may lie on this node alone
+    variables[VARIABLE] = state.settings.as_text()
+    return {**runtime_env, "env_vars": {**runtime_env.get("env_vars", {}), **variables}}

@@ -1,0 +1,294 @@
+"""The plugin of verl in processes of a stand-in: what it replaces and refuses, and the correction."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hosts.verl import cases, sources, stand_in
+from hosts.verl.stand_in import CONFIG, PPO, V0, V1, corrected, module, nested, patched
+
+from megatron_rc import RolloutCorrection, patch
+from megatron_rc.integrations import verl as host
+from megatron_rc.integrations.verl import driver
+from megatron_rc.integrations.verl.refusals import refuse, refuse_rollout_correction
+from megatron_rc.integrations.verl.settings import prepare, read
+from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
+from megatron_rc.versions import find_module
+
+
+@pytest.fixture(autouse=True)
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(sources.STUB)
+    with stand_in.fresh():
+        yield
+
+
+def process(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    variables["PYTHONPATH"] = str(sources.STUB)
+    environment = {**sources.environment(), "VERL_USE_EXTERNAL_MODULES": "", **variables}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+# -- the plugin
+
+
+def test_the_plugin_does_nothing_and_imports_nothing_heavy_without_its_variable() -> None:
+    code = "import verl, sys; print([name for name in ('torch', 'yaml', 'pydantic') if name in sys.modules])"
+    done = process(code, VERL_STUB_PLUGIN="megatron_rc.integrations.verl.plugin")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+def test_a_plugin_that_fails_ends_the_process_although_verl_hides_failures() -> None:
+    plugin = {"VERL_STUB_PLUGIN": "megatron_rc.integrations.verl.plugin", "MEGATRON_RC_CONFIG": "{correction: tis}"}
+    done = process("import verl; print('went on')", **plugin)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("megatron_rc: MEGATRON_RC_CONFIG is set, but verl is not patched: unknown preset")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("/no/such/file.yaml", "no such file"),
+        ("{lr_decay: null}", "MEGATRON_RC_CONFIG must have correction, lr_decay or lr_gate"),
+    ],
+)
+def test_a_failure_of_the_plugin_is_one_sentence(
+    text: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("MEGATRON_RC_CONFIG", raising=False)
+    plugin = module("megatron_rc.integrations.verl.plugin")
+    monkeypatch.setenv("MEGATRON_RC_CONFIG", text)
+    with pytest.raises(SystemExit):
+        plugin.register()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line
+
+
+def test_the_main_process_says_that_it_is_on_and_hands_the_settings_to_all_processes() -> None:
+    code = f"""
+import json, verl
+from verl.utils.config import validate_config
+from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+assert validate_config({CONFIG!r}, False, False) == "validated"
+print(json.dumps(get_ppo_ray_runtime_env()["env_vars"]))
+"""
+    text = "{correction: token-tis, lr_decay: {decay_period: 7}}"
+    plugin = {"VERL_USE_EXTERNAL_MODULES": "megatron_rc.integrations.verl.plugin", "MEGATRON_RC_CONFIG": text}
+    done = process(code, **plugin)
+    assert done.returncode == 0, done.stderr
+    line, variables = done.stdout.splitlines()
+    assert line.startswith("megatron_rc is on in this run of verl: {correction: {weight: {level: token")
+    handed = json.loads(variables)
+    assert handed["NCCL_DEBUG"] == "WARN" and handed["VERL_USE_EXTERNAL_MODULES"] == plugin["VERL_USE_EXTERNAL_MODULES"]
+    assert read(handed["MEGATRON_RC_CONFIG"]) == read(text)
+
+
+# -- replacing and undoing
+
+
+def test_functions_are_replaced_as_their_modules_arrive_and_all_are_given_back() -> None:
+    module("verl.utils.config")
+    with patch("verl", correction=RolloutCorrection.preset("token-tis"), lr_decay=LengthDecaySettings()) as ours:
+        report = ours.report()
+        assert "verl 0.10.0.dev, patched" in report and "verl.utils.config.validate_config: refuses" in report
+        waiting = report.partition("to be replaced once this process imports them: ")[2].splitlines()[0].split(", ")
+        assert waiting == [symbol.path for symbol in host.SYMBOLS[1:]]
+        assert not any(name in sys.modules for name in (V1, f"{PPO}core_algos"))
+        during = module(V1).compute_rollout_correction_and_add_to_batch
+        worker = module("verl.workers.engine_workers").TrainingWorker
+        assert during.func is driver.correct_rollout
+        assert worker.train_mini_batch.dispatch == "nd", "Ray finds methods by the attributes of their decorators"
+        assert "TrainingWorker.train_mini_batch: steps" in ours.report()
+    helper = module(f"{PPO}rollout_corr_helper").compute_rollout_correction_and_add_to_batch
+    assert module(V1).compute_rollout_correction_and_add_to_batch is helper is not during
+    assert not hasattr(worker.train_mini_batch, "__wrapped__")
+    assert module(f"{PPO}core_algos").get_policy_loss_fn.__name__ == "get_policy_loss_fn"
+    assert ours.report().startswith("verl 0.10.0.dev, restored")
+
+
+def test_what_settings_do_not_need_is_left_alone() -> None:
+    with patched("{correction: none}"):
+        assert module(f"{PPO}core_algos").get_policy_loss_fn.func is not None
+        for name, symbol in ((V1, "PPOTrainer"), (V0, "RayPPOTrainer")):
+            assert not hasattr(getattr(module(name), symbol)._update_actor, "__wrapped__")
+    with patched("{lr_decay: {}}"):
+        helper = module(f"{PPO}rollout_corr_helper").compute_rollout_correction_and_add_to_batch
+        assert helper.__name__ == "compute_rollout_correction_and_add_to_batch"
+
+
+def test_a_patch_in_this_process_refuses_a_rule_that_no_other_process_could_be_given() -> None:
+    with pytest.raises(ValueError, match="lr_decay must be LengthDecaySettings, which go to other processes"):
+        patch("verl", lr_decay=LengthDecayLR(1e-3))
+
+
+def test_every_symbol_of_the_stand_in_is_where_the_patch_expects_it() -> None:
+    assert find_module("verl") is not None and host.HOST.read_version() == "0.10.0.dev"
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{correction: {weight: {upper: measured}}}", "upper must be a number in verl"),
+        ("{correction: {reject: [{statistic: lag, level: token, upper: 4}]}}", "lag must not be used in verl"),
+        ("{correction: {reject: [{statistic: entropy, upper: 4}]}}", "reject must use one of ratio"),
+        ("{correction: {old: current}}", "old must be 'recompute' or 'rollout' in verl"),
+        ("{correction: {old: rollout, weight: {upper: 2}}}", "weight must be None when old is 'rollout'"),
+        ("{correction: {old: rollout, max_k3: 1}}", "max_k3 must be unset when old is 'rollout'"),
+        ("{correction: {old: rollout}, denominator: kept}", "denominator must be 'original' when old is 'rollout'"),
+        (
+            "{correction: {old: rollout, reject: [{statistic: standardized, upper: 3}]}}",
+            "reject must not use 'standardized' in loss_mode=megatron_rc",
+        ),
+        ("{correction: none, surrogate: reinforce}", "surrogate must be 'ppo' unless old is 'rollout'"),
+        (
+            "{correction: {reject: [{upper: 4, when: negative_advantage}]}}",
+            "when must be 'always' unless old is 'rollout'",
+        ),
+        ("{correction: none, denominator: kept, lr_decay: {}}", "denominator must be 'original' for a learning rate"),
+        ("{correction: {old: rollout}, lr_gate: {signal: k3, target: 1}}", "signal of lr_gate must be 'length'"),
+        ("{correction: none, lr_decay: {}, lr_gate: {target: 1}}", "lr_decay and lr_gate must not be set together"),
+        ("{correction: none, inner: bypass_mode}", "inner must be a loss_mode of verl that takes weights"),
+        ("{correction: none, max_nonfinite_share: 2}", "max_nonfinite_share must be in"),
+        ("{corection: none}", "corection"),
+    ],
+)
+def test_settings_that_verl_cannot_honour_are_refused_by_name(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        settings = read(text)
+        prepare(settings.correction, settings.lr_rule, settings)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "value", "sentence"),
+    [
+        ("{lr_decay: {}}", "actor_rollout_ref.actor.strategy", "fsdp2", "actor.strategy=megatron"),
+        ("{lr_decay: {}}", "actor_rollout_ref.actor.policy_loss.loss_mode", "megatron_rc", "needs a correction in"),
+        ("{correction: none}", "algorithm.rollout_correction", None, "must not be null: verl then never calls"),
+        ("{correction: none}", "algorithm.rollout_correction.rollout_is", "token", "rollout_is must be null"),
+        ("{correction: none}", "algorithm.rollout_correction.rollout_rs", "token_k1", "rollout_rs must be null"),
+        ("{correction: none}", "algorithm.rollout_correction.bypass_mode", True, "bypass_mode must be True exactly"),
+        ("{correction: {old: rollout}}", "algorithm.rollout_correction.bypass_mode", False, "bypass_mode must be True"),
+        (
+            "{correction: {old: rollout}}",
+            "algorithm.rollout_correction.bypass_mode",
+            True,
+            "loss_mode must be megatron",
+        ),
+        ("{correction: none}", "actor_rollout_ref.rollout.calculate_log_probs", False, "there is no log mu"),
+        (
+            "{correction: none}",
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            "bypass_mode",
+            "must not be bypass_mode",
+        ),
+        (
+            "{correction: none, inner: gspo}",
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            "vanilla",
+            "inner acts only",
+        ),
+        ("{correction: token-tis}", "actor_rollout_ref.actor.policy_loss.loss_mode", "geo_mean", "not be geo_mean"),
+    ],
+)
+def test_configurations_under_which_settings_would_not_act_are_refused(
+    text: str, path: str, value: Any, sentence: str
+) -> None:
+    config = json.loads(json.dumps(CONFIG))
+    *folders, last = path.split(".")
+    section = config
+    for folder in folders:
+        section = section[folder]
+    section[last] = value
+    settings = read(text)
+    with pytest.raises(ValueError) as refused:
+        refuse(prepare(settings.correction, settings.lr_rule, settings), config)
+    assert sentence in str(refused.value)
+
+
+def test_trainers_that_validate_nothing_still_refuse_two_corrections() -> None:
+    state = prepare(RolloutCorrection(), None)
+    with pytest.raises(ValueError, match="rollout_is must be null"):
+        refuse_rollout_correction(state, {"rollout_is": "token"})
+
+
+# -- the trainer process
+
+
+def test_padding_rows_count_nowhere() -> None:
+    batch = cases.rollout(0)
+    padded = cases.Rollout(*(torch.cat([part, torch.zeros_like(part[:4])]) for part in batch))
+    settings = json.dumps({"correction": cases.correction("token-tis and seq_mean_k3").to_dict()})
+    (one, metrics), (other, same) = corrected(settings, batch), corrected(settings, padded)
+    assert same == pytest.approx(metrics, rel=1e-12)
+    assert torch.equal(other["rollout_is_weights"][:6], one["rollout_is_weights"])
+    assert not other["rollout_is_weights"][6:].any()
+
+
+def test_turns_are_the_runs_of_the_response_mask() -> None:
+    batch = cases.rollout(0)
+    batch.rollout[0] = batch.old[0]
+    batch.rollout[0, 0] -= 2.0  # the first turn of the first response is this token
+    gate = {"correction": {"reject": [{"statistic": "ratio", "level": "segment", "reduce": "mean", "upper": 2.0}]}}
+    weights = corrected(json.dumps(gate), batch)[0]["rollout_is_weights"]
+    assert weights[0, 0] == 0 and (weights[0, 1:] == batch.mask[0, 1:]).all()
+
+
+def test_correction_none_measures_and_hands_verl_no_weights() -> None:
+    batch = cases.rollout(0)
+    data, metrics = corrected("{correction: none}", batch)
+    assert "rollout_is_weights" not in data and torch.equal(data["response_mask"], batch.mask)
+    assert metrics["rc/k3"] == metrics["rollout_corr/k3_kl"] > 0
+
+
+def test_too_many_corrupt_log_probs_stop_the_run_before_its_update() -> None:
+    batch = cases.rollout(0)
+    batch.rollout[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="nonfinite_share must be <= 0.01, got 1 of"):
+        corrected("{correction: token-tis}", batch)
+    metrics = corrected("{correction: token-tis, max_nonfinite_share: 0.1}", batch)[1]
+    assert metrics["rc/nonfinite_share"] == pytest.approx(1 / 49)
+
+
+@pytest.mark.parametrize("denominator", ["original", "kept"])
+def test_rejected_tokens_leave_the_update_of_both_trainers_only_for_denominator_kept(denominator: str) -> None:
+    weights, mask = [[1.0, 0.0, 2.0], [0.0, 0.5]], [[1, 1, 1], [1, 1]]
+    expected = [[1, 0, 1], [0, 1]] if denominator == "kept" else mask
+    with patched(f"{{correction: icepop, denominator: {denominator}}}"):
+        v1, v0 = module(V1), module(V0)
+        v1.tq.fields.update(response_mask=nested(mask), loss_mask=nested(mask), rollout_is_weights=nested(weights))
+        v1.PPOTrainer()._update_actor(v1.Batch(), {})
+        for name in ("response_mask", "loss_mask"):
+            assert [row.tolist() for row in v1.tq.fields[name].unbind()] == expected
+        trainer = v0.RayPPOTrainer()
+        padded = {"response_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]), "rollout_is_weights": torch.zeros(2, 3)}
+        padded["rollout_is_weights"][0], padded["rollout_is_weights"][1, 1] = torch.tensor(weights[0]), 0.5
+        trainer._update_actor(SimpleNamespace(batch=padded))
+        assert trainer.updated_with["response_mask"].tolist() == [expected[0], [*expected[1], 0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "metric"),
+    [("{lr_decay: {}}", "lr_decay/scale"), ("{lr_gate: {signal: length, target: 1000}}", "lr_gate/scale"),
+     ("{correction: {old: rollout}}", "rc/k3")],
+)  # fmt: skip
+def test_workers_that_never_loaded_the_plugin_are_noticed_after_their_first_update(text: str, metric: str) -> None:
+    with patched(text):
+        v1, v0 = module(V1).PPOTrainer(), module(V0).RayPPOTrainer()
+        updates = (lambda: v1._update_actor(None, {}), lambda: v0._update_actor(SimpleNamespace(batch={})))
+        for update in updates:
+            with pytest.raises(ValueError, match="the workers of verl report no .* run without megatron_rc"):
+                update()
+        v1.reported = v0.reported = {f"actor/{metric}": 1.0}
+        for update in updates:
+            update()

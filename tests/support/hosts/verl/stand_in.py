@@ -1,0 +1,90 @@
+"""The stand-in of verl in this process: patched as the plugin patches it, and batches as verl has them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hosts.verl import cases
+
+from megatron_rc.integrations import verl as host
+from megatron_rc.integrations.installed import INSTALLED
+from megatron_rc.integrations.patching import patch_host
+from megatron_rc.integrations.verl.settings import prepare, read
+
+PPO, V1, V0 = "verl.trainer.ppo.", "verl.trainer.ppo.v1.trainer_base", "verl.trainer.ppo.ray_trainer"
+CONFIG: dict[str, Any] = {
+    "actor_rollout_ref": {
+        "actor": {"strategy": "megatron", "policy_loss": {"loss_mode": "vanilla"}},
+        "rollout": {"calculate_log_probs": True},
+    },
+    "algorithm": {"rollout_correction": {"rollout_is": None, "rollout_rs": None, "bypass_mode": False}},
+}
+
+
+@contextmanager
+def fresh() -> Iterator[None]:
+    """A block before and after which no module of verl is loaded."""
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
+            del sys.modules[name]
+
+    forget()
+    yield
+    forget()
+
+
+@contextmanager
+def patched(text: str) -> Iterator[Any]:
+    """The stand-in as the plugin patches it; answers with the session."""
+    settings = read(text)
+    made = replace(host.HOST, prepare=lambda correction, rule: prepare(correction, rule, settings))
+    with patch_host(made, settings.correction, settings.lr_rule):
+        yield INSTALLED["verl"].session
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def rollout_of_verl(batch: cases.Rollout) -> Any:
+    fields = {"old_log_probs": batch.old, "rollout_log_probs": batch.rollout, "response_mask": batch.mask}
+    return SimpleNamespace(batch=fields)
+
+
+def corrected(text: str, batch: cases.Rollout) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    with patched(text):
+        data, metrics = module(V1).PPOTrainer.correct(rollout_of_verl(batch), {})
+        return data.batch, metrics
+
+
+def nested(rows: list[list[float]]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+def loss_of(batch: cases.Rollout, old: torch.Tensor, weights: torch.Tensor | None, cut: int) -> tuple[float, Any]:
+    """Loss and gradient by loss_mode=megatron_rc, over micro-batches."""
+    function = module(f"{PPO}core_algos").get_policy_loss_fn("megatron_rc")
+    current = batch.current.clone().requires_grad_()
+    config = SimpleNamespace(global_batch_info={"batch_num_tokens": int(batch.mask.sum())})
+    total = torch.zeros(())
+    for rows in torch.arange(len(current)).chunk(cut):
+        loss, _ = function(
+            old_log_prob=old[rows],
+            log_prob=current[rows],
+            advantages=batch.advantages[rows],
+            response_mask=batch.mask[rows].bool(),
+            loss_agg_mode="token-mean",
+            config=config,
+            rollout_is_weights=None if weights is None else weights[rows],
+        )
+        total = total + loss
+    total.backward()
+    return total.item(), current.grad
