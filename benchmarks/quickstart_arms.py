@@ -10,6 +10,7 @@ docs/images/quickstart_collapse.png and .svg, and print the table of docs/result
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -72,7 +73,10 @@ def main() -> None:
     if options.seeds:
         seeds = ",".join(map(str, options.seeds))
         command = [sys.executable, "-m", "megatron_rc", "grid", str(RECIPE), "--seeds", seeds]
-        subprocess.run([*command, "--workers", str(options.workers), "--output", str(options.output)], check=True)
+        # one core per run, as in launch/quickstart.sh
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
+        command += ["--workers", str(options.workers), "--output", str(options.output)]
+        subprocess.run(command, check=True, env=environment)
         write_rows(finished_runs(options.output), ROWS)
     comparison = grids.load(RECIPE).comparison
     assert comparison is not None

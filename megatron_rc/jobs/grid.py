@@ -135,7 +135,7 @@ def run_and_write(
     todo = cells(grid, only)
     if grid.endpoints:
         verdicts.check(grid.endpoints, {cell.name: _settings(grid, _fields(grid, cell.choices)) for cell in todo})
-    if only_write:
+    if only_write or all(cell.finished() for cell in todo):
         failed = {}
     elif workers == 1:
         failed = run(grid, todo, budget)
@@ -145,9 +145,10 @@ def run_and_write(
         progress = Progress(todo, _warm_folders(grid), workers)
         work = partial(run, grid, todo, budget)
         failed = run_in_workers(work, progress, workers=workers, give_up_minutes=give_up_minutes)
-        # what failed in one process may have succeeded in another one
-        unfinished = {cell.name for cell in todo if not cell.finished()}
-        failed = {name: why for name, why in failed.items() if name in unfinished}
+        # what failed in one process, or was left by one that died, may have succeeded in another one
+        unfinished = [cell.name for cell in todo if not cell.finished()]
+        done_by_others = {cell.name for cell in todo} - {*unfinished}
+        failed = {name: why for name, why in failed.items() if unfinished and name not in done_by_others}
     done = finished(grid)
     left = 0 if only_write else sum(not cell.finished() for cell in todo) - len(failed)
     if left:

@@ -12,7 +12,7 @@ from multiprocessing.context import SpawnProcess
 from megatron_rc.jobs.progress import Progress
 
 Failures = dict[str, str]
-"""Maps the name of each cell that failed to the reason."""
+"""Maps the name of each cell, or worker, that failed to the reason."""
 POLL_SECONDS = 2.0
 
 
@@ -29,9 +29,11 @@ def run_in_workers(
         run: trains the cells that no other process works on, and returns those that failed.
         give_up_minutes: end all processes if the first steps of a cell predict that all cells take longer.
 
+    Returns:
+        The failures of all processes, and those of processes that returned nothing.
+
     Raises:
         TooSlow: the prediction, in one sentence.
-        ValueError: a process ended without a result.
     """
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]
@@ -42,8 +44,8 @@ def run_in_workers(
     try:
         _watch(processes, progress, give_up_minutes)
         failed: Failures = {}
-        for receiver, _ in pipes:
-            failed |= _result(receiver)
+        for number, (receiver, _) in enumerate(pipes, 1):
+            failed |= _result(receiver, f"worker {number}")
         return failed
     finally:
         for process in processes:
@@ -65,11 +67,12 @@ def _watch(processes: Sequence[SpawnProcess], progress: Progress, give_up_minute
                 )
 
 
-def _result(receiver: Connection) -> Failures:
+def _result(receiver: Connection, name: str) -> Failures:
+    """What a process returned; its own name, if it returned nothing."""
     try:
         return dict(receiver.recv())
     except EOFError:
-        raise ValueError("a process of the grid ended before its cells did; start it again to continue") from None
+        return {name: "it ended with an error, which stands above"}
 
 
 def _work(run: Callable[[], Failures], sender: Connection) -> None:

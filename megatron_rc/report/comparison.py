@@ -117,16 +117,16 @@ def sentences(runs: Sequence[ComparedRun], rows: Sequence[ComparedRun], comparis
     for seed, end in ends(runs, comparison).items():
         exact, corrected = (100 * (value - end.uncorrected) for value in (end.exact, end.corrected))
         values = (
-            f"the mean of the last {comparison.window} evaluations is {end.uncorrected:.0%} without correction, "
-            f"{end.exact:.0%} ({exact:+.0f} points) with {comparison.label(comparison.exact)} and "
-            f"{end.corrected:.0%} ({corrected:+.0f} points) with {comparison.label(comparison.corrected)}"
+            f"mean of the last {comparison.window} evaluations: "
+            f"{end.uncorrected:.0%} ({comparison.label(comparison.uncorrected)}), "
+            f"{end.exact:.0%} ({comparison.label(comparison.exact)}, {exact:+.0f} points), "
+            f"{end.corrected:.0%} ({comparison.label(comparison.corrected)}, {corrected:+.0f} points)"
         )
         if end.separated(comparison.points):
-            said.append(f"Seed {seed} separated: {values}.")
+            said.append(f"Seed {seed} separated; {values}.")
         else:
-            said.append(
-                f"Seed {seed} did not separate: {values}; both would have to be {comparison.points:g} points higher."
-            )
+            missing = f"the last two would have to be {comparison.points:g} points above the first"
+            said.append(f"Seed {seed} did not separate; {values}; {missing}.")
     if committed := ends(rows, comparison):
         count = sum(end.separated(comparison.points) for end in committed.values())
         said.append(f"Of {len(committed)} seeds that were run before, {count} separated.")

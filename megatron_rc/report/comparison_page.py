@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc.report.axes import linear_axis
-from megatron_rc.report.comparison import ComparedRun, Comparison, Range, ends, range_of, sentences
+from megatron_rc.report.comparison import ComparedRun, Comparison, ends, range_of, sentences
 from megatron_rc.report.context import flattened, load_context
 from megatron_rc.report.curves import Series, series
 from megatron_rc.report.page import details, document
@@ -20,10 +20,9 @@ Records = Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
 """Maps (choice, seed) to the records of a run."""
 
 STYLE = """
-.lead { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 16px;
-  margin-bottom: 16px; }
-.lead .wide { grid-column: span 2; }
-@media (max-width: 900px) { .lead .wide { grid-column: auto; } }
+.lead { display: grid; grid-template-columns: minmax(0, 2fr) minmax(250px, 1fr); gap: 16px; margin-bottom: 16px; }
+@media (max-width: 800px) { .lead { grid-template-columns: minmax(0, 1fr); } }
+.lead .chart text { font-size: 9px; }
 .lead .legend { font-size: 14px; }
 .lead aside p { margin: 0 0 10px; }
 .lead .tile { margin-bottom: 10px; flex: none; }
@@ -67,7 +66,7 @@ def heading(comparison: Comparison, runs: Sequence[ComparedRun]) -> str:
         missed = "this seed" if len(found) == 1 else f"{len(found) - separated} of {len(found)} seeds"
         return f"{comparison.title}: {missed} did not separate"
     which = "" if len(found) == 1 else f" on {len(found)} of {len(found)} seeds"
-    return f"{comparison.title}: the run falls back without correction, {comparison.corrected} rescues it{which}"
+    return f"{comparison.title}: without correction the run falls behind, {comparison.corrected} keeps up{which}"
 
 
 def _page(
@@ -82,51 +81,61 @@ def _page(
         for seed in seeds
         for choice in comparison.choices
     )
+    figure = _figure(comparison, live, rows, _answering(live[0], folder))
     cards = "".join(_card(comparison, live, records, curve) for curve in (K3, GRAD_NORM, ESS))
     return document(
         title,
         f"<header><h1>{escape(title)}</h1><p>Three runs from one checkpoint. {escape(_machine(live[0], folder))}</p>"
-        f'</header><section class="lead"><article class="wide">{_figure(comparison, live, rows)}</article>'
+        f'</header><section class="lead"><article>{figure}</article>'
         f"<aside>{_tiles(comparison, live)}{said}{links}</aside></section>"
         f'<section class="panels">{cards}</section>{_settings(comparison, seeds[0], folder)}',
         style=STYLE,
     )
 
 
-def _figure(comparison: Comparison, live: Sequence[ComparedRun], rows: Sequence[ComparedRun]) -> str:
+def _figure(comparison: Comparison, live: Sequence[ComparedRun], rows: Sequence[ComparedRun], answering: str) -> str:
     shapes: list[Shape] = []
-    ranges = [(number, found) for number, choice in enumerate(comparison.choices) if (found := range_of(rows, choice))]
-    shapes += [Band(found.steps, found.low, found.high, f"c{number}") for number, found in ranges]
+    hover = []
     several = len({run.seed for run in live}) > 1
-    if several:
-        number_of = {choice: number for number, choice in enumerate(comparison.choices)}
-        shapes += [Line(run.steps, run.accuracy, f"c{number_of[run.choice]} thin") for run in live]
-    means = [found for choice in comparison.choices if (found := range_of(live, choice))]
-    shapes += [Line(found.steps, found.mean, f"c{number} mean", dots=True) for number, found in enumerate(means)]
-    last = max(found.steps[-1] for found in [*means, *(found for _, found in ranges)])
+    for number, choice in enumerate(comparison.choices):
+        mean = range_of(live, choice)
+        assert mean is not None
+        if behind := range_of(rows, choice):
+            shapes.insert(0, Band(behind.steps, _percent(behind.low), _percent(behind.high), f"c{number}"))
+        for run in live if several else ():
+            if run.choice == choice:
+                shapes.append(Line(run.steps, _percent(run.accuracy), f"c{number} thin"))
+        hover.append(Series(comparison.label(choice), mean.steps, _percent(mean.mean)))
+        shapes.append(Line(mean.steps, hover[-1].values, f"c{number} mean", dots=True))
+    last = max(run.steps[-1] for run in [*live, *rows])
     drawn = chart(
         shapes,
         linear_axis(0, last, whole=True),
-        linear_axis(0, 1),
+        linear_axis(0, 100),
         title=heading(comparison, live),
         across="step",
-        hover=[_series(comparison.label(c), found) for c, found in zip(comparison.choices, means, strict=True)],
+        hover=hover,
     )
-    legend = "".join(
-        f'<span><i class="c{number}"></i>{escape(comparison.label(choice))}</span>'
-        for number, choice in enumerate(comparison.choices)
-    )
-    seeds = len({run.seed for run in rows})
-    meaning = "Mean reward on problems that are never trained on, answered by the trained weights themselves."
+    legend = "".join(f'<span><i class="c{i}"></i>{escape(line.label)}</span>' for i, line in enumerate(hover))
+    meaning = f"Mean reward on problems that are never trained on{answering}."
     if several:
         meaning += " Thin lines: single seeds; thick lines: their mean."
-    if ranges:
-        meaning += f" Shaded: lowest to highest of {seeds} seeds that were run before."
-    return f'<h2>Held-out accuracy</h2>{drawn}<div class="legend">{legend}</div><p>{escape(meaning)}</p>'
+    if rows:
+        meaning += f" Shaded: lowest to highest of {len({run.seed for run in rows})} seeds that were run before."
+    return f'<h2>Held-out accuracy <small>%</small></h2>{drawn}<div class="legend">{legend}</div><p>{meaning}</p>'
 
 
-def _series(label: str, found: Range) -> Series:
-    return Series(label, found.steps, found.mean)
+def _percent(shares: Sequence[float]) -> list[float]:
+    return [100 * share for share in shares]
+
+
+def _answering(run: ComparedRun, folder: Path) -> str:
+    """Whose answers are judged, as the settings of a run say."""
+    settings, _ = load_context(folder / run.choice / f"seed-{run.seed}")
+    weights = dict(flattened(settings)).get("train.eval_weights")
+    return {"trained": ", answered by the trained weights themselves", "served": ", answered by the sampler"}.get(
+        str(weights), ""
+    )
 
 
 def _tiles(comparison: Comparison, live: Sequence[ComparedRun]) -> str:

@@ -9,6 +9,8 @@ from megatron_rc.report.comparison import ComparedRun, Comparison, range_of
 from megatron_rc.report.picture import COLORS
 
 TEXT, SOFT = "#1b2330", "#5d6878"
+LINE = 0.055
+"""Share of the vertical axis that a label takes."""
 
 
 def draw_comparison(
@@ -27,6 +29,7 @@ def draw_comparison(
     figure = Figure(figsize=(8.2, 4.2), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     several = len({run.seed for run in runs}) > 1
+    labels: list[tuple[float, int, str, str]] = []
     for color, choice in zip(COLORS, comparison.choices, strict=False):
         if behind := range_of(rows, choice):
             axes.fill_between(behind.steps, behind.low, behind.high, color=color, alpha=0.15, lw=0)
@@ -35,13 +38,17 @@ def draw_comparison(
                 axes.plot(run.steps, run.accuracy, color=color, lw=0.7, alpha=0.45)
         if mean := range_of(runs, choice):
             axes.plot(mean.steps, mean.mean, color=color, lw=2.4, marker="o", ms=4)
-            axes.annotate(comparison.label(choice), (mean.steps[-1], mean.mean[-1]), xytext=(8, 0), color=color,
-                          textcoords="offset points", va="center", fontsize=10, annotation_clip=False)  # fmt: skip
+            labels.append((mean.mean[-1], mean.steps[-1], comparison.label(choice), color))
+    for height, (_, step, label, color) in zip(
+        _spread([label[0] for label in sorted(labels)]), sorted(labels), strict=True
+    ):
+        axes.annotate(label, (step, height), xytext=(8, 0), color=color, textcoords="offset points", va="center",
+                      fontsize=10, annotation_clip=False)  # fmt: skip
     axes.set_title(comparison.title, fontsize=12, loc="left", fontweight="bold", color=TEXT)
     seeds = len({run.seed for run in runs})
     lines = f"{seeds} seeds as thin lines, their mean as a thick one" if several else f"seed {runs[0].seed}"
     axes.set_xlabel(f"step   ({lines})", fontsize=9, color=SOFT)
-    axes.set_ylabel("held-out accuracy of the trained weights", fontsize=9, color=SOFT)
+    axes.set_ylabel("held-out accuracy", fontsize=9, color=SOFT)
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.tick_params(labelsize=9, colors=SOFT)
@@ -56,3 +63,11 @@ def draw_comparison(
     with rc_context({"svg.hashsalt": "comparison"}):
         figure.savefig(path, dpi=130, metadata=metadata)
     return path
+
+
+def _spread(heights: Sequence[float]) -> list[float]:
+    """Rising heights of labels, moved as far up as keeps each LINE above the one below it."""
+    moved: list[float] = []
+    for height in heights:
+        moved.append(max(height, moved[-1] + LINE) if moved else height)
+    return moved

@@ -59,12 +59,12 @@ def test_a_seed_separates_when_both_others_end_20_points_higher(uncorrected: flo
     (end,) = ends(runs, COMPARISON).values()
     assert end == pytest.approx((0.9, uncorrected, 0.8)) and end.separated(20) == separated
     (said,) = sentences(runs, [], COMPARISON)
-    assert said.startswith("Seed 1 separated: " if separated else "Seed 1 did not separate: ")
-    assert f"{uncorrected:.0%} without correction, 90% ({90 - 100 * uncorrected:+.0f} points) with fresh" in said
-    assert ("both would have to be 20 points higher" in said) != separated
+    assert said.startswith("Seed 1 separated; " if separated else "Seed 1 did not separate; ")
+    assert f"{uncorrected:.0%} (none), 90% (fresh, {90 - 100 * uncorrected:+.0f} points), 80% (seq-tis, " in said
+    assert ("would have to be 20 points above the first" in said) != separated
     title = heading(COMPARISON, runs)
     assert title.startswith("Rollouts 16 updates old (off-policy lag): ")
-    assert title.endswith("seq-tis rescues it" if separated else "this seed did not separate")
+    assert title.endswith("seq-tis keeps up" if separated else "this seed did not separate")
 
 
 def test_a_seed_without_all_three_runs_is_not_compared(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_the_report_opens_with_the_figure_and_its_title(rows: list[ComparedRun],
     assert [name.split(":")[0] for name in charts[1:]] == ["k3", "Gradient norm", "Effective sample size"]
     first = text[text.index("<svg") : text.index("</svg>")]
     assert first.count("<polyline") == 3 and first.count("<polygon") == (3 if rows else 0)
-    assert text.index("<svg") < text.index("Seed 1 separated: ")
+    assert text.index("<svg") < text.index("Seed 1 separated; ")
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
