@@ -128,7 +128,7 @@ def _answer(
         return Answer(question, CANNOT_TELL, "not run yet", counts, "", "", comparison.beside)
     answer, why, least = _judged(comparison, arm, against, results)
     if least < seeds:
-        answer, why = CANNOT_TELL, f"{why}; {least} seeds, {seeds} wanted"
+        answer, why = CANNOT_TELL, f"{why}; {least} of the {seeds} seeds wanted"
     vocabularies = sorted({row.vocabulary for row in everyone})
     return Answer(
         question=question,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def draw(figure: FigureSettings, data: Data, path: Path) -> None:
         "order": _order,
     }
     canvas = Figure(layout="constrained", facecolor="white")
-    canvas.suptitle(data["title"], fontsize=12.5, fontweight="bold", color=INK, x=0.01, ha="left")
+    canvas.suptitle(textwrap.fill(data["title"], 95), fontsize=12.5, fontweight="bold", color=INK, x=0.01, ha="left")
     makers[figure.kind](canvas, data)
     path.parent.mkdir(parents=True, exist_ok=True)
     canvas.savefig(path, dpi=130, metadata={"Description": digest(data), "Software": None})
@@ -52,17 +53,24 @@ def drawn_digest(path: Path) -> str:
 
 
 def _panels(canvas: Any, labels: list[str], columns: int, height: float) -> dict[str, Any]:
-    across = min(columns, len(labels))
+    # no panel stands alone in the last line
+    across = min(columns + (len(labels) % columns == 1), len(labels))
     down = -(-len(labels) // across)
     canvas.set_size_inches(WIDTH, height * down + 0.6)
     grid = canvas.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     for spare in grid.flat[len(labels) :]:
         spare.set_visible(False)
     panels = dict(zip(labels, grid.flat, strict=False))
+    for axes in grid.flat[max(0, len(labels) - across) : len(labels)]:
+        axes.tick_params(labelbottom=True)
     for label, axes in panels.items():
         _style(axes)
         axes.set_title(label, fontsize=10.5, loc="left", color=INK)
     return panels
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _style(axes: Any) -> None:
@@ -77,16 +85,15 @@ def _style(axes: Any) -> None:
 
 def _curves(canvas: Any, data: Data) -> None:
     panels = _panels(canvas, list(data["panels"]), data["columns"], 2.5)
-    reference = next(iter(data["panels"].values()))["mean"]
     for number, (label, panel) in enumerate(data["panels"].items()):
         axes, color = panels[label], COLORS[number % len(COLORS)]
-        if number:
-            axes.plot(*zip(*reference, strict=True), color=SOFT, lw=1.2, ls=(0, (4, 2)))
+        if data["exact"] and panel["mean"] != data["exact"]:
+            axes.plot(*zip(*data["exact"], strict=True), color=SOFT, lw=1.2, ls=(0, (4, 2)))
         for line in panel["seeds"].values():
             axes.plot(*zip(*line, strict=True), color=color, lw=0.8, alpha=0.55)
         axes.plot(*zip(*panel["mean"], strict=True), color=color, lw=2.6)
         failures = f"{panel['failed']} of {panel['runs']} failed" if panel["runs"] else "no exact run to compare"
-        text = f"{len(panel['seeds'])} seeds, {failures}"
+        text = f"{_counted(len(panel['seeds']), 'seed')}, {failures}"
         axes.text(0.98, 0.04, text, transform=axes.transAxes, ha="right", fontsize=9, color=INK)
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
@@ -133,7 +140,7 @@ def _survival(canvas: Any, data: Data) -> None:
         # curves of arms that all live would hide one another
         shift = 0.006 * number
         test = "" if series["p"] is None else f", log-rank p {series['p']:.2g}"
-        name = f"{label} ({series['runs']} runs{test})"
+        name = f"{label} ({_counted(series['runs'], 'run')}{test})"
         axes.plot(steps, [share - shift for share in shares], drawstyle="steps-post", color=color, lw=2, label=name)
     axes.set_ylim(-0.05, 1.03)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
@@ -175,7 +182,7 @@ def _controls(canvas: Any, data: Data) -> None:
     axes = canvas.add_subplot()
     _style(axes)
     labels = list(data["series"])
-    for place, (label, series) in enumerate(data["series"].items()):
+    for place, series in enumerate(data["series"].values()):
         color = COLORS[place % len(COLORS)]
         finals = series["finals"]
         heights = [place + 0.1 * ((seed % 3) - 1) for seed in range(len(finals))]
@@ -184,11 +191,10 @@ def _controls(canvas: Any, data: Data) -> None:
             mean, low, high = series["mean"]
             axes.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="|", color=INK, ms=13, mew=2, capsize=0,
                           elinewidth=2)  # fmt: skip
-        failures = f"{series['failed']} of {series['runs']} failed" if series["runs"] else f"{len(finals)} runs"
+        failures = f"{series['failed']} of {series['runs']} failed" if series["runs"] else _counted(len(finals), "run")
         axes.text(1.01, place, failures, transform=axes.get_yaxis_transform(), va="center", fontsize=9, color=INK)
-        assert labels[place] == label
     axes.set_yticks(range(len(labels)), labels, fontsize=9.5, color=INK)
-    axes.invert_yaxis()
+    axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.set_xlabel("mean of the last evaluations: seeds, their mean and its 90 % interval", fontsize=10, color=SOFT)
@@ -210,7 +216,7 @@ def _order(canvas: Any, data: Data) -> None:
                           elinewidth=2)  # fmt: skip
     left.axvline(0, color=SOFT, lw=1, ls=(0, (4, 2)))
     left.set_yticks(range(len(names)), [NAMES[name] for name in names], fontsize=9.5, color=INK)
-    left.invert_yaxis()
+    left.set_ylim(len(names) - 0.5, -0.5)
     left.set_xlabel("steps after k3: runs, median, 90 % interval", fontsize=9.5, color=SOFT)
     left.set_title("Which moves first", fontsize=10.5, loc="left", color=INK)
     for name, curve in data["curves"].items():
@@ -222,6 +228,6 @@ def _order(canvas: Any, data: Data) -> None:
                    ls="--" if name == "accuracy" else "-", label=NAMES[name])  # fmt: skip
     right.axvline(0, color=SOFT, lw=1, ls=(0, (4, 2)))
     right.set_yticks([0, 1], ["lowest", "highest"], fontsize=9)
-    right.set_xlabel(f"steps from the fall, means of {data['runs']} runs", fontsize=9.5, color=SOFT)
+    right.set_xlabel(f"steps from the fall, means of {_counted(data['runs'], 'run')}", fontsize=9.5, color=SOFT)
     right.set_title("Around the fall", fontsize=10.5, loc="left", color=INK)
     right.legend(fontsize=8.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

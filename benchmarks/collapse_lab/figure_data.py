@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from collapse_lab.intervals import bootstrap
-from collapse_lab.results import PLAIN, Arm, Results, lives
+from collapse_lab.results import PLAIN, Arm, Results, is_exact, lives
 from collapse_lab.rows import SIGNALS, Point, Row
 from collapse_lab.survival import log_rank, survival
 
@@ -48,7 +48,10 @@ class Picture(NamedTuple):
 
 
 def pictures(figure: FigureSettings, results: Results) -> list[Picture]:
-    """The drawings of a figure: one per world whose runs make at least two arms, or one of all worlds."""
+    """The drawings of a figure: one per world whose runs make at least two arms, or one of all worlds.
+
+    Survival is drawn where the first arm has runs, with which the others are compared.
+    """
     arms = {label: results.select(PLAIN | where) for label, where in figure.arms.items()}
     if figure.kind in ("diagram", "order"):
         return _picture(figure, figure.name, figure.title, arms, results)
@@ -60,7 +63,8 @@ def pictures(figure: FigureSettings, results: Results) -> list[Picture]:
             name: [row for row in rows if row.world == world and ("lr" in figure.arms[name] or row.lr == lr)]
             for name, rows in arms.items()
         }
-        if sum(map(bool, here.values())) > 1:
+        compared = figure.kind != "survival" or next(iter(here.values()))
+        if compared and sum(map(bool, here.values())) > 1:
             name = figure.name if not drawn else f"{figure.name}-{world}"
             drawn += _picture(figure, name, f"{figure.title} ({label})", here, results)
     return drawn
@@ -98,7 +102,8 @@ def _curves(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
         seeds = {row.seed: _line(results.curve(row)) for row in rows}
         hits, runs = results.count(rows, "failed")
         panels[label] = {"seeds": seeds, "mean": _mean_line(list(seeds.values())), "failed": hits, "runs": runs}
-    return {"panels": panels}
+    exact = next((panels[label]["mean"] for label, rows in arms.items() if all(map(is_exact, rows))), [])
+    return {"panels": panels, "exact": exact}
 
 
 def _line(points: Sequence[Point]) -> list[tuple[int, float]]:
@@ -128,12 +133,12 @@ def _strength(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
 
 def _survival(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
     """Share of runs that have not collapsed, and the log-rank test of every arm against the first."""
-    first = lives(next(iter(arms.values())))
+    first = next(iter(arms))
     series = {}
-    for number, (label, rows) in enumerate(arms.items()):
+    for label, rows in arms.items():
         group = lives(rows)
         end = max(life.step for life in group)
-        p = log_rank(group, first).p if number else None
+        p = None if label == first else log_rank(group, lives(arms[first])).p
         series[label] = {"curve": survival(group), "end": end, "runs": len(group), "p": p}
     return {"series": series}
 

@@ -40,19 +40,19 @@ def read(recipe: Path, folder: Path) -> tuple[list[Row], list[Point]]:
     rows, points = [], []
     for cell in finished(grid, or_broken=True):
         records = [r for r in read_metrics(cell.folder / "metrics.jsonl") if r["phase"] == "rl"]
-        rows.append(row_of(recipe.stem, cell, grid.endpoints, records))
+        model = _model(cell, grid.folder(grid.warm_folder))
+        rows.append(row_of(recipe.stem, cell, grid.endpoints, records, model))
         points += points_of(cell, records)
     return rows, points
 
 
-def row_of(stage: str, cell: Cell, rules: Endpoints, records: Records) -> Row:
+def row_of(stage: str, cell: Cell, rules: Endpoints, records: Records, model: Mapping[str, Any]) -> Row:
     settings = job_settings.load(cell.folder / "settings.yaml")
     answers = verdicts.answers_per_evaluation(settings)
     if answers < rules.min_answers:
         raise ValueError(
             f"{cell.name}: its evaluations have {answers} answers, endpoints.min_answers {rules.min_answers}"
         )
-    model = _model(settings, cell)
     outcome = verdicts.outcome_of_cell(rules, cell)
     trained = [record for record in records if record["step"] > 0]
     early = trained[: max(1, len(trained) // 4)]
@@ -151,13 +151,13 @@ def _number(step: int | None) -> float:
     return math.nan if step is None else float(step)
 
 
-def _model(settings: JobSettings, cell: Cell) -> dict[str, Any]:
+def _model(cell: Cell, warm: Path) -> dict[str, Any]:
     """Fields of the config.json of the model, of the warmed one where there was a warm-up."""
-    if not settings.model.hf_path:
-        return settings.model.config
-    warm = cell.folder.parents[1] / "warm" / cell.folder.name / "hf"
-    folder = warm if warm.exists() else Path(settings.model.hf_path)
-    return json.loads((folder / "config.json").read_text())
+    model = job_settings.load(cell.folder / "settings.yaml").model
+    if not model.hf_path:
+        return model.config
+    warmed = warm / f"seed-{cell.seed}/hf"
+    return json.loads(((warmed if warmed.exists() else Path(model.hf_path)) / "config.json").read_text())
 
 
 def _z_surprise(folder: Path) -> float:

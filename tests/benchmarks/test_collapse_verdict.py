@@ -100,7 +100,7 @@ def test_fewer_seeds_than_asked_for_cannot_tell(tmp_path: Path) -> None:
     collapse_rows.write(tmp_path, seeds=(1, 2, 3))
     given = answers(CLAIMS["a"], load(tmp_path))
     assert {each.answer for each in given} == {CANNOT_TELL}
-    assert any(each.why.endswith("; 3 seeds, 10 wanted") for each in given)
+    assert any(each.why.endswith("; 3 of the 10 seeds wanted") for each in given)
 
 
 def test_seeds_that_chose_settings_are_not_counted(tmp_path: Path) -> None:
