@@ -1,7 +1,8 @@
 """Measure every correction's estimate of the gradient against the exact one, at checkpoints of an uncorrected run.
 
     python benchmarks/gradient_truth.py --run runs/gradients   # train with checkpoints, measure, write the rows
-    python benchmarks/gradient_truth.py                        # the table and the picture, from the committed rows
+    python benchmarks/gradient_truth.py --picture              # draw the picture from the committed rows
+    python benchmarks/gradient_truth.py                        # print the tables of docs/gradients.md
 
 The run is the cell stale-16, none of launch/recipes/methods.yaml. At a checkpoint, the exact gradient g* comes from
 fresh answers of the trainer's own weights; each estimate comes from answers of the weights that the run samples from,
@@ -13,11 +14,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import checkout  # noqa: F401
-from gradients.rows import Row, read, table, write
+from gradients.page import page
+from gradients.picture import draw
+from gradients.rows import Row, read, write
 
 from megatron_rc import settings as job_settings
 
@@ -26,11 +31,11 @@ ROWS = ROOT / "benchmarks/results/collapse/gradients.csv"
 PICTURE = ROOT / "docs/images/gradients.png"
 RECIPE = ROOT / "launch/recipes/methods.yaml"
 CELL = {"setting": ["stale-16"], "method": ["none"]}
-STEPS: dict[int, tuple[int | None, ...]] = {20: (None,), 40: (None, 2, 6), 80: (None,)}
+STEPS: dict[int, tuple[int | None, ...]] = {20: (None,), 40: (None, 4), 80: (None,)}
 """Maps a checkpoint to the lags of its rollouts; None takes those of the run."""
 BATCHES = 16
 """Batches of prompts, each as large as one of the run."""
-DRAWS = 4
+DRAWS = 3
 """Exact batches per batch of prompts that make up g*."""
 CURVATURE_BATCHES = 4
 
@@ -48,35 +53,36 @@ def train(folder: Path, seed: int) -> Path:
     return cell.folder
 
 
-def measure(folder: Path) -> list[Row]:
-    """The rows of every checkpoint of a run."""
+def measure(folder: Path) -> Iterator[list[Row]]:
+    """The rows of one checkpoint of a run after another."""
     from megatron_rc.jobs import run
 
     run.quiet_imports()
     from gradients.collect import opened
     from gradients.measure import rows_of
 
-    settings, rows = job_settings.load(folder / "settings.yaml"), []
+    settings = job_settings.load(folder / "settings.yaml")
     for step, lags in STEPS.items():
         path = folder / f"checkpoints/rl-{step:06d}"
         with tempfile.TemporaryDirectory() as scratch, opened(settings, path, Path(scratch)) as bench:
             sizes = {"batches": BATCHES, "draws": DRAWS, "curvature_batches": CURVATURE_BATCHES}
-            rows += rows_of(bench, **sizes, lags=lags)
-    return rows
+            yield list(rows_of(bench, **sizes, lags=lags))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="train there, measure, and write the rows")
     parser.add_argument("--seed", type=int, default=1, help="seed of the run")
+    parser.add_argument("--picture", action="store_true", help="draw the figure and print no page")
     options = parser.parse_args()
     if options.run:
-        write(measure(train(options.run, options.seed)), ROWS)
-    rows = read(ROWS)
-    print(table(rows))
-    from gradients.picture import draw
-
-    print(draw(rows, PICTURE))
+        found: list[Row] = []
+        for rows in measure(train(options.run, options.seed)):
+            write(found := [*found, *rows], ROWS)
+    if options.picture:
+        print(draw(read(ROWS), PICTURE))
+    elif not options.run:
+        sys.stdout.write(page(read(ROWS)))
 
 
 if __name__ == "__main__":

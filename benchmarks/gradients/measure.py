@@ -14,7 +14,7 @@ from gradients.collect import ESTIMATORS, Bench
 from gradients.moments import Moments, Products, jackknife_error
 from gradients.rows import Row
 
-DIRECTIONS = 3
+DIRECTIONS = 2
 """Gradients of single batches along which the curvature is measured."""
 
 

@@ -1,9 +1,8 @@
-"""One row per checkpoint, rollouts and estimator, and the table and file of them."""
+"""One row per checkpoint, rollouts and estimator, and their file."""
 
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -72,26 +71,6 @@ def write(rows: Iterable[Row], path: Path) -> None:
 def read(path: Path) -> list[Row]:
     with open(path, newline="") as file:
         return [Row(**{name: _typed(name, text) for name, text in record.items()}) for record in csv.DictReader(file)]
-
-
-def table(rows: Iterable[Row]) -> str:
-    """Markdown, one line per row."""
-    heads = ["step", "lag", "k3", "T / T*", "estimator", "cosine", "norm ratio", "bias² / ‖g*‖²", "variance / ‖g*‖²"]
-    heads += ["dropped", "A", "B", "C", "best progress"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for r in rows:
-        cells = [str(r.step), str(r.lag), f"{r.k3:.2g}", f"{r.horizon_ratio:.2g}", f"`{r.estimator}`"]
-        cells += [_between(r.cosine, r.cosine_error), _between(r.norm_ratio, r.norm_ratio_error)]
-        cells += [_between(r.squared_bias, r.squared_bias_error), _between(r.variance, r.variance_error)]
-        cells += [f"{r.dropped:.1%}", f"{r.a:.2g}", f"{r.b:.2g}", f"{r.c:.2g}"]
-        cells += [_between(r.progress, r.progress_error)]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _between(value: float, error: float) -> str:
-    """The value and the half-width of its 90 % interval."""
-    return "" if math.isnan(value) else f"{value:.2f} ± {Z90 * error:.2f}"
 
 
 def _typed(name: str, text: str) -> int | float | str:
