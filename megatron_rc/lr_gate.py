@@ -243,8 +243,8 @@ def check_lr_rules(
         raise ValueError("lr_decay and lr_gate must not be set together: each scales the learning rate")
     if lr_gate.signal == "grad_cosine":
         raise ValueError(
-            "signal of lr_gate must not be 'grad_cosine' here: no gradient of the step before is kept; in a loop of "
-            "your own pass the cosine to LRGate.step"
+            "signal of lr_gate must not be 'grad_cosine' here: the learning rate is decided before the gradient is "
+            "known; in a loop of your own pass the cosine to LRGate.step"
         )
     if lr_gate.signal in ("ess", "k3") and correction is None:
         raise ValueError(f"lr_gate needs a correction, which measures its signal {lr_gate.signal!r}")
