@@ -36,3 +36,4 @@ docs: | $(PYTHON)  ## Write the generated documents again.
 	$(PYTHON) -m megatron_rc versions > docs/versions.md
 	PYTHONSAFEPATH= $(PYTHON) benchmarks/performance_docs.py > docs/performance.md
 	PYTHONSAFEPATH= $(PYTHON) benchmarks/analyze_docs.py
+	PYTHONSAFEPATH= $(PYTHON) benchmarks/gradient_truth.py --docs

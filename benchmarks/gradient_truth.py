@@ -1,8 +1,8 @@
 """Measure every correction's estimate of the gradient against the exact one, at checkpoints of an uncorrected run.
 
     python benchmarks/gradient_truth.py --run runs/gradients   # train with checkpoints, measure, write the rows
-    python benchmarks/gradient_truth.py --picture              # draw the picture from the committed rows
-    python benchmarks/gradient_truth.py                        # print the tables of docs/gradients.md
+    python benchmarks/gradient_truth.py                        # print the tables of the committed rows
+    python benchmarks/gradient_truth.py --docs                 # write them into docs/gradients.md, with the picture
 
 The run is the cell stale-16, none of launch/recipes/methods.yaml. At a checkpoint, the exact gradient g* comes from
 fresh answers of the trainer's own weights; each estimate comes from answers of the weights that the run samples from,
@@ -28,6 +28,9 @@ from megatron_rc import settings as job_settings
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "benchmarks/results/collapse/gradients.csv"
+PAGE = ROOT / "docs/gradients.md"
+TABLES = "## Checkpoints\n\n"
+"""Heading of the page from which on it is printed."""
 PICTURE = ROOT / "docs/images/gradients.png"
 RECIPE = ROOT / "launch/recipes/methods.yaml"
 CELL = {"setting": ["stale-16"], "method": ["none"]}
@@ -73,16 +76,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="train there, measure, and write the rows")
     parser.add_argument("--seed", type=int, default=1, help="seed of the run")
-    parser.add_argument("--picture", action="store_true", help="draw the figure and print no page")
+    parser.add_argument("--docs", action="store_true", help="write the tables and the picture of the page again")
     options = parser.parse_args()
     if options.run:
         found: list[Row] = []
-        for rows in measure(train(options.run, options.seed)):
-            write(found := [*found, *rows], ROWS)
-    if options.picture:
-        print(draw(read(ROWS), PICTURE))
-    elif not options.run:
-        sys.stdout.write(page(read(ROWS)))
+        for more in measure(train(options.run, options.seed)):
+            write(found := [*found, *more], ROWS)
+    rows = read(ROWS)
+    if options.docs:
+        draw(rows, PICTURE)
+        PAGE.write_text(PAGE.read_text().partition(TABLES)[0] + TABLES + page(rows))
+    else:
+        sys.stdout.write(page(rows))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class Row(NamedTuple):
     dropped: float
     """Share of the tokens that the estimator drops."""
     cosine: float
-    """Of the mean estimate and g*."""
+    """Cosine of the mean estimate and g*."""
     cosine_error: float
     norm_ratio: float
     norm_ratio_error: float
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     b: float
     c: float
     lr: float
-    """Of plain gradient ascent whose steps with exact rollouts are as long as those of the run."""
+    """Learning rate of plain gradient ascent whose steps with exact rollouts are as long as those of the run."""
     curvature: float
     """L of the lemma: the larger of the curvatures of J along g* and along gradients of single batches."""
     curvature_error: float
@@ -74,5 +74,6 @@ def read(path: Path) -> list[Row]:
 
 
 def _typed(name: str, text: str) -> int | float | str:
-    kind = {"int": int, "str": str}.get(Row.__annotations__[name], float)
-    return kind(text)
+    if name == "estimator":
+        return text
+    return int(text) if name in ("seed", "step", "lag") else float(text)

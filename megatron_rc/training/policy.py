@@ -219,16 +219,11 @@ class Policy:
         gradients: list[Any] = [p.main_grad for p in self._parameters()]  # type: ignore[attr-defined]
         return torch.cat([g.flatten() for g in gradients]).float() / self.optimizer.get_loss_scale()
 
-    @contextmanager
-    def moved(self, direction: Tensor) -> Iterator[None]:
-        """Add ``direction``, [P] like `gradient`, to the weights for the length of the block."""
-        trained = [p.detach().clone() for p in self._parameters()]
+    def moved(self, direction: Tensor) -> AbstractContextManager[None]:
+        """`holding` the weights plus ``direction``, [P] like `gradient`."""
+        trained = [p.detach() for p in self._parameters()]
         parts = direction.split([p.numel() for p in trained])
-        self._overwrite([p + part.view_as(p) for p, part in zip(trained, parts, strict=True)])
-        try:
-            yield
-        finally:
-            self._overwrite(trained)
+        return self.holding([p + part.view_as(p) for p, part in zip(trained, parts, strict=True)])
 
     def close(self) -> None:
         """Release the model; a process that trains several jobs would keep each model, and the threads of its groups.

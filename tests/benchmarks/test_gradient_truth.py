@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from gradients.moments import Moments, Products, jackknife_error  # noqa: E402
+from gradients.page import page  # noqa: E402
+from gradients.rows import read  # noqa: E402
 
 BATCHES = 2
 WORLD = World(2, stops=False)
@@ -112,3 +114,11 @@ def test_a_plug_in_norm_would_be_too_large_and_the_measured_one_is_not() -> None
         plugged.append(float(rows.mean(0).square().sum()))
     assert np.mean(found) == pytest.approx(1, abs=0.3)
     assert np.mean(plugged) > 6
+
+
+def test_the_page_ends_with_the_tables_of_the_committed_rows() -> None:
+    rows = read(ROOT / "benchmarks/results/collapse/gradients.csv")
+    assert (ROOT / "docs/gradients.md").read_text().endswith("## Checkpoints\n\n" + page(rows)), "make docs"
+    exact = [row for row in rows if row.estimator == "exact"]
+    assert len(exact) == len({row.step for row in rows})
+    assert all(abs(row.squared_bias) < 3 * row.squared_bias_error for row in exact), "exact rollouts have no bias"
