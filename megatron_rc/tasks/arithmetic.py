@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 import re
@@ -11,16 +10,10 @@ from dataclasses import dataclass, field
 
 from megatron_rc.schema import nearest
 from megatron_rc.tasks import Prompt
+from megatron_rc.tasks.generated import Alphabet, GeneratedTask, check_shared_options
 
-CHARACTERS = "0123456789+-=,"
-STOP_TOKEN_ID = len(CHARACTERS)
-PAD_TOKEN_ID = STOP_TOKEN_ID + 1
-VOCAB_SIZE = PAD_TOKEN_ID + 1
-STOP_SYMBOL = "."
+ALPHABET = Alphabet("0123456789+-=,")
 LEVELS = tuple(f"{terms}x{digits}" for digits in (1, 2, 3) for terms in range(2, 7))
-
-_ID_OF = {character: index for index, character in enumerate(CHARACTERS + STOP_SYMBOL)}
-_CHARACTER_OF = dict(enumerate(CHARACTERS + STOP_SYMBOL))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +37,7 @@ class ArithmeticOptions:
                 raise ValueError(f"levels: unknown level {level!r}{nearest(level, LEVELS)}")
             if not 0 <= weight < float("inf"):
                 raise ValueError(f"levels: the weight of {level!r} must be >= 0, got {weight!r}")
-        if not 0 <= self.demonstration_error_rate <= 1:
-            raise ValueError(f"demonstration_error_rate must be in [0, 1], got {self.demonstration_error_rate!r}")
-        if self.held_out < 1:
-            raise ValueError(f"held_out must be >= 1, got {self.held_out!r}")
+        check_shared_options(demonstration_error_rate=self.demonstration_error_rate, held_out=self.held_out)
 
     @property
     def longest_prompt(self) -> int:
@@ -56,74 +46,34 @@ class ArithmeticOptions:
         return max(int(terms) * (int(digits) + 1) for terms, digits in sizes)
 
 
-class ArithmeticTask:
-    """Problems such as ``47+38-5=``; the answer is the last number before the stop token.
-
-    A hash of its text decides whether a problem is held out, so the split is the same for every seed. Levels with fewer
-    held-out problems than ``held_out`` are refused.
-    """
+class ArithmeticTask(GeneratedTask[list[int]]):
+    """Problems such as ``47+38-5=``, lists of terms; the answer is the last number before the stop token."""
 
     def __init__(self, options: ArithmeticOptions | None = None) -> None:
         self.options = options or ArithmeticOptions()
-        self.vocab_size = VOCAB_SIZE
-        self.stop_token_ids: tuple[int, ...] = (STOP_TOKEN_ID,)
-        self._held_out = self._draw_held_out()
+        super().__init__(ALPHABET, seed=self.options.seed, held_out=self.options.held_out)
 
-    def prompts(self, start: int, count: int) -> list[Prompt]:
-        return [_prompt(self._training_problem("prompt", i)[0]) for i in range(start, start + count)]
+    def draw(self, rng: random.Random) -> list[int]:
+        levels = self.options.levels
+        terms, digits = map(int, rng.choices(list(levels), list(levels.values()))[0].split("x"))
+        return draw_terms(rng, terms, 10**digits - 1)
 
-    def eval_prompts(self) -> list[Prompt]:
-        return [_prompt(terms) for terms in self._held_out]
+    def text(self, problem: list[int]) -> str:
+        return str(problem[0]) + "".join(f"{term:+d}" for term in problem[1:]) + "="
 
-    def demonstrations(self, start: int, count: int) -> list[tuple[list[int], list[int]]]:
-        """(prompt ids, response ids); the share ``demonstration_error_rate`` of them ends in a wrong answer."""
-        pairs = []
-        for index in range(start, start + count):
-            terms, rng = self._training_problem("demonstration", index)
-            careless = rng.random() < self.options.demonstration_error_rate
-            totals = careless_totals(terms, rng) if careless else running_totals(terms)
-            written = totals if self.options.written_steps else totals[-1:]
-            pairs.append((encode(_text(terms)), encode(",".join(map(str, written)) + STOP_SYMBOL)))
-        return pairs
+    def answer(self, problem: list[int]) -> str:
+        return str(sum(problem))
+
+    def demonstrate(self, problem: list[int], rng: random.Random) -> list[tuple[str, bool]]:
+        """The share ``demonstration_error_rate`` of the demonstrations ends in a wrong answer."""
+        careless = rng.random() < self.options.demonstration_error_rate
+        totals = careless_totals(problem, rng) if careless else running_totals(problem)
+        written = totals if self.options.written_steps else totals[-1:]
+        return [(",".join(map(str, written)) + ".", True)]
 
     def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
         """1.0 if the response has stopped and its last number is the answer, otherwise 0.0."""
         return [float(_final_number(self.decode(r)) == p.answer) for p, r in zip(prompts, responses, strict=True)]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text, with '.' for the stop token and '?' for padding and ids outside the vocabulary."""
-        return "".join(_CHARACTER_OF.get(int(i), "?") for i in token_ids)
-
-    def _training_problem(self, stream: str, index: int) -> tuple[list[int], random.Random]:
-        rng = random.Random(f"{self.options.seed}/{stream}/{index}")
-        return next(terms for terms in self._endless_problems(rng) if not is_held_out(_text(terms))), rng
-
-    def _draw_held_out(self) -> list[list[int]]:
-        wanted, problems = self.options.held_out, dict[str, list[int]]()
-        draws = self._endless_problems(random.Random(f"{self.options.seed}/held-out"))
-        # a level with few problems soon repeats them; 400 draws per problem reach nearly all of them
-        for terms in itertools.islice(draws, 400 * wanted + 1):
-            if is_held_out(_text(terms)):
-                problems.setdefault(_text(terms), terms)
-            if len(problems) == wanted:
-                return list(problems.values())
-        raise ValueError(f"held_out={wanted} is more than the {len(problems)} held-out problems of these levels")
-
-    def _endless_problems(self, rng: random.Random) -> Iterator[list[int]]:
-        names, weights = list(self.options.levels), list(self.options.levels.values())
-        while True:
-            terms, digits = map(int, rng.choices(names, weights)[0].split("x"))
-            yield _draw_terms(rng, terms, 10**digits - 1)
-
-
-def is_held_out(text: str) -> bool:
-    """Whether a problem belongs to the held-out eighth, which depends on its text alone."""
-    return hashlib.sha256(text.encode()).digest()[0] % 8 == 0
-
-
-def encode(text: str) -> list[int]:
-    """Token ids of ``text``, one per character; '.' is the stop token."""
-    return [_ID_OF[character] for character in text]
 
 
 def running_totals(terms: Sequence[int]) -> list[int]:
@@ -161,7 +111,7 @@ def _steps(terms: Sequence[int]) -> Iterator[int]:
                 yield (1 if term > 0 else -1) * int(digit) * 10 ** (len(digits) - 1 - position)
 
 
-def _draw_terms(rng: random.Random, count: int, largest: int) -> list[int]:
+def draw_terms(rng: random.Random, count: int, largest: int) -> list[int]:
     """Terms whose totals stay within 0 and largest, so that no answer needs a sign."""
     terms = [rng.randrange(largest + 1)]
     for _ in range(count - 1):
@@ -169,15 +119,6 @@ def _draw_terms(rng: random.Random, count: int, largest: int) -> list[int]:
         adds = total < largest and (total == 0 or rng.random() < 0.5)
         terms.append(rng.randint(1, largest - total) if adds else -rng.randint(1, total))
     return terms
-
-
-def _text(terms: Sequence[int]) -> str:
-    return str(terms[0]) + "".join(f"{term:+d}" for term in terms[1:]) + "="
-
-
-def _prompt(terms: Sequence[int]) -> Prompt:
-    text = _text(terms)
-    return Prompt(token_ids=tuple(encode(text)), text=text, answer=str(sum(terms)))
 
 
 def _final_number(response: str) -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_rc.schema.errors import one_line
-from megatron_rc.tasks import Prompt
+from megatron_rc.tasks import Demonstration, Prompt, Task
 from megatron_rc.tasks.reward import load_reward, score
 
 
@@ -52,7 +52,7 @@ class Row(NamedTuple):
     """File and line, for error messages."""
 
 
-class JsonlTask:
+class JsonlTask(Task):
     """Prompts and answers of a file, scored by the user's function.
 
     Raises:
@@ -81,7 +81,7 @@ class JsonlTask:
     def eval_prompts(self) -> list[Prompt]:
         return list(self._held_out)
 
-    def demonstrations(self, start: int, count: int) -> list[tuple[list[int], list[int]]]:
+    def demonstrations(self, start: int, count: int) -> list[Demonstration]:
         raise ValueError("the jsonl task has no demonstrations: warmup.steps must be 0")
 
     def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:

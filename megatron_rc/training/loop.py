@@ -137,8 +137,8 @@ class Job:
         self.observers.phase("warm-up", warmup.steps, done=self.progress.step)
         reached = False
         while self.progress.step < warmup.steps and not reached:
-            pairs = self.task.demonstrations(self.progress.step * warmup.batch_size, warmup.batch_size)
-            metrics = supervised_step(self.policy, demonstration_batch(pairs), self.settings.train)
+            shown = self.task.demonstrations(self.progress.step * warmup.batch_size, warmup.batch_size)
+            metrics = supervised_step(self.policy, demonstration_batch(shown), self.settings.train)
             self.progress.step += 1
             self.observers.advance(1)
             if warmup.target_accuracy is not None and self.progress.step % warmup.check_interval == 0:

@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from megatron_rc.jobs.describe import describe
 from megatron_rc.tasks import Prompt
 from megatron_rc.tasks.arithmetic import (
+    ALPHABET,
     LEVELS,
-    PAD_TOKEN_ID,
     ArithmeticOptions,
     ArithmeticTask,
     careless_totals,
-    encode,
-    is_held_out,
     running_totals,
 )
+from megatron_rc.tasks.generated import is_held_out
 from megatron_rc.tasks.registry import OPTIONS, build_task
 
 DOCS = Path(__file__).parents[2] / "docs" / "tasks.md"
@@ -45,7 +44,7 @@ def test_arithmetic_is_a_pure_function_of_seed_and_index() -> None:
 def test_no_held_out_problem_of_any_seed_is_ever_trained_on() -> None:
     held_out = {p.token_ids for seed in range(3) for p in arithmetic(seed=seed).eval_prompts()}
     task = arithmetic(seed=1)
-    trained = {p.token_ids for p in task.prompts(0, 3000)} | {tuple(p) for p, _ in task.demonstrations(0, 3000)}
+    trained = {p.token_ids for p in task.prompts(0, 3000)} | {tuple(d.prompt_ids) for d in task.demonstrations(0, 3000)}
     assert not held_out & trained
 
 
@@ -86,11 +85,11 @@ def test_running_totals_add_one_digit_at_a_time_highest_first() -> None:
 
 def test_the_vocabulary_is_small_and_covers_everything_written() -> None:
     task = arithmetic()
-    assert PAD_TOKEN_ID < task.vocab_size <= 32 and PAD_TOKEN_ID not in task.stop_token_ids
-    used = {i for prompt, response in task.demonstrations(0, 500) for i in prompt + response}
-    assert task.stop_token_ids[0] in used and PAD_TOKEN_ID not in used
+    assert ALPHABET.padding < task.vocab_size <= 32 and ALPHABET.padding not in task.stop_token_ids
+    used = {i for shown in task.demonstrations(0, 500) for i in shown.prompt_ids + shown.output_ids}
+    assert task.stop_token_ids[0] in used and ALPHABET.padding not in used
     assert max(used) < task.vocab_size
-    assert task.decode([PAD_TOKEN_ID, 99]) == "??"
+    assert task.decode([ALPHABET.padding, 99]) == "??"
 
 
 @pytest.mark.parametrize(
@@ -99,8 +98,8 @@ def test_the_vocabulary_is_small_and_covers_everything_written() -> None:
      (".", 0.0), ("", 0.0), ("85.85.", 0.0), ("-85.", 0.0), ("085.", 0.0), ("40+45=85.", 0.0)],
 )  # fmt: skip
 def test_the_last_number_of_a_response_that_stopped_counts(response: str, reward: float) -> None:
-    prompt = Prompt(tuple(encode("47+38=")), "47+38=", "85")
-    assert arithmetic(held_out=1).rewards([prompt], [encode(response)]) == [reward]
+    prompt = Prompt(tuple(ALPHABET.encode("47+38=")), "47+38=", "85")
+    assert arithmetic(held_out=1).rewards([prompt], [ALPHABET.encode(response)]) == [reward]
 
 
 def test_demonstrations_of_a_careful_teacher_are_all_right() -> None:
@@ -140,10 +139,10 @@ def test_a_careless_teacher_is_wrong_and_never_below_zero(level: str, seed: int)
 
 
 def test_responses_vary_in_length_and_lose_their_steps_on_request() -> None:
-    lengths = {len(r) for _, r in arithmetic().demonstrations(0, 500)}
+    lengths = {len(shown.output_ids) for shown in arithmetic().demonstrations(0, 500)}
     assert len(lengths) >= 4
     short = arithmetic(written_steps=False, demonstration_error_rate=0.0).demonstrations(0, 50)
-    assert all(encode(",")[0] not in response for _, response in short)
+    assert all(ALPHABET.encode(",")[0] not in response for _, response, _ in short)
 
 
 @pytest.mark.parametrize(
@@ -177,10 +176,10 @@ def test_build_task_fills_in_the_seed_of_the_job_and_names_unknown_tasks() -> No
 
 
 def rewards_of_demonstrations(task: ArithmeticTask, count: int) -> list[float]:
-    pairs = task.demonstrations(0, count)
-    texts = [task.decode(prompt) for prompt, _ in pairs]
-    prompts = [Prompt(tuple(encode(t)), t, str(sum(map(int, re.findall(r"[+-]?\d+", t))))) for t in texts]
-    return task.rewards(prompts, [response for _, response in pairs])
+    shown = task.demonstrations(0, count)
+    texts = [task.decode(one.prompt_ids) for one in shown]
+    prompts = [Prompt(tuple(ALPHABET.encode(t)), t, str(sum(map(int, re.findall(r"[+-]?\d+", t))))) for t in texts]
+    return task.rewards(prompts, [one.output_ids for one in shown])
 
 
 @pytest.mark.parametrize("kind", OPTIONS)

@@ -13,13 +13,17 @@ from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.loss import loss_scale
 from megatron_rc.settings import TrainSettings
+from megatron_rc.tasks import Demonstration
 from megatron_rc.training.policy import Policy
 from megatron_rc.training.step.microbatches import MicroBatch, MicroExtras, share_of, split_rows
 
 
-def demonstration_batch(pairs: Sequence[tuple[list[int], list[int]]]) -> TokenBatch:
+def demonstration_batch(demonstrations: Sequence[Demonstration]) -> TokenBatch:
     """Demonstrations as a TokenBatch; they have no sampler, so their rollout log-probs are 0 and unused."""
-    samples = [Sample(prompt, response, [0.0] * len(response), "stop") for prompt, response in pairs]
+    samples = [
+        Sample(prompt, response, [0.0] * len(response), "stop", output_mask=mask)
+        for prompt, response, mask in demonstrations
+    ]
     return TokenBatch.from_samples(samples, SamplingParams())
 
 
