@@ -261,6 +261,8 @@ def _versions_per_token(sample: Sample) -> list[int]:
     versions = [0] * len(sample.output_ids)
     for version, start, end in sample.weight_versions:
         versions[start:end] = [version] * (min(end, len(versions)) - start)
+    if sample.output_mask is not None:
+        versions = [v if drawn else -1 for v, drawn in zip(versions, sample.output_mask, strict=True)]
     return versions
 
 

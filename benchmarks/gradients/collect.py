@@ -115,7 +115,8 @@ class Bench:
         return (ends[0] - ends[1]) / (2 * reach)
 
     def _batch(self, sampler: object, number: int, draw: int) -> TokenBatch:
-        from megatron_rc.training.step.sampling import Sampler, seed_of
+        from megatron_rc.training.step.sampling import Sampler
+        from megatron_rc.training.step.seeds import seed_of
 
         assert isinstance(sampler, Sampler)
         rollout = self.job.settings.rollout

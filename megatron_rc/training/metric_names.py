@@ -24,7 +24,8 @@ JOB_METRICS: dict[str, dict[str, JobMetric]] = {
         "reward/std": JobMetric("reward", "standard deviation of the rewards"),
         "response_length/mean": JobMetric("tokens", "mean length of the responses"),
         "response_length/max": JobMetric("tokens", "longest response"),
-        "response_length/truncated": JobMetric("share", "responses that ended at max_new_tokens"),
+        "response_length/truncated": JobMetric("share", "responses that ended at max_new_tokens or a limit of turns"),
+        "turns/mean": JobMetric("turns", "mean turns of the responses; where some have several"),
         "groups/equal_reward": JobMetric("share", "groups whose responses all have the same reward; not trained on"),
         "horizon": JobMetric("tokens", "1 / (2 k3): the length up to which products of ratios over a response work"),
         "ess_seq_predicted": JobMetric(

@@ -20,7 +20,7 @@ from warm_models import TASK, warm_model
 
 from megatron_rc.report.log import read_metrics
 from megatron_rc.schema.dump import read_dump
-from megatron_rc.training.step.sampling import seed_of
+from megatron_rc.training.step.seeds import seed_of
 
 AHEAD, STEPS, PROMPTS, N = 2, 7, 6, 4
 JOB: dict[str, Any] = {

@@ -10,10 +10,12 @@ import pytest
 from jobs import ROOT, run_together, settings_file, train
 from warm_models import TASK, warm_model
 
-from megatron_rc.engine import Sample
+from megatron_rc.batch import TokenBatch
+from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.lr_decay import LengthDecayLR
 from megatron_rc.report.log import read_metrics
 from megatron_rc.training.metric_names import JOB_METRICS
+from megatron_rc.training.step.metrics import response_lengths, rollout_metrics
 from megatron_rc.training.step.sampling import SampledBatch
 
 JOB: dict[str, Any] = {
@@ -72,6 +74,13 @@ def of_servers() -> set[str]:
     return set(SampledBatch([good], [0.0], [0], [0], [damaged]).metrics())
 
 
+def of_turns() -> set[str]:
+    """Written by jobs whose task has several turns."""
+    sample = Sample([1], [2, 3, 4], [0.0] * 3, "stop", output_mask=[True, False, True])
+    batch = TokenBatch.from_samples([sample], SamplingParams(), rewards=[0.0], groups=[0])
+    return set(rollout_metrics(batch, response_lengths(batch), [True]))
+
+
 def general_name(key: str) -> str:
     """The name of a metric as the page has it: without its pair, its unit, its lags or the name of a gate."""
     pair = re.fullmatch(r"(?:old|current|current_old)/(.+)", key)
@@ -88,7 +97,7 @@ def general_name(key: str) -> str:
 
 def test_the_page_has_every_metric_that_is_written_and_no_other(records: list[dict[str, Any]]) -> None:
     keys = {key for record in records for key in record} - {"phase", "step"}
-    assert {general_name(key) for key in keys | of_a_surge() | of_servers()} == documented()
+    assert {general_name(key) for key in keys | of_a_surge() | of_servers() | of_turns()} == documented()
 
 
 def test_the_sections_of_the_page_belong_to_the_phases(records: list[dict[str, Any]]) -> None:

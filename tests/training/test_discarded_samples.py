@@ -42,6 +42,8 @@ class Engine:
 class Task:
     """Rewards a response with its seed."""
 
+    max_turns = 1
+
     def eval_prompts(self) -> list[Prompt]:
         return PROMPTS
 

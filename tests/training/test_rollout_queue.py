@@ -18,7 +18,8 @@ from megatron_rc.tasks import Prompt
 from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.groups import SharedError
 from megatron_rc.training.rollout_queue import RolloutQueue, check_asynchronous
-from megatron_rc.training.step.sampling import Sampler, seed_of
+from megatron_rc.training.step.sampling import Sampler
+from megatron_rc.training.step.seeds import seed_of
 
 PROMPTS, N, STEPS = 3, 2, 9
 
@@ -47,6 +48,8 @@ class Engine:
 
 
 class Task:
+    max_turns = 1
+
     def prompts(self, start: int, count: int) -> list[Prompt]:
         return [Prompt((i,), "", "") for i in range(start, start + count)]
 

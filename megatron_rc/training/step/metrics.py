@@ -21,14 +21,14 @@ def response_lengths(batch: TokenBatch) -> Tensor:
 
 
 def rollout_metrics(batch: TokenBatch, lengths: Tensor, equal: Sequence[bool]) -> dict[str, float]:
-    """Rewards and response lengths.
+    """Rewards, response lengths and, where a response has several turns, their number.
 
     Args:
         lengths: [S], as `response_lengths`.
         equal: [S], whether all rewards of a sequence's group are equal.
     """
     assert batch.rewards is not None and batch.truncated is not None
-    return {
+    metrics = {
         "reward/mean": float(batch.rewards.mean()),
         "reward/std": float(batch.rewards.std(correction=0)),
         "response_length/mean": float(lengths.mean()),
@@ -36,6 +36,9 @@ def rollout_metrics(batch: TokenBatch, lengths: Tensor, equal: Sequence[bool]) -
         "response_length/truncated": float(batch.truncated.float().mean()),
         "groups/equal_reward": sum(equal) / len(equal),
     }
+    if batch.num_segments > batch.num_sequences:
+        metrics["turns/mean"] = batch.num_segments / batch.num_sequences
+    return metrics
 
 
 def merged(parts: Sequence[MetricSums]) -> MetricSums:

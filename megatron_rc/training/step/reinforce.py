@@ -32,7 +32,7 @@ from megatron_rc.training.step.metrics import merged, pooled, response_lengths, 
 from megatron_rc.training.step.micro_loss import Collected, MicroLoss
 from megatron_rc.training.step.microbatches import NO_EXTRAS, MicroExtras, Share, mini_batches, share_of, split_rows
 from megatron_rc.training.step.routing import Routing, StepRoutes
-from megatron_rc.training.step.sampling import seed_of
+from megatron_rc.training.step.seeds import seed_of
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,8 @@ from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
 from megatron_rc.tasks import Prompt, Task
 from megatron_rc.training import emulation
 from megatron_rc.training.groups import Groups, SharedError
+from megatron_rc.training.step.seeds import seed_of
+from megatron_rc.training.step.turns import respond
 
 
 class Request(NamedTuple):
@@ -53,12 +54,6 @@ class SampledBatch:
         out |= {f"rollout/rejected_{reason}": count / total for reason, count in reasons.items()}
         out["rollout/retractions"] = float(sum(s.retractions for s in (*self.samples, *self.discarded)))
         return out
-
-
-def seed_of(*parts: int | str) -> int:
-    """A 62-bit seed from (job seed, purpose, step, index ...): no generator state to keep, whatever the layout."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2
 
 
 @dataclass(frozen=True)
@@ -121,8 +116,8 @@ class Sampler:
         if not share:
             return Part([], [])
         with emulation.suspended():
-            ids, mine = [p.token_ids for p in share], seeds[first * n : last * n]
-            samples = self.engine.generate(ids, self.params, n=n, seeds=mine, on_finished=on_finished)
+            mine = seeds[first * n : last * n]
+            samples = respond(self.engine, self.task, share, self.params, n=n, seeds=mine, on_finished=on_finished)
         good = [i for i, s in enumerate(samples) if s.discarded is None]
         return Part(samples, self.task.rewards([share[i // n] for i in good], [samples[i].output_ids for i in good]))
 

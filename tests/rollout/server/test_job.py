@@ -12,7 +12,7 @@ from jobs import ROOT, finished_job, letters_task, run_together, save_tokenizer,
 from sglang_server import shared_server
 
 from megatron_rc.schema.dump import read_dump
-from megatron_rc.training.step.sampling import seed_of
+from megatron_rc.training.step.seeds import seed_of
 
 SCRIPT = ROOT / "launch/train_sglang_cpu.sh"
 
