@@ -60,8 +60,8 @@ class ParallelSettings:
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings:
     kind: TaskKind = "arithmetic"
-    """arithmetic: generated problems with a built-in tokenizer. jsonl: prompts from a file, with the tokenizer of
-    model.hf_path."""
+    """Generated problems with a built-in tokenizer: arithmetic; copy, with long responses; calculator, with several
+    turns per response. jsonl: prompts from a file, with the tokenizer of model.hf_path."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the task; docs/tasks.md lists them."""
 
@@ -102,7 +102,7 @@ class RolloutSettings:
     samples_per_prompt: int = 8
     """Responses per prompt; their rewards are the baseline of one another."""
     max_new_tokens: int = 16
-    """Most tokens of a response."""
+    """Most tokens of a response, in all its turns, with the tokens of the environment between them."""
     temperature: float = 1.0
     """Divides the logits of both policies."""
     top_p: float = 1.0

@@ -8,13 +8,22 @@ from typing import Any, Literal
 from megatron_rc import schema
 from megatron_rc.tasks import Task
 from megatron_rc.tasks.arithmetic import ArithmeticOptions, ArithmeticTask
+from megatron_rc.tasks.calculator import CalculatorOptions, CalculatorTask
+from megatron_rc.tasks.copying import CopyOptions, CopyTask
 from megatron_rc.tasks.jsonl import JsonlOptions, JsonlTask
 
-TaskKind = Literal["arithmetic", "jsonl"]
-OPTIONS: dict[TaskKind, Any] = {"arithmetic": ArithmeticOptions, "jsonl": JsonlOptions}
+TaskKind = Literal["arithmetic", "copy", "calculator", "jsonl"]
+OPTIONS: dict[TaskKind, Any] = {
+    "arithmetic": ArithmeticOptions,
+    "copy": CopyOptions,
+    "calculator": CalculatorOptions,
+    "jsonl": JsonlOptions,
+}
 """Maps each kind of task to the dataclass of its options."""
 BUILDERS: dict[TaskKind, Callable[[Any, str | None], Task]] = {
     "arithmetic": lambda options, tokenizer: ArithmeticTask(options),
+    "copy": lambda options, tokenizer: CopyTask(options),
+    "calculator": lambda options, tokenizer: CalculatorTask(options),
     "jsonl": JsonlTask,
 }
 """Maps each kind of task to what makes it of its options and the folder of the checkpoint's tokenizer."""

@@ -1,0 +1,99 @@
+"""Jobs on the calculator: several turns per response, in the loop, its corrections, its dump and its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import DENSE, MOE, run_together, settings_file, train
+from recordings import timeless
+
+from megatron_rc.report.log import read_metrics
+from megatron_rc.schema.dump import read_dump
+
+TASK: dict[str, Any] = {
+    "kind": "calculator",
+    "options": {"fewest_terms": 2, "most_terms": 3, "digits": 1, "max_turns": 4, "max_turn_tokens": 8, "held_out": 2},
+}
+JOB: dict[str, Any] = {
+    "task": TASK,
+    "rollout": {"dtype": "fp32", "prompts_per_step": 6, "samples_per_prompt": 8, "max_new_tokens": 30},
+    "train": {"steps": 3, "lr": 1e-3, "eval_interval": 100, "save_interval": 1, "save_hf": False},
+}
+MODELS = {kind: {**fields, "vocab_size": 44} for kind, fields in (("dense", DENSE), ("moe", MOE))}
+WARM = {"warmup": {"steps": 12, "lr": 1e-2, "batch_size": 32}, "train": {"steps": 0}}
+"""Enough for calls, not for right ones."""
+SEGMENTS = ["rollout.dtype=bf16", "rollout.top_k=20", "correction={weight: {level: segment, upper: 1.0001}}"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("turns")
+    warm = settings_file(folder / "warming", {"model": {"config": MODELS["dense"]}, "task": TASK, **WARM})
+    config = settings_file(folder / "dense", {**JOB, "model": {"hf_path": str(folder / "warm" / "hf")}})
+    experts = settings_file(folder / "moe", {**JOB, "model": {"config": MODELS["moe"]}})
+    replay = ["rollout.engine=replay", f"rollout.replay_path={folder / 'whole' / 'dump'}"]
+    commands = [
+        train(warm, folder / "warm"),
+        train(config, folder / "whole", "dump.tokens=true"),
+        train(config, folder / "segments", *SEGMENTS, "lr_decay={}"),
+        train(config, folder / "two steps", "train.steps=2"),
+        train(config, folder / "two steps"),  # goes on from its checkpoint
+        train(config, folder / "replayed", *replay),
+        train(experts, folder / "routes", "moe={record: true, replay: R3}", "rollout.temperature=0.5", "train.steps=1"),
+    ]
+    for (status, said), command in zip(run_together(commands, folder), commands, strict=True):
+        assert status == 0, f"{command}: {said}"
+    return folder
+
+
+def steps(runs: Path, name: str) -> list[dict[str, Any]]:
+    return [r for r in read_metrics(runs / name / "metrics.jsonl") if r["phase"] == "rl" and r["step"] > 0]
+
+
+@pytest.mark.parametrize("name", ["whole", "routes"])
+def test_trainer_and_sampler_agree_on_every_turn(runs: Path, name: str) -> None:
+    for record in steps(runs, name):
+        assert record["old/k3"] < 1e-11 and record["old/log_ratio_abs_max"] < 1e-4
+        assert record["turns/mean"] > 1.02
+    assert sum(record["updates"] for record in steps(runs, "whole")[:2]) > 0, "later steps have other weights"
+
+
+def test_the_tokens_of_the_calculator_count_for_nothing(runs: Path) -> None:
+    batches = list(read_dump(runs / "whole" / "dump"))
+    assert len(batches) == 3
+    for records, metrics in zip(batches, steps(runs, "whole"), strict=True):
+        masks = [record["loss_mask"] for record in records]
+        assert any(not all(mask) for mask in masks)
+        lengths = [sum(mask) for mask in masks]
+        assert metrics["response_length/mean"] == pytest.approx(sum(lengths) / len(lengths))
+        turns = [max(record["turn"]) + 1 for record in records]
+        assert metrics["turns/mean"] == pytest.approx(sum(turns) / len(turns))
+        truncated = [record["finish_reason"] == "length" for record in records]
+        assert metrics["response_length/truncated"] == pytest.approx(sum(truncated) / len(truncated))
+        assert max(len(record["output_ids"]) for record in records) <= 30
+
+
+def test_segments_are_weighted_turn_by_turn(runs: Path) -> None:
+    seen = 0
+    for records in read_dump(runs / "segments" / "dump"):
+        for record in records:
+            by_turn: dict[int, set[float]] = {}
+            for turn, drawn, weight in zip(record["turn"], record["loss_mask"], record["weights"], strict=True):
+                assert drawn or weight == 0
+                if drawn:
+                    by_turn.setdefault(turn, set()).add(weight)
+            assert all(len(weights) == 1 for weights in by_turn.values())
+            seen += len({weight for weights in by_turn.values() for weight in weights}) > 1
+    assert seen, "some response has turns of different weights"
+
+
+def without_evaluation(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in r.items() if name != "eval/accuracy"} for r in timeless(records)]
+
+
+def test_a_job_that_goes_on_and_one_that_replays_repeat_the_metrics(runs: Path) -> None:
+    whole = without_evaluation(steps(runs, "whole"))
+    assert without_evaluation(steps(runs, "two steps")) == whole
+    assert without_evaluation(steps(runs, "replayed")) == whole

@@ -1,0 +1,119 @@
+"""The task calculator: its tool, its teacher, and what a response earns."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+
+from megatron_rc.tasks.calculator import CalculatorOptions, CalculatorTask, careless_terms, result
+from megatron_rc.tasks.registry import build_task
+
+
+def calculator(**options: Any) -> CalculatorTask:
+    return CalculatorTask(CalculatorOptions(**options))
+
+
+def terms_of(text: str) -> list[int]:
+    return [int(term) for term in re.findall(r"[a-z]([+-]?\d+)", text)]
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [("b47+38=", "85"), ("47+38=", "85"), ("c5-38=", "-33"), ("d-33+40=", "7"), ("z0-0=", "0"),
+     ("b47=", "?"), ("b47+=", "?"), ("+3=", "?"), ("=", "?"), ("b4b+3=", "?"), ("b1+2+3=", "?"), ("b--1+2=", "?"),
+     ("1" * 13 + "+1=", "?")],
+)  # fmt: skip
+def test_the_calculator_answers_every_call(call: str, written: str) -> None:
+    assert result(call) == written
+
+
+def test_the_environment_replies_to_calls_alone_and_to_the_last_turn_alone() -> None:
+    task = calculator()
+    (prompt,) = task.prompts(0, 1)
+    encode, decode = task.alphabet.encode, task.decode
+    assert decode(task.reply(prompt, encode("b47+38="))) == "85;"
+    assert decode(task.reply(prompt, encode("b47+38=85;c85-5="))) == "80;"
+    assert decode(task.reply(prompt, encode("b47+38=85;85="))) == "?;"
+    assert list(task.reply(prompt, encode("b47+38=85;85."))) == []
+    assert set(task.stop_token_ids) == set(encode("=."))
+
+
+@pytest.mark.parametrize("options", [{}, {"fewest_terms": 2, "most_terms": 26, "max_turns": 26, "digits": 6}])
+def test_demonstrations_are_what_the_environment_would_have_written(options: dict[str, Any]) -> None:
+    task = calculator(max_turn_tokens=16, **options)
+    lengths = set()
+    for shown in task.demonstrations(0, 200):
+        mask = shown.output_mask or [True] * len(shown.output_ids)
+        by_teacher = [token for token, taught in zip(shown.output_ids, mask, strict=True) if taught]
+        (prompt,) = task.prompts(0, 1)
+        written: list[int] = []
+        while by_teacher:
+            ends = [i for i, token in enumerate(by_teacher) if token in task.stop_token_ids]
+            turn, by_teacher = by_teacher[: ends[0] + 1], by_teacher[ends[0] + 1 :]
+            assert len(turn) <= 2 * task.options.digits + 3
+            written += turn
+            written += task.reply(prompt, written)
+        assert written == shown.output_ids
+        lengths.add(len(written))
+    assert min(lengths) < 40
+    assert max(lengths) <= 53 if not options else max(lengths) > 300
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+def test_the_error_rate_is_the_share_of_demonstrations_that_earn_nothing(rate: float) -> None:
+    task = calculator(demonstration_error_rate=rate)
+    shown = task.demonstrations(0, 1000)
+    texts = [task.decode(one.prompt_ids) for one in shown]
+    prompts = [task._prompt(terms_of(text)) for text in texts]
+    assert [prompt.text for prompt in prompts] == texts
+    right = sum(task.rewards(prompts, [one.output_ids for one in shown])) / 1000
+    assert abs(right - (1 - rate)) <= 4 * (rate * (1 - rate) / 1000) ** 0.5
+
+
+def test_a_careless_teacher_leaves_out_the_last_term_or_miscopies_one_digit_by_one() -> None:
+    kinds = {tuple(careless_terms([47, 38, -5], random.Random(seed), 99)) for seed in range(300)}
+    digits = {(47, 28, -5), (47, 48, -5), (47, 37, -5), (47, 39, -5), (47, 38, -4), (47, 38, -6)}
+    assert kinds == {(47, 38), *digits}
+    # no digit may be off without a total below 0 or above 9
+    assert {tuple(careless_terms([0, 9, -9], random.Random(seed), 9)) for seed in range(50)} <= {(0, 9), (0, 9, -8)}
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [("80.", 1.0), ("b47+38=85;c85-5=80;80.", 1.0), ("b47+38=85;80.", 1.0), ("b47+38=85;c85-5=80;", 0.0), ("80", 0.0),
+     ("b47+38=85;c85-5=80;81.", 0.0), ("b47+38=85;c85-5=80;080.", 0.0), ("80.80.", 0.0), ("", 0.0)],
+)  # fmt: skip
+def test_the_last_turn_counts_whatever_the_calls_were(response: str, reward: float) -> None:
+    task = calculator()
+    prompt = task._prompt([47, 38, -5])
+    assert (prompt.text, prompt.answer) == ("a47b+38c-5:", "80")
+    assert task.rewards([prompt], [task.alphabet.encode(response)]) == [reward]
+
+
+def test_calculator_is_a_pure_function_of_seed_and_index_and_trains_on_no_held_out_problem() -> None:
+    task, again, other = calculator(seed=3), calculator(seed=3), calculator(seed=4)
+    assert task.prompts(7, 5) == again.prompts(0, 20)[7:12] != other.prompts(7, 5)
+    assert task.demonstrations(7, 5) == again.demonstrations(0, 20)[7:12]
+    small = {"fewest_terms": 2, "most_terms": 2, "digits": 1}
+    held_out = {p.text for seed in range(3) for p in calculator(seed=seed, held_out=8, **small).eval_prompts()}
+    assert not held_out & {p.text for p in calculator(seed=1, held_out=1, **small).prompts(0, 2000)}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"fewest_terms": 1}, "2 <= fewest_terms <= most_terms <= 26, got fewest_terms=1 most_terms=6"),
+        ({"fewest_terms": 7}, "fewest_terms <= most_terms"),
+        ({"digits": 7}, r"digits must be in \[1, 6\], got 7"),
+        ({"max_turns": 5}, "max_turns must be >= 6, got 5"),
+        ({"digits": 4, "max_turn_tokens": 10}, "max_turn_tokens must be >= 11, got 10"),
+        ({"held_out": 0}, "held_out must be >= 1, got 0"),
+        ({"terms": 3}, "unknown field 'task.options.terms'"),
+    ],
+)
+def test_a_wrong_calculator_option_is_named(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        build_task("calculator", options)
