@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
-from jobs import DENSE, MOE, ROOT, run_together, settings_file
+from jobs import DENSE, MOE, ROOT, letters_task, run_together, save_tiny_checkpoint, settings_file
 
 from megatron_rc import schema
 from megatron_rc.jobs import grid as grids
 from megatron_rc.report.grid import Run, read_run, table, write_grid
+from megatron_rc.report.log import read_metrics
 
 JOB: dict[str, Any] = {
     "model": {"config": DENSE},
@@ -27,6 +28,8 @@ AXES = {
     "precision": {"fp32": {"rollout.dtype": "fp32"}, "bf16": {"rollout.dtype": "bf16"}},
     "correction": {"none": {"correction": "none"}, "icepop": {"correction": "icepop"}},
 }
+
+GRIDS = [path for path in sorted((ROOT / "launch/recipes").rglob("*.yaml")) if "axes" in schema.load_yaml(path)]
 
 
 def grid_of(folder: Path, **fields: Any) -> grids.GridSettings:
@@ -92,6 +95,35 @@ def test_a_launcher_starts_the_jobs_of_a_grid_and_a_cell_that_fails_names_its_lo
     assert "correction.old must be 'recompute'" in (tmp_path / "out/R2/seed-1/log.txt").read_text()
     (row,) = csv.DictReader((tmp_path / "out/runs.csv").open())
     assert row["replay"] == "R3" and float(row["decisions that differ"]) >= 0
+
+
+def on_a_file(folder: Path) -> list[str]:
+    """Assignments by which any grid runs on the prompts of a file and the checkpoint in ``folder``."""
+    task = letters_task(folder)
+    given = {"task": json.dumps(task), "model.hf_path": str(folder / "hf"), "warmup.steps": 0}
+    return [f"{name}={value}" for name, value in given.items()]
+
+
+def test_a_grid_runs_on_the_prompts_of_a_users_file(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path / "hf")
+    options = {"levels": {"2x1": 1.0}, "held_out": 3}
+    data = {"job": {**JOB, "task": {"options": options}}, "axes": {"old": {"current": {"correction.old": "current"}}}}
+    config = settings_file(tmp_path, {**data, "output": str(tmp_path / "out")})
+    ((status, said),) = run_together(
+        [["grid", str(config), *(word for a in on_a_file(tmp_path) for word in ("--set", a))]], tmp_path
+    )
+    assert status == 0, said
+    last = read_metrics(tmp_path / "out/current/seed-1/metrics.jsonl")[-1]
+    assert last["step"] == 1 and last["response_length/max"] <= 4 and not (tmp_path / "out/warm").exists()
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.name)
+def test_every_committed_grid_accepts_a_users_file(path: Path, tmp_path: Path) -> None:
+    committed = grids.load(path, assignments=on_a_file(tmp_path))
+    for cell in grids.cells(committed):
+        settings = grids._settings(committed, grids._fields(committed, cell.choices))
+        assert (settings.task.kind, settings.warmup.steps) == ("jsonl", 0)
+        assert settings.model.hf_path == str(tmp_path / "hf")
 
 
 def test_the_grid_for_a_real_model_can_start() -> None:
