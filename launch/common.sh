@@ -135,6 +135,7 @@ take_options() {
         [[ "$1" != --help && "$1" != -h ]] || { usage && exit 0; }
         [[ ", $known," =~ ,\ "$1"(\ ([A-Z]+))?, ]] || die "unknown argument '$1'; known: $known, --help"
         kind="${BASH_REMATCH[2]}" name="${1#--}" value="${2:-}"
+        name="${name//-/_}"
         case "$kind" in
             '') value=1 ;;
             N) [[ "$value" =~ ^[0-9]+$ ]] || die "$1 takes a whole number, got '$value'" ;;
@@ -145,6 +146,9 @@ take_options() {
         shift $((1 + (${#kind} > 0)))
     done
 }
+
+# Cores that this process may use, whatever OMP_NUM_THREADS says.
+cores() { env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc; }
 
 # Dies unless $out may be replaced: training anew deletes an earlier run there, and must not delete anything else.
 check_out() {

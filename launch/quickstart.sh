@@ -41,8 +41,6 @@ check_compared_out() {
         die "$out is not empty and holds no earlier run of this script; --out takes a new folder"
 }
 
-cores() { env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc; }
-
 moe='' single='' seed=1 steps='' out=''
 take_options "--single, --moe, --steps N, --seed N, --out DIR" "$@"
 if [[ ! "$single$moe" ]] && (($(cores) < 2)); then

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# The collapse lab: which gaps between sampler and trainer harm a run, what saves it, and what only seems to; on CPU.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+stages=(mechanism presets rates controls schedules precision routes)
+
+usage() {
+    cat <<TEXT
+usage: bash launch/collapse_lab.sh [--quick] [--stage LIST] [--seeds LIST] [--budget-minutes N] [--out DIR]
+                                   [--task FILE.jsonl --model DIR] [--set KEY=VALUE]
+
+Makes .venv when it is missing, installs, then runs the stages of launch/recipes/collapse one after the other, two runs at a
+time on one core each, and writes the verdict: docs/collapse.md, from the rows in benchmarks/results/collapse. All stages
+take hours; the first lines of each YAML say what it asks and how long it takes. Stopped or crashed, the same command goes
+on where it was. Each DIR/STAGE has table.md and endpoints.csv.
+  --quick             three runs of one seed: exact sampler; rollouts 16 updates old; those with seq-tis. No verdict
+  --stage LIST        some stages, such as mechanism,presets (default: all):
+                      ${stages[*]}
+  --seeds LIST        such as 1,2,3 (default: those of each YAML)
+  --budget-minutes N  start no run that would end later, and say what is left
+  --out DIR           where the runs go (default: runs/collapse, with --task runs/collapse-FILE)
+  --task FILE.jsonl   prompts and answers of your own (docs/tasks.md) in place of the arithmetic; needs --model. No verdict
+  --model DIR         checkpoint with a tokenizer that every run of --task starts from, without a warm-up
+  --set KEY=VALUE     another field of all runs, such as rollout.max_new_tokens=256, without spaces; may be
+                      repeated
+  --help              this text
+Environment: PYTHON (interpreter for .venv), MEGATRON_RC_TORCH_INDEX (package index of the CPU build of torch).
+TEXT
+}
+
+# Sets $chosen to the stages to run, and dies for one that there is not.
+choose_stages() {
+    local name all=("${stages[@]}")
+    [[ ! "$quick" ]] || all=(quick)
+    # the other stages bring tasks or models of their own
+    [[ ! "$task" || "$quick" ]] || all=(mechanism presets rates controls schedules precision)
+    chosen=("${all[@]}")
+    [[ -n "$stage" ]] || return 0
+    read -ra chosen <<<"${stage//,/ }"
+    for name in "${chosen[@]}"; do
+        [[ " ${all[*]} " == *" $name "* ]] || die "there is no stage '$name' here; known: ${all[*]}"
+    done
+}
+
+# Adds what --task and --model change to $options.
+choose_task() {
+    [[ -n "$task$model" ]] || return 0
+    [[ -n "$task" && -n "$model" ]] || die "--task and --model need each other: a file has no tokenizer"
+    [[ -f "$task" ]] || die "--task: there is no file $task"
+    local path reward="megatron_rc.tasks.math_answer:math_answer"
+    path="$(realpath -- "$task")"
+    options+=(--set "task={kind: jsonl, options: {path: '${path//\'/\'\'}', reward: '$reward'}}")
+    options+=(--set "model={hf_path: '${model//\'/\'\'}'}" --set warmup.steps=0)
+}
+
+# Reads the rows of the stages that have any into benchmarks/results/collapse, and writes docs/collapse.md.
+write_verdict() {
+    local name folders=()
+    for name in "${chosen[@]}"; do
+        [[ ! -f "$out/$name/table.md" ]] || folders+=("$out/$name")
+    done
+    ((${#folders[@]})) || die "no run is finished, so that there is nothing to judge"
+    # scripts in benchmarks/ import the modules beside them
+    env -u PYTHONSAFEPATH "$VENV/bin/python" "$ROOT/benchmarks/collapse.py" --read "${folders[@]}" --docs
+}
+
+quick='' stage='' seeds='' budget_minutes='' task='' model='' set='' out='' options=()
+take_options "--quick, --stage LIST, --seeds LIST, --budget-minutes N, --task FILE, --model DIR, --set ASSIGNMENT, --out DIR" "$@"
+choose_stages
+choose_task
+name="$(basename -- "${task%.jsonl}")"
+out="${out:-$ROOT/runs/collapse${name:+-$name}}"
+for assignment in $set; do options+=(--set "$assignment"); done
+options+=(${seeds:+--seeds "$seeds"} ${budget_minutes:+--budget-minutes "$budget_minutes"})
+recipes=("${chosen[@]/#/$ROOT/launch/recipes/collapse/}")
+recipes=("${recipes[@]/%/.yaml}")
+folder="$out"
+((${#chosen[@]} > 1)) || folder="$out/${chosen[0]}"
+
+prepare collapse train,report
+started=$SECONDS status=0
+workers=$(($(cores) < 2 ? 1 : 2))
+say "running ${chosen[*]} into $out, $workers at a time"
+CUDA_VISIBLE_DEVICES='' "$VENV/bin/python" -m megatron_rc grid "${recipes[@]}" \
+    --workers "$workers" --output "$folder" "${options[@]}" || status=$?
+[[ "$quick$task" ]] || write_verdict
+((status == 0)) || die "some runs failed, see the lines above; the same command tries them again"
+say "done in $((SECONDS - started)) s"
