@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from collapse_lab.results import Arm, Results
+from collapse_lab.results import Arm, Results, is_exact
 from collapse_lab.rows import Row
 
 STRENGTH: dict[str, Callable[[float], float]] = {
     "hidden top-p": lambda top_p: 1 - top_p,
-    "hidden temperature": lambda temperature: abs(1 - temperature),
+    "hidden low temperature": lambda temperature: 1 - temperature,
 }
 """What grows with the strength of a mechanism, where its setting itself does not."""
 
 
 def failing_exact_runs(results: Results) -> list[str]:
-    """Runs of the exact sampler, with a correction or without, that fell, collapsed or failed."""
-    exact = [row for row in results.rows if row.mechanism == "exact"]
+    """Runs of the exact sampler, without a correction, that fell, collapsed or failed."""
+    exact = [row for row in results.rows if is_exact(row)]
     return [
         f"{row.stage}: {row.run} seed {row.seed} of the exact sampler {what}"
         for row in exact

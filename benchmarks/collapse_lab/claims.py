@@ -45,6 +45,8 @@ class Comparison:
     expect: Literal["more", "less", "same"]
     """What the claim says of the arm, in comparison."""
     signal: str = ""
+    seeds: int | None = None
+    """Least seeds per arm; null: those of the claim."""
     beside: bool = False
     """Shown as a reference, and not counted for the claim."""
 
@@ -57,7 +59,8 @@ class Claim:
     seeds: int = 5
     """Least seeds per arm."""
     holds: Literal["everywhere", "somewhere"] = "everywhere"
-    """somewhere: one comparison that supports the claim is enough, and only all of them together contradict it."""
+    """somewhere: one comparison that supports the claim is enough. Contradicted is it by all comparisons with enough
+    seeds together, of which every question must have one."""
     limits: str = ""
     """What the comparisons do not show."""
 
@@ -65,7 +68,10 @@ class Claim:
 class Answer(NamedTuple):
     """What the runs say of one comparison."""
 
-    question: str
+    comparison: str
+    """The question without its case."""
+    case: str
+    """What tells it from other comparisons of the same question."""
     answer: str
     """One of ANSWERS."""
     why: str
@@ -74,47 +80,57 @@ class Answer(NamedTuple):
     depth: str
     """Range of T/T* over the runs of both arms."""
     vocabulary: str
+    enough: bool
+    """Whether both arms have the seeds that the claim asks for."""
     beside: bool
+
+    @property
+    def question(self) -> str:
+        return f"{self.comparison}, {self.case}" if self.case else self.comparison
 
 
 def answers(claim: Claim, results: Results) -> list[Answer]:
     """The answer to every comparison of a claim."""
     return [
-        _answer(comparison, question, arm, against, claim.seeds, results)
+        _answer(comparison, case, arm, against, comparison.seeds or claim.seeds, results)
         for comparison in claim.comparisons
-        for question, arm, against in _arms(comparison, results)
+        for case, arm, against in _arms(comparison, results)
     ]
 
 
 def verdict(claim: Claim, given: Sequence[Answer]) -> str:
     """The answer to a claim from those to its comparisons."""
-    each = {answer.answer for answer in given if not answer.beside}
+    counted = [answer for answer in given if not answer.beside]
+    sides = {answer.answer for answer in counted} - {CANNOT_TELL}
     if claim.holds == "somewhere":
-        return SUPPORTS if SUPPORTS in each else CONTRADICTS if each == {CONTRADICTS} else CANNOT_TELL
-    sides = each - {CANNOT_TELL}
+        enough = [answer for answer in counted if answer.enough]
+        all_asked = {answer.comparison for answer in enough} == {answer.comparison for answer in counted}
+        contradicted = all_asked and {answer.answer for answer in enough} == {CONTRADICTS}
+        return SUPPORTS if SUPPORTS in sides else CONTRADICTS if contradicted else CANNOT_TELL
     return BY_CASE if len(sides) == 2 else next(iter(sides), CANNOT_TELL)
 
 
 def _arms(comparison: Comparison, results: Results) -> Iterator[tuple[str, list[Row], list[Row]]]:
-    """Question and both arms, one pair for every arm that the comparison selects."""
+    """Case and both arms, one pair for every arm that the comparison selects."""
     wanted = PLAIN | comparison.arm
     rows = results.select(wanted)
     if not rows or comparison.measure == "order":
-        yield comparison.question, rows, []
+        yield "", rows, []
         return
     groups: dict[Arm, list[Row]] = {}
     for row in rows:
         groups.setdefault(Arm.of(row), []).append(row)
-    varying = [name for name in ("strength", "lr") if len({getattr(arm, name) for arm in groups}) > 1]
+    varying = [name for name in ("mechanism", "strength", "lr") if len({getattr(arm, name) for arm in groups}) > 1]
     worlds = results.worlds()
     for arm in sorted(groups, key=lambda arm: (worlds[arm.world], arm.rank)):
-        labels = [f"{name} {getattr(arm, name)}" for name in varying] + [worlds[arm.world]]
-        question = ", ".join([comparison.question, *labels])
-        yield question, groups[arm], results.select(arm._asdict() | comparison.against)
+        values = [
+            f"{getattr(arm, name)}" if name == "mechanism" else f"{name} {getattr(arm, name)}" for name in varying
+        ]
+        yield ", ".join([*values, worlds[arm.world]]), groups[arm], results.select(arm._asdict() | comparison.against)
 
 
 def _answer(
-    comparison: Comparison, question: str, arm: list[Row], against: list[Row], seeds: int, results: Results
+    comparison: Comparison, case: str, arm: list[Row], against: list[Row], seeds: int, results: Results
 ) -> Answer:
     everyone = [*arm, *against]
     alone = comparison.measure == "order"
@@ -123,22 +139,28 @@ def _answer(
         everyone = arm = [row for row in arm if row.fell]
         counts = f"{len(arm)}"
         if not arm:
-            return Answer(question, CANNOT_TELL, "no run fell", counts, "", "", comparison.beside)
+            return _unknown(comparison, case, "no run fell", counts)
     if not arm or not (alone or against):
-        return Answer(question, CANNOT_TELL, "not run yet", counts, "", "", comparison.beside)
+        return _unknown(comparison, case, "not run yet", counts)
     answer, why, least = _judged(comparison, arm, against, results)
     if least < seeds:
         answer, why = CANNOT_TELL, f"{why}; {least} of the {seeds} seeds wanted"
     vocabularies = sorted({row.vocabulary for row in everyone})
     return Answer(
-        question=question,
+        comparison=comparison.question,
+        case=case,
         answer=answer,
         why=why,
         seeds=counts,
         depth=_range([row.depth for row in everyone if not math.isnan(row.depth)]),
         vocabulary=", ".join(map(str, vocabularies)),
+        enough=least >= seeds,
         beside=comparison.beside,
     )
+
+
+def _unknown(comparison: Comparison, case: str, why: str, counts: str) -> Answer:
+    return Answer(comparison.question, case, CANNOT_TELL, why, counts, "", "", False, comparison.beside)
 
 
 def _judged(comparison: Comparison, arm: list[Row], against: list[Row], results: Results) -> tuple[str, str, int]:

@@ -24,12 +24,13 @@ class Facts(NamedTuple):
     strength: str
     """Setting of the mechanism: updates of lag, standard deviation of the noise, hidden temperature or top-p."""
     method: str
-    """Preset of the correction, and how it obtains the old log-probs where the preset does otherwise."""
+    """Preset of the correction, and what it does otherwise than the preset: old log-probs, normalisation."""
     control: str
     """What replaces the weights or the mask of the correction."""
     lr: float
     lr_rule: str
     task: str
+    model: str
     world: str
     """Fingerprint of everything else but the seed: runs of one world differ in what stands above alone."""
 
@@ -55,6 +56,7 @@ def facts_of(settings: JobSettings, model: Mapping[str, Any]) -> Facts:
         lr=settings.train.lr,
         lr_rule=_lr_rule(settings),
         task=settings.task.kind,
+        model=str(model.get("model_type", "")),
         world=_world(settings, model),
     )
 
@@ -66,7 +68,8 @@ def _gaps(settings: JobSettings) -> list[tuple[str, str]]:
         (rollout.staleness > 0, "lag", f"{rollout.staleness}"),
         (settings.train.asynchronous > 0, "asynchronous", f"{settings.train.asynchronous}"),
         (rollout.amplify > 0, f"{'fixed' if rollout.amplify_fixed else 'resampled'} noise", f"{rollout.amplify:g}"),
-        (hidden.temperature != 1, "hidden temperature", f"{hidden.temperature:g}"),
+        (hidden.temperature < 1, "hidden low temperature", f"{hidden.temperature:g}"),
+        (hidden.temperature > 1, "hidden high temperature", f"{hidden.temperature:g}"),
         (hidden.top_p < 1, "hidden top-p", f"{hidden.top_p:g}"),
         (rollout.quantize != NONE, f"{rollout.quantize} weights", ""),
         ((rollout.dtype, trainer) != ("fp32", "fp32"), f"{rollout.dtype} sampler and {trainer} trainer", ""),
@@ -75,12 +78,15 @@ def _gaps(settings: JobSettings) -> list[tuple[str, str]]:
 
 
 def _method(settings: JobSettings) -> str:
-    correction = settings.correction
-    name = next((name for name, preset in PRESETS.items() if preset.correction == correction), None)
-    if name is None:
-        plain = schema.to_dict(correction)
-        wanted = [n for n, p in PRESETS.items() if schema.to_dict(p.correction) | {"old": correction.old} == plain]
-        name = f"{wanted[0]}, old: {correction.old}" if wanted else _written(correction)
+    plain = schema.to_dict(settings.correction)
+    name = _written(settings.correction)
+    for preset, each in PRESETS.items():
+        other = schema.to_dict(each.correction)
+        changed = {field: plain[field] for field in plain if plain[field] != other[field]}
+        if changed.keys() <= {"old", "normalize"}:
+            name = ", ".join([preset, *(f"{field}: {value}" for field, value in changed.items())])
+            if not changed:
+                break
     return name if settings.moe.replay == NONE else f"{name} with {settings.moe.replay}"
 
 

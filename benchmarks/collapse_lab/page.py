@@ -125,9 +125,9 @@ def _introduction(results: Results) -> Iterator[str]:
     yield _item(f"**{CANNOT_TELL}**: anything else, fewer seeds than the claim asks for, or no runs.") + "\n"
     yield _paragraph(
         f"A claim of which one comparison supports what another contradicts *{BY_CASE}*; a claim that something can",
-        "happen needs one comparison that supports it, and is contradicted by all of them together. One comparison in",
-        "twenty errs on either side by chance alone. A run that learns too little has failed, too, without ever",
-        "having fallen.",
+        "happen needs one comparison that supports it, and is contradicted by all those together that have enough",
+        "seeds. One comparison in twenty errs on either side by chance alone. A run that learns too little has failed,",
+        "too, without ever having fallen.",
     )
 
 

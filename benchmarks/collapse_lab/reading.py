@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from collapse_lab.facts import facts_of
+from collapse_lab.facts import EXACT, facts_of
 from collapse_lab.rows import SIGNALS, Point, Row
 from megatron_rc import settings as job_settings
 from megatron_rc.analyze.diagnosis import diagnose_dump
@@ -53,12 +53,12 @@ def row_of(stage: str, cell: Cell, rules: Endpoints, records: Records, model: Ma
         raise ValueError(
             f"{cell.name}: its evaluations have {answers} answers, endpoints.min_answers {rules.min_answers}"
         )
-    outcome = verdicts.outcome_of_cell(rules, cell)
+    outcome, facts = verdicts.outcome_of_cell(rules, cell), facts_of(settings, model)
     trained = [record for record in records if record["step"] > 0]
     early = trained[: max(1, len(trained) // 4)]
     k3_early = _median(early, "k3")
     return Row(
-        **facts_of(settings, model)._asdict(),
+        **facts._asdict(),
         stage=stage,
         run=cell.folder.parent.name,
         seed=cell.seed,
@@ -86,7 +86,7 @@ def row_of(stage: str, cell: Cell, rules: Endpoints, records: Records, model: Ma
         ess=_mean(trained, "ess"),
         dropped=_mean(trained, "dropped"),
         grad_norm=_mean(trained, "grad_norm"),
-        z_surprise=_z_surprise(cell.folder),
+        z_surprise=_z_surprise(cell.folder) if facts.mechanism.startswith((EXACT, "hidden")) else math.nan,
         seconds=sum(record["time/step_s"] for record in trained),
         **{f"half_{name}": _half_way(trained, name, settings) for name in SIGNALS},
     )

@@ -68,18 +68,21 @@ class Results:
         unique: dict[tuple[Any, ...], Row] = {}
         counted = [row for row in self.rows if row.seed < TUNING]
         for row in sorted(counted, key=lambda row: (-sizes[row.stage], row.stage)):
-            unique.setdefault((*Arm.of(row), row.seed), row)
+            unique.setdefault((Arm.of(row), row.seed), row)
         return sorted(unique.values(), key=lambda row: (row.stage, *row.key))
 
     def select(self, where: Where) -> list[Row]:
         return [row for row in self.rows if all(_matches(getattr(row, name), value) for name, value in where.items())]
 
     def worlds(self) -> dict[str, str]:
-        """Maps each world to its label: task and mean response length."""
-        lengths: dict[tuple[str, str], list[float]] = {}
+        """Maps each world to its label: task, model and median length."""
+        rows: dict[str, list[Row]] = {}
         for row in self.rows:
-            lengths.setdefault((row.world, row.task), []).append(row.length)
-        labels = {world: f"{task}, {statistics.median(each):.0f} tokens" for (world, task), each in lengths.items()}
+            rows.setdefault(row.world, []).append(row)
+        labels = {}
+        for world, each in rows.items():
+            experts = " with experts" if each[0].model.endswith("_moe") else ""
+            labels[world] = f"{each[0].task}{experts}, {statistics.median(row.length for row in each):.0f} tokens"
         same = Counter(labels.values())
         return {world: label if same[label] == 1 else f"{label} ({world})" for world, label in labels.items()}
 

@@ -33,6 +33,8 @@ class Row:
     lr: float
     lr_rule: str
     task: str
+    model: str
+    """model_type of its config.json."""
     world: str
     vocabulary: int
     steps: int
@@ -71,7 +73,7 @@ class Row:
     grad_norm: float
     """Mean gradient norm before clipping."""
     z_surprise: float
-    """z_W of `megatron-rc analyze`, where the run kept a dump."""
+    """z_W of `megatron-rc analyze`, for exact samplers and hidden changes of sampling that kept a dump."""
     half_k3: float
     """Step at which it has gone half of its way; of the reward, half of its way down from its peak."""
     half_ess: float

@@ -36,7 +36,8 @@ def settings(**fields: Any) -> JobSettings:
         ({"amplify": 0.2}, "resampled noise", "0.2"),
         ({"amplify": 0.2, "amplify_fixed": True}, "fixed noise", "0.2"),
         ({"hidden": {"top_p": 0.9}}, "hidden top-p", "0.9"),
-        ({"hidden": {"temperature": 0.8}}, "hidden temperature", "0.8"),
+        ({"hidden": {"temperature": 0.8}}, "hidden low temperature", "0.8"),
+        ({"hidden": {"temperature": 2.0}}, "hidden high temperature", "2"),
         ({"quantize": "fp8"}, "fp8 weights", ""),
         ({"dtype": "bf16"}, "bf16 sampler and fp32 trainer", ""),
         ({"staleness": 4, "amplify": 0.4}, "lag + resampled noise", "4 + 0.4"),
@@ -56,6 +57,7 @@ def test_the_mechanism_is_what_the_settings_open_the_gap_by(
         ("none", "none"),
         ("seq-tis", "seq-tis"),
         ({"old": "rollout"}, "none, old: rollout"),
+        ({"preset": "seq-tis", "normalize": "batch"}, "seq-tis, normalize: batch"),
         ({"weight": {"level": "token", "upper": 3.0}}, "{weight: {level: token, mode: truncate, upper: 3.0}}"),
     ],
 )

@@ -150,18 +150,27 @@ def test_the_answer_of_an_interval(low: float, high: float, expect: str, answer:
         ("somewhere", [SUPPORTS, CONTRADICTS], SUPPORTS),
         ("somewhere", [CONTRADICTS, CANNOT_TELL], CANNOT_TELL),
         ("somewhere", [CONTRADICTS, CONTRADICTS], CONTRADICTS),
+        # an arm with too few seeds beside one of the same question that has enough
+        ("somewhere", [CONTRADICTS, "few"], CONTRADICTS),
+        ("somewhere", ["few", "few"], CANNOT_TELL),
+        ("somewhere", [CONTRADICTS, "not run"], CANNOT_TELL),
     ],
 )
 def test_the_answer_of_a_claim(holds: str, given: list[str], answer: str) -> None:
     claim = dataclasses.replace(CLAIMS["a"], holds=holds)
-    beside = Answer("", SUPPORTS, "", "", "", "", True)
-    assert verdict(claim, [beside, *(Answer("", each, "", "", "", "", False) for each in given)]) == answer
+
+    def made(each: str, beside: bool = False) -> Answer:
+        question = "another" if each == "not run" else "one"
+        known = each if each in (SUPPORTS, CONTRADICTS) else CANNOT_TELL
+        return Answer(question, "", known, "", "", "", "", each not in ("few", "not run"), beside)
+
+    assert verdict(claim, [made(SUPPORTS, beside=True), *map(made, given)]) == answer
 
 
 def test_the_checks_name_an_exact_run_that_fails_and_a_ladder_that_falls(made_up: Results) -> None:
     assert checks.failing_exact_runs(made_up) == checks.falls_with_strength(made_up) == []
     rows = [
-        dataclasses.replace(row, final=0.2, fell_at=70.0) if row.run == "exact-seq-tis-lr0.0003" and row.seed == 3
+        dataclasses.replace(row, fell_at=70.0) if row.run == "exact-none-lr0.0003" and row.seed == 3
         else dataclasses.replace(row, strength="32") if row.run == "lag-16-seq-tis-lr0.0003"
         else dataclasses.replace(row, method="seq-tis") if row.run == "lag-16-none-lr0.0003"
         else row
@@ -169,7 +178,7 @@ def test_the_checks_name_an_exact_run_that_fails_and_a_ladder_that_falls(made_up
     ]  # fmt: skip
     results = Results(rows, made_up.points)
     assert checks.failing_exact_runs(results) == [
-        "made-up: exact-seq-tis-lr0.0003 seed 3 of the exact sampler fell at step 70"
+        "made-up: exact-none-lr0.0003 seed 3 of the exact sampler fell at step 70"
     ]
     assert checks.falls_with_strength(results) == ["lag 32 with seq-tis fails in 0% of its runs, 16 in 100%"]
 

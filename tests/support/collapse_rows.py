@@ -71,6 +71,7 @@ def run(mechanism: str, strength: str, method: str, lr: float, seed: int, dies: 
         **{"strength": strength, "method": method, "control": "none", "lr": lr, "lr_rule": "none"},
         **{
             "task": "arithmetic",
+            "model": "qwen3",
             "world": "aaaaaa",
             "vocabulary": 16,
             "steps": STEPS,
