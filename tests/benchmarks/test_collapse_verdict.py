@@ -7,6 +7,7 @@ import dataclasses
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,11 +18,13 @@ import collapse_rows  # noqa: E402
 from collapse_lab import checks, page  # noqa: E402
 from collapse_lab.claims import CANNOT_TELL, CONTRADICTS, SUPPORTS, Answer, _side, answers, verdict  # noqa: E402
 from collapse_lab.drawings import drawn_digest  # noqa: E402
+from collapse_lab.facts import Facts, facts_of  # noqa: E402
 from collapse_lab.figure_data import digest, pictures  # noqa: E402
 from collapse_lab.intervals import Interval  # noqa: E402
-from collapse_lab.results import TUNING, Arm, Results, load  # noqa: E402
+from collapse_lab.results import PLAIN, TUNING, Arm, Results, _matches, load  # noqa: E402
 from collapse_lab.rows import FOLDER, Point, Row, committed, merge, path_of  # noqa: E402
 
+from megatron_rc.jobs import grid as grids  # noqa: E402
 from megatron_rc.report.endpoints import outcome  # noqa: E402
 
 RECIPES = ROOT / "launch/recipes/collapse"
@@ -191,6 +194,38 @@ def test_every_column_that_a_claim_or_figure_names_exists() -> None:
     assert {c.signal for c in compared if c.measure == "order"} <= {"ess", "grad_norm", "log_ppl", "length", "reward"}
     assert all(bool(c.signal) == (c.measure == "order") == (not c.against) for c in compared)
     assert sorted(CLAIMS) == list("abcdefghi")
+
+
+def planned(stages: list[str]) -> list[Facts]:
+    """Facts of every cell of these stages."""
+    facts = set()
+    for stage in stages:
+        grid = grids.load(RECIPES / f"{stage}.yaml")
+        for choices in {tuple(cell.choices.items()) for cell in grids.cells(grid)}:
+            job = grids._settings(grid, grids._fields(grid, dict(choices)))
+            facts.add(facts_of(job, job.model.config))
+    return sorted(facts)
+
+
+def missing(where: dict[str, Any], facts: list[Facts]) -> bool:
+    wanted = PLAIN | where
+    return not any(all(_matches(getattr(each, name), value) for name, value in wanted.items()) for each in facts)
+
+
+def test_the_arms_of_the_claim_about_precision_are_in_its_stage() -> None:
+    facts = planned(["precision"])
+    for comparison in CLAIMS["f"].comparisons:
+        assert not missing(comparison.arm, facts) and not missing(comparison.arm | comparison.against, facts)
+    assert missing({"mechanism": "lag"}, facts)
+
+
+@pytest.mark.full
+def test_every_arm_of_every_claim_and_figure_is_in_the_plan() -> None:
+    facts = planned([path.stem for path in RECIPES.glob("*.yaml") if path.stem != "base"])
+    named = [c.arm for claim in CLAIMS.values() for c in claim.comparisons]
+    named += [c.arm | c.against for claim in CLAIMS.values() for c in claim.comparisons]
+    named += [where for figure in STATEMENT.figures for where in figure.arms.values()]
+    assert [where for where in named if missing(where, facts)] == []
 
 
 def test_figures_carry_the_numbers_that_they_show(made_up: Results, tmp_path: Path) -> None:
