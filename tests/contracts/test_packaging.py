@@ -115,6 +115,14 @@ def test_no_requirement_brings_apex_or_another_triton_kernels(metadata: Message)
     assert not any(r.specifier for r in requirements(metadata) if r.name == "torch")
 
 
+def test_the_wheel_names_the_plugin_that_verl_imports(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
+        found = archive.read(name).decode().split("[verl.plugins]\n")[1].split("\n")[0]
+    assert found == "megatron_rc = megatron_rc.integrations.verl.plugin"
+    assert (ROOT / "megatron_rc/integrations/verl/plugin.py").is_file()
+
+
 def test_every_folder_with_a_package_file_is_in_the_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +20,7 @@ from megatron_rc.integrations.verl.settings import prepare
 GOLDEN = json.loads((sources.HERE / "golden.json").read_text())
 MISSING = sources.missing()
 real = pytest.mark.skipif(bool(MISSING), reason=f"verl's trainer cannot be imported without {' and '.join(MISSING)}")
-either = pytest.mark.parametrize("source", ["recorded", pytest.param("verl", marks=[real, pytest.mark.timeout(600)])])
+either = pytest.mark.parametrize("source", ["recorded", pytest.param("verl", marks=[real, pytest.mark.timeout(900)])])
 BOTH = "token-tis and seq_mean_k3"
 
 
@@ -60,7 +64,7 @@ def test_each_trainer_of_verl_has_one_denominator_and_we_have_both(source: str, 
 
 
 @real
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("denominator", ["original", "kept"])
 def test_v0_and_v1_have_the_same_loss_however_it_is_cut_and_whichever_loss_mode_weighs(denominator: str) -> None:
     batch = cases.rollout(1)
@@ -77,7 +81,7 @@ def test_v0_and_v1_have_the_same_loss_however_it_is_cut_and_whichever_loss_mode_
 
 
 @real
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["ppo", "ppo with a gate", "reinforce"])
 def test_the_bypass_of_verl_is_corrected_in_its_own_loss_function_however_it_is_cut(name: str) -> None:
     batch = cases.rollout(2)
@@ -98,7 +102,7 @@ def test_the_bypass_of_verl_is_corrected_in_its_own_loss_function_however_it_is_
 
 
 @real
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("corrupt", ["rollout", "old"])
 def test_a_nan_makes_the_loss_of_verl_nan_and_leaves_ours_finite(corrupt: str) -> None:
     theirs, ours = (sources.job("corrupt")[f"{corrupt} {whose}"] for whose in ("verl", "ours"))
@@ -112,9 +116,9 @@ def test_a_nan_makes_the_loss_of_verl_nan_and_leaves_ours_finite(corrupt: str) -
 
 
 @real
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_training_worker_of_verl_decays_once_per_update_and_resumes_where_it_stopped() -> None:
-    answer = sources.job("scheduler", "worker_jobs")
+    answer = sources.job("scheduler")
     assert answer["first"] + answer["second"] == answer["whole"]
     assert answer["metrics"][3:] == answer["resumed"]
     # two mini-batches per update; verl's own decay is linear to 0 in 100 updates
@@ -127,9 +131,9 @@ def test_the_training_worker_of_verl_decays_once_per_update_and_resumes_where_it
 
 
 @real
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_configuration_of_verl_is_accepted_as_it_comes_and_refused_beside_its_own_correction() -> None:
-    refusals = list(sources.job("configurations", "worker_jobs").values())
+    refusals = list(sources.job("configurations").values())
     assert refusals[:3] == ["", "", ""]
     assert [refusal.split(" ")[0] for refusal in refusals[3:]] == [
         "algorithm.rollout_correction.bypass_mode",
@@ -137,3 +141,19 @@ def test_the_configuration_of_verl_is_accepted_as_it_comes_and_refused_beside_it
         "algorithm.rollout_correction.rollout_is",
         "lr_decay",
     ]
+
+
+@real
+@pytest.mark.timeout(900)
+def test_the_entry_point_reaches_the_main_program_of_verl_which_refuses_two_corrections(tmp_path: Path) -> None:
+    metadata = tmp_path / "plugin-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[verl.plugins]\nours = megatron_rc.integrations.verl.plugin\n")
+    environment = sources.environment(MEGATRON_RC_CONFIG="{correction: token-tis}", VERL_USE_EXTERNAL_MODULES="")
+    environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
+    override = "algorithm.rollout_correction.rollout_is=token"
+    command = [sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo", override, f"hydra.run.dir={tmp_path}"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "algorithm.rollout_correction.rollout_is must be null beside the correction of MEGATRON" in done.stderr

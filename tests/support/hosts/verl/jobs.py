@@ -295,6 +295,11 @@ def corrupt() -> dict[str, Any]:
     return answers
 
 
+def answers() -> dict[str, Any]:
+    """Answers by name of the function."""
+    return {function.__name__: function() for function in (table, updates, bypass, corrupt)}
+
+
 GOLDEN_SEEDS = cases.SEEDS[:2]
 
 

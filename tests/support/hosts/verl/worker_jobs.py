@@ -146,3 +146,8 @@ CONFIGURATIONS = [
     ("{correction: token-tis}", ["algorithm.rollout_correction.rollout_is=token"]),
     ("{lr_decay: {}}", []),
 ]
+
+
+def answers() -> dict[str, Any]:
+    """Answers by name of the function."""
+    return {function.__name__: function() for function in (scheduler, configurations)}
