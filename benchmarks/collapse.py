@@ -6,7 +6,7 @@
     python benchmarks/collapse.py --docs                            # docs/collapse.md and docs/images/collapse
 
 The recipe of a folder is the one of its name in launch/recipes/collapse, unless --recipe names another. Reading
-replaces the rows of the runs that it reads, and leaves all others.
+replaces the rows of the runs that it reads, and leaves all others; a run of two stages has one row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import checkout
 from collapse_lab import checks, page
 from collapse_lab.claims import answers, verdict
 from collapse_lab.results import load
-from collapse_lab.rows import FOLDER, Point, Row, merge, path_of
+from collapse_lab.rows import Row, keep, path_of
 
 RECIPES = checkout.ROOT / "launch/recipes/collapse"
 
@@ -28,10 +28,8 @@ def read(folder: Path, recipe: Path | None) -> None:
     from collapse_lab.reading import read
 
     recipe = recipe or RECIPES / f"{folder.name}.yaml"
-    rows, points = read(recipe, folder)
-    merge(rows, recipe.stem, Row)
-    merge(points, recipe.stem, Point)
-    print(f"{len(rows)} runs of {folder} in {path_of(Row, recipe.stem, FOLDER).relative_to(checkout.ROOT)}")
+    for stage, runs in keep(*read(recipe, folder)).items():
+        print(f"{runs} runs of {folder} in {path_of(Row, stage).relative_to(checkout.ROOT)}")
 
 
 def main() -> None:

@@ -245,7 +245,7 @@ def _item(*parts: str) -> str:
 
 def _hours(rows: Sequence[Row]) -> str:
     seconds = sum(row.seconds for row in rows)
-    return f"{seconds / 3600:.1f} core-hours" if seconds >= 3600 else f"{seconds / 60:.0f} core-minutes"
+    return f"{seconds / 3600:.1f} process-hours" if seconds >= 3600 else f"{seconds / 60:.0f} process-minutes"
 
 
 def _range(values: Sequence[float]) -> str:

@@ -58,8 +58,12 @@ class Results:
     """Endpoints by stage, as its recipe states them."""
 
     def __post_init__(self) -> None:
-        self._finals = {(row.stage, *row.key): row.final for row in self.rows}
+        self._finals = {(row.world, *row.key): row.final for row in self.rows}
         self._exact = {(row.world, row.lr, row.seed): row.final for row in self.rows if is_exact(row)}
+        self._curves: dict[tuple[str, str, int], list[Point]] = {}
+        for stage, points in self.points.items():
+            for point in points:
+                self._curves.setdefault((stage, *point.key), []).append(point)
         self.rows = self._counted()
 
     def _counted(self) -> list[Row]:
@@ -88,7 +92,7 @@ class Results:
 
     def failed(self, row: Row) -> bool | None:
         """Whether a run failed; None where its exact run is not there."""
-        exact = self._finals.get((row.stage, row.exact, row.seed))
+        exact = self._finals.get((row.world, row.exact, row.seed))
         exact = self._exact.get((row.world, row.lr, row.seed)) if exact is None else exact
         return None if exact is None else failed(row.final, exact, self.rules.get(row.stage, Endpoints()))
 
@@ -111,7 +115,7 @@ class Results:
         return share(hits, runs) if runs else None
 
     def curve(self, row: Row) -> list[Point]:
-        return [point for point in self.points.get(row.stage, ()) if point.key == row.key]
+        return self._curves.get((row.stage, *row.key), [])
 
 
 def is_exact(row: Row) -> bool:

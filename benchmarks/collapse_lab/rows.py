@@ -6,7 +6,8 @@ import csv
 import dataclasses
 import math
 import typing
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,20 @@ def merge(new: Iterable[Record], stage: str, cls: type[Record], folder: Path = F
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(names)
         writer.writerows([_written(getattr(record, name)) for name in names] for record in everything)
+
+
+def keep(rows: Sequence[Row], points: Sequence[Point], folder: Path = FOLDER) -> dict[str, int]:
+    """Add runs to the committed files, each where it stands already or else in its stage; returns runs per stage.
+
+    A run of two stages has one row: that of the stage that was read first.
+    """
+    owners = {(row.world, *row.key): stage for stage in stages(folder) for row in committed(Row, stage, folder)}
+    homes = {row.key: owners.get((row.world, *row.key), row.stage) for row in rows}
+    for stage in sorted(set(homes.values())):
+        mine = [dataclasses.replace(row, stage=stage) for row in rows if homes[row.key] == stage]
+        merge(mine, stage, Row, folder)
+        merge([point for point in points if homes[point.key] == stage], stage, Point, folder)
+    return dict(Counter(homes.values()))
 
 
 def _parsed(text: str, kind: Any) -> Any:

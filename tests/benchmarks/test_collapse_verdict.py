@@ -22,7 +22,7 @@ from collapse_lab.facts import Facts, facts_of  # noqa: E402
 from collapse_lab.figure_data import digest, pictures  # noqa: E402
 from collapse_lab.intervals import Interval  # noqa: E402
 from collapse_lab.results import PLAIN, TUNING, Arm, Results, _matches, load  # noqa: E402
-from collapse_lab.rows import FOLDER, Point, Row, committed, merge, path_of  # noqa: E402
+from collapse_lab.rows import FOLDER, Point, Row, committed, keep, merge, path_of  # noqa: E402
 
 from megatron_rc.jobs import grid as grids  # noqa: E402
 from megatron_rc.report.endpoints import outcome  # noqa: E402
@@ -61,6 +61,22 @@ def test_reading_again_replaces_runs_and_deletes_none(tmp_path: Path) -> None:
     assert after[row.key].final == 0.125
     points = committed(Point, collapse_rows.STAGE, tmp_path)
     assert len(points) == 13 * len(before) and math.isnan(points[0].k3)
+
+
+def test_a_run_of_two_stages_has_one_row_which_either_replaces(tmp_path: Path) -> None:
+    collapse_rows.write(tmp_path, seeds=(1,))
+    shared, other = committed(Row, collapse_rows.STAGE, tmp_path)[:2]
+    read = [
+        dataclasses.replace(shared, stage="later", final=0.125),
+        dataclasses.replace(other, stage="later", seed=2),
+        dataclasses.replace(other, stage="later", world="another"),
+    ]
+    points = [point for point in committed(Point, collapse_rows.STAGE, tmp_path) if point.key == shared.key]
+    assert keep([read[0], read[1]], points, tmp_path) == {collapse_rows.STAGE: 1, "later": 1}
+    first = {row.key: row for row in committed(Row, collapse_rows.STAGE, tmp_path)}
+    assert first[shared.key].final == 0.125 and len(first) == len(collapse_rows.ARMS)
+    assert [row.key for row in committed(Row, "later", tmp_path)] == [(other.run, 2)]
+    assert keep([read[2]], [], tmp_path) == {"later": 1}, "a run of the same name in another world is another run"
 
 
 def test_other_rows_in_the_folder_are_no_stage(tmp_path: Path) -> None:
