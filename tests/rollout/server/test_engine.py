@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
+from served_truth import CLOSE, Truth
 from sglang_engines import sglang_engine
 from sglang_server import MODELS, SglangServer, checkpoint_weights, shared_server
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams
 
-CLOSE = 2e-5
 PROMPTS = [[3, 4, 5, 6, 7], [9] * 30, [11], [2, 30, 17], [36, 35], [5, 4, 3, 2]]
 EOS = MODELS["dense"]["eos_token_id"]
 """End token of the checkpoint: the servers stop there whatever is asked."""
@@ -30,36 +29,6 @@ def kind(request: pytest.FixtureRequest) -> str:
 def server(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
     with shared_server(kind, tmp_path_factory) as running:
         yield running
-
-
-class Truth:
-    """The served model in fp32 by transformers."""
-
-    def __init__(self, kind: str, seed: int = 0) -> None:
-        self.model = tiny_models.transformers_model(MODELS[kind], seed).float().eval()
-
-    def logits(self, sample: Sample) -> torch.Tensor:
-        """[outputs, V] fp64, of the rows that drew the output."""
-        ids = sample.prompt_ids + sample.output_ids
-        with torch.no_grad():
-            return self.model(torch.tensor([ids])).logits[0, len(sample.prompt_ids) - 1 : -1].double()
-
-    def logprobs(self, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
-        """[outputs] of the output, over the kept ids where there are some."""
-        scaled = self.logits(sample) / temperature
-        for row, kept in zip(scaled, sample.support or [], strict=False):
-            dropped = torch.ones_like(row, dtype=torch.bool)
-            dropped[kept] = False
-            row[dropped] = -torch.inf
-        return scaled.log_softmax(-1).gather(-1, torch.tensor(sample.output_ids)[:, None])[:, 0]
-
-    def routes(self, sample: Sample) -> torch.Tensor:
-        """[tokens - 1, layers, k], the experts in descending order of their router's score."""
-        ids = sample.prompt_ids + sample.output_ids
-        with torch.no_grad():
-            scores = self.model(torch.tensor([ids]), output_router_logits=True).router_logits
-        k = self.model.config.num_experts_per_tok
-        return torch.stack([layer.topk(k).indices[:-1] for layer in scores], 1).to(torch.int32)
 
 
 def assert_of(truth: Truth, sample: Sample, temperature: float = 1.0) -> None:

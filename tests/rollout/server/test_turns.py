@@ -6,9 +6,9 @@ from itertools import groupby
 
 import pytest
 import torch
+from served_truth import CLOSE, Truth
 from sglang_engines import sglang_engine
 from sglang_server import MODELS, shared_server
-from test_engine import CLOSE, Truth
 from turn_tasks import CALLS, CountingTask
 
 from megatron_rc.engine import SamplingParams
