@@ -40,8 +40,10 @@ class AfterImport(MetaPathFinder):
 
         def execute_and_call(module: ModuleType) -> None:
             execute(module)
-            for function in self._waiting.pop(fullname, ()):
+            for function in self._waiting.get(fullname, ()):
                 function()
+            # kept where a function failed: the next attempt to import the module must fail, too
+            self._waiting.pop(fullname, None)
 
         spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec

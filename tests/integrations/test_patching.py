@@ -116,6 +116,32 @@ def test_a_module_imported_while_patched_is_restored_too() -> None:
     assert module("late").loss(1) == "host loss"
 
 
+def test_a_host_in_parts_is_patched_as_its_modules_arrive_and_not_after_undo(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, in_parts=True)
+    patch("tiny", correction=NONE).undo()
+    assert module("core").loss(1) == "host loss"
+    del sys.modules["tiny_host.core"]
+    patched = patch("tiny", correction=NONE)
+    assert "tiny_host.core" not in sys.modules
+    assert "to be replaced once this process imports them: tiny_host.core.loss, " in patched.report()
+    assert module("late").loss(1) == module("core").loss(1) == "ours, not host loss"
+    assert module("core").Scheduler().step(1) == "ours, not host step"
+    patched.undo()
+    assert module("late").loss(1) == module("core").loss(1) == "host loss"
+
+
+def test_a_part_that_cannot_be_patched_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(original: Any, context: Any) -> None:
+        raise ValueError("not this one")
+
+    symbol = Symbol("tiny_host.core", "loss", SYMBOLS["loss"], refuses, "")
+    use(monkeypatch, in_parts=True, symbols=(symbol,))
+    with patch("tiny", correction=NONE):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="not this one"):
+                module("core")
+
+
 def test_another_function_of_the_same_name_is_left_alone(files: Path) -> None:
     (files / "other.py").write_text("def loss(x):\n    return 'another'\n")
     other = module("other")
