@@ -12,6 +12,7 @@ replaces the rows of the runs that it reads, and leaves all others; a run of two
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import checkout
@@ -45,10 +46,14 @@ def main() -> None:
         given = answers(claim, results)
         print(f"({claim.letter}) {claim.claim} {verdict(claim, given).upper()}")
         print("".join(f"    {each.answer}: {each.question}: {each.why}\n" for each in given), end="")
-    print(*checks.failing_exact_runs(results), *checks.falls_with_strength(results), sep="\n")
+    for problem in (*checks.failing_exact_runs(results), *checks.falls_with_strength(results)):
+        print(f"CHECK: {problem}")
     if options.docs:
         page.write(results, checkout.ROOT / "docs")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(str(error))
