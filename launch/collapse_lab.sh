@@ -3,12 +3,12 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-stages=(mechanism presets rates controls schedules precision routes)
+stages=(mechanism presets rates controls schedules precision routes turns long)
 
 usage() {
     cat <<TEXT
 usage: bash launch/collapse_lab.sh [--quick] [--stage LIST] [--seeds LIST] [--budget-minutes N] [--out DIR]
-                                   [--task FILE.jsonl --model DIR] [--set KEY=VALUE]
+                                   [--task FILE.jsonl --model DIR] [--reward MODULE:FUNCTION] [--set KEY=VALUE]
 
 Makes .venv when it is missing, installs, then runs the stages of launch/recipes/collapse one after the other, two runs at a
 time on one core each, and writes the verdict: docs/collapse.md, from the rows in benchmarks/results/collapse. All stages
@@ -22,8 +22,9 @@ on where it was. Each DIR/STAGE has table.md and endpoints.csv.
   --out DIR           where the runs go (default: runs/collapse, with --task runs/collapse-FILE)
   --task FILE.jsonl   prompts and answers of your own (docs/tasks.md) in place of the arithmetic; needs --model. No verdict
   --model DIR         checkpoint with a tokenizer that every run of --task starts from, without a warm-up
-  --set KEY=VALUE     another field of all runs, such as rollout.max_new_tokens=256, without spaces; may be
-                      repeated
+  --reward NAME       scores the answers of --task (default: megatron_rc.tasks.math_answer:math_answer)
+  --set KEY=VALUE     another field of all runs, such as rollout.max_new_tokens=256, without spaces; may be repeated.
+                      No verdict: such runs are not those of the plan
   --help              this text
 Environment: PYTHON (interpreter for .venv), MEGATRON_RC_TORCH_INDEX (package index of the CPU build of torch).
 TEXT
@@ -48,7 +49,7 @@ choose_task() {
     [[ -n "$task$model" ]] || return 0
     [[ -n "$task" && -n "$model" ]] || die "--task and --model need each other: a file has no tokenizer"
     [[ -f "$task" ]] || die "--task: there is no file $task"
-    local path reward="megatron_rc.tasks.math_answer:math_answer"
+    local path
     path="$(realpath -- "$task")"
     options+=(--set "task={kind: jsonl, options: {path: '${path//\'/\'\'}', reward: '$reward'}}")
     options+=(--set "model={hf_path: '${model//\'/\'\'}'}" --set warmup.steps=0)
@@ -65,8 +66,9 @@ write_verdict() {
     env -u PYTHONSAFEPATH "$VENV/bin/python" "$ROOT/benchmarks/collapse.py" --read "${folders[@]}" --docs
 }
 
-quick='' stage='' seeds='' budget_minutes='' task='' model='' set='' out='' options=()
-take_options "--quick, --stage LIST, --seeds LIST, --budget-minutes N, --task FILE, --model DIR, --set ASSIGNMENT, --out DIR" "$@"
+quick='' stage='' seeds='' budget_minutes='' task='' model='' reward='' set='' out='' options=()
+take_options "--quick, --stage LIST, --seeds LIST, --budget-minutes N, --task FILE, --model DIR, --reward NAME, --set ASSIGNMENT, --out DIR" "$@"
+reward="${reward:-megatron_rc.tasks.math_answer:math_answer}"
 choose_stages
 choose_task
 name="$(basename -- "${task%.jsonl}")"
@@ -84,6 +86,6 @@ workers=$(($(cores) < 2 ? 1 : 2))
 say "running ${chosen[*]} into $out, $workers at a time"
 CUDA_VISIBLE_DEVICES='' "$VENV/bin/python" -m megatron_rc grid "${recipes[@]}" \
     --workers "$workers" --output "$folder" "${options[@]}" || status=$?
-[[ "$quick$task" ]] || write_verdict
+[[ "$quick$task$set" ]] || write_verdict
 ((status == 0)) || die "some runs failed, see the lines above; the same command tries them again"
 say "done in $((SECONDS - started)) s"

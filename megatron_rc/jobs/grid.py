@@ -76,7 +76,7 @@ def cells(grid: GridSettings, only: Mapping[str, Sequence[str]] | None = None) -
     for choices, seed in grid.groups(only or {}):
         folder = grid.folder(grid.runs_folder) / "-".join(choices.values())
         if folder not in steps:
-            steps[folder] = _settings(grid, _fields(grid, choices)).train.steps
+            steps[folder] = _settings(_fields(grid, choices)).train.steps
         out.setdefault(folder / f"seed-{seed}", Cell(choices, seed, folder / f"seed-{seed}", steps[folder]))
     return list(out.values())
 
@@ -134,7 +134,7 @@ def run_and_write(
     """
     todo = cells(grid, only)
     if grid.endpoints:
-        verdicts.check(grid.endpoints, {cell.name: _settings(grid, _fields(grid, cell.choices)) for cell in todo})
+        verdicts.check(grid.endpoints, {cell.name: _settings(_fields(grid, cell.choices)) for cell in todo})
     if only_write or all(cell.finished() for cell in todo):
         failed = {}
     elif workers == 1:
@@ -215,7 +215,7 @@ def _run_cell(grid: GridSettings, cell: Cell) -> None:
     changes: dict[str, Any] = {"output": str(cell.folder), "train.seed": cell.seed}
     if not grid.keep_weights:
         changes["train.save_hf"] = False
-    if _settings(grid, data).warmup.steps:
+    if _settings(data).warmup.steps:
         changes |= {"model": {"hf_path": str(_warmed(grid, cell.seed))}, "warmup.steps": 0}
     _train(grid, _changed(data, changes), cell.folder)
     if not grid.keep_weights:
@@ -229,10 +229,10 @@ def _warmed(grid: GridSettings, seed: int) -> Path:
     with _claimed(folder, wait=True):
         if not (folder / "hf/config.json").is_file():
             changes = {"output": str(folder), "train.seed": seed, "train.steps": 0, "rollout.engine": "hf"}
-            data = _changed(grid.job, changes)
+            data = _changed(_fields(grid, {}), changes)
             data.pop("moe", None)
             _train(grid, data, folder)
-        _check_warmed(folder, schema.to_dict(_settings(grid, grid.job)))
+        _check_warmed(folder, schema.to_dict(_settings(_fields(grid, {}))))
     return folder / "hf"
 
 
@@ -245,14 +245,14 @@ def _check_warmed(folder: Path, wanted: Mapping[str, Any]) -> None:
 
 def _warm_folders(grid: GridSettings) -> dict[int, Path]:
     """Maps each seed to the folder of its warm-up; empty without one."""
-    if not _settings(grid, grid.job).warmup.steps:
+    if not _settings(_fields(grid, {})).warmup.steps:
         return {}
     folder = grid.folder(grid.warm_folder)
     return {seed: folder / f"seed-{seed}" for seed in dict.fromkeys(seed for _, seed in grid.groups({}))}
 
 
 def _train(grid: GridSettings, data: dict[str, Any], folder: Path) -> None:
-    settings = _settings(grid, data)
+    settings = _settings(data)
     with open(folder / "log.txt", "a") as log:
         if not grid.launcher:
             with redirect_stdout(log), redirect_stderr(log):
@@ -264,15 +264,19 @@ def _train(grid: GridSettings, data: dict[str, Any], folder: Path) -> None:
             raise ValueError(f"the job failed; {log.name} says why")
 
 
-def _settings(grid: GridSettings, data: dict[str, Any]) -> JobSettings:
-    return schema.from_dict(JobSettings, data, assignments=grid.arguments)
+def _settings(data: dict[str, Any]) -> JobSettings:
+    return schema.from_dict(JobSettings, data)
 
 
 def _fields(grid: GridSettings, choices: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of a job with these choices, values of `--set` on top."""
     changes: dict[str, Any] = {}
     for axis, choice in choices.items():
         changes |= grid.axes[axis][choice]
-    return _changed(grid.job, changes)
+    fields = _changed(grid.job, changes)
+    for assignment in grid.arguments:
+        schema.set_field(fields, assignment)
+    return fields
 
 
 def _changed(data: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def runs_of(stages: list[str]) -> set[Path]:
 
 
 def settings_of(grid: grids.GridSettings, cell: grids.Cell) -> JobSettings:
-    return grids._settings(grid, grids._fields(grid, cell.choices))
+    return grids._settings(grids._fields(grid, cell.choices))
 
 
 def test_the_script_runs_every_stage() -> None:

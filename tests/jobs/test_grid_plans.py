@@ -12,6 +12,7 @@ from megatron_rc import schema
 from megatron_rc.jobs import budget as budgets
 from megatron_rc.jobs import grid as grids
 from megatron_rc.jobs.budget import Budget
+from megatron_rc.settings import JobSettings
 
 JOB: dict[str, Any] = {"model": {"config": DENSE}, "warmup": {"steps": 2}, "train": {"steps": 1}}
 AXES = {
@@ -113,6 +114,27 @@ def test_a_cell_that_two_grids_name_runs_once_in_their_shared_folder(clock: list
     assert all((tmp_path / name / "table.md").read_text().count("| exact |") == 1 for name in ("a", "b"))
 
 
+def test_values_of_the_command_line_change_cells_and_leave_the_warm_up_a_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: dict[str, JobSettings] = {}
+
+    def train(grid: grids.GridSettings, data: dict[str, Any], folder: Path) -> None:
+        trained[folder.parent.name] = settings = grids._settings(data)
+        (folder / "hf").mkdir(parents=True)
+        (folder / "hf/config.json").write_text("{}")
+        (folder / "settings.yaml").write_text(schema.dump_yaml(schema.to_dict(settings)))
+
+    monkeypatch.setattr(grids, "_train", train)
+    grid = grid_of(tmp_path, cells=GROUPS[:1], arguments=["train.steps=5", "warmup.steps=3", "rollout.engine=sglang"])
+    [cell] = grids.cells(grid)
+    grids._run_cell(grid, cell)
+    warm, run = trained["warm"], trained["exact-none"]
+    assert cell.steps == 5
+    assert (warm.train.steps, warm.warmup.steps, warm.rollout.engine) == (0, 3, "hf")
+    assert (run.train.steps, run.warmup.steps, run.rollout.engine) == (5, 0, "sglang")
+
+
 def test_grids_with_the_same_warm_up_share_it_and_others_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,9 +142,9 @@ def test_grids_with_the_same_warm_up_share_it_and_others_are_refused(
 
     def train(grid: grids.GridSettings, data: dict[str, Any], folder: Path) -> None:
         trained.append(folder)
-        (folder / "hf").mkdir()
+        (folder / "hf").mkdir(parents=True)
         (folder / "hf/config.json").write_text("{}")
-        (folder / "settings.yaml").write_text(schema.dump_yaml(schema.to_dict(grids._settings(grid, data))))
+        (folder / "settings.yaml").write_text(schema.dump_yaml(schema.to_dict(grids._settings(data))))
 
     monkeypatch.setattr(grids, "_train", train)
     shared = {"warm_folder": "../warm", "cells": [{"gap": "lag", "seeds": [2, 3]}]}
