@@ -13,7 +13,10 @@ from megatron_rc.schema.limits import check_at_least
 LEAST_FINISHED = 0.05
 """Smallest share of finished responses that the detector tells apart: a smaller one counts as this."""
 
-_ABSENT_IN_0_1 = {"withdrawn": 0, "run_in_warmup": False, "shares": 0, "fast_share": 0.0, "slow_share": 0.0}
+_ABSENT_IN_0_1 = {
+    **{"withdrawn": 0, "run_in_warmup": False, "before_run": None},
+    **{"shares": 0, "fast_share": 0.0, "slow_share": 0.0},
+}
 """Fields that a state of version 0.1 lacks, as they are before any truncated share and any withdrawn alarm."""
 
 
@@ -28,7 +31,8 @@ class SurgeDetector:
         ratio_t = exp(fast_t / (1 - (1 - fast)^t) - slow_t / (1 - (1 - slow)^t))
 
     An alarm is ``patience`` consecutive rollouts with ratio_t > threshold. It is confirmed as a surge after
-    ``confirmation`` of them, whose step is the first one, and withdrawn when the ratio falls back before that.
+    ``confirmation`` of them, whose step is the first one, and withdrawn when the ratio falls back before that. In the
+    course of such a run the slow mean is that before its first rollout, because it would follow a surge.
     Averages of logarithms are geometric means: they do not depend on the unit of length, and single very long batches
     move them less than arithmetic means. Mean lengths below one token count as one token.
 
@@ -86,6 +90,8 @@ class SurgeDetector:
         self._lowest: float | None = None
         self._run = self._run_start = 0
         self._run_in_warmup = False
+        self._before_run: float | None = None
+        """Log of the slow mean before the run above the threshold that is going on; None: there is none."""
 
     def update(self, mean_response_length: float | None, truncated_share: float | None = None) -> int | None:
         """Take the mean response length of the next rollout.
@@ -112,16 +118,19 @@ class SurgeDetector:
         self.rollouts += 1
         if math.isnan(length):
             return self.surge_step
+        before = self._slow_log_mean() if self.measured else None
         self._average(math.log(max(length, 1.0)), share)
         in_warmup = self.measured <= self.warmup or self._run_in_warmup
         if (self._ratio_in_warmup() if in_warmup else self.ratio) > self.threshold:
             self._run += 1
             if self._run == 1:
                 self._run_start, self._run_in_warmup = self.rollouts, in_warmup
+                self._before_run = before if self.surge_step is None else None
         else:
             self.withdrawn += self.alarm is not None
-            self._run, self._run_in_warmup = 0, False
+            self._run, self._run_in_warmup, self._before_run = 0, False, None
         if self._run >= self.confirmation and self.surge_step is None:
+            self._before_run = None
             self.surge_step = max(self._run_start, self.warmup) if self._run_in_warmup else self._run_start
             self.surge_in_warmup = self._run_start if self._run_in_warmup else None
         return self.surge_step
@@ -136,9 +145,7 @@ class SurgeDetector:
         """Fast geometric mean of the lengths so far, divided by the slow one; NaN before the first length."""
         if not self.measured:
             return math.nan
-        slow = self._slow_average / (1 - (1 - self.slow) ** self.measured)
-        if self._shares:
-            slow += self._slow_share / (1 - (1 - self.slow) ** self._shares)
+        slow = self._slow_log_mean() if self._before_run is None else self._before_run
         return math.exp(self._fast_log_mean() - slow)
 
     def _average(self, log_length: float, truncated_share: float) -> None:
@@ -149,7 +156,7 @@ class SurgeDetector:
             return
         self._shares += 1
         if self._shares == 1:
-            self._lowest = None  # it is of means without a share
+            self._lowest = self._before_run = None  # they are of means without a share
         correction = -math.log(max(1 - truncated_share, LEAST_FINISHED))
         self._fast_share += self.fast * (correction - self._fast_share)
         self._slow_share += self.slow * (correction - self._slow_share)
@@ -157,6 +164,10 @@ class SurgeDetector:
     def _fast_log_mean(self) -> float:
         mean = self._fast_average / (1 - (1 - self.fast) ** self.measured)
         return mean + self._fast_share / (1 - (1 - self.fast) ** self._shares) if self._shares else mean
+
+    def _slow_log_mean(self) -> float:
+        mean = self._slow_average / (1 - (1 - self.slow) ** self.measured)
+        return mean + self._slow_share / (1 - (1 - self.slow) ** self._shares) if self._shares else mean
 
     def _ratio_in_warmup(self) -> float:
         """Fast mean divided by its lowest value so far; the first ``patience - 1`` means are too noisy to count."""

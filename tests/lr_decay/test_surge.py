@@ -223,6 +223,23 @@ def test_a_wide_surge_is_located_within_8_steps(peak: float, at: int, drift: flo
     assert share_within(surge_steps(curves), at, 8) >= 0.85
 
 
+@pytest.mark.parametrize(("peak", "rise", "least"), [(2000.0, 20, 0.95), (3000.0, 80, 0.8)])
+def test_an_alarm_is_judged_by_the_level_before_it_which_does_not_follow_the_surge(
+    peak: float, rise: float, least: float
+) -> None:
+    curves = length_curves(100, peak=peak, width=rise / 4.394, cv=0.1, seed=4)
+    found = surge_steps(curves)
+    assert sum(step is not None for step in found) >= least * len(found)
+
+
+def test_after_a_surge_the_ratio_compares_with_the_lengths_so_far_again() -> None:
+    detector, ratios = SurgeDetector(), []
+    for length in jump(50, 300):
+        detector.update(length)
+        ratios.append(detector.ratio)
+    assert detector.surge_step is not None and max(ratios) > 2.5 and ratios[-1] == pytest.approx(1, abs=0.02)
+
+
 def test_flat_curves_raise_no_alarm() -> None:
     assert surge_steps(length_curves(1000, 400, peak=1000.0, seed=3), confirmation=3) == [None] * 1000
 
