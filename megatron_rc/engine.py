@@ -177,4 +177,8 @@ class RolloutEngine(Protocol):
         """Restore what ``state_tensors`` returned; the trainer sends the weights themselves anew."""
         return None
 
+    def check(self) -> None:
+        """Raise ValueError when the engine is known to have ended; it costs little, and any thread may call it."""
+        return None
+
     def close(self) -> None: ...

@@ -141,6 +141,9 @@ class StaleEngine:
         if self._queue:
             self._serve_oldest()
 
+    def check(self) -> None:
+        self._engine.check()
+
     def close(self) -> None:
         self._queue.clear()
         self._engine.close()

@@ -140,6 +140,13 @@ class WorkerEngine(RolloutEngine):
         self._agree(error)
         self.weight_version = version
 
+    def check(self) -> None:
+        """Raises ValueError once the process has ended, whether or not a request is waiting for it."""
+        with self._waiting:
+            alive = self._process.is_alive()
+        if not alive:
+            raise ValueError(self._end())
+
     def close(self) -> None:
         """End the process; a ``generate`` in another thread raises ValueError."""
         self._process.terminate()

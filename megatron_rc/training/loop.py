@@ -247,6 +247,7 @@ class Job:
             routing=self.routing,
             with_kept_mass=self.settings.dump.kept_mass,
             with_varentropy=self.settings.dump.varentropy,
+            check=self.queue.check if self.queue else lambda: None,
             on_update=lambda: self.observers.advance(1),
         )
         self.progress.cursor += request.prompts

@@ -71,6 +71,8 @@ class RolloutQueue:
         self._rollouts: deque[Rollout] = deque()
         self._taken: list[Rollout] = []
         """What the step in progress trains."""
+        self._interrupted = False
+        """That step was given up because the engine has ended, not for what it trains."""
         self._cursor, self._limit = 0, 0
         """First prompt of an empty queue; most rollouts that the queue may hold."""
         self._changed = threading.Condition()
@@ -109,6 +111,25 @@ class RolloutQueue:
             raise SharedError(f"a token was sampled by weights {self._oldest} versions before its update, {bound}")
         return request, sampled
 
+    def check(self) -> None:
+        """Give the step in progress up if the engine of any process has ended; a collective, for between two passes.
+
+        Raises:
+            SharedError: it has; the rollout that the step trains is saved with its samples.
+        """
+
+        def check_engine() -> None:
+            with self._changed:
+                if self._error is not None:
+                    raise self._error
+            self._sampler.engine.check()
+
+        try:
+            self._groups.together(check_engine)
+        except ValueError:
+            self._interrupted = True
+            raise
+
     def pause(self) -> dict[str, float]:
         """Wait for the rollout that is being sampled and start no other; metrics since `resume`, the mean of all ranks.
 
@@ -134,10 +155,11 @@ class RolloutQueue:
     def save(self, folder: Path) -> None:
         """Write this rank's rollouts to ``folder``, those without samples by their prompts.
 
-        That of a step that failed goes without its samples, too: they may be what was wrong.
+        That of a step that failed goes without its samples, too, unless `check` gave it up: they may be what was wrong.
         """
         with self._changed:
-            held = [*(Rollout(taken.request) for taken in self._taken), *self._rollouts]
+            taken = self._taken if self._interrupted else [Rollout(taken.request) for taken in self._taken]
+            held = [*taken, *self._rollouts]
             rollouts = [(tuple(r.request), None if r.part is None else _plain(r.part)) for r in held]
         torch.save({"drawn": self._drawn(), "rollouts": rollouts}, folder / self._file)
 

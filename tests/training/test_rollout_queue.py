@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from scripted_engine import ScriptedEngine
 
 from megatron_rc import settings as job_settings
 from megatron_rc.engine import Sample
+from megatron_rc.rollout.worker import WorkerEngine
 from megatron_rc.tasks import Prompt
 from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.groups import SharedError
@@ -32,6 +36,7 @@ class Engine:
         self.may_go_on, self.duration_s = threading.Event(), 0.0
         self.may_go_on.set()
         self.fails: BaseException | None = None
+        self.check: Callable[[], None] = lambda: None
 
     def generate(self, prompts: Sequence[Any], params: Any, *, seeds: Sequence[int], **_: Any) -> list[Sample]:
         version = self.version
@@ -57,7 +62,9 @@ class Task:
         return [float(ids[0]) for ids in responses]
 
 
-ALONE: Any = SimpleNamespace(rank=0, world_size=1, gather=lambda compute: [compute()])
+ALONE: Any = SimpleNamespace(
+    rank=0, world_size=1, gather=lambda compute: [compute()], together=lambda compute: compute()
+)
 
 
 class Loop:
@@ -183,6 +190,34 @@ def test_the_loop_raises_an_error_of_its_thread_while_it_waits_and_between_steps
     resumed = loop(2, progress=training.progress, resume_from=tmp_path)
     resumed.step()
     assert resumed.trained == [seeds_of_step(2)], "what that step trained is not trained again"
+
+
+@pytest.mark.parametrize("meanwhile", ["it samples", "it rests"])
+def test_an_engine_that_ends_during_a_step_stops_it_before_its_update_and_no_sample_is_lost(
+    loop: Any, tmp_path: Path, meanwhile: str
+) -> None:
+    process = WorkerEngine(ScriptedEngine, agree=lambda error: None)
+    job = loop(2)
+    job.until_sampled(3)
+    job.engine.may_go_on.clear()
+    job.step(during=job.queue.check)
+    job.until_sampled(4)
+    job.queue.take(1)
+    job.engine.check = process.check
+    job.queue.check()
+    os.kill(process.pid, signal.SIGKILL)
+    if meanwhile == "it samples":
+        job.engine.check, job.engine.fails = lambda: None, ValueError("the process of the rollout engine was ended")
+    job.engine.may_go_on.set()
+    deadline = time.monotonic() + 10
+    with pytest.raises(ValueError, match="^the process of the rollout engine was ended"):
+        while time.monotonic() < deadline:
+            job.queue.check()
+            time.sleep(0.01)
+    job.queue.save(tmp_path)
+    resumed = loop(2, progress=job.progress, resume_from=tmp_path)
+    resumed.step()
+    assert resumed.trained == [seeds_of_step(1)] and 1 not in {step for step, _ in resumed.engine.sampled}
 
 
 def test_a_checkpoint_holds_the_samples_of_finished_rollouts_and_the_prompts_in_flight(

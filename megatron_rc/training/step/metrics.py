@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from megatron_rc.batch import TokenBatch
 from megatron_rc.metrics import MetricSums
 from megatron_rc.training.groups import Groups
+from megatron_rc.training.policy import UpdateResult
 
 
 def response_lengths(batch: TokenBatch) -> Tensor:
@@ -60,3 +62,21 @@ def pooled(sums: MetricSums | None, groups: Groups, max_nonfinite_share: float, 
         return sums.values()
 
     return groups.gather(values)[-1]
+
+
+def update_metrics(updates: Sequence[tuple[UpdateResult, MetricSums]], groups: Groups) -> dict[str, Any]:
+    """Means over the optimizer steps of this rollout; nothing was updated when every group had equal rewards."""
+    metrics: dict[str, Any] = {"updates": float(len(updates)), "grad_norm": math.nan, "lr": math.nan}
+    if not updates:
+        return metrics
+    results, sums = zip(*updates, strict=True)
+    metrics |= pooled(merged(sums) if groups.last_stage else None, groups, 1.0, math.inf)
+    for name in ("loss", "policy_loss"):
+        if name in metrics:
+            metrics[name] /= len(results)
+    metrics["grad_norm"] = sum(r.grad_norm for r in results) / len(results)
+    if cosines := [r.grad_cosine for r in results if r.grad_cosine is not None]:
+        metrics["grad_cosine"] = float(torch.stack(cosines).mean())
+    metrics["lr"] = results[-1].lr
+    metrics["skipped_updates"] = float(sum(not r.applied for r in results))
+    return metrics

@@ -28,7 +28,7 @@ from megatron_rc.training.policy import Policy, UpdateResult
 from megatron_rc.training.sampling_weights import OlderVersions, SamplingWeights
 from megatron_rc.training.step.control import check_control, controlled
 from megatron_rc.training.step.learning_rate import StepRate
-from megatron_rc.training.step.metrics import merged, pooled, response_lengths, rollout_metrics
+from megatron_rc.training.step.metrics import merged, pooled, response_lengths, rollout_metrics, update_metrics
 from megatron_rc.training.step.micro_loss import Collected, MicroLoss
 from megatron_rc.training.step.microbatches import NO_EXTRAS, MicroExtras, Share, mini_batches, share_of, split_rows
 from megatron_rc.training.step.routing import Routing, StepRoutes
@@ -116,6 +116,7 @@ def reinforce_step(
     with_kept_mass: bool = False,
     with_varentropy: bool = False,
     take_step: bool = True,
+    check: Callable[[], None] = lambda: None,
     on_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Train on one rollout batch, the same on every process.
@@ -135,6 +136,8 @@ def reinforce_step(
         with_kept_mass, with_varentropy: the old pass computes these columns of the dump, too. Each reads the logits
             once more, kept_mass only where tokens were drawn from kept ids.
         take_step: False computes the gradients and takes no optimizer step: `Policy.update`.
+        check: called before the first backward pass and before the first optimizer step; what it raises leaves the
+            weights as they were.
         on_update: called after every optimizer step.
 
     Raises:
@@ -177,12 +180,13 @@ def reinforce_step(
         metrics |= passes.old_pass(with_kept_mass=with_kept_mass, with_varentropy=with_varentropy)
         rate.begin(metrics, "old/")
         passes.control(train, len(parts), step)
-    updates = []
+    check()
+    updates: list[tuple[UpdateResult, MetricSums]] = []
     for micro_batches in share.micro_batches[: len(parts)]:
-        updates.append(passes.update(micro_batches))
+        updates.append(passes.update(micro_batches, check if not updates else lambda: None))
         on_update()
     rate.begin({}, "")  # where nothing was updated, nothing was measured by an update
-    metrics |= rate.metrics() | _update_metrics(updates, policy.groups)
+    metrics |= rate.metrics() | update_metrics(updates, policy.groups)
     k3 = metrics.get("old/k3" if three_policy else "current/k3", math.nan)
     metrics |= {"horizon": horizon(k3), "ess_seq_predicted": predicted_ess(lengths.tolist(), k3)}
     return StepResult(metrics, batch, share, passes.columns)
@@ -272,8 +276,8 @@ class _Step:
         self.corrected = controlled(self.corrected, self.share, self.old_logprobs, parts=parts, control=kind, seed=seed)
         self.columns |= {"weights": self.corrected.weights, "mask": self.corrected.mask}
 
-    def update(self, micro_batches: Sequence[range]) -> tuple[UpdateResult, MetricSums]:
-        """One optimizer step on these sequences of the share."""
+    def update(self, micro_batches: Sequence[range], check: Callable[[], None]) -> tuple[UpdateResult, MetricSums]:
+        """One optimizer step on these sequences of the share; ``check`` is called right before it."""
         policy, local, routes, groups = self.policy, self.share.batch, self.routes, self.policy.groups
         first, stop = micro_batches[0].start, micro_batches[-1].stop
         rows = slice(sum(local.lengths[:first]), sum(local.lengths[:stop]))
@@ -284,7 +288,8 @@ class _Step:
             logprobs = policy.kl_logprobs(split_rows(batch, numbered))
             extras = extras._replace(kl_logprobs=logprobs if groups.last_stage else None)
 
-        def check(outputs: list[Collected]) -> None:
+        def before_step(outputs: list[Collected]) -> None:
+            check()
             if self.correction.old != "recompute":
                 sums = merged([o.sums for o in outputs]) if groups.last_stage else None
                 self.rate.begin(self.pooled(sums), "current/")
@@ -293,7 +298,7 @@ class _Step:
             split_rows(batch, numbered, extras),
             MicroLoss(self.correction, self.loss, policy.train.backend, self.corrected, self.version),
             with_entropy=self.loss.entropy_coef != 0,
-            before_step=check,
+            before_step=before_step,
             around=routes.around if routes else None,
             take_step=self.take_step,
         )
@@ -329,21 +334,3 @@ class _Step:
             max_length=batch.sampling.max_new_tokens,
         )
         return extras._replace(scale=scale)
-
-
-def _update_metrics(updates: Sequence[tuple[UpdateResult, MetricSums]], groups: Groups) -> dict[str, Any]:
-    """Means over the optimizer steps of this rollout; nothing was updated when every group had equal rewards."""
-    metrics: dict[str, Any] = {"updates": float(len(updates)), "grad_norm": math.nan, "lr": math.nan}
-    if not updates:
-        return metrics
-    results, sums = zip(*updates, strict=True)
-    metrics |= pooled(merged(sums) if groups.last_stage else None, groups, 1.0, math.inf)
-    for name in ("loss", "policy_loss"):
-        if name in metrics:
-            metrics[name] /= len(results)
-    metrics["grad_norm"] = sum(r.grad_norm for r in results) / len(results)
-    if cosines := [r.grad_cosine for r in results if r.grad_cosine is not None]:
-        metrics["grad_cosine"] = float(torch.stack(cosines).mean())
-    metrics["lr"] = results[-1].lr
-    metrics["skipped_updates"] = float(sum(not r.applied for r in results))
-    return metrics
