@@ -15,7 +15,9 @@ from hosts.slime.single import alone
 from torch import Tensor
 
 from megatron_rc import RolloutCorrection, correct
+from megatron_rc.horizon import LostBatchWarning
 from megatron_rc.integrations import slime
+from megatron_rc.integrations.slime import rollout_hook
 
 PATH = "megatron_rc.integrations.slime."
 LOG2 = math.log(2)
@@ -204,6 +206,25 @@ def test_rollout_data_normalises_over_the_whole_rollout_and_leaves_returns_alone
     reported = {name: value for name, value in single.items() if name.startswith("rc/")}
     assert "rc/k3" in reported and "rc/prob_correlation" not in reported
     assert not any(torch.isnan(value) for value in reported.values())
+
+
+def test_rollout_data_warns_once_in_ten_rollouts_of_a_correction_that_drops_most_tokens(
+    world: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rollout_hook, "_LOST_BATCH", LostBatchWarning())
+    gate = {"statistic": "abs_log_ratio", "level": "token", "upper": 1e-3}
+    args = arguments(
+        megatron_rc={"correction": {"reject": [gate]}}, rollout_data_postprocess_path=PATH + "rollout_data"
+    )
+    counts = []
+    for number in range(11):
+        data = micro_batch(rollout(12))
+        slime.rollout_data(args, number, data)
+        assert data["rc/masked_token"] > 0.5
+        counts.append(sum("the correction drops" in record.getMessage() for record in caplog.records))
+    assert counts == [1] * 10 + [2]
+    k3, length = data["rc/k3"].item(), data["rc/response_length"].item()
+    assert f"k3 is {k3:.3g} nats per token and the mean length {length:.0f} tokens" in caplog.text
 
 
 def test_rollout_data_refuses_what_it_has_not_been_given(world: None) -> None:
