@@ -170,12 +170,22 @@ class RolloutCorrection:
         Raises:
             ValueError: a gate on lag, or a weight with growth "sqrt_lag", upper_by_lag or staleness_upper.
         """
+        self.check_without_sampling_logprobs(caller)
         names = ["lag" for gate in self.reject if gate.statistic == "lag"]
         if self.weight is not None:
             names += ["growth"] * (self.weight.growth == "sqrt_lag") + ["upper_by_lag"] * bool(self.weight.upper_by_lag)
-            names += ["staleness_upper"] * (self.weight.staleness_upper is not None)
         if names:
             raise ValueError(f"{names[0]} must not be used in {caller}, which knows no version of the sampler")
+
+    def check_without_sampling_logprobs(self, caller: str) -> None:
+        """Refuse what needs log-probs by the version that sampled, for a ``caller`` that keeps no such weights.
+
+        Raises:
+            ValueError: a weight with staleness_upper.
+        """
+        if self.weight is not None and self.weight.staleness_upper is not None:
+            why = "which has no log-probs by the weights that sampled"
+            raise ValueError(f"staleness_upper must not be used in {caller}, {why}")
 
     @classmethod
     def preset(cls, name: str) -> RolloutCorrection:

@@ -14,7 +14,7 @@ _NAMES = {
     *("k1", "k3", "chi2_token", "chi2_seq", "ess_token", "ess_seq", "ess_token_final", "rho_max", "f2"),
     *("log_ppl_abs_diff", "weight_mean", "masked_token", "masked_seq", "nonfinite_share", "response_length"),
 }
-_BEGINNINGS = ("truncated_", "clipped_", "outside_", "rejected_")
+_BEGINNINGS = ("truncated_", "clipped_", "outside_", "rejected_", "tokens_lag_", "k3_lag_")
 
 
 def worth_logging(values: Mapping[str, float]) -> dict[str, float]:

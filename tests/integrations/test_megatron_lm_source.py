@@ -28,6 +28,7 @@ FLAGS = shlex.split("""
 GATHERED_VOCABULARY = 32
 
 TIS = {"correction": {"weight": {"upper": 1.2}}}
+LAGS = {"correction": {"reject": [{"statistic": "lag", "level": "token", "upper": 1}]}}
 PACKED = {"rl_use_sequence_packing": True}
 NO_WEIGHT, ITS_TIS = {"rl_inference_logprobs_is_correction": False}, {"rl_importance_sampling_truncation_coef": 1.2}
 CASES: dict[str, dict[str, Any]] = {
@@ -44,6 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     # answers of several lengths, whose last log-prob the sampler leaves out
     "any length": {"patch": TIS, "missing": 1},
     "any length, packed": {"patch": TIS, "args": PACKED, "missing": 1},
+    "stale": {"patch": LAGS, "stale": True},
+    "stale, packed": {"patch": LAGS, "stale": True, "args": PACKED},
     "two policies": {"patch": {"correction": {"old": "rollout"}, "lr_decay": {"decay_period": 1}}},
     "two policies, packed": {
         "patch": {"correction": {"old": "rollout"}, "lr_decay": {"decay_period": 1}},
@@ -95,11 +98,17 @@ def test_patched_training_is_the_hosts_own_where_it_should_be(split: str) -> Non
 @pytest.mark.parametrize("split", SPLITS)
 def test_packing_and_data_parallelism_do_not_change_the_step(split: str) -> None:
     found = results(split)
-    for name in ("any length", "two policies"):
+    for name in ("any length", "stale", "two policies"):
         same(found[name], found[f"{name}, packed"])
         if split == "DP2":
             same(found[name], results("TP1")[name])
     assert found["any length"]["steps"][0]["log"]["rc/old/missing"] > 0
+    for step in found["stale"]["steps"]:
+        log = step["log"]
+        # eight answers, of which every second begins with one token of the policy two iterations ago
+        assert log["rc/old/masked_token"] == pytest.approx(log["rc/old/tokens_lag_2_3"])
+        assert 0 < log["rc/old/masked_token"] < 0.15
+        assert log["rc/old/tokens_lag_1"] > 0.2 and log["rc/old/k3_lag_1"] > 0
     assert [step["lr"] for step in found["two policies"]["steps"]] == [5e-4, 2.5e-4]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from argparse import Namespace
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from hosts.megatron_lm import sources
-from hosts.megatron_lm.ranks import VOCABULARY, WIDTH, Cut, Model, Rollout, rollouts, run
+from hosts.megatron_lm.ranks import VOCABULARY, WIDTH, Cut, Model, Rollout, rollouts, run, weights_by_epoch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -85,6 +86,14 @@ def test_the_step_is_that_of_the_whole_batch_however_it_is_cut(count: int) -> No
             for name in ("k3", "chi2_seq", "ess_token", "masked_token", "weight_mean"):
                 assert log[f"rc/old/{name}"] == pytest.approx(metrics[name], rel=1e-5), name
             assert log["rc/old/missing"] == pytest.approx(1 / 17)
+
+
+def test_a_correction_that_drops_most_of_the_tokens_warns_once_in_ten_rollout_batches() -> None:
+    drops = RolloutCorrection(reject=(Rejection("abs_log_ratio", "token", upper=1e-3),))
+    batches = run_ranks(1, weights_by_epoch, [Cut(rows=1)] * 11, drops, [])[0]
+    assert [len(batch["warnings"]) for batch in batches] == [1] * 10 + [2]
+    for sentence in batches[-1]["warnings"]:
+        assert re.match(r"the correction drops (9\d|100)% of the tokens: k3 is .* use a weight|.*look at", sentence)
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
@@ -176,9 +185,6 @@ def test_a_length_decay_alone_does_not_ask_for_rollout_logprobs() -> None:
         (RolloutCorrection(Weight(), old="rollout"), "weight must be None when old is 'rollout'"),
         (RolloutCorrection(old="current"), "old must be 'recompute' or 'rollout'"),
         (RolloutCorrection(Weight(upper="measured")), "upper must be a number in host 'megatron-lm'"),
-        (RolloutCorrection(Weight(staleness_upper=2.0)), "staleness_upper must not be used in host 'megatron-lm'"),
-        (RolloutCorrection(Weight(upper_by_lag=((4, 1.5),))), "upper_by_lag must not be used in host 'megatron-lm'"),
-        (RolloutCorrection(reject=(Rejection("lag", upper=4.0),)), "lag must not be used in host 'megatron-lm'"),
         (
             RolloutCorrection(reject=(Rejection("standardized", upper=2.0),), old="rollout"),
             "reject must not use 'standardized' in the loss of host 'megatron-lm'",

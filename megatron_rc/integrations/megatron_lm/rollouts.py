@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,18 @@ from torch import Tensor
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
 from megatron_rc.integrations.log_names import warn, worth_logging
+from megatron_rc.integrations.megatron_lm.lags import (
+    Placed,
+    epochs_of_rows,
+    is_stale,
+    lags_of,
+    placed_bins,
+    placed_rows,
+)
 from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.lr_gate import mismatch_signals
+from megatron_rc.plan import Plan
 
 
 class RolloutRows(NamedTuple):
@@ -31,6 +40,8 @@ class RolloutRows(NamedTuple):
     """[S], one per sequence; [rows] without packing."""
     starts: list[list[int]] | None
     """Where the sequences of each bin start; None without packing."""
+    lags: Tensor | None = None
+    """[rows, T - 1] int32, updates since each token was sampled."""
 
 
 def corrected_rows(
@@ -58,6 +69,7 @@ def corrected_rows(
         correction=correction,
         cu_seqlens=cu_seqlens,
         advantages=rows.advantages.to(train_logprobs.dtype),
+        lags=None if rows.lags is None else rows.lags.view(shape),
         dp_group=dp_group,
     )
     if cu_seqlens is None:
@@ -87,40 +99,68 @@ def prepare_data_for_update(original: Function, session: Session, *args: Any, **
     from megatron.rl.rl_utils import get_rl_runtime_state
 
     iterator, group_stats, examples = original(*args, **kwargs)
+    rollouts = inspect.signature(original).bind(*args, **kwargs).arguments["rollouts"]
     if session.correction is not None:
         packing = get_rl_runtime_state().packing_context
         group = mpu.get_data_parallel_group()
+        epochs = _epochs(session.correction, rollouts, group_stats)
         if packing is not None:
-            _correct_bins(session, packing, group)
+            _correct_bins(session, packing, epochs, group)
         else:
-            iterator = _correct_micro_batches(session, iterator, group)
+            iterator = _correct_micro_batches(session, iterator, epochs, group)
         session.micro_batch = 0
     if session.attached is not None:
-        rollouts = inspect.signature(original).bind(*args, **kwargs).arguments["rollouts"]
         signals = session.signals._replace(length=mean_response_length(rollouts))
         session.attached.begin(signals)
     return iterator, group_stats, examples
 
 
-def _correct_bins(session: Session, packing: Any, dp_group: Any) -> None:
+def _epochs(correction: RolloutCorrection, rollouts: Any, group_stats: Any) -> list[list[int]] | None:
+    """Epochs of the training rows of all ranks; None where no token is stale and nothing else reads lags.
+
+    Raises:
+        ValueError: the correction depends on lags, and the host tells no epochs.
+    """
+    reads_lags, segments = Plan.of(correction).reads_lags, getattr(group_stats, "policy_epoch_segments", None)
+    if segments is None:
+        if reads_lags:
+            raise ValueError(_NO_EPOCHS)
+        return None
+    from megatron.rl import rl_utils
+    from megatron.training.global_vars import get_args
+
+    epochs = epochs_of_rows(rollouts, segments, rl_utils._is_collapsible_rollout)
+    return epochs if reads_lags or is_stale(epochs, get_args().curr_iteration) else None
+
+
+def _lags(epochs: list[list[int]] | None, placed: Iterable[Placed], like: Tensor) -> Tensor | None:
+    """[rows, T - 1] where ``like`` is."""
+    from megatron.training.global_vars import get_args
+
+    return None if epochs is None else lags_of(epochs, placed, like.shape, get_args().curr_iteration).to(like.device)
+
+
+def _correct_bins(session: Session, packing: Any, epochs: list[list[int]] | None, dp_group: Any) -> None:
     info, device = packing.packing_info, packing.old_logprobs.device
     if getattr(packing, "packed_inference_logprobs", None) is None:
         raise ValueError(_NO_LOGPROBS)
     # an empty bin counts as one sequence
     bins = (of_bin if len(of_bin) else torch.zeros(1) for of_bin in packing.bin_advantages)
+    # the host adds the end of the last sequence to the starts of a bin
+    starts = [list(info.seq_starts[b])[: len(sequences)] for b, sequences in enumerate(info.bin_seq_indices)]
     rows = RolloutRows(
         packing.old_logprobs.float(),
         packing.packed_inference_logprobs.to(device),
         packing.packed_loss_mask[:, 1:].bool().to(device),
         torch.cat([of_bin.to(device).float() for of_bin in bins]),
-        # the host adds the end of the last sequence to the starts of a bin
-        [list(info.seq_starts[b])[: len(sequences)] for b, sequences in enumerate(info.bin_seq_indices)],
+        starts,
+        _lags(epochs, placed_bins(starts, info.bin_seq_indices), packing.old_logprobs),
     )
     packing.packed_inference_logprobs = _for_the_loss(session, rows, dp_group)
     session.tokens = rows.loss_mask.sum(1).tolist()
 
 
-def _correct_micro_batches(session: Session, iterator: Any, dp_group: Any) -> Any:
+def _correct_micro_batches(session: Session, iterator: Any, epochs: list[list[int]] | None, dp_group: Any) -> Any:
     """The iterator over the same micro-batches, whose last tensor now holds what the loss needs."""
     batches: list[list[Tensor]] = []
     while sum(len(batch[0]) for batch in batches) < session.num_rows:
@@ -133,6 +173,7 @@ def _correct_micro_batches(session: Session, iterator: Any, dp_group: Any) -> An
         loss_mask[:, 1:].bool().to(device),
         advantages.float(),
         None,
+        _lags(epochs, placed_rows(session.num_rows, torch.distributed.get_rank(dp_group)), old_logprobs.to(device)),
     )
     sizes = [len(batch[0]) for batch in batches]
     parts = _for_the_loss(session, rows, dp_group).to(rollout_logprobs.device).split(sizes)
@@ -166,6 +207,10 @@ def _for_the_loss(session: Session, rows: RolloutRows, dp_group: Any) -> Tensor:
     return weights
 
 
+_NO_EPOCHS = (
+    "the correction depends on lags, and prepare_data_for_update of the host returns no policy_epoch_segments: use "
+    "bounds that do not, or a newer Megatron-LM"
+)
 _NO_LOGPROBS = (
     "no token of the rollout batch has a rollout log-prob: add --rl-inference-logprobs-is-correction, and sample with "
     "an agent whose rollouts are TokenRollout"

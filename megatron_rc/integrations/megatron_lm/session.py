@@ -61,12 +61,14 @@ def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Ses
                 "update in any case; with one optimizer step per rollout 'recompute' is the same as 'current'"
             )
         correction.check_keeps_upper("host 'megatron-lm'")
-        correction.check_without_versions("host 'megatron-lm'")
+        correction.check_without_sampling_logprobs("host 'megatron-lm'")
         if correction.old == "rollout":
+            correction.check_without_versions("the loss of host 'megatron-lm' with old: rollout")
             correction.check_one_micro_batch("the loss of host 'megatron-lm' with old: rollout")
-        unknown = [rejection.statistic for rejection in correction.reject if rejection.statistic not in STATISTICS]
+        known = (*STATISTICS, "lag")
+        unknown = [rejection.statistic for rejection in correction.reject if rejection.statistic not in known]
         if unknown:
-            raise ValueError(f"statistic {unknown[0]!r} is not known to host 'megatron-lm', use one of {STATISTICS}")
+            raise ValueError(f"statistic {unknown[0]!r} is not known to host 'megatron-lm', use one of {known}")
     return Session(correction, lr_rule)
 
 

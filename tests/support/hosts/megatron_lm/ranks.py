@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from megatron.core import num_microbatches_calculator, parallel_state
 from torch import Tensor
 
 from megatron_rc import RolloutCorrection, patch
-from megatron_rc.integrations import hosts
+from megatron_rc.integrations import hosts, patching
 from megatron_rc.integrations.megatron_lm import HOST
 from megatron_rc.integrations.run_script import PatchSettings
 from megatron_rc.training import emulation
@@ -107,6 +108,36 @@ def step(host: SimpleNamespace, cut: Cut, settings: PatchSettings) -> dict[str, 
 def steps(cuts: list[Cut], settings: PatchSettings) -> list[dict[str, Any]]:
     with sources.imported(sources.STUB) as host:
         return [step(host, cut, settings) for cut in cuts]
+
+
+def weights_by_epoch(
+    rank: int, cuts: list[Cut], correction: RolloutCorrection, segments: list[list[list[tuple[int, int]]]]
+) -> list[dict[str, Any]]:
+    """The weights that the loss gets under every cut, sequence by sequence, the metrics of the batch, and warnings."""
+    enter(1)
+    found: list[dict[str, Any]] = []
+    warnings: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = warnings.append  # type: ignore[method-assign]
+    logging.getLogger("megatron_rc.integrations").addHandler(handler)
+    with sources.imported(sources.STUB) as host, patch("megatron-lm", correction=correction):
+        for cut in cuts:
+            tokenizer = Namespace(seq_length=WIDTH, rows=cut.rows, bins=cut.bins and cut.bins[0])
+            prepare = host.rl_utils.prepare_data_for_update
+            iterator, _, _ = prepare([Model()], None, rollouts(), tokenizer, cut.bins is not None, True, segments)
+            if cut.bins is None:
+                weights = torch.cat([next(iterator)[-1] for _ in range(4 // cut.rows)])
+            else:
+                packing = host.rl_utils.get_rl_runtime_state().packing_context
+                weights, info = torch.zeros(4, WIDTH - 1), packing.packing_info
+                for row, members in enumerate(info.bin_seq_indices):
+                    for start, number in zip(info.seq_starts[row], members, strict=False):
+                        length = len([one for group in rollouts() for one in group][number].trajectory[0])
+                        of_bin = packing.packed_inference_logprobs[row, start : start + length - 1]
+                        weights[number, : length - 1] = of_bin
+            log = dict(patching.INSTALLED["megatron-lm"].session.rollout_log)
+            found.append({"weights": weights, "log": log, "warnings": [each.getMessage() for each in warnings]})
+    return found
 
 
 class Logprobs(NamedTuple):

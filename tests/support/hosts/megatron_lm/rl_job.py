@@ -11,6 +11,7 @@ the JSON file that RL_JOB_OUT names.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from contextlib import nullcontext
@@ -99,11 +100,13 @@ class Case:
     """Tokens per answer, so that micro-batches weigh the same to the host; None: 3 to 11 tokens."""
     missing: int = 0
     """Log-probs that the sampler leaves out at the end of every answer."""
+    stale: bool = False
+    """Every second answer begins with a token of the policy two iterations ago; the rest is of the policy before."""
 
 
 def rollouts(groups: int, size: int, seed: int, case: Case) -> list[RolloutGroup]:
     """Random answers to random prompts, with log-probs near those of a uniform policy."""
-    draw = torch.Generator().manual_seed(seed)
+    draw, numbers = torch.Generator().manual_seed(seed), itertools.count()
 
     def one() -> TokenRollout:
         length = case.length or int(torch.randint(3, 12, (), generator=draw))
@@ -115,9 +118,21 @@ def rollouts(groups: int, size: int, seed: int, case: Case) -> list[RolloutGroup
             generation_mask=[[False] * PROMPT + [True] * length],
             logprobs=[logprobs[: length - case.missing]],
             env_id="arithmetic",
+            completion_ids=[f"{seed}/{next(numbers)}"] if case.stale else [],
         )
 
     return [RolloutGroup(rollouts=[one() for _ in range(size)]) for _ in range(groups)]
+
+
+def ledger(answers: list[RolloutGroup], iteration: int) -> dict[str, Any]:
+    """Records of the requests of a stale case."""
+    names = [name for group in answers for answer in group for name in answer.completion_ids]
+    of_stale = [(0, iteration - 2), (PROMPT + 1, iteration - 1)]
+    epochs = {name: [(0, iteration)] if number % 2 else of_stale for number, name in enumerate(names)}
+    return {
+        name: SimpleNamespace(policy_epoch=epoch, kv_cache_epoch=epoch, num_evictions=0)
+        for name, epoch in epochs.items()
+    }
 
 
 class Stream:
@@ -162,10 +177,12 @@ def watch_logits(widths: set[int]) -> None:
 def train(args: Any, case: Case) -> dict[str, Any]:
     """A few steps from the same weights, and what was logged."""
     seeds = iter(range(1000))
-    rl_utils.get_environment_rollouts = lambda model, inference, optimizer, groups, size: (
-        rollouts(groups, size, next(seeds), case),
-        {},
-    )
+
+    def get_environment_rollouts(model: Any, inference: Any, optimizer: Any, groups: int, size: int) -> Any:
+        answers = rollouts(groups, size, next(seeds), case)
+        return answers, ledger(answers, args.curr_iteration)
+
+    rl_utils.get_environment_rollouts = get_environment_rollouts
     rl_utils.maybe_log_training_metrics = lambda **_: None
     torch.manual_seed(1)
     model, optimizer, scheduler = training.setup_model_and_optimizer(ModelType.encoder_or_decoder, provide_model)
@@ -174,6 +191,7 @@ def train(args: Any, case: Case) -> dict[str, Any]:
     reference = {name: value.clone() if value is not None else None for name, value in model[0].state_dict().items()}
     iterator, steps = None, []
     for iteration in range(args.train_iters):
+        args.curr_iteration = 10 + iteration  # so that there are policies before the first
         with torch.no_grad():
             iterator = rl_utils.get_grpo_data_iterator(
                 model, None, optimizer, iteration, reference,

@@ -27,6 +27,10 @@ class Replayable:
         return next(self.iterable)
 
 
+def _is_collapsible_rollout(rollout: Any) -> bool:
+    return len(rollout.trajectory) == 1
+
+
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, index[..., None])[..., 0]
 
@@ -87,7 +91,11 @@ def prepare_data_for_update(
     is_correction: bool,
     request_ledger: Any,
 ) -> Any:
-    """`model` has one element; `tokenizer` has the bins under packing, `seq_length` and the rows of a micro-batch."""
+    """`model` has one element; `tokenizer` has the bins under packing, `seq_length` and the rows of a micro-batch.
+
+    `request_ledger` becomes RolloutStats.policy_epoch_segments; empty, there are no statistics.
+    """
+    stats = SimpleNamespace(policy_epoch_segments=request_ledger) if request_ledger else None
     rows = [rollout for group in rollouts for rollout in group]
     width = tokenizer.seq_length
     tokens, generated = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.bool)
@@ -111,11 +119,11 @@ def prepare_data_for_update(
         packing.old_logprobs = packing.ref_logprobs = old
         packed, _ = pack_inference_logprobs(sampled, packing.packing_info, generated, width)
         packing.packed_inference_logprobs = packed
-        return Replayable(itertools.cycle(torch.arange(len(tokens))[:, None])), None, {}
+        return Replayable(itertools.cycle(torch.arange(len(tokens))[:, None])), stats, {}
     sampled = align_unpacked_inference_logprobs(sampled, old, generated, None)
     columns = [tokens, advantages, old, generated.float(), tokens, old, sampled]
     batches = list(zip(*(column.split(tokenizer.rows) for column in columns), strict=True))
-    return Replayable(itertools.cycle(batches)), None, {}
+    return Replayable(itertools.cycle(batches)), stats, {}
 
 
 def calculate_grpo_loss(

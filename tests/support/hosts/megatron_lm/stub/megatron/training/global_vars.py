@@ -14,6 +14,7 @@ args = Namespace(
     inference_dynamic_batching_logprobs_mode="raw_logprobs",
     cuda_graph_impl="none",
     calculate_per_token_loss=False,
+    curr_iteration=9,
 )
 
 

@@ -1,0 +1,89 @@
+"""Lags of the tokens of a rollout batch of megatron/rl, from the epochs that its inference engine notes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+UNKNOWN = -1
+"""Epoch of a token that was not generated, or that no record is of."""
+
+
+def epochs_of_rows(
+    rollouts: Sequence[Sequence[Any]], segments: Sequence[Sequence[Any]], collapses: Callable[[Any], bool]
+) -> list[list[int]]:
+    """The epoch of every token of the host's training rows, in their order, without the padding rows at its end.
+
+    Args:
+        rollouts: groups of the host's rollouts.
+        segments: RolloutStats.policy_epoch_segments: per rollout (epoch, tokens), over all tokens of its first turn,
+            then over all of its second, and so on; empty for a rollout without records.
+        collapses: the host's function that tells whether the turns of a rollout become one row.
+    """
+    rows: list[list[int]] = []
+    for group, of_group in zip(rollouts, segments, strict=True):
+        for rollout, of_rollout in zip(group, of_group, strict=True):
+            if not rollout.trajectory:
+                continue
+            if not of_rollout:
+                rows += [[] for _ in range(1 if collapses(rollout) else len(rollout.trajectory))]
+                continue
+            turns = list(_turns(rollout, [epoch for epoch, count in of_rollout for _ in range(count)]))
+            if not collapses(rollout):
+                rows += turns
+                continue
+            row = [UNKNOWN] * len(turns[-1])
+            for turn in turns:
+                # a turn repeats those before it, so it alone knows the epochs of what it generated
+                row[: len(turn)] = [new if old == UNKNOWN else old for old, new in zip(row, turn, strict=False)]
+            rows.append(row)
+    return rows
+
+
+def _turns(rollout: Any, epochs: list[int]) -> Iterator[list[int]]:
+    """Epochs of the tokens of each turn, UNKNOWN where it did not generate them."""
+    start = 0
+    for turn, mask in zip(rollout.trajectory, rollout.generation_mask, strict=True):
+        of_turn, start = epochs[start : start + len(turn)], start + len(turn)
+        yield [epoch if generated else UNKNOWN for epoch, generated in zip(of_turn, mask, strict=True)]
+
+
+class Placed(NamedTuple):
+    """A training row in the tensors of this rank."""
+
+    row: int
+    start: int
+    sequence: int
+    """Number among the training rows of all ranks; those behind the last are padding."""
+
+
+def placed_rows(num_rows: int, rank: int) -> Iterator[Placed]:
+    """The rows of a rank without packing."""
+    return (Placed(row, 0, rank * num_rows + row) for row in range(num_rows))
+
+
+def placed_bins(starts: Iterable[Sequence[int]], sequences: Iterable[Sequence[int]]) -> Iterator[Placed]:
+    """The rows in the bins of a rank, from the start and the number of each sequence of a bin."""
+    for row, (of_starts, of_bin) in enumerate(zip(starts, sequences, strict=True)):
+        yield from (Placed(row, start, int(number)) for start, number in zip(of_starts, of_bin, strict=False))
+
+
+def lags_of(epochs: Sequence[Sequence[int]], placed: Iterable[Placed], shape: torch.Size, epoch: int) -> Tensor:
+    """[rows, T - 1] int32: updates up to ``epoch`` since each token was sampled; 0 where that is not known.
+
+    Column t is that of the log-prob of token t + 1.
+    """
+    found = torch.full(shape, epoch, dtype=torch.int32)
+    for row, start, sequence in placed:
+        if sequence < len(epochs):
+            later = torch.tensor(epochs[sequence][1:], dtype=torch.int32)
+            found[row, start : start + len(later)] = torch.where(later == UNKNOWN, epoch, later)
+    return (epoch - found).clamp(min=0)
+
+
+def is_stale(epochs: Sequence[Sequence[int]], epoch: int) -> bool:
+    """Whether any token of any rank is older than ``epoch``."""
+    return any(UNKNOWN < each < epoch for row in epochs for each in row)
