@@ -218,7 +218,7 @@ def planned(stages: list[str]) -> list[Facts]:
     for stage in stages:
         grid = grids.load(RECIPES / f"{stage}.yaml")
         for choices in {tuple(cell.choices.items()) for cell in grids.cells(grid)}:
-            job = grids._settings(grid, grids._fields(grid, dict(choices)))
+            job = grids._settings(grids._fields(grid, dict(choices)))
             facts.add(facts_of(job, job.model.config))
     return sorted(facts)
 

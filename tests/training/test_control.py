@@ -105,7 +105,7 @@ def whole(values: list[Any]) -> list[list[Any]]:
     return [values]
 
 
-@pytest.mark.parametrize(("correction", "units"), zip(DROPPING, [tokens, whole, whole, turns], strict=True))
+@pytest.mark.parametrize(("correction", "units"), [*zip(DROPPING, [tokens, whole, whole, turns], strict=True)])
 def test_a_random_mask_drops_as_many_units_as_the_correction(correction: RolloutCorrection, units: Any) -> None:
     _, before, weights, after = run(correction, "random-mask", IN_ORDER)
     assert weights == {s: [float(kept) for kept in after[s]] if s in TAKEN else weights[s] for s in IN_ORDER}
