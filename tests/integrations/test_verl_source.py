@@ -157,3 +157,29 @@ def test_the_entry_point_reaches_the_main_program_of_verl_which_refuses_two_corr
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert "algorithm.rollout_correction.rollout_is must be null beside the correction of MEGATRON" in done.stderr
+
+
+RAY = """
+import ray
+from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+ray.init(runtime_env=get_ppo_ray_runtime_env(), num_cpus=1, include_dashboard=False)
+
+
+@ray.remote
+def loss():
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    return get_policy_loss_fn("megatron_rc").func.__name__
+
+
+print("ANSWER", ray.get(loss.remote()))
+"""
+
+
+@real
+@pytest.mark.timeout(900)
+def test_a_ray_process_is_patched_by_what_the_main_process_hands_on() -> None:
+    environment = sources.environment(MEGATRON_RC_CONFIG="{correction: token-tis}")
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", RAY], env=environment, capture_output=True, text=True)
+    assert done.stdout.rpartition("ANSWER ")[2].strip() == "corrected_by_the_driver", done.stderr[-4000:]

@@ -72,6 +72,14 @@ def test_two_policy_loss_metrics_and_denominator_do_not_depend_on_the_cut(surrog
     assert metrics[1] == pytest.approx(metrics[0]) and metrics[2] == pytest.approx(metrics[0])
 
 
+def test_with_two_policies_a_gate_may_look_at_the_sign_of_the_advantage() -> None:
+    batch = cases.rollout(2)
+    gate = {"statistic": "k2", "level": "token", "upper": 1e-12, "when": "negative_advantage"}
+    with patched(json.dumps({"correction": {"old": "rollout", "reject": [gate]}})):
+        _, gradient = loss_of(batch, batch.rollout, None, 1)
+    assert torch.equal(gradient != 0, (batch.advantages > 0) & batch.mask.bool())
+
+
 def corrected_now(batch: cases.Rollout, case: str) -> torch.Tensor:
     """Weights of current over rollout."""
     settings = json.dumps({"correction": cases.correction(case).to_dict()})
