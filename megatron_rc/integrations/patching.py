@@ -117,7 +117,7 @@ class Patch:
             lines = [f"{host.name}{version}, {'patched' if self.active else 'restored'}", "replaced:"]
             lines += [f"  {symbol.path}: {symbol.summary}" for symbol in host.symbols if symbol in replaced]
             if host.in_parts and self.active:
-                waiting = [symbol.path for symbol in host.symbols if symbol.module not in sys.modules]
+                waiting = [symbol.path for symbol in host.replaceable if symbol.module not in sys.modules]
                 lines += [f"to be replaced once this process imports them: {', '.join(waiting)}"] if waiting else []
             lines += [f"correction: {installed.correction}"] if installed.correction is not None else []
             rule = installed.lr_rule
@@ -157,12 +157,12 @@ def _inspected(host: Host) -> str | None:
 def _install(host: Host, correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Installed:
     version = _inspected(host)
     session = host.prepare(correction, lr_rule)
-    loaded = [symbol for symbol in host.symbols if not host.in_parts or symbol.module in sys.modules]
+    loaded = [symbol for symbol in host.replaceable if not host.in_parts or symbol.module in sys.modules]
     places = [place for symbol in loaded if (place := _place(host, symbol, session)) is not None]
     for place in places:
         place.replace()
     installed = Installed(host, version, correction, lr_rule, session, places)
-    for symbol in host.symbols:
+    for symbol in host.replaceable:
         if symbol not in loaded:
             installed.later.call(symbol.module, partial(_replace_late, installed, symbol))
     return installed
@@ -176,6 +176,7 @@ def _replace_late(installed: Installed, symbol: Symbol) -> None:
 
 
 def _place(host: Host, symbol: Symbol, session: Any) -> Place | None:
+    assert symbol.make is not None
     owner, original = _live(host, symbol)
     replacement = symbol.make(original, session)
     return None if replacement is None else Place(symbol, owner, original, replacement)

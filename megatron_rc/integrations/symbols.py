@@ -27,8 +27,9 @@ class Symbol:
     """"function" or "Class.method"."""
     parameters: str
     """As in its def line, with defaults and without annotations: "model, tokens, no_grad=False"."""
-    make: Callable[[Function, Any], Function | None]
-    """(original, session) -> its replacement, or None where the settings of this patch need none."""
+    make: Callable[[Function, Any], Function | None] | None
+    """(original, session) -> its replacement, or None where the settings of this patch need none. None: it is never
+    replaced, and ours call or extend it."""
     summary: str
     """What the replacement does, one line."""
 
@@ -86,6 +87,11 @@ class Host:
     """Argument that the rules read -> its default in the host."""
     config_flag: str | None = None
     """Flag of a YAML file whose keys the host adds to its arguments."""
+
+    @property
+    def replaceable(self) -> list[Symbol]:
+        """The symbols that a patch may replace."""
+        return [symbol for symbol in self.symbols if symbol.make is not None]
 
     def is_importable(self) -> bool:
         return find_module(self.module) is not None

@@ -1,0 +1,109 @@
+"""The host nemo-rl: GRPO of NVIDIA-NeMo/RL, corrected on the process that runs the script.
+
+What runs where, in a patched run of examples/run_grpo.py:
+
+1. `setup` refuses configurations that cannot be honoured, and has the policy built with our `train`, through the
+   host's own parameter policy_factory.
+2. Before every update, `train` corrects the whole rollout, which lies on this process: the weights go into the
+   advantages, which the host shards over its workers.
+3. With a learning rate by length or mismatch, the workers are `worker.MegatronPolicyWorker`, which has the rule on
+   Megatron's scheduler; `train` tells them what the rollout says about the step size.
+
+docs/hosts/nemo_rl.md has the recipe. A run without a rule of the learning rate needs this package on no worker.
+"""
+
+from __future__ import annotations
+
+import ast
+from importlib import import_module
+from pathlib import Path
+
+from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
+from megatron_rc.versions import find_module
+
+OURS = __name__
+GRPO = "nemo_rl.algorithms.grpo"
+POLICY = "nemo_rl.models.policy.lm_policy"
+WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
+_SETUP = "master_config, tokenizer, dataset, val_dataset, processor=None"
+
+
+def _version() -> str | None:
+    """MAJOR.MINOR.PATCH that the host states in its own folder."""
+    found = find_module("nemo_rl.package_info")
+    if found is None or found.origin is None:
+        return None
+    parts: dict[str, object] = {}
+    for node in ast.parse(Path(found.origin).read_bytes()).body:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.targets[0], ast.Name)
+        ):
+            parts[node.targets[0].id] = node.value.value
+    numbers = [parts.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
+    return None if None in numbers else ".".join(map(str, numbers)) + str(parts.get("PRE_RELEASE", ""))
+
+
+def _called(module: str, name: str, parameters: str, summary: str) -> Symbol:
+    """A function of the host that ours call or extend and never replace."""
+    return Symbol(module, name, parameters, None, summary)
+
+
+SYMBOLS = (
+    Symbol(
+        GRPO, "setup", f"{_SETUP}, policy_factory=None", replaced_by(f"{OURS}.driver", "setup"),
+        "refuses what cannot be honoured, and builds the policy whose `train` corrects every rollout",
+    ),
+    Symbol(
+        "nemo_rl.algorithms.ppo", "setup", _SETUP, replaced_by(f"{OURS}.refusals", "refuse_trainer"),
+        "refuses run_ppo.py, whose rollouts are not corrected",
+    ),
+    Symbol(
+        "nemo_rl.algorithms.single_controller_utils.setup", "setup_single_controller",
+        "master_config, tokenizer, *, processor=None, partition_id='rollout_data'",
+        replaced_by(f"{OURS}.refusals", "refuse_trainer"),
+        "refuses run_grpo_single_controller.py, whose rollouts never lie on one process",
+    ),
+    _called(
+        POLICY, "Policy.__init__",
+        "self, cluster, config, tokenizer, name_prefix='lm_policy', workers_per_node=None, init_optimizer=True, "
+        "weights_path=None, optimizer_path=None, init_reference_model=True, processor=None, "
+        "worker_extension_cls_fqn=None, skip_weight_load=False",
+        "the policy that ours extends",
+    ),
+    _called(
+        POLICY, "Policy.train",
+        "self, data, loss_fn, eval_mode=False, gbs=None, mbs=None, timer=None, check_dim_skip_keys=None",
+        "called with weighted advantages",
+    ),
+    _called(
+        POLICY, "Policy.run_all_workers_single_data", "self, method_name, *args, **kwargs",
+        "tells the workers what the rule of the learning rate reads",
+    ),
+    _called(
+        WORKER, "MegatronPolicyWorkerImpl.__init__",
+        "self, config, tokenizer, weights_path=None, optimizer_path=None, init_optimizer=True, "
+        "init_reference_model=True, *, worker_sharding_annotations, skip_weight_load=False, **kwargs",
+        "the worker that ours extends with the rule of the learning rate",
+    ),
+)  # fmt: skip
+
+HOST = Host(
+    name="nemo-rl",
+    module=GRPO,
+    symbols=SYMBOLS,
+    versions=("0.6",),
+    read_version=_version,
+    prepare=lambda correction, lr_rule: import_module(f"{OURS}.session").prepare(correction, lr_rule),
+    release=lambda session: session.release(),
+    tested="commit 7ea279abfbeb (0.6.0)",
+    differences=(
+        "rejected tokens leave only the policy-gradient term: KL and NLL terms and denominators count them",
+        "a NaN or infinite log-prob drops its token or sequence, is counted, and stops the run above 1 % of the tokens",
+        "where the host demands use_importance_sampling_correction (asynchronous GRPO, FP8 rollouts), its own weight "
+        "is taken off the loss",
+    ),
+    in_parts=True,
+    where="Put a clone of NVIDIA-NeMo/RL on PYTHONPATH, or run in its container.",
+)

@@ -1,0 +1,159 @@
+"""The process that runs the script of NeMo-RL: a rollout is corrected as a whole, before its update."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction import correct
+from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
+from megatron_rc.integrations.nemo_rl.refusals import demanded, refuse
+from megatron_rc.integrations.nemo_rl.session import HOSTS_WORKER, KEY, WORKER, Session
+from megatron_rc.integrations.symbols import Function
+from megatron_rc.lr_gate import mismatch_signals
+from megatron_rc.lr_scale import Signals
+
+LOGPROBS = ("prev_logprobs", "generation_logprobs")
+
+
+def setup(
+    original: Function,
+    session: Session,
+    master_config: Any,
+    tokenizer: Any,
+    dataset: Any,
+    val_dataset: Any,
+    processor: Any = None,
+    policy_factory: Callable[..., Any] | None = None,
+) -> Any:
+    """The host's function, whose policy corrects its rollouts.
+
+    Raises:
+        ValueError: the configuration cannot be honoured, or another policy_factory is given.
+    """
+    refuse(session, master_config)
+    if policy_factory is not None:
+        raise ValueError("policy_factory must be None in a patched run, which passes its own")
+    session.used = True
+    own = "; the host's own importance weight is taken off the loss" * demanded(master_config)
+    rule = "" if session.lr_rule is None else f", {session.lr_rule}"
+    print(f"megatron_rc is on in this run of NeMo-RL: {session.correction}{rule}{own}", flush=True)
+    factory = partial(make_policy, session)
+    return original(master_config, tokenizer, dataset, val_dataset, processor=processor, policy_factory=factory)
+
+
+def make_policy(session: Session, **kwargs: Any) -> Any:
+    """The host's Policy with our `train`; with a rule of the learning rate also with our workers."""
+    from nemo_rl.models.policy.lm_policy import Policy
+
+    if session.lr_rule is not None:
+        from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+
+        # the Python of the worker that ours extends
+        ACTOR_ENVIRONMENT_REGISTRY[WORKER] = ACTOR_ENVIRONMENT_REGISTRY[HOSTS_WORKER]
+        kwargs["config"][KEY] = session.worker_settings()
+        kwargs["worker_extension_cls_fqn"] = WORKER
+    policy = _corrected(Policy)(**kwargs)
+    policy.megatron_rc = session
+    return policy
+
+
+@lru_cache
+def _corrected(base: Any) -> type:
+    """A subclass of the host's Policy that corrects what it trains on."""
+
+    class CorrectedPolicy(base):
+        megatron_rc: Session
+
+        def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **kwargs: Any) -> Any:
+            if eval_mode:
+                return super().train(data, loss_fn, eval_mode=True, **kwargs)
+            return corrected_train(super().train, self.megatron_rc, self, data, loss_fn, **kwargs)
+
+    return CorrectedPolicy
+
+
+def corrected_train(
+    original: Function, session: Session, policy: Any, data: Any, loss_fn: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """Policy.train on a corrected rollout, with metrics of the correction and of the learning rate.
+
+    A policy-gradient loss is proportional to its advantage: w L(A) = L(w A) for w >= 0, also for PPO with its clips and
+    dual clip, REINFORCE, GSPO and CISPO. So the weights go into the advantages, and every loss of the host is
+    corrected; KL and NLL terms and denominators stay. The data are given back as they were.
+
+    Args:
+        original, session: the host's method, and the patch.
+        policy: the host's Policy.
+        data: prev_logprobs, generation_logprobs, advantages, token_mask, each [B, S], and sample_mask [B]; column t is
+            token t, and column 0 is never trained on.
+        loss_fn: the host's ClippedPGLossFn.
+
+    Returns:
+        the host's results; all_mb_metrics has one more list of one value for each of our metrics.
+
+    Raises:
+        ValueError: the data lack what is needed, too many log-probs are corrupt, or k3 is above max_k3.
+    """
+    lengths = (data["token_mask"][:, 1:] != 0).sum(-1)
+    answered = lengths[lengths > 0]
+    signals = Signals(length=answered.double().mean().item() if len(answered) else None)
+    log: dict[str, float] = {}
+    with _given_back(data):
+        if session.correction is not None:
+            values = _correct(session, data)
+            log |= prefixed(worth_logging(values))
+            signals = mismatch_signals(values, session.correction)._replace(length=signals.length)
+            if loss_fn.use_importance_sampling_correction:
+                loss_fn = copy.copy(loss_fn)
+                loss_fn.use_importance_sampling_correction = False
+        if session.lr_rule is not None:
+            log |= policy.run_all_workers_single_data("begin_rollout", signals._asdict())[0]
+        results: dict[str, Any] = original(data, loss_fn, **kwargs)
+    # the host sums each list
+    results["all_mb_metrics"].update({name: [value] for name, value in log.items()})
+    return results
+
+
+def _correct(session: Session, data: Any) -> dict[str, float]:
+    """Put the weights of a rollout into its advantages; answers with the metrics that exist."""
+    correction = session.correction
+    assert correction is not None
+    missing = [name for name in (*LOGPROBS, "advantages", "sample_mask") if name not in data]
+    if missing:
+        raise ValueError(f"the data of Policy.train must have {', '.join(missing)} for a correction")
+    mask = (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None]
+    mask[:, 0] = False
+    train, rollout = (data[name].float() for name in LOGPROBS)
+    advantages: Tensor = data["advantages"]
+    corrected = correct(train, rollout, mask, correction=correction, advantages=advantages.float())
+    corrected.metrics.check(max_k3=correction.max_k3)
+    values = corrected.metrics.values()
+    warn(session.lost_batch.see(values, correction))
+    data["advantages"] = torch.where(mask, advantages * corrected.weights.to(advantages.dtype), advantages)
+    corrupt = mask & ~(train.isfinite() & rollout.isfinite())
+    if corrupt.any():
+        # 0 times NaN is NaN, in the loss and in each of the host's metrics
+        both = torch.where(train.isfinite(), train, torch.where(rollout.isfinite(), rollout, 0))
+        for name in LOGPROBS:
+            data[name] = torch.where(corrupt, both.to(data[name].dtype), data[name])
+    return {
+        name: float(value) for name, value in values.items() if isinstance(value, int | float) and not math.isnan(value)
+    }
+
+
+@contextmanager
+def _given_back(data: Any) -> Iterator[None]:
+    """A block after which ``data``, which the host logs, has its own tensors."""
+    own = {name: data[name] for name in (*LOGPROBS, "advantages") if name in data}
+    try:
+        yield
+    finally:
+        data.update(own)

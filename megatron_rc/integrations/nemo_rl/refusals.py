@@ -1,0 +1,88 @@
+"""Configurations of NeMo-RL that a patched run refuses, before its cluster is built."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from megatron_rc.integrations.nemo_rl.session import Session
+from megatron_rc.integrations.symbols import Function
+
+
+def refuse(session: Session, config: Any) -> None:
+    """Stop a run at the first key that the patch cannot work with.
+
+    Args:
+        session: the patch.
+        config: the host's MasterConfig.
+
+    Raises:
+        ValueError: one sentence that names the key to change.
+    """
+    if _value(config, "data_plane.enabled"):
+        raise ValueError(
+            "data_plane.enabled must be false in a patched run: with it no rollout lies on the process that runs the "
+            "script, where it is corrected"
+        )
+    if session.correction is not None:
+        _refuse_loss(session, config)
+    if session.lr_rule is not None:
+        if not _value(config, "policy.megatron_cfg.enabled"):
+            raise ValueError(
+                "policy.megatron_cfg.enabled must be true for lr_decay and lr_gate, which scale Megatron's scheduler"
+            )
+        if _value(config, "policy.quant_cfg") is not None:
+            raise ValueError(
+                "policy.quant_cfg must be null for lr_decay and lr_gate: its workers are not those that have the rule"
+            )
+
+
+def _refuse_loss(session: Session, config: Any) -> None:
+    def loss(name: str) -> Any:
+        return _value(config, f"loss_fn.{name}")
+
+    if loss("force_on_policy_ratio"):
+        raise ValueError(
+            "loss_fn.force_on_policy_ratio must be false in a corrected run: it needs the log-probs before the update, "
+            "which the host then leaves out"
+        )
+    if loss("truncated_importance_sampling_type") is not None:
+        raise ValueError(
+            "loss_fn.truncated_importance_sampling_type must be null beside the correction of megatron_rc, got "
+            f"{loss('truncated_importance_sampling_type')!r}: one of them corrects"
+        )
+    if loss("use_importance_sampling_correction") and not demanded(config):
+        raise ValueError(
+            "loss_fn.use_importance_sampling_correction must be false beside the correction of megatron_rc: pi / mu "
+            "would be counted twice"
+        )
+    weight = session.correction.weight if session.correction is not None else None
+    if loss("sequence_level_importance_ratios") and weight is not None and weight.level != "geometric":
+        raise ValueError(
+            "weight.level must be 'geometric' with loss_fn.sequence_level_importance_ratios, whose ratio is the "
+            f"geometric mean over the sequence, got {weight.level!r}"
+        )
+
+
+def demanded(config: Any) -> bool:
+    """Whether the host refuses to run without use_importance_sampling_correction."""
+    fp8 = _value(config, "policy.generation.vllm_cfg.precision") == "fp8"
+    return bool(_value(config, "grpo.async_grpo.enabled")) or fp8
+
+
+def refuse_trainer(original: Function, session: Session, *args: Any, **kwargs: Any) -> NoReturn:
+    """In place of the setup of a trainer that the patch does not correct.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"nemo-rl is corrected in examples/run_grpo.py and scripts like it, not in {original.__module__}: drop "
+        "`megatron_rc patch`, or run GRPO with data_plane.enabled=false"
+    )
+
+
+def _value(config: Any, path: str) -> Any:
+    """The value under a dotted path of dictionaries and pydantic models; None where a part is missing or null."""
+    for name in path.split("."):
+        config = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+    return config

@@ -1,0 +1,90 @@
+"""Session: the state of one patch of nemo-rl on the process that runs the script, and what the patch cannot honour."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rc import schema
+from megatron_rc.config import STATISTICS, RolloutCorrection
+from megatron_rc.horizon import LostBatchWarning
+from megatron_rc.integrations.scheduler_rule import LRRule
+from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.lr_gate import LRGateSettings
+from megatron_rc.lr_scale import LRScale
+
+KEY = "megatron_rc"
+"""Key of the policy's configuration that hands the rule to the workers."""
+WORKER = "megatron_rc.integrations.nemo_rl.worker.MegatronPolicyWorker"
+HOSTS_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+_REGISTRY = "nemo_rl.distributed.ray_actor_environment_registry"
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What a worker is given under `KEY`."""
+
+    lr_decay: LengthDecaySettings | None = None
+    lr_gate: LRGateSettings | None = None
+
+    @property
+    def lr_rule(self) -> LengthDecaySettings | LRGateSettings:
+        """What decides the learning rate."""
+        rule = self.lr_decay or self.lr_gate
+        assert rule is not None
+        return rule
+
+
+@dataclass
+class Session:
+    """The state of one patch."""
+
+    correction: RolloutCorrection | None
+    lr_rule: LengthDecaySettings | LRGateSettings | None
+    lost_batch: LostBatchWarning = field(default_factory=LostBatchWarning)
+    used: bool = False
+    """Whether GRPO's setup has run with this patch."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether the correction changes the loss, beside measuring."""
+        return self.correction is not None and (self.correction.weight is not None or bool(self.correction.reject))
+
+    def worker_settings(self) -> dict[str, Any]:
+        """The rule as plain values, which Ray hands to workers."""
+        if isinstance(self.lr_rule, LRGateSettings):
+            return schema.to_dict(WorkerSettings(lr_gate=self.lr_rule))
+        return schema.to_dict(WorkerSettings(lr_decay=self.lr_rule))
+
+    def release(self) -> None:
+        """Take our worker off the host's table; say so where the script never came to GRPO's setup."""
+        registry = sys.modules.get(_REGISTRY)
+        if registry is not None:
+            registry.ACTOR_ENVIRONMENT_REGISTRY.pop(WORKER, None)
+        if not self.used:
+            _logger.warning("nemo-rl: nothing was corrected, because nemo_rl.algorithms.grpo.setup was never called")
+
+
+def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Session:
+    """A new session.
+
+    Raises:
+        ValueError: GRPO of NeMo-RL cannot honour the settings, whatever its configuration.
+    """
+    if isinstance(lr_rule, LRScale):
+        name = {"lr_decay": "LengthDecaySettings", "lr_gate": "LRGateSettings"}[lr_rule.metrics_prefix]
+        raise ValueError(f"{lr_rule.metrics_prefix} must be {name}, which go to other processes, got {lr_rule!r}")
+    if correction is not None:
+        if correction.old != "recompute":
+            raise ValueError(
+                f"old must be 'recompute' with host 'nemo-rl', which corrects before the update, got {correction.old!r}"
+            )
+        correction.check_keeps_upper("host 'nemo-rl'")
+        correction.check_without_versions("host 'nemo-rl'")
+        unknown = [gate.statistic for gate in correction.reject if gate.statistic not in STATISTICS]
+        if unknown:
+            raise ValueError(f"statistic {unknown[0]!r} is not known to host 'nemo-rl', use one of {STATISTICS}")
+    return Session(correction, lr_rule)

@@ -1,0 +1,362 @@
+"""The patch of nemo-rl on a stand-in: what it replaces and refuses, the data of an update, metrics, learning rates."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hosts.nemo_rl import cases, sources
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rc import Rejection, RolloutCorrection, Weight, patch
+from megatron_rc.integrations import nemo_rl
+from megatron_rc.integrations.nemo_rl import session as sessions
+from megatron_rc.integrations.run_script import patch_settings, run_script
+from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
+from megatron_rc.lr_gate import LRGateSettings
+
+TIS = RolloutCorrection.preset("token-tis")
+DECAY = LengthDecaySettings(decay_period=1)
+
+
+@pytest.fixture(autouse=True)
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(sources.STUB)
+    with sources.fresh():
+        yield
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(f"nemo_rl.{name}")
+
+
+def config(**changes: Any) -> Any:
+    """A MasterConfig: pydantic models and dictionaries, as the host has them."""
+    values: dict[str, Any] = {
+        "loss_fn.use_importance_sampling_correction": False,
+        "loss_fn.truncated_importance_sampling_type": None,
+        "loss_fn.force_on_policy_ratio": False,
+        "loss_fn.sequence_level_importance_ratios": False,
+        "grpo.async_grpo": SimpleNamespace(enabled=False),
+        **changes,
+    }
+    sections: dict[str, dict[str, Any]] = {"loss_fn": {}, "grpo": {}}
+    for path, value in values.items():
+        section, _, name = path.partition(".")
+        if section in sections:
+            sections[section][name] = value
+    policy = {"megatron_cfg": {"enabled": True}, "generation": {"vllm_cfg": {"precision": "bfloat16"}}}
+    return SimpleNamespace(
+        policy=policy | changes.get("policy", {}),
+        data_plane=changes.get("data_plane"),
+        **{name: SimpleNamespace(**fields) for name, fields in sections.items()},
+    )
+
+
+def loss_fn(corrects: bool = False) -> Any:
+    return SimpleNamespace(use_importance_sampling_correction=corrects)
+
+
+@contextmanager
+def policy_of(correction: RolloutCorrection | None, rule: Any = None, settings: Any = None) -> Iterator[Any]:
+    """The policy that GRPO's setup builds in a patched process."""
+    rules = {"lr_gate" if isinstance(rule, LRGateSettings) else "lr_decay": rule}
+    with patch("nemo-rl", correction=correction, **rules):
+        yield module("algorithms.grpo").setup(settings or config(), None, None, None, policy_factory=None)
+
+
+class Optimizer:
+    """The one that a scheduler of Megatron needs."""
+
+    def __init__(self) -> None:
+        self.param_groups = [{"lr": 0.0, "weight_decay": 0.0, "max_lr": 1e-3, "min_lr": 0.0}]
+
+
+def scheduler() -> OptimizerParamScheduler:
+    """Megatron's own, with a constant learning rate; the next worker gets it."""
+    steps = {"lr_warmup_steps": 0, "lr_decay_steps": 100, "wd_incr_steps": 100}
+    rates = {"init_lr": 0.0, "max_lr": 1e-3, "min_lr": 0.0, "start_wd": 0.0, "end_wd": 0.0}
+    styles = {"lr_decay_style": "constant", "wd_incr_style": "constant"}
+    made = OptimizerParamScheduler(Optimizer(), **rates, **steps, **styles)
+    module("models.megatron.setup").SCHEDULERS.append(made)
+    return made
+
+
+# -- replacing and undoing
+
+
+def test_only_setup_is_replaced_and_it_is_given_back() -> None:
+    with patch("nemo-rl", correction=TIS) as patched:
+        assert "once this process imports them: nemo_rl.algorithms.grpo.setup" in patched.report()
+        assert "Policy" not in patched.report(), "what ours extend is not replaced"
+        grpo = module("algorithms.grpo")
+        during = grpo.setup
+        report = patched.report()
+        assert report.startswith("nemo-rl 0.6.0, patched") and "  nemo_rl.algorithms.grpo.setup: refuses" in report
+        policy = during(config(), None, None, None)
+        assert isinstance(policy, grpo.Policy) and type(policy) is not grpo.Policy
+    assert grpo.setup is not during and type(grpo.setup(config(), None, None, None)) is grpo.Policy
+    assert patched.report().startswith("nemo-rl 0.6.0, restored")
+
+
+def test_the_script_is_corrected_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "its_config", SimpleNamespace(config=config))
+    script = tmp_path / "run_grpo.py"
+    script.write_text(
+        "import sys\nfrom nemo_rl.algorithms.grpo import setup\nfrom its_config import config\n"
+        "policy = setup(config(), None, None, None, policy_factory=None)\n"
+        "print(type(policy).__name__, sys.argv[1:])\n"
+    )
+    run_script(script, ["--config", "x.yaml"], patch_settings(preset="none"), host="nemo-rl")
+    out = capsys.readouterr().out
+    assert out.startswith("nemo-rl 0.6.0, patched") and "differs from the host on purpose" in out
+    assert "megatron_rc is on in this run of NeMo-RL: RolloutCorrection(weight=None" in out
+    assert out.endswith("CorrectedPolicy ['--config', 'x.yaml']\n")
+
+
+def test_a_script_that_never_comes_to_grpo_is_not_silent(caplog: pytest.LogCaptureFixture) -> None:
+    with patch("nemo-rl", correction=TIS):
+        pass
+    assert "nothing was corrected" in caplog.text
+    caplog.clear()
+    with policy_of(TIS):
+        pass
+    assert caplog.text == ""
+
+
+def test_another_signature_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in sources.STUB.rglob("*.py"):
+        copy = tmp_path / file.relative_to(sources.STUB)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(file.read_text().replace("timer=None, check_dim_skip_keys=None", "clock=None"))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"lm_policy.Policy.train takes \(self, data, loss_fn, .*clock=None\)"):
+        patch("nemo-rl", correction=TIS)
+
+
+# -- refusals
+
+GSPO = "loss_fn.sequence_level_importance_ratios"
+
+
+@pytest.mark.parametrize(
+    ("correction", "rule", "changes", "sentence"),
+    [
+        (TIS, None, {"data_plane": {"enabled": True}}, "data_plane.enabled must be false"),
+        (None, DECAY, {"data_plane": {"enabled": True}}, "data_plane.enabled must be false"),
+        (TIS, None, {"loss_fn.force_on_policy_ratio": True}, "loss_fn.force_on_policy_ratio must be false"),
+        (TIS, None, {"loss_fn.truncated_importance_sampling_type": "tis"}, "sampling_type must be null .* got 'tis'"),
+        (TIS, None, {"loss_fn.use_importance_sampling_correction": True}, "pi / mu would be counted twice"),
+        (TIS, None, {GSPO: True}, "weight.level must be 'geometric' .* got 'token'"),
+        (TIS, DECAY, {"policy": {"megatron_cfg": {"enabled": False}}}, "policy.megatron_cfg.enabled must be true"),
+        (TIS, DECAY, {"policy": {"quant_cfg": "x.yaml"}}, "policy.quant_cfg must be null"),
+    ],
+)
+def test_a_configuration_that_cannot_be_honoured_is_refused_by_name(
+    correction: Any, rule: Any, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence), policy_of(correction, rule, config(**changes)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("correction", "changes"),
+    [
+        (None, {"loss_fn.force_on_policy_ratio": True}),
+        (RolloutCorrection(weight=Weight(level="geometric")), {GSPO: True}),
+        (RolloutCorrection(reject=(Rejection(upper=2.0),)), {GSPO: True}),
+        (TIS, {"policy": {"megatron_cfg": {"enabled": False}, "quant_cfg": "x.yaml"}}),
+    ],
+)
+def test_what_a_run_does_not_need_is_not_refused(correction: Any, changes: dict[str, Any]) -> None:
+    rule = DECAY if correction is None else None
+    scheduler()
+    with policy_of(correction, rule, config(**changes)) as policy:
+        assert policy.megatron_rc.used
+
+
+@pytest.mark.parametrize(
+    ("correction", "rule", "sentence"),
+    [
+        (RolloutCorrection(old="rollout"), None, "old must be 'recompute' .* got 'rollout'"),
+        (RolloutCorrection(old="current"), None, "old must be 'recompute' .* got 'current'"),
+        (RolloutCorrection(weight=Weight(upper="measured")), None, "upper must be a number"),
+        (RolloutCorrection(weight=Weight(growth="sqrt_lag")), None, "host 'nemo-rl'"),
+        (RolloutCorrection(reject=(Rejection("mine", upper=1.0),)), None, "statistic 'mine' is not known"),
+        (None, LengthDecayLR(1e-3), "lr_decay must be LengthDecaySettings, which go to other processes"),
+    ],
+)
+def test_settings_that_no_run_can_honour_are_refused_by_patch(correction: Any, rule: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        patch("nemo-rl", correction=correction, lr_decay=rule)
+
+
+def test_other_trainers_and_factories_are_refused() -> None:
+    with patch("nemo-rl", correction=TIS):
+        with pytest.raises(ValueError, match=r"not in nemo_rl.algorithms.ppo: drop"):
+            module("algorithms.ppo").setup(config(), None, None, None)
+        with pytest.raises(ValueError, match=r"not in nemo_rl.algorithms.single_controller_utils.setup"):
+            module("algorithms.single_controller_utils").setup_single_controller(config(), None)
+        with pytest.raises(ValueError, match="policy_factory must be None"):
+            module("algorithms.grpo").setup(config(), None, None, None, policy_factory=dict)
+
+
+# -- one update
+
+
+def test_workers_get_weighted_advantages_and_the_driver_keeps_its_own() -> None:
+    data, _ = cases.rollout()
+    own = dict(data)
+    with policy_of(TIS) as policy:
+        results = policy.train(data, loss_fn(), timer="timer")
+    (seen,) = policy.seen
+    assert seen["timer"] == "timer" and not seen["eval_mode"]
+    assert data == own and all(data[name] is own[name] for name in own)
+    mask = (own["token_mask"] * own["sample_mask"][:, None]) > 0
+    weights = (own["prev_logprobs"] - own["generation_logprobs"]).exp().clamp(max=2)
+    expected = torch.where(mask, own["advantages"] * weights, own["advantages"])
+    torch.testing.assert_close(seen["data"]["advantages"], expected)
+    assert all(seen["data"][name] is own[name] for name in own if name != "advantages")
+    metrics = results["all_mb_metrics"]
+    assert metrics["loss"] == [0.25, 0.5], "the host's own metrics stay"
+    log_ratio = (own["prev_logprobs"] - own["generation_logprobs"])[mask].double()
+    # the host sums the list of each metric
+    assert sum(metrics["rc/k3"]) == pytest.approx((log_ratio.expm1() - log_ratio).mean().item())
+    assert sum(metrics["rc/ess_token_final"]) < 1 and all(len(metrics[name]) == 1 for name in metrics if "rc/" in name)
+
+
+def test_an_update_that_fails_leaves_the_data_as_they_were() -> None:
+    data, _ = cases.rollout()
+    advantages = data["advantages"]
+    with policy_of(TIS) as policy, pytest.raises(RuntimeError, match="a worker died"):
+        policy.train({**data, "fails": True}, loss_fn())
+    failing = {**data, "fails": True}
+    with policy_of(TIS) as policy, pytest.raises(RuntimeError):
+        policy.train(failing, loss_fn())
+    assert failing["advantages"] is advantages
+
+
+def test_with_correction_none_advantages_are_the_hosts_bit_for_bit() -> None:
+    data, _ = cases.rollout()
+    with policy_of(RolloutCorrection()) as policy:
+        policy.train(data, loss_fn())
+    assert torch.equal(policy.seen[0]["data"]["advantages"], data["advantages"])
+
+
+@pytest.mark.parametrize("where", ["prev_logprobs", "generation_logprobs"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_corrupt_token_gets_weight_0_and_finite_logprobs(where: str, value: float) -> None:
+    data, current = cases.rollout(rows=40)
+    other = ({"prev_logprobs", "generation_logprobs"} - {where}).pop()
+    data[where][3, 3] = value
+    assert data["token_mask"][3, 3] == 1
+    with policy_of(TIS) as policy:
+        metrics = policy.train(data, loss_fn())["all_mb_metrics"]
+    given = policy.seen[0]["data"]
+    assert given["advantages"][3, 3] == 0 and given[where][3, 3] == given[other][3, 3] == data[other][3, 3]
+    assert metrics["rc/nonfinite_share"][0] > 0 and not data[where][3, 3].isfinite()
+    loss, gradient = cases.plain_loss("tis", given, current)
+    assert math.isfinite(loss) and gradient.isfinite().all()
+
+
+def test_more_corrupt_tokens_stop_the_run_before_the_update() -> None:
+    data, _ = cases.rollout()
+    data["generation_logprobs"][:, 3] = math.nan
+    with policy_of(TIS) as policy, pytest.raises(ValueError, match="nonfinite_share must be <= 0.01"):
+        policy.train(data, loss_fn())
+    assert policy.seen == []
+
+
+def test_the_weight_of_the_host_leaves_the_loss_where_the_host_demands_it() -> None:
+    asynchronous = config(
+        **{"loss_fn.use_importance_sampling_correction": True, "grpo.async_grpo": SimpleNamespace(enabled=True)}
+    )
+    fp8 = config(
+        **{"loss_fn.use_importance_sampling_correction": True},
+        policy={"generation": {"vllm_cfg": {"precision": "fp8"}}},
+    )
+    for settings in (asynchronous, fp8):
+        function = loss_fn(corrects=True)
+        with policy_of(TIS, settings=settings) as policy:
+            policy.train(cases.rollout()[0], function)
+        assert policy.seen[0]["loss_fn"].use_importance_sampling_correction is False
+        assert function.use_importance_sampling_correction is True, "the host's own object stays"
+
+
+def test_an_evaluation_is_left_alone_and_data_of_another_loss_are_refused() -> None:
+    data, _ = cases.rollout()
+    with policy_of(TIS) as policy:
+        policy.train(data, loss_fn(), eval_mode=True)
+        assert policy.seen[0]["data"]["advantages"] is data["advantages"] and policy.seen[0]["eval_mode"]
+        del data["advantages"]
+        with pytest.raises(ValueError, match=r"the data of Policy.train must have advantages"):
+            policy.train(data, loss_fn())
+
+
+# -- the learning rate
+
+
+def test_the_decay_steps_before_the_update_and_resumes_from_the_schedulers_own_state() -> None:
+    data, _ = cases.rollout()
+
+    def rates(policy: Any, count: int) -> list[float]:
+        return [policy.train(data, loss_fn())["all_mb_metrics"]["lr"][0] for _ in range(count)]
+
+    rule = LengthDecaySettings(decay_period=2)
+    scheduler()
+    with policy_of(None, rule) as policy:
+        assert policy.python == "uv mcore", "our worker runs in the Python of the host's"
+        whole = rates(policy, 6)
+    first = scheduler()
+    with policy_of(None, rule) as policy:
+        begun = rates(policy, 3)
+        saved = first.state_dict()
+    second = scheduler()
+    with policy_of(None, rule) as policy:
+        second.load_state_dict(saved)
+        assert begun + rates(policy, 3) == whole
+    assert whole == pytest.approx([1e-3, 0.5e-3, 0.5e-3, 0.25e-3, 0.25e-3, 0.125e-3])
+    plain = scheduler()
+    plain.load_state_dict(saved)
+    plain.step(0)
+    assert plain.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3), "the checkpoint loads without the patch"
+    assert sessions.WORKER not in module("distributed.ray_actor_environment_registry").ACTOR_ENVIRONMENT_REGISTRY
+
+
+def test_the_rule_reads_lengths_and_mismatch_of_the_whole_rollout() -> None:
+    data, _ = cases.rollout()
+    scheduler()
+    with policy_of(TIS, LRGateSettings(signal="k3", target=1e-3)) as policy:
+        metrics = policy.train(data, loss_fn())["all_mb_metrics"]
+    assert metrics["lr_gate/signal"] == metrics["rc/k3"] and metrics["lr_gate/scale"][0] < 1
+    assert metrics["lr"] == [pytest.approx(1e-3 * metrics["lr_gate/scale"][0])]
+    scheduler()
+    data["sample_mask"][0] = 0
+    with policy_of(None, LRGateSettings(signal="length", target=1.0)) as policy:
+        metrics = policy.train(data, loss_fn())["all_mb_metrics"]
+    assert metrics["lr_gate/signal"] == [pytest.approx(data["token_mask"][:, 1:].sum().item() / 6)]
+
+
+def test_a_host_that_builds_its_optimizer_elsewhere_is_refused_by_its_worker() -> None:
+    scheduler()
+    del module("models.megatron.setup").setup_optimizer
+    with pytest.raises(ValueError, match=r"setup_optimizer is missing"), policy_of(None, DECAY):
+        pass
+
+
+def test_the_page_has_every_replaced_symbol_and_every_intended_difference() -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs/hosts/nemo_rl.md").read_text().split())
+    for symbol in nemo_rl.SYMBOLS:
+        assert f"`{symbol.path}`" in text, symbol.path
+    for difference in nemo_rl.HOST.differences:
+        assert difference in text, difference

@@ -1,0 +1,87 @@
+"""The loss of the real NeMo-RL, from the source tree that NEMO_RL_DIR names; its heavy imports are stubbed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from hosts.nemo_rl import cases
+from torch import Tensor
+
+HERE = Path(__file__).parent
+STUB = HERE / "stub"
+ROOT = Path(os.environ.get("NEMO_RL_DIR", "/nonexistent"))
+_FUNCTIONS = ("calculate_kl", "masked_mean")
+_UNUSED = ("nemo_rl.algorithms.x_token.loss_utils", "nemo_rl.distributed.model_utils")
+_UNUSED_BELOW = ("nemo_rl.models.dtensor.parallelize",)
+
+
+class _Batch(dict):  # type: ignore[type-arg]
+    """Stands for BatchedDataDict, which the loss reads like a dictionary."""
+
+    def __class_getitem__(cls, item: Any) -> type:
+        return cls
+
+
+class _Anything(ModuleType):
+    """A module whose every name is there, and none of which the loss calls."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return object
+
+
+@contextmanager
+def fresh() -> Iterator[None]:
+    """A block before and after which no module of the host, real or not, and no worker of ours is loaded."""
+
+    def forget() -> None:
+        ours = "megatron_rc.integrations.nemo_rl.worker"
+        for name in [name for name in sys.modules if name.split(".")[0] in ("nemo_rl", "ray") or name == ours]:
+            del sys.modules[name]
+
+    forget()
+    yield
+    forget()
+
+
+def loss_module() -> Any:
+    """nemo_rl.algorithms.loss.loss_functions of the tree; call it in a `fresh` block."""
+    for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
+        package = ModuleType(name)
+        package.__path__ = [str(ROOT / name.replace(".", "/"))]
+        sys.modules[name] = package
+    for name in (*_UNUSED, *_UNUSED_BELOW):
+        sys.modules[name] = _Anything(name)
+    batches = ModuleType("nemo_rl.distributed.batched_data_dict")
+    batches.BatchedDataDict = _Batch  # type: ignore[attr-defined]
+    utils = ModuleType("nemo_rl.algorithms.utils")
+    tree = ast.parse((ROOT / "nemo_rl/algorithms/utils.py").read_bytes())
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in _FUNCTIONS]
+    utils.__dict__.update(torch=torch, Optional=__import__("typing").Optional)
+    exec(compile(tree, "utils.py", "exec"), utils.__dict__)
+    sys.modules |= {batches.__name__: batches, utils.__name__: utils}
+    return importlib.import_module("nemo_rl.algorithms.loss.loss_functions")
+
+
+def loss_of(module: Any, name: str, data: dict[str, Tensor], current: Tensor, corrects: bool) -> tuple[float, Tensor]:
+    """Loss and gradient of the host's ClippedPGLossFn, with its own correction or without any."""
+    case = cases.CASES[name]
+    own = {"use_importance_sampling_correction": True, **case.theirs} if corrects else {}
+    config = module.ClippedPGLossConfig(reference_policy_kl_penalty=cases.KL, **case.plain, **own)
+    x = current.clone().requires_grad_()
+    mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+    batch = _Batch({**data, "input_ids": torch.zeros_like(data["token_mask"])})
+    loss, _ = module.ClippedPGLossFn(config)(x, batch, data["sample_mask"].sum(), mask.sum())
+    loss.backward()
+    assert x.grad is not None
+    return loss.item(), x.grad

@@ -1,0 +1,2 @@
+def setup(master_config, tokenizer, dataset, val_dataset, processor=None):
+    return "ppo"

@@ -1,0 +1,1 @@
+from nemo_rl.algorithms.single_controller_utils.setup import setup_single_controller as setup_single_controller
