@@ -73,7 +73,7 @@ def refuse(rules: Iterable[FlagRule], args: Any, defaults: Mapping[str, Any], *,
 def captures_iteration(args: Any) -> bool:
     """Whether Megatron captures the whole training iteration in a CUDA graph."""
     # older releases name the scope in a flag of its own
-    return "full_iteration" in (args.cuda_graph_impl, args.cuda_graph_scope)
+    return args.cuda_graph_impl == "full_iteration" or args.cuda_graph_scope == "full_iteration"
 
 
 _INTERLEAVED = [

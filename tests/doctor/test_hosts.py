@@ -176,7 +176,7 @@ def test_flags_come_from_a_file_or_a_launch_script(stub: Path, tmp_path: Path) -
     script.write_text(f"{comment}\ntorchrun train.py \\\n  --cuda-graph-impl=full_iteration \\\n  $MORE\n")
     status, said = run("--host", HOST, "--flags-file", str(script))
     assert status == 1 and "error   full-iteration-graph" in said and "flags may hide in $MORE" in said
-    assert "good    router-fusion: no routes are replayed" in said
+    assert "not decided: --moe-router-fusion may be set in $MORE" in said
 
 
 @pytest.mark.parametrize(

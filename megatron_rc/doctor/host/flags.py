@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,36 +11,37 @@ from typing import Any
 import yaml
 
 from megatron_rc import schema
+from megatron_rc.doctor.host.script import program_of, read_script
 from megatron_rc.doctor.registry import Undecided
 
 EXPANDED = "Let the script echo its command, and give that."
+_LIST = re.compile(r"\$\{\w+\[[@*]\]\}$|\$[@*]$")
 
 
 class Flags:
     """Flags of a command line by name, without leading dashes; the last of two equal flags counts, as in argparse."""
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words = tuple(words)
-        self._values: dict[str, list[str]] = {}
-        name = ""
-        for word in words:
-            if re.match(r"--[A-Za-z]", word):
-                given, equals, value = word[2:].partition("=")
-                name = given.replace("_", "-")
-                self._values.pop(name.removeprefix("no-"), None)
-                self._values[name] = [value] if equals else []
-            elif name:
-                self._values[name].append(word)
+    def __init__(
+        self, words: Sequence[str], maybe: Sequence[str] = (), variables: Mapping[str, str] | None = None
+    ) -> None:
+        """
+        Args:
+            words: the command line.
+            maybe: words that it also has if a branch of its script runs.
+            variables: the variables of the shell that the script sets.
+        """
+        self.words, self.maybe, self.variables = tuple(words), tuple(maybe), dict(variables or {})
+        self._values = _values_of(words)
+        self._in_branches = _values_of(maybe)
 
     @classmethod
     def of_file(cls, path: Path) -> Flags:
         """The flags in a file, which may be a launch script; ValueError if it is missing or a quote is not closed."""
         if not path.is_file():
             raise ValueError(f"flags_file must be a file, found none at {path}")
-        try:
-            return cls(shlex.split(path.read_text().replace("\\\n", " "), comments=True))
-        except ValueError as error:
-            raise ValueError(f"{path} cannot be split into words: {error}") from None
+        script = read_script(path)
+        plain = {name: value for name in script.variables if (value := script.value(name)) is not None}
+        return cls(script.words, script.maybe, plain)
 
     def __contains__(self, name: str) -> bool:
         """True if a switch is on: given, and not turned off by a later --no-NAME."""
@@ -51,15 +51,32 @@ class Flags:
         """The first value of a flag; Undecided if it is a shell variable."""
         given = self._values.get(name)
         if not given:
+            self.require_absence(name)
             return default
         if "$" in given[0]:
             raise Undecided(f"--{name} is {given[0]}, a variable of the shell", EXPANDED)
         return given[0]
 
     @property
-    def variables(self) -> tuple[str, ...]:
+    def hidden(self) -> tuple[str, ...]:
         """Words that the shell would replace, perhaps by flags."""
-        return tuple(dict.fromkeys(word for word in self.words if word.startswith("$")))
+        found = []
+        begin = program_of(self.words)
+        words = (*self.words[begin:], *self.maybe)
+        for before, word in zip(("", *words), words, strict=False):
+            is_value = before.startswith("-") and "=" not in before
+            if _LIST.match(word) or (word.startswith("$") and not word.startswith("$(") and not is_value):
+                found.append(word)
+        return tuple(dict.fromkeys(found))
+
+    def require_absence(self, name: str) -> None:
+        """Undecided where a flag that is not given may be given out of sight."""
+        if name in self._values or f"no-{name}" in self._values:
+            return
+        if name in self._in_branches or f"no-{name}" in self._in_branches:
+            raise Undecided(f"--{name} stands in a branch of the script that may run or not", EXPANDED)
+        if self.hidden:
+            raise Undecided(f"--{name} may be set in {', '.join(self.hidden[:5])}", EXPANDED)
 
     def names_beginning(self, *starts: str) -> list[str]:
         return [name for name in self._values if name.startswith(starts)]
@@ -88,6 +105,8 @@ class Arguments:
             keys = {}
         if name in keys:
             return keys[name]
+        if flag not in self._flags:
+            self._flags.require_absence(flag)
         if isinstance(default, bool):
             return flag in self._flags
         if flag not in self._flags:
@@ -108,3 +127,17 @@ class Arguments:
         if path and not Path(path).is_file():
             raise Undecided(f"--{self._config_flag} {path} cannot be read here", "Run doctor where that file is.")
         return schema.load_yaml(Path(path)) if path else {}
+
+
+def _values_of(words: Sequence[str]) -> dict[str, list[str]]:
+    values: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if re.match(r"--[A-Za-z]", word):
+            given, equals, value = word[2:].partition("=")
+            name = given.replace("_", "-")
+            values.pop(name.removeprefix("no-"), None)
+            values[name] = [value] if equals else []
+        elif name:
+            values[name].append(word)
+    return values

@@ -7,7 +7,7 @@ from functools import partial
 
 from megatron_rc.doctor.host.facts import HostFacts
 from megatron_rc.doctor.host.flags import EXPANDED, Arguments
-from megatron_rc.doctor.registry import Check, Finding, Registry, good, note
+from megatron_rc.doctor.registry import Check, Finding, Registry, Undecided, good, note
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, FlagRule
 from megatron_rc.integrations.symbols import Host
 
@@ -19,12 +19,12 @@ def flag_checks(host: Host) -> Registry[HostFacts]:
     @registry.check
     def shell_variables(facts: HostFacts) -> Finding:
         """Words that the shell replaces."""
-        hidden = facts.flags.variables
+        hidden = facts.flags.hidden
         if hidden:
             return note(
                 f"flags may hide in {', '.join(hidden[:5])}, so a flag that seems to be missing may be set", EXPANDED
             )
-        return good("every flag is spelled out")
+        return good("every flag is spelled out, or stands in a plain variable of the script")
 
     rules = (*MEGATRON_RULES, *host.flag_rules)
     for name in dict.fromkeys(rule.name for rule in rules):
@@ -36,7 +36,13 @@ def flag_checks(host: Host) -> Registry[HostFacts]:
 def _first_mistake(rules: Sequence[FlagRule], facts: HostFacts) -> Finding:
     args = Arguments(facts.flags, {**MEGATRON_DEFAULTS, **facts.host.flag_defaults}, facts.host.config_flag)
     other = "unpatched runs" if facts.is_patched else "patched runs"
+    missing: Undecided | None = None
     for rule in rules:
-        if rule.made_by != other and rule.wrong(args):
-            return Finding(rule.name, rule.severity, rule.problem_of(args), rule.fix)
+        try:
+            if rule.made_by != other and rule.wrong(args):
+                return Finding(rule.name, rule.severity, rule.problem_of(args), rule.fix)
+        except Undecided as fact:
+            missing = missing or fact
+    if missing is not None:
+        raise missing
     return good(rules[0].good)

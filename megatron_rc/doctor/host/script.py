@@ -1,0 +1,231 @@
+"""The command that a launch script runs, with the script's own variables filled in where their values are plain."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}$]*))?\})")
+_ARGUMENTS = ("$@", "$*")
+"""The arguments of the script itself: doctor judges the script as it runs without any."""
+_OPENING = ("if", "for", "while", "until", "case", "select", "{")
+_CLOSING = ("fi", "done", "esac", "}")
+_EXPORTING = ("export", "declare", "local", "readonly", "-x")
+_HIDDEN = "$(...)"
+
+
+@dataclass
+class Script:
+    """What is known after the commands of a script: its variables, and the longest command that starts a program."""
+
+    folder: Path
+    words: list[str] = field(default_factory=list)
+    """The command."""
+    maybe: list[str] = field(default_factory=list)
+    """Words that the command also has if a branch runs whose condition is not known."""
+    variables: dict[str, list[str]] = field(default_factory=dict)
+    """Words by variable; a scalar has one."""
+    candidates: dict[str, list[str]] = field(default_factory=dict)
+    """Words that a branch gives to a variable, where nothing says whether it runs."""
+    branches: list[bool | None] = field(default_factory=list)
+    """Whether each open branch runs; None where that is not known."""
+
+    def value(self, name: str) -> str | None:
+        """The value of a plain variable; None where it has none, or a branch decides."""
+        words = self.variables.get(name)
+        return words[0] if words is not None and len(words) == 1 and name not in self.candidates else None
+
+
+def read_script(path: Path) -> Script:
+    """The command in a launch script, or all words of a file that starts no program.
+
+    Raises:
+        ValueError: a quote is not closed.
+    """
+    script = Script(path.parent)
+    commands = _commands(path)
+    _run(script, commands)
+    if not script.words:
+        script.words = [word for command, _ in commands for word in command]
+    return script
+
+
+def program_of(words: list[str] | tuple[str, ...]) -> int:
+    """The index after the word that names the program: a file of Python, or the module after -m; 0 where none does."""
+    for index, word in enumerate(words):
+        if word.endswith(".py") or (index and words[index - 1] == "-m"):
+            return index + 1
+    return 0
+
+
+def _run(script: Script, commands: list[tuple[list[str], bool]]) -> None:
+    for command, depends in commands:
+        words = list(command)
+        while words and words[0] in ("then", "do", "!"):
+            words.pop(0)
+        if not words:
+            continue
+        first = words[0]
+        if first in _CLOSING:
+            del script.branches[-1:]
+        elif first in _OPENING:
+            script.branches.append(_holds(script, words[1:]) if first == "if" and not depends else None)
+        elif first in ("else", "elif"):
+            _turn(script, words)
+        elif False not in script.branches:
+            _execute(script, words, depends or None in script.branches)
+
+
+def _turn(script: Script, words: list[str]) -> None:
+    """Begin the next branch of an if."""
+    before = script.branches.pop() if script.branches else None
+    otherwise = None if before is None else not before
+    if words[0] == "elif" and otherwise:
+        otherwise = _holds(script, words[1:])
+    script.branches.append(otherwise)
+    if words[0] == "else" and len(words) > 1 and otherwise is not False:
+        _execute(script, words[1:], otherwise is None)
+
+
+def _execute(script: Script, words: list[str], doubtful: bool) -> None:
+    if words[0] in ("source", ".") and len(words) > 1:
+        _source(script, words[1])
+        return
+    if program_of(words) and len(words) > 1:
+        expanded, maybe = _expand(script, words)
+        if len(expanded) > len(script.words):
+            script.words, script.maybe = expanded, maybe
+    for word in words:
+        found = _ASSIGNMENT.fullmatch(word)
+        if found:
+            _assign(script, found, doubtful)
+        elif word not in _EXPORTING:
+            break
+
+
+def _assign(script: Script, found: re.Match[str], doubtful: bool) -> None:
+    name, plus, text = found.groups()
+    given = text[1:].split("\0")[:-1] if text.startswith("\1") else [text]
+    words, maybe = _expand(script, given)
+    if any("$(" in word or "`" in word for word in words) and not text.startswith("\1"):
+        # a command computes it
+        script.variables.pop(name, None)
+    elif doubtful:
+        script.candidates.setdefault(name, []).extend([*words, *maybe])
+    elif plus:
+        script.variables[name] = script.variables.get(name, []) + words
+        if maybe:
+            script.candidates.setdefault(name, []).extend(maybe)
+    else:
+        script.variables[name] = words
+        script.candidates.pop(name, None)
+        if maybe:
+            script.candidates[name] = maybe
+
+
+def _expand(script: Script, words: list[str]) -> tuple[list[str], list[str]]:
+    """The words with known variables filled in, and the words that may stand beside them."""
+    expanded: list[str] = []
+    maybe: list[str] = []
+    for word in words:
+        array = _ARRAY.fullmatch(word)
+        if array and (array[1] in script.variables or array[1] in script.candidates):
+            expanded += script.variables.get(array[1], [])
+            maybe += script.candidates.get(array[1], [])
+        elif word not in _ARGUMENTS:
+            filled = _fill(script, word)
+            expanded += filled.split() if re.fullmatch(r"\$\w+|\$\{\w+\}", word) else [filled]
+    return expanded, maybe
+
+
+def _fill(script: Script, text: str) -> str:
+    """A text with its plain variables filled in, innermost first."""
+    for _ in range(5):
+        filled = _VARIABLE.sub(lambda found: _value(script, found), text)
+        if filled == text:
+            break
+        text = filled
+    return text
+
+
+def _value(script: Script, found: re.Match[str]) -> str:
+    value = script.value(found[1] or found[2])
+    if value is None or (value == "" and found[3] is not None):
+        doubtful = (found[1] or found[2]) in script.candidates
+        return found[0] if found[3] is None or doubtful else found[3]
+    # its own name inside of it would be filled in for ever
+    return value if found[0] not in value else found[0]
+
+
+def _holds(script: Script, condition: list[str]) -> bool | None:
+    """Whether the test of an if is true; None where that is not known."""
+    if not condition or condition[0] not in ("[", "[[") or condition[-1] not in ("]", "]]"):
+        return None
+    words = [_fill(script, word) for word in condition[1:-1]]
+    if any("$" in word for word in words):
+        return None
+    match words:
+        case [left, "=" | "==", right]:
+            return left == right
+        case [left, "!=", right]:
+            return left != right
+        case ["-n", text]:
+            return bool(text)
+        case ["-z", text]:
+            return not text
+    return None
+
+
+def _source(script: Script, word: str) -> None:
+    """Run a sourced file; a folder that a command computes is taken to be that of the script."""
+    path = Path(re.sub(r"^.*[})]/", "", _fill(script, word)))
+    file = path if path.is_absolute() else script.folder / path
+    if "$" not in str(path) and file.is_file():
+        _run(script, _commands(file))
+
+
+def _commands(path: Path) -> list[tuple[list[str], bool]]:
+    """The simple commands of a file, each with whether && or || joins it to another.
+
+    The value of an array is one word: NAME= and a mark, then its words, each with a zero byte after it.
+    """
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    text = re.sub(r"(?m)(^|[ \t])#[^\n]*$", r"\1", text) + "\n"
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|()\n")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    try:
+        tokens = list(lexer)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be split into words: {error}") from None
+    commands: list[tuple[list[str], bool]] = []
+    words: list[str] = []
+    depth, is_array, joined = 0, False, False
+    for token in tokens:
+        if not token or token.strip(";&|()\n"):
+            if not depth:
+                words.append(token)
+            elif is_array and depth == 1:
+                words[-1] += f"{token}\0"
+            continue
+        for sign in token:
+            if sign == "(" and (depth or (words and words[-1].endswith(("=", "$")))):
+                if not depth:
+                    is_array = words[-1].endswith("=")
+                    words[-1] += "\1" if is_array else "(...)"
+                elif is_array and depth == 1 and words[-1].endswith("$\0"):
+                    words[-1] = f"{words[-1][:-2]}{_HIDDEN}\0"
+                depth += 1
+            elif sign == ")" and depth:
+                depth -= 1
+            elif not depth:
+                joins = token in ("&&", "||")
+                if words:
+                    commands.append((words, joined or joins))
+                    words, joined = [], joins
+                elif sign == "\n" or sign == ";":
+                    joined = False
+    return commands

@@ -1,0 +1,93 @@
+"""What doctor reads in launch scripts: plain variables are followed, and what a branch decides stays open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rc.doctor.host.flags import Arguments, Flags
+from megatron_rc.doctor.host.script import read_script
+from megatron_rc.doctor.registry import Undecided
+
+SCRIPT = """#!/bin/bash
+set -ex
+COUNT=$(nvidia-smi topo -m 2>/dev/null | grep -o 'NV[0-9]*' | wc -l)
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${SCRIPT_DIR}/models/moe.sh"   # MODEL_ARGS
+lr=${LR:-1e-6}
+quantization=${QUANTIZATION:-}
+export MODE=fast
+ROLLOUT=(
+   --rollout-temperature 0.8
+   #--rollout-top-p 0.9
+   --sizes 1 2 $(seq 16 8 256)
+)
+MAYBE=()
+OFF=(--off 1)
+if [ "$COUNT" -gt 0 ]; then
+   MAYBE=(--rollout-top-k 50)
+fi
+if [ "${MODE}" = slow ]; then
+   ROLLOUT+=(--slow)
+else
+   ROLLOUT+=(--fast)
+fi
+if [ -n "$quantization" ]; then OFF+=(--fp8); fi
+ray start --head --address $MASTER
+ray job submit -- python3 train.py --lr ${lr} --load "$CKPT" ${MODEL_ARGS[@]} ${ROLLOUT[@]} "${MAYBE[@]}" ${OFF[@]} "$@"
+echo done
+"""
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> Flags:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/moe.sh").write_text("N=128\nMODEL_ARGS=(\n  --num-experts ${N}\n)\n")
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    return Flags.of_file(tmp_path / "run.sh")
+
+
+def test_plain_variables_sourced_files_and_decided_branches_are_followed(flags: Flags) -> None:
+    assert flags.words[:5] == ("ray", "job", "submit", "--", "python3")
+    for name, value in {"num-experts": "128", "lr": "1e-6", "rollout-temperature": "0.8", "off": "1"}.items():
+        assert flags.text(name, "") == value
+    assert "fast" in flags and "slow" not in flags and "fp8" not in flags and not flags.hidden
+    assert flags.variables["MODE"] == "fast" and "COUNT" not in flags.variables
+
+
+def test_what_an_unknown_branch_sets_and_a_variable_of_elsewhere_are_undecided(flags: Flags) -> None:
+    arguments = Arguments(flags, {"rollout_top_k": -1, "rollout_top_p": 1.0, "load": None}, None)
+    assert arguments.rollout_top_p == 1.0
+    with pytest.raises(Undecided, match="--rollout-top-k stands in a branch"):
+        _ = arguments.rollout_top_k
+    with pytest.raises(Undecided, match=r"--load is \$CKPT"):
+        _ = arguments.load
+
+
+def test_a_flag_that_an_unknown_list_may_hold_is_undecided(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text("python train.py --lr 1 ${MODEL_ARGS[@]}\n")
+    arguments = Arguments(Flags.of_file(file), {"lr": 0.0, "num_experts": None, "use_tis": False}, None)
+    assert arguments.lr == 1.0
+    for name in ("num_experts", "use_tis"):
+        with pytest.raises(Undecided, match=r"MODEL_ARGS\[@\]"):
+            getattr(arguments, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("A=1\nA=2\npython a.py $A", "2"),
+        ("A=1\nf() {\n A=2\n}\npython a.py $A", "$A"),
+        ("A=1\ntrue && A=2\npython a.py $A", "$A"),
+        ("A=1\nif [ x = x ] && [ $HOST = y ]; then A=2; fi\npython a.py $A", "$A"),
+        ("A=1\nif [ x != x ]; then A=2; elif [ -z '' ]; then A=3; fi\npython a.py $A", "3"),
+        ("A=$(date)\npython a.py $A", "$A"),
+        ("A=1 B=2 python a.py ${B:-3}", "3"),
+    ],
+)
+def test_a_variable_is_plain_where_the_script_alone_decides_it(text: str, value: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(text + "\n")
+    assert read_script(file).words[-1] == value
