@@ -58,6 +58,8 @@ SHORT_TRAIN_STEP = ("0.17", "0.18")
 """Those of them whose train_step has no parameters pg_collection and p2p_communicator."""
 PYTHON_OF_MEGATRON_TRAINING = "3.12"
 """The oldest Python for which their wheels are made."""
+VERL = ("0.9", "0.10")
+"""Releases of verl that `patch("verl")` knows."""
 
 TRITON = Range("3.5", "3.9")
 """The kernels need the oldest of these (`constexpr_function`). Releases newer than the newest are used untested."""

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_rc.integrations.symbols import Host, Symbol, method_replaced_by, replaced_by
-from megatron_rc.versions import find_module
+from megatron_rc.versions import VERL, find_module
 
 OURS = __name__
 V1, V0 = "verl.trainer.ppo.v1.trainer_base", "verl.trainer.ppo.ray_trainer"
@@ -81,7 +81,7 @@ HOST = Host(
     name="verl",
     module="verl",
     symbols=SYMBOLS,
-    versions=("0.9", "0.10"),
+    versions=VERL,
     read_version=_version,
     prepare=lambda correction, lr_rule: import_module(f"{OURS}.settings").prepare(correction, lr_rule),
     release=lambda session: session.release(),

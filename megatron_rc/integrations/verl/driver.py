@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction import correct
-from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
+from megatron_rc.integrations.log_names import PREFIX, prefixed, warn, worth_logging
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.refusals import refuse_rollout_correction
 from megatron_rc.integrations.verl.settings import MODULES, PLUGIN, VARIABLE, VerlPatch
@@ -118,7 +118,7 @@ def _check_workers(state: VerlPatch, metrics: Mapping[str, Any]) -> None:
     """Refuse to go on where the workers have not loaded the plugin, so that nothing of ours ran there."""
     if not state.in_workers:
         return
-    wanted = "rc/"
+    wanted = PREFIX
     if state.lr_rule is not None:
         wanted = "lr_decay/" if state.settings.lr_gate is None else "lr_gate/"
     if not any(f"actor/{wanted}" in name for name in metrics):
