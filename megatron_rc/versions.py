@@ -60,6 +60,8 @@ PYTHON_OF_MEGATRON_TRAINING = "3.12"
 """The oldest Python for which their wheels are made."""
 VERL = ("0.9", "0.10")
 """Releases of verl that `patch("verl")` knows."""
+NEMO_RL = ("0.6",)
+"""Releases of NeMo-RL that `patch("nemo-rl")` knows."""
 
 TRITON = Range("3.5", "3.9")
 """The kernels need the oldest of these (`constexpr_function`). Releases newer than the newest are used untested."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hosts.nemo_rl import cases, sources
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from hosts.nemo_rl.schedules import scheduler
 
 from megatron_rc import Rejection, RolloutCorrection, Weight, patch
 from megatron_rc.integrations import nemo_rl
@@ -73,26 +73,6 @@ def policy_of(correction: RolloutCorrection | None, rule: Any = None, settings: 
         yield module("algorithms.grpo").setup(settings or config(), None, None, None, policy_factory=None)
 
 
-class Optimizer:
-    """The one that a scheduler of Megatron needs."""
-
-    def __init__(self) -> None:
-        self.param_groups = [{"lr": 0.0, "weight_decay": 0.0, "max_lr": 1e-3, "min_lr": 0.0}]
-
-
-def scheduler() -> OptimizerParamScheduler:
-    """Megatron's own, with a constant learning rate; the next worker gets it."""
-    steps = {"lr_warmup_steps": 0, "lr_decay_steps": 100, "wd_incr_steps": 100}
-    rates = {"init_lr": 0.0, "max_lr": 1e-3, "min_lr": 0.0, "start_wd": 0.0, "end_wd": 0.0}
-    styles = {"lr_decay_style": "constant", "wd_incr_style": "constant"}
-    made = OptimizerParamScheduler(Optimizer(), **rates, **steps, **styles)
-    module("models.megatron.setup").SCHEDULERS.append(made)
-    return made
-
-
-# -- replacing and undoing
-
-
 def test_only_setup_is_replaced_and_it_is_given_back() -> None:
     with patch("nemo-rl", correction=TIS) as patched:
         assert "once this process imports them: nemo_rl.algorithms.grpo.setup" in patched.report()
@@ -143,8 +123,6 @@ def test_another_signature_is_refused_by_name(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match=r"lm_policy.Policy.train takes \(self, data, loss_fn, .*clock=None\)"):
         patch("nemo-rl", correction=TIS)
 
-
-# -- refusals
 
 GSPO = "loss_fn.sequence_level_importance_ratios"
 
@@ -209,9 +187,6 @@ def test_other_trainers_and_factories_are_refused() -> None:
             module("algorithms.single_controller_utils").setup_single_controller(config(), None)
         with pytest.raises(ValueError, match="policy_factory must be None"):
             module("algorithms.grpo").setup(config(), None, None, None, policy_factory=dict)
-
-
-# -- one update
 
 
 def test_workers_get_weighted_advantages_and_the_driver_keeps_its_own() -> None:
@@ -301,9 +276,6 @@ def test_an_evaluation_is_left_alone_and_data_of_another_loss_are_refused() -> N
         del data["advantages"]
         with pytest.raises(ValueError, match=r"the data of Policy.train must have advantages"):
             policy.train(data, loss_fn())
-
-
-# -- the learning rate
 
 
 def test_the_decay_steps_before_the_update_and_resumes_from_the_schedulers_own_state() -> None:

@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
-from megatron_rc.versions import find_module
+from megatron_rc.versions import NEMO_RL, find_module
 
 OURS = __name__
 GRPO = "nemo_rl.algorithms.grpo"
@@ -93,7 +93,7 @@ HOST = Host(
     name="nemo-rl",
     module=GRPO,
     symbols=SYMBOLS,
-    versions=("0.6",),
+    versions=NEMO_RL,
     read_version=_version,
     prepare=lambda correction, lr_rule: import_module(f"{OURS}.session").prepare(correction, lr_rule),
     release=lambda session: session.release(),
