@@ -31,6 +31,7 @@ test-full: | $(PYTHON)  ## Run the whole test command with the slow and large te
 docs: | $(PYTHON)  ## Write the generated documents again.
 	$(PYTHON) -m megatron_rc settings > docs/settings.md
 	$(PYTHON) -m megatron_rc presets > docs/presets.md
+	PYTHONSAFEPATH= $(PYTHON) benchmarks/methods.py >> docs/presets.md
 	PYTHONSAFEPATH= $(PYTHON) benchmarks/kept_shares.py >> docs/presets.md
 	$(PYTHON) -m megatron_rc metrics > docs/metrics.md
 	$(PYTHON) -m megatron_rc versions > docs/versions.md
