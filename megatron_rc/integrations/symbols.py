@@ -85,6 +85,8 @@ class Host:
     """Mistakes in the host's own flags; doctor knows those in Megatron's flags, which every host takes."""
     flag_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Argument that the rules read -> its default in the host."""
+    reads_overrides: bool = False
+    """Whether the host takes YAML and overrides key=value in the place of flags; its rules read dotted paths."""
     config_flag: str | None = None
     """Flag of a YAML file whose keys the host adds to its arguments."""
 

@@ -7,6 +7,7 @@ from functools import partial
 
 from megatron_rc.doctor.host.facts import HostFacts
 from megatron_rc.doctor.host.flags import EXPANDED, Arguments
+from megatron_rc.doctor.host.overrides import Overrides
 from megatron_rc.doctor.registry import Check, Finding, Registry, Undecided, good, note
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, FlagRule
 from megatron_rc.integrations.symbols import Host
@@ -26,7 +27,7 @@ def flag_checks(host: Host) -> Registry[HostFacts]:
             )
         return good("every flag is spelled out, or stands in a plain variable of the script")
 
-    rules = (*MEGATRON_RULES, *host.flag_rules)
+    rules = host.flag_rules if host.reads_overrides else (*MEGATRON_RULES, *host.flag_rules)
     for name in dict.fromkeys(rule.name for rule in rules):
         look = partial(_first_mistake, [rule for rule in rules if rule.name == name])
         registry.add(Check(name, "flags of the host", look))
@@ -34,7 +35,11 @@ def flag_checks(host: Host) -> Registry[HostFacts]:
 
 
 def _first_mistake(rules: Sequence[FlagRule], facts: HostFacts) -> Finding:
-    args = Arguments(facts.flags, {**MEGATRON_DEFAULTS, **facts.host.flag_defaults}, facts.host.config_flag)
+    args: Arguments | Overrides
+    if facts.host.reads_overrides:
+        args = Overrides(facts.flags, facts.host.flag_defaults)
+    else:
+        args = Arguments(facts.flags, {**MEGATRON_DEFAULTS, **facts.host.flag_defaults}, facts.host.config_flag)
     other = "unpatched runs" if facts.is_patched else "patched runs"
     missing: Undecided | None = None
     for rule in rules:
@@ -45,4 +50,4 @@ def _first_mistake(rules: Sequence[FlagRule], facts: HostFacts) -> Finding:
             missing = missing or fact
     if missing is not None:
         raise missing
-    return good(rules[0].good)
+    return good(next(rule.good for rule in rules if rule.good))

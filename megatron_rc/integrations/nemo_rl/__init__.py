@@ -18,6 +18,7 @@ import ast
 from importlib import import_module
 from pathlib import Path
 
+from megatron_rc.integrations.nemo_rl.flag_rules import DEFAULTS, RULES
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
 from megatron_rc.versions import NEMO_RL, find_module
 
@@ -105,5 +106,8 @@ HOST = Host(
         "is taken off the loss",
     ),
     in_parts=True,
+    flag_rules=RULES,
+    flag_defaults=DEFAULTS,
+    reads_overrides=True,
     where="Put a clone of NVIDIA-NeMo/RL on PYTHONPATH, or run in its container.",
 )

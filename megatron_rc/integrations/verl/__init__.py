@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_rc.integrations.symbols import Host, Symbol, method_replaced_by, replaced_by
+from megatron_rc.integrations.verl.flag_rules import DEFAULTS, RULES
 from megatron_rc.versions import VERL, find_module
 
 OURS = __name__
@@ -92,5 +93,8 @@ HOST = Host(
         "metrics count neither padding rows nor corrupt tokens, and bounds are bounds on pi / mu for k1, too",
     ),
     in_parts=True,
+    flag_rules=RULES,
+    flag_defaults=DEFAULTS,
+    reads_overrides=True,
     where="Install verl, or put a clone of verl-project/verl on PYTHONPATH.",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rc import schema
 from megatron_rc.config import STATISTICS, Denominator, RolloutCorrection, Surrogate
@@ -14,7 +14,9 @@ from megatron_rc.integrations.symbols import Function
 from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.lr_gate import LRGateSettings, check_lr_rules
 from megatron_rc.lr_scale import LRScale
-from megatron_rc.metrics import MetricSums
+
+if TYPE_CHECKING:
+    from megatron_rc.metrics import MetricSums
 
 VARIABLE = "MEGATRON_RC_CONFIG"
 LOSS_MODE = "megatron_rc"

@@ -1,0 +1,128 @@
+"""Settings by dotted path: the overrides of Hydra on a command line, over YAML files that inherit from each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rc import schema
+from megatron_rc.doctor.host.flags import EXPANDED, Flags
+from megatron_rc.doctor.registry import Undecided
+
+_OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+_ABSENT = object()
+
+
+class Overrides:
+    """Settings of a host that reads YAML and overrides: `settings["a.b"]` is the value under that dotted path.
+
+    Reading a value raises Undecided if a variable of the shell or another part of the host decides it.
+
+    Args:
+        flags: the command line.
+        defaults: values by dotted path where neither the command line nor a YAML file has one.
+    """
+
+    def __init__(self, flags: Flags, defaults: Mapping[str, Any]) -> None:
+        self._flags, self._defaults = flags, defaults
+        self._tree = _yaml_of(flags.words)
+        for path, text in _overrides_of(flags.words).items():
+            _put(self._tree, path.split("."), None if text is None else _value_of(text))
+        self._maybe = set(_overrides_of(flags.maybe))
+        self.variables = flags.variables
+
+    def __getitem__(self, path: str) -> Any:
+        return self._read(path, 3)
+
+    def _read(self, path: str, references: int) -> Any:
+        parts = path.split(".")
+        if any(".".join(parts[:length]) in self._maybe for length in range(1, len(parts) + 1)):
+            raise Undecided(f"{path} stands in a branch of the script that may run or not", EXPANDED)
+        node: Any = self._tree
+        for part in parts:
+            if node is None:
+                return None
+            node = node.get(part, _ABSENT) if isinstance(node, Mapping) else _ABSENT
+            if node is _ABSENT:
+                return self._default(path)
+        if isinstance(node, str) and "$" in node:
+            reference = _REFERENCE.fullmatch(node)
+            if reference and references and "." in reference[1]:
+                return self._read(reference[1], references - 1)
+            raise Undecided(f"{path} is {node}, which is filled in elsewhere", EXPANDED)
+        return node
+
+    def _default(self, path: str) -> Any:
+        if self._flags.hidden:
+            raise Undecided(f"{path} may be set in {', '.join(self._flags.hidden[:5])}", EXPANDED)
+        return self._defaults[path]
+
+    @property
+    def program(self) -> str:
+        """The words that start the program: its file or module, and what stands before it."""
+        return " ".join(word for word in self._flags.words if not _OVERRIDE.fullmatch(word) or "=" not in word)
+
+
+def _overrides_of(words: Sequence[str]) -> dict[str, str | None]:
+    """Texts by dotted path, the last one of equal paths; None for a path that ~ deletes."""
+    found: dict[str, str | None] = {}
+    for word in words:
+        override = _OVERRIDE.fullmatch(word)
+        if override and (override[3] is not None or override[1] == "~"):
+            found.pop(override[2], None)
+            found[override[2]] = None if override[1] == "~" else override[3]
+    return found
+
+
+def _value_of(text: str) -> Any:
+    if "$" in text:
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _put(tree: dict[str, Any], parts: Sequence[str], value: Any) -> None:
+    for part in parts[:-1]:
+        inner = tree.get(part)
+        tree[part] = inner if isinstance(inner, dict) else {}
+        tree = tree[part]
+    tree[parts[-1]] = value
+
+
+def _yaml_of(words: Sequence[str]) -> dict[str, Any]:
+    """The settings in the YAML file that a command line names, alone or after --config."""
+    named = [word.removeprefix("--config=") for word in words if word.endswith((".yaml", ".yml"))]
+    files = [word for word in named if not _OVERRIDE.fullmatch(word) or "=" not in word]
+    return _load(Path(files[0])) if files else {}
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """A YAML file over the files that its key `defaults` names, relative to it."""
+    if "$" in str(path):
+        raise ValueError(f"the YAML file must be spelled out, got {path}")
+    if not path.is_file():
+        raise ValueError(f"the YAML file of the host must exist, found none at {path}")
+    tree: dict[str, Any] = {}
+    given = schema.load_yaml(path)
+    parents = given.pop("defaults", None) or []
+    for parent in [parents] if isinstance(parents, str) else parents:
+        if isinstance(parent, str):
+            _merge(tree, _load(path.parent / parent))
+    _merge(tree, given)
+    return tree
+
+
+def _merge(tree: dict[str, Any], over: Mapping[str, Any]) -> None:
+    for name, value in over.items():
+        inner = tree.get(name)
+        if isinstance(value, dict) and isinstance(inner, dict) and not value.get("_override_"):
+            _merge(inner, value)
+        else:
+            tree[name] = value

@@ -1,0 +1,225 @@
+"""Overrides of verl that are wrong or widen the gap, for doctor; `refusals` has those that a patched run refuses."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from megatron_rc import schema
+from megatron_rc.integrations.flag_rules import FlagRule
+
+_ACTOR, _ROLLOUT, _CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+_VARIABLE = "MEGATRON_RC_CONFIG"
+_HANDED_ON = f"ray_kwargs.ray_init.runtime_env.env_vars.{_VARIABLE}"
+_MODEL, _LOSS = "actor_rollout_ref.model.path", f"{_ACTOR}.policy_loss.loss_mode"
+_REPLAY, _RETURNS_ROUTES = f"{_ACTOR}.megatron.router_replay.mode", f"{_ROLLOUT}.enable_rollout_routing_replay"
+_MOE_NAMES = ("moe", "a3b", "a22b", "a10b", "a17b", "deepseek-v3", "deepseek-r1", "kimi-k2", "glm-4.5", "mixtral")
+
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys((f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.bypass_mode")),
+    **dict.fromkeys((f"{_CORRECTION}.rollout_rs_threshold", _HANDED_ON, _VARIABLE, _MODEL, f"{_ACTOR}.strategy")),
+    **dict.fromkeys((f"{_ROLLOUT}.quantization", f"{_ROLLOUT}.quantization_config_file", "model_engine")),
+    **{_CORRECTION: {}, f"{_CORRECTION}.loss_type": "ppo_clip", _LOSS: "vanilla"},
+    **{f"{_ROLLOUT}.calculate_log_probs": True, f"{_ROLLOUT}.logprobs_mode": "processed_logprobs"},
+    **{f"{_ROLLOUT}.temperature": 1.0, f"{_ROLLOUT}.top_p": 1.0, f"{_ROLLOUT}.top_k": -1},
+    **{f"{_ROLLOUT}.dtype": "bfloat16", f"{_ACTOR}.megatron.dtype": "bfloat16"},
+    **{_REPLAY: "disabled", _RETURNS_ROUTES: False, "trainer.use_v1": True, "trainer.v1.trainer_mode": "sync"},
+}
+"""Settings that the rules read, by dotted path, with the defaults of main_ppo."""
+
+
+def _settings(args: Any) -> str | None:
+    """The settings of this package: of the script, of the command line, or of this environment."""
+    given = args.variables.get(_VARIABLE) or args[_VARIABLE] or args[_HANDED_ON] or os.environ.get(_VARIABLE)
+    return given if given is None or isinstance(given, str) else schema.dump_yaml(given)
+
+
+def _is_ours(args: Any) -> bool:
+    return _settings(args) is not None
+
+
+def _corrects(args: Any) -> bool:
+    """Whether verl or this package corrects the rollouts."""
+    theirs = args[_CORRECTION] is not None and (args[f"{_CORRECTION}.rollout_is"] or args[f"{_CORRECTION}.rollout_rs"])
+    return _is_ours(args) or bool(theirs)
+
+
+def _refusal(args: Any) -> str | None:
+    """What the plugin refuses about its settings and these overrides."""
+    text = _settings(args)
+    if text is None:
+        return None
+    from megatron_rc.integrations.verl import refusals, settings
+
+    config: dict[str, Any] = {}
+    names = ("rollout_is", "rollout_rs", "bypass_mode")
+    for path in (f"{_ACTOR}.strategy", _LOSS, f"{_ROLLOUT}.calculate_log_probs"):
+        *folders, name = path.split(".")
+        node = config
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[name] = args[path]
+    if _is_megatron(args):
+        config["actor_rollout_ref"]["actor"]["strategy"] = "megatron"
+    section = None if args[_CORRECTION] is None else {name: args[f"{_CORRECTION}.{name}"] for name in names}
+    config["algorithm"] = {"rollout_correction": section}
+    try:
+        read = settings.read(text)
+        refusals.refuse(settings.prepare(read.correction, read.lr_rule, read), config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _is_bypass(args: Any) -> bool:
+    """Whether the ratio of the loss is pi / mu itself; the asynchronous programs of verl set it in their YAML."""
+    given = args[f"{_CORRECTION}.bypass_mode"]
+    return _is_async_program(args) if given is None else bool(given)
+
+
+def _is_async_program(args: Any) -> bool:
+    return any(name in args.program for name in ("fully_async", "one_step_off_policy"))
+
+
+def _is_async(args: Any) -> bool:
+    return _is_async_program(args) or (args["trainer.use_v1"] and args["trainer.v1.trainer_mode"] != "sync")
+
+
+def _is_quantized(args: Any) -> bool:
+    return bool(args[f"{_ROLLOUT}.quantization"] or args[f"{_ROLLOUT}.quantization_config_file"])
+
+
+def _is_megatron(args: Any) -> bool:
+    return "megatron" in (args["model_engine"], args[f"{_ACTOR}.strategy"]) or "megatron" in args.program
+
+
+def _is_moe(args: Any) -> bool:
+    return any(name in str(args[_MODEL] or "").lower() for name in _MOE_NAMES)
+
+
+RULES = (
+    FlagRule(
+        "rollout-logprobs", lambda args: not args[f"{_ROLLOUT}.calculate_log_probs"],
+        "the engine returns no log-probs, so the gap is neither measured nor corrected",
+        f"Set {_ROLLOUT}.calculate_log_probs=True.", good="the engine returns the log-probs of what it sampled",
+    ),
+    FlagRule(
+        "logprobs-mode", lambda args: args[f"{_ROLLOUT}.logprobs_mode"] != "processed_logprobs",
+        lambda args: f"{_ROLLOUT}.logprobs_mode={args[f'{_ROLLOUT}.logprobs_mode']} returns log-probs before the "
+        "temperature, and the trainer divides its logits by it",
+        f"Set {_ROLLOUT}.logprobs_mode=processed_logprobs.", good="log-probs are those after the temperature",
+    ),
+    FlagRule(
+        "temperature", lambda args: args[f"{_ROLLOUT}.temperature"] <= 0,
+        "a greedy sampler has no log-prob that the trainer's could be compared with",
+        f"Set {_ROLLOUT}.temperature above 0.", good="the trainer divides its logits by the sampler's temperature",
+    ),
+    FlagRule(
+        "top-p-top-k", lambda args: args[f"{_ROLLOUT}.top_p"] < 1 or args[f"{_ROLLOUT}.top_k"] > 0,
+        "the sampler draws from a part of the vocabulary and the trainer normalises over all of it, so the ratio is "
+        "biased on every token",
+        f"Set {_ROLLOUT}.top_p=1 and {_ROLLOUT}.top_k=-1.", good="both policies live on the whole vocabulary",
+    ),
+    FlagRule(
+        "correction-section", lambda args: args[_CORRECTION] is None,
+        f"{_CORRECTION}=null: verl then never calls a correction, nor measures the gap",
+        f"Leave {_CORRECTION} at its defaults.", good="verl measures the gap of every rollout",
+    ),
+    FlagRule(
+        "megatron-rc-settings", lambda args: _refusal(args) is not None, lambda args: str(_refusal(args)),
+        "Change the setting that the sentence names.", good=f"{_VARIABLE} fits the overrides, or is not set",
+    ),
+    FlagRule(
+        "bypass-reaches-workers",
+        lambda args: _is_bypass(args) and not _is_ours(args) and not args["trainer.use_v1"]
+        and (args[f"{_CORRECTION}.rollout_rs"] or args[f"{_CORRECTION}.loss_type"] != "ppo_clip"),
+        "bypass_mode edits the configuration of the trainer process after the workers have theirs, so loss_type and "
+        "rollout_rs never act (verl issues 4912 and 4272)",
+        f"Set {_VARIABLE}='{{correction: {{old: rollout, ...}}}}' and {_LOSS}=megatron_rc, or bypass_mode=False.",
+        good="no setting of the bypass mode is lost on its way to the workers",
+    ),
+    FlagRule(
+        "bypass-reaches-workers",
+        lambda args: args[f"{_CORRECTION}.bypass_mode"] and not _is_ours(args) and args["trainer.use_v1"]
+        and (args[f"{_CORRECTION}.rollout_rs"] or args[f"{_CORRECTION}.loss_type"] != "ppo_clip"),
+        "trainer.use_v1=True never applies bypass_mode to the loss, so loss_type and rollout_rs are dropped",
+        f"Set {_VARIABLE}='{{correction: {{old: rollout, ...}}}}' and {_LOSS}=megatron_rc, or bypass_mode=False.",
+    ),
+    FlagRule(
+        "loss-mode", lambda args: args[_LOSS] == "megatron_rc" and not _is_ours(args),
+        f"loss_mode=megatron_rc is known to a run with {_VARIABLE} alone",
+        f"Export {_VARIABLE} before verl starts, or set {_LOSS}=vanilla.", good="the loss exists",
+    ),
+    FlagRule(
+        "loss-mode", lambda args: args[_LOSS] == "geo_mean" and _corrects(args),
+        "geo_mean takes log(weight + 1e-10), so one rejected token shrinks the weight of its whole sequence",
+        f"Set {_LOSS}=gspo, or correct nothing.",
+    ),
+    FlagRule(
+        "k1-bounds",
+        lambda args: args[f"{_CORRECTION}.rollout_rs"] is not None and "k1" in str(args[f"{_CORRECTION}.rollout_rs"])
+        and "_" in str(args[f"{_CORRECTION}.rollout_rs_threshold"]),
+        "verl's bounds on k1 are bounds on mu / pi, the inverse of the ratio that its weights bound",
+        f"Set {_CORRECTION}.rollout_rs_threshold to 1/upper_1/lower.", good="no asymmetric bound on k1 is given",
+        severity="note",
+    ),
+    FlagRule(
+        "rejection-denominator",
+        lambda args: args[f"{_CORRECTION}.rollout_rs"] is not None and not args["trainer.use_v1"],
+        "trainer.use_v1=False divides by the kept tokens alone, so the step grows by 1 / (1 - rejected)",
+        f"Set trainer.use_v1=True, or correct with {_VARIABLE}, whose denominator counts rejected tokens.",
+        good="rejected tokens stay in the denominator, or none are rejected", severity="warning",
+    ),
+    FlagRule(
+        "quantized-rollouts", lambda args: _is_quantized(args) and not _corrects(args) and not _is_bypass(args),
+        "rollouts are quantised and no correction acts, although k3 near 1e-2 is usual with FP8",
+        f"Set {_CORRECTION}.rollout_is=token, or {_VARIABLE}='{{correction: token-tis}}'.",
+        good="rollouts are not quantised, or corrected", severity="warning",
+    ),
+    FlagRule(
+        "quantized-checkpoint", lambda args: any(name in str(args[_MODEL] or "").lower() for name in ("fp8", "awq")),
+        lambda args: f"{args[_MODEL]} seems to be a quantised checkpoint, whose weights the trainer reads in another "
+        "precision than the engine",
+        f"Train from the bfloat16 checkpoint in {_MODEL}, and quantise rollouts with {_ROLLOUT}.quantization=fp8.",
+        good="the name of the checkpoint mentions no quantisation", severity="warning",
+    ),
+    FlagRule(
+        "asynchronous-rollouts", lambda args: _is_async(args) and not _corrects(args) and not _is_bypass(args),
+        "rollouts come from older weights and no correction acts",
+        f"Set {_CORRECTION}.rollout_is=token, or {_VARIABLE}='{{correction: token-tis}}'.",
+        good="rollouts come from the current weights, or are corrected", severity="warning",
+    ),
+    FlagRule(
+        "two-policies", lambda args: _is_bypass(args) and not _is_ours(args) and not _corrects(args),
+        "the old policy is the sampler, so PPO's clip is all that bounds pi / mu",
+        f"Set {_VARIABLE}='{{correction: {{old: rollout, reject: [...]}}}}' and {_LOSS}=megatron_rc.",
+        good="the old policy is the trainer's own, or the ratio to the sampler is bounded", severity="note",
+    ),
+    FlagRule(
+        "moe-replay",
+        lambda args: _is_moe(args) and _is_megatron(args) and args[_REPLAY] == "disabled",
+        lambda args: f"{args[_MODEL]} is a mixture of experts by its name, and trainer and engine choose "
+        "experts by themselves",
+        f"Set {_REPLAY}=R3 {_RETURNS_ROUTES}=True.",
+        good="routes are replayed, or the name of the model is that of a dense one", severity="warning",
+    ),
+    FlagRule(
+        "moe-replay", lambda args: args[_REPLAY] == "R3" and not args[_RETURNS_ROUTES],
+        "router_replay.mode=R3 replays the engine's routes, which the engine does not return",
+        f"Set {_RETURNS_ROUTES}=True.",
+    ),
+    FlagRule(
+        "moe-replay", lambda args: args[_RETURNS_ROUTES] and args[_REPLAY] != "R3",
+        f"{_RETURNS_ROUTES} returns routes that router_replay.mode does not replay",
+        f"Set {_REPLAY}=R3, or {_RETURNS_ROUTES}=False.",
+    ),
+    FlagRule(
+        "dtypes",
+        lambda args: _is_megatron(args) and args[f"{_ROLLOUT}.dtype"] != args[f"{_ACTOR}.megatron.dtype"],
+        lambda args: f"the engine computes in {args[f'{_ROLLOUT}.dtype']} and the trainer in "
+        f"{args[f'{_ACTOR}.megatron.dtype']}",
+        f"Give {_ROLLOUT}.dtype and {_ACTOR}.megatron.dtype one value.",
+        good="engine and trainer compute in one precision", severity="warning",
+    ),
+)  # fmt: skip
+"""Read at commit 1dda039b9c63."""

@@ -1,0 +1,135 @@
+"""Every known trap in verl's overrides and NeMo-RL's YAML, with settings that have it and others that do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rc.doctor.host.facts import read_hosts
+from megatron_rc.doctor.host.flags import Flags
+from megatron_rc.doctor.host.traps import flag_checks
+from megatron_rc.doctor.registry import Finding
+from megatron_rc.integrations.hosts import HOSTS
+
+VERL, NEMO = "verl", "nemo-rl"
+ROLLOUT, CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+OURS = 'MEGATRON_RC_CONFIG={"correction":"token-tis"}'
+MOE = "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B model_engine=megatron"
+REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode=R3"
+BYPASS = f"{CORRECTION}.bypass_mode=True"
+PATCHED = "-m megatron_rc patch --rc-host nemo-rl --rc-preset token-tis examples/run_grpo.py"
+IS = "loss_fn.use_importance_sampling_correction=true"
+TIS = "loss_fn.truncated_importance_sampling_type=tis"
+FP8 = "policy.generation.vllm_cfg.precision=fp8"
+ASYNC = "grpo.async_grpo.enabled=true"
+
+
+def traps(host: str, text: str) -> dict[str, Finding]:
+    (facts,) = read_hosts([host], Flags(text.split()))
+    return {finding.check: finding for finding in flag_checks(HOSTS[host]).run(facts)}
+
+
+TRAPPED = [
+    (VERL, "rollout-logprobs", f"{ROLLOUT}.calculate_log_probs=False", "error", "no log-probs"),
+    (VERL, "logprobs-mode", f"{ROLLOUT}.logprobs_mode=raw_logprobs", "error", "before the temperature"),
+    (VERL, "temperature", f"{ROLLOUT}.temperature=0", "error", "greedy"),
+    (VERL, "top-p-top-k", f"{ROLLOUT}.top_p=0.9", "error", "part of the vocabulary"),
+    (VERL, "top-p-top-k", f"++{ROLLOUT}.top_k=20", "error", "part of the vocabulary"),
+    (VERL, "correction-section", f"{CORRECTION}=null", "error", "never calls"),
+    (VERL, "megatron-rc-settings", f"{OURS} {CORRECTION}.rollout_is=token", "error", "rollout_is must be null"),
+    (VERL, "megatron-rc-settings", f"{OURS} {LOSS}=geo_mean", "error", "geo_mean"),
+    (VERL, "megatron-rc-settings", 'MEGATRON_RC_CONFIG={"lr_decay":{}}', "error", "strategy=megatron"),
+    (VERL, "megatron-rc-settings", 'MEGATRON_RC_CONFIG={"corection":"none"}', "error", "corection"),
+    (VERL, "bypass-reaches-workers", f"{BYPASS} {CORRECTION}.loss_type=reinforce", "error", "drop"),
+    (
+        VERL, "bypass-reaches-workers",
+        f"trainer.use_v1=False {BYPASS} {CORRECTION}.rollout_rs=seq_mean_k1", "error", "4912",
+    ),
+    (VERL, "loss-mode", f"{LOSS}=megatron_rc", "error", "MEGATRON_RC_CONFIG alone"),
+    (VERL, "loss-mode", f"{LOSS}=geo_mean {CORRECTION}.rollout_is=token", "error", "one rejected token"),
+    (
+        VERL, "k1-bounds", f"{CORRECTION}.rollout_rs=seq_mean_k1 {CORRECTION}.rollout_rs_threshold=0.9_1.2", "note",
+        "mu / pi",
+    ),
+    (VERL, "rejection-denominator", f"{CORRECTION}.rollout_rs=token_k1 trainer.use_v1=False", "warning", "step grows"),
+    (VERL, "quantized-rollouts", f"+{ROLLOUT}.quantization=fp8", "warning", "no correction acts"),
+    (VERL, "quantized-checkpoint", "actor_rollout_ref.model.path=a/B-FP8", "warning", "a/B-FP8"),
+    (VERL, "asynchronous-rollouts", "trainer.v1.trainer_mode=separate_async", "warning", "older weights"),
+    (VERL, "two-policies", "-m verl.experimental.fully_async_policy.fully_async_main", "note", "PPO's clip"),
+    (VERL, "moe-replay", MOE, "warning", "choose experts"),
+    (VERL, "moe-replay", f"{MOE} {REPLAY}", "error", "does not return"),
+    (VERL, "moe-replay", f"{ROLLOUT}.enable_rollout_routing_replay=True", "error", "does not replay"),
+    (VERL, "dtypes", f"model_engine=megatron {ROLLOUT}.dtype=float16", "warning", "float16"),
+    (NEMO, "temperature", "policy.generation.temperature=0", "error", "greedy"),
+    (NEMO, "logprobs-mode", "policy.generation.vllm_cfg.logprobs_mode=raw_logprobs", "error", "before the temp"),
+    (NEMO, "fp8-rollouts", FP8, "error", "refuses to start"),
+    (NEMO, "fp8-rollouts", f"{FP8} {IS}", "warning", "nothing bounds"),
+    (NEMO, "quantized-checkpoint", "policy.model_name=a/B-FP8", "warning", "a/B-FP8"),
+    (NEMO, "asynchronous-rollouts", ASYNC, "error", "refuses to start"),
+    (NEMO, "asynchronous-rollouts", f"{ASYNC} {IS}", "warning", "nothing bounds"),
+    (NEMO, "trajectory-age", f"{ASYNC} grpo.async_grpo.max_trajectory_age_steps=4", "note", "4 steps old"),
+    (NEMO, "moe-replay", "policy.model_name=Qwen/Qwen3-30B-A3B", "warning", "choose experts"),
+    (
+        NEMO, "router-dtype",
+        "policy.model_name=a/moe policy.megatron_cfg.enabled=true policy.megatron_cfg.moe_router_dtype=null", "warning",
+        "ties",
+    ),
+    (NEMO, "sequence-weights", f"{IS} loss_fn.sequence_level_importance_ratios=true", "warning", "exp(sum"),
+    (NEMO, "ratio-of-one", "loss_fn.force_on_policy_ratio=true", "note", "not measured"),
+    (NEMO, "ratio-of-one", f"{PATCHED} loss_fn.force_on_policy_ratio=true", "error", "no gap to correct"),
+    (NEMO, "data-plane", f"{PATCHED} data_plane.enabled=true", "error", "no rollout lies"),
+    (NEMO, "two-corrections", f"{PATCHED} {TIS}", "error", "twice"),
+    (NEMO, "two-corrections", f"{PATCHED} {IS}", "error", "second time"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("host", "check", "text", "status", "sentence"), TRAPPED)
+def test_a_trap_is_found_and_has_a_fix(host: str, check: str, text: str, status: str, sentence: str) -> None:
+    finding = traps(host, text)[check]
+    assert (finding.status, finding.decided) == (status, True)
+    assert sentence in finding.found and finding.fix
+
+
+@pytest.mark.parametrize(
+    ("host", "text"),
+    [
+        (VERL, "algorithm.adv_estimator=grpo"),
+        (VERL, f"{OURS} +{ROLLOUT}.quantization=fp8 trainer.v1.trainer_mode=separate_async {LOSS}=megatron_rc"),
+        (VERL, f"{MOE} {REPLAY} {ROLLOUT}.enable_rollout_routing_replay=True {CORRECTION}.rollout_is=token"),
+        (NEMO, "examples/run_grpo.py"),
+        (NEMO, f"{FP8} {IS} {TIS}"),
+        (NEMO, f"{PATCHED} {FP8} {IS} {ASYNC}"),
+    ],
+)
+def test_settings_without_a_trap_are_good(host: str, text: str) -> None:
+    assert not {name: finding for name, finding in traps(host, text).items() if finding.status != "good"}
+
+
+def test_every_trap_is_tried() -> None:
+    names = {(host, check.name) for host in (VERL, NEMO) for check in flag_checks(HOSTS[host])}
+    assert names == {(host, check) for host, check, *_ in TRAPPED} | {
+        (VERL, "shell-variables"),
+        (NEMO, "shell-variables"),
+    }
+
+
+def test_a_yaml_file_is_read_over_its_parents_and_under_the_overrides(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(
+        "policy: {precision: fp8, model_name: a/moe, generation: {vllm_cfg: {precision: '${policy.precision}'}}}\n"
+    )
+    child = tmp_path / "recipes/child.yaml"
+    child.parent.mkdir()
+    child.write_text("defaults: ../base.yaml\nloss_fn: {use_importance_sampling_correction: true}\n")
+    found = traps(NEMO, f"{child} policy.model_name=a/dense")
+    assert found["fp8-rollouts"].status == "warning" and found["moe-replay"].status == "good"
+    with pytest.raises(ValueError, match="found none at"):
+        traps(NEMO, f"--config {tmp_path}/none.yaml")
+
+
+def test_what_another_program_fills_in_is_undecided(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("policy: {generation: {temperature: '${mul:2,3}'}}\n")
+    assert not traps(NEMO, f"{tmp_path}/a.yaml")["temperature"].decided
+    assert not traps(VERL, f"python -m verl.trainer.main_ppo {ROLLOUT}.temperature=$T")["temperature"].decided
+    assert not traps(VERL, "python -m verl.trainer.main_ppo ${EXTRA[@]}")["quantized-rollouts"].decided
