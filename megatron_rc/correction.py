@@ -98,9 +98,10 @@ def correct(
             statistics pool as those of all metrics do, and need advantages.
         dp_group: data-parallel ranks, for normalize="batch" and the gate "standardized".
         cp_group: ranks that hold other tokens of the same sequences, in the same order.
-        backend: "torch"; "triton", which needs three launches, a fourth where turns are judged, one more to normalise
-            and two for a K of this batch (an argument that is not contiguous, or a mean_k3 that is not fp64, is copied
-            in a launch of its own); or "auto": triton where its kernels can take every argument, which excludes fp64.
+        backend: "torch"; "triton", which needs three launches, a fourth where turns are judged, one more to normalise,
+            one for sampling_logprobs and two for a K of this batch (an argument that is not contiguous, or a mean_k3
+            that is not fp64, is copied in a launch of its own); or "auto": triton where its kernels can take every
+            argument, which excludes fp64.
 
     Returns:
         Corrected, in the layout of the input.

@@ -30,14 +30,21 @@ def _as_in_production() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_three_launches_and_two_more_where_it_needs_the_mean_k3_of_the_batch(name: str) -> None:
-    batch = batch_of([9, 0, 30])
+    batch = batch_of([9, 0, 30], sampling=False)
     call = {"correction": PRESETS[name].correction, "cu_seqlens": batch.cu_seqlens, "backend": "triton"}
     asked = count_launches(lambda: correct(*batch.arguments, **call, **batch.options))
     assert asked.total == 3 + 2 * (name == "standardized") and not asked.waits and not asked.collectives, asked
 
 
-def test_measuring_a_bound_costs_no_launch() -> None:
+def test_log_probs_by_the_version_that_sampled_cost_one_launch() -> None:
     batch = batch_of([9, 0, 30])
+    call = {"correction": PRESETS["token-tis"].correction, "cu_seqlens": batch.cu_seqlens, "backend": "triton"}
+    asked = count_launches(lambda: correct(*batch.arguments, **call, **batch.options))
+    assert asked.total == 4 and not asked.waits, asked
+
+
+def test_measuring_a_bound_costs_no_launch() -> None:
+    batch = batch_of([9, 0, 30], sampling=False)
     call = {"correction": RolloutCorrection(Weight("sequence", upper="measured")), "measured_upper": 2.0}
     options = {**call, "cu_seqlens": batch.cu_seqlens, "backend": "triton", **batch.options}
     asked = count_launches(lambda: correct(*batch.arguments, **options))
@@ -45,7 +52,7 @@ def test_measuring_a_bound_costs_no_launch() -> None:
 
 
 def test_a_given_mean_k3_costs_no_launch() -> None:
-    batch = batch_of([9, 0, 30])
+    batch = batch_of([9, 0, 30], sampling=False)
     call = {"correction": PRESETS["standardized"].correction, "cu_seqlens": batch.cu_seqlens, "backend": "triton"}
     mean_k3 = torch.tensor(0.1, dtype=torch.float64)
     asked = count_launches(lambda: correct(*batch.arguments, mean_k3=mean_k3, **call, **batch.options))
@@ -53,14 +60,14 @@ def test_a_given_mean_k3_costs_no_launch() -> None:
 
 
 def test_turns_take_one_launch_more_and_normalising_another() -> None:
-    batch = batch_of([9, 0, 30])
+    batch = batch_of([9, 0, 30], sampling=False)
     call = {"correction": SEGMENTS, "cu_seqlens": batch.cu_seqlens, "backend": "triton"}
     asked = count_launches(lambda: correct(*batch.arguments, **call, **batch.options))
     assert asked.total == 5 and not asked.waits, asked
 
 
 def test_metrics_of_a_pair_are_three_launches_and_two_without_sequences() -> None:
-    batch = batch_of([9, 0, 30])
+    batch = batch_of([9, 0, 30], sampling=False)
     for sequences, launches in ((True, 3), (False, 2)):
         call = {"cu_seqlens": batch.cu_seqlens if sequences else None, "sequences": sequences, "backend": "triton"}
         asked = count_launches(lambda call=call: pair_metrics(*batch.arguments, **call))
@@ -69,7 +76,7 @@ def test_metrics_of_a_pair_are_three_launches_and_two_without_sequences() -> Non
 
 def test_a_sweep_over_bounds_compiles_nothing_anew() -> None:
     def compiled_in(lower: float, upper: float) -> list[dict[str, object]]:
-        batch = batch_of([9, 0, 30])
+        batch = batch_of([9, 0, 30], sampling=False)
         gates = (Rejection("k3", "sequence", "mean", upper=upper), Rejection("ratio", "token", lower=lower))
         correction = RolloutCorrection(Weight("token", "clip", lower, upper), gates)
         with recorded_launches() as launches:

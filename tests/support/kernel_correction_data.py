@@ -85,6 +85,7 @@ def batch_of(
     ids: str | None = None,
     per_token: bool = False,
     lags: bool = True,
+    sampling: bool = True,
 ) -> Batch:
     """Random tokens for sequences of these lengths; rows without a loss hold rubbish.
 
@@ -94,6 +95,7 @@ def batch_of(
             every "sequence"; None leaves them out.
         per_token: advantages of tokens, not of sequences.
         lags: give the lags of tokens.
+        sampling: give log-probs by the version that sampled.
     """
     generator = torch.Generator().manual_seed(seed)
     n = sum(lengths)
@@ -118,7 +120,8 @@ def batch_of(
         of_tokens = torch.randint(0, 20, (n,), generator=generator) // torch.randint(1, 9, (n,), generator=generator)
         options["lags"] = torch.where(mask, of_tokens, -7)
     shift = (normal(n) * gap * 512).round() / 1024
-    options["sampling_logprobs"] = torch.where(mask, rollout + shift, rubbish)
+    if sampling:
+        options["sampling_logprobs"] = torch.where(mask, rollout + shift, rubbish)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     if ids is not None:
         turns = torch.rand(n, generator=generator) < 0.2
