@@ -113,12 +113,12 @@ def test_a_missing_script_is_one_sentence() -> None:
         run_script(Path("absent.py"), [], PatchSettings(correction=RolloutCorrection()))
 
 
-@pytest.mark.parametrize(("options", "hook"), [((), "tis"), (("--rc-lr-decay",), "before_train_step")])
-def test_without_a_script_the_recipe_of_the_host_is_printed(options: tuple[str, ...], hook: str) -> None:
+@pytest.mark.parametrize(("options", "key"), [((), "correction"), (("--rc-lr-decay",), "lr_decay")])
+def test_without_a_script_the_recipe_of_the_host_is_printed(options: tuple[str, ...], key: str) -> None:
     done = CliRunner().invoke(app, ["patch", "--rc-host", "slime", *options])
     assert done.exit_code == 0, done.output
     assert "slime, not patched" in done.output and "rc.yaml" in done.output
-    assert f"megatron_rc.integrations.slime.{hook}" in done.output
+    assert f"  {key}:" in done.output and "megatron_rc.integrations.slime.enable" in done.output
 
 
 def test_a_host_is_named_that_needs_a_script_or_takes_none(script: Path) -> None:

@@ -19,6 +19,7 @@ from megatron_rc import RolloutCorrection
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.patching import patch
 from megatron_rc.integrations.slime.flag_rules import check
+from megatron_rc.integrations.slime.hook_choice import assignments
 from megatron_rc.integrations.slime.hosts import MILES, SLIME
 from megatron_rc.integrations.slime.settings import HOOKS, SlimeSettings, flag, names, read
 from megatron_rc.integrations.symbols import Host, inspect_symbols
@@ -81,7 +82,7 @@ def test_patch_answers_with_a_recipe_wherever_it_is_called(host: str) -> None:
     decay = LengthDecaySettings(decay_period=204)
     patched = patch(host, correction=RolloutCorrection.preset("token-tis"), lr_decay=decay)
     assert patched.recipe is not None
-    assert {"--use-tis", *map(flag, ("tis", "check", "before_train_step"))} <= {*patched.recipe.flags}
+    assert patched.recipe.flags == ["--custom-config-path rc.yaml", flag("enable")]
     settings = read(arguments(**patched.recipe.config))
     assert (settings.correction, settings.lr_decay) == (RolloutCorrection.preset("token-tis"), decay)
     report = patched.report()
@@ -92,7 +93,7 @@ def test_patch_answers_with_a_recipe_wherever_it_is_called(host: str) -> None:
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_recipe_is_not_a_context_in_which_the_host_would_be_patched(host: str) -> None:
     patched = patch(host, correction=RolloutCorrection())
-    with pytest.raises(ValueError, match=f"^{host} trains in processes of its own.*--use-tis"), patched:
+    with pytest.raises(ValueError, match=f"^{host} trains in processes of its own.*slime.enable"), patched:
         pytest.fail("the block ran")
 
 
@@ -147,6 +148,7 @@ def test_the_real_sources_call_the_hooks_as_they_are_defined(host: str) -> None:
         slime.before_train_step: calls(trainer / "model.py", "custom_before_train_step_hook"),
         slime.rollout_data: calls(trainer / "actor.py", "rollout_data_postprocess"),
         slime.check: calls(trainer / "initialize.py", "custom_init"),
+        slime.enable: calls(trainer / "initialize.py", "custom_init"),
     }
     for hook, found in called.items():
         assert found, hook
@@ -185,7 +187,9 @@ def test_the_recipe_of_the_docs_passes_the_check_and_is_short() -> None:
     given = {name: value for name, value in zip(flags, [*flags[1:], ""], strict=True) if name.startswith("--")}
     arrived = {name[2:].replace("-", "_"): value.startswith("--") or value for name, value in given.items()}
     args = arguments(**arrived, **key)
-    assert args.use_tis is True and all(names(args, hook) for hook in ("check", "tis", "before_train_step"))
+    assert names(args, "enable")
+    vars(args).update(assignments(args, whole_rollouts=False))
+    assert args.use_tis is True and all(names(args, hook) for hook in ("tis", "before_train_step"))
     check(args)
 
 

@@ -16,6 +16,7 @@ from hosts.slime.single import alone
 from megatron_rc import RolloutCorrection
 from megatron_rc.config import PRESETS
 from megatron_rc.integrations import slime
+from megatron_rc.integrations.slime.hook_choice import assignments
 from megatron_rc.integrations.slime.hosts import recipe
 from megatron_rc.integrations.slime.settings import HOOKS, read
 from megatron_rc.integrations.symbols import Recipe
@@ -200,12 +201,14 @@ def test_what_the_hooks_can_do_passes(hooks: tuple[str, ...], key: Any, changes:
     slime.check(with_hooks(*hooks, key=key, **changes))
 
 
-def parsed(found: Recipe) -> Namespace:
-    """The host's arguments after its command line and its YAML file."""
+def parsed(found: Recipe, *, whole_rollouts: bool) -> Namespace:
+    """The host's arguments after its command line, its YAML file and `enable`."""
     words = " ".join(found.flags).split("--")[1:]
     given = {name.replace("-", "_"): value or True for name, _, value in (w.strip().partition(" ") for w in words)}
     assert given.pop("custom_config_path") == "rc.yaml"
-    return arguments(**given, **yaml.safe_load(yaml.safe_dump(found.config)))
+    args = arguments(**given, **yaml.safe_load(yaml.safe_dump(found.config)))
+    vars(args).update(assignments(args, whole_rollouts=whole_rollouts))
+    return args
 
 
 @pytest.mark.parametrize("whole_rollouts", [True, False])
@@ -215,7 +218,7 @@ def test_the_recipe_of_every_correction_passes_the_check(whole_rollouts: bool, d
     if not whole_rollouts:
         corrections.remove(PRESETS["standardized"].correction)
     for correction in (*corrections, None) if decay else corrections:
-        args = parsed(recipe(correction, decay, whole_rollouts=whole_rollouts))
+        args = parsed(recipe(correction, decay, whole_rollouts=whole_rollouts), whole_rollouts=whole_rollouts)
         slime.check(args)
         settings = read(args)
         assert settings.correction == (correction or RolloutCorrection()) and settings.lr_decay == decay
@@ -226,7 +229,7 @@ def test_the_recipe_of_every_correction_passes_the_check(whole_rollouts: bool, d
     ):
         batch = RolloutCorrection.from_dict(pooled)
         if whole_rollouts:
-            slime.check(parsed(recipe(batch, decay, whole_rollouts=True)))
+            slime.check(parsed(recipe(batch, decay, whole_rollouts=True), whole_rollouts=True))
         else:
             with pytest.raises(ValueError, match=f"{sentence}: no hook of this host"):
                 recipe(batch, decay, whole_rollouts=False)
@@ -234,12 +237,13 @@ def test_the_recipe_of_every_correction_passes_the_check(whole_rollouts: bool, d
 
 def test_the_recipe_of_a_gate_sees_whole_rollouts_or_is_refused() -> None:
     token_tis, gate = RolloutCorrection.preset("token-tis"), LRGateSettings()
-    args = parsed(recipe(token_tis, gate, whole_rollouts=True))
+    args = parsed(recipe(token_tis, gate, whole_rollouts=True), whole_rollouts=True)
     slime.check(args)
     assert read(args).lr_rule == gate and args.rollout_data_postprocess_path and not args.use_tis
     by_length = LRGateSettings(signal="length", target=9.0)
     for whole_rollouts in (True, False):
-        slime.check(parsed(recipe(None, by_length, whole_rollouts=whole_rollouts)))
+        found = recipe(None, by_length, whole_rollouts=whole_rollouts)
+        slime.check(parsed(found, whole_rollouts=whole_rollouts))
     for whole_rollouts, old in ((False, "recompute"), (True, "current")):
         with pytest.raises(ValueError, match="signal of lr_gate must be 'length'"):
             recipe(dataclasses.replace(token_tis, old=old), gate, whole_rollouts=whole_rollouts)

@@ -2,7 +2,8 @@
 
 What runs when, on the training processes of the host:
 
-1. `check`, before the model is built, refuses flags and settings that the other hooks cannot honour.
+1. `enable`, before the model is built, names the other hooks that the settings need. It calls `check`, which refuses
+   flags and settings that they cannot honour, and which may be named in its place.
 2. `rollout_data` (slime only) corrects a whole rollout before its update.
 3. `before_train_step`, before the first optimizer step of a rollout, steps the rule of the learning rate.
 4. For every micro-batch of the update, `tis` weights the host's own loss, or `loss` takes its place;
@@ -20,6 +21,7 @@ from typing import Any
 _MODULE_OF = {
     "before_train_step": "learning_rate",
     "check": "flag_rules",
+    "enable": "enabling",
     "loss": "custom_loss",
     "pg_loss_reducer": "reducer",
     "rollout_data": "rollout_hook",

@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, ROUTER_FUSION, FlagRule, refuse
-from megatron_rc.integrations.slime.refusals import HOOK_RULES, RULES_OF_NAMED_HOOKS, TOP_K
+from megatron_rc.integrations.slime.refusals import HOOK_RULES, TOP_K, rules_of_named_hooks
 from megatron_rc.integrations.slime.settings import SlimeSettings, flag, names, read
 
 DEFAULTS: dict[str, Any] = {
@@ -15,7 +15,7 @@ DEFAULTS: dict[str, Any] = {
         ("use_tis", "get_mismatch_metrics", "use_rollout_logprobs", "use_opsm", "tis_batch_normalize"), False
     ),
     **dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay", "calculate_per_token_loss"), False),
-    **dict.fromkeys(("allgather_cp", "indep_dp", "use_rollout_entropy"), False),
+    **dict.fromkeys(("allgather_cp", "indep_dp", "use_rollout_entropy", "skip_actor_forward_only"), False),
     **dict.fromkeys(("save_debug_train_data", "dump_details"), None),
     **dict.fromkeys(("custom_tis_function_path", "custom_loss_function_path"), None),
     **dict.fromkeys(("custom_pg_loss_reducer_function_path", "num_steps_per_rollout", "global_batch_size"), None),
@@ -72,9 +72,11 @@ _OWN_RULES = (
     ),
     FlagRule(
         "entropy-of-the-dump",
-        lambda args: _dumps_train_data(args) and not args.use_rollout_entropy and not names(args, "check"),
+        lambda args: _dumps_train_data(args)
+        and not args.use_rollout_entropy
+        and not any(names(args, hook) for hook in ("check", "enable")),
         "the dump of train data gets no entropy of the policy, so an analysis cannot exclude a hidden temperature",
-        f"Add {flag('check')} or --use-rollout-entropy: the host's own pass over the log-probs computes it.",
+        f"Add {flag('enable')} or --use-rollout-entropy: the host's own pass over the log-probs computes it.",
         good="a dump of train data holds the entropy of the policy, or none is written", severity="note",
     ),
     FlagRule(
@@ -86,7 +88,7 @@ _OWN_RULES = (
     ),
 )  # fmt: skip
 
-RULES = (*_OWN_RULES, *RULES_OF_NAMED_HOOKS)
+RULES = (*_OWN_RULES, *rules_of_named_hooks(whole_rollouts=True))
 
 MILES_TOP_P = FlagRule(
     "top-p-top-k", lambda args: args.rollout_top_p != 1,
@@ -98,7 +100,7 @@ MILES_ROLLOUT_DATA = FlagRule(
     "--rollout-data-postprocess-path must be unset on miles, which gives that hook no rollout",
     "Use the hooks tis, loss or pg_loss_reducer.", good="the hook that sees a rollout is not named",
 )  # fmt: skip
-MILES_RULES = (*RULES, MILES_TOP_P, MILES_ROLLOUT_DATA)
+MILES_RULES = (*_OWN_RULES, *rules_of_named_hooks(whole_rollouts=False), MILES_TOP_P, MILES_ROLLOUT_DATA)
 
 
 def check(args: Namespace) -> None:

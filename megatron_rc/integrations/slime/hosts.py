@@ -9,9 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron_rc import schema
-from megatron_rc.config import STANDARDIZED, RolloutCorrection
+from megatron_rc.config import RolloutCorrection
 from megatron_rc.integrations.scheduler_rule import LRRule
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_RULES, RULES
+from megatron_rc.integrations.slime.hook_choice import hooks_for
 from megatron_rc.integrations.slime.settings import KEY, flag
 from megatron_rc.integrations.symbols import Host, Recipe, Symbol
 from megatron_rc.lr_gate import LRGateSettings
@@ -61,7 +62,7 @@ def _version(name: str) -> str | None:
 
 
 def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, whole_rollouts: bool) -> Recipe:
-    """Flags and YAML for a correction and a rule of the learning rate, with the simplest hooks that can do it.
+    """Flags and YAML for a correction and a rule of the learning rate.
 
     Args:
         whole_rollouts: whether the host has a hook that sees a whole rollout before its update; slime has one.
@@ -69,50 +70,14 @@ def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, whol
     Raises:
         ValueError: no hook of the host can do it.
     """
-    flags, fields, hooks = ["--custom-config-path rc.yaml"], dict[str, object](), ["check"]
     if isinstance(lr_rule, LRScale):
         settings = {"lr_decay": "LengthDecaySettings", "lr_gate": "LRGateSettings"}[lr_rule.metrics_prefix]
         raise ValueError(f"{lr_rule.metrics_prefix} must be {settings}, which go into a YAML file, got {lr_rule!r}")
-    if correction is not None:
-        fields["correction"] = correction.to_dict()
-        hooks.append("rollout_data" if lr_rule is not None and lr_rule.needs_mismatch else _hook_for(correction))
-        flags += {"tis": ["--use-tis"], "loss": ["--loss-type custom_loss"]}.get(hooks[-1], [])
-        flags += ["--use-rollout-logprobs"] * (correction.old == "rollout")
+    hooks_for(correction or RolloutCorrection(), lr_rule, whole_rollouts=whole_rollouts)
+    fields: dict[str, object] = {} if correction is None else {"correction": correction.to_dict()}
     if lr_rule is not None:
         fields["lr_gate" if isinstance(lr_rule, LRGateSettings) else "lr_decay"] = schema.to_dict(lr_rule)
-        if correction is None and lr_rule.needs_lengths:
-            hooks.append("rollout_data" if whole_rollouts else "pg_loss_reducer")
-            fields |= {} if whole_rollouts else {"aggregation": "seq-mean-token-mean"}
-        whole = whole_rollouts and (correction is None or correction.old == "recompute")
-        if lr_rule.needs_mismatch and not whole:
-            raise ValueError(
-                "signal of lr_gate must be 'length': the others need old 'recompute', and a hook that sees a whole "
-                "rollout before its update, which slime has"
-            )
-        hooks.append("before_train_step")
-    if "rollout_data" in hooks and not whole_rollouts:
-        pooled = correction and _pooled(correction)
-        raise ValueError(f"{pooled}: no hook of this host sees a whole rollout before its update")
-    return Recipe(flags + [flag(hook) for hook in hooks], {KEY: fields})
-
-
-def _pooled(correction: RolloutCorrection) -> str:
-    """What must change for a hook that sees one micro-batch; "" where nothing must."""
-    if correction.normalize == "batch":
-        return "normalize must be 'none'"
-    if correction.max_k3 is not None:
-        return "max_k3 must be unset"
-    if any(rejection.statistic == STANDARDIZED for rejection in correction.reject):
-        return "reject must not use 'standardized'"
-    return ""
-
-
-def _hook_for(correction: RolloutCorrection) -> str:
-    """The simplest hook that can do it: tis on the host's own loss, else loss, or rollout_data for what is pooled."""
-    if _pooled(correction):
-        return "rollout_data"
-    judges_advantages = any(rejection.when == "negative_advantage" for rejection in correction.reject)
-    return "loss" if judges_advantages or correction.old != "recompute" else "tis"
+    return Recipe(["--custom-config-path rc.yaml", flag("enable")], {KEY: fields})
 
 
 SLIME = Host(

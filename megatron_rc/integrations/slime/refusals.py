@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_rc.config import STATISTICS, RolloutCorrection
 from megatron_rc.integrations.flag_rules import FlagRule
+from megatron_rc.integrations.slime.hook_choice import Enabled, assignments
 from megatron_rc.integrations.slime.settings import HOOKS, KEY, flag, in_advantages, names, read
 
 _BY_LOSS = f"--loss-type custom_loss {flag('loss')}"
@@ -262,18 +263,32 @@ def _is_named(hook: str, args: Any) -> bool:
     return any(names(args, each) for each in (HOOKS if hook == "check" else (hook,)))
 
 
-def _made_by(hook: str, rule: FlagRule, args: Any) -> bool:
-    return _is_named(hook, args) and not _unreadable(args) and rule.wrong(args)
+def rules_of_named_hooks(*, whole_rollouts: bool) -> tuple[FlagRule, ...]:
+    """The same mistakes for doctor, each made only where the host's arguments, or `enable`, name the hook."""
 
+    def enabled(args: Any) -> Any:
+        return Enabled(args, assignments(args, whole_rollouts=whole_rollouts)) if names(args, "enable") else args
 
-RULES_OF_NAMED_HOOKS = (
-    FlagRule(
-        "hook-settings", lambda args: _is_named("check", args) and _unreadable(args) != "", _unreadable,
-        f"Change {KEY} in the YAML file of --custom-config-path.", good="no hook is named, or its settings can be read",
-    ),
-    *(
-        replace(rule, wrong=partial(_made_by, hook, rule), good=rule.good or _HOOKS_ARE_FINE)
-        for hook, rules in HOOK_RULES.items() for rule in rules
-    ),
-)  # fmt: skip
-"""The same mistakes for doctor, each made only where the host's arguments name the hook."""
+    def unreadable(args: Any) -> str:
+        return _unreadable(args) or _sentence(lambda: enabled(args))
+
+    def made_by(hook: str, rule: FlagRule, args: Any) -> bool:
+        return not unreadable(args) and _is_named(hook, enabled(args)) and rule.wrong(enabled(args))
+
+    def problem_of(rule: FlagRule, args: Any) -> str:
+        return rule.problem_of(enabled(args))
+
+    return (
+        FlagRule(
+            "hook-settings", lambda args: _is_named("check", args) and unreadable(args) != "", unreadable,
+            f"Change {KEY} in the YAML file of --custom-config-path.",
+            good="no hook is named, or its settings can be read",
+        ),
+        *(
+            replace(
+                rule, wrong=partial(made_by, hook, rule), problem=partial(problem_of, rule),
+                good=rule.good or _HOOKS_ARE_FINE,
+            )
+            for hook, rules in HOOK_RULES.items() for rule in rules
+        ),
+    )  # fmt: skip

@@ -21,6 +21,7 @@ HOOKS = {
     "rollout_data": "rollout_data_postprocess_path",
     "before_train_step": "custom_megatron_before_train_step_hook_path",
     "check": "custom_megatron_init_path",
+    "enable": "custom_megatron_init_path",
 }
 """Function of megatron_rc.integrations.slime -> the argument of the host that names it."""
 

@@ -1,0 +1,118 @@
+"""The hooks that a correction and a learning rate need, and the arguments of the host that switch them on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rc.config import STANDARDIZED, RolloutCorrection
+from megatron_rc.integrations.slime.settings import HOOKS, flag, read
+from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.lr_gate import LRGateSettings
+
+
+def hooks_for(
+    correction: RolloutCorrection, lr_rule: LengthDecaySettings | LRGateSettings | None, *, whole_rollouts: bool
+) -> list[str]:
+    """The simplest hooks that can do it.
+
+    Args:
+        whole_rollouts: whether the host has a hook that sees a whole rollout before its update; slime has one.
+
+    Raises:
+        ValueError: no hook of the host can do it.
+    """
+    by_mismatch = lr_rule is not None and lr_rule.needs_mismatch
+    if by_mismatch and not (whole_rollouts and correction.old == "recompute"):
+        raise ValueError(
+            "signal of lr_gate must be 'length': the others need old 'recompute', and a hook that sees a whole "
+            "rollout before its update, which slime has"
+        )
+    hooks = ["rollout_data" if by_mismatch else _correcting(correction)]
+    if "rollout_data" in hooks and not whole_rollouts:
+        raise ValueError(f"{_pooled(correction)}: no hook of this host sees a whole rollout before its update")
+    return hooks + ["before_train_step"] * (lr_rule is not None)
+
+
+def _pooled(correction: RolloutCorrection) -> str:
+    """What must change for a hook that sees one micro-batch; "" where nothing must."""
+    if correction.normalize == "batch":
+        return "normalize must be 'none'"
+    if correction.max_k3 is not None:
+        return "max_k3 must be unset"
+    if any(rejection.statistic == STANDARDIZED for rejection in correction.reject):
+        return "reject must not use 'standardized'"
+    return ""
+
+
+def _correcting(correction: RolloutCorrection) -> str:
+    """The simplest hook that can do it: tis on the host's own loss, else loss, or rollout_data for what is pooled."""
+    if _pooled(correction):
+        return "rollout_data"
+    judges_advantages = any(rejection.when == "negative_advantage" for rejection in correction.reject)
+    return "loss" if judges_advantages or correction.old != "recompute" else "tis"
+
+
+def assignments(args: Any, *, whole_rollouts: bool) -> dict[str, Any]:
+    """What `enable` sets: argument of the host -> value.
+
+    Raises:
+        ValueError: an argument that the user has set to something else, or settings that no hook of the host can do.
+    """
+    settings = read(args)
+    hooks = hooks_for(settings.correction, settings.lr_rule, whole_rollouts=whole_rollouts)
+    if settings.aggregation is not None:
+        hooks.append("pg_loss_reducer")
+    values: dict[str, Any] = {}
+    if "tis" in hooks:
+        values = {"use_tis": True}
+    elif "loss" in hooks:
+        values = {"loss_type": "custom_loss"}
+    elif settings.correction.old == "recompute":
+        # with one train step per rollout slime leaves the old log-probs out unless it has metrics to compute
+        hooks.append("tis")
+        values = {"get_mismatch_metrics": True}
+    if settings.correction.old == "rollout":
+        values["use_rollout_logprobs"] = True
+    values |= {HOOKS[hook]: flag(hook).split()[1] for hook in hooks}
+    _refuse_conflicts(args, hooks, values)
+    return values
+
+
+def _refuse_conflicts(args: Any, hooks: list[str], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        given = getattr(args, name, None)
+        if given not in (None, False, value) and (name, given) != ("loss_type", "policy_loss"):
+            raise ValueError(f"{_flag(name)} must be unset with enable, which sets it to {value}, got {given}")
+    if getattr(args, "use_rollout_logprobs", False) and not values.get("use_rollout_logprobs"):
+        raise ValueError(
+            "--use-rollout-logprobs must be unset with enable unless megatron_rc.correction.old is 'rollout': the "
+            "ratio of the loss already is pi / mu"
+        )
+    loss_type = getattr(args, "loss_type", "policy_loss")
+    # a critic keeps its own loss
+    if "tis" in hooks and loss_type not in ("policy_loss", "value_loss"):
+        raise ValueError(
+            f"--loss-type must be policy_loss with enable, got {loss_type}: tis is called by no other loss"
+        )
+    if getattr(args, "skip_actor_forward_only", False) and {"loss", "before_train_step"} & {*hooks}:
+        raise ValueError(
+            "--skip-actor-forward-only must be off with lr_decay, lr_gate, and corrections that need the hook loss: "
+            "miles takes no hook before the train step and no other loss under it"
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class Enabled:
+    """The arguments of a host as `enable` leaves them."""
+
+    args: Any
+    values: Mapping[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        return self.values[name] if name in self.values else getattr(self.args, name)
