@@ -18,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rc import LengthDecayLR
 from megatron_rc.integrations import slime
+from megatron_rc.integrations.slime.logged import LR_METRICS
 from megatron_rc.integrations.slime.tokens import LENGTHS, _Totals
 from megatron_rc.lr_scale import Signals
 
@@ -33,6 +34,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LENGTHS, "_recorded", _Totals())
     monkeypatch.setattr(LENGTHS, "_rollout", None)
     monkeypatch.setattr(LENGTHS, "_mismatch", None)
+    LR_METRICS.clear()
     alone(monkeypatch, last_stage=False)
 
 
@@ -122,6 +124,21 @@ def test_a_fixed_period_is_the_papers_algorithm_and_needs_no_lengths() -> None:
     run = Run(settings(lr_decay={"decay_period": 4}))
     rates = [run.rollout(number, [9])[0] for number in range(16)]
     assert rates == pytest.approx([LR] * 3 + [LR / 2] * 4 + [LR / 4] * 4 + [LR / 8] * 4 + [LR / 10])
+
+
+def test_the_rule_is_logged_beside_the_metrics_of_the_loss() -> None:
+    args = settings(lr_decay={"decay_period": 2}, use_tis=True, **TIS)
+    run, seen = Run(args), []
+    probs = [torch.full((3,), -1.0)]
+    batch = {"pg_loss": torch.zeros(3), "train_log_probs": probs, "rollout_log_probs": probs}
+    batch |= {"loss_masks": [torch.ones(3, dtype=torch.int32)], "total_lengths": [5], "response_lengths": [3]}
+    assert not any(name.startswith("lr_decay/") for name in slime.tis(args, **batch)[2])
+    for number in range(4):
+        run.rollout(number, [3])
+        *_, metrics = slime.tis(args, **batch)
+        seen.append(metrics["lr_decay/scale"].tolist())
+        assert metrics["lr_decay/period"].tolist() == [2.0] * 3
+    assert seen == [[1.0] * 3, [0.5] * 3, [0.5] * 3, [0.25] * 3]
 
 
 @pytest.mark.parametrize("stop", [1, 57, 150])

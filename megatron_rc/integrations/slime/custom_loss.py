@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch import Support
-from megatron_rc.integrations.log_names import prefixed
 from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.layout import Layout, Parallel, layout_of, parallel
+from megatron_rc.integrations.slime.logged import logged
 from megatron_rc.integrations.slime.reducer import reducer
 from megatron_rc.integrations.slime.settings import SlimeSettings, in_advantages, names
-from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens, measuring, token_metrics
+from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens, measuring
 from megatron_rc.logprobs import vocab_parallel_logprobs
 from megatron_rc.loss import policy_loss
 
@@ -71,13 +71,11 @@ def loss(
 
     # a masked row may hold anything, and 0 times NaN is NaN
     log_ratio = torch.where(loss_mask, (current - (train if old is None else old)).detach(), 0)
-    metrics = token_metrics(train, rollout, loss_mask, corrected)
-    gap = metrics["k1"].abs()
-    metrics = prefixed(metrics)
-    metrics["train_rollout_logprob_abs_diff"] = gap
+    metrics = logged(train, rollout, loss_mask, corrected)
+    metrics["train_rollout_logprob_abs_diff"] = metrics["rc/k1"].abs()
     ratio, bounds = log_ratio.exp(), (1 - args.eps_clip, 1 + args.eps_clip_high)
     metrics["pg_clipfrac"] = ((advantages > 0) & (ratio > bounds[1]) | (advantages < 0) & (ratio < bounds[0])).float()
-    metrics["ppo_kl"] = -log_ratio
+    metrics["ppo_kl"], metrics["ois"] = -log_ratio, ratio
     log = {name: sum_of_sample_mean(values) for name, values in metrics.items()}
     log["pg_loss"] = policy.loss.detach().clone()
     total = policy.loss

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron_rc.integrations.flag_rules import refuse
-from megatron_rc.integrations.log_names import prefixed
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P, settings_for
 from megatron_rc.integrations.slime.layout import layout_of, parallel
+from megatron_rc.integrations.slime.logged import logged
 from megatron_rc.integrations.slime.settings import in_advantages
-from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens, measuring, token_metrics
+from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens, measuring
 
 
 def tis(
@@ -59,7 +59,7 @@ def tis(
     weigh = args.use_tis and not in_advantages(args, settings)
     correction = settings.correction if weigh else measuring(settings.correction)
     corrected = correct_tokens(layout, ranks, train, rollout, loss_masks, correction, None)
-    metrics = prefixed(token_metrics(train, rollout, layout.local(loss_masks).bool(), corrected))
+    metrics = logged(train, rollout, layout.local(loss_masks).bool(), corrected)
     if weigh:
         # more than a product: 0 times an infinite loss is NaN
         pg_loss = torch.where(corrected.mask, pg_loss * corrected.weights, 0)

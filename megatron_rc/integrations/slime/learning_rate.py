@@ -15,6 +15,7 @@ import torch
 
 from megatron_rc.collectives import is_first_process
 from megatron_rc.integrations.slime.flag_rules import settings_for
+from megatron_rc.integrations.slime.logged import LR_METRICS
 from megatron_rc.integrations.slime.settings import SlimeSettings
 from megatron_rc.integrations.slime.tokens import LENGTHS
 from megatron_rc.lr_scale import LRScale, Signals
@@ -48,7 +49,8 @@ def before_train_step(
     The length is the mean over the samples of the global batch that the host trains on: those of this rollout where
     rollout_data is set, else those of the rollout before, recorded by the hooks of the loss. Effective sample size and
     k3 come from rollout_data alone. The state after each rollout is kept in megatron_rc_lr_decay.json or
-    megatron_rc_lr_gate.json beside the checkpoints of --save, and read from --load when a run resumes.
+    megatron_rc_lr_gate.json beside the checkpoints of --save, and read from --load when a run resumes. tis and loss log
+    the metrics of the rule.
 
     Args:
         args: the host's arguments, with the key megatron_rc.
@@ -75,6 +77,8 @@ def before_train_step(
         run.rule.begin(Signals())
     run.rule.begin(signals)
     run.rollout_id = rollout_id
+    LR_METRICS.clear()
+    LR_METRICS.update(run.rule.metrics())
     _save(args, run)
     for sentence in run.rule.news if is_first_process() else ():
         _logger.info("rollout %d: %s", rollout_id, sentence)
