@@ -42,6 +42,12 @@ def all_gather_into(everyone: Tensor, part: Tensor, group: dist.ProcessGroup | N
     gather(everyone, part, group=group)
 
 
+def reduce_scatter_into(part: Tensor, everyone: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Add up one tensor per rank, and leave each rank its part of the sum."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(part, everyone, group=group)
+
+
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[R, ...]: the tensors of all ranks of a group, in rank order; they must have one shape."""
     everyone = tensor.new_empty(dist.get_world_size(group) * tensor.numel())

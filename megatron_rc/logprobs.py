@@ -88,7 +88,8 @@ def vocab_parallel_logprobs(
     """
     _check_arguments(logits, targets, temperature, mask, support, inplace_backward)
     computed = backend_module("rows", backend, logits=logits)
-    rows = _rows(logits, targets, temperature, mask, support, vocab_size, tp_group)
+    widths = shard_widths(logits.shape[-1], logits.device, tp_group, vocab_size)
+    rows = shard_rows(targets, temperature, mask, support, vocab_size, widths, tp_group)
     logprobs, entropy = _LogProbs.apply(logits, rows, computed, tp_group, with_entropy, inplace_backward)
     return (logprobs, entropy) if with_entropy else logprobs
 
@@ -136,7 +137,8 @@ def vocab_parallel_distribution(
     """
     _check_arguments(logits, targets, temperature, mask, support, inplace_backward=False)
     computed = backend_module("rows", backend, logits=logits)
-    rows = _rows(logits, targets, temperature, mask, support, vocab_size, tp_group)
+    widths = shard_widths(logits.shape[-1], logits.device, tp_group, vocab_size)
+    rows = shard_rows(targets, temperature, mask, support, vocab_size, widths, tp_group)
     populations = [rows]
     if support is not None and with_kept_mass:
         populations.append(rows._replace(ids=None, offsets=None))
@@ -144,7 +146,7 @@ def vocab_parallel_distribution(
         merged = [computed.merge_one_shard(logits, each, with_entropy=each is rows) for each in populations]
     else:
         statistics = [computed.shard_statistics(logits, each, with_entropy=each is rows) for each in populations]
-        gathered = _gather(torch.cat(statistics), tp_group).split(4, 1)
+        gathered = gather_statistics(torch.cat(statistics), tp_group).split(4, 1)
         pairs = zip(gathered, populations, strict=True)
         merged = [computed.merge_shards(part.contiguous(), each, with_entropy=each is rows) for part, each in pairs]
     own = merged[0]
@@ -156,7 +158,7 @@ def vocab_parallel_distribution(
     if with_varentropy:
         part = shard_varentropy(logits, rows, own)
         if tp_group is not None and tp_group.size() > 1:
-            part = sum_in_order(_gather(part[None], tp_group)[:, 0])
+            part = sum_in_order(gather_statistics(part[None], tp_group)[:, 0])
         varentropy = torch.where(counted, part.view(targets.shape), 0)
     assert own.entropy is not None
     return Distribution(own.logprobs, own.entropy, torch.where(counted, (-own.log_sum).exp(), 0), kept_mass, varentropy)
@@ -173,11 +175,7 @@ class _LogProbs(torch.autograd.Function):
         with_entropy: bool,
         inplace_backward: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        if tp_group is None or tp_group.size() == 1:
-            merged = computed.merge_one_shard(logits, rows, with_entropy=with_entropy)
-        else:
-            gathered = _gather(computed.shard_statistics(logits, rows, with_entropy=with_entropy), tp_group)
-            merged = computed.merge_shards(gathered, rows, with_entropy=with_entropy)
+        merged = softmax_of_rows(logits, rows, computed, tp_group, with_entropy=with_entropy)
         per_row = rows.temperature if isinstance(rows.temperature, Tensor) else None
         ctx.save_for_backward(logits, rows.targets, per_row, rows.mask, rows.ids, rows.offsets, *merged)
         ctx.temperature = rows.temperature if per_row is None else None
@@ -203,16 +201,28 @@ class _LogProbs(torch.autograd.Function):
         return out, None, None, None, None, None
 
 
-def _rows(
-    logits: Tensor,
+def softmax_of_rows(
+    logits: Tensor, rows: Rows, computed: Any, tp_group: dist.ProcessGroup | None, *, with_entropy: bool
+) -> Merged:
+    """Softmax of every row over all shards, with one all-gather where there are several."""
+    if tp_group is None or tp_group.size() == 1:
+        one_shard: Merged = computed.merge_one_shard(logits, rows, with_entropy=with_entropy)
+        return one_shard
+    gathered = gather_statistics(computed.shard_statistics(logits, rows, with_entropy=with_entropy), tp_group)
+    merged: Merged = computed.merge_shards(gathered, rows, with_entropy=with_entropy)
+    return merged
+
+
+def shard_rows(
     targets: Tensor,
     temperature: float | Tensor,
     mask: Tensor | None,
     support: Support | None,
     vocab_size: int | None,
+    widths: tuple[int, ...],
     tp_group: dist.ProcessGroup | None,
 ) -> Rows:
-    widths = _widths(logits, tp_group, vocab_size)
+    """The rows of this rank's shard among shards of these widths."""
     temperature = temperature if isinstance(temperature, Tensor) else float(temperature)
     ids, offsets = (None, None) if support is None else support
     rows = Rows(targets, temperature, mask, ids, offsets, *_shard(widths, tp_group, vocab_size))
@@ -221,23 +231,24 @@ def _rows(
     return rows
 
 
-def _gather(statistics: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+def gather_statistics(statistics: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
     """Statistics [M, N] of this shard -> those of all shards [R, M, N], in rank order."""
     gathered = statistics.new_empty(tp_group.size() * len(statistics), statistics.shape[1])
     all_gather_into(gathered, statistics, tp_group)
     return gathered.view(tp_group.size(), *statistics.shape)
 
 
-def _widths(logits: Tensor, tp_group: dist.ProcessGroup | None, vocab_size: int | None) -> tuple[int, ...]:
+def shard_widths(
+    width: int, device: torch.device, tp_group: dist.ProcessGroup | None, vocab_size: int | None
+) -> tuple[int, ...]:
     """Columns of every shard, in rank order."""
-    width = logits.shape[-1]
     if tp_group is None or tp_group.size() == 1:
         return (width,)
     known = _shard_widths.setdefault(tp_group, {})
     # vocab_size is part of the key so that ranks whose own shard did not change take part in the exchange
     if (width, vocab_size) not in known:
-        gathered = torch.empty(tp_group.size(), dtype=torch.int64, device=logits.device)
-        all_gather_into(gathered, torch.full((1,), width, device=logits.device), tp_group)
+        gathered = torch.empty(tp_group.size(), dtype=torch.int64, device=device)
+        all_gather_into(gathered, torch.full((1,), width, device=device), tp_group)
         known[width, vocab_size] = tuple(gathered.tolist())
     return known[width, vocab_size]
 
@@ -264,10 +275,26 @@ def _check_arguments(
         raise ValueError(
             f"logits must be floating point [N, V_local] or [B, T, V_local], got {logits.dtype} {tuple(logits.shape)}"
         )
-    rows = logits.shape[:-1]
+    check_rows("logits", logits.shape[:-1], logits.device, targets, temperature, mask, support)
+    if inplace_backward and any(
+        size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)
+    ):
+        raise ValueError("inplace_backward must be False for logits that overlap in memory (an expanded tensor)")
+
+
+def check_rows(
+    of: str,
+    rows: torch.Size,
+    device: torch.device,
+    targets: Tensor,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    support: Support | None,
+) -> None:
+    """Refuse arguments that do not fit the rows of ``of``, logits or hidden states."""
     for name, value in (("targets", targets), ("mask", mask), ("temperature", temperature)):
         if isinstance(value, Tensor):
-            check_shape(name, value, rows, "the rows of logits")
+            check_shape(name, value, rows, f"the rows of {of}")
     if not isinstance(temperature, Tensor) and not temperature > 0:
         raise ValueError(f"temperature must be > 0, got {temperature!r}")
     ids, offsets = (None, None) if support is None else support
@@ -280,12 +307,8 @@ def _check_arguments(
         if value is not None and value.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"{name} must be int64 or int32, got {value.dtype}")
     for name, value in {**integers, "mask": mask, "temperature": temperature}.items():
-        if isinstance(value, Tensor) and value.device != logits.device:
-            raise ValueError(f"{name} must be on {logits.device}, where logits are, got {value.device}")
-    if inplace_backward and any(
-        size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)
-    ):
-        raise ValueError("inplace_backward must be False for logits that overlap in memory (an expanded tensor)")
+        if isinstance(value, Tensor) and value.device != device:
+            raise ValueError(f"{name} must be on {device}, where {of} are, got {value.device}")
 
 
 def _check_values(rows: Rows, vocab_size: int, tp_group: dist.ProcessGroup | None) -> None:

@@ -157,17 +157,25 @@ def policy_loss(
         surrogate, clip_lower, clip_upper, dual_clip, kl_coef, entropy_coef, corrected.correction.log_ratio_bound
     )
     computed = backend_module("policy_loss", backend, **inputs.named())
-    _check_loss_arguments(inputs, options, corrected.correction)
+    check_loss_arguments(inputs, options, corrected.correction)
     loss, totals = computed.policy_loss(inputs, options)
-    means = ["kl_ref"] * (reference_logprobs is not None) + ["entropy"] * (entropy is not None)
-    if surrogate == "ppo":
-        means += ["clip_high", "clip_low"] + ["dual_clip"] * (dual_clip is not None)
+    return PolicyLoss(loss, loss_metrics(inputs, options, totals))
+
+
+def loss_metrics(inputs: LossInputs, options: LossOptions, totals: Tensor) -> MetricSums:
+    """The metrics of the tokens whose totals and divisors `reference.policy_loss.policy_loss` returns."""
+    means = ["kl_ref"] * (inputs.reference_logprobs is not None) + ["entropy"] * (inputs.entropy is not None)
+    if options.surrogate == "ppo":
+        means += ["clip_high", "clip_low"] + ["dual_clip"] * (options.dual_clip is not None)
     totals_of = ["sum:loss", "sum:policy_loss", *(f"total:{name}" for name in means)]
     sums = [*totals_of, *(f"count:{name}" for name in ("loss", "policy_loss", *means))]
-    return PolicyLoss(loss, MetricSums(Statistics(tuple(sums), (), (), totals)))
+    return MetricSums(Statistics(tuple(sums), (), (), totals))
 
 
-def _check_loss_arguments(inputs: LossInputs, options: LossOptions, correction: RolloutCorrection) -> None:
+def check_loss_arguments(
+    inputs: LossInputs, options: LossOptions, correction: RolloutCorrection, of: str = "current_logprobs"
+) -> None:
+    """Refuse tensors that have not the shape of inputs.current, which errors call ``of``, and bad settings."""
     correction.check_surrogate(options.surrogate)
     check_clipping(options.clip_lower, options.clip_upper, options.dual_clip)
     if options.surrogate == "ppo":
@@ -180,7 +188,7 @@ def _check_loss_arguments(inputs: LossInputs, options: LossOptions, correction: 
     for name, value in inputs.named().items():
         one_per_row = name == "advantages" and value is not None and value.shape == shape[:1]
         if value is not None and not one_per_row:
-            check_shape(name, value, shape, "current_logprobs")
+            check_shape(name, value, shape, of)
     if inputs.mask.dtype != torch.bool:
         raise ValueError(f"corrected.mask must be bool, got {inputs.mask.dtype}")
     for name, value, coefficient in (

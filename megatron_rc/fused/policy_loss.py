@@ -18,6 +18,23 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tenso
     return _PolicyLoss.apply(options, *inputs)
 
 
+def policy_loss_gradient(
+    inputs: LossInputs, options: LossOptions, upstream: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The totals and divisors of policy_loss, and upstream times its gradient by current and by entropy."""
+    _, totals, coefficients = policy_loss_fwd(**inputs._asdict(), **options._asdict(), with_coefficients=True)
+    by_current, by_entropy = policy_loss_bwd(
+        upstream,
+        coefficients,
+        inputs.scale if inputs.entropy is not None and options.entropy_coef else None,
+        entropy_coef=options.entropy_coef,
+        current_dtype=torch.float32,
+        entropy_dtype=torch.float32,
+    )
+    assert by_current is not None
+    return totals, by_current, by_entropy
+
+
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: LossOptions, *tensors: Any) -> tuple[Tensor, Tensor]:

@@ -45,6 +45,10 @@ class LossInputs(NamedTuple):
             "entropy": self.entropy,
         }
 
+    def of_tokens(self, where: Tensor | slice) -> LossInputs:
+        """The inputs of some tokens of a packed batch."""
+        return LossInputs(*(None if tensor is None else tensor[where] for tensor in self))  # type: ignore[arg-type]
+
 
 class LossOptions(NamedTuple):
     """The settings of the loss, as arguments of `megatron_rc.policy_loss`."""
@@ -99,6 +103,23 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tenso
         totals = [loss, *terms, *((where & kept).sum() for where in clipped)]
         divisors = [scale.double().sum()] * (1 + len(terms)) + [kept.sum()] * len(clipped)
         return loss, torch.stack(totals + divisors).double()
+
+
+def policy_loss_gradient(
+    inputs: LossInputs, options: LossOptions, upstream: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The totals and divisors of policy_loss, and upstream times its gradient by current and by entropy.
+
+    The gradient by entropy is None without an entropy term. Inputs are constants here.
+    """
+    current = inputs.current.detach().requires_grad_()
+    entropy = inputs.entropy.detach().requires_grad_() if inputs.entropy is not None and options.entropy_coef else None
+    leaves = [current] if entropy is None else [current, entropy]
+    with torch.enable_grad():
+        used = inputs._replace(current=current, entropy=inputs.entropy if entropy is None else entropy)
+        loss, totals = policy_loss(used, options)
+    gradients = torch.autograd.grad(loss, leaves, upstream.to(loss.dtype))
+    return totals, gradients[0], None if entropy is None else gradients[1]
 
 
 class _DistanceToReference(torch.autograd.Function):
