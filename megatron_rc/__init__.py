@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron_rc.config import Rejection, RolloutCorrection, Weight
     from megatron_rc.correction import Corrected, correct
     from megatron_rc.integrations.patching import Patch, patch
+    from megatron_rc.linear_head import LinearPolicyLoss, linear_logprobs, linear_policy_loss
     from megatron_rc.logprobs import vocab_parallel_logprobs
     from megatron_rc.loss import PolicyLoss, loss_scale, policy_loss
     from megatron_rc.lr_decay import LengthDecayLR
@@ -28,6 +29,7 @@ __all__ = [
     "Corrected",
     "LRGate",
     "LengthDecayLR",
+    "LinearPolicyLoss",
     "MetricSums",
     "Patch",
     "PolicyLoss",
@@ -36,6 +38,8 @@ __all__ = [
     "SurgeDetector",
     "Weight",
     "correct",
+    "linear_logprobs",
+    "linear_policy_loss",
     "loss_scale",
     "patch",
     "policy_loss",
@@ -46,6 +50,7 @@ _MODULE_OF = {
     "Corrected": "correction",
     "LRGate": "lr_gate",
     "LengthDecayLR": "lr_decay",
+    "LinearPolicyLoss": "linear_head",
     "MetricSums": "metrics",
     "Patch": "integrations.patching",
     "PolicyLoss": "loss",
@@ -54,6 +59,8 @@ _MODULE_OF = {
     "SurgeDetector": "surge",
     "Weight": "config",
     "correct": "correction",
+    "linear_logprobs": "linear_head",
+    "linear_policy_loss": "linear_head",
     "loss_scale": "loss",
     "patch": "integrations.patching",
     "policy_loss": "loss",

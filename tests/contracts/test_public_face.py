@@ -29,7 +29,16 @@ def loss_scale(loss_mask, kept_mask, *, aggregation="token-mean", denominator="o
 def policy_loss(current_logprobs, old_logprobs, advantages, corrected, *, scale, surrogate="ppo", clip_lower=0.2,
                 clip_upper=0.28, dual_clip=None, reference_logprobs=None, kl_coef=0.0, entropy=None, entropy_coef=0.0,
                 backend="auto"): ...
+def linear_logprobs(hidden, weight, targets, *, tp_group=None, sequence_parallel=False, temperature=1.0, mask=None,
+                    support=None, vocab_size=None, with_entropy=False, rows=None, chunk=None, logits_dtype=None,
+                    backend="auto"): ...
+def linear_policy_loss(hidden, weight, targets, old_logprobs, advantages, corrected, *, scale, surrogate="ppo",
+                       clip_lower=0.2, clip_upper=0.28, dual_clip=None, reference_logprobs=None, kl_coef=0.0,
+                       entropy_coef=0.0, tp_group=None, sequence_parallel=False, temperature=1.0, mask=None,
+                       support=None, vocab_size=None, with_entropy=False, rows=None, chunk=None, logits_dtype=None,
+                       backend="auto", upstream=None): ...
 """
+SIGNED = ("correct", "vocab_parallel_logprobs", "loss_scale", "policy_loss", "linear_logprobs", "linear_policy_loss")
 FIELDS = {
     "RolloutCorrection": {
         "weight": None,
@@ -103,7 +112,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = megatron_rc.corect
 
 
-@pytest.mark.parametrize("name", ["correct", "vocab_parallel_logprobs", "loss_scale", "policy_loss"])
+@pytest.mark.parametrize("name", SIGNED)
 def test_signatures_are_the_documented_ones(name: str) -> None:
     assert parameters(getattr(megatron_rc, name)) == documented(name)
 

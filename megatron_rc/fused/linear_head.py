@@ -1,0 +1,32 @@
+"""Rows of the fused head, cut out of those of a batch without waiting for the device: the list of kept ids stays whole.
+
+The kernels read the kept ids of row t at offsets[t] to offsets[t + 1], wherever these lie in the list.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rc.reference.linear_head import per_token_parts
+from megatron_rc.reference.rows import Rows
+
+
+def select_rows(rows: Rows, index: Tensor) -> Rows:
+    """The rows at ``index`` [n] int64, in its order, with their kept ids and, behind them, ids of no row."""
+    if rows.ids is None or rows.offsets is None:
+        return per_token_parts(rows, index)
+    starts = rows.offsets.long()[index]
+    lengths = rows.offsets.long().diff()[index]
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    places = torch.arange(len(rows.ids), device=starts.device)
+    # a place behind the last kept id counts as one of the last row
+    row = torch.searchsorted(offsets[1:-1], places, right=True)
+    source = (places + (starts - offsets[:-1])[row]).clamp(max=len(rows.ids) - 1) if len(index) else places
+    return per_token_parts(rows, index)._replace(ids=rows.ids[source], offsets=offsets)
+
+
+def slice_rows(rows: Rows, span: slice) -> Rows:
+    """Consecutive rows, with their kept ids."""
+    offsets = None if rows.offsets is None else rows.offsets[span.start : span.stop + 1]
+    return per_token_parts(rows, span)._replace(offsets=offsets)

@@ -1,0 +1,349 @@
+"""linear_logprobs and linear_policy_loss: log-probs and policy loss of hidden states, whose logits are never kept.
+
+    chunk        logits of a few thousand tokens, one matrix product into one buffer
+    softmax      as in logprobs.py: row statistics, one all-gather of 16 bytes per token, merge
+    gradient     that of the logits, written over them; one product gives dX, another adds to dW
+
+`linear_logprobs` keeps hidden states and 16 bytes per token, and computes the logits again in backward, for any loss.
+`linear_policy_loss` has all gradients when forward ends, because d loss / d log-prob of a token depends on it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_rc.backend import debug_checks
+from megatron_rc.batch import Support
+from megatron_rc.config import Surrogate
+from megatron_rc.correction import Corrected
+from megatron_rc.fused import backend_module
+from megatron_rc.head_inputs import HeadInputs, check_head, default_chunk, entered, factor_of, scattered
+from megatron_rc.logprobs import shard_rows, shard_widths, softmax_of_rows
+from megatron_rc.loss import check_loss_arguments, loss_metrics
+from megatron_rc.main_grad import WeightGradient
+from megatron_rc.metrics import MetricSums
+from megatron_rc.reference.policy_loss import LossInputs, LossOptions
+from megatron_rc.reference.rows import Merged, Rows
+from megatron_rc.wide_matmul import product_into
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    support: Support | None = None,
+    vocab_size: int | None = None,
+    with_entropy: bool = False,
+    rows: Tensor | None = None,
+    chunk: int | None = None,
+    logits_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """log pi(target) of every token, and the entropy of pi, from hidden states and the local shard of the head.
+
+    `vocab_parallel_logprobs` of the logits hidden @ weight^T, of which one chunk of tokens exists at a time: 2 N H V
+    operations in forward, and 6 N H V in backward, which computes the logits again. Any loss may follow.
+
+    With a tensor-parallel group there is one all-gather of 16 bytes per token and chunk, in forward alone. The gradient
+    of hidden is added up over the group, as Megatron's column-parallel layer does. That of weight goes to
+    weight.main_grad, unrounded, where Megatron's DDP has given it one in fp32. A weight or hidden states that need no
+    gradient cost none. A second backward, or two calls with one weight, add up as for any other function.
+
+    Args:
+        hidden: [N, H], bf16, fp16, fp32 or fp64, what the head takes; with sequence_parallel [N / ranks, H], the rows
+            of this rank.
+        weight: [V_local, H], the same dtype, the head without bias; shards may differ in width.
+        targets: [N] int64 or int32, global ids.
+        tp_group: ranks that share the vocabulary, in the order of their shards; None: this process has all of it.
+        sequence_parallel: hidden is gathered over tp_group first, and its gradient reduced and scattered.
+        temperature: > 0, one number or [N] fp32.
+        mask: [N], any dtype; rows with 0 give logprob 0, entropy 0 and no gradient. The same on every rank.
+        support: distinct kept ids of every row, CSR over N rows.
+        vocab_size: global; ids from here on (padding) count as -inf.
+        with_entropy: return the entropy too.
+        rows: [M] int64, ascending: the rows that count; the others cost nothing, and give 0. The same on every rank.
+        chunk: tokens whose logits exist at a time, the same on every rank; None: 4096, halved while their logits take
+            more than 640 MiB, but not below 1024.
+        logits_dtype: that of hidden (None), or fp32: then the products are not rounded before the softmax.
+        backend: "torch", "triton" or "auto", as in vocab_parallel_logprobs.
+
+    Returns:
+        logprobs, [N] fp32 (fp64 for fp64), nats; or (logprobs, entropy).
+
+    Raises:
+        ValueError: mismatched shapes, dtypes or devices, a weight that is not a plain tensor (fp8, Megatron-FSDP), a
+            chunk below 1, and what vocab_parallel_logprobs refuses.
+    """
+    given = HeadInputs(hidden, weight, targets, tp_group, sequence_parallel, temperature, mask, support, rows)
+    head = _head(given, vocab_size, with_entropy, chunk, logits_dtype, backend)
+    logprobs, entropy = _LinearLogProbs.apply(entered(given), weight, head)
+    logprobs = scattered(logprobs, given)
+    return (logprobs, scattered(entropy, given)) if with_entropy else logprobs
+
+
+class LinearPolicyLoss(NamedTuple):
+    """The result of `linear_policy_loss`."""
+
+    loss: Tensor
+    """0-d, differentiable once: what these tokens contribute to the loss of the optimizer step."""
+    metrics: MetricSums
+    logprobs: Tensor
+    """[N] fp32, nats, without gradient."""
+    entropy: Tensor | None
+    """[N] fp32, nats, without gradient; None unless asked for."""
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    corrected: Corrected,
+    *,
+    scale: Tensor,
+    surrogate: Surrogate = "ppo",
+    clip_lower: float = 0.2,
+    clip_upper: float = 0.28,
+    dual_clip: float | None = None,
+    reference_logprobs: Tensor | None = None,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    support: Support | None = None,
+    vocab_size: int | None = None,
+    with_entropy: bool = False,
+    rows: Tensor | None = None,
+    chunk: int | None = None,
+    logits_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    upstream: float | Tensor | None = None,
+) -> LinearPolicyLoss:
+    """`policy_loss` of hidden states and the local shard of the head: its gradients are computed in forward.
+
+    loss = sum_t scale_t [mask_t w_t L_t + kl_coef K_t - entropy_coef H_t], 6 N H V operations for both passes. The
+    correction is given, so a token's part of the loss depends on its own row alone: the gradient of a chunk's logits
+    follows at once, and the logits are overwritten. Backward multiplies dX and dW by the gradient by the loss, so it
+    runs once. Under torch.no_grad() nothing but the loss is computed.
+
+    dW needs [V_local, H] fp32 of memory from forward to backward. With ``upstream``, the gradient by the loss that
+    backward will bring (for Megatron, what the schedule and the caller multiply the loss with, its loss scaler
+    included), dW goes straight into weight.main_grad in forward; a backward must then follow, and no activation
+    checkpointing may run this forward twice. fp16 needs upstream, since gradients below 6e-8 are lost before a factor
+    that comes later.
+
+    Args:
+        hidden, weight, targets, tp_group, sequence_parallel, temperature, mask, support, vocab_size, rows, chunk,
+            logits_dtype, backend: as in linear_logprobs.
+        old_logprobs, advantages, corrected, scale, surrogate, clip_lower, clip_upper, dual_clip, reference_logprobs,
+            kl_coef, entropy_coef: as in policy_loss, [N] each; scale is 0 outside of rows.
+        with_entropy: return the entropy and its metric; needed for entropy_coef.
+        upstream: 0-d or a number, as above.
+
+    Raises:
+        ValueError: as linear_logprobs and policy_loss; entropy_coef without with_entropy, fp16 without upstream; under
+            set_debug_checks(True) also a gradient in backward that is not upstream, a scale outside of rows.
+    """
+    given = HeadInputs(hidden, weight, targets, tp_group, sequence_parallel, temperature, mask, support, rows)
+    head = _head(given, vocab_size, with_entropy, chunk, logits_dtype, backend)
+    if entropy_coef and not with_entropy:
+        raise ValueError(f"with_entropy must be True when entropy_coef is {entropy_coef!r}")
+    # targets stand for the log-probs and the entropy, which have their shape
+    inputs = LossInputs(
+        targets,
+        old_logprobs,
+        advantages,
+        corrected.weights,
+        corrected.mask,
+        scale,
+        reference_logprobs,
+        targets if with_entropy else None,
+    )
+    options = LossOptions(
+        surrogate, clip_lower, clip_upper, dual_clip, kl_coef, entropy_coef, corrected.correction.log_ratio_bound
+    )
+    check_loss_arguments(inputs, options, corrected.correction, "targets")
+    if debug_checks() and rows is not None and scale.index_fill(0, rows, 0).any():
+        raise ValueError("scale must be 0 outside of rows, whose log-probs are not computed")
+    if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
+        # autograd.Function does not say that gradients are off, and main_grad must stay as it is
+        logprobs, entropy = _LinearLogProbs.apply(entered(given), weight, head)
+        logprobs, entropy = scattered(logprobs, given), None if entropy is None else scattered(entropy, given)
+        inputs = inputs._replace(current=logprobs, entropy=entropy)
+        computed = backend_module("policy_loss", backend, **inputs.named())
+        loss, totals = computed.policy_loss(inputs, options)
+        return LinearPolicyLoss(loss, loss_metrics(inputs, options, totals), logprobs, entropy)
+    if hidden.dtype == torch.float16 and upstream is None:
+        raise ValueError("upstream must be given for fp16 hidden states: the loss scale must multiply before rounding")
+    computed = backend_module("policy_loss", backend, hidden=hidden, **inputs.named())
+    if rows is not None:
+        inputs = inputs.of_tokens(rows)
+    loss, totals, logprobs, entropy = _LinearPolicyLoss.apply(
+        entered(given), weight, head, inputs, options, computed, factor_of(upstream, hidden.device)
+    )
+    entropy = None if entropy is None else scattered(entropy, given)
+    return LinearPolicyLoss(loss, loss_metrics(inputs, options, totals), scattered(logprobs, given), entropy)
+
+
+class _Head(NamedTuple):
+    """How hidden states become log-probs, chunk by chunk: all but the two tensors that have a gradient."""
+
+    rows: Rows
+    computed: Any
+    """`rows` of a backend."""
+    cut: Any
+    """`linear_head` of a backend."""
+    tp_group: dist.ProcessGroup | None
+    chunk: int
+    logits_dtype: torch.dtype
+    with_entropy: bool
+
+    def chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Rows, Tensor]]:
+        """(tokens, their rows, their logits) of every chunk; the next one overwrites the logits."""
+        tokens = len(hidden)
+        logits = hidden.new_empty(min(self.chunk, tokens), len(weight), dtype=self.logits_dtype)
+        for first in range(0, max(1, tokens), self.chunk):
+            span = slice(first, min(first + self.chunk, tokens))
+            part = logits[: span.stop - first]
+            product_into(part, hidden[span], weight.mT)
+            yield span, self.cut.slice_rows(self.rows, span), part
+
+    def softmax(self, logits: Tensor, rows: Rows) -> Merged:
+        return softmax_of_rows(logits, rows, self.computed, self.tp_group, with_entropy=self.with_entropy)
+
+
+def _head(
+    given: HeadInputs,
+    vocab_size: int | None,
+    with_entropy: bool,
+    chunk: int | None,
+    logits_dtype: torch.dtype | None,
+    backend: str,
+) -> _Head:
+    hidden, weight = given.hidden, given.weight
+    check_head(given, chunk, logits_dtype)
+    logits_dtype = logits_dtype or hidden.dtype
+    computed, cut = (backend_module(name, backend, hidden=hidden) for name in ("rows", "linear_head"))
+    widths = shard_widths(len(weight), weight.device, given.tp_group, vocab_size)
+    rows = shard_rows(given.targets, given.temperature, given.mask, given.support, vocab_size, widths, given.tp_group)
+    if given.rows is not None:
+        rows = cut.select_rows(rows, given.rows)
+    return _Head(
+        rows, computed, cut, given.tp_group, chunk or default_chunk(widths, logits_dtype), logits_dtype, with_entropy
+    )
+
+
+class _Gradients:
+    """The gradients of hidden states and weight, from the gradients by the log-probs and entropies of every chunk."""
+
+    def __init__(self, head: _Head, hidden: Tensor, weight: Tensor, by_hidden: bool, home: WeightGradient | None):
+        self._head, self._weight, self._inputs = head, weight.detach(), hidden.detach()
+        self.hidden = torch.empty_like(hidden) if by_hidden else None
+        self.home = home
+        narrow = head.logits_dtype != hidden.dtype
+        self._narrow = hidden.new_empty(min(head.chunk, len(hidden)), len(weight)) if narrow else None
+
+    def add(
+        self, span: slice, rows: Rows, logits: Tensor, merged: Merged, by_logprobs: Tensor | None, by_entropy: Any
+    ) -> None:
+        """Add what one chunk gives; its logits are overwritten."""
+        gradient = logits if self._narrow is None else self._narrow[: len(logits)]
+        self._head.computed.write_gradient(gradient, logits, rows, merged, by_logprobs, by_entropy)
+        if self.hidden is not None:
+            product_into(self.hidden[span], gradient, self._weight)
+        if self.home is not None:
+            self.home.add(gradient, self._inputs[span])
+
+
+def _joined(parts: list[Merged]) -> Merged:
+    return Merged(*(None if own[0] is None else torch.cat(own) for own in zip(*parts, strict=True)))  # type: ignore[arg-type]
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: _Head) -> tuple[Tensor, Tensor | None]:
+        merged = _joined([head.softmax(logits, rows) for _, rows, logits in head.chunks(hidden, weight)])
+        ctx.save_for_backward(hidden, weight, *(part for part in head.rows if isinstance(part, Tensor)), *merged)
+        ctx.head, ctx.weight = head, weight
+        ctx.set_materialize_grads(False)
+        return merged.logprobs, merged.entropy if head.with_entropy else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_logprobs: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if by_logprobs is None and by_entropy is None:
+            return None, None, None
+        # unpacking compares versions: a tensor that was written to since forward raises here
+        hidden, weight, *_, logprobs, entropy, maximum, log_sum = ctx.saved_tensors
+        merged, head = Merged(logprobs, entropy, maximum, log_sum), ctx.head
+        by_hidden, by_weight, _ = ctx.needs_input_grad
+        home = WeightGradient(ctx.weight, final=True) if by_weight else None
+        gradients = _Gradients(head, hidden, weight, by_hidden, home)
+        for span, rows, logits in head.chunks(hidden, weight):
+            own = Merged(*(None if part is None else part[span] for part in merged))  # type: ignore[arg-type]
+            upstream = (None if part is None else part[span] for part in (by_logprobs, by_entropy))
+            gradients.add(span, rows, logits, own, *upstream)
+        return gradients.hidden, None if home is None else home.finish(), None
+
+
+class _LinearPolicyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        head: _Head,
+        inputs: LossInputs,
+        options: LossOptions,
+        computed: Any,
+        upstream: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        by_hidden, by_weight, *_ = ctx.needs_input_grad
+        home = WeightGradient(weight, final=upstream is not None) if by_weight else None
+        gradients = _Gradients(head, hidden, weight, by_hidden, home)
+        factor = torch.ones((), device=hidden.device) if upstream is None else upstream
+        parts, totals = list[Merged](), list[Tensor]()
+        for span, rows, logits in head.chunks(hidden, weight):
+            merged = head.softmax(logits, rows)
+            own = inputs.of_tokens(span)
+            own = own._replace(current=merged.logprobs, entropy=merged.entropy if head.with_entropy else None)
+            total, by_logprobs, by_entropy = computed.policy_loss_gradient(own, options, factor)
+            gradients.add(span, rows, logits, merged, by_logprobs, by_entropy)
+            parts.append(merged)
+            totals.append(total)
+        merged, sums = _joined(parts), torch.stack(totals).sum(0)
+        entropy = merged.entropy if head.with_entropy else None
+        ctx.gradients, ctx.upstream = gradients, upstream
+        ctx.mark_non_differentiable(sums, merged.logprobs, *([] if entropy is None else [entropy]))
+        ctx.set_materialize_grads(False)
+        return sums[0].to(merged.logprobs.dtype), sums, merged.logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("linear_policy_loss computes its gradients once: backward cannot run again")
+        gradients, ctx.gradients = ctx.gradients, None
+        if by_loss is None:
+            return (None,) * 7
+        if ctx.upstream is not None and debug_checks() and by_loss.item() != ctx.upstream.to(by_loss.dtype).item():
+            raise ValueError(f"upstream must be the gradient by the loss, {by_loss.item()}, got {ctx.upstream.item()}")
+        factor = by_loss if ctx.upstream is None else None
+        if gradients.hidden is not None and factor is not None:
+            gradients.hidden.mul_(factor)
+        by_weight = None if gradients.home is None else gradients.home.finish(factor)
+        return gradients.hidden, by_weight, None, None, None, None, None

@@ -1,0 +1,49 @@
+"""The place where the gradient of a weight is added up: main_grad of Megatron's DDP, or memory of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rc.wide_matmul import add_product
+
+
+class WeightGradient:
+    """The gradient of a weight [V, H], a sum of products in fp32 (fp64 for an fp64 weight).
+
+    Megatron's DDP gives a weight main_grad [V, H] and grad_added_to_main_grad. Where both exist and main_grad has the
+    dtype of the sum, the gradient ends there, unrounded; otherwise autograd gets it in the dtype of the weight.
+    """
+
+    def __init__(self, weight: Tensor, *, final: bool) -> None:
+        """``final`` says that no factor is left to multiply the sum with: main_grad then takes the products at once."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        main_grad = getattr(weight, "main_grad", None) if hasattr(weight, "grad_added_to_main_grad") else None
+        self._weight, self._final = weight, final
+        self._main_grad = main_grad if main_grad is not None and main_grad.dtype == dtype else None
+        at_once = final and self._main_grad is not None
+        self._sum = self._main_grad if at_once else torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+
+    def add(self, gradient: Tensor, hidden: Tensor) -> None:
+        """Add gradient^T @ hidden, from the gradient of logits [n, V] and hidden states [n, H] of one dtype."""
+        assert self._sum is not None
+        add_product(self._sum, gradient.mT, hidden)
+
+    def finish(self, upstream: Tensor | None = None) -> Tensor | None:
+        """What backward returns for the weight, after the factor ``upstream``, 0-d; None: nothing was left to do.
+
+        Call it in backward, once: DDP reads grad_added_to_main_grad right after it.
+        """
+        assert (upstream is None) == self._final and self._sum is not None
+        total, self._sum = self._sum, None
+        if self._main_grad is None:
+            return (total if upstream is None else total.mul_(upstream)).to(self._weight.dtype)
+        if upstream is not None:
+            self._main_grad.addcmul_(total, upstream.to(total.dtype))
+        weight = self._weight
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        # a tied embedding's own gradient comes beside this one, and DDP adds it to main_grad: nothing may blur it
+        if getattr(weight, "zero_out_wgrad", False):
+            return None
+        # DDP reads no value of it, but with overlap_grad_reduce asserts that there is a gradient
+        return torch.empty_like(weight)

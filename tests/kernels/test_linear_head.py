@@ -1,0 +1,55 @@
+"""The fused head on the kernels: the numbers of the torch backend, and what a chunk asks of the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from head_case import by_head, distance, exact, head_case
+from kernel_rows_data import small_blocks
+from launches import count_launches
+from logprobs_truth import random_support, unchecked
+
+from megatron_rc.linear_head import linear_policy_loss
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks() -> Any:
+    with small_blocks():
+        yield
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["policy_loss", "logprobs"])
+@pytest.mark.parametrize("kept", [False, True], ids=["all ids", "kept ids"])
+def test_the_kernels_equal_the_fp64_truth(kept: bool, fused: bool) -> None:
+    case = head_case(torch.float32)
+    mask = case.batch["loss_mask"]
+    options: dict[str, Any] = {"mask": mask, "temperature": 0.8}
+    if kept:
+        options["support"] = random_support(case.targets, 13, torch.Generator().manual_seed(0))
+    true = exact(case, factor=0.7, **options)
+    found = by_head(case, fused=fused, factor=0.7, chunk=3, rows=mask.nonzero()[:, 0], backend="triton", **options)
+    assert max(map(distance, found, true)) <= 5e-6
+
+
+def test_a_chunk_costs_at_most_nine_launches_and_nothing_waits() -> None:
+    torch.use_deterministic_algorithms(False)
+    case = head_case(torch.float32)
+    given, options = case.of_loss()
+    leaves = case.leaves()
+    launches = []
+    with unchecked():
+        for chunk in (11, 4):
+            counted = count_launches(
+                lambda chunk=chunk: linear_policy_loss(
+                    *leaves, case.targets, *given, with_entropy=True, chunk=chunk, backend="triton", **options
+                )
+            )
+            assert not counted.waits
+            launches.append(counted.total)
+    torch.use_deterministic_algorithms(True)
+    # two chunks more; merge_statistics is one more launch where there are several shards
+    assert 0 < launches[1] - launches[0] <= 2 * 8
