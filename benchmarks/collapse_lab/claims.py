@@ -59,8 +59,8 @@ class Claim:
     seeds: int = 5
     """Least seeds per arm."""
     holds: Literal["everywhere", "somewhere"] = "everywhere"
-    """somewhere: one comparison that supports the claim is enough. Contradicted is it by all comparisons with enough
-    seeds together, of which every question must have one."""
+    """somewhere: one comparison that supports the claim is enough; all comparisons with enough seeds must contradict
+    it together, and every question must have such a comparison, before the claim is contradicted."""
     limits: str = ""
     """What the comparisons do not show."""
 
@@ -187,23 +187,27 @@ def _paired(comparison: Comparison, arm: list[Row], against: list[Row]) -> tuple
     name = comparison.measure
     others = {row.seed: _value(row, name) for row in against}
     pairs = [(_value(row, name), others[row.seed]) for row in arm if row.seed in others]
-    gaps = [one - two for one, two in pairs if math.isfinite(one - two)]
-    if not gaps:
+    pairs = [pair for pair in pairs if all(map(math.isfinite, pair))]
+    if not pairs:
         return CANNOT_TELL, "no seed in common", 0
-    gap = bootstrap(gaps)
+    gap = bootstrap([one - two for one, two in pairs])
     if name == "final":
         means = " against ".join(f"{100 * np.mean(side):.1f}" for side in zip(*pairs, strict=True))
         numbers = f"final accuracy {means}: {100 * gap.value:+.1f} points [{100 * gap.low:+.1f}, {100 * gap.high:+.1f}]"
     else:
         means = " against ".join(f"{10 ** np.mean(side):.2g}" for side in zip(*pairs, strict=True))
         numbers = f"early k3 {means}: x {10**gap.value:.2g} [{10**gap.low:.2g}, {10**gap.high:.2g}]"
-    return _side(gap, comparison.expect, MATTERS[name]), numbers, len(gaps)
+    return _side(gap, comparison.expect, MATTERS[name]), numbers, len(pairs)
 
 
 def _value(row: Row, name: str) -> float:
+    """The column of a run as comparisons take it; NaN where the run did not measure it."""
     value = getattr(row, name)
-    # fp32 engines of equal weights differ by rounding alone
-    return math.log10(max(value, 1e-12)) if name == "k3_early" else value
+    if name == "k3_early":
+        # fp32 engines of equal weights differ by rounding alone
+        return math.nan if math.isnan(value) else math.log10(max(value, 1e-12))
+    # a run that broke down answers nothing
+    return 0.0 if math.isnan(value) else value
 
 
 def _survival(expect: str, arm: list[Row], against: list[Row]) -> tuple[str, str, int]:

@@ -16,13 +16,23 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import collapse_rows  # noqa: E402
 from collapse_lab import checks, page  # noqa: E402
-from collapse_lab.claims import CANNOT_TELL, CONTRADICTS, SUPPORTS, Answer, _side, answers, verdict  # noqa: E402
+from collapse_lab.claims import (  # noqa: E402
+    CANNOT_TELL,
+    CONTRADICTS,
+    SUPPORTS,
+    Answer,
+    Comparison,
+    _judged,
+    _side,
+    answers,
+    verdict,
+)
 from collapse_lab.drawings import drawn_digest  # noqa: E402
 from collapse_lab.facts import Facts, facts_of  # noqa: E402
 from collapse_lab.figure_data import digest, pictures  # noqa: E402
 from collapse_lab.intervals import Interval  # noqa: E402
 from collapse_lab.results import PLAIN, TUNING, Arm, Results, _matches, load  # noqa: E402
-from collapse_lab.rows import FOLDER, Point, Row, committed, keep, merge, path_of  # noqa: E402
+from collapse_lab.rows import FOLDER, Point, Row, committed, keep, merge, path_of, stages  # noqa: E402
 
 from megatron_rc.jobs import grid as grids  # noqa: E402
 from megatron_rc.report.endpoints import outcome  # noqa: E402
@@ -30,6 +40,7 @@ from megatron_rc.report.endpoints import outcome  # noqa: E402
 RECIPES = ROOT / "launch/recipes/collapse"
 STATEMENT = page.statement()
 CLAIMS = {claim.letter: claim for claim in STATEMENT.claims}
+needs_runs = pytest.mark.skipif(not stages(), reason="no run of the lab is committed")
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +131,20 @@ def test_fewer_seeds_than_asked_for_cannot_tell(tmp_path: Path) -> None:
     given = answers(CLAIMS["a"], load(tmp_path))
     assert {each.answer for each in given} == {CANNOT_TELL}
     assert any(each.why.endswith("; 3 of the 10 seeds wanted") for each in given)
+
+
+def test_a_run_that_broke_counts_as_zero_accuracy(made_up: Results) -> None:
+    """A method whose runs end as non-finite numbers is not compared by those that survived."""
+    exact = [row for row in made_up.rows if row.run == "exact-none-lr0.0003"]
+    final = {row.seed: row.final for row in exact}
+    broken = [dataclasses.replace(row, final=math.nan, k3_early=math.nan) for row in exact if row.seed <= 9]
+    broken += [row for row in exact if row.seed > 9]
+    comparison = Comparison(question="", arm={}, measure="final", expect="less")
+    answer, why, seeds = _judged(comparison, broken, exact, made_up)
+    gap = -100 * sum(final[seed] for seed in range(1, 10)) / 10
+    assert (answer, seeds) == (SUPPORTS, 10) and f"{gap:+.1f} points" in why
+    early = dataclasses.replace(comparison, measure="k3_early", expect="more")
+    assert _judged(early, broken, exact, made_up)[2] == 1, "what a run did not measure is not compared"
 
 
 def test_seeds_that_chose_settings_are_not_counted(tmp_path: Path) -> None:
@@ -276,12 +301,14 @@ def test_the_page_and_its_figures_are_what_the_committed_files_say() -> None:
     assert drawn == wanted, "python benchmarks/collapse.py --docs"
 
 
+@needs_runs
 def test_the_committed_runs_pass_the_checks_of_the_lab() -> None:
     results = load(recipes=RECIPES)
     assert checks.failing_exact_runs(results) == []
     assert checks.falls_with_strength(results) == []
 
 
+@needs_runs
 def test_the_endpoints_of_the_committed_curves_are_those_of_the_rows() -> None:
     """The rules give the same answer on evaluations of four digits."""
     results = load(FOLDER, RECIPES)
