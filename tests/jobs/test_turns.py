@@ -41,6 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train(config, folder / "two steps", "train.steps=2"),
         train(config, folder / "two steps"),  # goes on from its checkpoint
         train(config, folder / "replayed", *replay),
+        train(config, folder / "asynchronous", "train.asynchronous=1", "train.keep_sampling_weights=true"),
         train(experts, folder / "routes", "moe={record: true, replay: R3}", "rollout.temperature=0.5", "train.steps=1"),
     ]
     for (status, said), command in zip(run_together(commands, folder), commands, strict=True):
@@ -58,6 +59,15 @@ def test_trainer_and_sampler_agree_on_every_turn(runs: Path, name: str) -> None:
         assert record["old/k3"] < 1e-11 and record["old/log_ratio_abs_max"] < 1e-4
         assert record["turns/mean"] > 1.02
     assert sum(record["updates"] for record in steps(runs, "whole")[:2]) > 0, "later steps have other weights"
+
+
+def test_turns_that_were_sampled_in_advance_differ_from_the_trainer_by_their_lag_alone(runs: Path) -> None:
+    records = steps(runs, "asynchronous")
+    assert len(records) == 3 and all(record["turns/mean"] > 1.02 for record in records)
+    late = [record for record in records if record["asynchronous/max_staleness"]]
+    assert late and late != records
+    assert all(record["old/k3"] < 1e-11 for record in records if record not in late)
+    assert all(record["old/mismatch_k3"] < 1e-11 < record["old/staleness_k3"] for record in late)
 
 
 def test_the_tokens_of_the_calculator_count_for_nothing(runs: Path) -> None:
