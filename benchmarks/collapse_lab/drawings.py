@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from collapse_lab.figure_data import Data, FigureSettings, digest
+from megatron_rc.report.picture import SOFT, style_axes
+from megatron_rc.report.picture import TEXT as INK
 
 # colours of Okabe and Ito, which the colour-blind tell apart
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5d6878")
 MARKERS = "osD^vPX"
-INK, SOFT, GRID = "#1b2330", "#5d6878", "#e4e8ee"
 WIDTH = 10.0
 """Inches; 1,300 pixels."""
 NAMES = {
@@ -64,23 +65,13 @@ def _panels(canvas: Any, labels: list[str], columns: int, height: float) -> dict
     for axes in grid.flat[max(0, len(labels) - across) : len(labels)]:
         axes.tick_params(labelbottom=True)
     for label, axes in panels.items():
-        _style(axes)
+        style_axes(axes)
         axes.set_title(label, fontsize=10.5, loc="left", color=INK)
     return panels
 
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _style(axes: Any) -> None:
-    axes.grid(color=GRID, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=9, colors=SOFT)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#c3cad5")
 
 
 def _curves(canvas: Any, data: Data) -> None:
@@ -104,7 +95,7 @@ def _curves(canvas: Any, data: Data) -> None:
 def _strength(canvas: Any, data: Data) -> None:
     canvas.set_size_inches(WIDTH, 4.4)
     axes = canvas.add_subplot()
-    _style(axes)
+    style_axes(axes)
     for number, (label, points) in enumerate(data["series"].items()):
         color = COLORS[number % len(COLORS)]
         x = [max(point["k3"], 1e-7) * 1.04 ** (number - 2) for point in points]
@@ -128,7 +119,7 @@ def _strength(canvas: Any, data: Data) -> None:
 def _survival(canvas: Any, data: Data) -> None:
     canvas.set_size_inches(WIDTH, 4.2)
     axes = canvas.add_subplot()
-    _style(axes)
+    style_axes(axes)
     for number, (label, series) in enumerate(data["series"].items()):
         color = COLORS[number % len(COLORS)]
         steps, shares = [0.0], [1.0]
@@ -180,7 +171,7 @@ def _diagram(canvas: Any, data: Data) -> None:
 def _controls(canvas: Any, data: Data) -> None:
     canvas.set_size_inches(WIDTH, 0.42 * len(data["series"]) + 1.5)
     axes = canvas.add_subplot()
-    _style(axes)
+    style_axes(axes)
     labels = list(data["series"])
     for place, series in enumerate(data["series"].values()):
         color = COLORS[place % len(COLORS)]
@@ -204,7 +195,7 @@ def _order(canvas: Any, data: Data) -> None:
     canvas.set_size_inches(WIDTH, 4.2)
     left, right = canvas.subplots(1, 2, width_ratios=(1, 1.15))
     for axes in (left, right):
-        _style(axes)
+        style_axes(axes)
     names = list(data["gaps"])
     for place, name in enumerate(names):
         gaps, color = data["gaps"][name], COLORS[list(NAMES).index(name) % len(COLORS)]

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rc.report.comparison import ComparedRun, Comparison, range_of
-from megatron_rc.report.picture import COLORS
+from megatron_rc.report.picture import COLORS, SOFT, TEXT, style_axes
 
-TEXT, SOFT = "#1b2330", "#5d6878"
 LINE = 0.055
 """Share of the vertical axis that a label takes."""
 
@@ -51,13 +50,7 @@ def draw_comparison(
     axes.set_ylabel("held-out accuracy", fontsize=9, color=SOFT)
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
-    axes.tick_params(labelsize=9, colors=SOFT)
-    axes.grid(color="#e4e8ee", lw=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#c3cad5")
+    style_axes(axes)
     # neither a date nor a random id: the same rows give the same file
     metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
     with rc_context({"svg.hashsalt": "comparison"}):

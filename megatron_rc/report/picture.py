@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megatron_rc.report.axes import label_of, log_axis
 from megatron_rc.report.curves import headlines, marks, series, smoothed
@@ -11,6 +12,7 @@ from megatron_rc.report.panels import PANELS
 from megatron_rc.report.svg import NOISY_FROM
 
 COLORS = ("#2563eb", "#e0700c", "#12936a", "#b4318f", "#7c6a0a")
+TEXT, SOFT, GRID = "#1b2330", "#5d6878", "#e4e8ee"
 
 
 def write_curves_png(folder: str | Path, path: str | Path) -> Path:
@@ -60,15 +62,20 @@ def write_curves_png(folder: str | Path, path: str | Path) -> Path:
             axes.yaxis.set_major_formatter(lambda value, _: label_of(float(f"{value:.10g}")))
         if len(curves) > 1:
             axes.legend(fontsize=8, frameon=False)
-        axes.set_title(panel.title, fontsize=11, loc="left", fontweight="bold", color="#1b2330")
-        axes.set_ylabel(panel.unit, fontsize=9, color="#5d6878")
-        axes.set_xlabel("step", fontsize=9, color="#5d6878")
-        axes.tick_params(labelsize=8, colors="#5d6878")
-        axes.grid(color="#e4e8ee", lw=0.8)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-        for side in ("left", "bottom"):
-            axes.spines[side].set_color("#c3cad5")
+        axes.set_title(panel.title, fontsize=11, loc="left", fontweight="bold", color=TEXT)
+        axes.set_ylabel(panel.unit, fontsize=9, color=SOFT)
+        axes.set_xlabel("step", fontsize=9, color=SOFT)
+        style_axes(axes, labelsize=8)
     figure.savefig(path, dpi=130)
     return Path(path)
+
+
+def style_axes(axes: Any, *, labelsize: float = 9) -> None:
+    """Give matplotlib axes the look of every picture here: a pale grid behind the curves, and no frame around them."""
+    axes.grid(color=GRID, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=labelsize, colors=SOFT)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#c3cad5")
