@@ -31,9 +31,9 @@ Each of these is two metrics: with the ending `_token` the share of tokens, with
 such a token. A gate is named by its statistic, level and, above the level token, reduction: `k3_segment_mean`.
 """
 _LAGS = """
-Where the correction receives the lags of tokens, each of these is one metric per bin of lags that holds a token: 0, 1,
-2_3, 4_7, 8_15 and 16_up. A training job passes lags when some token was sampled by older weights than those that it
-trains, or when the correction depends on them.
+A metric of this table exists once for every bin of lags that has tokens. The bins are 0, 1, 2_3, 4_7, 8_15 and 16_up.
+The metrics need the lags of tokens. A training job passes lags to the correction if the weights that sampled a token
+are older than those that it trains, or if the correction depends on lags.
 """
 _TWO_FACTORS = """
 rho = mismatch · staleness: mismatch = sampling / rollout compares the trainer at the version that sampled with the
