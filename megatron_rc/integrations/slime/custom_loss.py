@@ -71,7 +71,7 @@ def loss(
 
     # a masked row may hold anything, and 0 times NaN is NaN
     log_ratio = torch.where(loss_mask, (current - (train if old is None else old)).detach(), 0)
-    metrics = logged(train, rollout, loss_mask, corrected)
+    metrics = logged(layout, ranks, train, rollout, batch["loss_masks"], corrected)
     metrics["train_rollout_logprob_abs_diff"] = metrics["rc/k1"].abs()
     ratio, bounds = log_ratio.exp(), (1 - args.eps_clip, 1 + args.eps_clip_high)
     metrics["pg_clipfrac"] = ((advantages > 0) & (ratio > bounds[1]) | (advantages < 0) & (ratio < bounds[0])).float()

@@ -59,7 +59,7 @@ def tis(
     weigh = args.use_tis and not in_advantages(args, settings)
     correction = settings.correction if weigh else measuring(settings.correction)
     corrected = correct_tokens(layout, ranks, train, rollout, loss_masks, correction, None)
-    metrics = logged(train, rollout, layout.local(loss_masks).bool(), corrected)
+    metrics = logged(layout, ranks, train, rollout, loss_masks, corrected)
     if weigh:
         # more than a product: 0 times an infinite loss is NaN
         pg_loss = torch.where(corrected.mask, pg_loss * corrected.weights, 0)

@@ -50,6 +50,8 @@ CASES = {
 SEED = 5
 LOG = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "train_rollout_logprob_abs_diff", "kl_loss")
 """What the host logs and we too."""
+KNOWN = ("tis", "tis_abs", "tis_clipfrac", "ois")
+"""What the host logs with --use-tis, and we always, the third with a weight of level token."""
 
 
 def whole() -> Rollout:

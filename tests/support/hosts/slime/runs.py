@@ -18,7 +18,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[2]))
 
 from hosts.slime import sources
-from hosts.slime.cases import CASES, LOG, Case, batch_of, hosts_own, ours, whole
+from hosts.slime.cases import CASES, KNOWN, LOG, Case, batch_of, hosts_own, ours, whole
 from hosts.slime.host import VOCAB, positions, sum_of_sample_mean
 
 GOLDEN = Path(__file__).parent / "golden.json"
@@ -35,7 +35,7 @@ def differentiated(function: Any, args: Namespace, batch: dict[str, Any], reduce
     logits = batch["logits"][..., shard].clone().requires_grad_()
     loss, log = function(args, {k: v for k, v in batch.items() if k != "logits"}, logits, reduce)
     (gradient,) = torch.autograd.grad(loss, logits)
-    return {"loss": loss.item(), "gradient": gradient, "log": {k: float(v) for k, v in log.items() if k in LOG}}
+    return {"loss": loss.item(), "gradient": gradient, "log": {k: float(v) for k, v in log.items() if k in LOG + KNOWN}}
 
 
 def golden() -> dict[str, dict[str, Any]]:
