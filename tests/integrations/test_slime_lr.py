@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hosts.slime.host import arguments
 from hosts.slime.single import alone
 from length_curves import length_curves
+from megatron.core import dist_checkpointing
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rc import LengthDecayLR
@@ -35,6 +37,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LENGTHS, "_rollout", None)
     monkeypatch.setattr(LENGTHS, "_mismatch", None)
     LR_METRICS.clear()
+    monkeypatch.setattr(OptimizerParamScheduler, "load_state_dict", OptimizerParamScheduler.load_state_dict)
     alone(monkeypatch, last_stage=False)
 
 
@@ -139,6 +142,89 @@ def test_the_rule_is_logged_beside_the_metrics_of_the_loss() -> None:
         seen.append(metrics["lr_decay/scale"].tolist())
         assert metrics["lr_decay/period"].tolist() == [2.0] * 3
     assert seen == [[1.0] * 3, [0.5] * 3, [0.5] * 3, [0.25] * 3]
+
+
+def checked(**changes: Any) -> Namespace:
+    """Settings of a run whose init hook is `check`."""
+    args = settings(custom_megatron_before_train_step_hook_path=PATH + "before_train_step", **changes)
+    slime.check(args)
+    return args
+
+
+def through_a_checkpoint(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What Megatron's checkpoint gives back of a scheduler's state."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as on_cpu:
+        on_cpu.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        dist_checkpointing.save({"opt_param_scheduler": state}, str(folder))
+    loaded = dist_checkpointing.load_common_state_dict(str(folder))
+    dist.destroy_process_group()
+    return dict(loaded["opt_param_scheduler"])
+
+
+@pytest.mark.parametrize("stop", [1, 150])
+def test_the_hosts_checkpoint_alone_resumes_the_decay(stop: int, tmp_path: Path) -> None:
+    lengths = curve()
+    expected = alone_on([float(n) for n in lengths])
+    args = checked(**DATA_HOOK, save=str(tmp_path / "run"))
+    run = Run(args)
+    for number in range(stop):
+        run.rollout(number, [lengths[number]])
+    resumed = Run(args)
+    resumed.scheduler.load_state_dict(through_a_checkpoint(run.scheduler.state_dict(), tmp_path / "checkpoint"))
+    found = [resumed.rollout(number, [lengths[number]])[0] for number in range(stop, len(lengths))]
+    assert found == pytest.approx(expected[stop:])
+    assert not (tmp_path / "run").exists()
+    # the state of the resumed run goes into its own checkpoints
+    again = Run(args)
+    again.scheduler.load_state_dict(resumed.scheduler.state_dict())
+    assert again.rollout(len(lengths), [9]) == resumed.rollout(len(lengths), [9])
+
+
+def test_the_hosts_checkpoint_alone_resumes_the_gate() -> None:
+    key = {"lr_decay": None, "key": {"lr_gate": {}, "correction": "token-tis"}, **DATA_HOOK}
+    run, resumed = (Run(checked(**key)) for _ in range(2))
+    LENGTHS.record_mismatch(0, Signals(ess=0.125))
+    assert run.rollout(0, [9]) == pytest.approx([LR / 2])
+    resumed.scheduler.load_state_dict(run.scheduler.state_dict())
+    assert resumed.rollout(1, [9]) == pytest.approx([LR / 2])
+
+
+def test_rollouts_after_the_checkpoint_that_no_step_came_from_count() -> None:
+    run, resumed = (Run(checked(lr_decay={"decay_period": 4})) for _ in range(2))
+    run.rollout(0, [9])
+    resumed.scheduler.load_state_dict(run.scheduler.state_dict())
+    assert [resumed.rollout(number, [9])[0] for number in (2, 3)] == [LR, LR / 2]
+
+
+def test_a_checkpoint_of_a_later_rollout_or_of_the_other_rule_has_no_state() -> None:
+    run = Run(checked(lr_decay={"decay_period": 2}))
+    run.rollout(0, [9])
+    run.rollout(1, [9])
+    state = run.scheduler.state_dict()
+    for changes in (
+        {"lr_decay": {"decay_period": 2}},
+        {"lr_decay": None, "key": {"lr_gate": {"signal": "length", "target": 9.0}}},
+    ):
+        other = Run(checked(**changes, **TIS, use_tis=True))
+        other.scheduler.load_state_dict(state)
+        with pytest.raises(ValueError, match="needs its state after rollout 0 .* without --no-load-optim"):
+            other.rollout(1, [9])
+
+
+def test_a_run_whose_checkpoints_leave_the_scheduler_out_keeps_the_file(tmp_path: Path) -> None:
+    args = checked(lr_decay={"decay_period": 2}, save=str(tmp_path), no_save_optim=True)
+    assert [Run(args).rollout(0, [9])[0]] == [LR]
+    resumed = Run(checked(lr_decay={"decay_period": 2}, load=str(tmp_path)))
+    assert resumed.rollout(1, [9]) == [LR / 2]
+
+
+def test_a_checkpoint_with_the_state_loads_without_the_rule() -> None:
+    run, plain = Run(checked(lr_decay={"decay_period": 1})), Run(settings())
+    run.rollout(0, [9])
+    plain.scheduler.load_state_dict(run.scheduler.state_dict())
+    assert plain.scheduler.num_steps == run.scheduler.num_steps == 4
 
 
 @pytest.mark.parametrize("stop", [1, 57, 150])

@@ -106,6 +106,8 @@ MILES_RULES = (*_OWN_RULES, *rules_of_named_hooks(whole_rollouts=False), MILES_T
 def check(args: Namespace) -> None:
     """Refuse what the hooks named in ``args`` cannot do, before the model is built; let a dump hold the entropy.
 
+    With lr_decay or lr_gate, Megatron's schedulers remember the state of the rule that a checkpoint holds.
+
     Where train data is dumped, --use-rollout-entropy is switched on in this process: the host's own pass over the
     log-probs then computes the entropy of the policy. Not under --rollout-top-p, because the host takes the entropy of
     the whole vocabulary and the log-probs of the kept ids.
@@ -116,6 +118,10 @@ def check(args: Namespace) -> None:
     for hook in HOOK_RULES:
         if hook == "check" or names(args, hook):
             settings_for(hook, args)
+    if read(args).lr_rule is not None:
+        from megatron_rc.integrations.slime.checkpoint import remember_loaded_states  # needs megatron-core
+
+        remember_loaded_states()
     refuse((*MEGATRON_RULES, *_OWN_RULES), args, DEFAULTS)
     if _dumps_train_data(Namespace(**{**DEFAULTS, **vars(args)})) and getattr(args, "rollout_top_p", 1.0) == 1:
         args.use_rollout_entropy = True

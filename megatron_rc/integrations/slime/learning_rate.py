@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megatron_rc.collectives import is_first_process
+from megatron_rc.integrations.slime.checkpoint import SavedWith, loaded_state, remembers
 from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.logged import LR_METRICS
 from megatron_rc.integrations.slime.settings import SlimeSettings
@@ -30,7 +31,10 @@ class _Run:
     rollout_id: int
     """The last rollout that the rule has counted."""
     states: dict[str, dict[str, Any]]
-    """rollout_id -> state of the rule, for this rollout and those before."""
+    """rollout_id -> state of the rule, for this rollout and those before; for the file beside the checkpoints."""
+    checkpoint: SavedWith
+    in_file: bool
+    """Whether the state is kept in that file, too."""
 
 
 _runs: WeakKeyDictionary[Any, _Run] = WeakKeyDictionary()
@@ -48,9 +52,10 @@ def before_train_step(
 
     The length is the mean over the samples of the global batch that the host trains on: those of this rollout where
     rollout_data is set, else those of the rollout before, recorded by the hooks of the loss. Effective sample size and
-    k3 come from rollout_data alone. The state after each rollout is kept in megatron_rc_lr_decay.json or
-    megatron_rc_lr_gate.json beside the checkpoints of --save, and read from --load when a run resumes. tis and loss log
-    the metrics of the rule.
+    k3 come from rollout_data alone. The host's checkpoints hold the state of the rule beside the scheduler's. Where
+    none would give it back (without `check` or `enable`, or under --no-save-optim) it is kept after each rollout in
+    megatron_rc_lr_decay.json or megatron_rc_lr_gate.json beside the checkpoints of --save; that of --load is read
+    when the checkpoint has none. tis and loss log the metrics of the rule.
 
     Args:
         args: the host's arguments, with the key megatron_rc.
@@ -87,29 +92,42 @@ def before_train_step(
 def _begin(args: Namespace, settings: SlimeSettings, rollout_id: int, scheduler: Any) -> _Run:
     assert settings.lr_rule is not None
     rule = settings.lr_rule.build(scheduler.max_lr)
-    states: dict[str, dict[str, Any]] = {}
+    last, states = rollout_id - 1, dict[str, dict[str, Any]]()
     if rollout_id > settings.lr_decay_start:
-        folder = getattr(args, "load", None)
-        file = Path(folder or "") / _state_file(rule)
-        saved = read_json(file) if folder and file.is_file() else {}
-        if str(rollout_id - 1) not in saved:
-            raise ValueError(
-                f"megatron_rc.{rule.metrics_prefix} needs its state after rollout {rollout_id - 1} in {file.name} of "
-                f"--load {folder}: load the run that had it, or set megatron_rc.lr_decay_start to {rollout_id}"
-            )
-        states = {number: state for number, state in saved.items() if int(number) < rollout_id}
-        rule.load_state_dict(states[str(rollout_id - 1)])
+        loaded = loaded_state(scheduler, rule.state_key, before=rollout_id)
+        if loaded is None:
+            states = _states_in_file(args, rule, rollout_id)
+            loaded = last, states[str(last)]
+        last, state = loaded
+        rule.load_state_dict(state)
     rule.attach(scheduler)
-    return _Run(rule, rollout_id - 1, states)
+    in_file = not remembers(type(scheduler)) or bool(getattr(args, "no_save_optim", None))
+    return _Run(rule, last, states, SavedWith(scheduler, rule.state_key), in_file)
+
+
+def _states_in_file(args: Namespace, rule: LRScale, rollout_id: int) -> dict[str, dict[str, Any]]:
+    folder = getattr(args, "load", None)
+    file = Path(folder or "") / _state_file(rule)
+    saved = read_json(file) if folder and file.is_file() else {}
+    if str(rollout_id - 1) not in saved:
+        raise ValueError(
+            f"megatron_rc.{rule.metrics_prefix} needs its state after rollout {rollout_id - 1} in {file.name} of "
+            f"--load {folder}, or in the scheduler of its checkpoint: load the run that had it, without "
+            f"--no-load-optim, or set megatron_rc.lr_decay_start to {rollout_id}"
+        )
+    return {number: state for number, state in saved.items() if int(number) < rollout_id}
 
 
 def _save(args: Namespace, run: _Run) -> None:
-    run.states[str(run.rollout_id)] = run.rule.state_dict()
+    state = run.rule.state_dict()
+    run.checkpoint.update(run.rollout_id, state)
     folder = getattr(args, "save", None)
-    if folder is None or not is_first_process():
+    if not run.in_file or folder is None:
         return
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    replace_text(Path(folder) / _state_file(run.rule), json.dumps(run.states))
+    run.states[str(run.rollout_id)] = state
+    if is_first_process():
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        replace_text(Path(folder) / _state_file(run.rule), json.dumps(run.states))
 
 
 def _state_file(rule: LRScale) -> str:
