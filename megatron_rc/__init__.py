@@ -1,7 +1,7 @@
 """Rollout correction for Megatron: measure the gap between sampler and trainer, and correct the gradient for it.
 
 Public names are imported on first use: ``import megatron_rc`` loads nothing heavy. Settings need no other package,
-`patch` needs what its host brings, and the names that take tensors need torch alone.
+`patch` and `hidden_states` need what their host brings, and the names that take tensors need torch alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_rc.lr_gate import LRGate
     from megatron_rc.metrics import MetricSums
     from megatron_rc.surge import SurgeDetector
+    from megatron_rc.training.model.hidden_states import hidden_states
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "SurgeDetector",
     "Weight",
     "correct",
+    "hidden_states",
     "linear_logprobs",
     "linear_policy_loss",
     "loss_scale",
@@ -59,6 +61,7 @@ _MODULE_OF = {
     "SurgeDetector": "surge",
     "Weight": "config",
     "correct": "correction",
+    "hidden_states": "training.model.hidden_states",
     "linear_logprobs": "linear_head",
     "linear_policy_loss": "linear_head",
     "loss_scale": "loss",

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +22,8 @@ from megatron_rc.batch import Support
 from megatron_rc.config import Surrogate
 from megatron_rc.correction import Corrected
 from megatron_rc.fused import backend_module
-from megatron_rc.head_inputs import HeadInputs, check_head, default_chunk, entered, factor_of, scattered
-from megatron_rc.logprobs import shard_rows, shard_widths, softmax_of_rows
+from megatron_rc.head_chunks import ChunkedHead, chunked_head
+from megatron_rc.head_inputs import HeadInputs, entered, factor_of, scattered
 from megatron_rc.loss import check_loss_arguments, loss_metrics
 from megatron_rc.main_grad import WeightGradient
 from megatron_rc.metrics import MetricSums
@@ -86,7 +85,7 @@ def linear_logprobs(
             chunk below 1, and what vocab_parallel_logprobs refuses.
     """
     given = HeadInputs(hidden, weight, targets, tp_group, sequence_parallel, temperature, mask, support, rows)
-    head = _head(given, vocab_size, with_entropy, chunk, logits_dtype, backend)
+    head = chunked_head(given, vocab_size, with_entropy, chunk, logits_dtype, backend)
     logprobs, entropy = _LinearLogProbs.apply(entered(given), weight, head)
     logprobs = scattered(logprobs, given)
     return (logprobs, scattered(entropy, given)) if with_entropy else logprobs
@@ -159,7 +158,7 @@ def linear_policy_loss(
             set_debug_checks(True) also a gradient in backward that is not upstream, a scale outside of rows.
     """
     given = HeadInputs(hidden, weight, targets, tp_group, sequence_parallel, temperature, mask, support, rows)
-    head = _head(given, vocab_size, with_entropy, chunk, logits_dtype, backend)
+    head = chunked_head(given, vocab_size, with_entropy, chunk, logits_dtype, backend)
     if entropy_coef and not with_entropy:
         raise ValueError(f"with_entropy must be True when entropy_coef is {entropy_coef!r}")
     # targets stand for the log-probs and the entropy, which have their shape
@@ -199,58 +198,10 @@ def linear_policy_loss(
     return LinearPolicyLoss(loss, loss_metrics(inputs, options, totals), scattered(logprobs, given), entropy)
 
 
-class _Head(NamedTuple):
-    """How hidden states become log-probs, chunk by chunk: all but the two tensors that have a gradient."""
-
-    rows: Rows
-    computed: Any
-    """`rows` of a backend."""
-    cut: Any
-    """`linear_head` of a backend."""
-    tp_group: dist.ProcessGroup | None
-    chunk: int
-    logits_dtype: torch.dtype
-    with_entropy: bool
-
-    def chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Rows, Tensor]]:
-        """(tokens, their rows, their logits) of every chunk; the next one overwrites the logits."""
-        tokens = len(hidden)
-        logits = hidden.new_empty(min(self.chunk, tokens), len(weight), dtype=self.logits_dtype)
-        for first in range(0, max(1, tokens), self.chunk):
-            span = slice(first, min(first + self.chunk, tokens))
-            part = logits[: span.stop - first]
-            product_into(part, hidden[span], weight.mT)
-            yield span, self.cut.slice_rows(self.rows, span), part
-
-    def softmax(self, logits: Tensor, rows: Rows) -> Merged:
-        return softmax_of_rows(logits, rows, self.computed, self.tp_group, with_entropy=self.with_entropy)
-
-
-def _head(
-    given: HeadInputs,
-    vocab_size: int | None,
-    with_entropy: bool,
-    chunk: int | None,
-    logits_dtype: torch.dtype | None,
-    backend: str,
-) -> _Head:
-    hidden, weight = given.hidden, given.weight
-    check_head(given, chunk, logits_dtype)
-    logits_dtype = logits_dtype or hidden.dtype
-    computed, cut = (backend_module(name, backend, hidden=hidden) for name in ("rows", "linear_head"))
-    widths = shard_widths(len(weight), weight.device, given.tp_group, vocab_size)
-    rows = shard_rows(given.targets, given.temperature, given.mask, given.support, vocab_size, widths, given.tp_group)
-    if given.rows is not None:
-        rows = cut.select_rows(rows, given.rows)
-    return _Head(
-        rows, computed, cut, given.tp_group, chunk or default_chunk(widths, logits_dtype), logits_dtype, with_entropy
-    )
-
-
 class _Gradients:
     """The gradients of hidden states and weight, from the gradients by the log-probs and entropies of every chunk."""
 
-    def __init__(self, head: _Head, hidden: Tensor, weight: Tensor, by_hidden: bool, home: WeightGradient | None):
+    def __init__(self, head: ChunkedHead, hidden: Tensor, weight: Tensor, by_hidden: bool, home: WeightGradient | None):
         self._head, self._weight, self._inputs = head, weight.detach(), hidden.detach()
         self.hidden = torch.empty_like(hidden) if by_hidden else None
         self.home = home
@@ -275,7 +226,7 @@ def _joined(parts: list[Merged]) -> Merged:
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: _Head) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: ChunkedHead) -> tuple[Tensor, Tensor | None]:
         merged = _joined([head.softmax(logits, rows) for _, rows, logits in head.chunks(hidden, weight)])
         ctx.save_for_backward(hidden, weight, *(part for part in head.rows if isinstance(part, Tensor)), *merged)
         ctx.head, ctx.weight = head, weight
@@ -306,7 +257,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        head: _Head,
+        head: ChunkedHead,
         inputs: LossInputs,
         options: LossOptions,
         computed: Any,

@@ -139,8 +139,23 @@ def vocab_parallel_distribution(
     computed = backend_module("rows", backend, logits=logits)
     widths = shard_widths(logits.shape[-1], logits.device, tp_group, vocab_size)
     rows = shard_rows(targets, temperature, mask, support, vocab_size, widths, tp_group)
+    return distribution_of_rows(
+        logits, rows, computed, tp_group, with_kept_mass=with_kept_mass, with_varentropy=with_varentropy
+    )
+
+
+def distribution_of_rows(
+    logits: Tensor,
+    rows: Rows,
+    computed: Any,
+    tp_group: dist.ProcessGroup | None,
+    *,
+    with_kept_mass: bool,
+    with_varentropy: bool,
+) -> Distribution:
+    """What the softmax of every row over all shards says; ``computed`` is `rows` of a backend."""
     populations = [rows]
-    if support is not None and with_kept_mass:
+    if rows.ids is not None and with_kept_mass:
         populations.append(rows._replace(ids=None, offsets=None))
     if tp_group is None or tp_group.size() == 1:
         merged = [computed.merge_one_shard(logits, each, with_entropy=each is rows) for each in populations]
@@ -150,7 +165,7 @@ def vocab_parallel_distribution(
         pairs = zip(gathered, populations, strict=True)
         merged = [computed.merge_shards(part.contiguous(), each, with_entropy=each is rows) for part, each in pairs]
     own = merged[0]
-    counted = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask != 0
+    counted = torch.ones_like(rows.targets, dtype=torch.bool) if rows.mask is None else rows.mask != 0
     kept_mass = varentropy = None
     if len(merged) > 1:
         gap = (own.maximum - merged[1].maximum) + (own.log_sum - merged[1].log_sum)
@@ -159,7 +174,7 @@ def vocab_parallel_distribution(
         part = shard_varentropy(logits, rows, own)
         if tp_group is not None and tp_group.size() > 1:
             part = sum_in_order(gather_statistics(part[None], tp_group)[:, 0])
-        varentropy = torch.where(counted, part.view(targets.shape), 0)
+        varentropy = torch.where(counted, part.view(rows.targets.shape), 0)
     assert own.entropy is not None
     return Distribution(own.logprobs, own.entropy, torch.where(counted, (-own.log_sum).exp(), 0), kept_mass, varentropy)
 

@@ -250,6 +250,10 @@ class TrainSettings:
     """Steps between two checkpoints; 0 saves none, and a job that is stopped starts anew."""
     keep_checkpoints: int = 2
     """Checkpoints to keep; older ones are deleted."""
+    head: Literal["logits", "linear"] = "logits"
+    """What log-probs are made of. logits: the model's logits of all tokens of a micro-batch. linear: its hidden states
+    and the weight of its head, a few thousand tokens with a loss at a time, so that no tensor has as many elements as
+    tokens times vocabulary; backward computes these logits again."""
     backend: Literal["auto", "torch", "triton"] = "auto"
     """Backend of log-probs, correction and loss; auto takes the Triton kernels on GPUs and plain PyTorch on CPU."""
     debug_checks: bool = False

@@ -18,20 +18,21 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.logprobs import Distribution, vocab_parallel_distribution, vocab_parallel_logprobs
+from megatron_rc.logprobs import Distribution
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
 from megatron_rc.training import emulation
 from megatron_rc.training.gradient_cosine import GradientCosine
 from megatron_rc.training.groups import Groups
+from megatron_rc.training.heads import HEADS, Head
 from megatron_rc.training.model.attention import packed_seq_params
 from megatron_rc.training.model.build import build_model
 from megatron_rc.training.model.optimizer import build_optimizer, wrap_ddp
 from megatron_rc.training.model.weights import export_hf, init_weights, load_hf, save_hf
 from megatron_rc.training.step.microbatches import MicroBatch
 
-ReadLogits = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
-"""(micro-batch, its logits [n, V_local]) -> (scalar loss, a value to collect)."""
+ReadAnswer = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
+"""(micro-batch, what the last stage of the model answers) -> (scalar loss, a value to collect)."""
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, Any]]
 """(micro-batch, logprobs [n], entropy [n]) -> (scalar loss, a value to collect)."""
 AroundForward = Callable[[int, MicroBatch], AbstractContextManager[None]]
@@ -60,6 +61,9 @@ class Policy:
         self.chunks = wrap_ddp(chunks, train.dtype)
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = finalize_model_grads
+        self.head: Head = HEADS[train.head](groups.tensor, self.hf_config["vocab_size"], train.backend)
+        with self.head.answering(self.chunks):
+            pass  # a model that the head cannot read is refused here
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -156,13 +160,9 @@ class Policy:
     ) -> Distribution:
         """What the present weights say of every token, [N] fp32 each; empty before the last pipeline stage."""
 
-        def read(micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Any]:
-            described = vocab_parallel_distribution(
-                logits,
-                micro.batch.targets,
-                with_kept_mass=with_kept_mass,
-                with_varentropy=with_varentropy,
-                **self._softmax_arguments(micro.batch),
+        def read(micro: MicroBatch, answer: Tensor) -> tuple[Tensor, Any]:
+            described = self.head.distribution(
+                answer, micro, with_kept_mass=with_kept_mass, with_varentropy=with_varentropy
             )
             return described.logprobs.new_zeros(()), described
 
@@ -192,11 +192,9 @@ class Policy:
                 the optimizer or the scheduler.
         """
 
-        def read(micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Any]:
-            result = vocab_parallel_logprobs(
-                logits, micro.batch.targets, with_entropy=with_entropy, **self._softmax_arguments(micro.batch)
-            )
-            logprobs, entropy = result if isinstance(result, tuple) else (result, torch.zeros_like(result))
+        def read(micro: MicroBatch, answer: Tensor) -> tuple[Tensor, Any]:
+            logprobs, entropy = self.head.logprobs(answer, micro, with_entropy=with_entropy)
+            entropy = torch.zeros_like(logprobs) if entropy is None else entropy
             return loss(micro, logprobs, entropy)
 
         for chunk in self.chunks:
@@ -233,21 +231,10 @@ class Policy:
         for chunk in self.chunks:
             vars(chunk).clear()
 
-    def _softmax_arguments(self, batch: TokenBatch) -> dict[str, Any]:
-        """Keyword arguments of the functions over the vocabulary-parallel logits of a micro-batch."""
-        return {
-            "tp_group": self.groups.tensor,
-            "temperature": batch.sampling.temperature,
-            "mask": batch.loss_mask,
-            "vocab_size": self.hf_config["vocab_size"],
-            "support": batch.support,
-            "backend": self.train.backend,
-        }
-
     def _run(
         self,
         micro_batches: Sequence[MicroBatch],
-        read: ReadLogits,
+        read: ReadAnswer,
         *,
         forward_only: bool,
         around: Around | None,
@@ -256,7 +243,8 @@ class Policy:
             chunk.train(not forward_only)
         # megatron multiplies a two-tuple loss by cp / micro-batches and gradients by 1 / (dp * cp); cp is 1 here
         undo = len(micro_batches) * self.groups.data_size
-        with around(micro_batches, forward_only) if around else nullcontext() as around_forward:
+        outer = around(micro_batches, forward_only) if around else nullcontext()
+        with outer as around_forward, self.head.answering(self.chunks):
             return get_forward_backward_func()(
                 forward_step_func=_ForwardStep(self, read, undo, around_forward),
                 data_iterator=iter(micro_batches),
@@ -273,12 +261,12 @@ class _ForwardStep:
     """The forward step that Megatron's schedule calls for every micro-batch and model chunk."""
 
     policy: Policy
-    read: ReadLogits
+    read: ReadAnswer
     loss_factor: float
     around_forward: AroundForward | None
 
     def __call__(self, iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-        """(output of the chunk, function of the logits that returns the loss)."""
+        """(output of the chunk, function of the last chunk's output that returns the loss)."""
         micro, policy = next(iterator), self.policy
         around = self.around_forward
         with around(policy.chunks.index(model), micro) if around else nullcontext():
@@ -288,16 +276,13 @@ class _ForwardStep:
             )
         return output, partial(self._loss, micro)
 
-    def _loss(self, micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Any]:
-        batch, logits = micro.batch, logits.squeeze(0)
-        if len(logits) > batch.num_tokens:  # a slice of everything would still copy the gradient
-            logits = logits[: batch.num_tokens]
-        value, collected = self.read(micro, logits)
+    def _loss(self, micro: MicroBatch, answer: Tensor) -> tuple[Tensor, Any]:
+        value, collected = self.read(micro, answer)
         return value * self.loss_factor, collected
 
 
 def model_inputs(batch: TokenBatch, multiple: int) -> dict[str, Any]:
-    """Keyword arguments of GPTModel for a packed batch of N rows; its logits have the rows of the batch first.
+    """Keyword arguments of GPTModel for a packed batch of N rows; its answer has the rows of the batch first.
 
     Tensor-parallel ranks split the rows, so one more sequence pads their number to a multiple of ``multiple``.
     """

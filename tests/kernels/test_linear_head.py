@@ -11,7 +11,9 @@ from kernel_rows_data import small_blocks
 from launches import count_launches
 from logprobs_truth import random_support, unchecked
 
+from megatron_rc.linear_distribution import linear_distribution
 from megatron_rc.linear_head import linear_policy_loss
+from megatron_rc.logprobs import vocab_parallel_distribution
 
 pytestmark = pytest.mark.interpreter
 
@@ -33,6 +35,19 @@ def test_the_kernels_equal_the_fp64_truth(kept: bool, fused: bool) -> None:
     true = exact(case, factor=0.7, **options)
     found = by_head(case, fused=fused, factor=0.7, chunk=3, rows=mask.nonzero()[:, 0], backend="triton", **options)
     assert max(map(distance, found, true)) <= 5e-6
+
+
+def test_the_distribution_over_kept_ids_equals_that_of_logits() -> None:
+    case = head_case(torch.float32)
+    rows = case.batch["loss_mask"].nonzero()[:, 0]
+    support = random_support(case.targets, 13, torch.Generator().manual_seed(0))
+    options: dict[str, Any] = {"mask": case.batch["loss_mask"], "support": support}
+    options |= {"with_kept_mass": True, "with_varentropy": True}
+    expected = vocab_parallel_distribution(case.hidden @ case.weight.T, case.targets, backend="torch", **options)
+    head = case.hidden, case.weight, case.targets
+    found = linear_distribution(*head, rows=rows, chunk=3, backend="triton", **options)
+    for value, true in zip(found, expected, strict=True):
+        assert value is not None and true is not None and distance(value, true.double()) <= 5e-6
 
 
 def test_a_chunk_costs_at_most_nine_launches_and_nothing_waits() -> None:

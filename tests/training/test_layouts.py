@@ -117,6 +117,17 @@ def test_experts_on_two_processes_train_the_same_as_on_one(moe: Recording, layou
     moe.assert_same_as_one_process(name, moe.replay(name, *(f"parallel.{part}" for part in layout), processes=2))
 
 
+def test_the_fused_head_trains_the_same_as_logits(dense: Recording):
+    """On two tensor-parallel processes, of which one micro-batch may hold no token with a loss."""
+    metrics = dense.replay("fused", "parallel.tensor=2", "train.head=linear", "train.micro_batches=7", processes=2)
+    dense.assert_same_as_one_process("fused", metrics)
+
+
+def test_the_fused_head_trains_the_same_where_ranks_split_the_rows(moe: Recording):
+    metrics = moe.replay("fused", "parallel.tensor=2", "parallel.expert=2", "train.head=linear", processes=2)
+    moe.assert_same_as_one_process("fused", metrics)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [("tensor=2", "pipeline=2"), ("tensor=2",), ("pipeline=2",)], ids="+data=2 ".join)
 def test_a_dense_model_trains_the_same_under_combined_layouts(dense: Recording, layout: tuple[str, ...]):

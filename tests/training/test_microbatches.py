@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rc.training.step.microbatches import cut, mini_batches
+from megatron_rc.batch import TokenBatch
+from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.settings import TrainSettings
+from megatron_rc.training.step.microbatches import cut, mini_batches, share_of, split_rows
 
 LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=60)
 
@@ -59,3 +66,22 @@ def test_mini_batches_keep_groups_whole_and_in_order(sizes, count):
 
 def test_no_groups_make_no_mini_batch():
     assert mini_batches([], 3) == []
+
+
+def test_rows_with_a_loss_are_listed_for_every_micro_batch_of_the_fused_head() -> None:
+    samples = [Sample([1] * p, [2] * n, [-1.0] * n, "stop") for p, n in ((3, 2), (1, 1), (2, 5), (4, 1))]
+    batch = TokenBatch.from_samples(samples, SamplingParams())
+    place: Any = SimpleNamespace(data_size=1, data_rank=0)
+    for head in ("logits", "linear"):
+        # five micro-batches of four sequences: one of them holds a sequence that does not count
+        train = TrainSettings(head=head, micro_batches=5)  # type: ignore[arg-type]
+        share = share_of(batch, [range(4)], train, place)
+        (members,) = share.micro_batches
+        parts = split_rows(share.batch, members, loss_rows=share.loss_rows_of(members))
+        listed = [part.loss_rows for part in parts]
+        if head == "logits":
+            assert listed == [None] * 5
+        else:
+            assert sorted(len(rows) for rows in listed if rows is not None) == [0, 1, 1, 2, 5]
+            for part, rows in zip(parts, listed, strict=True):
+                assert rows is not None and torch.equal(rows, part.batch.loss_mask.nonzero()[:, 0])

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
@@ -81,6 +82,28 @@ def _balance(sequences: Sequence[int], lengths: Sequence[int], count: int) -> li
     return bins
 
 
+class LossRows(NamedTuple):
+    """The rows of a batch whose loss_mask is True, listed on the host, so that nothing waits for the device."""
+
+    rows: Tensor
+    """[M] int64, ascending, on the device."""
+    first: list[int]
+    """[S + 1]: how many of them lie before each sequence."""
+    starts: list[int]
+    """[S + 1]: the row that each sequence starts at."""
+
+    @classmethod
+    def of(cls, batch: TokenBatch, device: torch.device) -> LossRows:
+        """Those of a batch on the host."""
+        rows = batch.loss_mask.nonzero()[:, 0]
+        starts = [0, *itertools.accumulate(batch.lengths)]
+        return cls(rows.to(device), torch.searchsorted(rows, torch.tensor(starts)).tolist(), starts)
+
+    def of_sequences(self, members: range) -> Tensor:
+        """[m] int64: those of some sequences, counted from their first row."""
+        return self.rows[self.first[members.start] : self.first[members.stop]] - self.starts[members.start]
+
+
 class Share(NamedTuple):
     """The sequences of one data-parallel rank, in the order of its micro-batches."""
 
@@ -89,11 +112,18 @@ class Share(NamedTuple):
     """Number in the whole batch of each sequence; negative for one that is computed but does not count."""
     micro_batches: list[list[range]]
     """micro_batches[part][i]: the sequences of ``batch`` in one micro-batch."""
+    loss_rows: LossRows | None = None
+    """None where train.head reads all rows."""
 
     @property
     def positions(self) -> list[int]:
         """Position of each sequence in its micro-batch."""
         return [i - members.start for part in self.micro_batches for members in part for i in members]
+
+    def loss_rows_of(self, micro_batches: Sequence[range]) -> list[Tensor | None]:
+        """The rows with a loss of each of ``micro_batches``."""
+        rows = self.loss_rows
+        return [None if rows is None else rows.of_sequences(members) for members in micro_batches]
 
 
 def share_of(batch: TokenBatch, parts: Sequence[Sequence[int]], train: TrainSettings, groups: Groups) -> Share:
@@ -109,7 +139,9 @@ def share_of(batch: TokenBatch, parts: Sequence[Sequence[int]], train: TrainSett
             sequences += members
     local = batch.select([s if s >= 0 else ~s for s in sequences])
     ballast = [i for i, s in enumerate(sequences) if s < 0]
-    return Share((local.muted(ballast) if ballast else local).to(emulation.device()), sequences, micro_batches)
+    local, device = local.muted(ballast) if ballast else local, emulation.device()
+    loss_rows = LossRows.of(local, device) if train.head == "linear" else None
+    return Share(local.to(device), sequences, micro_batches, loss_rows)
 
 
 class MicroExtras(NamedTuple):
@@ -139,16 +171,26 @@ class MicroBatch:
 
     batch: TokenBatch
     extras: MicroExtras = NO_EXTRAS
+    loss_rows: Tensor | None = None
+    """[m] int64, rows whose loss_mask is True; None: they have not been listed."""
 
 
 def split_rows(
-    batch: TokenBatch, micro_batches: Sequence[Sequence[int]], extras: MicroExtras = NO_EXTRAS
+    batch: TokenBatch,
+    micro_batches: Sequence[Sequence[int]],
+    extras: MicroExtras = NO_EXTRAS,
+    loss_rows: Sequence[Tensor | None] | None = None,
 ) -> list[MicroBatch]:
-    """Cut ``batch`` and its extras into ``micro_batches``, given as sequence numbers, together 0 .. S - 1 in order."""
+    """Cut ``batch`` and its extras into ``micro_batches``, given as sequence numbers, together 0 .. S - 1 in order.
+
+    Args:
+        loss_rows: those of every micro-batch, from `Share.loss_rows_of`.
+    """
     parts, start = [], 0
-    for sequences in micro_batches:
+    for sequences, listed in zip(micro_batches, loss_rows or [None] * len(micro_batches), strict=True):
         part = batch.select(sequences)
         rows = slice(start, start + part.num_tokens)
-        parts.append(MicroBatch(part, MicroExtras(*(None if values is None else values[rows] for values in extras))))
+        own = MicroExtras(*(None if values is None else values[rows] for values in extras))
+        parts.append(MicroBatch(part, own, listed))
         start = rows.stop
     return parts

@@ -225,7 +225,8 @@ class _Step:
         """Compute log pi before the update, and the correction over all local tokens; returns pooled metrics."""
         policy, local, routes = self.policy, self.share.batch, self.routes
         everything = [sequences for part in self.share.micro_batches for sequences in part]
-        micro_batches = split_rows(local, everything, routes.extras() if routes else NO_EXTRAS)
+        listed = self.share.loss_rows_of(everything)
+        micro_batches = split_rows(local, everything, routes.extras() if routes else NO_EXTRAS, listed)
         around = routes.around if routes else None
         sampling, older = local.sampling_logprobs, self.older
         if older is not None and sampling is None:
@@ -283,9 +284,10 @@ class _Step:
         rows = slice(sum(local.lengths[:first]), sum(local.lengths[:stop]))
         batch = local.select(range(first, stop))
         numbered = [range(m.start - first, m.stop - first) for m in micro_batches]
+        listed = self.share.loss_rows_of(micro_batches)
         extras = self._extras(batch, rows)
         if self.loss.kl_coef:
-            logprobs = policy.kl_logprobs(split_rows(batch, numbered))
+            logprobs = policy.kl_logprobs(split_rows(batch, numbered, NO_EXTRAS, listed))
             extras = extras._replace(kl_logprobs=logprobs if groups.last_stage else None)
 
         def before_step(outputs: list[Collected]) -> None:
@@ -295,7 +297,7 @@ class _Step:
                 self.rate.begin(self.pooled(sums), "current/")
 
         result = policy.update(
-            split_rows(batch, numbered, extras),
+            split_rows(batch, numbered, extras, listed),
             MicroLoss(self.correction, self.loss, policy.train.backend, self.corrected, self.version),
             with_entropy=self.loss.entropy_coef != 0,
             before_step=before_step,

@@ -30,7 +30,8 @@ def demonstration_batch(demonstrations: Sequence[Demonstration]) -> TokenBatch:
 def supervised_step(policy: Policy, batch: TokenBatch, train: TrainSettings) -> dict[str, float]:
     """One optimizer step on the mean cross-entropy over response tokens; returns the metrics."""
     groups = policy.groups
-    local, _, (micro_batches,) = share_of(batch, [range(batch.num_sequences)], train, groups)
+    share = share_of(batch, [range(batch.num_sequences)], train, groups)
+    local, (micro_batches,) = share.batch, share.micro_batches
     scale = loss_scale(local.loss_mask, local.loss_mask, cu_seqlens=local.cu_seqlens, dp_group=groups.data)
 
     def loss(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
@@ -38,7 +39,8 @@ def supervised_step(policy: Policy, batch: TokenBatch, train: TrainSettings) -> 
         value = -(logprobs * micro.extras.scale).sum()
         return value, value.detach()
 
-    result = policy.update(split_rows(local, micro_batches, MicroExtras(scale=scale)), loss, with_entropy=False)
+    parts = split_rows(local, micro_batches, MicroExtras(scale=scale), share.loss_rows_of(micro_batches))
+    result = policy.update(parts, loss, with_entropy=False)
     total = torch.stack([*result.outputs, torch.zeros((), device=policy.device)]).sum()
     dist.all_reduce(total, group=groups.data)
     return {"cross_entropy": float(groups.from_last_stage(total)), "grad_norm": result.grad_norm, "lr": result.lr}

@@ -1,0 +1,125 @@
+"""What the last stage of the model answers, as log-probs: logits, or hidden states and the weight of the head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_rc.batch import Support, TokenBatch
+from megatron_rc.linear_distribution import linear_distribution
+from megatron_rc.linear_head import linear_logprobs
+from megatron_rc.logprobs import Distribution, vocab_parallel_distribution, vocab_parallel_logprobs
+from megatron_rc.training.model.hidden_states import OutputHead, hidden_states
+from megatron_rc.training.step.microbatches import MicroBatch
+
+
+class Head(Protocol):
+    """Reads the answer of the model to one micro-batch of n tokens, whose loss_mask is the mask."""
+
+    @contextmanager
+    def answering(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """Within the block the model answers what this head reads."""
+
+    def logprobs(self, answer: Tensor, micro: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """([n], [n]) fp32, nats, with gradient."""
+
+    def distribution(
+        self, answer: Tensor, micro: MicroBatch, *, with_kept_mass: bool, with_varentropy: bool
+    ) -> Distribution:
+        """[n] fp32 each, without gradient."""
+
+
+class LogitsHead:
+    """Reads logits [1, n, V_local], behind which rows of padding may follow."""
+
+    def __init__(self, tensor: dist.ProcessGroup, vocab_size: int, backend: str) -> None:
+        self._tensor, self._vocab_size, self._backend = tensor, vocab_size, backend
+
+    @contextmanager
+    def answering(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+        yield
+
+    def logprobs(self, answer: Tensor, micro: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        result = vocab_parallel_logprobs(**self._arguments(answer, micro.batch), with_entropy=with_entropy)
+        return result if isinstance(result, tuple) else (result, None)
+
+    def distribution(
+        self, answer: Tensor, micro: MicroBatch, *, with_kept_mass: bool, with_varentropy: bool
+    ) -> Distribution:
+        options: dict[str, Any] = {"with_kept_mass": with_kept_mass, "with_varentropy": with_varentropy}
+        return vocab_parallel_distribution(**self._arguments(answer, micro.batch), **options)
+
+    def _arguments(self, answer: Tensor, batch: TokenBatch) -> dict[str, Any]:
+        logits = answer.squeeze(0)
+        if len(logits) > batch.num_tokens:  # a slice of everything would still copy the gradient
+            logits = logits[: batch.num_tokens]
+        return {
+            "logits": logits,
+            "targets": batch.targets,
+            "tp_group": self._tensor,
+            "temperature": batch.sampling.temperature,
+            "mask": batch.loss_mask,
+            "vocab_size": self._vocab_size,
+            "support": batch.support,
+            "backend": self._backend,
+        }
+
+
+class LinearHead:
+    """Reads hidden states [1, n, H], or this rank's part of them and of the rows of padding behind them."""
+
+    def __init__(self, tensor: dist.ProcessGroup, vocab_size: int, backend: str) -> None:
+        self._tensor, self._vocab_size, self._backend = tensor, vocab_size, backend
+        self._of_model: OutputHead | None = None
+
+    @contextmanager
+    def answering(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+        with ExitStack() as stack:
+            *_, self._of_model = [stack.enter_context(hidden_states(chunk)) for chunk in chunks]
+            yield
+
+    def logprobs(self, answer: Tensor, micro: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        result = linear_logprobs(**self._arguments(answer, micro), with_entropy=with_entropy)
+        logprobs, entropy = result if isinstance(result, tuple) else (result, None)
+        tokens = micro.batch.num_tokens
+        return logprobs[:tokens], None if entropy is None else entropy[:tokens]
+
+    def distribution(
+        self, answer: Tensor, micro: MicroBatch, *, with_kept_mass: bool, with_varentropy: bool
+    ) -> Distribution:
+        options: dict[str, Any] = {"with_kept_mass": with_kept_mass, "with_varentropy": with_varentropy}
+        described = linear_distribution(**self._arguments(answer, micro), **options)
+        return Distribution(*(None if part is None else part[: micro.batch.num_tokens] for part in described))  # type: ignore[arg-type]
+
+    def _arguments(self, answer: Tensor, micro: MicroBatch) -> dict[str, Any]:
+        assert self._of_model is not None
+        batch, head, hidden = micro.batch, self._of_model, answer.squeeze(0)
+        ranks = dist.get_world_size(self._tensor) if head.sequence_parallel else 1
+        targets, mask, support = batch.targets, batch.loss_mask, batch.support
+        if short := ranks * len(hidden) - batch.num_tokens:
+            targets, mask = F.pad(targets, (0, short)), F.pad(mask, (0, short))
+            if support is not None:
+                support = Support(support.ids, torch.cat([support.offsets, support.offsets[-1:].expand(short)]))
+        return {
+            "hidden": hidden,
+            "weight": head.weight,
+            "targets": targets,
+            "tp_group": self._tensor,
+            "sequence_parallel": head.sequence_parallel,
+            "temperature": batch.sampling.temperature,
+            "mask": mask,
+            "vocab_size": self._vocab_size,
+            "support": support,
+            "rows": micro.loss_rows,
+            "backend": self._backend,
+        }
+
+
+HEADS: dict[str, type[LogitsHead] | type[LinearHead]] = {"logits": LogitsHead, "linear": LinearHead}
+"""By the value of train.head."""
