@@ -77,6 +77,7 @@ TRAPPED = [
     (LM, "ratio-bound", f"{PATCHED} --rl-importance-sampling-truncation-coef 2", "error", "again after the correction"),
     (LM, "packed-logprobs", f"{RL} --rl-use-sequence-packing", "warning", "log-prob 0"),
     (LM, "gathered-logits", f"{RL} --tensor-model-parallel-size 4", "warning", "each of the 4 tensor-parallel"),
+    (LM, "gathered-logits", f"{PATCHED} --tensor-model-parallel-size 4 --batch-invariant-mode", "note", "bit for bit"),
     (LM, "captured-denominator", f"{PATCHED} --cuda-graph-impl full_iteration", "error", "first batch"),
     (LM, "replayed-routes", f"{RL} {REPLAY}", "warning", "never hands the sampler's routes"),
     (LM, "stale-policies", f"{RL} --rl-partial-rollouts", "note", "several versions"),

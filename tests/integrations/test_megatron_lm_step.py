@@ -130,6 +130,30 @@ def test_logprobs_of_a_bf16_model_are_fp32_and_the_host_takes_them() -> None:
     torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_under_batch_invariant_mode_logprobs_are_the_bits_of_the_hosts_own_log_softmax(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(8)
+    tokens = torch.randint(0, VOCABULARY, (64, WIDTH), generator=draw)
+    model, state = Model(), session.Session(RolloutCorrection(), None)
+    made = {symbol.name: symbol.make for symbol in HOST.symbols}
+    logits = model.table[tokens[:, :-1]].detach()
+    with sources.imported(sources.STUB) as host:
+        from megatron.training.global_vars import get_args
+
+        rl, args = host.rl_utils, get_args()
+        monkeypatch.setattr(args, "rl_default_temperature", temperature)
+        own = rl.selective_log_softmax(logits if temperature == 1 else logits / temperature, tokens[:, 1:])
+        for name in ("get_logprobs", "selective_log_softmax"):
+            setattr(rl, name, made[name](getattr(rl, name), state))
+        patched = rl.get_logprobs(model, tokens, None)
+        monkeypatch.setattr(args, "batch_invariant_mode", True, raising=False)
+        invariant = rl.get_logprobs(model, tokens, None)
+    assert torch.equal(invariant, own) and not torch.equal(patched, own)
+    assert state.logits is None and not model._forward_pre_hooks
+
+
 def test_with_per_token_loss_the_host_divides_itself() -> None:
     pair = {"rc": torch.tensor([3.0, 1.0])}
     own = (torch.tensor(6.0), torch.tensor(4), {"lm loss": torch.tensor([6.0, 4.0])})

@@ -20,6 +20,7 @@ DEFAULTS: dict[str, Any] = {
     "rl_partial_rollouts": False,
     "inference_dynamic_batching_logprobs_mode": "raw_logprobs",
     "tensor_model_parallel_size": 1,
+    "batch_invariant_mode": False,
 }
 """Arguments that the rules read, with the host's own defaults."""
 
@@ -81,6 +82,13 @@ RULES = (
         f"{args.tensor_model_parallel_size} tensor-parallel ranks",
         f"To keep logits sharded, {_RUN_PATCHED}.", good="no rank gathers logits",
         severity="warning", made_by="unpatched runs",
+    ),
+    FlagRule(
+        "gathered-logits", lambda args: args.tensor_model_parallel_size > 1 and args.batch_invariant_mode,
+        "under --batch-invariant-mode the patch leaves the log-softmax to the host, which equals the sampler's bit for "
+        "bit and gathers the whole vocabulary on each tensor-parallel rank",
+        "Drop --batch-invariant-mode if the memory of the gathered logits is too much.",
+        severity="note", made_by="patched runs",
     ),
     FlagRule(
         "captured-denominator", captures_iteration,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.integrations.megatron_lm.session import LogitShards, Session
+from megatron_rc.integrations.megatron_lm.session import LogitShards, Session, WholeLogits
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.logprobs import vocab_parallel_logprobs
 
@@ -17,17 +17,25 @@ def get_logprobs(original: Function, session: Session, model: Any, *args: Any, *
     """The host's function, whose forward pass leaves the logits on the rank that computed them.
 
     The host still cuts and shifts the tokens, under packing and context parallelism too. It then calls
-    selective_log_softmax with logits and ids, which reads the logits as shards for as long as this call lasts.
+    selective_log_softmax with logits and ids, which reads the logits as shards for as long as this call lasts. Under
+    --batch-invariant-mode the log-probs are those of the host's own kernels, which equal the sampler's bit for bit.
     """
     from megatron.core.utils import get_attr_wrapped_model
     from megatron.training.global_vars import get_args
 
-    session.logits = LogitShards(get_attr_wrapped_model(model, "pg_collection").tp, get_args().rl_default_temperature)
-    hook = model.register_forward_pre_hook(_keep_shards, with_kwargs=True)
+    host_args = get_args()
+    if getattr(host_args, "batch_invariant_mode", False):
+        session.logits = WholeLogits(host_args.rl_default_temperature)
+        hook = None
+    else:
+        tp_group = get_attr_wrapped_model(model, "pg_collection").tp
+        session.logits = LogitShards(tp_group, host_args.rl_default_temperature)
+        hook = model.register_forward_pre_hook(_keep_shards, with_kwargs=True)
     try:
         return original(model, *args, **kwargs)
     finally:
-        hook.remove()
+        if hook is not None:
+            hook.remove()
         session.logits = None
 
 
@@ -43,6 +51,8 @@ def selective_log_softmax(original: Function, session: Session, logits: Tensor, 
     """The host's function, which takes logits as vocabulary shards inside get_logprobs."""
     if session.logits is None:
         return original(logits, index)
+    if isinstance(session.logits, WholeLogits):
+        return original(logits if session.logits.temperature == 1 else logits / session.logits.temperature, index)
     logprobs = vocab_parallel_logprobs(
         logits, index, tp_group=session.logits.tp_group, temperature=session.logits.temperature
     )

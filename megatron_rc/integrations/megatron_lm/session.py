@@ -24,6 +24,12 @@ class LogitShards(NamedTuple):
     temperature: float
 
 
+class WholeLogits(NamedTuple):
+    """Logits that the host gathers, for its own log-softmax."""
+
+    temperature: float
+
+
 @dataclass
 class Session(HoldsRule):
     """The state of one patch."""
@@ -33,7 +39,7 @@ class Session(HoldsRule):
     signals: Signals = NOTHING
     """What the correction of the rollout batch says about the step size."""
     lost_batch: LostBatchWarning = field(default_factory=LostBatchWarning)
-    logits: LogitShards | None = None
+    logits: LogitShards | WholeLogits | None = None
     """Set inside get_logprobs; None outside."""
     num_rows: int = 0
     """Rows (bins under packing) of this rank in the rollout batch that is being prepared."""
