@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.integrations.after_import import AfterImport
+from megatron_rc.integrations.rebinding import rebind
 from megatron_rc.integrations.scheduler_rule import LRRule
 from megatron_rc.integrations.symbols import Host, Symbol
 
@@ -21,27 +21,11 @@ class Place:
     owner: Any
     """Module or class."""
     original: FunctionType
-    replacement: Any
+    replacement: FunctionType
 
     @property
     def attribute(self) -> str:
         return self.symbol.name.rpartition(".")[2]
-
-    def replace(self) -> None:
-        """Put the replacement into the owner, and into every loaded module that imported the original by value."""
-        self._rebind(self.original, self.replacement)
-
-    def restore(self) -> None:
-        """Undo `replace`, also in modules that imported the replacement since."""
-        self._rebind(self.replacement, self.original)
-
-    def _rebind(self, before: Any, after: Any) -> None:
-        setattr(self.owner, self.attribute, after)
-        if not isinstance(self.owner, ModuleType):
-            return
-        for module in list(sys.modules.values()):
-            if isinstance(module, ModuleType) and vars(module).get(self.attribute) is before:
-                setattr(module, self.attribute, after)
 
 
 @dataclass(eq=False)
@@ -54,11 +38,20 @@ class Installed:
     lr_rule: LRRule | None
     session: Any
     """What `Host.prepare` returned; the replacements share it."""
-    places: list[Place]
+    places: list[Place] = field(default_factory=list)
     holders: list[Any] = field(default_factory=list)
     """Patches that have not been undone; the host is restored with the last of them."""
     later: AfterImport = field(default_factory=AfterImport)
     """Replacements in modules of the host that this process has not imported."""
+    held: tuple[str, ...] = ()
+    """Names that keep functions of the host which were replaced elsewhere."""
+
+    def replace(self, places: list[Place]) -> None:
+        """Put the replacements into their owners, and wherever a loaded module holds the original."""
+        for place in places:
+            setattr(place.owner, place.attribute, place.replacement)
+        self.held += rebind({place.original: place.replacement for place in places})
+        self.places += places
 
     def restore(self) -> None:
         """Give the host its functions back.
@@ -72,7 +65,9 @@ class Installed:
         self.host.release(self.session)
         self.later.forget()
         for place in self.places:
-            place.restore()
+            setattr(place.owner, place.attribute, place.original)
+        # also in modules that imported a replacement since
+        rebind({place.replacement: place.original for place in self.places})
 
 
 INSTALLED: dict[str, Installed] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType, TracebackType
@@ -15,7 +15,7 @@ from megatron_rc.config import RolloutCorrection
 from megatron_rc.integrations.hosts import host_named
 from megatron_rc.integrations.installed import INSTALLED, Installed, Place
 from megatron_rc.integrations.scheduler_rule import LRRule
-from megatron_rc.integrations.symbols import Host, Recipe, Symbol, definition, inspect_symbols
+from megatron_rc.integrations.symbols import Function, Host, Recipe, Symbol, definition, inspect_symbols
 from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
 from megatron_rc.lr_gate import LRGate, LRGateSettings, check_lr_rules
 
@@ -29,8 +29,9 @@ def patch(
 ) -> Patch:
     """Replace functions of a host codebase, so that its own training loop corrects its rollouts.
 
-    Call it before the loop starts; docs/hosts/ has a page per host, with the table of its symbols. Names that loaded
-    modules imported by value are replaced too, and modules that are imported later find the replacements. A patch is a
+    Call it before the loop starts; docs/hosts/ has a page per host, with the table of its symbols. Every name, class
+    attribute, dict or list of a loaded module that holds the function is changed too, a tuple that holds it is named in
+    `Patch.report`, and modules that are imported later find the replacements. A patch is a
     context manager that undoes itself. Patching a host again with equal settings counts as nested: the host is
     restored when the last of its patches is undone.
 
@@ -67,7 +68,7 @@ def patch_host(target: Host, correction: RolloutCorrection | None, lr_rule: LRRu
     """
     if target.recipe is not None:
         version = _inspected(target) if target.is_importable() else None
-        nothing_replaced = Installed(target, version, correction, lr_rule, session=None, places=[])
+        nothing_replaced = Installed(target, version, correction, lr_rule, session=None)
         return Patch(nothing_replaced, target.recipe(correction, lr_rule))
     installed = INSTALLED.get(target.name)
     if installed is None:
@@ -116,6 +117,8 @@ class Patch:
         else:
             lines = [f"{host.name}{version}, {'patched' if self.active else 'restored'}", "replaced:"]
             lines += [f"  {symbol.path}: {symbol.summary}" for symbol in host.symbols if symbol in replaced]
+            if installed.held and self.active:
+                lines += [f"still the host's own, in what cannot be changed: {', '.join(installed.held)}"]
             if host.in_parts and self.active:
                 waiting = [symbol.path for symbol in host.replaceable if symbol.module not in sys.modules]
                 lines += [f"to be replaced once this process imports them: {', '.join(waiting)}"] if waiting else []
@@ -159,9 +162,8 @@ def _install(host: Host, correction: RolloutCorrection | None, lr_rule: LRRule |
     session = host.prepare(correction, lr_rule)
     loaded = [symbol for symbol in host.replaceable if not host.in_parts or symbol.module in sys.modules]
     places = [place for symbol in loaded if (place := _place(host, symbol, session)) is not None]
-    for place in places:
-        place.replace()
-    installed = Installed(host, version, correction, lr_rule, session, places)
+    installed = Installed(host, version, correction, lr_rule, session)
+    installed.replace(places)
     for symbol in host.replaceable:
         if symbol not in loaded:
             installed.later.call(symbol.module, partial(_replace_late, installed, symbol))
@@ -171,15 +173,29 @@ def _install(host: Host, correction: RolloutCorrection | None, lr_rule: LRRule |
 def _replace_late(installed: Installed, symbol: Symbol) -> None:
     place = _place(installed.host, symbol, installed.session)
     if place is not None:
-        place.replace()
-        installed.places.append(place)
+        installed.replace([place])
 
 
 def _place(host: Host, symbol: Symbol, session: Any) -> Place | None:
     assert symbol.make is not None
     owner, original = _live(host, symbol)
     replacement = symbol.make(original, session)
-    return None if replacement is None else Place(symbol, owner, original, replacement)
+    if replacement is None:
+        return None
+    if not isinstance(replacement, FunctionType):
+        replacement = _as_function(replacement, original)
+    return Place(symbol, owner, original, replacement)
+
+
+def _as_function(replacement: Function, original: FunctionType) -> FunctionType:
+    """A callable as a function, which a class that holds it under a name binds as it binds the original."""
+
+    @wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return replacement(*args, **kwargs)
+
+    assert isinstance(function, FunctionType)
+    return function
 
 
 def _live(host: Host, symbol: Symbol) -> tuple[Any, FunctionType]:

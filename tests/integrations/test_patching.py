@@ -116,6 +116,15 @@ def test_a_module_imported_while_patched_is_restored_too() -> None:
     assert module("late").loss(1) == "host loss"
 
 
+def test_what_keeps_a_function_of_the_host_is_named_in_the_report(files: Path) -> None:
+    (files / "table.py").write_text("from tiny_host.core import loss as my_loss\nTABLE = (my_loss,)\n")
+    table = module("table")
+    with patch("tiny", correction=NONE) as patched:
+        assert table.my_loss(1) == "ours, not host loss" and table.TABLE[0](1) == "host loss"
+        assert "still the host's own, in what cannot be changed: tiny_host.table.TABLE" in patched.report()
+    assert table.my_loss(1) == "host loss" and "cannot be changed" not in patched.report()
+
+
 def test_a_host_in_parts_is_patched_as_its_modules_arrive_and_not_after_undo(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, in_parts=True)
     patch("tiny", correction=NONE).undo()

@@ -1,0 +1,57 @@
+"""Every name under which the loaded modules hold a function: imports by value, aliases, classes, tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+_NO_HOSTS = {*sys.stdlib_module_names, "numpy", "pydantic", "pyarrow", "torch", "transformers", "triton"}
+"""Packages whose modules know no host."""
+
+
+def rebind(functions: Mapping[Any, Any]) -> tuple[str, ...]:
+    """Put other functions in the place of some, wherever a loaded module holds them.
+
+    Under any name of a module or of a class that it defines, and in the dicts and lists that these names have.
+
+    Args:
+        functions: function -> the one that takes its place.
+
+    Returns:
+        Names of what holds a function and cannot be changed, such as a tuple.
+    """
+    others = {id(before): (before, after) for before, after in functions.items()}
+    held: list[str] = []
+    for owner, where in list(_owners()):
+        for name, value in list(vars(owner).items()):
+            if id(value) in others:
+                setattr(owner, name, others[id(value)][1])
+            elif type(value) is staticmethod and id(value.__func__) in others:
+                setattr(owner, name, staticmethod(others[id(value.__func__)][1]))
+            elif type(value) in (dict, list, tuple) and _change(value, others):
+                held.append(f"{where}.{name}")
+    return tuple(held)
+
+
+def _owners() -> Iterator[tuple[Any, str]]:
+    """Modules and the classes that they define, each with its name."""
+    for name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or name.partition(".")[0] in _NO_HOSTS:
+            continue
+        yield module, name
+        for value in list(vars(module).values()):
+            if issubclass(type(value), type) and value.__module__ == name:
+                yield value, f"{name}.{value.__qualname__}"
+
+
+def _change(container: Any, others: Mapping[int, tuple[Any, Any]]) -> bool:
+    """Put the other functions into a dict or a list; True for a tuple, which keeps those that it holds."""
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    found = [(key, others[id(value)][1]) for key, value in items if id(value) in others]
+    if isinstance(container, tuple):
+        return bool(found)
+    for key, after in found:
+        container[key] = after
+    return False
