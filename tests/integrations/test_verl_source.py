@@ -170,7 +170,7 @@ ray.init(runtime_env=get_ppo_ray_runtime_env(), num_cpus=1, include_dashboard=Fa
 def loss():
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-    return get_policy_loss_fn("megatron_rc").func.__name__
+    return get_policy_loss_fn("megatron_rc").args[0].__name__
 
 
 print("ANSWER", ray.get(loss.remote()))

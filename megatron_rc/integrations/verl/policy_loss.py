@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,32 +15,43 @@ from megatron_rc.integrations.verl.settings import LOSS_MODE, MODULES, PLUGIN, V
 Answer = tuple[Tensor, dict[str, Any]]
 
 
+class Given(NamedTuple):
+    """What verl passes to a policy loss; tensors are [b, R], fp32."""
+
+    old_log_prob: Tensor
+    log_prob: Tensor
+    advantages: Tensor
+    response_mask: Tensor
+    loss_agg_mode: str = "token-mean"
+    config: Any = None
+    rollout_is_weights: Tensor | None = None
+
+    def to(self, inner: Function, **changes: Any) -> Answer:
+        """(loss, metrics) of a policy loss of verl."""
+        loss, metrics = inner(**{**self._asdict(), **changes})
+        return loss, metrics
+
+
 def get_policy_loss_fn(original: Function, state: VerlPatch, name: str) -> Any:
     """The host's function, which knows one loss more."""
     if name != LOSS_MODE:
         return original(name)
     corrected = corrected_by_the_worker if state.by_the_loss else corrected_by_the_driver
-    return partial(corrected, state, original(state.settings.inner))
+    return partial(_policy_loss, corrected, state, original(state.settings.inner))
 
 
-def corrected_by_the_driver(
-    state: VerlPatch,
-    inner: Function,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Answer:
+def _policy_loss(corrected: Function, state: VerlPatch, inner: Function, *args: Any, **kwargs: Any) -> Answer:
+    loss, metrics = corrected(state, inner, Given(*args, **kwargs))
+    return loss, metrics
+
+
+def corrected_by_the_driver(state: VerlPatch, inner: Function, given: Given) -> Answer:
     """The loss `inner` times the weights of the trainer process; a rejected token with a NaN log-prob adds nothing.
 
     Args:
         state: the patch.
         inner: a policy loss of verl.
-        old_log_prob, log_prob, advantages, response_mask, rollout_is_weights: [b, R], fp32; as verl passes them.
-        loss_agg_mode, config: verl's.
+        given: what verl passes to it.
 
     Returns:
         (loss, metrics), as `inner`.
@@ -48,27 +59,19 @@ def corrected_by_the_driver(
     Raises:
         ValueError: the correction acts, and the trainer process has not computed its weights.
     """
-    if state.acts and rollout_is_weights is None:
-        raise ValueError(
-            f"loss_mode={LOSS_MODE} has no weights: the trainer process of verl has not corrected the rollout. Set "
-            f"{VARIABLE} there too (and {MODULES}={PLUGIN}, where the package has no entry points)"
-        )
-    if rollout_is_weights is not None:
-        old_log_prob, log_prob = _finite(old_log_prob, log_prob, response_mask & (rollout_is_weights > 0))
-    return _call(inner, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)
+    weights = given.rollout_is_weights
+    if weights is None:
+        if state.acts:
+            raise ValueError(
+                f"loss_mode={LOSS_MODE} has no weights: the trainer process of verl has not corrected the rollout. Set "
+                f"{VARIABLE} there too (and {MODULES}={PLUGIN}, where the package has no entry points)"
+            )
+        return given.to(inner)
+    old, current = _finite(given.old_log_prob, given.log_prob, given.response_mask & (weights > 0))
+    return given.to(inner, old_log_prob=old, log_prob=current)
 
 
-def corrected_by_the_worker(
-    state: VerlPatch,
-    inner: Function,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Answer:
+def corrected_by_the_worker(state: VerlPatch, inner: Function, given: Given) -> Answer:
     """The loss on pi / mu itself, for old "rollout": verl's bypass_mode hands over log mu as old log-probs.
 
     Sequences are whole in a micro-batch, so every gate sees its unit whole, however verl cuts the batch. Rejected
@@ -81,15 +84,19 @@ def corrected_by_the_worker(
     from verl.trainer.ppo.core_algos import agg_loss
 
     corrected = correct(
-        log_prob.detach(), old_log_prob, response_mask, correction=state.correction, advantages=advantages
+        given.log_prob.detach(),
+        given.old_log_prob,
+        given.response_mask,
+        correction=state.correction,
+        advantages=given.advantages,
     )
     state.sums = [state.sums[0].merge(corrected.metrics) if state.sums else corrected.metrics]
-    old_log_prob, log_prob = _finite(old_log_prob, log_prob, corrected.mask)
+    old, current = _finite(given.old_log_prob, given.log_prob, corrected.mask)
     if state.settings.surrogate == "ppo":
         weights = corrected.weights if state.acts else None
-        return _call(inner, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, weights)
-    losses = -corrected.weights * advantages * log_prob
-    loss = agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
+        return given.to(inner, old_log_prob=old, log_prob=current, rollout_is_weights=weights)
+    losses = -corrected.weights * given.advantages * current
+    loss = agg_loss(losses, given.response_mask, given.loss_agg_mode, **given.config.global_batch_info)
     return loss, {}
 
 
@@ -97,25 +104,3 @@ def _finite(old: Tensor, current: Tensor, counted: Tensor) -> tuple[Tensor, Tens
     """Both log-probs with 0 where a token does not count and either is not finite: 0 times NaN is NaN."""
     sound = counted | (old.isfinite() & current.detach().isfinite())
     return torch.where(sound, old, 0), torch.where(sound, current, 0)
-
-
-def _call(
-    inner: Function,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: Any,
-    weights: Tensor | None,
-) -> Answer:
-    loss, metrics = inner(
-        old_log_prob=old_log_prob,
-        log_prob=log_prob,
-        advantages=advantages,
-        response_mask=response_mask,
-        loss_agg_mode=loss_agg_mode,
-        config=config,
-        rollout_is_weights=weights,
-    )
-    return loss, metrics
