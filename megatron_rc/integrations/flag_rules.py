@@ -70,6 +70,23 @@ def refuse(rules: Iterable[FlagRule], args: Any, defaults: Mapping[str, Any], *,
             raise ValueError((f"{host}: " if host else "") + rule.refusal(complete))
 
 
+def sampler_rules(temperature: str, logprobs_mode: str) -> tuple[FlagRule, FlagRule]:
+    """The mistakes "temperature" and "logprobs-mode" of a host with overrides, by the dotted paths of both settings."""
+    return (
+        FlagRule(
+            "temperature", lambda args: args[temperature] <= 0,
+            "a greedy sampler has no log-prob that the trainer's could be compared with",
+            f"Set {temperature} above 0.", good="the sampler's temperature is above 0",
+        ),
+        FlagRule(
+            "logprobs-mode", lambda args: args[logprobs_mode] != "processed_logprobs",
+            lambda args: f"{logprobs_mode}={args[logprobs_mode]} returns log-probs before the temperature, and the "
+            "trainer divides its logits by it",
+            f"Set {logprobs_mode}=processed_logprobs.", good="log-probs are those after the temperature",
+        ),
+    )  # fmt: skip
+
+
 def captures_iteration(args: Any) -> bool:
     """Whether Megatron captures the whole training iteration in a CUDA graph."""
     # older releases name the scope in a flag of its own

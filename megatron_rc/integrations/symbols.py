@@ -85,6 +85,8 @@ class Host:
     """Mistakes in the host's own flags; doctor knows those in Megatron's flags, which every host takes."""
     flag_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Argument that the rules read -> its default in the host."""
+    own_configs: tuple[str, ...] = ()
+    """Names of YAML files of a host that uses Hydra, whose values `flag_defaults` has."""
     reads_overrides: bool = False
     """Whether the host takes YAML and overrides key=value in the place of flags; its rules read dotted paths."""
     config_flag: str | None = None

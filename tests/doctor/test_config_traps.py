@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +128,52 @@ def test_a_yaml_file_is_read_over_its_parents_and_under_the_overrides(tmp_path: 
     assert found["fp8-rollouts"].status == "warning" and found["moe-replay"].status == "good"
     with pytest.raises(ValueError, match="found none at"):
         traps(NEMO, f"--config {tmp_path}/none.yaml")
+
+
+def test_the_yaml_of_a_hydra_host_is_read_over_the_files_of_its_folder_and_under_the_overrides(tmp_path: Path) -> None:
+    (tmp_path / "sampling").mkdir()
+    (tmp_path / "sampling/greedy.yaml").write_text("temperature: 0\ntop_p: 0.9\n")
+    (tmp_path / "base.yaml").write_text("algorithm: {rollout_correction: null}\ntrainer: {use_v1: false}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "hydra: {searchpath: [file://verl/trainer/config]}\n"
+        "defaults: [ppo_trainer, base, {sampling@actor_rollout_ref.rollout: greedy}, {override actor: dp}, _self_]\n"
+        "algorithm: {rollout_correction: {rollout_rs: token_k1}}\n"
+    )
+    for named in (f"--config-path={tmp_path} --config-name='mine.yaml'", f"-cp {tmp_path} -cn mine"):
+        found = traps(VERL, f"python -m verl.trainer.main_ppo {named.replace(chr(39), '')} {ROLLOUT}.temperature=1")
+        assert (found["temperature"].status, found["top-p-top-k"].status) == ("good", "error")
+        assert found["correction-section"].status == "good" and found["rejection-denominator"].status == "warning"
+    own = traps(VERL, "python -m verl.trainer.main_ppo --config-path=config --config-name=ppo_megatron_trainer.yaml")
+    assert {finding.status for finding in own.values()} == {"good"}
+    elsewhere = traps(VERL, f"python -m verl.trainer.main_ppo --config-name=$NAME {ROLLOUT}.top_p=1 {ROLLOUT}.top_k=-1")
+    assert not elsewhere["temperature"].decided and elsewhere["top-p-top-k"].status == "good"
+
+
+@pytest.mark.parametrize(
+    ("config", "checks"),
+    [
+        ({"num_experts": 128}, {"moe-replay"}),
+        ({"text_config": {"n_routed_experts": 64}, "quantization_config": {"quant_method": "fp8"}},
+         {"moe-replay", "quantized-checkpoint"}),
+        ({"num_experts": 0, "quantization_config": None}, set()),
+    ],
+)  # fmt: skip
+def test_the_config_of_a_checkpoint_says_more_than_its_name(
+    config: dict[str, Any], checks: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named_otherwise = "a/B-FP8-A3B" if not checks else "a/B"
+    snapshot = tmp_path / f"models--{named_otherwise.replace('/', '--')}/snapshots/1"
+    for folder in (tmp_path / "plain", snapshot):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for model in (str(tmp_path / "plain"), named_otherwise):
+        for host, text in ((VERL, "model_engine=megatron actor_rollout_ref.model.path="), (NEMO, "policy.model_name=")):
+            found = traps(host, text + model)
+            assert {
+                name for name in ("moe-replay", "quantized-checkpoint") if found[name].status == "warning"
+            } == checks
+            assert all("config.json" in found[name].found for name in checks)
 
 
 def test_what_another_program_fills_in_is_undecided(tmp_path: Path) -> None:

@@ -26,11 +26,18 @@ class Overrides:
     Args:
         flags: the command line.
         defaults: values by dotted path where neither the command line nor a YAML file has one.
+        own_configs: names of YAML files of the host that ``defaults`` stands for; () where it does not use Hydra.
     """
 
-    def __init__(self, flags: Flags, defaults: Mapping[str, Any]) -> None:
+    def __init__(self, flags: Flags, defaults: Mapping[str, Any], own_configs: Sequence[str] = ()) -> None:
         self._flags, self._defaults = flags, defaults
-        self._tree = _yaml_of(flags.words)
+        self._unread = ""
+        if own_configs:
+            file = _hydra_file(flags.words, own_configs)
+            self._unread = str(file) if file is not None and not file.is_file() else ""
+            self._tree = {} if file is None or self._unread else _composed(file)
+        else:
+            self._tree = _yaml_of(flags.words)
         for path, text in _overrides_of(flags.words).items():
             _put(self._tree, path.split("."), None if text is None else _value_of(text))
         self._maybe = set(_overrides_of(flags.maybe))
@@ -60,6 +67,8 @@ class Overrides:
     def _default(self, path: str) -> Any:
         if self._flags.hidden:
             raise Undecided(f"{path} may be set in {', '.join(self._flags.hidden[:5])}", EXPANDED)
+        if self._unread:
+            raise Undecided(f"{path} may be set in {self._unread}, which is not here", "Run doctor where that file is.")
         return self._defaults[path]
 
     @property
@@ -94,6 +103,46 @@ def _put(tree: dict[str, Any], parts: Sequence[str], value: Any) -> None:
         tree[part] = inner if isinstance(inner, dict) else {}
         tree = tree[part]
     tree[parts[-1]] = value
+
+
+def _hydra_file(words: Sequence[str], own_configs: Sequence[str]) -> Path | None:
+    """The YAML file that --config-name and --config-path name; None where it is one of the host's own."""
+    name = _value_after(words, ("--config-name", "-cn"))
+    stem = name.removesuffix(".yaml")
+    folder = _value_after(words, ("--config-path", "-cp", "--config-dir", "-cd"))
+    return None if not name or stem in own_configs else Path(folder) / f"{stem}.yaml"
+
+
+def _value_after(words: Sequence[str], names: Sequence[str]) -> str:
+    """The value of an option, as its next word or behind =; "" where it is not given."""
+    value = ""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        option, equals, text = word.partition("=")
+        if option in names:
+            value = text if equals else following
+    return value
+
+
+def _composed(file: Path) -> dict[str, Any]:
+    """A YAML file of Hydra over those files of its list `defaults` that lie in its folder."""
+    tree: dict[str, Any] = {}
+    given = schema.load_yaml(file)
+    given.pop("hydra", None)
+    entries = given.pop("defaults", None) or []
+    for entry in entries if "_self_" in entries else [*entries, "_self_"]:
+        if entry == "_self_":
+            _merge(tree, given)
+            continue
+        # "name", or {"group@package": "name"}, with "override" and "optional" before the group
+        group, name = ("", entry) if isinstance(entry, str) else next(iter(entry.items()))
+        folder, _, package = group.split(" ")[-1].partition("@")
+        path = file.parent / folder / f"{str(name).removesuffix('.yaml')}.yaml"
+        if path.is_file():
+            part = _composed(path)
+            for key in reversed((package or folder.replace("/", ".")).split(".") if group else []):
+                part = {key: part}
+            _merge(tree, part)
+    return tree
 
 
 def _yaml_of(words: Sequence[str]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def flag_checks(host: Host) -> Registry[HostFacts]:
 def _first_mistake(rules: Sequence[FlagRule], facts: HostFacts) -> Finding:
     args: Arguments | Overrides
     if facts.host.reads_overrides:
-        args = Overrides(facts.flags, facts.host.flag_defaults)
+        args = Overrides(facts.flags, facts.host.flag_defaults, facts.host.own_configs)
     else:
         args = Arguments(facts.flags, {**MEGATRON_DEFAULTS, **facts.host.flag_defaults}, facts.host.config_flag)
     other = "unpatched runs" if facts.is_patched else "patched runs"

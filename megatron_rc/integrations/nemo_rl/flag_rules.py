@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rc.integrations.flag_rules import FlagRule
+from megatron_rc.integrations.checkpoint import checkpoint_rules, read_checkpoint
+from megatron_rc.integrations.flag_rules import FlagRule, sampler_rules
 
 _VLLM, _GENERATION = "policy.generation.vllm_cfg", "policy.generation"
 _MODEL, _REPLAY = "policy.model_name", "policy.router_replay.enabled"
 _CORRECTION = "loss_fn.use_importance_sampling_correction"
 _TRUNCATION = "loss_fn.truncated_importance_sampling_type"
-_MOE_NAMES = ("moe", "a3b", "a22b", "a10b", "deepseek-v3", "moonlight", "nano-30b", "mixtral")
 
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys((_MODEL, _TRUNCATION)),
@@ -28,24 +28,10 @@ def _is_fp8(args: Any) -> bool:
     return args[f"{_VLLM}.precision"] == "fp8" or str(args[f"{_VLLM}.kv_cache_dtype"]).startswith("fp8")
 
 
-def _is_moe(args: Any) -> bool:
-    return any(name in str(args[_MODEL] or "").lower() for name in _MOE_NAMES)
-
-
 _PATCH = "start the script by python -m megatron_rc patch --rc-host nemo-rl --rc-preset token-tis"
 
 RULES = (
-    FlagRule(
-        "temperature", lambda args: args[f"{_GENERATION}.temperature"] <= 0,
-        "a greedy sampler has no log-prob that the trainer's could be compared with",
-        f"Set {_GENERATION}.temperature above 0.", good="the sampler's temperature is above 0",
-    ),
-    FlagRule(
-        "logprobs-mode", lambda args: args[f"{_VLLM}.logprobs_mode"] != "processed_logprobs",
-        lambda args: f"{_VLLM}.logprobs_mode={args[f'{_VLLM}.logprobs_mode']} returns log-probs before the "
-        "temperature, and the trainer divides its logits by it",
-        f"Set {_VLLM}.logprobs_mode=processed_logprobs.", good="log-probs are those after the temperature",
-    ),
+    *sampler_rules(f"{_GENERATION}.temperature", f"{_VLLM}.logprobs_mode"),
     FlagRule(
         "fp8-rollouts", lambda args: _is_fp8(args) and not args[_CORRECTION],
         "rollouts are FP8 and use_importance_sampling_correction is off: NeMo-RL refuses to start",
@@ -58,12 +44,11 @@ RULES = (
         f"Set {_TRUNCATION}=tis with truncated_importance_sampling_ratio=2, or {_PATCH}.", severity="warning",
         made_by="unpatched runs",
     ),
-    FlagRule(
-        "quantized-checkpoint", lambda args: any(name in str(args[_MODEL] or "").lower() for name in ("fp8", "awq")),
-        lambda args: f"{args[_MODEL]} seems to be a quantised checkpoint, whose weights the trainer reads in another "
-        "precision than the engine",
-        f"Train from the bfloat16 checkpoint in {_MODEL}, and quantise rollouts with {_VLLM}.precision=fp8.",
-        good="the name of the checkpoint mentions no quantisation", severity="warning",
+    *checkpoint_rules(
+        lambda args: args[_MODEL],
+        quantize=f"quantise rollouts with {_VLLM}.precision=fp8",
+        replays=lambda args: bool(args[_REPLAY]),
+        replay=f"Set {_REPLAY}=true with policy.megatron_cfg.enabled=true and vLLM.",
     ),
     FlagRule(
         "asynchronous-rollouts", lambda args: args["grpo.async_grpo.enabled"] and not args[_CORRECTION],
@@ -87,16 +72,8 @@ RULES = (
         good="rollouts are at most one step old, or engines take new weights as they generate", severity="note",
     ),
     FlagRule(
-        "moe-replay",
-        lambda args: _is_moe(args) and not args[_REPLAY],
-        lambda args: f"{args[_MODEL]} is a mixture of experts by its name, and trainer and engine choose experts by "
-        "themselves",
-        f"Set {_REPLAY}=true with policy.megatron_cfg.enabled=true and vLLM.",
-        good="routes are replayed, or the name of the model is that of a dense one", severity="warning",
-    ),
-    FlagRule(
         "router-dtype",
-        lambda args: _is_moe(args) and args["policy.megatron_cfg.enabled"]
+        lambda args: read_checkpoint(args[_MODEL]).is_moe and args["policy.megatron_cfg.enabled"]
         and args["policy.megatron_cfg.moe_router_dtype"] in (None, "none", "None"),
         "router logits in the model's precision have ties, which every engine breaks in its own way",
         "Set policy.megatron_cfg.moe_router_dtype=fp32.", good="router logits are fp32 or more, or the model is dense",

@@ -96,5 +96,10 @@ HOST = Host(
     flag_rules=RULES,
     flag_defaults=DEFAULTS,
     reads_overrides=True,
+    own_configs=tuple(
+        f"{program}{strategy}trainer"
+        for program in ("ppo_", "fully_async_ppo_", "one_step_off_ppo_")
+        for strategy in ("", "megatron_")
+    ),
     where="Install verl, or put a clone of verl-project/verl on PYTHONPATH.",
 )

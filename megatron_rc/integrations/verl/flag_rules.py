@@ -6,14 +6,14 @@ import os
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.integrations.flag_rules import FlagRule
+from megatron_rc.integrations.checkpoint import checkpoint_rules
+from megatron_rc.integrations.flag_rules import FlagRule, sampler_rules
 
 _ACTOR, _ROLLOUT, _CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 _VARIABLE = "MEGATRON_RC_CONFIG"
 _HANDED_ON = f"ray_kwargs.ray_init.runtime_env.env_vars.{_VARIABLE}"
 _MODEL, _LOSS = "actor_rollout_ref.model.path", f"{_ACTOR}.policy_loss.loss_mode"
 _REPLAY, _RETURNS_ROUTES = f"{_ACTOR}.megatron.router_replay.mode", f"{_ROLLOUT}.enable_rollout_routing_replay"
-_MOE_NAMES = ("moe", "a3b", "a22b", "a10b", "a17b", "deepseek-v3", "deepseek-r1", "kimi-k2", "glm-4.5", "mixtral")
 
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys((f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.bypass_mode")),
@@ -93,27 +93,13 @@ def _is_megatron(args: Any) -> bool:
     return "megatron" in (args["model_engine"], args[f"{_ACTOR}.strategy"]) or "megatron" in args.program
 
 
-def _is_moe(args: Any) -> bool:
-    return any(name in str(args[_MODEL] or "").lower() for name in _MOE_NAMES)
-
-
 RULES = (
     FlagRule(
         "rollout-logprobs", lambda args: not args[f"{_ROLLOUT}.calculate_log_probs"],
         "the engine returns no log-probs, so the gap is neither measured nor corrected",
         f"Set {_ROLLOUT}.calculate_log_probs=True.", good="the engine returns the log-probs of what it sampled",
     ),
-    FlagRule(
-        "logprobs-mode", lambda args: args[f"{_ROLLOUT}.logprobs_mode"] != "processed_logprobs",
-        lambda args: f"{_ROLLOUT}.logprobs_mode={args[f'{_ROLLOUT}.logprobs_mode']} returns log-probs before the "
-        "temperature, and the trainer divides its logits by it",
-        f"Set {_ROLLOUT}.logprobs_mode=processed_logprobs.", good="log-probs are those after the temperature",
-    ),
-    FlagRule(
-        "temperature", lambda args: args[f"{_ROLLOUT}.temperature"] <= 0,
-        "a greedy sampler has no log-prob that the trainer's could be compared with",
-        f"Set {_ROLLOUT}.temperature above 0.", good="the trainer divides its logits by the sampler's temperature",
-    ),
+    *sampler_rules(f"{_ROLLOUT}.temperature", f"{_ROLLOUT}.logprobs_mode"),
     FlagRule(
         "top-p-top-k", lambda args: args[f"{_ROLLOUT}.top_p"] < 1 or args[f"{_ROLLOUT}.top_k"] > 0,
         "the sampler draws from a part of the vocabulary and the trainer normalises over all of it, so the ratio is "
@@ -176,12 +162,11 @@ RULES = (
         f"Set {_CORRECTION}.rollout_is=token, or {_VARIABLE}='{{correction: token-tis}}'.",
         good="rollouts are not quantised, or corrected", severity="warning",
     ),
-    FlagRule(
-        "quantized-checkpoint", lambda args: any(name in str(args[_MODEL] or "").lower() for name in ("fp8", "awq")),
-        lambda args: f"{args[_MODEL]} seems to be a quantised checkpoint, whose weights the trainer reads in another "
-        "precision than the engine",
-        f"Train from the bfloat16 checkpoint in {_MODEL}, and quantise rollouts with {_ROLLOUT}.quantization=fp8.",
-        good="the name of the checkpoint mentions no quantisation", severity="warning",
+    *checkpoint_rules(
+        lambda args: args[_MODEL],
+        quantize=f"quantise rollouts with {_ROLLOUT}.quantization=fp8",
+        replays=lambda args: not _is_megatron(args) or args[_REPLAY] != "disabled",
+        replay=f"Set {_REPLAY}=R3 {_RETURNS_ROUTES}=True.",
     ),
     FlagRule(
         "asynchronous-rollouts", lambda args: _is_async(args) and not _corrects(args) and not _is_bypass(args),
@@ -194,14 +179,6 @@ RULES = (
         "the old policy is the sampler, so PPO's clip is all that bounds pi / mu",
         f"Set {_VARIABLE}='{{correction: {{old: rollout, reject: [...]}}}}' and {_LOSS}=megatron_rc.",
         good="the old policy is the trainer's own, or the ratio to the sampler is bounded", severity="note",
-    ),
-    FlagRule(
-        "moe-replay",
-        lambda args: _is_moe(args) and _is_megatron(args) and args[_REPLAY] == "disabled",
-        lambda args: f"{args[_MODEL]} is a mixture of experts by its name, and trainer and engine choose "
-        "experts by themselves",
-        f"Set {_REPLAY}=R3 {_RETURNS_ROUTES}=True.",
-        good="routes are replayed, or the name of the model is that of a dense one", severity="warning",
     ),
     FlagRule(
         "moe-replay", lambda args: args[_REPLAY] == "R3" and not args[_RETURNS_ROUTES],

@@ -1,0 +1,82 @@
+"""What a checkpoint of Hugging Face is, by its config.json or else by its name, and the rules that follow from it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_rc.integrations.flag_rules import FlagRule
+
+_NUMBER_OF_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_QUANTIZED_NAMES = ("fp8", "fp4", "int4", "awq", "gptq")
+_MOE_NAMES = (
+    *("moe", "mixtral", "a3b", "a10b", "a17b", "a22b", "deepseek-v3", "deepseek-r1", "kimi-k2", "glm-4.5"),
+    *("moonlight", "nano-30b"),
+)
+
+
+class Checkpoint(NamedTuple):
+    """Two facts about a checkpoint."""
+
+    is_quantized: bool
+    is_moe: bool
+    evidence: str
+    """What says so: "config.json" or "name"."""
+
+
+def read_checkpoint(path: object) -> Checkpoint:
+    """The facts about a folder, or about a model of the hub, whose config.json is read where the hub's cache has it."""
+    name = str(path or "")
+    config = _config_of(name)
+    if config is None:
+        lower = name.lower()
+        return Checkpoint(
+            any(part in lower for part in _QUANTIZED_NAMES), any(part in lower for part in _MOE_NAMES), "name"
+        )
+    # a model of several modalities has its language model in a section of its own
+    language = {**config, **(config.get("text_config") or {})}
+    experts = [language.get(key) or 0 for key in _NUMBER_OF_EXPERTS]
+    return Checkpoint(bool(language.get("quantization_config")), max(experts) > 1, "config.json")
+
+
+def _config_of(name: str) -> dict[str, Any] | None:
+    if not name or "$" in name:
+        return None
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser() / f"models--{name.replace('/', '--')}"
+    for file in (Path(name) / "config.json", *sorted(hub.glob("snapshots/*/config.json"), reverse=True)):
+        if file.is_file():
+            config = json.loads(file.read_text(encoding="utf-8"))
+            return config if isinstance(config, dict) else None
+    return None
+
+
+def checkpoint_rules(
+    model: Callable[[Any], Any], *, quantize: str, replays: Callable[[Any], bool], replay: str
+) -> tuple[FlagRule, FlagRule]:
+    """The mistakes "quantized-checkpoint" and "moe-replay" of a host whose trainer and engine read one checkpoint.
+
+    Args:
+        model: arguments -> the checkpoint.
+        quantize: how the host quantises rollouts from a checkpoint that is not quantised; ends a sentence.
+        replays: whether routes are replayed, or the trainer has no way to replay them.
+        replay: how to replay them, one sentence.
+    """
+    return (
+        FlagRule(
+            "quantized-checkpoint", lambda args: read_checkpoint(model(args)).is_quantized,
+            lambda args: f"{model(args)} is a quantised checkpoint by its {read_checkpoint(model(args)).evidence}, and "
+            "the trainer reads the weights in another precision than the engine",
+            f"Train from the bfloat16 checkpoint, and {quantize}.",
+            good="nothing says that the checkpoint is quantised", severity="warning",
+        ),
+        FlagRule(
+            "moe-replay", lambda args: read_checkpoint(model(args)).is_moe and not replays(args),
+            lambda args: f"{model(args)} is a mixture of experts by its {read_checkpoint(model(args)).evidence}, and "
+            "trainer and engine choose experts by themselves",
+            replay, good="routes are replayed, or nothing says that the model has experts", severity="warning",
+        ),
+    )  # fmt: skip
