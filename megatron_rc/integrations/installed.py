@@ -21,7 +21,8 @@ class Place:
     owner: Any
     """Module or class."""
     original: FunctionType
-    replacement: FunctionType
+    replacement: Any
+    """A function, so that a class that holds it binds it as it binds the original."""
 
     @property
     def attribute(self) -> str:
