@@ -12,6 +12,9 @@ from typing import Any, ClassVar
 from megatron_rc.lr_scale import LRScale, Signals
 from megatron_rc.surge import SurgeDetector
 
+UNMEASURED = 6
+"""Rollouts without a length, one after another, of which `LengthDecayLR.news` speaks."""
+
 
 class LengthDecayLR(LRScale):
     """Length-decay learning rate: constant until responses surge in length, then halved periodically down to a floor.
@@ -65,6 +68,7 @@ class LengthDecayLR(LRScale):
         self.period_per_surge = period_per_surge
         self.detector = dataclasses.replace(detector)
         self._fixed_period = decay_period
+        self._unmeasured = 0
 
     def __repr__(self) -> str:
         period = f"decay_period={self.decay_period}, min_lr_ratio={self.min_lr_ratio:g}"
@@ -106,6 +110,8 @@ class LengthDecayLR(LRScale):
         """
         before = self._state_of_search()
         self.detector.update(mean_response_length, truncated_share)
+        measured = mean_response_length is not None and not math.isnan(mean_response_length)
+        self._unmeasured = 0 if measured else self._unmeasured + 1
         self._refresh()
         self.news = tuple(self._news(before))
         return self.lr
@@ -137,6 +143,11 @@ class LengthDecayLR(LRScale):
                 )
             else:
                 news.append(f"the alarm of rollout {alarm} is withdrawn: the lengths came back")
+        if self._unmeasured == UNMEASURED and self.decay_period is None:
+            news.append(
+                f"no response length was measured in {UNMEASURED} rollouts, so no surge can be seen and the learning "
+                "rate will not decay"
+            )
         if self.scale != scale:
             news.append(f"learning rate x {self.scale:.3g} from rollout {self.rollouts} on")
         return news

@@ -97,6 +97,12 @@ TRAPPED = [
         "warning",
         "the whole vocabulary",
     ),
+    ("slime", "quantized-rollouts", "--hf-checkpoint /models/Qwen3-4B-FP8/", "warning", "no correction acts"),
+    ("miles", "quantized-rollouts", "--sglang-kv-cache-dtype fp8_e4m3", "warning", "no correction acts"),
+    ("slime", "quantized-rollouts", "--sglang-quantization fp8", "warning", "no correction acts"),
+    ("slime", "asynchronous-rollouts", "python3 train_async.py --lr 1", "warning", "older weights"),
+    ("slime", "moe-replay", "--num-experts 128 --moe-router-dtype fp32", "warning", "choose experts"),
+    ("miles", "moe-replay", "--hf-checkpoint a/Qwen3-30B-A3B", "warning", "choose experts"),
     ("slime", "hook-settings", f"{OURS} --use-tis", "error", "megatron_rc must be a mapping"),
     ("miles", "rollout-data-on-miles", flag("rollout_data"), "error", "gives that hook no rollout"),
 ]
@@ -139,6 +145,10 @@ HOOKS_TRAPPED = [
     ),
     ("loss-estimator", f"{LOSS_ON} --advantage-estimator gspo", {}, "must not be gspo"),
     ("loss-context-parallel", f"{LOSS_ON} --allgather-cp --context-parallel-size 2", {}, "zigzag"),
+    ("loss-true-on-policy", f"{LOSS_ON} --true-on-policy-mode", {}, "exactly on-policy"),
+    ("hook-skipped-forward", f"{LOSS_ON} --skip-actor-forward-only", {}, "neither another loss nor a hook"),
+    ("rollout-data-logprobs", ROLLOUT_ON, {}, "no log-probs before the update"),
+    ("lr-decay-released-actors", f"{TIS_ON} {DECAY_ON} --release-train", {"lr_decay": {}}, "never decay"),
     ("loss-opsm", f"{LOSS_ON} --use-opsm", {}, "--use-opsm must be off"),
     ("loss-and-tis", f"{LOSS_ON} --use-tis", {}, "--use-tis must be off for loss"),
     ("loss-old-rollout", f"{LOSS_ON} --use-rollout-logprobs", {}, "got old='recompute'"),
@@ -247,7 +257,8 @@ def test_a_dump_needs_no_flag_for_its_entropy_where_check_runs(tmp_path: Path) -
 
 
 def test_every_trap_is_tried() -> None:
-    tried = {check for _, check, *_ in TRAPPED} | {check for check, *_ in HOOKS_TRAPPED} | {"batch-normalised-weights"}
+    tried = {check for _, check, *_ in TRAPPED} | {check for check, *_ in HOOKS_TRAPPED}
+    tried |= {"batch-normalised-weights", "key-without-hook"}
     hosts = [host for host in HOSTS.values() if not host.reads_overrides]
     assert {check.name for host in hosts for check in flag_checks(host)} == tried
 
@@ -256,7 +267,7 @@ REFUSED = [
     "",
     "--perform-rl-step",
     f"{RL} --moe-router-fusion {REPLAY}",
-    *(flags for host, _, flags, *_ in TRAPPED if host == LM and PATCHED in flags),
+    *(flags for host, _, flags, status, _ in TRAPPED if (host, status) == (LM, "error") and PATCHED in flags),
 ]
 
 
@@ -291,28 +302,30 @@ def test_keys_of_the_yaml_file_of_slime_are_read(tmp_path: Path) -> None:
     assert not traps("slime", given)["hook-settings"].decided
 
 
+@pytest.mark.parametrize("host", ["slime", "miles"])
+def test_settings_that_no_hook_reads_are_an_error(host: str, tmp_path: Path) -> None:
+    key = {"correction": "token-tis"}
+    found = traps(host, with_key(tmp_path, "--lr 1", key))["key-without-hook"]
+    assert found.status == "error" and "no hook that reads it is named" in found.found
+    for hook in ("enable", "check", "tis"):
+        assert traps(host, with_key(tmp_path, flag(hook), key))["key-without-hook"].status == "good"
+
+
+def test_rollouts_that_a_correction_acts_on_may_be_quantised_and_stale(tmp_path: Path) -> None:
+    run = "python train_async.py --sglang-quantization fp8"
+    for flags, key, status in (
+        ("--use-tis", {}, "good"),
+        (flag("enable"), {"correction": "token-tis"}, "good"),
+        (flag("enable"), {"correction": "none"}, "warning"),
+        (flag("enable"), {"correction": "no-such-preset"}, "warning"),
+    ):
+        found = traps("slime", with_key(tmp_path, f"{run} {flags}", key))
+        assert found["quantized-rollouts"].status == found["asynchronous-rollouts"].status == status, flags
+
+
 def test_a_value_that_the_shell_would_fill_in_is_undecided() -> None:
     finding = traps(LM, f"{RL} --rl-default-temperature $TEMPERATURE")["temperature"]
     assert not finding.decided and "$TEMPERATURE" in finding.found
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--lr 1 --lr 2", 2.0),
-        ("--lr=3", 3.0),
-        ("--lr -4", -4.0),
-        ("torchrun --nproc_per_node 8 train.py --wd 1", 5.0),
-        ("--lr", 5.0),
-    ],
-)
-def test_flags_are_read_as_argparse_reads_them(words: str, expected: float) -> None:
-    assert Arguments(Flags(words.split()), {"lr": 5.0}, None).lr == expected
-
-
-def test_underscores_and_negations_name_the_same_flag() -> None:
-    flags = Flags(["--use_tis", "--rl-partial-rollouts", "--no-rl-partial-rollouts", "--no-x", "--x"])
-    assert "use-tis" in flags and "rl-partial-rollouts" not in flags and "x" in flags
 
 
 SOURCES = {"MEGATRON_LM_DIR": (LM, TRAINING), "SLIME_DIR": ("slime",), "MILES_DIR": ("miles",)}
@@ -326,7 +339,7 @@ def test_the_flags_of_the_traps_exist_in_the_host(variable: str) -> None:
     files = [path for part in ("argument", "config") for path in folder.rglob(f"*{part}*.py")]
     text = "".join(path.read_text() for path in files)
     # slime and miles take Megatron's own flags, too; those of patch are ours
-    elsewhere = ("--rc-", *(("--moe-", "--num-experts") if LM not in SOURCES[variable] else ()))
+    elsewhere = ("--rc-", "--sglang-", *(("--moe-", "--num-experts") if LM not in SOURCES[variable] else ()))
     flags = " ".join(flags for host, _, flags, *_ in TRAPPED if host in SOURCES[variable]).split()
     for name in {word.partition("=")[0] for word in flags if word.startswith("--") and not word.startswith(elsewhere)}:
         plain = name.removeprefix("--").removeprefix("no-")

@@ -104,6 +104,33 @@ def test_tis_drops_a_corrupt_token_and_counts_it_whatever_its_loss_is() -> None:
     assert all(values.isfinite().all() for values in metrics.values())
 
 
+@pytest.mark.parametrize("corrupt", [math.nan, -math.inf])
+def test_a_corrupt_trainer_logprob_is_a_nan_in_the_loss_of_tis_and_harmless_after_rollout_data(
+    corrupt: float, world: None
+) -> None:
+    # the host's own loss may still be finite here, by its clip, and its gradient is not
+    loss, *_ = tis(use_tis("token-tis"), [[corrupt, -1.0]], [[-1.0, -1.0]], [[1, 1]])
+    assert loss.isnan().tolist() == [True, False]
+    loss, *_ = tis(use_tis("token-tis"), [[corrupt, -1.0]], [[-1.0, -1.0]], [[0, 1]])
+    assert loss.isfinite().all()
+    data = micro_batch(rollout(11))
+    current = torch.cat(data["log_probs"]).clone().requires_grad_()
+    data["log_probs"][0][1] = corrupt
+    settings = {"correction": "token-tis", "max_nonfinite_share": 0.5}
+    slime.rollout_data(arguments(megatron_rc=settings, rollout_data_postprocess_path=PATH + "rollout_data"), 0, data)
+    ratio, advantages = (current - torch.cat(data["log_probs"])).exp(), torch.cat(data["advantages"])
+    torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.28) * advantages).sum().backward()
+    # e^-20 where the trainer calls the token impossible
+    assert current.grad is not None and current.grad.isfinite().all() and current.grad[1].abs() < 1e-7
+    assert (data["rc/nonfinite_share"] > 0) == math.isnan(corrupt)
+
+
+def test_tis_takes_what_other_versions_of_the_hosts_pass() -> None:
+    more = {"current_log_probs": [torch.zeros(1)], "advantages": [torch.ones(1)]}
+    loss, *_ = tis(use_tis("token-tis"), [[-1.0]], [[-1.0 - LOG2]], [[1]], **more)
+    torch.testing.assert_close(loss, torch.tensor([2.0]))
+
+
 def test_tis_only_reports_under_get_mismatch_metrics_or_where_the_advantages_are_weighted() -> None:
     train, sampled = [[-1.0, -1.0]], [[-1.0 - 2 * LOG2, -1.0]]
     data_hook = {"rollout_data_postprocess_path": PATH + "rollout_data", "custom_tis_function_path": PATH + "tis"}

@@ -255,6 +255,11 @@ def test_a_run_that_resumes_without_the_state_is_refused_or_begins_where_it_is_t
     assert [run.rollout(number, [9])[0] for number in (7, 8, 9)] == pytest.approx([LR, LR / 2, LR / 2])
 
 
+def test_a_decay_begins_with_the_first_rollout_that_trains_the_actor() -> None:
+    run = Run(settings(lr_decay={"decay_period": 2}, num_critic_only_steps=7))
+    assert [run.rollout(number, [9])[0] for number in (7, 8, 9)] == pytest.approx([LR, LR / 2, LR / 2])
+
+
 def test_a_torn_write_leaves_the_state_of_the_rollout_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(settings(lr_decay={"decay_period": 2}, save=str(tmp_path)))
     run.rollout(0, [9])

@@ -30,6 +30,7 @@ NEGATIVE = {"reject": [{"statistic": "k3", "upper": 0.1, "when": "negative_advan
 def with_hooks(*hooks: str, key: Any, **changes: Any) -> Namespace:
     """Arguments that name these hooks of ours, and switch them on."""
     on = {"use_tis": "tis" in hooks, "loss_type": "custom_loss" if "loss" in hooks else "policy_loss"}
+    on["get_mismatch_metrics"] = "rollout_data" in hooks
     return arguments(**{HOOKS[hook]: PATH + hook for hook in hooks}, megatron_rc=key, **{**on, **changes})
 
 
@@ -84,6 +85,21 @@ REFUSED = [
     (("loss",), TOKEN_TIS, {"custom_pg_loss_reducer_function_path": "my.own"}, "^loss takes no reducer but its own"),
     (("rollout_data",), TOKEN_TIS, {"use_rollout_logprobs": True}, "^--use-rollout-logprobs must be off"),
     (("rollout_data",), TOKEN_TIS, {"use_tis": True}, "^--use-tis must be off with rollout_data"),
+    (("loss",), TOKEN_TIS, {"true_on_policy_mode": True}, "^--true-on-policy-mode must be off for loss.*--use-tis"),
+    (("loss",), TOKEN_TIS, {"skip_actor_forward_only": True}, "^--skip-actor-forward-only must be off"),
+    (
+        ("tis", "before_train_step"),
+        {**TOKEN_TIS, "lr_decay": {"decay_period": 9}},
+        {"skip_actor_forward_only": True},
+        "^--skip-actor-forward-only must be off",
+    ),
+    (("rollout_data",), TOKEN_TIS, {"get_mismatch_metrics": False}, "^with one train step.*--get-mismatch-metrics"),
+    (
+        ("tis", "before_train_step"),
+        {**TOKEN_TIS, "lr_decay": {}},
+        {"release_train": True},
+        "^--release-train starts the actors anew.*--rollout-data-postprocess-path.*decay_period",
+    ),
     (("tis",), TOKEN_TIS, {"rollout_top_k": 20}, "^--rollout-top-k must be -1, got 20"),
     (("tis",), TOKEN_TIS, {"train_backend": "fsdp"}, "^--train-backend must be megatron, got fsdp"),
     # what nobody applies or steps
@@ -191,6 +207,11 @@ def test_a_hook_refuses_by_itself_where_check_was_not_set(monkeypatch: pytest.Mo
         (("rollout_data", "tis"), {"correction": {"preset": "token-tis", "normalize": "batch", **NEGATIVE}}, {}),
         (("rollout_data", "loss"), {"correction": {"preset": "token-tis", "normalize": "batch"}}, {}),
         (("rollout_data", "before_train_step"), {"lr_decay": {}}, {}),
+        (("rollout_data", "before_train_step"), {"lr_decay": {}}, {"release_train": True}),
+        (("tis", "before_train_step"), {"lr_decay": {"decay_period": 9}}, {"release_train": True}),
+        (("rollout_data",), TOKEN_TIS, {"get_mismatch_metrics": False, "num_steps_per_rollout": 2}),
+        (("rollout_data",), TOKEN_TIS, {"get_mismatch_metrics": False, "advantage_estimator": "gspo"}),
+        (("tis",), TOKEN_TIS, {"true_on_policy_mode": True}),
         (("tis", "before_train_step"), {**TOKEN_TIS, "lr_decay": {"decay_period": None}}, {}),
         (("before_train_step",), {"lr_decay": {"decay_period": 204}}, {}),
         (("rollout_data", "before_train_step"), {**TOKEN_TIS, "lr_gate": {}}, {}),

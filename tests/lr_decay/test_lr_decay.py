@@ -72,6 +72,18 @@ def test_a_given_period_is_not_changed_by_a_surge_which_is_still_reported() -> N
     assert decay.metrics()["lr_decay/surge_step"] == 52 and decay.metrics()["lr_decay/period"] == 204
 
 
+@pytest.mark.parametrize("nothing", [None, math.nan])
+def test_a_decay_that_is_given_no_lengths_says_so_once(nothing: float | None) -> None:
+    decay, fixed = LengthDecayLR(1.0), LengthDecayLR(1.0, decay_period=9)
+    said = []
+    for number, length in enumerate([9.0, *[nothing] * 5, 9.0, *[nothing] * 12]):
+        decay.step(length)
+        fixed.step(length)
+        said += [number] * any("no response length was measured in 6 rollouts" in each for each in decay.news)
+        assert not any("no response length" in each for each in fixed.news)
+    assert said == [12]
+
+
 def test_only_the_first_surge_counts() -> None:
     decay = LengthDecayLR(1e-6)
     rates(decay, [*jump(60, 300), *[9000.0] * 100])

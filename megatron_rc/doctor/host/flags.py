@@ -95,6 +95,11 @@ class Arguments:
     def __init__(self, flags: Flags, defaults: Mapping[str, Any], config_flag: str | None) -> None:
         self._flags, self._defaults, self._config_flag = flags, defaults, config_flag
 
+    @property
+    def program(self) -> str:
+        """The words that start the program: its file or module, and what stands before it."""
+        return " ".join(self._flags.words[: program_of(self._flags.words)])
+
     def __getattr__(self, name: str) -> Any:
         flag, default = name.replace("_", "-"), self._defaults.get(name)
         try:

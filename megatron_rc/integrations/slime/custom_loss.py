@@ -53,7 +53,11 @@ def loss(
     rollout = layout.joined("rollout_log_probs", batch.get("rollout_log_probs"), NO_ROLLOUT_LOGPROBS)
     old: Tensor | None = rollout if correction.old == "rollout" else None
     if correction.old == "recompute":
-        old = layout.joined("log_probs", batch.get("log_probs"), "--compute-advantages-and-returns must be on")
+        old = layout.joined(
+            "log_probs",
+            batch.get("log_probs"),
+            "--compute-advantages-and-returns must be on, and --skip-actor-forward-only off",
+        )
     advantages = torch.cat([*batch["advantages"]])
     loss_mask = layout.local(batch["loss_masks"]).bool()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from megatron_rc.integrations.checkpoint import read_checkpoint
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, ROUTER_FUSION, FlagRule, refuse
 from megatron_rc.integrations.slime.refusals import HOOK_RULES, TOP_K, rules_of_named_hooks
-from megatron_rc.integrations.slime.settings import SlimeSettings, flag, names, read
+from megatron_rc.integrations.slime.settings import HOOKS, KEY, SlimeSettings, flag, names, read
 
 DEFAULTS: dict[str, Any] = {
     **MEGATRON_DEFAULTS,
@@ -16,10 +17,12 @@ DEFAULTS: dict[str, Any] = {
     ),
     **dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay", "calculate_per_token_loss"), False),
     **dict.fromkeys(("allgather_cp", "indep_dp", "use_rollout_entropy", "skip_actor_forward_only"), False),
-    **dict.fromkeys(("save_debug_train_data", "dump_details"), None),
+    **dict.fromkeys(("true_on_policy_mode", "release_train", "use_critic", "keep_old_actor", "use_opd"), False),
+    **dict.fromkeys(("save_debug_train_data", "dump_details", "hf_checkpoint", "sglang_quantization"), None),
     **dict.fromkeys(("custom_tis_function_path", "custom_loss_function_path"), None),
     **dict.fromkeys(("custom_pg_loss_reducer_function_path", "num_steps_per_rollout", "global_batch_size"), None),
     **{"loss_type": "policy_loss", "advantage_estimator": "grpo", "train_backend": "megatron", "qkv_format": "thd"},
+    **{"kl_coef": 0.0, "sglang_kv_cache_dtype": "auto"},
     **{"rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": -1},
     **{"context_parallel_size": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 1},
 }
@@ -30,7 +33,50 @@ def _dumps_train_data(args: Any) -> bool:
     return bool(args.save_debug_train_data or args.dump_details)
 
 
+def _corrects(args: Any) -> bool:
+    """Whether the host, or a hook of ours that is named, acts on the gap between sampler and trainer."""
+    if args.use_tis or args.use_rollout_logprobs or args.custom_loss_function_path:
+        return True
+    if not any(names(args, hook) for hook in ("rollout_data", "enable")):
+        return False
+    try:
+        correction = read(args).correction
+    except ValueError:
+        return False
+    return correction.weight is not None or bool(correction.reject)
+
+
+def _is_quantized(args: Any) -> bool:
+    fp8_cache = str(args.sglang_kv_cache_dtype).startswith("fp8")
+    return bool(args.sglang_quantization) or fp8_cache or read_checkpoint(args.hf_checkpoint).is_quantized
+
+
+def _is_async(args: Any) -> bool:
+    program = getattr(args, "program", "")
+    return any(name in program for name in ("train_async", "fully_async")) and not args.keep_old_actor
+
+
 _OWN_RULES = (
+    FlagRule(
+        "quantized-rollouts", lambda args: _is_quantized(args) and not _corrects(args),
+        "rollouts are quantised and no correction acts, although k3 near 1e-2 is usual with FP8",
+        f"Add --use-tis, or {flag('enable')} with a correction.", good="rollouts are not quantised, or corrected",
+        severity="warning",
+    ),
+    FlagRule(
+        "asynchronous-rollouts", lambda args: _is_async(args) and not _corrects(args),
+        "rollouts come from older weights and no correction acts",
+        f"Add --use-tis, or {flag('enable')} with a correction.",
+        good="rollouts come from the current weights, or are corrected", severity="warning",
+    ),
+    FlagRule(
+        "moe-replay",
+        lambda args: (args.num_experts is not None or read_checkpoint(args.hf_checkpoint).is_moe)
+        and not args.use_rollout_routing_replay,
+        "the model is a mixture of experts, and trainer and engine choose experts by themselves",
+        "Add --use-rollout-routing-replay.", good="routes are replayed, or nothing says that the model has experts",
+        severity="warning",
+    ),
     FlagRule(
         "router-fusion",
         lambda args: args.moe_router_fusion and (args.use_routing_replay or args.use_rollout_routing_replay),
@@ -88,7 +134,14 @@ _OWN_RULES = (
     ),
 )  # fmt: skip
 
-RULES = (*_OWN_RULES, *rules_of_named_hooks(whole_rollouts=True))
+_KEY_WITHOUT_HOOK = FlagRule(
+    "key-without-hook",
+    lambda args: getattr(args, KEY, None) is not None and not any(names(args, hook) for hook in HOOKS),
+    f"the YAML file of --custom-config-path has the key {KEY}, and no hook that reads it is named, so nothing is "
+    "corrected",
+    f"Add {flag('enable')}.", good=f"{KEY} is read by a hook, or not given",
+)  # fmt: skip
+RULES = (*_OWN_RULES, _KEY_WITHOUT_HOOK, *rules_of_named_hooks(whole_rollouts=True))
 
 MILES_TOP_P = FlagRule(
     "top-p-top-k", lambda args: args.rollout_top_p != 1,
@@ -100,7 +153,13 @@ MILES_ROLLOUT_DATA = FlagRule(
     "--rollout-data-postprocess-path must be unset on miles, which gives that hook no rollout",
     "Use the hooks tis, loss or pg_loss_reducer.", good="the hook that sees a rollout is not named",
 )  # fmt: skip
-MILES_RULES = (*_OWN_RULES, *rules_of_named_hooks(whole_rollouts=False), MILES_TOP_P, MILES_ROLLOUT_DATA)
+MILES_RULES = (
+    *_OWN_RULES,
+    _KEY_WITHOUT_HOOK,
+    *rules_of_named_hooks(whole_rollouts=False),
+    MILES_TOP_P,
+    MILES_ROLLOUT_DATA,
+)
 
 
 def check(args: Namespace) -> None:

@@ -28,11 +28,13 @@ def tis(
     response_lengths: Sequence[int],
     max_seq_lens: Sequence[int] | None = None,
     parallel_state: Any = None,
+    **more: Any,
 ) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]:
     """weights * pg_loss under --use-tis, with 0 at rejected tokens; metrics alone under --get-mismatch-metrics.
 
     The masks are returned unchanged: the host also reduces its entropy and KL terms with them, and those count
-    rejected tokens. Denominators count all loss tokens.
+    rejected tokens. Denominators count all loss tokens. A trainer log-prob that is not finite makes the loss NaN: the
+    host has used it already, and no weight of 0 would keep its gradient from becoming NaN.
 
     Args:
         args: the host's arguments, with the key megatron_rc.
@@ -41,6 +43,7 @@ def tis(
         loss_masks: one [response_length] per sample.
         total_lengths, response_lengths: tokens of each sample.
         max_seq_lens, parallel_state: passed by miles only.
+        more: what other versions of the hosts pass, ignored.
 
     Returns:
         (pg_loss [N], loss_masks, name -> [N]).
@@ -63,4 +66,6 @@ def tis(
     if weigh:
         # more than a product: 0 times an infinite loss is NaN
         pg_loss = torch.where(corrected.mask, pg_loss * corrected.weights, 0)
+        counted = layout.local(loss_masks).bool()
+        pg_loss = torch.where(counted & ~train.isfinite(), torch.nan, pg_loss)
     return pg_loss, loss_masks, metrics

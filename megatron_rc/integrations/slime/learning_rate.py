@@ -70,10 +70,12 @@ def before_train_step(
     if step_id != 0 or is_critic or opt_param_scheduler is None:
         return
     signals = LENGTHS.take(rollout_id, next(model[0].parameters()).device)
-    if rollout_id < settings.lr_decay_start:
+    # the actor takes no step while slime trains the critic alone
+    start = max(settings.lr_decay_start, getattr(args, "num_critic_only_steps", 0) or 0)
+    if rollout_id < start:
         return
     if opt_param_scheduler not in _runs:
-        _runs[opt_param_scheduler] = _begin(args, settings, rollout_id, opt_param_scheduler)
+        _runs[opt_param_scheduler] = _begin(args, settings, rollout_id, start, opt_param_scheduler)
     run = _runs[opt_param_scheduler]
     if rollout_id <= run.rollout_id:
         # miles repeats a rollout whose update it had to discard
@@ -86,14 +88,14 @@ def before_train_step(
     LR_METRICS.update(run.rule.metrics())
     _save(args, run)
     for sentence in run.rule.news if is_first_process() else ():
-        _logger.info("rollout %d: %s", rollout_id, sentence)
+        _logger.warning("rollout %d: %s", rollout_id, sentence)
 
 
-def _begin(args: Namespace, settings: SlimeSettings, rollout_id: int, scheduler: Any) -> _Run:
+def _begin(args: Namespace, settings: SlimeSettings, rollout_id: int, start: int, scheduler: Any) -> _Run:
     assert settings.lr_rule is not None
     rule = settings.lr_rule.build(scheduler.max_lr)
     last, states = rollout_id - 1, dict[str, dict[str, Any]]()
-    if rollout_id > settings.lr_decay_start:
+    if rollout_id > start:
         loaded = loaded_state(scheduler, rule.state_key, before=rollout_id)
         if loaded is None:
             states = _states_in_file(args, rule, rollout_id)

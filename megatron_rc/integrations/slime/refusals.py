@@ -60,6 +60,16 @@ def _sees_lengths(args: Any) -> bool:
     return any(names(args, hook) for hook in ("rollout_data", "tis", "loss", "pg_loss_reducer"))
 
 
+def _leaves_log_probs_out(args: Any) -> bool:
+    """Whether slime computes no log-probs before the update: the loss of its only train step has them."""
+    if args.use_rollout_logprobs:
+        return not args.get_mismatch_metrics
+    records_routes = args.use_routing_replay and not args.use_rollout_routing_replay
+    needs_them = (args.get_mismatch_metrics, args.use_critic, args.keep_old_actor, args.use_opd, records_routes)
+    reused = args.loss_type == "policy_loss" and args.kl_coef == 0 and args.advantage_estimator != "gspo"
+    return _steps_per_rollout(args) == 1 and reused and not any(needs_them)
+
+
 TOP_K = FlagRule(
     "top-p-top-k", lambda args: args.rollout_top_k not in (None, -1, 0),
     lambda args: f"--rollout-top-k must be -1, got {args.rollout_top_k}: no kept ids are recorded for it, so pi and mu "
@@ -107,6 +117,12 @@ _MAX_K3 = FlagRule(
     f"Leave it out, or add slime's {flag('rollout_data')}, which sees the whole rollout (miles has no such hook).",
 )  # fmt: skip
 
+_FORWARD_ONLY = FlagRule(
+    "hook-skipped-forward", lambda args: args.skip_actor_forward_only,
+    "--skip-actor-forward-only must be off: under it miles takes neither another loss nor a hook before the train step",
+    "Drop --skip-actor-forward-only.",
+)  # fmt: skip
+
 HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
     "tis": (
         *_ALWAYS,
@@ -146,6 +162,13 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
             "loss-context-parallel", lambda args: args.allgather_cp and args.context_parallel_size > 1,
             "--allgather-cp must be off for loss, which reads zigzag slices", _BY_TIS,
         ),
+        FlagRule(
+            "loss-true-on-policy", lambda args: args.true_on_policy_mode,
+            "--true-on-policy-mode must be off for loss: there the host scores as its sampler does, and loss in fp32 "
+            "over vocabulary shards, so a run that is exactly on-policy would not be any more",
+            _BY_TIS,
+        ),
+        _FORWARD_ONLY,
         FlagRule(
             "loss-opsm", lambda args: args.use_opsm, "--use-opsm must be off for loss",
             "Drop it, and set megatron_rc.correction to the preset off-policy-sequence-mask.",
@@ -226,6 +249,15 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
             f"Change it, or set {flag('rollout_data')} (slime), {flag('pg_loss_reducer')}, or another of these hooks.",
         ),
         FlagRule(
+            "lr-decay-released-actors",
+            lambda args: args.release_train and getattr(read(args).lr_rule, "needs_lengths", False)
+            and not names(args, "rollout_data"),
+            "--release-train starts the actors anew for every rollout, so the lengths that hooks of the loss record "
+            "for the next one are lost and the learning rate would never decay",
+            f"Set {flag('rollout_data')}, or megatron_rc.lr_decay.decay_period.",
+        ),
+        _FORWARD_ONLY,
+        FlagRule(
             "lr-gate-mismatch", lambda args: getattr(read(args).lr_rule, "needs_mismatch", False)
             and not in_advantages(args, read(args)),
             "megatron_rc.lr_gate.signal must be length with no hook that corrects whole rollouts before the update, "
@@ -245,6 +277,12 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
             and not _is_applied(args),
             "megatron_rc.correction needs a hook that applies it",
             f"Set --use-tis {flag('tis')}, or {_BY_LOSS}, or {flag('rollout_data')}.",
+        ),
+        FlagRule(
+            "rollout-data-logprobs",
+            lambda args: in_advantages(args, read(args)) and _leaves_log_probs_out(args),
+            "with one train step per rollout slime computes no log-probs before the update, which rollout_data needs",
+            f"Add --get-mismatch-metrics {flag('tis')}, which then only reports.",
         ),
         FlagRule(
             "lr-decay-unstepped", lambda args: read(args).lr_rule is not None and not names(args, "before_train_step"),

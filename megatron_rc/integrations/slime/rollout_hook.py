@@ -57,6 +57,8 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
     weighted = torch.where(corrected.mask, advantages * corrected.weights, 0)
     # not in place: returns may be the same tensors
     rollout_data["advantages"] = list(weighted.split(layout.counts))
+    # 0 times NaN is NaN: a token that is dropped must not leave one in the gradient of the host's loss
+    rollout_data["log_probs"] = list(torch.where(train.isfinite(), train, 0).split(layout.counts))
     values = corrected.metrics.values()
     warn(_LOST_BATCH.see(values, settings.correction), ranks.dp_cp_group, ranks.tp_group)
     LENGTHS.record_mismatch(rollout_id, mismatch_signals(values, settings.correction))
