@@ -1,0 +1,50 @@
+"""What hooks cost beside the loss of the same tokens, and that measuring leaves slime's loss bit-identical."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hosts.slime.host import arguments, micro_batch, rollout, sum_of_sample_mean
+from hosts.slime.single import alone
+
+from megatron_rc import RolloutCorrection
+from megatron_rc.integrations import slime
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import hook_cost
+
+TOKENS, VOCABULARY = 256, 32_768
+
+
+@pytest.mark.parametrize("correction", hook_cost.CORRECTIONS)
+@pytest.mark.parametrize("host", hook_cost.HOOKS)
+def test_a_hook_writes_at_most_one_percent_of_the_elements_of_the_loss(
+    host: str, correction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone(monkeypatch)
+    made = hook_cost.Rollout.of(TOKENS)
+    hook = hook_cost.HOOKS[host](made, RolloutCorrection.preset(correction))
+    loss = hook_cost.counted(lambda: hook_cost.own_loss(made, VOCABULARY))
+    assert loss.elements > 3 * TOKENS * VOCABULARY
+    found = hook_cost.counted(hook)
+    assert 0 < found.elements <= loss.elements / 100 and found.operations < 400
+
+
+def test_correction_none_returns_the_very_bits_of_slimes_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    whole = rollout(5)
+    batch = micro_batch(whole)
+    names = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs")
+    given = {"train_log_probs": batch["log_probs"], **{name: batch[name] for name in names}}
+    pg_loss = torch.randn(sum(whole.responses), generator=torch.Generator().manual_seed(0)).requires_grad_()
+    args = arguments(use_tis=True, megatron_rc={"correction": "none"})
+    hooked, masks, _ = slime.tis(args, pg_loss=pg_loss, **given)
+    reduce, total = sum_of_sample_mean(whole), sum(whole.responses)
+    assert masks is batch["loss_masks"] and len(hooked) == total
+    own, ours = reduce(pg_loss), reduce(hooked)
+    assert torch.equal(own, ours)
+    assert torch.equal(torch.autograd.grad(own, pg_loss)[0], torch.autograd.grad(ours, pg_loss)[0])
