@@ -2,8 +2,8 @@
 
     python examples/existing_loop.py
 
-A GPTModel learns to repeat its prompt. The sampler holds the weights in 5 bits, a rollout engine that saves memory, so
-what it samples from is not quite what is trained. examples/patch_existing_loop.py patches this file as it stands.
+A GPTModel learns to repeat its prompt, in an asynchronous loop: the engine samples with weights that are 16 updates
+old, and the loop does nothing about it. examples/patch_existing_loop.py patches this file as it stands.
 """
 
 # ruff: noqa: E402 - on a machine without CUDA the emulation comes first, before Megatron-Core defines its fusions
@@ -13,6 +13,8 @@ from megatron_rc.training import emulation
 
 emulation.emulate_cuda_on_cpu()
 
+import copy
+from collections import deque
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 VOCABULARY, END, LENGTH = 8, 7, 5
 PROMPTS, SAMPLES = 14, 8
 LR = 1e-2
+LAG = 16
+"""Updates that the weights of the engine are old."""
 
 
 def build_model(**mixture: Any) -> GPTModel:
@@ -90,14 +94,6 @@ def logprobs_of(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def take_weights(sampler: GPTModel, model: GPTModel) -> None:
-    """Copy the weights in 5 bits, with one scale per tensor."""
-    for mine, theirs in zip(sampler.parameters(), model.parameters(), strict=True):
-        scale = theirs.abs().max().clamp(min=1e-6) / 15
-        mine.copy_((theirs / scale).round() * scale)
-
-
-@torch.no_grad()
 def sample(sampler: GPTModel, prompts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens [B, T + 1] with the prompt in front, log-probs of the sampled ones [B, T], and which of them count."""
     tokens, logprobs = prompts[:, None], []
@@ -133,13 +129,15 @@ def roll_out(sampler: GPTModel) -> Rollouts:
     return Rollouts(tokens, logprobs, mask, rewards, advantages)
 
 
-def train(steps: int = 40) -> None:
+def train(steps: int = 80) -> None:
     torch.manual_seed(0)
     model, sampler = build_model(), build_model()
+    versions: deque[dict[str, Any]] = deque(maxlen=LAG + 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=LR)
     scheduler = make_scheduler(optimizer)
     for step in range(1, steps + 1):
-        take_weights(sampler, model)
+        versions.append(copy.deepcopy(model.state_dict()))
+        sampler.load_state_dict(versions[0])
         tokens, rollout_logprobs, mask, rewards, advantages = roll_out(sampler)
         logprobs = logprobs_of(model, tokens)
         loss = grpo_loss(logprobs, logprobs.detach(), rollout_logprobs, advantages[:, None].expand_as(logprobs), mask)

@@ -3,7 +3,8 @@
     python examples/patch_existing_loop.py
 
 The loop is examples/existing_loop.py, a GPTModel of Megatron-Core with a GRPO loss of its own, and it stays as it is.
-What `patch` replaces in a codebase that it does not know is said once, in a Host. Half a minute on a CPU.
+What `patch` replaces in a codebase that it does not know is said once, in a Host. The loop samples with weights that
+are 16 updates old: the same 80 steps end at less than half of the reward without the patch. Half a minute on a CPU.
 """
 
 from __future__ import annotations
@@ -83,11 +84,11 @@ HOSTS["existing-loop"] = Host(
 
 def main() -> None:
     existing_loop.start()
-    print("before: the loop as it is, only measured")
+    print("before: rollouts 16 updates old, only measured")
     with patch("existing-loop", correction=RolloutCorrection()):
         existing_loop.train()
     print("after: corrected, with the length decay")
-    decay = LengthDecayLR(existing_loop.LR, decay_period=20)
+    decay = LengthDecayLR(existing_loop.LR, decay_period=60)
     with patch("existing-loop", correction=RolloutCorrection.preset("token-tis"), lr_decay=decay) as patched:
         existing_loop.train()
     print(patched.report())

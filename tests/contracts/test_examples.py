@@ -24,19 +24,25 @@ def printed(example: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+# the loop that exists learns little from its old rollouts before it is patched
+LEARNING = sorted({*(ROOT / "examples").glob("*.py")} - {ROOT / "examples/existing_loop.py"})
+
+
+@pytest.mark.parametrize("example", LEARNING, ids=lambda path: path.name)
 def test_an_example_learns(example: Path):
     rewards = [float(found) for found in re.findall(r"reward ([\d.]+)", printed(example))]
     assert rewards[-1] > rewards[0] + 0.2
 
 
-def test_a_loop_that_exists_is_corrected_by_one_line_and_left_alone_when_only_measured():
+def test_a_loop_that_exists_learns_twice_as_much_by_one_line_and_is_left_alone_when_only_measured():
     alone = printed(ROOT / "examples/existing_loop.py").splitlines()
     before, after = printed(ROOT / "examples/patch_existing_loop.py").split("after: ")
     # measuring changes no loss, learning rate or reward
     assert [line for line in before.splitlines() if line.startswith("step")] == alone
     rates = {int(step): rate for step, rate in re.findall(r"step (\d+): .*LR ([\d.e-]+)", after)}
-    assert [rates[step] for step in (1, 10, 20, 30, 40)] == ["1.0e-02", "1.0e-02", "5.0e-03", "5.0e-03", "2.5e-03"]
+    assert [rates[step] for step in (1, 50, 60, 80)] == ["1.0e-02", "1.0e-02", "5.0e-03", "5.0e-03"]
+    last = [float(re.findall(r"step 80: reward ([\d.]+)", part)[0]) for part in (before, after)]
+    assert last[1] > 2 * last[0] and last[1] > 0.6
     numbers = r"k3 ([\d.]+), ESS ([\d.]+), largest weight ([\d.]+)"
     (measured,), (acted,) = re.findall(numbers, before), re.findall(numbers, after)
     assert measured[1:] == ("1.0000", "1.000") and float(measured[0]) > 1e-4
