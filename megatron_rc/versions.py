@@ -63,6 +63,13 @@ VERL = ("0.9", "0.10")
 NEMO_RL = ("0.6",)
 """Releases of NeMo-RL that `patch("nemo-rl")` knows."""
 
+PYTHON_OF_HOST = {
+    "megatron-lm": Range("3.12", "3.14"),
+    "verl": Range("3.10", "3.12"),
+    "nemo-rl": Range("3.13", "3.13"),
+}
+"""Host -> the Pythons that its own metadata take, where this package runs on others, too."""
+
 TRITON = Range("3.5", "3.9")
 """The kernels need the oldest of these (`constexpr_function`). Releases newer than the newest are used untested."""
 

@@ -7,13 +7,14 @@ import json
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from refusals import outcome
 
-from megatron_rc.doctor.host.environment import ENVIRONMENT, check_host, examine_hosts
+from megatron_rc.doctor.host.environment import ENVIRONMENT, PRESENCE, check_host, examine_hosts
 from megatron_rc.doctor.host.facts import Environment, HostFacts, read_environment, read_hosts
 from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.registry import Finding, worst
@@ -80,6 +81,20 @@ def test_what_the_patch_was_not_made_for_is_an_error(
     (stub / file).write_text(text.replace(before, after))
     (finding,) = [f for name, f in found().items() if name.endswith(check)]
     assert finding.status == "error" and sentence in finding.found and finding.fix
+
+
+@pytest.mark.parametrize(
+    ("host", "python", "status"),
+    [
+        *(("megatron-lm", "3.11.9", "error"), ("megatron-lm", "3.12.0", "good"), ("nemo-rl", "3.12.1", "error")),
+        *(("nemo-rl", "3.13.5", "good"), ("verl", "3.13.0", "error"), ("verl", "3.11.2", "good")),
+        ("slime", "3.13.0", "good"),
+    ],
+)  # fmt: skip
+def test_a_python_that_the_host_does_not_take_is_an_error(host: str, python: str, status: str) -> None:
+    (facts,) = read_hosts([host], None)
+    finding = PRESENCE["python"].run(replace(facts, is_importable=True, python=python))
+    assert finding.status == status and python in finding.found
 
 
 def test_a_wheel_without_the_makefile_that_training_runs_is_a_warning(stub: Path) -> None:

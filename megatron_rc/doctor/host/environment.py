@@ -10,7 +10,7 @@ from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.host.traps import flag_checks
 from megatron_rc.doctor.registry import Check, Finding, Registry, error, good, note, warning
 from megatron_rc.integrations.symbols import Host
-from megatron_rc.versions import MEGATRON_CORE, TRITON, is_older, is_release
+from megatron_rc.versions import MEGATRON_CORE, PYTHON_OF_HOST, TRITON, is_older, is_release
 
 INSTALL = "pip install 'megatron-rc[train]', or run doctor in the environment that trains."
 ENVIRONMENT: Registry[Environment] = Registry("Python environment")
@@ -78,6 +78,17 @@ def version(facts: HostFacts) -> Finding:
         problem = f"{host.name} is of version {facts.version}, and patch knows {', '.join(host.versions)}"
         return error(problem, "Use a version that patch knows.")
     return good(f"version {facts.version or 'unknown'}; tested: {host.tested}")
+
+
+@PRESENCE.check
+def python(facts: HostFacts) -> Finding:
+    """This Python against those that the host's own metadata take."""
+    facts.require_importable()
+    taken = PYTHON_OF_HOST.get(facts.host.name)
+    if taken is not None and facts.python not in taken:
+        problem = f"this is Python {facts.python}, and {facts.host.name} needs Python {taken}"
+        return error(problem, "Run it, and doctor, in the environment that trains.")
+    return good(f"Python {facts.python}")
 
 
 @PRESENCE.check

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from platform import python_version
 
 from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.registry import Undecided
@@ -48,6 +49,8 @@ class HostFacts:
     """The user named this host."""
     helpers_folder: str | None = None
     """Folder without a Makefile in which Megatron calls make before training; None if make can run."""
+    python: str = field(default_factory=python_version)
+    """The version of this Python."""
 
     @property
     def flags(self) -> Flags:
