@@ -27,7 +27,7 @@ from megatron_rc.lr_scale import Signals
 LR = 1e-6
 STATE_FILE = "megatron_rc_lr_decay.json"
 PATH = "megatron_rc.integrations.slime."
-DATA_HOOK = {"rollout_data_postprocess_path": PATH + "rollout_data"}
+DATA_HOOK = {"rollout_data_postprocess_path": PATH + "rollout_data", "get_mismatch_metrics": True}
 TIS = {"custom_tis_function_path": PATH + "tis"}
 
 
