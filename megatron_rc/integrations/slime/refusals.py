@@ -117,12 +117,6 @@ _MAX_K3 = FlagRule(
     f"Leave it out, or add slime's {flag('rollout_data')}, which sees the whole rollout (miles has no such hook).",
 )  # fmt: skip
 
-_FORWARD_ONLY = FlagRule(
-    "hook-skipped-forward", lambda args: args.skip_actor_forward_only,
-    "--skip-actor-forward-only must be off: under it miles takes neither another loss nor a hook before the train step",
-    "Drop --skip-actor-forward-only.",
-)  # fmt: skip
-
 HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
     "tis": (
         *_ALWAYS,
@@ -168,7 +162,6 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
             "over vocabulary shards, so a run that is exactly on-policy would not be any more",
             _BY_TIS,
         ),
-        _FORWARD_ONLY,
         FlagRule(
             "loss-opsm", lambda args: args.use_opsm, "--use-opsm must be off for loss",
             "Drop it, and set megatron_rc.correction to the preset off-policy-sequence-mask.",
@@ -256,7 +249,6 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
             "for the next one are lost and the learning rate would never decay",
             f"Set {flag('rollout_data')}, or megatron_rc.lr_decay.decay_period.",
         ),
-        _FORWARD_ONLY,
         FlagRule(
             "lr-gate-mismatch", lambda args: getattr(read(args).lr_rule, "needs_mismatch", False)
             and not in_advantages(args, read(args)),
@@ -277,6 +269,13 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
             and not _is_applied(args),
             "megatron_rc.correction needs a hook that applies it",
             f"Set --use-tis {flag('tis')}, or {_BY_LOSS}, or {flag('rollout_data')}.",
+        ),
+        FlagRule(
+            "hook-skipped-forward",
+            lambda args: args.skip_actor_forward_only and (names(args, "loss") or names(args, "before_train_step")),
+            "--skip-actor-forward-only must be off: under it miles takes neither another loss nor a hook before the "
+            "train step",
+            "Drop --skip-actor-forward-only.",
         ),
         FlagRule(
             "rollout-data-logprobs",
