@@ -14,6 +14,7 @@ from megatron_rc import schema
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.integrations.hosts import host_named
 from megatron_rc.integrations.patching import patch
+from megatron_rc.integrations.symbols import Head
 from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.lr_gate import LRGateSettings, check_lr_rules
 
@@ -28,6 +29,8 @@ class PatchSettings:
     """Length-decay learning rate; null keeps the host's schedule, {} takes every default."""
     lr_gate: LRGateSettings | None = None
     """Learning rate by mismatch, in the place of lr_decay."""
+    head: Head = "logits"
+    """What log-probs are made of: logits, or hidden states and the weight of the head (linear)."""
 
     def __post_init__(self) -> None:
         check_lr_rules(self.lr_decay, self.lr_gate, self.correction)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial, wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron_rc import schema
 from megatron_rc.integrations.flag_rules import FlagRule
@@ -38,6 +38,9 @@ class Symbol:
         return f"{self.module}.{self.name}"
 
 
+Head = Literal["logits", "linear"]
+
+
 class Recipe(NamedTuple):
     """How a host that takes functions by their names is given a correction: nothing of it is replaced."""
 
@@ -63,8 +66,11 @@ class Host:
     """Versions whose symbols were read; a longer version that begins with one of them is that version."""
     read_version: Callable[[], str | None]
     """Returns the version that is installed, without importing the host; None where it has none."""
-    prepare: Callable[[Any, Any], Any] = lambda correction, lr_rule: None
-    """(correction, lr_rule) -> the session of one patch; ValueError for settings that the host cannot honour."""
+    prepare: Callable[..., Any] = lambda correction, lr_rule: None
+    """(correction, lr_rule) -> the session of one patch, and a head that is not "logits" behind them; ValueError for
+    settings that the host cannot honour."""
+    heads: tuple[Head, ...] = ("logits",)
+    """What log-probs of the patched host can be made of."""
     tested: str = ""
     """Which state of the host the contract tests ran against, such as a commit."""
     differences: tuple[str, ...] = ()

@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     # answers of one length: to the host, too, all tokens weigh the same
     "host": {"args": NO_WEIGHT, "length": 6},
     "none": {"patch": {"correction": {}}, "length": 6},
+    "head": {"patch": {**TIS, "head": "linear"}, "length": 6},
+    "head, packed": {"patch": {**TIS, "head": "linear"}, "args": PACKED, "length": 6},
     "host, packed": {"args": {**NO_WEIGHT, **PACKED}, "length": 6},
     "none, packed": {"patch": {"correction": {}}, "args": PACKED, "length": 6},
     "host, truncation": {"args": ITS_TIS, "length": 6},
@@ -92,6 +94,14 @@ def test_patched_training_is_the_hosts_own_where_it_should_be(split: str) -> Non
         same(found[ours], found[name])
     same(found["host again"], found["host"])
     assert found["truncation"]["weights"] != pytest.approx(found["none"]["weights"], rel=1e-6)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_step_without_logits_is_that_with_logits(split: str) -> None:
+    found = results(split)
+    for packed in ("", ", packed"):
+        same(found[f"head{packed}"], found[f"truncation{packed}"])
 
 
 @pytest.mark.timeout(900)

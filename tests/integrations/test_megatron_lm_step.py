@@ -151,7 +151,7 @@ def test_under_batch_invariant_mode_logprobs_are_the_bits_of_the_hosts_own_log_s
         monkeypatch.setattr(args, "batch_invariant_mode", True, raising=False)
         invariant = rl.get_logprobs(model, tokens, None)
     assert torch.equal(invariant, own) and not torch.equal(patched, own)
-    assert state.logits is None and not model._forward_pre_hooks
+    assert state.answers is None and not model._forward_pre_hooks
 
 
 def test_with_per_token_loss_the_host_divides_itself() -> None:

@@ -188,6 +188,22 @@ def test_other_settings_on_a_patched_host_are_refused() -> None:
     patch("tiny", correction=RolloutCorrection.preset("token-tis")).undo()
 
 
+def test_a_head_without_logits_is_for_hosts_that_show_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="head must be 'logits' with host 'tiny', got 'linear'"):
+        patch("tiny", correction=NONE, head="linear")
+    with pytest.raises(ValueError, match="correction must be given with head='linear'"):
+        patch("tiny", lr_decay=LengthDecaySettings(), head="linear")
+
+    def prepare(correction: Any, lr_rule: Any, head: str = "logits") -> SimpleNamespace:
+        return SimpleNamespace(originals=[], released=0, head=head)
+
+    use(monkeypatch, prepare=prepare, heads=("logits", "linear"))
+    with patch("tiny", correction=NONE, head="linear") as patched:
+        assert patched._installed.session.head == "linear" and "head: linear" in patched.report()
+        with pytest.raises(ValueError, match="already patched with other settings"):
+            patch("tiny", correction=NONE)
+
+
 def test_leaving_the_block_by_an_exception_restores() -> None:
     before = bindings()
     with pytest.raises(KeyError), patch("tiny", correction=NONE):

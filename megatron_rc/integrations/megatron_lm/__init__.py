@@ -104,6 +104,7 @@ HOST = Host(
     versions=versions.MEGATRON_LM,
     read_version=versions.megatron_core_version,
     prepare=session.prepare,
+    heads=("logits", "linear"),
     release=session.Session.release,
     tested="commit d98e8a64ddf3 of NVIDIA/Megatron-LM",
     differences=DIFFERENCES,

@@ -1,42 +1,56 @@
-"""Log-probs of megatron/rl from vocabulary-sharded logits, in fp32 and at the sampling temperature."""
+"""Log-probs of megatron/rl from vocabulary-sharded logits or hidden states, in fp32, at the sampling temperature."""
 
 from __future__ import annotations
 
 import inspect
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.integrations.megatron_lm.session import LogitShards, Session, WholeLogits
+from megatron_rc.integrations.megatron_lm.session import HiddenStates, LogitShards, Session, WholeLogits
 from megatron_rc.integrations.symbols import Function
+from megatron_rc.linear_head import linear_logprobs
 from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.training.model.hidden_states import hidden_states
 
 
 def get_logprobs(original: Function, session: Session, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The host's function, whose forward pass leaves the logits on the rank that computed them.
+    """The host's function, whose forward pass leaves the logits on the rank that computed them, or makes none.
 
     The host still cuts and shifts the tokens, under packing and context parallelism too. It then calls
-    selective_log_softmax with logits and ids, which reads the logits as shards for as long as this call lasts. Under
-    --batch-invariant-mode the log-probs are those of the host's own kernels, which equal the sampler's bit for bit.
+    selective_log_softmax with logits and ids, which reads the logits as shards for as long as this call lasts, or takes
+    them for the hidden states that the model answered. Under --batch-invariant-mode the log-probs are those of the
+    host's own kernels, which equal the sampler's bit for bit.
     """
     from megatron.core.utils import get_attr_wrapped_model
     from megatron.training.global_vars import get_args
 
-    host_args = get_args()
-    if getattr(host_args, "batch_invariant_mode", False):
-        session.logits = WholeLogits(host_args.rl_default_temperature)
-        hook = None
-    else:
-        tp_group = get_attr_wrapped_model(model, "pg_collection").tp
-        session.logits = LogitShards(tp_group, host_args.rl_default_temperature)
-        hook = model.register_forward_pre_hook(_keep_shards, with_kwargs=True)
-    try:
+    host_args, group = get_args(), get_attr_wrapped_model(model, "pg_collection").tp
+    temperature = host_args.rl_default_temperature
+    with ExitStack() as stack:
+        stack.callback(setattr, session, "answers", None)
+        if getattr(host_args, "batch_invariant_mode", False):
+            session.answers = WholeLogits(temperature)
+            return original(model, *args, **kwargs)
+        session.answers = LogitShards(group, temperature)
+        if session.head == "linear" and (head := stack.enter_context(hidden_states(model))) is not None:
+            session.answers = HiddenStates(head.weight, group, temperature)
+            if head.sequence_parallel:
+                stack.callback(model.register_forward_hook(partial(_all_rows, group)).remove)
+        stack.callback(model.register_forward_pre_hook(_keep_shards, with_kwargs=True).remove)
         return original(model, *args, **kwargs)
-    finally:
-        if hook is not None:
-            hook.remove()
-        session.logits = None
+
+
+def _all_rows(group: dist.ProcessGroup, module: Any, args: Any, hidden: Tensor) -> Tensor:
+    """[b, s / ranks, H] -> [b, s, H]: the host cuts whole sequences. `linear_logprobs` adds their gradients up."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    rows = hidden.transpose(0, 1)
+    return gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=False, group=group).transpose(0, 1)
 
 
 def _keep_shards(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -48,16 +62,19 @@ def _keep_shards(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, d
 
 
 def selective_log_softmax(original: Function, session: Session, logits: Tensor, index: Tensor) -> Tensor:
-    """The host's function, which takes logits as vocabulary shards inside get_logprobs."""
-    if session.logits is None:
+    """The host's function, which takes logits as vocabulary shards, or hidden states, inside get_logprobs."""
+    answers = session.answers
+    if answers is None:
         return original(logits, index)
-    if isinstance(session.logits, WholeLogits):
-        return original(logits if session.logits.temperature == 1 else logits / session.logits.temperature, index)
-    logprobs = vocab_parallel_logprobs(
-        logits, index, tp_group=session.logits.tp_group, temperature=session.logits.temperature
-    )
+    if isinstance(answers, WholeLogits):
+        return original(logits if answers.temperature == 1 else logits / answers.temperature, index)
+    options: dict[str, Any] = {"tp_group": answers.tp_group, "temperature": answers.temperature}
+    if isinstance(answers, HiddenStates):
+        logprobs = linear_logprobs(logits.flatten(0, 1), answers.weight, index.flatten(), **options)
+    else:
+        logprobs = vocab_parallel_logprobs(logits, index, **options)
     assert isinstance(logprobs, Tensor)
-    return logprobs
+    return logprobs.view(index.shape)
 
 
 def compute_logprobs_batch(original: Function, session: Session, *args: Any, **kwargs: Any) -> Any:

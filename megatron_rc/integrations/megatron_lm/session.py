@@ -9,7 +9,7 @@ from megatron_rc.config import STATISTICS, RolloutCorrection
 from megatron_rc.horizon import LostBatchWarning
 from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
 from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
-from megatron_rc.integrations.symbols import Function
+from megatron_rc.integrations.symbols import Function, Head
 from megatron_rc.lr_scale import NOTHING, Signals
 
 if TYPE_CHECKING:
@@ -30,6 +30,15 @@ class WholeLogits(NamedTuple):
     temperature: float
 
 
+class HiddenStates(NamedTuple):
+    """What the forward pass that is running answers in the place of logits, of all rows on every rank."""
+
+    weight: Tensor
+    """[V_local, H], that of the head."""
+    tp_group: dist.ProcessGroup
+    temperature: float
+
+
 @dataclass
 class Session(HoldsRule):
     """The state of one patch."""
@@ -39,8 +48,10 @@ class Session(HoldsRule):
     signals: Signals = NOTHING
     """What the correction of the rollout batch says about the step size."""
     lost_batch: LostBatchWarning = field(default_factory=LostBatchWarning)
-    logits: LogitShards | WholeLogits | None = None
-    """Set inside get_logprobs; None outside."""
+    head: Head = "logits"
+    """What log-probs are made of."""
+    answers: LogitShards | WholeLogits | HiddenStates | None = None
+    """What the model answers: set inside get_logprobs on a pipeline stage with a head; None outside."""
     num_rows: int = 0
     """Rows (bins under packing) of this rank in the rollout batch that is being prepared."""
     tokens: list[int] = field(default_factory=list)
@@ -53,7 +64,7 @@ class Session(HoldsRule):
     """Name -> [numerator, denominator], metrics of the micro-batch whose loss is being computed."""
 
 
-def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Session:
+def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: Head = "logits") -> Session:
     """A new session.
 
     Raises:
@@ -75,12 +86,15 @@ def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Ses
         unknown = [rejection.statistic for rejection in correction.reject if rejection.statistic not in known]
         if unknown:
             raise ValueError(f"statistic {unknown[0]!r} is not known to host 'megatron-lm', use one of {known}")
-    return Session(correction, lr_rule)
+    return Session(correction, lr_rule, head=head)
 
 
 def setup_model_and_optimizer(original: Function, session: Session, *args: Any, **kwargs: Any) -> Any:
     """The host's function, which first checks the flags."""
     from megatron.training.global_vars import get_args
 
-    check_arguments(get_args(), session.correction)
+    host_args = get_args()
+    check_arguments(host_args, session.correction)
+    if session.head == "linear" and getattr(host_args, "batch_invariant_mode", False):
+        raise ValueError("head must be 'logits' under --batch-invariant-mode, which is about the bits of logits")
     return original(*args, **kwargs)

@@ -219,8 +219,7 @@ def main() -> None:
         own = {argument: getattr(args, argument) for argument in case.args}
         vars(args).update(case.args)
         settings = schema.from_dict(PatchSettings, case.patch or {})
-        given = {"correction": settings.correction, "lr_decay": settings.lr_decay}
-        with patch("megatron-lm", **given) if case.patch else nullcontext():
+        with patch("megatron-lm", **vars(settings)) if case.patch else nullcontext():
             results[name] = {**train(args, case), "gathered": sorted(gathered)}
         vars(args).update(own)
     if dist.get_rank() == dist.get_world_size() - 1:  # of the last pipeline stage
