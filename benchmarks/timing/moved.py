@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from megatron_rc.cluster.step_time import CORRECT_BYTES, LOSS_BYTES, row_bytes
+
 Row = dict[str, Any]
 
 
@@ -23,20 +25,17 @@ class Moved(NamedTuple):
 def logits_bytes(row: Row, phase: str) -> float:
     """One pass over logits [tokens, columns], log-probs alone or with entropy. No logit of a masked row is read."""
     counted = row.get("counted_rows", row["tokens"])
+    entropy = row["outputs"] == "logprobs, entropy"
     masked = row["tokens"] - counted
-    if phase == "forward":
-        per_row, per_masked = {"logprobs": 22, "logprobs, entropy": 26}[row["outputs"]], 12
-        return counted * (2 * row["columns"] + per_row) + masked * per_masked
-    per_row = {"logprobs": 24, "logprobs, entropy": 32}[row["outputs"]]
-    return counted * (4 * row["columns"] + per_row) + masked * 2 * row["columns"]
+    return row_bytes(phase, columns=row["columns"], rows=counted, masked=masked, entropy=entropy)
 
 
 def _policy_loss(row: Row) -> float:
-    return row["tokens"] * 49
+    return row["tokens"] * LOSS_BYTES
 
 
 def _correct(row: Row) -> float:
-    return row["tokens"] * 23
+    return row["tokens"] * CORRECT_BYTES
 
 
 def _routes(row: Row) -> float:

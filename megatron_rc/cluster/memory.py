@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_rc.models.config import DTYPES, moe_layers, padded_vocab_size
+from megatron_rc.head_inputs import default_chunk
+from megatron_rc.models.config import DTYPES, moe_layers, padded_vocab_size, torch_dtype
 from megatron_rc.models.families import family_of
 from megatron_rc.models.names import Parameter, parameters
 from megatron_rc.settings import Dtype, JobSettings, ParallelSettings
@@ -42,7 +43,8 @@ class TrainerMemory:
     activations: int
     """Saved for backward by all micro-batches in flight."""
     logits: int
-    """Logits, their gradient, the head's weight gradient, and what log-probs keep; on the last stage."""
+    """Logits, their gradient, the head's weight gradient, and what log-probs keep; on the last stage. With train.head
+    linear, the logits of one chunk and the gradient of the hidden states."""
     backward: int
     """Gradients of the output and of the input of the widest layer."""
     step: int
@@ -190,7 +192,11 @@ def trainer_memory(
     in_flight = min(parallel.pipeline - stage, micro_batches)
     saved = activation_bytes(hf, parallel, dtype, tokens=tokens, stage=stage)
     vocabulary = padded_vocab_size(hf, parallel.tensor) // parallel.tensor
-    logits = tokens * (2 * b * vocabulary + _ROW_BYTES) + vocabulary * hf["hidden_size"] * b
+    if train.head == "linear":
+        logits = head_memory(tokens, vocabulary, hf["hidden_size"], dtype).fused
+    else:
+        logits = tokens * (2 * b * vocabulary + _ROW_BYTES)
+    logits += vocabulary * hf["hidden_size"] * b
     if train.backend == "torch":
         logits += _TORCH_CHUNKS
     return TrainerMemory(
@@ -203,6 +209,23 @@ def trainer_memory(
         backward=2 * b * tokens * _widest(hf, parallel),
         step=4 * count if adam else 0,
     )
+
+
+class HeadMemory(NamedTuple):
+    """Bytes of a micro-batch on the last stage, beyond its hidden states and the head's weight and its gradient."""
+
+    logits: int
+    """With logits, whose gradient is written over them."""
+    fused: int
+    """With the fused head: the logits of one chunk, and 64 bytes per row."""
+
+
+def head_memory(tokens: int, columns: int, hidden: int, dtype: Dtype) -> HeadMemory:
+    """What the head of ``tokens`` holds either way; the gradient of the hidden states is in both."""
+    b = DTYPES[dtype].bytes
+    chunk = min(tokens, default_chunk((columns,), torch_dtype(dtype)))
+    kept = tokens * (b * (columns + hidden) + _ROW_BYTES)
+    return HeadMemory(kept, chunk * columns * b + tokens * (b * hidden + 2 * _ROW_BYTES))
 
 
 def _widest(hf: dict[str, Any], parallel: ParallelSettings) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.cluster import layout, memory
+from megatron_rc.cluster import layout, memory, step_time
 from megatron_rc.cluster.layout import Node, Options
 from megatron_rc.models.config import hf_config_dict, moe_layers
 from megatron_rc.models.layout import check_model, check_processes
@@ -71,6 +71,27 @@ class Plan:
         cluster, dtype = self.settings.cluster, self.settings.train.dtype
         tensor, gpu, share = cluster.server_tp, round(cluster.gpu_memory * memory.GIB), cluster.server_share
         return memory.server_memory(self.hf, dtype, tensor=tensor, gpu=gpu, share=share)
+
+    def step(self) -> step_time.Step:
+        """What one step does when every response is longest."""
+        rollout, train, cluster = self.settings.rollout, self.settings.train, self.settings.cluster
+        silent = (self.settings.correction.old == "recompute") + (self.settings.loss.kl_coef > 0)
+        return step_time.Step(
+            hf=self.hf,
+            parallel=self.settings.parallel,
+            train_gpus=self.train_gpus,
+            servers=cluster.serve_gpus // cluster.server_tp,
+            server=self.server_memory(),
+            server_tp=cluster.server_tp,
+            sequences=rollout.prompts_per_step * rollout.samples_per_prompt,
+            prompt=self.longest_prompt,
+            response=rollout.max_new_tokens,
+            tokens=self.micro_batch[0],
+            passes=(silent, 1),
+            optimizer_steps=train.mini_batches_per_rollout,
+            recomputed=train.head == "linear",
+            dtype=train.dtype,
+        )
 
     def check_memory(self) -> None:
         """Raises ValueError when the estimate says that the job does not fit."""
@@ -140,6 +161,7 @@ def describe(plan: Plan, options: Options) -> str:
     lines = [*_layout_lines(plan, options), "", *_memory_lines(plan)]
     if settings.cluster.serve_gpus:
         lines += ["", *_server_lines(plan)]
+    lines += ["", *_time_lines(plan)]
     every = [layout.servers_of(settings, rank, options) for rank in range(settings.cluster.nodes)]
     urls = [server.url for servers in every for server in servers]
     for rank, servers in enumerate(every):
@@ -208,3 +230,26 @@ def _server_lines(plan: Plan) -> list[str]:
         _row("cache", server.kv_cache, note=room),
         _row("together", server.weights + server.kv_cache, note=share),
     ]
+
+
+def _time_lines(plan: Plan) -> list[str]:
+    step, card = plan.step(), step_time.card_of(plan.settings.cluster.gpu_memory)
+    seconds = step_time.step_seconds(step, step_time.Ceilings.of(card))
+    together = sum(seconds.values())
+    return [
+        f"predicted seconds of a step of longest responses, every part at the ceiling of an {card.name}; not measured",
+        *(f"  {name:<20}{value:10.3f}{100 * value / together:8.2f} %" for name, value in seconds.items()),
+        f"  {'together':<20}{together:10.3f}",
+        _saved_line(plan),
+    ]
+
+
+def _saved_line(plan: Plan) -> str:
+    """What the other value of train.head would cost or save on the last stage."""
+    train = plan.settings.train
+    logits, linear = (
+        replace(plan, settings=replace(plan.settings, train=replace(train, head=head))).trainer_memory()[-1].logits
+        for head in ("logits", "linear")
+    )
+    verb = "saves" if train.head == "linear" else "would save"
+    return f"train.head=linear {verb} {(logits - linear) / memory.GIB:.1f} GiB of the last stage's logits"
