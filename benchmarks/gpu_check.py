@@ -1,6 +1,6 @@
 """Check every kernel on the GPU of this machine against fp64; exit status 1 when one is wrong.
 
-    python benchmarks/gpu_check.py                              # one GPU, about 300 checks
+    python benchmarks/gpu_check.py                              # one GPU, about 390 checks
     python benchmarks/gpu_check.py --only rows --only graphs    # some groups
     TRITON_INTERPRET=1 python benchmarks/gpu_check.py --small   # no GPU: toy sizes in Triton's interpreter
     compute-sanitizer python benchmarks/gpu_check.py --small    # toy sizes on a GPU, for its memory checker
@@ -13,7 +13,6 @@ every check.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -30,8 +29,7 @@ from checking.run import WRONG, Result, all_checks, part_of, run_check, toy_bloc
 from checking.setting import Check, Setting
 from checking.workers import run_in_processes, say
 from timing.machine import current_commit, describe
-
-from megatron_rc.schema.files import replace_text
+from timing.section import Section
 
 Begins = Callable[[Check], None]
 Add = Callable[[Result], None]
@@ -40,16 +38,14 @@ Add = Callable[[Result], None]
 class Report:
     """Prints every result, and keeps the file up to date."""
 
-    def __init__(self, path: Path, facts: dict[str, Any], total: int) -> None:
-        self.path, self.facts, self.total = path, facts, total
+    def __init__(self, section: Section, facts: dict[str, Any], total: int) -> None:
+        self.section, self.facts, self.total = section, facts, total
         self.results: list[Result] = []
-        path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, result: Result) -> None:
         self.results.append(result)
         print(f"{len(self.results):3}/{self.total} {line(result)}", flush=True)
-        file = self.facts | {"states": self.states(), "results": self.results}
-        replace_text(self.path, json.dumps(file, indent=1) + "\n")
+        self.section.write(self.facts | {"states": self.states(), "results": self.results})
 
     def states(self) -> dict[str, int]:
         return dict(Counter(result["state"] for result in self.results))
@@ -75,7 +71,7 @@ def line(result: Result) -> str:
 
 def run_here(arguments: argparse.Namespace, setting: Setting, begins: Begins, add: Add) -> None:
     """Runs this process's part of the checks; a device that is lost ends the process."""
-    checks = part_of(all_checks(setting, arguments.only), *arguments.part)
+    checks = part_of(all_checks(setting, arguments.only)[:: arguments.every], *arguments.part)
     for check in checks[arguments.skip or 0 :]:
         if time.time() > arguments.until:
             add({"group": check.group, "name": check.name, "state": "skipped", "reason": "no time was left"})
@@ -99,9 +95,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="toy sizes and blocks, in one process")
     parser.add_argument("--only", action="append", default=[], metavar="GROUP", help="a group of checks, repeatable")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th check alone (1)")
     parser.add_argument("--processes", type=int, help="processes that compile and check side by side")
     parser.add_argument("--minutes", type=float, default=10.0, help="no check starts later than this")
     parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/gpu-check-<device>.json)")
+    parser.add_argument("--section", help="write to this section of the JSON, and leave the others as they are")
     parser.add_argument("--commit", help="commit of this tree, where git does not know it")
     for name, options in (("part", {"type": int, "nargs": 2}), ("skip", {"type": int}), ("until", {"type": float})):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **options)
@@ -127,14 +125,15 @@ def main() -> None:
             return
         name = "small" if arguments.small else torch.cuda.get_device_name(device).replace(" ", "-").lower()
         out = arguments.out or checkout.ROOT / f"benchmarks/results/gpu-check-{name}.json"
-        checks = all_checks(setting, arguments.only)
+        checks = all_checks(setting, arguments.only)[:: arguments.every]
         facts = describe(device, arguments.commit or current_commit(checkout.ROOT)) | {"small": arguments.small}
-        report = Report(out, facts, len(checks))
+        report = Report(Section(out, arguments.section), facts, len(checks))
         count = arguments.processes or (1 if arguments.small else min(8, max(1, (os.cpu_count() or 1) // 2)))
         if count == 1:
             run_here(arguments, setting, lambda check: None, report.add)
         else:
-            command = [sys.executable, __file__, "--until", str(arguments.until)] + ["--small"] * arguments.small
+            command = [sys.executable, __file__, "--until", str(arguments.until), "--every", str(arguments.every)]
+            command += ["--small"] * arguments.small
             command += [part for group in arguments.only for part in ("--only", group)]
             run_in_processes(command, checks, count, report.add)
     assert len(report.results) == len(checks), "a check without a result"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checking import correction, loss, routes
+from checking import correction, head, loss, routes
 from checking.kept import Counts, with_support
 from checking.rows import problem
 from checking.setting import Setting, generator
@@ -18,6 +18,7 @@ from megatron_rc import (
     MetricSums,
     RolloutCorrection,
     correct,
+    linear_policy_loss,
     loss_scale,
     policy_loss,
     vocab_parallel_logprobs,
@@ -142,6 +143,32 @@ def _update(setting: Setting, seed: int) -> Call:
     return Call([given.logits, given.targets, batch.mask, old, rollout, advantages], run)
 
 
+def _head(setting: Setting, seed: int) -> Call:
+    """From hidden states to their gradient and that of the weight, which goes to main_grad."""
+    given = head.head_of(setting, torch.bfloat16, "calls", seed)
+    t, options = given.tokens, {"chunk": given.of_head["chunk"], "with_entropy": True, "backend": "triton"}
+    corrected = Corrected(t["weights"], t["mask"], t["mask"][:1], MetricSums(), RolloutCorrection())
+    old = torch.full_like(t["scale"], -2.0)
+    hidden, weight = given.hidden.requires_grad_(), given.weight.requires_grad_()
+    leaf: Any = weight
+    leaf.main_grad = torch.zeros(weight.shape, device=setting.device)
+    leaf.grad_added_to_main_grad = False
+    one = torch.ones((), device=setting.device)
+
+    def run() -> Results:
+        leaf.main_grad.zero_()
+        answer = linear_policy_loss(
+            hidden, weight, given.targets, old, t["advantages"], corrected, scale=t["scale"],
+            mask=given.softmax["mask"], upstream=one, **options,
+        )  # fmt: skip
+        (gradient, _) = torch.autograd.grad(answer.loss, (hidden, weight), one)
+        # main_grad is the same memory in every run
+        return Results([answer.loss.detach(), answer.logprobs, gradient, leaf.main_grad.clone()], answer.metrics)
+
+    inputs = [hidden.detach(), weight.detach(), given.targets, given.softmax["mask"], *t.values()]
+    return Call(inputs, run)
+
+
 def _routes(setting: Setting, seed: int) -> Call:
     a, b, mask = routes.pair(setting, setting.size(2000, 5), setting.size(48, 2), 6)
     turned = seed % len(a)
@@ -159,5 +186,6 @@ CALLS: dict[str, Make] = {
     "correct, every unit": lambda setting, seed: _correct(setting, seed, chosen=correction.EVERY_UNIT),
     "policy loss": _loss,
     "update path": _update,
+    "linear policy loss": _head,
     "routes": _routes,
 }

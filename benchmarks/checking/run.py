@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from checking import correction, device, far, kept, loss, routes, rows, shards
+from checking import correction, device, far, head, kept, loss, routes, rows, shards
 from checking.setting import Check, Comparison, Setting, Skip
 
 Result = dict[str, Any]
 """One check: its group and name, how it ended, and the quantity that used most of what is allowed."""
 WRONG = ("failed", "raised", "crashed", "hung")
 
-_MODULES = (rows, kept, shards, far, loss, correction, routes, device)
+_MODULES = (rows, kept, shards, far, loss, correction, routes, head, device)
 _TOY_BLOCKS = {
     **dict.fromkeys(("row_statistics", "row_gradient", "merge_statistics"), 32),
     **dict.fromkeys(("support_statistics", "support_gradient", "policy_loss"), 16),
