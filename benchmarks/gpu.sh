@@ -1,18 +1,23 @@
 #!/usr/bin/env bash
-# Check the kernels on the GPU of this machine, then time them, with whatever torch and triton its python3 has.
+# Check the kernels on the GPU of this machine and time them, with whatever torch and triton its python3 has; one JSON.
 set -uo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: bash benchmarks/gpu.sh [--minutes N] [--out FOLDER] [--resume] [--dry-run] [options of benchmarks/kernels.py]
+usage: bash benchmarks/gpu.sh [--stage 1|2|3] [--minutes N] [--out FOLDER] [--smoke] [options of benchmarks/kernels.py]
 
-Runs benchmarks/gpu_check.py, then benchmarks/kernels.py, from this checkout: nothing is installed. Both write their JSON
-after every check and row, so a run that is cut short has lost nothing. Exit status 1: a kernel is wrong, or a row failed.
-  --minutes N    time for everything (9); checks get at most half of it, and no row starts in the last 45 seconds
-  --out FOLDER   where the JSON files go (benchmarks/results; a temporary folder for --dry-run)
-  --resume       no checks; the rows that an earlier run did not come to
-  --dry-run      no GPU: toy sizes in Triton's interpreter, everything checked and nothing timed
+Runs from this checkout, on one GPU; nothing is installed and nothing is downloaded. Everything goes into one JSON,
+FOLDER/gpu-<device>.json, which is written anew after every check and every row: a run that is cut short has lost nothing,
+and the same command goes on. Send that file back. It ends with a table of what was reached beside the targets.
+  stage 1        every kernel against fp64 (benchmarks/gpu_check.py), then rows of benchmarks/kernels.py
+  stage 2        the other rows, beside every peer that can be imported, then the sweep of launch shapes
+  stage 3        counters of Nsight Compute (if ncu is there), the quickstart on CUDA, rows that are still missing
+  --stage N      that stage alone, for places that end a command after ten minutes; without it, all three
+  --minutes N    time for each stage (9)
+  --out FOLDER   where the JSON goes (runs/gpu; for --smoke a temporary folder, which is deleted)
+  --smoke        no GPU: toy sizes in Triton's interpreter, everything checked and nothing timed
   --help         this text
+Exit status 1: a kernel is wrong, or a row failed. What a peer, a counter or the quickstart lacks is written down, no more.
 Environment: PYTHON (interpreter, python3), CUDA_VISIBLE_DEVICES (the first GPU of it is used).
 TEXT
 }
@@ -24,19 +29,20 @@ die() {
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 python="${PYTHON:-python3}"
-minutes=9 out="" resume=0 dry_run=0 others=()
+minutes=9 out="" stages=(1 2 3) smoke=0 others=()
 while (($#)); do
     case "$1" in
         --minutes) minutes="${2:?--minutes needs a number}" && shift ;;
         --out) out="${2:?--out needs a folder}" && shift ;;
-        --resume) resume=1 ;;
-        --dry-run) dry_run=1 ;;
+        --stage) stages=("${2:?--stage needs 1, 2 or 3}") && shift ;;
+        --smoke) smoke=1 ;;
         --help | -h) usage && exit 0 ;;
         *) others+=("$1") ;;
     esac
     shift
 done
 [[ "$minutes" =~ ^[0-9]+$ ]] || die "--minutes must be a whole number, got $minutes"
+[[ "${stages[0]}" =~ ^[123]$ ]] || die "--stage must be 1, 2 or 3, got ${stages[0]}"
 
 temporary="$(mktemp -d)"
 trap 'rm -rf "$temporary"' EXIT
@@ -47,40 +53,79 @@ export PYTHONPATH="$temporary/site${PYTHONPATH:+:$PYTHONPATH}"
 # with it a script does not find the modules beside it
 unset PYTHONSAFEPATH
 
-if ((dry_run)); then
+if ((smoke)); then
     export TRITON_INTERPRET=1
-    name=smoke sizes=(--small) rows=(--smoke)
+    name=smoke small=(--small) toy=(--smoke)
     out="${out:-$temporary/results}"
 else
     unset TRITON_INTERPRET
     name="$("$python" -c 'import torch; print(torch.cuda.get_device_name().replace(" ", "-").lower())')" ||
-        die "$python sees no CUDA device; --dry-run runs without one"
-    sizes=() rows=()
-    out="${out:-$root/benchmarks/results}"
+        die "$python sees no CUDA device; --smoke runs without one"
+    small=() toy=()
+    out="${out:-$root/runs/gpu}"
     probe='import torch; torch.empty(2**30, dtype=torch.uint8, device="cuda")'
     if ! PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "$python" -c "$probe" 2>/dev/null; then
         echo "this machine cannot grow segments of memory: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
         export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False
     fi
 fi
-
+file="$out/gpu-$name.json"
 status=0
-if ((!resume)); then
-    "$python" "$root/benchmarks/gpu_check.py" "${sizes[@]}" --minutes "$((minutes / 2)).$((minutes % 2 * 5))" \
-        --out "$out/gpu-check-$name.json" || status=1
-fi
 
-# 75: a call lost the device; from 128 on: a call ended the process. Either way the others are worth having.
-arguments=("${rows[@]}" "${others[@]}" --out "$out/kernels-$name.json")
-((resume)) && arguments+=(--resume)
-for attempt in 1 2 3 4 5; do
-    left=$((60 * minutes - SECONDS - 45))
-    ((left > 0)) || { echo "gpu.sh: no time is left for benchmarks/kernels.py; --resume goes on" && break; }
-    "$python" "$root/benchmarks/kernels.py" "${arguments[@]}" --minutes "$((left / 60)).$((left % 60 * 10 / 60))"
-    ended=$?
-    ((ended == 75 || ended >= 128)) || break
-    echo "gpu.sh: attempt $attempt ended with status $ended; the next one goes on without the call that did it"
-    arguments+=(--resume)
+# The minutes that are left of the stage when it must keep SECONDS for what follows; fails when none are.
+left() {
+    local seconds=$((begun + 60 * minutes - SECONDS - $1))
+    ((seconds > 0)) || return 1
+    echo "$((seconds / 60)).$((seconds % 60 * 10 / 60))"
+}
+
+checks() {
+    "$python" "$root/benchmarks/gpu_check.py" ${small[@]+"${small[@]}"} --minutes "$((minutes / 2)).$((minutes % 2 * 5))" \
+        --out "$file" --section checks || status=1
+}
+
+# rows SECTION KEPT-SECONDS [OPTION...]: what an earlier run has is kept. 75: a call lost the device; from 128 on: a call
+# ended the process. Either way the other rows are worth having, and the next attempt goes on without that call.
+rows() {
+    local section="$1" kept="$2" ended=0 attempt time
+    shift 2
+    for attempt in 1 2 3 4 5; do
+        time="$(left "$kept")" || { echo "gpu.sh: no time is left for $section; the same command goes on" && break; }
+        "$python" "$root/benchmarks/kernels.py" ${toy[@]+"${toy[@]}"} "$@" --resume --out "$file" --section "$section" \
+            --minutes "$time"
+        ended=$?
+        ((ended == 75 || ended >= 128)) || break
+        echo "gpu.sh: attempt $attempt ended with status $ended; the next one goes on without the call that did it"
+    done
+    ((ended == 0)) || status=1
+}
+
+# beside SECTION KEPT-SECONDS SCRIPT: what a machine may lack, which costs no status.
+beside() {
+    local time
+    time="$(left "$2")" || { echo "gpu.sh: no time is left for $1" && return; }
+    "$python" "$root/benchmarks/$3" ${toy[@]+"${toy[@]}"} --out "$file" --section "$1" --minutes "$time" ||
+        echo "gpu.sh: $1 ended with status $?"
+}
+
+for stage in "${stages[@]}"; do
+    begun=$SECONDS
+    echo "gpu.sh: stage $stage of 3, into $file"
+    case "$stage" in
+        1)
+            checks
+            rows kernels 45 ${others[@]+"${others[@]}"}
+            ;;
+        2)
+            rows kernels $((60 * minutes / 3)) ${others[@]+"${others[@]}"}
+            rows sweep 45 --sweep
+            ;;
+        3)
+            beside counters $((40 * minutes)) gpu_counters.py
+            beside quickstart $((20 * minutes)) gpu_quickstart.py
+            rows kernels 45 ${others[@]+"${others[@]}"}
+            ;;
+    esac
 done
-((${ended:-0} == 0)) || status=1
+"$python" "$root/benchmarks/gpu_report.py" "$file"
 exit "$status"

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import checkout
 import torch
@@ -24,14 +23,16 @@ import torch.distributed as dist
 import triton
 from timing.bench import Bench, DeviceLost, Row, reason
 from timing.ceilings import ceilings
+from timing.head import head_row
 from timing.logits import condition_row, logits_rows
 from timing.machine import clocks, current_commit, describe
 from timing.paths import support_row, update_row
 from timing.peers import Peers, find_peers, ours
 from timing.plan import FULL, TOY, Plan, Shape, condition_name, logits_name
 from timing.record import Record
+from timing.section import Section
 from timing.sweep import candidates, launch_lines, sweep
-from timing.targets import TARGETS, shown
+from timing.targets import judgement
 from timing.tokens import correct_row, policy_loss_row, routes_row
 
 DEVICE_LOST = 75
@@ -50,6 +51,7 @@ def jobs(bench: Bench, plan: Plan, peers: Peers) -> Jobs:
         partial(update_row, bench, plan.paths),
     ]
     work: Jobs = {name: _alone(make) for name, make in zip(plan.names, single, strict=True)}
+    work |= {shape.name: _alone(partial(head_row, bench, shape)) for shape in plan.heads}
     for shape in plan.shapes:
         first_of_width = shape.tokens == plan.tokens[0]
         work[logits_name(shape)] = partial(logits_rows, bench, shape, peers.present, first_of_width)
@@ -112,21 +114,14 @@ def wrong_answers(rows: list[Row]) -> list[str]:
     ]
 
 
-def print_targets(run: dict[str, Any]) -> None:
-    for target in TARGETS:
-        value, verdict = target.judge(run)
-        bound = f"{'>=' if target.at_least else '<='} {shown(target.bound, target.unit)}"
-        print(f"{verdict or 'not measured':12} {target.text}: {shown(value, target.unit) or '-'} (target {bound})")
-
-
-def begin(bench: Bench, arguments: argparse.Namespace, out: Path, peers: Peers, names: list[str]) -> Record:
+def begin(bench: Bench, arguments: argparse.Namespace, section: Section, peers: Peers, names: list[str]) -> Record:
     """The record of this run: a new one, or the one in the file with --resume."""
     facts = describe(bench.device, arguments.commit or current_commit(checkout.ROOT))
-    if arguments.resume and out.exists():
-        record = Record.resume(out)
+    if arguments.resume and (record := Record.resume(section)):
         for what in ("commit", "versions"):
             if record.run[what] != facts[what]:
-                raise SystemExit(f"--resume: {out} is of {what} {record.run[what]}, and this is {facts[what]}")
+                of = f"{section.path} is of {what} {record.run[what]}"
+                raise SystemExit(f"--resume: {of}, and this is {facts[what]}; give another --out")
         return record
     facts["peers"] = {"present": {p.name: p.version for p in peers.present}, "absent": peers.absent}
     facts["ceilings"] = ceilings(bench.meter)
@@ -135,7 +130,7 @@ def begin(bench: Bench, arguments: argparse.Namespace, out: Path, peers: Peers, 
         print(f"{bench.elapsed:6.1f} s  {facts['device']['name']}, {what}: {rate}", flush=True)
     for peer, why in peers.absent.items():
         print(f"{bench.elapsed:6.1f} s  absent: {peer}: {why}", flush=True)
-    return Record.begin(out, facts, names)
+    return Record.begin(section, facts, names)
 
 
 def parse() -> argparse.Namespace:
@@ -144,6 +139,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sweep", action="store_true", help="try launch shapes of row_statistics and row_gradient")
     parser.add_argument("--resume", action="store_true", help="keep the rows that the file has, and add the others")
     parser.add_argument("--out", type=Path, help="JSON to write (benchmarks/results/kernels-<device>.json)")
+    parser.add_argument("--section", help="write to this section of the JSON, and leave the others as they are")
     parser.add_argument("--minutes", type=float, default=6.5, help="no row starts later than this")
     parser.add_argument("--commit", help="commit of this tree, where git does not know it")
     parser.add_argument(
@@ -175,7 +171,7 @@ def main() -> None:
         peers = find_peers(device, arguments.transformer_engine, arguments.flash_attention)
         work = jobs(bench, plan, peers)
 
-    record = begin(bench, arguments, out, peers, list(work))
+    record = begin(bench, arguments, Section(out, arguments.section), peers, list(work))
     bench.lost, bench.trying = record.lost, record.trying
     try:
         run_jobs(bench, work, record)
@@ -184,7 +180,7 @@ def main() -> None:
         # nothing may ask the device for anything any more, not even the end of a process group
         raise SystemExit(DEVICE_LOST) from None
     if not arguments.sweep:
-        print_targets(record.run)
+        print(judgement(record.run))
     for row in record.run["rows"]:
         print("\n".join(launch_lines(row) if row["kind"] == "sweep" else ()), end="")
     skipped = "; ".join(record.run["skipped"])

@@ -2,21 +2,22 @@
 
     python benchmarks/performance_docs.py > docs/performance.md
 
-Reads benchmarks/results/kernels-*.json: the newest run on a GPU, if there is one, and the run of `--smoke`, which
-counts launches and bytes without timing anything.
+Reads benchmarks/results/: the newest run on a GPU, if there is one (gpu-*.json of gpu.sh, or kernels-*.json), and the
+run of `--smoke`, which counts launches and bytes without timing anything.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kernel_resources import FILE
 from timing.bench import OURS
+from timing.markdown import table
 from timing.moved import MOVED
 from timing.plan import FULL, condition_name
+from timing.predicted import calls_section, steps_section
 from timing.targets import TARGETS, Run, Value, best_peer, both, figure, of_head, ratio, rows_of, share, shown
 
 ROOT = Path(__file__).parents[1]
@@ -25,13 +26,27 @@ HOW = """\
 ## How it is measured
 
 ```bash
-bash benchmarks/gpu.sh --minutes 9      # one GPU: checks the kernels (benchmarks/gpu_check.py), then runs the next line
+bash benchmarks/gpu.sh                  # one GPU: checks, rows, sweep, counters, quickstart; one JSON, 3 x 9 minutes
+bash benchmarks/gpu.sh --stage 1        # one stage of the three; the next command goes on where this one ended
+bash benchmarks/gpu.sh --smoke          # no GPU: all of it at toy size, checked, nothing timed
 python benchmarks/kernels.py            # one GPU; writes benchmarks/results/kernels-<device>.json after every row
 python benchmarks/kernels.py --resume   # adds the rows that there was no time for
 python benchmarks/kernels.py --sweep    # launch shapes of two row kernels, as lines for triton_kernels/launch_table.py
 TRITON_INTERPRET=1 python benchmarks/kernels.py --smoke     # no GPU: every row at toy size, checked, nothing timed
 python benchmarks/performance_docs.py > docs/performance.md
 ```
+
+`gpu.sh` needs a checkout of this repository, and Python 3.11 or newer with torch and Triton 3.5 or newer. It needs no
+network, and installs nothing. In a container:
+
+```bash
+docker run --rm --gpus 1 --ipc host -v "$PWD:/megatron_rc" -w /megatron_rc IMAGE bash benchmarks/gpu.sh
+```
+
+IMAGE is any image with these, such as the one that you train in: then Megatron-Core is a peer, and the quickstart runs.
+`--cap-add SYS_ADMIN` lets Nsight Compute read counters, where the image has `ncu`. What is missing is written down and
+costs nothing else. `runs/gpu/gpu-<device>.json` is the file to send back; copied to `benchmarks/results/`, it fills
+this page.
 
 * **Correct first.** Every answer of every provider is compared with fp64 everywhere, some rows at a time; a provider
   whose answer is wrong has no time. Log-probs and entropy of ours must be within 1e-4 nats, and a bf16 gradient not
@@ -103,6 +118,8 @@ the matrix product that makes these logits from 4,096 features, at the measured 
 def committed_runs(folder: Path = ROOT / "benchmarks/results") -> tuple[Run | None, Run | None]:
     """(the newest run on a GPU, the smoke run), None for what there is not."""
     runs = [json.loads(path.read_text()) for path in sorted(folder.glob("kernels-*.json"))]
+    whole = [json.loads(path.read_text()) for path in sorted(folder.glob("gpu-*.json"))]
+    runs += [file["kernels"] for file in whole if "kernels" in file]
     timed = [r for r in runs if r["device"]["kind"] == "cuda" and all(row["kind"] != "sweep" for row in r["rows"])]
     smoke = [r for r in runs if r["device"]["kind"] == "cpu"]
     return max(timed, key=lambda r: r["when"], default=None), max(smoke, key=lambda r: r["when"], default=None)
@@ -114,18 +131,13 @@ def committed_resources() -> Run | None:
 
 
 def performance(gpu: Run | None, smoke: Run | None, resources: Run | None) -> str:
-    parts = [_introduction(gpu), _targets(gpu, smoke)]
+    parts = [_introduction(gpu), _targets(gpu, smoke), calls_section(gpu), steps_section(gpu, ROOT)]
     parts += [_launches(smoke)] if smoke else []
     parts += [_bytes(smoke)]
     parts += [_resources(resources)] if resources else []
     parts += [_logits(gpu), _conditions(gpu), _others(gpu)]
     parts += [_peers(gpu)] if gpu else []
     return "\n".join([*parts, HOW])
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _introduction(gpu: Run | None) -> str:
@@ -160,9 +172,9 @@ def _targets(gpu: Run | None, smoke: Run | None) -> str:
     for target in TARGETS:
         value, verdict = target.judge(gpu, smoke)
         bound = f"{'≥' if target.at_least else '≤'} {shown(target.bound, target.unit)}"
-        rows.append([target.text, bound, shown(value, target.unit), verdict])
+        rows.append([target.text, bound, shown(value, target.unit), verdict, target.beside])
     return "## Targets (H200, bf16, 8,192 to 65,536 tokens, vocabulary 151,936)\n\n" + table(
-        ("", "target", "found", ""), rows
+        ("", "target", "found", "", "beside"), rows
     )
 
 
@@ -261,9 +273,10 @@ def _conditions(gpu: Run | None) -> str:
 
 def _others(gpu: Run | None) -> str:
     head = ["", "", "device µs", "CUDA graph µs", "host µs", "wall µs", "extra bytes per token"]
-    text = "## Correction, loss, kept ids, routes, update path\n\n"
+    text = "## Correction, loss, kept ids, routes, update path, head\n\n"
+    names = [*FULL.names, *(shape.name for shape in FULL.heads)]
     if gpu is None:
-        return text + table(head, [[name, OURS, *[""] * 5] for name in FULL.names])
+        return text + table(head, [[name, OURS, *[""] * 5] for name in names])
     rows = []
     for name, row in _named(gpu):
         if row["kind"] in ("logits", "condition"):

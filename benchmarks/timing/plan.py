@@ -27,6 +27,26 @@ class Condition(NamedTuple):
     """Share of the rows that do not count."""
 
 
+class HeadShape(NamedTuple):
+    """Hidden states of one micro-batch, and the shard of the head of one rank."""
+
+    tokens: int
+    hidden: int
+    vocabulary: int
+    tp: int
+    masked: float = 0.0
+    """Share of the rows that do not count, and are left out."""
+
+    @property
+    def columns(self) -> int:
+        return self.vocabulary // self.tp
+
+    @property
+    def name(self) -> str:
+        masked = f", {100 * self.masked:.0f} % of the rows masked" if self.masked else ""
+        return f"head, {self.tokens:,} x {self.columns:,} of {self.hidden:,} (TP {self.tp}){masked}"
+
+
 class Plan(NamedTuple):
     tokens: tuple[int, ...]
     vocabulary: int
@@ -40,6 +60,7 @@ class Plan(NamedTuple):
     kept: tuple[int, ...]
     """Most kept ids per token."""
     conditions: tuple[Condition, ...]
+    heads: tuple[HeadShape, ...]
 
     @property
     def shapes(self) -> list[Shape]:
@@ -92,6 +113,12 @@ FULL = Plan(
         Condition("rows at odd addresses", Shape(8192, 50_257, 1)),
         Condition("many short rows", Shape(2**20, 1024, 1)),
     ),
+    heads=(
+        HeadShape(8192, 4096, 151_936, 1),
+        HeadShape(8192, 4096, 151_936, 8),
+        HeadShape(8192, 4096, 151_936, 1, masked=0.5),
+        HeadShape(32_768, 4096, 151_936, 1),
+    ),
 )
 TOY = Plan(
     tokens=(8,),
@@ -108,5 +135,6 @@ TOY = Plan(
         Condition("rows at odd addresses", Shape(5, 257, 1)),
         Condition("many short rows", Shape(12, 32, 1)),
     ),
+    heads=(HeadShape(24, 8, 256, 1), HeadShape(24, 8, 256, 8), HeadShape(24, 8, 256, 1, masked=0.5)),
 )
 """For a CPU and Triton's interpreter."""

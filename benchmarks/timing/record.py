@@ -1,35 +1,35 @@
-"""The file of one run, written whole after every row, so that a run that is cut short has lost nothing."""
+"""The record of one run, written whole after every row, so that a run that is cut short has lost nothing."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from megatron_rc.schema.files import replace_text
 from timing.bench import Call, Row
+from timing.section import Section
 
 
 @dataclass
 class Record:
-    path: Path
+    section: Section
     run: dict[str, Any]
-    """What the file holds: the facts of the machine, `rows`, the names of the rows that are `skipped` (or still to
+    """What the section holds: the facts of the machine, `rows`, the names of the rows that are `skipped` (or still to
     come), calls that were `lost`, and the call that is being tried while one is."""
 
     @classmethod
-    def begin(cls, path: Path, facts: dict[str, Any], names: list[str]) -> Record:
+    def begin(cls, section: Section, facts: dict[str, Any], names: list[str]) -> Record:
         run = facts | {"rows": [], "skipped": names, "lost": [], "trying": None, "seconds": None}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        record = cls(path, run)
+        record = cls(section, run)
         record.save()
         return record
 
     @classmethod
-    def resume(cls, path: Path) -> Record:
-        """The run that is in the file; the call that it died in counts as lost."""
-        record = cls(path, json.loads(path.read_text()))
+    def resume(cls, section: Section) -> Record | None:
+        """The run that is in the section, if there is one; the call that it died in counts as lost."""
+        run = section.read()
+        if run is None:
+            return None
+        record = cls(section, run)
         if record.run["trying"] is not None:
             record.lose(record.run["trying"])
         return record
@@ -56,4 +56,4 @@ class Record:
         self.save()
 
     def save(self) -> None:
-        replace_text(self.path, json.dumps(self.run, indent=1) + "\n")
+        self.section.write(self.run)

@@ -24,6 +24,8 @@ class Target(NamedTuple):
     at_least: bool
     unit: str
     value: Callable[[Run], Value]
+    beside: str = ""
+    """What it is measured against, and why it is not higher."""
     counted: bool = False
     """A count, which needs no GPU."""
 
@@ -155,30 +157,71 @@ def _bytes_per_token(run: Run) -> Value:
     )
 
 
-_BYTES = "at the measured bandwidth, bytes per logit (6 is the least), one rank, worst shape"
+def _head_rate(run: Run) -> Value:
+    rate = run["ceilings"]["matmul"]["best"]
+    shares = []
+    for row in rows_of(run, "head"):
+        time = both(row, OURS)
+        flop = 6 * row["rows"] * row["hidden"] * (row["vocabulary"] // row["tp"])
+        shares.append(None if rate is None or time is None else flop / rate / (time * 1e-6))
+    return _least(shares)
+
+
+def _head_memory(run: Run) -> Value:
+    most = max(rows_of(run, "head"), key=lambda row: (row["tokens"], -row["tp"], row["rows"]), default=None)
+    if most is None:
+        return None
+    ours, kept = (figure(most, name, "extra_bytes") for name in (OURS, "megatron_rc triton, logits in place"))
+    return _over(ours, kept)
+
+
+_BYTES = "at the measured bandwidth, bytes per logit, one rank, worst shape"
+_SHARD = "a row is short there: its epilogue and the last wave weigh more"
+_LEAST = "6 is the least of two passes; one pass would be 4, which needs a row to stay in the L2 cache"
+_PEERS = "the fastest peer present that answers right; the best of them move 6 to 8 bytes per logit, as this does"
 
 TARGETS = (
     Target("row statistics, share of the read bandwidth, one rank, worst shape", 0.90, True, "%",
-           _worst_share("forward", one_rank=True)),
+           _worst_share("forward", one_rank=True), "the fastest read of the same card"),
     Target("row statistics, share of the read bandwidth, a tensor-parallel shard, worst shape", 0.75, True, "%",
-           _worst_share("forward", one_rank=False)),
+           _worst_share("forward", one_rank=False), _SHARD),
     Target("row gradient, share of the copy bandwidth, one rank, worst shape", 0.92, True, "%",
-           _worst_share("backward", one_rank=True)),
+           _worst_share("backward", one_rank=True), "the fastest copy of the same card"),
     Target("row gradient, share of the copy bandwidth, a tensor-parallel shard, worst shape", 0.85, True, "%",
-           _worst_share("backward", one_rank=False)),
-    Target(f"log-probs and gradient, {_BYTES}", 6.6, False, "bytes", _most_bytes("logprobs")),
-    Target(f"log-probs, entropy and gradient, {_BYTES}", 6.6, False, "bytes", _most_bytes("logprobs, entropy")),
-    Target("log-probs and gradient: best peer's time / ours, worst shape", 1.0, True, "x", _worst_ratio),
+           _worst_share("backward", one_rank=False), _SHARD),
+    Target(f"log-probs and gradient, {_BYTES}", 6.6, False, "bytes", _most_bytes("logprobs"), _LEAST),
+    Target(f"log-probs, entropy and gradient, {_BYTES}", 6.6, False, "bytes", _most_bytes("logprobs, entropy"), _LEAST),
+    Target("log-probs and gradient: best peer's time / ours, worst shape", 1.0, True, "x", _worst_ratio, _PEERS),
     Target("log-probs and gradient: flash-attention's time / ours, worst shape", 1.0, True, "x",
-           _flash_attention_ratio),
-    Target("`correct` on 65,536 tokens, replayed as a CUDA graph", 20.0, False, "µs", _of_correct("graph_us")),
-    Target("`correct` on 65,536 tokens, host time of the eager call", 150.0, False, "µs", _of_correct("host_us")),
-    Target("`correct` and its metrics as floats, framework recipe's wall time / ours", 10.0, True, "x", _over_recipe),
-    Target("`correct`, launches", 4.0, False, "", _launches("correct"), counted=True),
-    Target("update path, one rank, launches", 5.0, False, "", _launches("update"), counted=True),
+           _flash_attention_ratio, "flash-attention's Triton file, its gradient in place, its group of one rank"),
+    Target("`correct` on 65,536 tokens, replayed as a CUDA graph", 20.0, False, "µs", _of_correct("graph_us"),
+           "three launches, each after the other; the bytes alone would take less than 1 µs"),
+    Target("`correct` on 65,536 tokens, host time of the eager call", 150.0, False, "µs", _of_correct("host_us"),
+           "Python and three launches"),
+    Target("`correct` and its metrics as floats, framework recipe's wall time / ours", 10.0, True, "x", _over_recipe,
+           "padded PyTorch, one `.item()` per metric"),
+    Target("`correct`, launches", 4.0, False, "", _launches("correct"), "the same call on a CPU", counted=True),
+    Target("update path, one rank, launches", 5.0, False, "", _launches("update"), "the same call on a CPU",
+           counted=True),
+    Target("`linear_policy_loss`, 6 N H V operations at the measured bf16 rate over its time, worst shape", 0.75, True,
+           "%", _head_rate, "the fastest bf16 product; both passes over logits and the sum of dW come on top of it"),
+    Target("`linear_policy_loss`, memory beyond its inputs over that of logits in place, most tokens", 0.2, False, "%",
+           _head_memory, "the same loss over logits whose gradient is in place; in time it is no faster than that"),
     Target("log-probs, entropy and gradient, memory beyond the logits per token", 32.0, False, "bytes",
-           _bytes_per_token),
+           _bytes_per_token, "the allocator's peak, gradient in place"),
 )  # fmt: skip
+
+
+def judgement(run: Run) -> str:
+    """The targets and what a run says about each, a line each."""
+    lines = []
+    for target in TARGETS:
+        value, verdict = target.judge(run)
+        bound = f"{'>=' if target.at_least else '<='} {shown(target.bound, target.unit)}"
+        lines.append(
+            f"{verdict or 'not measured':12} {target.text}: {shown(value, target.unit) or '-'} (target {bound})"
+        )
+    return "\n".join(lines)
 
 
 def shown(value: Value, unit: str) -> str:

@@ -20,6 +20,7 @@ from timing.counting import of_trace  # noqa: E402
 from timing.meter import Work  # noqa: E402
 from timing.peers import flash_attention_peer, without_if_broken  # noqa: E402
 from timing.record import Record  # noqa: E402
+from timing.section import Section  # noqa: E402
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_every_row_is_on_disk_before_the_next_one_starts(bench: Bench, tmp_path:
         return [{"kind": "third"}]
 
     work: kernels.Jobs = {"first": lambda: [{"kind": "first"}], "second": second, "third": third, "fourth": second}
-    kernels.run_jobs(bench, work, Record.begin(out, {"device": {}}, list(work)))
+    kernels.run_jobs(bench, work, Record.begin(Section(out), {"device": {}}, list(work)))
     assert [row["name"] for row in seen[0]["rows"]] == ["first"] and seen[0]["skipped"] == ["second", "third", "fourth"]
     assert seen[1]["rows"][1] == {
         "name": "second", "kind": "failed", "reason": "RuntimeError: not this row", "providers": {},
@@ -111,17 +112,17 @@ def test_a_run_that_lost_the_device_goes_on_without_the_call_that_did_it(
         kernels.run_jobs(again, {"first": lambda: [{"kind": "b"}], "row": lambda: row(again)}, record)
 
     with pytest.raises(DeviceLost, match="bad: RuntimeError: no such kernel"):
-        run(Record.begin(out, {}, ["first", "row"]))
+        run(Record.begin(Section(out), {}, ["first", "row"]))
     assert [row["name"] for row in json.loads(out.read_text())["rows"]] == ["first"]
     asked.clear()
-    run(Record.resume(out))
+    run(Record.resume(Section(out)))
     assert asked == ["good"]
     end = json.loads(out.read_text())
     assert [row["name"] for row in end["rows"]] == ["first", "row"] and end["lost"] == [["row", "bad"]]
     assert end["rows"][1]["providers"]["bad"] == {"state": "failed", "reason": "the device was lost in its call"}
     # a process that is killed cannot say whose call it was: the file says it
-    Record.begin(out, {}, ["row"]).trying(("row", "bad"))
-    assert Record.resume(out).lost == [("row", "bad")]
+    Record.begin(Section(out), {}, ["row"]).trying(("row", "bad"))
+    assert Record.resume(Section(out)).lost == [("row", "bad")]
 
 
 def test_launches_on_a_gpu_are_kernels_copies_and_fills_and_waits_are_those_inside_the_call() -> None:
