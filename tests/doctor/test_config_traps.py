@@ -100,6 +100,7 @@ def test_a_trap_is_found_and_has_a_fix(host: str, check: str, text: str, status:
         (VERL, "algorithm.adv_estimator=grpo"),
         (VERL, f"{OURS} +{ROLLOUT}.quantization=fp8 trainer.v1.trainer_mode=separate_async {LOSS}=megatron_rc"),
         (VERL, f"{MOE} {REPLAY} {ROLLOUT}.enable_rollout_routing_replay=True {CORRECTION}.rollout_is=token"),
+        (VERL, f"actor_rollout_ref.actor.veomni.router_replay.mode=R3 {ROLLOUT}.enable_rollout_routing_replay=True"),
         (NEMO, "examples/run_grpo.py"),
         (NEMO, f"{FP8} {IS} {TIS}"),
         (NEMO, f"{PATCHED} {FP8} {IS} {ASYNC}"),

@@ -210,6 +210,17 @@ def test_workers_get_weighted_advantages_and_the_driver_keeps_its_own() -> None:
     assert sum(metrics["rc/ess_token_final"]) < 1 and all(len(metrics[name]) == 1 for name in metrics if "rc/" in name)
 
 
+def test_turns_are_the_runs_of_the_token_mask() -> None:
+    data, _ = cases.rollout()
+    with policy_of(RolloutCorrection(Weight("segment", "truncate", upper=1.05))) as policy:
+        policy.train(data, loss_fn())
+    log_ratio = data["prev_logprobs"] - data["generation_logprobs"]
+    ends = int(data["token_mask"][0].nonzero().max()) + 1
+    for turn in (slice(2, 4), slice(6, ends)):  # tool output lies between them
+        weight = log_ratio[0, turn].mean().exp().clamp(max=1.05)
+        torch.testing.assert_close(policy.seen[0]["data"]["advantages"][0, turn], data["advantages"][0, turn] * weight)
+
+
 def test_an_update_that_fails_leaves_the_data_as_they_were() -> None:
     data, _ = cases.rollout()
     advantages = data["advantages"]

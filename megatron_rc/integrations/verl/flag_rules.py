@@ -15,6 +15,8 @@ _HANDED_ON = f"ray_kwargs.ray_init.runtime_env.env_vars.{_VARIABLE}"
 _MODEL, _LOSS = "actor_rollout_ref.model.path", f"{_ACTOR}.policy_loss.loss_mode"
 _REPLAY, _RETURNS_ROUTES = f"{_ACTOR}.megatron.router_replay.mode", f"{_ROLLOUT}.enable_rollout_routing_replay"
 
+_VEOMNI_REPLAY = f"{_ACTOR}.veomni.router_replay.mode"
+
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys((f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.bypass_mode")),
     **dict.fromkeys((f"{_CORRECTION}.rollout_rs_threshold", _HANDED_ON, _VARIABLE, _MODEL, f"{_ACTOR}.strategy")),
@@ -23,7 +25,13 @@ DEFAULTS: dict[str, Any] = {
     **{f"{_ROLLOUT}.calculate_log_probs": True, f"{_ROLLOUT}.logprobs_mode": "processed_logprobs"},
     **{f"{_ROLLOUT}.temperature": 1.0, f"{_ROLLOUT}.top_p": 1.0, f"{_ROLLOUT}.top_k": -1},
     **{f"{_ROLLOUT}.dtype": "bfloat16", f"{_ACTOR}.megatron.dtype": "bfloat16"},
-    **{_REPLAY: "disabled", _RETURNS_ROUTES: False, "trainer.use_v1": True, "trainer.v1.trainer_mode": "sync"},
+    **{
+        _REPLAY: "disabled",
+        _VEOMNI_REPLAY: "disabled",
+        _RETURNS_ROUTES: False,
+        "trainer.use_v1": True,
+        "trainer.v1.trainer_mode": "sync",
+    },
 }
 """Settings that the rules read, by dotted path, with the defaults of main_ppo."""
 
@@ -186,7 +194,7 @@ RULES = (
         f"Set {_RETURNS_ROUTES}=True.",
     ),
     FlagRule(
-        "moe-replay", lambda args: args[_RETURNS_ROUTES] and args[_REPLAY] != "R3",
+        "moe-replay", lambda args: args[_RETURNS_ROUTES] and "R3" not in (args[_REPLAY], args[_VEOMNI_REPLAY]),
         f"{_RETURNS_ROUTES} returns routes that router_replay.mode does not replay",
         f"Set {_REPLAY}=R3, or {_RETURNS_ROUTES}=False.",
     ),
