@@ -23,6 +23,8 @@ def tokens(n: int, seed: int = 0, spread: float = 0.4) -> dict[str, Tensor]:
     del batch["cu_seqlens"]
     generator = torch.Generator().manual_seed(seed)
     batch["scale"] = batch["loss_mask"] * (0.5 + torch.rand(n, generator=generator)) / max(1, n)
+    # groups of equal rewards: neither side of such a token clips
+    batch["advantages"][torch.rand(n, generator=generator) < 0.3] = 0.0
     return {name: value.float() if value.is_floating_point() else value for name, value in batch.items()}
 
 
