@@ -214,7 +214,7 @@ def _resources(found: Run) -> str:
         for name, used in found["kernels"].items()
     ]
     shapes = [[name, *map(str, shape)] for name, shape in found["launch"].items()]
-    launches = table(("launch shape", "block", "warps", "stages"), shapes)
+    launches = table(("launch shape", "block", "warps"), shapes)
     return f"{RESOURCES}{table(head, rows)}\n{launches}\nTriton {found['triton']}.\n"
 
 

@@ -21,8 +21,6 @@ _BEST = 5
 class Candidate(NamedTuple):
     block: int
     num_warps: int
-    # stages of a loop without a matrix product change nothing: the machine code is the same
-    num_stages: int = 1
 
 
 Times = dict[Candidate, list[float | None]]
@@ -90,7 +88,7 @@ def launch_lines(row: Row) -> list[str]:
 
 
 def _launch(c: dict[str, int]) -> str:
-    return f"Launch(block={c['block']}, num_warps={c['num_warps']}, num_stages={c['num_stages']})"
+    return f"Launch(block={c['block']}, num_warps={c['num_warps']})"
 
 
 def _best(times: Times, shapes: range | list[int]) -> list[dict[str, int]]:

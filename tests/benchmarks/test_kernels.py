@@ -253,7 +253,7 @@ def test_a_sweep_refuses_a_wrong_candidate_restores_the_table_and_prints_lines(
     row = sweep(bench, [Shape(2, 600, 1)], ours("triton"), [good, better, broken])
     assert row["best"]["row_statistics"][0] == better._asdict() and len(row["best"]["row_gradient"]) == 2
     assert list(row["refused"]) == [str(broken)] and before == LAUNCH
-    assert launch_lines(row)[1] == '    "row_gradient": Launch(block=256, num_warps=2, num_stages=1),'
+    assert launch_lines(row)[1] == '    "row_gradient": Launch(block=256, num_warps=2),'
 
 
 def test_a_sweep_names_the_best_of_each_width_beside_the_best_of_all(

@@ -17,10 +17,6 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import kernel_resources
 
-# a note on defaults of later versions
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_afresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with aot.fresh_cache(tmp_path_factory.mktemp("triton")):
@@ -53,6 +49,10 @@ def test_every_entry_of_the_launch_table_is_compiled() -> None:
     capture = aot.capture()
     assert capture.off_table == []
     assert capture.entries == set(LAUNCH)
+
+
+def test_every_launch_asks_for_fused_multiplication_and_addition() -> None:
+    assert [launch.name for launch in aot.capture().launches if launch.options.get("enable_fp_fusion") is not True] == []
 
 
 def test_a_kernel_that_spills_is_found() -> None:

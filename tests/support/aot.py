@@ -71,9 +71,8 @@ class _ReadTable(dict[str, Any]):
         numbers = {1, *(value for value in constants if type(value) is int)}
         for at, name in self.reads:
             entry = self.get(name)
-            shape = {"num_warps": entry.num_warps, "num_stages": entry.num_stages}
             # a block may have two dimensions
-            if at == last and shape.items() <= launch.options.items() and entry.block in _products(numbers):
+            if at == last and entry.options == launch.options and entry.block in _products(numbers):
                 return name
         return None
 

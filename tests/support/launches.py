@@ -34,7 +34,7 @@ class Launch:
     """By name, constexprs and defaults too."""
     grid: Any
     options: dict[str, Any]
-    """num_warps, num_stages."""
+    """As Launch.options of the launch table."""
 
     @property
     def name(self) -> str:
