@@ -1,6 +1,6 @@
 """vocab_parallel_logprobs: log-probs and entropy of vocabulary-sharded logits with one tensor-parallel collective.
 
-    statistics   every shard reads its logits once: max z, sum e^(z - max), sum e^(z - max) (z - max), z[target] per row
+    statistics   every shard reads its logits once: max x, sum e^d, sum e^d d, x[target] per row, d = (x - max x) / T
     gather       one all-gather of those four numbers over the tensor-parallel group
     merge        every rank joins all shards in rank order, to the same bits: logprob, entropy, max, log sum
     gradient     backward reads the logits once more and writes their gradient; it communicates nothing
@@ -168,7 +168,7 @@ def distribution_of_rows(
     counted = torch.ones_like(rows.targets, dtype=torch.bool) if rows.mask is None else rows.mask != 0
     kept_mass = varentropy = None
     if len(merged) > 1:
-        gap = (own.maximum - merged[1].maximum) + (own.log_sum - merged[1].log_sum)
+        gap = (own.maximum - merged[1].maximum) / rows.temperature + (own.log_sum - merged[1].log_sum)
         kept_mass = torch.where(counted, gap.exp().clamp(max=1), 0)
     if with_varentropy:
         part = shard_varentropy(logits, rows, own)

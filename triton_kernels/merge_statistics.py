@@ -7,20 +7,21 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch_table import LAUNCH
-from .softmax import FLOOR, Softmax, finish_row, row_offset, with_strides
+from .softmax import FLOOR, OF_ROWS, Softmax, finish_row, load_inverse, row_offset, with_strides
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_shards", "rows_per_page", "stride_mask_page", "stride_mask"])
+@triton.jit(do_not_specialize=[*OF_ROWS, "num_rows", "num_shards"])
 def merge_statistics_fwd_kernel(
-    gathered,  # [R, 4, N] (max z, sum e, sum e (z - max), z[target]) of every shard
+    gathered,  # [R, 4, N] the statistics of row_statistics_fwd of every shard
+    temperature,  # a number, or [N] or [B, T]
     mask,  # [N] or [B, T], or None
     logprobs,  # [N] nats
     entropy,  # [N] nats, if WITH_ENTROPY
-    maximum,  # [N] max z, 0 if that is -inf
-    log_sum,  # [N] log sum e^(z - max)
+    maximum,  # [N] the largest logit, 0 if that is -inf
+    log_sum,  # [N] log sum e^((logit - maximum) / temperature)
     num_rows, num_shards, rows_per_page,
-    stride_mask_page, stride_mask,
-    WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    stride_temperature_page, stride_temperature, stride_mask_page, stride_mask,
+    TEMPERATURE_PER_ROW: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = rows < num_rows
@@ -33,22 +34,25 @@ def merge_statistics_fwd_kernel(
         top = tl.maximum(top, tl.load(statistics, mask=here, other=0.0))
         target = tl.maximum(target, tl.load(statistics + 3 * step, mask=here, other=0.0))
     base = tl.where(top == float("-inf"), 0.0, top)
+    kept = here
+    if mask is not None:
+        kept = tl.load(mask + row_offset(rows, rows_per_page, stride_mask_page, stride_mask), mask=here, other=0) != 0
+    inverse = load_inverse(
+        temperature, rows, rows_per_page, stride_temperature_page, stride_temperature, kept, TEMPERATURE_PER_ROW
+    )
     total = tl.zeros([BLOCK], tl.float32)
     shifted = tl.zeros([BLOCK], tl.float32)
     for shard in range(num_shards):
         statistics = gathered + tl.cast(shard, tl.int64) * 4 * step + rows
         # a NaN lives on in the sums of its shard
-        down = tl.maximum(tl.load(statistics, mask=here, other=0.0) - base, FLOOR)
+        down = tl.maximum((tl.load(statistics, mask=here, other=0.0) - base) * inverse, FLOOR)
         keep = tl.exp(down)
         part = tl.load(statistics + step, mask=here, other=0.0)
         total += keep * part
         if WITH_ENTROPY:
             shifted += keep * (tl.load(statistics + 2 * step, mask=here, other=0.0) + down * part)
 
-    row_logprobs, row_entropy, row_maximum, row_log_sum = finish_row(top, total, shifted, target)
-    kept = here
-    if mask is not None:
-        kept = tl.load(mask + row_offset(rows, rows_per_page, stride_mask_page, stride_mask), mask=here, other=0) != 0
+    row_logprobs, row_entropy, row_maximum, row_log_sum = finish_row(top, total, shifted, target, inverse)
     tl.store(logprobs + rows, tl.where(kept, row_logprobs, 0.0), mask=here)
     tl.store(maximum + rows, row_maximum, mask=here)
     tl.store(log_sum + rows, row_log_sum, mask=here)
@@ -56,14 +60,18 @@ def merge_statistics_fwd_kernel(
         tl.store(entropy + rows, tl.where(kept, row_entropy, 0.0), mask=here)
 
 
-def merge_statistics_fwd(gathered: Tensor, mask: Tensor | None, *, with_entropy: bool) -> Softmax:
-    """logprob = z[target] - M - log S and entropy = log S - U / S of every row, from the statistics of R shards.
+def merge_statistics_fwd(
+    gathered: Tensor, mask: Tensor | None, temperature: float | Tensor, *, with_entropy: bool
+) -> Softmax:
+    """logprob = (x[target] - M) / temperature - log S and entropy = log S - U / S of every row, from R shards.
 
-    With M = max_r m_r and a_r = e^(m_r - M): S = sum_r a_r s_r, U = sum_r a_r (u_r + (m_r - M) s_r). One launch.
+    With M = max_r m_r, b_r = (m_r - M) / temperature and a_r = e^b_r: S = sum_r a_r s_r, U = sum_r a_r (u_r + b_r s_r),
+    from the statistics (m_r, s_r, u_r, x[target]) of each shard. One launch.
 
     Args:
         gathered: [R, 4, N] fp32 contiguous, the statistics of row_statistics_fwd in rank order.
         mask: [N] or [B, T]; a row with 0 has logprob and entropy 0.
+        temperature: that of the statistics, a number, or [N] or [B, T].
         with_entropy: compute the entropy.
 
     Returns:
@@ -72,16 +80,17 @@ def merge_statistics_fwd(gathered: Tensor, mask: Tensor | None, *, with_entropy:
     launch = LAUNCH["merge_statistics"]
     num_shards, _, num_rows = gathered.shape
     softmax = Softmax.empty(num_rows, gathered.device, with_entropy=with_entropy)
-    block = min(launch.block, triton.next_power_of_2(max(num_rows, 1)))
-    merge_statistics_fwd_kernel[(triton.cdiv(num_rows, block),)](
+    per_row = [each for each in (mask, temperature) if isinstance(each, Tensor)]
+    merge_statistics_fwd_kernel[(triton.cdiv(num_rows, launch.block),)](
         gathered=gathered,
         **softmax._asdict(),
         num_rows=num_rows,
         num_shards=num_shards,
-        rows_per_page=num_rows if mask is None else mask.shape[-1],
-        **with_strides(mask=mask),
+        rows_per_page=per_row[0].shape[-1] if per_row else num_rows,
+        **with_strides(temperature=temperature, mask=mask),
+        TEMPERATURE_PER_ROW=isinstance(temperature, Tensor),
         WITH_ENTROPY=with_entropy,
-        BLOCK=block,
+        BLOCK=launch.block,
         **launch.options,
     )
     return softmax

@@ -7,13 +7,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch_table import LAUNCH
-from .softmax import FLOOR, LOG2_E, OF_ROWS, Rows, Softmax, load_divisor, load_upstream, logits_strides, row_offset
+from .softmax import FLOOR, LOG2_E, OF_ROWS, Rows, Softmax, load_inverse, load_upstream, logits_strides, row_offset
 
 
 @triton.jit
 def _gradient(x, is_target, inverse, top, log_total, at_target, slope, constant, WITH_ENTROPY: tl.constexpr):
     """The gradient of a tile of logits in fp32: at_target onehot + p (constant + slope log p)."""
-    log_p = x * inverse - top - log_total
+    log_p = (x - top) * inverse - log_total
     # before the floor, which would hide a NaN
     p = tl.exp2(log_p * LOG2_E)
     if WITH_ENTROPY:
@@ -33,8 +33,8 @@ def row_gradient_bwd_kernel(
     mask,  # [N] or [B, T], or None
     logprobs,  # [N] nats, of the whole vocabulary, like the next three
     entropy,  # [N] nats, or None without grad_entropy
-    maximum,  # [N] max z
-    log_sum,  # [N] log sum e^(z - max)
+    maximum,  # [N] the largest logit
+    log_sum,  # [N] log sum e^((logit - maximum) / temperature)
     grad_logprobs,  # [N] or [B, T], or None
     grad_entropy,  # [N] or [B, T], or None
     start, num_valid, width, rows_per_page,
@@ -56,10 +56,9 @@ def row_gradient_bwd_kernel(
         constant += slope * row_entropy
     # a row without gradient has no columns to read: all of it is written as zeros
     valid = tl.where(active, num_valid, 0)
-    divisor = load_divisor(
+    inverse = load_inverse(
         temperature, row, rows_per_page, stride_temperature_page, stride_temperature, active, TEMPERATURE_PER_ROW
     )
-    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), divisor)
     at_target *= inverse
     slope *= -inverse
     constant *= -inverse
@@ -94,7 +93,7 @@ def row_gradient_bwd_kernel(
 def row_gradient_bwd(
     out: Tensor, logits: Tensor, rows: Rows, softmax: Softmax, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
 ) -> None:
-    """Write [g (onehot - p) - g_H p (log p + entropy)] / temperature, with log p = z - maximum - log_sum, to ``out``.
+    """Write [g (onehot - p) - g_H p (log p + entropy)] / temperature to ``out``, with log p = (x - maximum) / temperature - log_sum.
 
     One launch; fp32 inside, rounded once. Rows with mask 0, or with upstream gradients of 0, are exactly 0 and their
     logits are not read; columns from num_valid on are exactly 0. g counts as 0 where logprob is -inf.

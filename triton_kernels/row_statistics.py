@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch_table import LAUNCH
-from .softmax import LOG2_E, OF_ROWS, Rows, Softmax, load_active, load_divisor, new_outputs, row_offset, store_row
+from .softmax import LOG2_E, OF_ROWS, Rows, Softmax, load_active, load_inverse, new_outputs, row_offset, store_row
 
 _LOWEST = tl.constexpr(-1e30)
 """Below any difference of logits that counts at any temperature: its exponential is 0, but 0 times it is not NaN."""
@@ -39,11 +39,11 @@ def row_statistics_fwd_kernel(
     targets,  # [N] or [B, T] global ids
     temperature,  # a number, or [N] or [B, T]
     mask,  # [N] or [B, T], or None
-    statistics,  # [4, N] max z, sum e, sum e (z - max), z[target]; or None, and the next four are written
+    statistics,  # [4, N] as row_statistics_fwd returns them; or None, and the next four are written
     logprobs,  # [N] nats
     entropy,  # [N] nats, if WITH_ENTROPY
-    maximum,  # [N] max z, 0 if that is -inf
-    log_sum,  # [N] log sum e^(z - max)
+    maximum,  # [N] the largest logit, 0 if that is -inf
+    log_sum,  # [N] log sum e^((logit - maximum) / temperature)
     start, num_valid, rows_per_page,
     stride_logits_page, stride_logits_row, stride_logits_column,
     stride_targets_page, stride_targets, stride_temperature_page, stride_temperature,
@@ -55,10 +55,9 @@ def row_statistics_fwd_kernel(
     active = load_active(mask, row, rows_per_page, stride_mask_page, stride_mask)
     # a row that does not count has no columns: neither its logits nor its temperature are read
     valid = tl.where(active, num_valid, 0)
-    divisor = load_divisor(
+    inverse = load_inverse(
         temperature, row, rows_per_page, stride_temperature_page, stride_temperature, active, TEMPERATURE_PER_ROW
     )
-    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), divisor)
     scale = inverse * LOG2_E
 
     BLOCK: tl.constexpr = LANES * VECTOR
@@ -85,13 +84,14 @@ def row_statistics_fwd_kernel(
 
     column = tl.load(targets + row_offset(row, rows_per_page, stride_targets_page, stride_targets)).to(tl.int64) - start
     here = (column >= 0) & (column < valid)
-    target = tl.load(first + column * stride_logits_column, mask=here, other=float("-inf")).to(tl.float32) * inverse
-    row_top *= inverse
-    store_row(row, active, row_top, row_total, row_shifted, target, statistics, logprobs, entropy, maximum, log_sum)
+    target = tl.load(first + column * stride_logits_column, mask=here, other=float("-inf")).to(tl.float32)
+    store_row(
+        row, active, row_top, row_total, row_shifted, target, inverse, statistics, logprobs, entropy, maximum, log_sum
+    )
 
 
 def row_statistics_fwd(logits: Tensor, rows: Rows, *, with_entropy: bool, merged: bool) -> Tensor | Softmax:
-    """Max z, sum e^(z - max), sum e^(z - max) (z - max) and z[target] of every row, z = logits / temperature.
+    """Max x, sum e^d, sum e^d d and x[target] of every row, with d = (x - max x) / temperature of its logits x.
 
     One launch. The statistics are -inf, 0, 0, -inf for a row without a finite logit and for one with mask 0.
 

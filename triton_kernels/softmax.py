@@ -26,13 +26,14 @@ def row_offset(row, rows_per_page, stride_page, stride_row):
 
 
 @triton.jit
-def load_divisor(temperature, row, rows_per_page, stride_page, stride_row, active, PER_ROW: tl.constexpr):
-    """The temperature of a row in fp32; that of a row that does not count is not read."""
+def load_inverse(temperature, row, rows_per_page, stride_page, stride_row, active, PER_ROW: tl.constexpr):
+    """1 / the temperature of a row, or of a block of rows, in fp32; that of a row that does not count is not read."""
     divisor = temperature
     if PER_ROW:
         place = row_offset(row, rows_per_page, stride_page, stride_row)
         divisor = tl.load(temperature + place, mask=active, other=1.0)
-    return tl.cast(divisor, tl.float32)
+    divisor = tl.cast(divisor, tl.float32)
+    return tl.div_rn(tl.zeros_like(divisor) + 1.0, divisor)
 
 
 @triton.jit
@@ -68,19 +69,20 @@ def load_upstream(
 
 
 @triton.jit
-def finish_row(maximum, total, shifted, target):
+def finish_row(maximum, total, shifted, target, inverse):
     """(logprob, entropy, maximum, log_sum) from the statistics of the whole vocabulary.
 
-    maximum and log_sum are 0 where no logit is finite; the logprob is -inf and the entropy 0 there.
+    maximum and log_sum are 0 where no logit is finite; the logprob is -inf and the entropy 0 there. Logits are
+    subtracted before they are divided by the temperature: the difference of close ones is exact, and 0 for the largest.
     """
     maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
     total = tl.where(total == 0, 1.0, total)
     log_sum = tl.log(total)
-    return target - maximum - log_sum, log_sum - shifted / total, maximum, log_sum
+    return (target - maximum) * inverse - log_sum, log_sum - shifted / total, maximum, log_sum
 
 
 @triton.jit
-def store_row(row, active, top, total, shifted, target, statistics, logprobs, entropy, maximum, log_sum):
+def store_row(row, active, top, total, shifted, target, inverse, statistics, logprobs, entropy, maximum, log_sum):
     """Write the statistics of a row of this shard, or, where `statistics` is None, what follows from them."""
     if statistics is not None:
         rows = tl.num_programs(0).to(tl.int64)
@@ -89,7 +91,7 @@ def store_row(row, active, top, total, shifted, target, statistics, logprobs, en
         tl.store(statistics + 2 * rows + row, shifted)
         tl.store(statistics + 3 * rows + row, target)
     else:
-        row_logprob, row_entropy, row_maximum, row_log_sum = finish_row(top, total, shifted, target)
+        row_logprob, row_entropy, row_maximum, row_log_sum = finish_row(top, total, shifted, target, inverse)
         tl.store(logprobs + row, tl.where(active, row_logprob, 0.0))
         tl.store(maximum + row, row_maximum)
         tl.store(log_sum + row, row_log_sum)
@@ -141,9 +143,9 @@ class Softmax(NamedTuple):
     entropy: Tensor | None
     """Nats."""
     maximum: Tensor
-    """max z; 0 for a row without a finite logit."""
+    """The largest logit, before the temperature; 0 for a row without a finite logit."""
     log_sum: Tensor
-    """log sum e^(z - maximum); 0 for a row without a finite logit."""
+    """log sum e^((logit - maximum) / temperature); 0 for a row without a finite logit."""
 
     @classmethod
     def empty(cls, shape: torch.Size | int, device: torch.device, *, with_entropy: bool) -> Softmax:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch_table import LAUNCH
-from .softmax import FLOOR, OF_ROWS, Rows, Softmax, load_divisor, load_upstream, logits_strides, row_offset
+from .softmax import FLOOR, OF_ROWS, Rows, Softmax, load_inverse, load_upstream, logits_strides, row_offset
 from .support_statistics import kept_block
 
 
@@ -26,8 +26,8 @@ def support_gradient_bwd_kernel(
     mask,  # [N] or [B, T], or None
     logprobs,  # [N] nats, of all shards, as the three below
     entropy,  # [N] nats, or None without grad_entropy
-    maximum,  # [N] max z
-    log_sum,  # [N] log sum e^(z - max)
+    maximum,  # [N] the largest kept logit
+    log_sum,  # [N] log sum e^((logit - maximum) / temperature)
     grad_logprobs,  # [N] or [B, T], or None
     grad_entropy,  # [N] or [B, T], or None
     start, num_valid, rows_per_page,
@@ -49,7 +49,7 @@ def support_gradient_bwd_kernel(
         row, rows_per_page, logprobs, entropy, mask, grad_logprobs, grad_entropy, stride_mask_page, stride_mask,
         stride_grad_logprobs_page, stride_grad_logprobs, stride_grad_entropy_page, stride_grad_entropy,
     )  # fmt: skip
-    divisor = load_divisor(
+    inverse = load_inverse(
         temperature, row, rows_per_page, stride_temperature_page, stride_temperature, active, TEMPERATURE_PER_ROW
     )
     # the gradient of a row without upstream gradient is 0 whatever its logits are, and none of them is read
@@ -64,16 +64,13 @@ def support_gradient_bwd_kernel(
         id, here, column, logit = kept_block(
             row_logits, ids + first, begin, used, start, num_valid, stride_logits_column, BLOCK
         )
-        divisors = tl.zeros_like(logit) + divisor
-        # rounded as it was for the maximum
-        log_p = tl.div_rn(logit, divisors) - top - log_total
+        log_p = (logit - top) * inverse - log_total
         # lets NaN through, and keeps 0 * (-inf) from becoming one
         log_p = tl.where(log_p < FLOOR, FLOOR, log_p)
         factor = tl.zeros_like(logit) + upstream
         if grad_entropy is not None:
             factor += upstream_entropy * (log_p + row_entropy)
-        gradient = tl.where(id == target, upstream, 0.0) - tl.exp(log_p) * factor
-        gradient = tl.div_rn(gradient, divisors)
+        gradient = (tl.where(id == target, upstream, 0.0) - tl.exp(log_p) * factor) * inverse
         if KEPT_ONLY:
             tl.store(kept_gradient + first + begin + tl.arange(0, BLOCK), gradient, mask=here)
         else:

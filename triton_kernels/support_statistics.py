@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch_table import LAUNCH
-from .softmax import FLOOR, OF_ROWS, Rows, Softmax, load_active, load_divisor, new_outputs, row_offset, store_row
+from .softmax import FLOOR, OF_ROWS, Rows, Softmax, load_active, load_inverse, new_outputs, row_offset, store_row
 
 
 @triton.jit
@@ -29,11 +29,11 @@ def support_statistics_fwd_kernel(
     offsets,  # [N + 1] where the ids of each row start
     temperature,  # a number, or [N] or [B, T]
     mask,  # [N] or [B, T], or None
-    statistics,  # [4, N] max z, sum e, sum e (z - max), z[target]; or None, and the next four are written
+    statistics,  # [4, N] as row_statistics_fwd returns them; or None, and the next four are written
     logprobs,  # [N] nats
     entropy,  # [N] nats, if WITH_ENTROPY
-    maximum,  # [N] max z, 0 if that is -inf
-    log_sum,  # [N] log sum e^(z - max)
+    maximum,  # [N] the largest kept logit, 0 if that is -inf
+    log_sum,  # [N] log sum e^((logit - maximum) / temperature)
     start, num_valid, rows_per_page,
     stride_logits_page, stride_logits_row, stride_logits_column,
     stride_targets_page, stride_targets, stride_temperature_page, stride_temperature,
@@ -49,7 +49,7 @@ def support_statistics_fwd_kernel(
     # a row that does not count has no ids, and none of its logits is read
     count = tl.where(active, count, 0)
     target = tl.load(targets + row_offset(row, rows_per_page, stride_targets_page, stride_targets)).to(tl.int64)
-    divisor = load_divisor(
+    inverse = load_inverse(
         temperature, row, rows_per_page, stride_temperature_page, stride_temperature, active, TEMPERATURE_PER_ROW
     )
     row_logits = logits + row_offset(row, rows_per_page, stride_logits_page, stride_logits_row)
@@ -59,18 +59,15 @@ def support_statistics_fwd_kernel(
     shifted = tl.zeros([], tl.float32)
     at_target = top
     for begin in range(0, count, BLOCK):
-        id, here, _, logit = kept_block(
+        id, _, _, logit = kept_block(
             row_logits, ids + first, begin, count, start, num_valid, stride_logits_column, BLOCK
         )
-        # correctly rounded: an error here would be as large as the logits are
-        z = tl.div_rn(logit, tl.zeros_like(logit) + divisor)
-        z = tl.where(here, z, float("-inf"))
-        at_target = tl.maximum(at_target, tl.max(tl.where(id == target, z, float("-inf")), 0))
-        joined = tl.maximum(top, tl.max(z, 0))
+        at_target = tl.maximum(at_target, tl.max(tl.where(id == target, logit, float("-inf")), 0))
+        joined = tl.maximum(top, tl.max(logit, 0))
         base = tl.where(joined == float("-inf"), 0.0, joined)
         # a NaN lives on in total: weights are NaN before the floor could hide it
-        down = tl.maximum(top - base, FLOOR)
-        below = z - base
+        down = tl.maximum((top - base) * inverse, FLOOR)
+        below = (logit - base) * inverse
         weights = tl.exp(below)
         keep = tl.exp(down)
         if WITH_ENTROPY:
@@ -78,7 +75,9 @@ def support_statistics_fwd_kernel(
         total = keep * total + tl.sum(weights, 0)
         top = joined
 
-    store_row(row, active, top, total, shifted, at_target, statistics, logprobs, entropy, maximum, log_sum)
+    store_row(
+        row, active, top, total, shifted, at_target, inverse, statistics, logprobs, entropy, maximum, log_sum
+    )
 
 
 def support_statistics_fwd(logits: Tensor, rows: Rows, *, with_entropy: bool, merged: bool) -> Tensor | Softmax:

@@ -105,6 +105,6 @@ def _many(setting: Setting, comparison: Comparison) -> None:
 
 def _merge(gathered: Tensor) -> list[Tensor]:
     with poisoned():
-        logprobs, entropy, maximum, log_sum = merge_statistics_fwd(gathered, None, with_entropy=True)
+        logprobs, entropy, maximum, log_sum = merge_statistics_fwd(gathered, None, 0.7, with_entropy=True)
     assert entropy is not None
     return [logprobs, entropy, maximum, log_sum]

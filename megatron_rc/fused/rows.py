@@ -22,7 +22,8 @@ def shard_statistics(logits: Tensor, rows: Rows, *, with_entropy: bool) -> Tenso
 
 def merge_shards(gathered: Tensor, rows: Rows, *, with_entropy: bool) -> Merged:
     """Softmax of every row from the statistics [R, 4, N] of all shards; logprob and entropy are 0 where the mask is."""
-    return Merged(*merge_statistics_fwd(gathered, rows.mask, with_entropy=with_entropy)).view(rows.targets.shape)
+    merged = merge_statistics_fwd(gathered, rows.mask, rows.temperature, with_entropy=with_entropy)
+    return Merged(*merged).view(rows.targets.shape)
 
 
 def merge_one_shard(logits: Tensor, rows: Rows, *, with_entropy: bool) -> Merged:

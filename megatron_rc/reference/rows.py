@@ -37,14 +37,18 @@ class Rows(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """Softmax of every row over all shards, log p_j = z_j - maximum - log_sum: fp32, or fp64 for fp64 logits."""
+    """Softmax of every row over all shards: fp32, or fp64 for fp64 logits.
+
+    log p_j = (logit_j - maximum) / temperature - log_sum. Logits are subtracted before they are divided: the difference
+    of close ones is exact, and no log-prob is above 0.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None
     maximum: Tensor
-    """max z; 0 where every z is -inf."""
+    """The largest logit, before the temperature; 0 where every logit is -inf."""
     log_sum: Tensor
-    """log sum e^(z - maximum); 0 where every z is -inf."""
+    """log sum e^((logit - maximum) / temperature); 0 where every logit is -inf."""
 
     def view(self, shape: torch.Size) -> Merged:
         entropy = None if self.entropy is None else self.entropy.view(shape)
@@ -80,7 +84,10 @@ def shard_statistics(logits: Tensor, rows: Rows, *, with_entropy: bool) -> Tenso
 
 def merge_shards(gathered: Tensor, rows: Rows, *, with_entropy: bool) -> Merged:
     """Softmax of every row from the statistics [R, 4, N] of all shards; logprob and entropy are 0 where the mask is."""
-    logprobs, entropy, maximum, log_sum = merge_statistics(gathered)
+    temperature = rows.temperature
+    if isinstance(temperature, Tensor):
+        temperature = temperature.reshape(-1).to(gathered.dtype)
+    logprobs, entropy, maximum, log_sum = merge_statistics(gathered, temperature)
     assert entropy is not None
     if rows.mask is not None:
         kept = rows.mask.reshape(-1) != 0
@@ -99,12 +106,13 @@ def shard_varentropy(logits: Tensor, rows: Rows, merged: Merged) -> Tensor:
     assert merged.entropy is not None
     entropy, maximum, log_sum = (part.reshape(-1) for part in (merged.entropy, merged.maximum, merged.log_sum))
     if rows.ids is not None:
-        return _KeptIds.of(logits, rows).varentropy(logits, maximum + log_sum, entropy)
+        return _KeptIds.of(logits, rows).varentropy(logits, maximum, log_sum, entropy)
     temperature = _temperature(logits, rows)
     parts = []
     for span, chunk in _row_chunks(logits):
-        z = chunk[:, : rows.num_valid].to(compute_dtype(logits), copy=True).div_(_per_row(_of_rows(temperature, span)))
-        log_p = z.sub_(maximum[span, None]).sub_(log_sum[span, None]).clamp_(min=_FLOOR)
+        values = chunk[:, : rows.num_valid].to(compute_dtype(logits), copy=True)
+        below = values.sub_(maximum[span, None]).div_(_per_row(_of_rows(temperature, span)))
+        log_p = below.sub_(log_sum[span, None]).clamp_(min=_FLOOR)
         p = log_p.exp()
         parts.append(log_p.add_(entropy[span, None]).square_().mul_(p).sum(1))
     return torch.cat(parts)
@@ -132,44 +140,45 @@ def compute_dtype(values: Tensor) -> torch.dtype:
 def row_statistics(
     logits: Tensor, targets: Tensor, temperature: float | Tensor, num_valid: int, *, with_entropy: bool
 ) -> Tensor:
-    """[4, n] max z, sum e^(z - max), sum e^(z - max) (z - max) and z[target] of a shard, z = logits / temperature.
+    """[4, n] max x, sum e^d, sum e^d d and x[target] of a shard, with d = (x - max x) / temperature of its logits x.
 
     fp32 (fp64 for fp64 logits); -inf, 0, 0, -inf for a row without a finite logit. Logits [n, V_local] have any float
-    dtype and strides. Targets [n] int64 are columns of this shard, and any other value gives z[target] = -inf. Columns
+    dtype and strides. Targets [n] int64 are columns of this shard, and any other value gives x[target] = -inf. Columns
     from num_valid on are padding. Without entropy the third statistic is 0.
     """
     rows, width = logits.shape
     # whole blocks of new memory: the sum of a single row would otherwise be split among threads and differ in its bits
     block = min(_BLOCK, width)
     blocks = -(-width // block)
-    z = torch.empty(rows, blocks * block, dtype=compute_dtype(logits), device=logits.device)
-    z[:, :num_valid] = logits[:, :num_valid]
-    z[:, num_valid:] = -torch.inf
-    z.div_(_per_row(temperature))
-    target = _at_target(z, targets, num_valid)
-    maximum = z.amax(1)
-    z.sub_(_zero_if_minus_inf(maximum)[:, None]).clamp_(min=_FLOOR)
-    weights = z.exp()
+    x = torch.empty(rows, blocks * block, dtype=compute_dtype(logits), device=logits.device)
+    x[:, :num_valid] = logits[:, :num_valid]
+    x[:, num_valid:] = -torch.inf
+    target = _at_target(x, targets, num_valid)
+    maximum = x.amax(1)
+    below = x.sub_(_zero_if_minus_inf(maximum)[:, None]).div_(_per_row(temperature)).clamp_(min=_FLOOR)
+    weights = below.exp()
     sum_exp = weights.view(rows, blocks, block).sum(2).sum(1)
-    shifted = z.mul_(weights).view(rows, blocks, block).sum(2).sum(1) if with_entropy else torch.zeros_like(sum_exp)
+    shifted = below.mul_(weights).view(rows, blocks, block).sum(2).sum(1) if with_entropy else torch.zeros_like(sum_exp)
     return torch.stack([maximum, sum_exp, shifted, target])
 
 
-def merge_statistics(statistics: Tensor) -> Merged:
+def merge_statistics(statistics: Tensor, temperature: float | Tensor) -> Merged:
     """Join the statistics of all shards in rank order, to the same bits wherever this is computed.
 
-    With M = max_r m_r and a_r = e^(m_r - M): S = sum_r a_r s_r, U = sum_r a_r (u_r + (m_r - M) s_r),
-    logprob = z[target] - M - log S, entropy = log S - U / S, from the (m, s, u, z[target]) [R, 4, N] of R shards.
+    With M = max_r m_r, b_r = (m_r - M) / temperature and a_r = e^b_r: S = sum_r a_r s_r, U = sum_r a_r (u_r + b_r s_r),
+    logprob = (x[target] - M) / temperature - log S, entropy = log S - U / S, from the (m, s, u, x[target]) [R, 4, N] of
+    R shards and the temperature, a number or [N].
     """
     maxima, sums, shifted, targets = statistics.unbind(1)
     maximum = _zero_if_minus_inf(maxima.amax(0))
-    below = (maxima - maximum).clamp(min=_FLOOR)
+    below = ((maxima - maximum) / temperature).clamp(min=_FLOOR)
     scale = below.exp()
     total = sum_in_order(scale * sums)
     total_shifted = sum_in_order(scale * (shifted + below * sums))
     total = torch.where(total == 0, 1, total)
     log_sum = total.log()
-    return Merged(targets.amax(0) - maximum - log_sum, log_sum - total_shifted / total, maximum, log_sum)
+    logprobs = (targets.amax(0) - maximum) / temperature - log_sum
+    return Merged(logprobs, log_sum - total_shifted / total, maximum, log_sum)
 
 
 def row_gradient(
@@ -179,8 +188,8 @@ def row_gradient(
 
     fp32 (fp64 for fp64 logits); exactly 0 for rows whose upstream gradients are 0, and for columns from num_valid on.
     """
-    z = logits.to(compute_dtype(logits), copy=True).div_(_per_row(temperature))
-    gradient = _softmax_gradient_(z, upstream.select((slice(None), None)))
+    values = logits.to(compute_dtype(logits), copy=True)
+    gradient = _softmax_gradient_(values, upstream.select((slice(None), None)), _per_row(temperature))
     inside = (targets >= 0) & (targets < num_valid)
     at_target = torch.where(inside, upstream.grad_logprobs, 0)
     gradient.scatter_add_(1, torch.where(inside, targets, 0)[:, None], at_target[:, None])
@@ -190,15 +199,21 @@ def row_gradient(
 
 
 def support_statistics(
-    values: Tensor, is_target: Tensor, rows: Tensor, offsets: Tensor, *, with_entropy: bool
+    values: Tensor,
+    is_target: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    temperature: float | Tensor,
+    *,
+    with_entropy: bool,
 ) -> Tensor:
     """[4, N] row_statistics over the kept ids of every row only.
 
-    Of each kept id, [K]: z (-inf where another shard has it), whether it is the row's target, and its row, ascending.
-    The ids of row t start at offsets[t].
+    Of each kept id, [K]: its logit (-inf where another shard has it), whether it is the row's target, its row,
+    ascending, and its temperature, unless that is one number. The ids of row t start at offsets[t].
     """
     maximum = segment_reduce(values, "max", offsets)
-    below = (values - _zero_if_minus_inf(maximum)[rows]).clamp(min=_FLOOR)
+    below = ((values - _zero_if_minus_inf(maximum)[rows]) / temperature).clamp(min=_FLOOR)
     weights = below.exp()
     sum_exp = segment_reduce(weights, "sum", offsets)
     shifted = segment_reduce(weights * below, "sum", offsets) if with_entropy else torch.zeros_like(sum_exp)
@@ -208,14 +223,14 @@ def support_statistics(
 
 def support_gradient(values: Tensor, is_target: Tensor, upstream: Upstream, temperature: float | Tensor) -> Tensor:
     """[K] row_gradient at the kept ids, from what each has of its row; it is 0 everywhere else."""
-    gradient = _softmax_gradient_(values.clone(), upstream)
+    gradient = _softmax_gradient_(values.clone(), upstream, temperature)
     gradient += torch.where(is_target, upstream.grad_logprobs, 0)
     return gradient.div_(temperature).masked_fill_(_without_upstream(upstream), 0)
 
 
-def _softmax_gradient_(z: Tensor, upstream: Upstream) -> Tensor:
-    """-p (g + g_H (log p + entropy)), in the memory of z; upstream broadcasts against z."""
-    log_p = z.sub_(upstream.maximum).sub_(upstream.log_sum).clamp_(min=_FLOOR)
+def _softmax_gradient_(values: Tensor, upstream: Upstream, temperature: float | Tensor) -> Tensor:
+    """-p (g + g_H (log p + entropy)), in the memory of the logits; upstream and temperature broadcast against them."""
+    log_p = values.sub_(upstream.maximum).div_(temperature).sub_(upstream.log_sum).clamp_(min=_FLOOR)
     if upstream.grad_entropy is None:
         return log_p.exp_().mul_(-upstream.grad_logprobs)
     p = log_p.exp()
@@ -227,9 +242,9 @@ def _without_upstream(upstream: Upstream) -> Tensor:
     return zero if upstream.grad_entropy is None else zero & (upstream.grad_entropy == 0)
 
 
-def _at_target(z: Tensor, targets: Tensor, num_valid: int) -> Tensor:
+def _at_target(logits: Tensor, targets: Tensor, num_valid: int) -> Tensor:
     inside = (targets >= 0) & (targets < num_valid)
-    return torch.where(inside, z.gather(1, torch.where(inside, targets, 0)[:, None])[:, 0], -torch.inf)
+    return torch.where(inside, logits.gather(1, torch.where(inside, targets, 0)[:, None])[:, 0], -torch.inf)
 
 
 def _per_row(temperature: float | Tensor) -> float | Tensor:
@@ -270,16 +285,18 @@ class _KeptIds(NamedTuple):
         return cls(positions, row, offsets, here, here & (ids == targets[row]), temperature)
 
     def _values(self, logits: Tensor) -> Tensor:
-        values = logits[self.positions].to(compute_dtype(logits)) / self.temperature
+        values = logits[self.positions].to(compute_dtype(logits))
         return torch.where(self.here, values, -torch.inf)
 
     def statistics(self, logits: Tensor, with_entropy: bool) -> Tensor:
+        values = self._values(logits)
         return support_statistics(
-            self._values(logits), self.is_target, self.row, self.offsets, with_entropy=with_entropy
+            values, self.is_target, self.row, self.offsets, self.temperature, with_entropy=with_entropy
         )
 
-    def varentropy(self, logits: Tensor, log_total: Tensor, entropy: Tensor) -> Tensor:
-        log_p = (self._values(logits) - log_total[self.row]).clamp(min=_FLOOR)
+    def varentropy(self, logits: Tensor, maximum: Tensor, log_sum: Tensor, entropy: Tensor) -> Tensor:
+        below = (self._values(logits) - maximum[self.row]) / self.temperature
+        log_p = (below - log_sum[self.row]).clamp(min=_FLOOR)
         return segment_reduce(log_p.exp() * (log_p + entropy[self.row]).square(), "sum", self.offsets)
 
     def write_gradient(self, out: Tensor, logits: Tensor, upstream: Upstream) -> None:

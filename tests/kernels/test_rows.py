@@ -16,7 +16,7 @@ from kernel_rows_data import (
     solve,
     solve_exactly,
 )
-from logprobs_truth import INF, random_logits, unchecked
+from logprobs_truth import INF, errors_of_close_logits, random_logits, unchecked
 from torch import Tensor
 
 from megatron_rc.kernels.row_gradient import row_gradient_bwd
@@ -327,3 +327,9 @@ def test_backward_in_place_raises_in_another_operation_that_saved_the_logits() -
     torch.autograd.grad(lp.sum(), leaf, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squared.backward()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_temperature_divides_differences_of_logits_which_are_exact_for_close_ones(kept: bool) -> None:
+    of_logprobs, of_gradient = errors_of_close_logits(kept=kept, backend="triton")
+    assert of_logprobs <= 4e-7 and of_gradient <= 2e-7

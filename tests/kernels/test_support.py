@@ -225,10 +225,11 @@ def test_statistics_are_those_of_the_reference() -> None:
     found = support_statistics_fwd(rows.logits, shard, with_entropy=True, merged=False)
     number = torch.arange(4).repeat_interleave(rows.support.offsets.diff())
     expected = support_statistics(
-        rows.logits.double()[number, rows.support.ids] / 0.7,
+        rows.logits.double()[number, rows.support.ids],
         rows.support.ids == rows.targets[number],
         number,
         rows.support.offsets,
+        0.7,
         with_entropy=True,
     )
     expected[:, 1] = torch.tensor([-INF, 0, 0, -INF])

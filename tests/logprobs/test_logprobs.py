@@ -8,7 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logprobs_truth import INF, logprobs_of, random_logits, random_support, truth, unchecked
+from logprobs_truth import (
+    INF,
+    errors_of_close_logits,
+    logprobs_of,
+    random_logits,
+    random_support,
+    truth,
+    unchecked,
+)
 from torch import Tensor
 
 from megatron_rc.batch import Support
@@ -234,3 +242,9 @@ def test_support_gradient_is_zero_outside_the_kept_ids_and_exact_inside() -> Non
     assert x.grad is not None
     torch.testing.assert_close(x.grad.double(), expected, atol=1e-6, rtol=0)
     assert (x.grad[expected == 0] == 0).all()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_temperature_divides_differences_of_logits_which_are_exact_for_close_ones(kept: bool) -> None:
+    of_logprobs, of_gradient = errors_of_close_logits(kept=kept, backend="torch")
+    assert of_logprobs <= 4e-7 and of_gradient <= 2e-7

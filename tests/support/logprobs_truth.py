@@ -74,3 +74,21 @@ def logprobs_of(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
     lp = vocab_parallel_logprobs(logits, targets, **options)
     assert isinstance(lp, Tensor)
     return lp
+
+
+def errors_of_close_logits(*, kept: bool, backend: str) -> tuple[Tensor, Tensor]:
+    """Largest errors of log-probs and of gradients where a temperature divides logits that lie close and far from 0.
+
+    Adjacent logits are as far apart as fp32 numbers of their size are. Divided first, they would be rounded to numbers
+    as far apart as their quotients.
+    """
+    steps = torch.arange(9.0)
+    logits = (torch.tensor([[60.0], [-60.0], [33.0]]) - steps * 2**-18).repeat(3, 1).requires_grad_()
+    targets, temperature = torch.tensor([0, 3, 8] * 3), torch.tensor([0.7, 0.9, 1.3]).repeat_interleave(3)
+    options: dict[str, Any] = {"temperature": temperature}
+    if kept:
+        options["support"] = Support(torch.arange(9).repeat(9), torch.arange(10) * 9)
+    lp = logprobs_of(logits, targets, backend=backend, **options)
+    leaf, true_lp, _ = truth(logits, targets, **options)
+    found, true = (torch.autograd.grad(y.sum(), x)[0] for y, x in ((lp, logits), (true_lp, leaf)))
+    return (lp - true_lp).abs().max(), (found - true).abs().max()

@@ -68,7 +68,8 @@ def merged_statistics(logits: Tensor, rows: KernelRows, *, with_entropy: bool = 
 def by_kernels(rows: Rows) -> Answer:
     if rows.widths:
         parts = [support_statistics_fwd(*shard, with_entropy=True, merged=False) for shard in shards(rows)]
-        merged = merge_statistics(torch.stack([part for part in parts if isinstance(part, Tensor)]))
+        temperature = rows.temperature.reshape(-1) if isinstance(rows.temperature, Tensor) else rows.temperature
+        merged = merge_statistics(torch.stack([part for part in parts if isinstance(part, Tensor)]), temperature)
         kept = torch.tensor(True) if rows.mask is None else rows.mask.reshape(-1) != 0
         logprobs, entropy = torch.where(kept, merged.logprobs, 0), torch.where(kept, merged.entropy, 0)
         softmax = Softmax(logprobs, entropy, merged.maximum, merged.log_sum)
