@@ -46,28 +46,28 @@ class LogitsHead:
         yield
 
     def logprobs(self, answer: Tensor, micro: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        result = vocab_parallel_logprobs(**self._arguments(answer, micro.batch), with_entropy=with_entropy)
-        return result if isinstance(result, tuple) else (result, None)
+        # the output layer does not need its logits for backward
+        result = vocab_parallel_logprobs(
+            **self._arguments(answer, micro.batch), with_entropy=with_entropy, inplace_backward=True
+        )
+        return _without_padding(*(result if isinstance(result, tuple) else (result, None)), micro.batch)
 
     def distribution(
         self, answer: Tensor, micro: MicroBatch, *, with_kept_mass: bool, with_varentropy: bool
     ) -> Distribution:
         options: dict[str, Any] = {"with_kept_mass": with_kept_mass, "with_varentropy": with_varentropy}
-        return vocab_parallel_distribution(**self._arguments(answer, micro.batch), **options)
+        described = vocab_parallel_distribution(**self._arguments(answer, micro.batch), **options)
+        return _own_part(described, micro.batch)
 
     def _arguments(self, answer: Tensor, batch: TokenBatch) -> dict[str, Any]:
         logits = answer.squeeze(0)
-        if len(logits) > batch.num_tokens:  # a slice of everything would still copy the gradient
-            logits = logits[: batch.num_tokens]
         return {
             "logits": logits,
-            "targets": batch.targets,
             "tp_group": self._tensor,
             "temperature": batch.sampling.temperature,
-            "mask": batch.loss_mask,
             "vocab_size": self._vocab_size,
-            "support": batch.support,
             "backend": self._backend,
+            **_padded(batch, len(logits)),
         }
 
 
@@ -86,39 +86,52 @@ class LinearHead:
 
     def logprobs(self, answer: Tensor, micro: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         result = linear_logprobs(**self._arguments(answer, micro), with_entropy=with_entropy)
-        logprobs, entropy = result if isinstance(result, tuple) else (result, None)
-        tokens = micro.batch.num_tokens
-        return logprobs[:tokens], None if entropy is None else entropy[:tokens]
+        return _without_padding(*(result if isinstance(result, tuple) else (result, None)), micro.batch)
 
     def distribution(
         self, answer: Tensor, micro: MicroBatch, *, with_kept_mass: bool, with_varentropy: bool
     ) -> Distribution:
         options: dict[str, Any] = {"with_kept_mass": with_kept_mass, "with_varentropy": with_varentropy}
         described = linear_distribution(**self._arguments(answer, micro), **options)
-        return Distribution(*(None if part is None else part[: micro.batch.num_tokens] for part in described))  # type: ignore[arg-type]
+        return _own_part(described, micro.batch)
 
     def _arguments(self, answer: Tensor, micro: MicroBatch) -> dict[str, Any]:
         assert self._of_model is not None
         batch, head, hidden = micro.batch, self._of_model, answer.squeeze(0)
         ranks = dist.get_world_size(self._tensor) if head.sequence_parallel else 1
-        targets, mask, support = batch.targets, batch.loss_mask, batch.support
-        if short := ranks * len(hidden) - batch.num_tokens:
-            targets, mask = F.pad(targets, (0, short)), F.pad(mask, (0, short))
-            if support is not None:
-                support = Support(support.ids, torch.cat([support.offsets, support.offsets[-1:].expand(short)]))
         return {
             "hidden": hidden,
             "weight": head.weight,
-            "targets": targets,
             "tp_group": self._tensor,
             "sequence_parallel": head.sequence_parallel,
             "temperature": batch.sampling.temperature,
-            "mask": mask,
             "vocab_size": self._vocab_size,
-            "support": support,
             "rows": micro.loss_rows,
             "backend": self._backend,
+            **_padded(batch, ranks * len(hidden)),
         }
+
+
+def _padded(batch: TokenBatch, rows: int) -> dict[str, Any]:
+    """What a batch knows of its rows, and of rows behind them that do not count.
+
+    It is padded to the rows of the answer because a slice of logits would get its gradient in new memory, and that
+    would be copied to new memory again.
+    """
+    targets, mask, support = batch.targets, batch.loss_mask, batch.support
+    if short := rows - batch.num_tokens:
+        targets, mask = F.pad(targets, (0, short)), F.pad(mask, (0, short))
+        if support is not None:
+            support = Support(support.ids, torch.cat([support.offsets, support.offsets[-1:].expand(short)]))
+    return {"targets": targets, "mask": mask, "support": support}
+
+
+def _without_padding(logprobs: Tensor, entropy: Tensor | None, batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
+    return logprobs[: batch.num_tokens], None if entropy is None else entropy[: batch.num_tokens]
+
+
+def _own_part(described: Distribution, batch: TokenBatch) -> Distribution:
+    return Distribution(*(None if part is None else part[: batch.num_tokens] for part in described))  # type: ignore[arg-type]
 
 
 HEADS: dict[str, type[LogitsHead] | type[LinearHead]] = {"logits": LogitsHead, "linear": LinearHead}

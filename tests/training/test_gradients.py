@@ -8,6 +8,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from tiny_models import DENSE
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LR = 0.5
 
@@ -50,7 +51,29 @@ def measured() -> dict[str, Any]:
     with policy.moved(out["gradients"][0]):
         out["moved"] = weights()
     out["put back"] = weights()
+    step(take_step=False)
+    out["padded"] = {"without": policy.gradient()}
+    # 64 rows of the batch, and one that only fills up
+    policy.rows_multiple = 5
+    with _NewLogits(rows=64, columns=DENSE["vocab_size"]) as made:
+        step(take_step=False)
+    out["padded"] |= {"with": policy.gradient(), "made": made.by}
     return out
+
+
+class _NewLogits(TorchDispatchMode):
+    """Operations that take memory for a tensor as large as the logits."""
+
+    def __init__(self, *, rows: int, columns: int) -> None:
+        super().__init__()
+        self.rows, self.columns, self.by = rows, columns, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
+        allocates = name in ("slice_backward", "select_backward", "empty_like", "zeros", "new_zeros", "clone")
+        if allocates and answer.shape[-1:] == (self.columns,) and answer.numel() >= self.rows * self.columns:
+            self.by.append(name)
+        return answer
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +107,9 @@ def test_the_metric_is_the_cosine_with_the_gradient_of_the_step_before(run: dict
 def test_moved_weights_are_put_back_exactly(run: dict[str, Any]) -> None:
     torch.testing.assert_close(run["moved"], run["weights"][-1] + run["gradients"][0])
     assert torch.equal(run["put back"], run["weights"][-1])
+
+
+def test_backward_takes_no_memory_for_a_gradient_of_the_logits_and_padding_changes_none(run: dict[str, Any]) -> None:
+    padded = run["padded"]
+    torch.testing.assert_close(padded["with"], padded["without"], rtol=1e-5, atol=1e-7)
+    assert padded["made"] == []

@@ -84,12 +84,14 @@ def both_paths(rank: int, case: Case) -> dict[str, Any]:
             logprobs, entropy = head.logprobs(answer, MicroBatch(batch), with_entropy=True)
             described = head.distribution(answer.detach(), MicroBatch(batch), with_kept_mass=True, with_varentropy=True)
         assert entropy is not None
+        # their gradient is written in the place of logits
+        answered = answer.detach().clone()
         (torch.stack([logprobs, entropy]) * upstream).sum().backward()
         if case.overlap:
             model.finish_grad_sync()
         gradients = {key: parameter.main_grad.clone() for key, parameter in model.named_parameters()}
         values = torch.stack([logprobs.detach(), entropy.detach(), *described])
-        out[name] = {"answer": answer.detach(), "values": values, "gradients": gradients}
+        out[name] = {"answer": answered, "values": values, "gradients": gradients}
     return out
 
 
