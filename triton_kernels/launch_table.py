@@ -19,10 +19,21 @@ class Launch(NamedTuple):
         return {"num_warps": self.num_warps, "enable_fp_fusion": True}
 
 
+NARROW = 32_768
+"""Columns of a row up to which more and smaller programs hide the time between two rows."""
+
+
+def of_row(name: str, width: int) -> Launch:
+    """The launch shape of a kernel whose programs have a row each, for rows of so many columns."""
+    return LAUNCH[f"{name}_narrow" if width <= NARROW else name]
+
+
 LAUNCH: dict[str, Launch] = {
     "row_statistics": Launch(block=4096, num_warps=8),
+    "row_statistics_narrow": Launch(block=2048, num_warps=4),
     "merge_statistics": Launch(block=256, num_warps=4),
     "row_gradient": Launch(block=4096, num_warps=8),
+    "row_gradient_narrow": Launch(block=2048, num_warps=4),
     "support_statistics": Launch(block=128, num_warps=1),
     "support_gradient": Launch(block=128, num_warps=1),
     # unit_sums and correction cut a batch into the same chunks: one block

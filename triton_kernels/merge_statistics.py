@@ -7,10 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch_table import LAUNCH
-from .softmax import FLOOR, OF_ROWS, Softmax, finish_row, load_inverse, row_offset, with_strides
+from .softmax import FLOOR, OF_ROWS, POINTERS, Softmax, finish_row, load_inverse, row_offset, with_strides
 
 
-@triton.jit(do_not_specialize=[*OF_ROWS, "num_rows", "num_shards"])
+@triton.jit(do_not_specialize=[*OF_ROWS, "num_rows", "num_shards"], do_not_specialize_on_alignment=POINTERS)
 def merge_statistics_fwd_kernel(
     gathered,  # [R, 4, N] the statistics of row_statistics_fwd of every shard
     temperature,  # a number, or [N] or [B, T]

@@ -16,7 +16,9 @@ _PARTS = tl.constexpr(4)
 
 
 @triton.jit(
-    do_not_specialize=[*SIZES, "chunks", "num_added", "num_once", "num_outcomes", "num_maxima", "outcome_stride"]
+    do_not_specialize=[*SIZES, "chunks", "num_added", "num_once", "num_outcomes", "num_maxima", "outcome_stride"],
+    # a part of the rows, which begins behind any number of chunks
+    do_not_specialize_on_alignment=["outcomes"],
 )
 def metric_sums_fwd_kernel(
     cu_seqlens,  # [S + 1], or None for rows of row_length

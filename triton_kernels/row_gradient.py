@@ -6,8 +6,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch_table import LAUNCH
-from .softmax import FLOOR, LOG2_E, OF_ROWS, Rows, Softmax, load_inverse, load_upstream, logits_strides, row_offset
+from .launch_table import of_row
+from .softmax import (
+    FLOOR,
+    LOG2_E,
+    OF_ROWS,
+    POINTERS,
+    Rows,
+    Softmax,
+    is_aligned,
+    load_inverse,
+    load_upstream,
+    logits_strides,
+    row_offset,
+)
 
 
 @triton.jit
@@ -24,7 +36,7 @@ def _gradient(x, is_target, inverse, top, log_total, at_target, slope, constant,
     return tl.where(is_target, gradient + at_target, gradient)
 
 
-@triton.jit(do_not_specialize=OF_ROWS)
+@triton.jit(do_not_specialize=OF_ROWS, do_not_specialize_on_alignment=POINTERS)
 def row_gradient_bwd_kernel(
     out,  # [N, V_local] or [B, T, V_local] gradient, may be the logits
     logits,  # [N, V_local] or [B, T, V_local]
@@ -43,7 +55,9 @@ def row_gradient_bwd_kernel(
     stride_targets_page, stride_targets, stride_temperature_page, stride_temperature,
     stride_mask_page, stride_mask,
     stride_grad_logprobs_page, stride_grad_logprobs, stride_grad_entropy_page, stride_grad_entropy,
-    TEMPERATURE_PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
+    TEMPERATURE_PER_ROW: tl.constexpr,
+    ALIGNED: tl.constexpr,  # as is_aligned, of logits and out
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     WITH_ENTROPY: tl.constexpr = grad_entropy is not None
@@ -70,8 +84,11 @@ def row_gradient_bwd_kernel(
 
     columns = tl.arange(0, BLOCK)
     read = logits + row_offset(row, rows_per_page, stride_logits_page, stride_logits_row)
-    read += columns.to(tl.int64) * stride_logits_column
     write = out + row_offset(row, rows_per_page, stride_out_page, stride_out_row)
+    if ALIGNED:
+        read = tl.multiple_of(read, 16)
+        write = tl.multiple_of(write, 16)
+    read += columns.to(tl.int64) * stride_logits_column
     write += columns.to(tl.int64) * stride_out_column
     whole = valid // BLOCK * BLOCK
     for begin in range(0, whole, BLOCK):
@@ -93,10 +110,11 @@ def row_gradient_bwd_kernel(
 def row_gradient_bwd(
     out: Tensor, logits: Tensor, rows: Rows, softmax: Softmax, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
 ) -> None:
-    """Write [g (onehot - p) - g_H p (log p + entropy)] / temperature to ``out``, with log p = (x - maximum) / temperature - log_sum.
+    """Write [g (onehot - p) - g_H p (log p + entropy)] / temperature to ``out``.
 
-    One launch; fp32 inside, rounded once. Rows with mask 0, or with upstream gradients of 0, are exactly 0 and their
-    logits are not read; columns from num_valid on are exactly 0. g counts as 0 where logprob is -inf.
+    log p = (x - maximum) / temperature - log_sum for a logit x. One launch; fp32 inside, rounded once. Rows with mask
+    0, or with upstream gradients of 0, are exactly 0 and their logits are not read; columns from num_valid on are
+    exactly 0. g counts as 0 where logprob is -inf.
 
     Args:
         out: in the shape of logits, any float dtype and strides; may be the logits themselves.
@@ -104,14 +122,15 @@ def row_gradient_bwd(
         softmax: of the whole vocabulary; the entropy is read where grad_entropy is given.
         grad_logprobs, grad_entropy: [N] or [B, T], g and g_H, any strides, also those of an expanded tensor; None: 0.
     """
-    launch = LAUNCH["row_gradient"]
     width = logits.shape[-1]
+    launch = of_row("row_gradient", width)
     row_gradient_bwd_kernel[(rows.targets.numel(),)](
         **rows.arguments(logits),
         **softmax.upstream(grad_logprobs, grad_entropy),
         out=out,
         width=width,
         **logits_strides("out", out),
+        ALIGNED=is_aligned(logits, out),
         BLOCK=min(launch.block, triton.next_power_of_2(width)),
         **launch.options,
     )

@@ -14,9 +14,20 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 """exp2(x LOG2_E) is one multiplication and one instruction; exp(x) also treats results below 2**-126 with care."""
 FLOOR = tl.constexpr(-1000.0)
 """exp(-1000) is 0 in fp32, so this floor under log-probs and differences of z only keeps 0 * (-inf) from being NaN."""
+VECTOR_BYTES = 16
+"""What one load of a thread brings at most."""
 _PER_ROW = ("targets", "temperature", "mask", "grad_logprobs", "grad_entropy")
-OF_ROWS = ["start", "rows_per_page", *(f"stride_{name}{end}" for name in _PER_ROW for end in ("_page", ""))]
+_OF_LOGITS = tuple(f"stride_{name}_{what}" for name in ("logits", "out") for what in ("page", "row"))
+OF_ROWS = [
+    "start",
+    "rows_per_page",
+    *(f"stride_{name}{end}" for name in _PER_ROW for end in ("_page", "")),
+    *_OF_LOGITS,
+]
 """Integers that differ between shards, layouts and micro-batches: none of them may compile a kernel anew."""
+_RESULTS = ("statistics", "gathered", "logprobs", "entropy", "maximum", "log_sum")
+POINTERS = ["logits", "out", "kept_gradient", "ids", "offsets", *_PER_ROW, *_RESULTS]
+"""Nor may the alignment of these, which slices of a batch change; `is_aligned` says what a kernel must know of it."""
 
 
 @triton.jit
@@ -156,6 +167,16 @@ class Softmax(NamedTuple):
         """The arguments of every kernel of backward: the results of forward and the gradients by them."""
         used = self if grad_entropy is not None else self._replace(entropy=None)
         return used._asdict() | with_strides(grad_logprobs=grad_logprobs, grad_entropy=grad_entropy)
+
+
+def is_aligned(*logits: Tensor) -> bool:
+    """Whether all rows of these begin at a multiple of VECTOR_BYTES, and their columns follow each other."""
+    return all(
+        each.stride(-1) == 1
+        and each.data_ptr() % VECTOR_BYTES == 0
+        and all(stride * each.element_size() % VECTOR_BYTES == 0 for stride in each.stride()[:-1])
+        for each in logits
+    )
 
 
 def new_outputs(

@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch_table import LAUNCH
-from .softmax import FLOOR, OF_ROWS, Rows, Softmax, load_inverse, load_upstream, logits_strides, row_offset
+from .softmax import FLOOR, OF_ROWS, POINTERS, Rows, Softmax, load_inverse, load_upstream, logits_strides, row_offset
 from .support_statistics import kept_block
 
 
-@triton.jit(do_not_specialize=OF_ROWS)
+@triton.jit(do_not_specialize=OF_ROWS, do_not_specialize_on_alignment=POINTERS)
 def support_gradient_bwd_kernel(
     out,  # [N, V_local] or [B, T, V_local] zeros, takes the values; None if KEPT_ONLY
     kept_gradient,  # [K] takes the values of this shard's kept ids, if KEPT_ONLY
@@ -78,7 +78,7 @@ def support_gradient_bwd_kernel(
             tl.store(row_out + column * stride_out_column, gradient, mask=here)
 
 
-@triton.jit(do_not_specialize=["start", "rows_per_page"])
+@triton.jit(do_not_specialize=OF_ROWS, do_not_specialize_on_alignment=POINTERS)
 def support_scatter_bwd_kernel(
     out,  # [N, V_local] or [B, T, V_local] zeros, takes the values
     kept_gradient,  # [K]

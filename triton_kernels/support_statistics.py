@@ -7,7 +7,18 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch_table import LAUNCH
-from .softmax import FLOOR, OF_ROWS, Rows, Softmax, load_active, load_inverse, new_outputs, row_offset, store_row
+from .softmax import (
+    FLOOR,
+    OF_ROWS,
+    POINTERS,
+    Rows,
+    Softmax,
+    load_active,
+    load_inverse,
+    new_outputs,
+    row_offset,
+    store_row,
+)
 
 
 @triton.jit
@@ -21,7 +32,7 @@ def kept_block(logits, ids, begin, count, start, num_valid, stride_column, BLOCK
     return id, here, column, logit
 
 
-@triton.jit(do_not_specialize=OF_ROWS)
+@triton.jit(do_not_specialize=OF_ROWS, do_not_specialize_on_alignment=POINTERS)
 def support_statistics_fwd_kernel(
     logits,  # [N, V_local] or [B, T, V_local]
     targets,  # [N] or [B, T] global ids
@@ -75,9 +86,7 @@ def support_statistics_fwd_kernel(
         total = keep * total + tl.sum(weights, 0)
         top = joined
 
-    store_row(
-        row, active, top, total, shifted, at_target, inverse, statistics, logprobs, entropy, maximum, log_sum
-    )
+    store_row(row, active, top, total, shifted, at_target, inverse, statistics, logprobs, entropy, maximum, log_sum)
 
 
 def support_statistics_fwd(logits: Tensor, rows: Rows, *, with_entropy: bool, merged: bool) -> Tensor | Softmax:

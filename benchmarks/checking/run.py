@@ -19,7 +19,8 @@ WRONG = ("failed", "raised", "crashed", "hung")
 
 _MODULES = (rows, kept, shards, far, loss, correction, routes, head, device)
 _TOY_BLOCKS = {
-    **dict.fromkeys(("row_statistics", "row_gradient", "merge_statistics"), 32),
+    **dict.fromkeys(("row_statistics", "row_statistics_narrow", "row_gradient", "row_gradient_narrow"), 32),
+    "merge_statistics": 32,
     **dict.fromkeys(("support_statistics", "support_gradient", "policy_loss"), 16),
     **dict.fromkeys(("unit_sums", "correction", "metric_sums", "normalize"), 16),
     "unit_combine": 2,

@@ -44,15 +44,15 @@ def sweep(bench: Bench, shapes: list[Shape], ours: Peer, tried: list[Candidate])
     """
     from megatron_rc.kernels.launch_table import LAUNCH, Launch
 
-    before = {name: LAUNCH[name] for name in ("row_statistics", "row_gradient")}
-    taken: dict[str, Times] = {name: {} for name in before}
+    before, names = dict(LAUNCH), ("row_statistics", "row_gradient")
+    taken: dict[str, Times] = {name: {} for name in names}
     refused: dict[str, str] = {}
     calls = [LogitsCall(ours, Rotation(s, bench), Upstream.of(s, bench), with_entropy=True) for s in shapes]
     for number, candidate in enumerate(tried, 1):
         if bench.elapsed > bench.seconds:
             refused[str(candidate)] = "no time left"
             continue
-        LAUNCH.update(dict.fromkeys(before, Launch(*candidate)))
+        LAUNCH.update({f"{name}{end}": Launch(*candidate) for name in names for end in ("", "_narrow")})
         states = [bench.checked(str(candidate), call.errors, tolerance(bench)) for call in calls]
         for wrong in (state for state in states if not state.get("correct")):
             refused[str(candidate)] = wrong.get("reason", str(wrong.get("errors", wrong["state"])))
@@ -61,7 +61,7 @@ def sweep(bench: Bench, shapes: list[Shape], ours: Peer, tried: list[Candidate])
         for call in calls:
             work = Work({"row_statistics": call.forward, "row_gradient": call.backward}, call.prepare)
             figures = bench.meter.interleaved({"": work}, seconds=0.05)[""]
-            for name in before:
+            for name in names:
                 taken[name].setdefault(candidate, []).append(figures[f"{name}_us"])
         print(f"{bench.elapsed:6.1f} s  {number}/{len(tried)} {candidate}", flush=True)
     LAUNCH.update(before)

@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import kernel_resources
 
+
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_afresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with aot.fresh_cache(tmp_path_factory.mktemp("triton")):
@@ -52,7 +53,8 @@ def test_every_entry_of_the_launch_table_is_compiled() -> None:
 
 
 def test_every_launch_asks_for_fused_multiplication_and_addition() -> None:
-    assert [launch.name for launch in aot.capture().launches if launch.options.get("enable_fp_fusion") is not True] == []
+    left_open = [one.name for one in aot.capture().launches if one.options.get("enable_fp_fusion") is not True]
+    assert left_open == []
 
 
 def test_a_kernel_that_spills_is_found() -> None:

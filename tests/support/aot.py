@@ -126,9 +126,14 @@ class Source(NamedTuple):
         return f"{self.source.hash()} {self.options}"
 
 
+def natural(launch: Launch, target: str) -> Source:
+    """The kernel that these arguments ask for."""
+    return _specialised("aligned", launch, target)
+
+
 def specialised(launch: Launch, target: str) -> Iterator[Source]:
     """The kernel for these arguments, and for all others that it can be given where its code differs."""
-    yield _specialised("aligned", launch, target)
+    yield natural(launch, target)
     yield _specialised("unaligned", launch, target)
     if target == ONE_TARGET:
         # an integer argument of 1 is a constant of the compiled kernel, with other methods than a number on the device

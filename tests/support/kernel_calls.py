@@ -152,7 +152,7 @@ def routes(a_dtype: torch.dtype, b_dtype: torch.dtype, *, masked: bool) -> Call:
 
 
 def shards(*, kept: bool) -> Call:
-    """Statistics of three shards, their merger, and the gradient of one: what a single process never needs."""
+    """Statistics of three shards, their merger, and the gradient of each: what a single process never needs."""
 
     def call(backend: str, size: Size) -> Answer:
         generator, n, width = _generator(), sum(size.lengths), size.vocabulary
@@ -163,19 +163,20 @@ def shards(*, kept: bool) -> Call:
         offsets = torch.arange(n + 1) * 9 if kept else None
         temperature, mask = torch.rand(n, generator=generator) + 0.5, torch.arange(n) % 5 != 2
         rows = backend_module("rows", backend)
+        # one shard is narrow, and another begins at an odd address
         parts = [
             (logits[:, a:b], Rows(targets, temperature, mask, ids, offsets, a, b - a))
-            for a, b in itertools.pairwise([0, width // 4, width // 2, width])
+            for a, b in itertools.pairwise([0, width // 8, width // 2 + 1, width])
         ]
         statistics = [rows.shard_statistics(*part, with_entropy=True) for part in parts]
         merged = rows.merge_shards(torch.stack(statistics), parts[0][1], with_entropy=True)
-        shard, of_shard = parts[0]
-        gradient = torch.empty(shard.shape, dtype=shard.dtype)
         upstream = torch.randn(2, n, generator=generator)
         finite = torch.where(merged.logprobs.isfinite(), upstream, 0)
         assert merged.entropy is not None
-        rows.write_gradient(gradient, shard, of_shard, merged, *finite)
-        return Answer({"logprobs": merged.logprobs, "entropy": merged.entropy, "gradient": gradient})
+        gradients = [torch.empty(shard.shape, dtype=shard.dtype) for shard, _ in parts]
+        for gradient, part in zip(gradients, parts, strict=True):
+            rows.write_gradient(gradient, *part, merged, *finite)
+        return Answer({"logprobs": merged.logprobs, "entropy": merged.entropy, "gradient": torch.cat(gradients, 1)})
 
     return call
 

@@ -25,7 +25,8 @@ ULP = {torch.float32: 2**-23, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 def small_blocks(block: int = BLOCK) -> Iterator[None]:
     """Many blocks a row, from shapes that the interpreter is done with quickly."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("row_statistics", "row_gradient", "merge_statistics"):
+        of_rows = ("row_statistics", "row_statistics_narrow", "row_gradient", "row_gradient_narrow")
+        for name in (*of_rows, "merge_statistics"):
             patch.setitem(LAUNCH, name, LAUNCH[name]._replace(block=block))
         yield
 

@@ -1,0 +1,91 @@
+"""Batches of other lengths, at other addresses, run the kernels that are compiled already."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import aot
+import pytest
+import torch
+from correction_book import case
+from kernel_calls import EVERY_LEVEL
+from logprobs_truth import unchecked
+from torch import Tensor
+
+from megatron_rc.batch import Support
+from megatron_rc.config import RolloutCorrection
+from megatron_rc.correction import Corrected, correct
+from megatron_rc.fused import backend_module
+from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.loss import policy_loss
+from megatron_rc.metrics import MetricSums
+from megatron_rc.reference.rows import Rows
+
+BATCHES = 24
+VOCABULARY = 64
+
+
+def sliced(values: Tensor, draw: random.Random) -> Tensor:
+    """The values at a random address."""
+    start = draw.randrange(1, 16)
+    return torch.cat([values[:1].expand(start, *values.shape[1:]), values])[start:]
+
+
+def logprobs(count: int, draw: random.Random) -> None:
+    """With every argument that a row can have, and then over kept ids."""
+    logits = torch.zeros(count + draw.randrange(4), VOCABULARY, dtype=torch.bfloat16)[-count:].requires_grad_()
+    per_row = {"temperature": sliced(torch.ones(count), draw), "mask": sliced(torch.ones(count), draw)}
+    targets = sliced(torch.zeros(count, dtype=torch.int64), draw)
+    support = Support(sliced(torch.arange(8).repeat(count), draw), sliced(torch.arange(count + 1) * 8, draw))
+    for options in ({}, {"support": support}):
+        found = vocab_parallel_logprobs(logits, targets, with_entropy=True, backend="triton", **per_row, **options)
+        upstream = [sliced(torch.ones(count), draw) for _ in found]
+        torch.autograd.grad(found, logits, upstream)
+
+
+def merged(count: int, draw: random.Random) -> None:
+    targets, mask = sliced(torch.zeros(count, dtype=torch.int64), draw), sliced(torch.ones(count), draw)
+    rows = Rows(targets, 1.0, mask, None, None, 0, VOCABULARY)
+    gathered = torch.zeros(draw.choice([2, 3, 4, 8, 16]), 4, count)
+    backend_module("rows", "triton").merge_shards(gathered, rows, with_entropy=True)
+
+
+def corrections(count: int, draw: random.Random) -> None:
+    lengths = [draw.randrange(count + 1) for _ in range(draw.randrange(1, 9))] + [2]
+    batch = case(lengths)
+    tensors = [sliced(part, draw) for part in batch.arguments]
+    # statistics lie in a tuple, whose parts Triton always specialises on their alignment
+    correct(*tensors, correction=EVERY_LEVEL, backend="triton", **batch.options)
+
+
+def losses(count: int, draw: random.Random) -> None:
+    current, old, advantages, weights, reference, entropy, scale = (sliced(torch.zeros(count), draw) for _ in range(7))
+    mask = sliced(torch.ones(count, dtype=torch.bool), draw)
+    corrected = Corrected(weights, mask, torch.zeros(1, dtype=torch.bool), MetricSums(), RolloutCorrection())
+    terms: dict[str, Any] = {"reference_logprobs": reference, "kl_coef": 0.1, "entropy": entropy, "entropy_coef": 0.1}
+    current.requires_grad_()
+    loss, _ = policy_loss(current, old, advantages, corrected, scale=scale, backend="triton", **terms)
+    loss.backward()
+
+
+def kinds(step: Callable[[int, random.Random], None]) -> dict[str, set[str]]:
+    """Kernel -> what Triton would compile it for, over batches of random sizes and addresses."""
+    draw, found = random.Random(0), defaultdict(set)
+
+    def calls() -> None:
+        for _ in range(BATCHES):
+            step(draw.choice([1, 16, draw.randrange(2, 400)]), draw)
+
+    with unchecked():
+        for launch in aot.captured(calls).launches:
+            found[launch.name].add(aot.natural(launch, aot.ONE_TARGET).key)
+    return found
+
+
+@pytest.mark.parametrize("step", [logprobs, merged, corrections, losses])
+def test_no_length_and_no_address_of_a_batch_compiles_a_kernel_anew(step: Callable[[int, random.Random], None]) -> None:
+    found = kinds(step)
+    assert found and {name: len(keys) for name, keys in found.items() if len(keys) > 1} == {}
