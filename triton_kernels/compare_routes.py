@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .device import on_its_device
 from .launch_table import LAUNCH
 
 
@@ -89,6 +90,7 @@ def compare_routes_sum_fwd_kernel(
     tl.store(sums + column, total, mask=column < columns)
 
 
+@on_its_device
 def compare_routes_fwd(
     a: Tensor, b: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from .chunks import OF_TOKENS, SIZES, Tokens, locate_chunk, store_rows
 from .columns import field, merge_all
 from .decisions import Decided, Decisions
+from .device import on_its_device
 from .factors import bounded_staleness, put_factors
 from .gates import LEVEL_OF_GATE, STATISTIC, beyond_gate
 from .lags import put_kept_of_lags, put_lags
@@ -247,6 +248,7 @@ def correction_fwd_kernel(
     put(cell, chunks, maxima + minima)
 
 
+@on_its_device
 def correction_fwd(
     tokens: Tokens,
     sums: Tensor | None,

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .device import on_its_device
 from .launch_table import LAUNCH
 from .softmax import FLOOR, OF_ROWS, POINTERS, Softmax, finish_row, load_inverse, row_offset, with_strides
 
@@ -60,6 +61,7 @@ def merge_statistics_fwd_kernel(
         tl.store(entropy + rows, tl.where(kept, row_entropy, 0.0), mask=here)
 
 
+@on_its_device
 def merge_statistics_fwd(
     gathered: Tensor, mask: Tensor | None, temperature: float | Tensor, *, with_entropy: bool
 ) -> Softmax:

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .chunks import SIZES, Tokens, chunks_of_sequence
+from .device import on_its_device
 from .launch_table import LAUNCH
 from .metric_rows import MetricRows
 
@@ -84,6 +85,7 @@ def metric_sums_fwd_kernel(
         tl.store(vector + num_squares + row, sign * tl.max(extreme))
 
 
+@on_its_device
 def metric_sums_fwd(tokens: Tokens, cells: Tensor, rows: MetricRows, outcomes: Tensor | None = None) -> Tensor:
     """Sums, maxima and minima over all chunks: [len(rows.sums) + maxima + minima] fp64.
 

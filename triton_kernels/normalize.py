@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .columns import field
+from .device import on_its_device
 from .launch_table import LAUNCH
 
 
@@ -44,6 +45,7 @@ def normalize_fwd_kernel(
             tl.store(scaled + place, old * factor, mask=place < num_sums)
 
 
+@on_its_device
 def normalize_fwd(weights: Tensor, totals: Tensor, vector: Tensor, powers: tuple[tuple[int, int], ...]) -> Tensor:
     """Scale the weights in place by kept tokens / sum of weights, or by 1 where no weight is left.
 

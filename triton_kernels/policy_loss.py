@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .device import on_its_device
 from .launch_table import LAUNCH
 from .log_ratio import k3
 from .metric_rows import clamp, count, put
@@ -157,6 +158,7 @@ def policy_loss_bwd_kernel(
         tl.store(grad_entropy + tokens, gradient, mask=inside)
 
 
+@on_its_device
 def policy_loss_fwd(
     current: Tensor,
     old: Tensor | None,
@@ -232,6 +234,7 @@ def policy_loss_fwd(
     return loss, totals, coefficients
 
 
+@on_its_device
 def policy_loss_bwd(
     upstream: Tensor,
     coefficients: Tensor | None,

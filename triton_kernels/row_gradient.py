@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .device import on_its_device
 from .launch_table import of_row
 from .softmax import (
     FLOOR,
@@ -107,6 +108,7 @@ def row_gradient_bwd_kernel(
         tl.store(write + tl.cast(begin, tl.int64) * stride_out_column, gradient, mask=begin + columns < width)
 
 
+@on_its_device
 def row_gradient_bwd(
     out: Tensor, logits: Tensor, rows: Rows, softmax: Softmax, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
 ) -> None:

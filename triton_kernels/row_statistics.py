@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .device import on_its_device
 from .launch_table import of_row
 from .softmax import (
     LOG2_E,
@@ -116,6 +117,7 @@ def row_statistics_fwd_kernel(
     )
 
 
+@on_its_device
 def row_statistics_fwd(logits: Tensor, rows: Rows, *, with_entropy: bool, merged: bool) -> Tensor | Softmax:
     """Max x, sum e^d, sum e^d d and x[target] of every row, with d = (x - max x) / temperature of its logits x.
 

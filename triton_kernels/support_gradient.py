@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .device import on_its_device
 from .launch_table import LAUNCH
 from .softmax import FLOOR, OF_ROWS, POINTERS, Rows, Softmax, load_inverse, load_upstream, logits_strides, row_offset
 from .support_statistics import kept_block
@@ -101,6 +102,7 @@ def support_scatter_bwd_kernel(
         tl.store(row_out + column * stride_out_column, gradient, mask=here)
 
 
+@on_its_device
 def support_gradient_bwd(
     out: Tensor, logits: Tensor, rows: Rows, softmax: Softmax, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
 ) -> None:

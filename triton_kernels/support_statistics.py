@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .device import on_its_device
 from .launch_table import LAUNCH
 from .softmax import (
     FLOOR,
@@ -89,6 +90,7 @@ def support_statistics_fwd_kernel(
     store_row(row, active, top, total, shifted, at_target, inverse, statistics, logprobs, entropy, maximum, log_sum)
 
 
+@on_its_device
 def support_statistics_fwd(logits: Tensor, rows: Rows, *, with_entropy: bool, merged: bool) -> Tensor | Softmax:
     """row_statistics_fwd over the kept ids of every row only: 1 launch, which reads each kept logit of this shard once.
 

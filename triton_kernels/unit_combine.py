@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .chunks import SIZES, Tokens, chunks_of_sequence
 from .columns import Column, field, merge_all, merge_parts, neutral
+from .device import on_its_device
 from .launch_table import LAUNCH
 from .segments import BEFORE, NOWHERE, put_segment
 from .unit_sums import SegmentParts, parts_of
@@ -95,6 +96,7 @@ def unit_combine_fwd_kernel(
                 )  # fmt: skip
 
 
+@on_its_device
 def unit_combine_fwd(
     tokens: Tokens, sums: Tensor, num_sums: int, segments: SegmentParts | None = None, segment: tuple[Column, ...] = ()
 ) -> Tensor:

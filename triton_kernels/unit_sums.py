@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .chunks import OF_TOKENS, SIZES, Tokens, locate_chunk
 from .columns import Column, field, reduce_tokens, statistic_of_tokens
+from .device import on_its_device
 from .launch_table import LAUNCH
 from .log_ratio import load_log_ratio
 from .segments import edge_slots, segment_slots, segment_sums
@@ -107,6 +108,7 @@ def unit_sums_fwd_kernel(
             )  # fmt: skip
 
 
+@on_its_device
 def unit_sums_fwd(
     tokens: Tokens, sequence: tuple[Column, ...], segment: tuple[Column, ...], columns_of_segments: Tensor | None
 ) -> tuple[Tensor, SegmentParts | None]:
