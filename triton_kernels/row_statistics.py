@@ -121,7 +121,8 @@ def row_statistics_fwd_kernel(
 def row_statistics_fwd(logits: Tensor, rows: Rows, *, with_entropy: bool, merged: bool) -> Tensor | Softmax:
     """Max x, sum e^d, sum e^d d and x[target] of every row, with d = (x - max x) / temperature of its logits x.
 
-    One launch. The statistics are -inf, 0, 0, -inf for a row without a finite logit and for one with mask 0.
+    One launch. The statistics are -inf, 0, 0, -inf for a row without a finite logit and for one with mask 0. Rows that
+    `is_aligned` says no of are summed in another order.
 
     Args:
         logits: [N, V_local] or [B, T, V_local] bf16, fp16 or fp32, any strides.

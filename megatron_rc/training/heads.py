@@ -50,7 +50,7 @@ class LogitsHead:
         result = vocab_parallel_logprobs(
             **self._arguments(answer, micro.batch), with_entropy=with_entropy, inplace_backward=True
         )
-        return _without_padding(*(result if isinstance(result, tuple) else (result, None)), micro.batch)
+        return _without_padding(result, micro.batch)
 
     def distribution(
         self, answer: Tensor, micro: MicroBatch, *, with_kept_mass: bool, with_varentropy: bool
@@ -86,7 +86,7 @@ class LinearHead:
 
     def logprobs(self, answer: Tensor, micro: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         result = linear_logprobs(**self._arguments(answer, micro), with_entropy=with_entropy)
-        return _without_padding(*(result if isinstance(result, tuple) else (result, None)), micro.batch)
+        return _without_padding(result, micro.batch)
 
     def distribution(
         self, answer: Tensor, micro: MicroBatch, *, with_kept_mass: bool, with_varentropy: bool
@@ -126,7 +126,8 @@ def _padded(batch: TokenBatch, rows: int) -> dict[str, Any]:
     return {"targets": targets, "mask": mask, "support": support}
 
 
-def _without_padding(logprobs: Tensor, entropy: Tensor | None, batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
+def _without_padding(result: Tensor | tuple[Tensor, Tensor], batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
+    logprobs, entropy = result if isinstance(result, tuple) else (result, None)
     return logprobs[: batch.num_tokens], None if entropy is None else entropy[: batch.num_tokens]
 
 

@@ -68,9 +68,15 @@ def test_arguments_are_specialised_as_on_a_gpu() -> None:
     launch = next(launch for launch in aot.capture().launches if launch.name == "row_gradient_bwd_kernel")
     aligned, unaligned, ones, wide = (source.source for source in aot.specialised(launch, aot.ONE_TARGET))
     assert aligned.signature == unaligned.signature
-    divisible = [(index,) for index, name in enumerate(launch.arguments) if aligned.signature[name].startswith("*")]
-    assert all(["tt.divisibility", 16] in aligned.attrs[index] for index in divisible)
+    by_address = {param.name for param in launch.kernel.params if not param.do_not_specialize_on_alignment}
+    assert not any(aligned.signature[name].startswith("*") for name in by_address)
+    width = (list(launch.arguments).index("width"),)
+    assert ["tt.divisibility", 16] in aligned.attrs[width]
     assert unaligned.attrs == {}
     free = {param.name for param in launch.kernel.params if not param.do_not_specialize}
     assert not any(kind in ("i32", "i64") for name, kind in ones.signature.items() if name in free)
     assert "i64" in wide.signature.values()
+    other = next(launch for launch in aot.capture().launches if launch.name == "policy_loss_reduce_kernel")
+    source = aot.natural(other, aot.ONE_TARGET).source
+    pointers = [(index,) for index, name in enumerate(other.arguments) if source.signature[name].startswith("*")]
+    assert pointers and all(["tt.divisibility", 16] in source.attrs[index] for index in pointers)
