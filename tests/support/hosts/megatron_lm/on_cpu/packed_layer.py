@@ -1,0 +1,30 @@
+"""A layer that takes packed sequences without TransformerEngine: `--spec packed_layer layer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+from megatron_rc.training.model.attention import PackedCoreAttention, PackedSelfAttention, packed_seq_params
+
+
+class Attention(PackedSelfAttention):
+    """Packed sequences as TransformerEngine takes them; the inference engine has its own attention."""
+
+    def forward(self, hidden_states: Any, attention_mask: Any, **inputs: Any) -> Any:
+        packed = inputs.get("packed_seq_params")
+        if packed is None:
+            return super(PackedSelfAttention, self).forward(hidden_states, attention_mask, **inputs)
+        inputs["packed_seq_params"] = packed_seq_params(packed.cu_seqlens_q, packed.max_seqlen_q)
+        return super().forward(hidden_states, attention_mask, **inputs)
+
+
+layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+layer.submodules.self_attention.module = Attention
+layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+
+
+def layer_of(args: Any, config: Any, vp_stage: Any) -> Any:
+    """The layer, for slime, which calls what `--spec packed_layer layer_of` names."""
+    return layer

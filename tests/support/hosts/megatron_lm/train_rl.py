@@ -1,0 +1,96 @@
+"""train_rl.py of a Megatron-LM tree, run as its own script on CPU with a tiny model, in an environment of its own."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hosts.megatron_lm import sources
+
+ON_CPU = Path(__file__).parent / "on_cpu"
+REPOSITORY = Path(__file__).parents[4]
+COMMIT = "d98e8a64ddf34856e74b24714e3bedb2f5a39553"
+HOW = (
+    "MEGATRON_LM_DIR and MEGATRON_LM_PYTHON must name a tree and an interpreter: git clone "
+    f"https://github.com/NVIDIA/Megatron-LM && git -C Megatron-LM checkout {COMMIT[:12]}; python3.12 -m venv own && "
+    f"own/bin/pip install -r {(ON_CPU / 'requirements.txt').relative_to(REPOSITORY)}"
+)
+ENVIRONMENT = "[{agent_type: AceMathAgent, agent_args: {}, weight: 1.0}]"
+FLAGS = shlex.split("""
+--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --max-position-embeddings 24
+--micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --seed 1
+--perform-rl-step --grpo-prompts-per-step 2 --grpo-group-size 4 --grpo-iterations 1 --calculate-per-token-loss
+--transformer-impl local --no-rope-fusion --normalization RMSNorm --position-embedding-type rope
+--untie-embeddings-and-output-weights --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
+--use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion
+--no-bias-dropout-fusion --no-persist-layer-norm --distributed-backend gloo --cuda-graph-impl none
+--eval-iters 0 --eval-interval 1000 --log-interval 1 --tokenizer-type HuggingFaceTokenizer
+--make-vocab-size-divisible-by 2 --inference-max-seq-length 24 --inference-dynamic-batching-buffer-size-gb 0.01
+""")
+
+
+class Run(NamedTuple):
+    """What a run left behind."""
+
+    scalars: dict[str, list[float]]
+    """Name -> value of every step, from the host's own tensorboard file."""
+    output: str
+    folder: Path
+    """With the rollouts, as the host writes them to LANGRL_LOG_DIR."""
+
+
+def interpreter() -> str:
+    """The Python of the host's environment; skips the test where a tree or an interpreter is missing."""
+    python = os.environ.get("MEGATRON_LM_PYTHON", sys.executable if sys.version_info >= (3, 12) else "")
+    if not (sources.named() and python):
+        pytest.skip(HOW)
+    return python
+
+
+def run(folder: Path, flags: list[str], *, patch: list[str] | None = None, recorded: Path | None = None) -> Run:
+    """Three steps of train_rl.py.
+
+    Args:
+        flags: of the host.
+        patch: options of `python -m megatron_rc patch`; None: the script alone.
+        recorded: folder of an earlier run, whose rollouts take the place of the inference engine.
+    """
+    python, tree = interpreter(), sources.tree().resolve()
+    folder.mkdir()
+    (folder / "environments.yaml").write_text(ENVIRONMENT)
+    path = os.pathsep.join(map(str, (ON_CPU, tree, REPOSITORY)))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    environment |= {"PYTHONPATH": path, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29871", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"NO_VCS_VERSION": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "LANGRL_LOG_DIR": str(folder)}
+    environment |= {"RECORDED": str(recorded)} if recorded is not None else {}
+    tokens = str(folder / "tokenizer")
+    subprocess.run([python, str(ON_CPU / "tokenizer.py"), tokens], check=True, capture_output=True, timeout=300)
+    before = [] if patch is None else ["-m", "megatron_rc", "patch", "--rc-host", "megatron-lm", *patch]
+    files = ["--tokenizer-model", tokens, "--langrl-env-config", str(folder / "environments.yaml")]
+    files += [
+        "--tensorboard-dir",
+        str(folder / "tensorboard"),
+        "--spec",
+        "replay" if recorded else "packed_layer",
+        "layer",
+    ]
+    command = [python, "-W", "ignore", *before, str(tree / "train_rl.py"), *FLAGS, *files, *flags]
+    with (folder / "output").open("w") as output:
+        done = subprocess.run(command, env=environment, cwd=folder, stdout=output, stderr=output, timeout=600)
+    text = (folder / "output").read_text()
+    assert done.returncode == 0, text[-4000:]
+    return Run(_scalars(folder / "tensorboard"), text, folder)
+
+
+def _scalars(folder: Path) -> dict[str, list[float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
