@@ -14,7 +14,8 @@ import pytest
 import torch
 from hosts.verl import cases, sources
 
-from megatron_rc.integrations.verl import driver
+from megatron_rc.integrations.symbols import inspect_symbols
+from megatron_rc.integrations.verl import HOST, driver
 from megatron_rc.integrations.verl.settings import prepare
 
 GOLDEN = json.loads((sources.HERE / "golden.json").read_text())
@@ -34,6 +35,13 @@ def corrected(name: str, batch: cases.Rollout) -> tuple[torch.Tensor, dict[str, 
     fields = {"old_log_probs": batch.old, "rollout_log_probs": batch.rollout, "response_mask": batch.mask}
     data, metrics = driver.correct_rollout(lambda *args: None, state, SimpleNamespace(batch=fields), {})
     return data.batch["rollout_is_weights"], metrics
+
+
+def test_the_tree_has_every_symbol_as_it_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not os.environ.get("VERL_DIR"):
+        pytest.skip("VERL_DIR names no source tree of verl")
+    monkeypatch.syspath_prepend(os.environ["VERL_DIR"])
+    assert [found.problem for found in inspect_symbols(HOST)] == [None] * len(HOST.symbols)
 
 
 @either

@@ -30,7 +30,7 @@ INTRODUCTION = """# What ran, for each host
 Printed by `python tests/support/host_support.py` from `tests/support/hosts/ran.json`, which
 `python -m pytest -p host_support` writes: a cell names the strongest test that passed.
 
-* **own code**: functions of the host itself, from its source tree at the commit below.
+* **own code**: functions or files of the host itself, from its source tree at the commit below.
 * **recorded**: results of the host's own functions, recorded at that commit, in every run of the test command.
 * **stand-in**: the host's signatures and layouts, written for the tests, in every run of the test command.
 * **refused**: the setting is refused by name before the run begins.
