@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,12 @@ def layouts(recipes: Path) -> Iterator[Layout]:
 
 def step_rows(gpu: Run | None, recipes: Path) -> list[list[str]]:
     """Per layout: GPUs, seconds of the parts of a step, shares of ours, GiB of the head both ways and what is saved."""
-    ceilings, rows = ceilings_of(gpu), []
+    return _step_rows(ceilings_of(gpu), recipes)
+
+
+@lru_cache
+def _step_rows(ceilings: Ceilings, recipes: Path) -> list[list[str]]:
+    rows = []
     for layout in layouts(recipes):
         step = layout.step()
         seconds = step_seconds(step, ceilings)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -55,6 +57,13 @@ class Parameter:
 
 def parameters(hf: dict[str, Any]) -> list[Parameter]:
     """Every parameter of the model ``hf`` (from ``hf_config_dict``), in the order of the export."""
+    return list(_parameters(json.dumps(hf, sort_keys=True, default=str)))
+
+
+@lru_cache(maxsize=4)
+def _parameters(text: str) -> tuple[Parameter, ...]:
+    """The same of a configuration in JSON: a large mixture has 36,000 of them, and a plan asks many times."""
+    hf = json.loads(text)
     vocabulary = (hf["vocab_size"], hf["hidden_size"])
     embedding = HfTensor("model.embed_tokens.weight", vocabulary, 0)
     out = [Parameter(("embedding.word_embeddings.weight",), (embedding,))]
@@ -64,7 +73,7 @@ def parameters(hf: dict[str, Any]) -> list[Parameter]:
     out.append(_norm(("decoder.final_layernorm.weight",), "model.norm", hf["hidden_size"], None))
     head = embedding if hf["tie_word_embeddings"] else HfTensor("lm_head.weight", vocabulary, 0)
     out.append(Parameter(("output_layer.weight",), (head,)))
-    return out
+    return tuple(out)
 
 
 def _norm(megatron: tuple[str, ...], name: str, size: int, layer: int | None) -> Parameter:
