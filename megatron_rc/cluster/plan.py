@@ -161,7 +161,9 @@ def describe(plan: Plan, options: Options) -> str:
     lines = [*_layout_lines(plan, options), "", *_memory_lines(plan)]
     if settings.cluster.serve_gpus:
         lines += ["", *_server_lines(plan)]
-    lines += ["", *_time_lines(plan)]
+    if settings.rollout.engine == "sglang":
+        # what the embedded engine samples for is small, and runs where there is no such card
+        lines += ["", *_time_lines(plan)]
     every = [layout.servers_of(settings, rank, options) for rank in range(settings.cluster.nodes)]
     urls = [server.url for servers in every for server in servers]
     for rank, servers in enumerate(every):

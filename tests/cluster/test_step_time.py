@@ -112,5 +112,8 @@ def test_a_plan_predicts_seconds_for_the_card_of_its_memory() -> None:
         for part, value in seconds.items():
             assert f"  {part:<20}{value:10.3f}" in text
         assert f"  together            {sum(seconds.values()):10.3f}" in text
-    embedded = dataclasses.replace(plan.step(), servers=0)
-    assert "generation" not in step_seconds(embedded, Ceilings.of(step_time.H100))
+    elsewhere = dataclasses.replace(plan.step(), servers=0)
+    assert "generation" not in step_seconds(elsewhere, Ceilings.of(step_time.H100))
+    toy = RECIPES / "quickstart_single.yaml"
+    text = describe(recipe("quickstart_single"), Options(recipe=toy, hosts=["a"]))
+    assert "GiB of a trainer GPU" in text and "predicted" not in text
