@@ -221,7 +221,7 @@ def said() -> dict[str, str]:
         ("use_mup", "use_mup must be off with the fused head, got True"),
         ("final_logit_softcapping", "final_logit_softcapping must be off with the fused head, got 30.0"),
         ("defer_embedding_wgrad_compute", "defer_embedding_wgrad_compute must be off"),
-        ("mtp_num_layers", "mtp_num_layers must be None with megatron-core < 0.18, got 1"),
+        ("mtp_num_layers", "mtp_num_layers must be None with a megatron-core whose GPTModel takes no"),
         ("hook", "output_layer must have its own forward and no forward hooks"),
         ("bias", "output_layer.bias must be None"),
         ("LoRA", "output_layer must be Megatron's ColumnParallelLinear, not LoRA, fp8 or capped, got LoRALinear"),

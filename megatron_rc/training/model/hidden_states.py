@@ -100,4 +100,7 @@ def _check(gpt: Any, layer: Any, with_processor: bool) -> None:
         if getattr(config, name, None):
             raise ValueError(f"{name} must be off with the fused head, got {getattr(config, name)!r}")
     if config.mtp_num_layers and not with_processor:
-        raise ValueError(f"mtp_num_layers must be None with megatron-core < 0.18, got {config.mtp_num_layers!r}")
+        raise ValueError(
+            "mtp_num_layers must be None with a megatron-core whose GPTModel takes no output_processor, got "
+            f"{config.mtp_num_layers!r}"
+        )
