@@ -73,6 +73,20 @@ def test_one_flag_sets_what_the_settings_need_and_nothing_else(
     assert vars(args) == {**vars(before), **values}
 
 
+@pytest.mark.parametrize("host", ["slime", "miles"])
+@pytest.mark.parametrize("rule", [{}, {"lr_decay": {}}])
+def test_routes_bring_the_hook_that_watches_them_and_the_one_that_compares_them(
+    host: str, rule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside(host, monkeypatch)
+    args = command_line({"correction": "token-tis", "routes": True, **rule}, use_rollout_routing_replay=True)
+    before = {**vars(args)}
+    slime.enable(args)
+    watched = {"custom_megatron_before_log_prob_hook_path": PATH + "before_log_prob"}
+    compared = {**DATA, **(STEP if rule else {})} if host == "slime" else {"use_tis": True, **TIS, **STEP}
+    assert vars(args) == {**before, **watched, **compared}
+
+
 @pytest.mark.parametrize(
     ("host", "key", "changes", "sentence"),
     [
@@ -87,8 +101,11 @@ def test_one_flag_sets_what_the_settings_need_and_nothing_else(
         ("miles", {"lr_decay": {}}, {**MILES, "skip_actor_forward_only": True}, "^--skip-actor-forward-only must be"),
         ("slime", {}, {"rollout_top_k": 20}, "^--rollout-top-k must be -1, got 20"),
         ("slime", {"aggregation": "token-mean"}, {}, "^--calculate-per-token-loss must be set exactly"),
+        ("slime", {"routes": True}, {}, "^megatron_rc.routes needs --use-rollout-routing-replay"),
+        ("miles", {"routes": True, "correction": {"old": "current"}}, {"use_rollout_routing_replay": True},
+         "^megatron_rc.correction.old must be 'recompute' with megatron_rc.routes"),
     ],
-)
+)  # fmt: skip
 def test_what_enable_cannot_do_is_refused_and_doctor_says_the_same(
     host: str, key: Any, changes: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

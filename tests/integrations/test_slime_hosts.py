@@ -146,6 +146,7 @@ def test_the_real_sources_call_the_hooks_as_they_are_defined(host: str) -> None:
         slime.tis: [(0, keys_of(loss_file, "tis_kwargs"))],
         slime.pg_loss_reducer: calls(loss_file, "custom_pg_loss_reducer_func"),
         slime.before_train_step: calls(trainer / "model.py", "custom_before_train_step_hook"),
+        slime.before_log_prob: calls(trainer / "model.py", "custom_before_log_prob_hook"),
         slime.rollout_data: calls(trainer / "actor.py", "rollout_data_postprocess"),
         slime.check: calls(trainer / "initialize.py", "custom_init"),
         slime.enable: calls(trainer / "initialize.py", "custom_init"),
@@ -205,7 +206,7 @@ def test_the_example_has_every_field_at_its_default_or_says_what_it_is() -> None
     check(args)
     assert read(args).correction == RolloutCorrection.preset("none")
     assert read(args).lr_decay == LengthDecaySettings()
-    for name in ("max_nonfinite_share", "inplace_backward", "lr_decay_start", "aggregation"):
+    for name in ("max_nonfinite_share", "inplace_backward", "lr_decay_start", "aggregation", "routes"):
         assert key[name] == getattr(SlimeSettings(), name)
 
 

@@ -10,6 +10,7 @@ import torch
 from distributed import run_ranks
 from hosts.slime import sources
 from hosts.slime.cases import CASES, KNOWN, LOG, whole
+from hosts.slime.excerpt import first_steps
 from hosts.slime.host import held
 from hosts.slime.runs import BATCH_MEAN, UNITS, golden, whole_gradient, work
 from torch import Tensor
@@ -153,3 +154,14 @@ def test_the_mean_length_is_that_of_the_samples_of_all_ranks(results: Results) -
             assert (length, truncated) == (4, None)
             assert mismatch == pytest.approx([one["metrics"][f"rc/{name}"] for name in ("ess_token_final", "k3")])
         assert found["hooks", "dp2", ""]["length"] == (30, pytest.approx(2 / 3), None, None, None)
+
+
+@pytest.mark.parametrize("host", sources.VARIABLES)
+def test_the_hosts_own_loss_calls_the_hook_that_enable_has_set_and_logs_what_it_says(host: str) -> None:
+    if not sources.folder(host):
+        pytest.skip(f"{sources.VARIABLES[host]} names no source tree of {host}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        (logs,) = run_ranks(1, first_steps, host)
+    assert {"rc/k3", "tis", "ois", "mis_kl", "mis_chi2_seq", "pg_loss"} <= logs[0].keys()
+    assert [log["lr_decay/scale"] for log in logs] == pytest.approx([1, 0.5, 0.5])

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rc.batch import Support
 from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.layout import Layout, Parallel, layout_of, parallel
-from megatron_rc.integrations.slime.logged import logged
+from megatron_rc.integrations.slime.logged import logged, route_shift
 from megatron_rc.integrations.slime.reducer import reducer
 from megatron_rc.integrations.slime.settings import SlimeSettings, in_advantages, names
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens, measuring
@@ -64,7 +64,8 @@ def loss(
     current, entropy = _logprobs(args, batch, logits, layout, ranks, loss_mask, settings)
     train = current.detach() if correction.old != "recompute" or old is None else old
     applied = measuring(correction) if in_advantages(args, settings) else correction
-    corrected = correct_tokens(layout, ranks, train, rollout, batch["loss_masks"], applied, advantages)
+    shift = route_shift(args, settings, layout)
+    corrected = correct_tokens(layout, ranks, train, rollout, batch["loss_masks"], applied, advantages, shift)
     reduce = sum_of_sample_mean
     if names(args, "pg_loss_reducer"):
         reduce = reducer(args, *lengths, batch["loss_masks"])
@@ -75,7 +76,7 @@ def loss(
 
     # a masked row may hold anything, and 0 times NaN is NaN
     log_ratio = torch.where(loss_mask, (current - (train if old is None else old)).detach(), 0)
-    metrics = logged(layout, ranks, train, rollout, batch["loss_masks"], corrected)
+    metrics = logged(layout, ranks, train, rollout, batch["loss_masks"], corrected, shift)
     metrics["train_rollout_logprob_abs_diff"] = metrics["rc/k1"].abs()
     ratio, bounds = log_ratio.exp(), (1 - args.eps_clip, 1 + args.eps_clip_high)
     metrics["pg_clipfrac"] = ((advantages > 0) & (ratio > bounds[1]) | (advantages < 0) & (ratio < bounds[0])).float()

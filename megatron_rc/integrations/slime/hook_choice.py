@@ -62,6 +62,10 @@ def assignments(args: Any, *, whole_rollouts: bool) -> dict[str, Any]:
     """
     settings = read(args)
     hooks = hooks_for(settings.correction, settings.lr_rule, whole_rollouts=whole_rollouts)
+    if settings.routes:
+        # rollout_data sees all of them at once; elsewhere before_train_step collects them for tis or loss
+        seen = ["rollout_data", *hooks[1:]] if whole_rollouts else [*hooks, "before_train_step"]
+        hooks = [*dict.fromkeys([*seen, "before_log_prob"])]
     if settings.aggregation is not None:
         hooks.append("pg_loss_reducer")
     values: dict[str, Any] = {}

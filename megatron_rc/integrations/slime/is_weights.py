@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rc.integrations.flag_rules import refuse
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P, settings_for
 from megatron_rc.integrations.slime.layout import layout_of, parallel
-from megatron_rc.integrations.slime.logged import logged
+from megatron_rc.integrations.slime.logged import logged, route_shift
 from megatron_rc.integrations.slime.settings import in_advantages
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens, measuring
 
@@ -61,8 +61,9 @@ def tis(
     rollout = layout.joined("rollout_log_probs", rollout_log_probs, NO_ROLLOUT_LOGPROBS)
     weigh = args.use_tis and not in_advantages(args, settings)
     correction = settings.correction if weigh else measuring(settings.correction)
-    corrected = correct_tokens(layout, ranks, train, rollout, loss_masks, correction, None)
-    metrics = logged(layout, ranks, train, rollout, loss_masks, corrected)
+    shift = route_shift(args, settings, layout)
+    corrected = correct_tokens(layout, ranks, train, rollout, loss_masks, correction, None, shift)
+    metrics = logged(layout, ranks, train, rollout, loss_masks, corrected, shift)
     if weigh:
         # more than a product: 0 times an infinite loss is NaN
         pg_loss = torch.where(corrected.mask, pg_loss * corrected.weights, 0)

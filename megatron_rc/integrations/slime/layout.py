@@ -26,6 +26,7 @@ class Parallel(NamedTuple):
     """Without context parallelism."""
     dp_cp_group: dist.ProcessGroup
     last_stage: bool
+    pp_group: dist.ProcessGroup | None = None
 
 
 def parallel() -> Parallel:
@@ -40,6 +41,7 @@ def parallel() -> Parallel:
         dp_group=_plain(parallel_state.get_data_parallel_group(with_context_parallel=False)),
         dp_cp_group=_plain(parallel_state.get_data_parallel_group(with_context_parallel=True)),
         last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        pp_group=_plain(parallel_state.get_pipeline_model_parallel_group()),
     )
 
 

@@ -16,8 +16,10 @@ import torch
 from megatron_rc.collectives import is_first_process
 from megatron_rc.integrations.slime.checkpoint import SavedWith, loaded_state, remembers
 from megatron_rc.integrations.slime.flag_rules import settings_for
+from megatron_rc.integrations.slime.layout import parallel
 from megatron_rc.integrations.slime.logged import LR_METRICS
-from megatron_rc.integrations.slime.settings import SlimeSettings
+from megatron_rc.integrations.slime.routes import WATCH
+from megatron_rc.integrations.slime.settings import SlimeSettings, names
 from megatron_rc.integrations.slime.tokens import LENGTHS
 from megatron_rc.lr_scale import LRScale, Signals
 from megatron_rc.schema.files import read_json, replace_text
@@ -50,6 +52,8 @@ def before_train_step(
 ) -> None:
     """Step the rule once per rollout, before its first optimizer step; a critic keeps its learning rate.
 
+    With `routes`, and without rollout_data, it also compares the routes of the pass over the old log-probs.
+
     The length is the mean over the samples of the global batch that the host trains on: those of this rollout where
     rollout_data is set, else those of the rollout before, recorded by the hooks of the loss. Effective sample size and
     k3 come from rollout_data alone. The host's checkpoints hold the state of the rule beside the scheduler's. Where
@@ -68,6 +72,10 @@ def before_train_step(
     settings = settings_for("before_train_step", args)
     is_critic = getattr(args, "loss_type", None) == "value_loss"
     if step_id != 0 or is_critic or opt_param_scheduler is None:
+        return
+    if settings.routes and not names(args, "rollout_data"):
+        WATCH.collect(parallel())
+    if settings.lr_rule is None:
         return
     signals = LENGTHS.take(rollout_id, next(model[0].parameters()).device)
     # the actor takes no step while slime trains the critic alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,8 @@ from megatron_rc.correction import Corrected
 from megatron_rc.integrations.log_names import prefixed
 from megatron_rc.integrations.slime.known_names import known_names
 from megatron_rc.integrations.slime.layout import Layout, Parallel
+from megatron_rc.integrations.slime.routes import WATCH
+from megatron_rc.integrations.slime.settings import SlimeSettings, names
 from megatron_rc.integrations.slime.tokens import token_metrics
 
 LR_METRICS: dict[str, float] = {}
@@ -24,13 +27,22 @@ def logged(
     rollout_logprobs: Tensor,
     loss_masks: Sequence[Tensor],
     corrected: Corrected,
+    shift: Tensor | None,
 ) -> dict[str, Tensor]:
     """Name -> [N] fp32, detached: `token_metrics` below rc/, `known_names`, and one constant per metric of the rule.
 
+    With a route shift: rc/route_shift, and rc/route_tokens_touched, 1 where it is not 0.
     The mean of a constant is the constant where every sample has a loss token.
     """
     loss_mask = layout.local(loss_masks).bool()
     metrics = token_metrics(train_logprobs, rollout_logprobs, loss_mask, corrected)
+    if shift is not None:
+        metrics |= {"route_shift": shift * loss_mask, "route_tokens_touched": ((shift > 0) & loss_mask).float()}
     known = known_names(layout, ranks, train_logprobs, rollout_logprobs, loss_mask, corrected.correction)
     rule = {name: torch.full_like(metrics["k1"], value) for name, value in LR_METRICS.items()}
     return prefixed(metrics) | known | rule
+
+
+def route_shift(args: Namespace, settings: SlimeSettings, layout: Layout) -> Tensor | None:
+    """[N] fp32, of the next micro-batch of the update; None without `routes`, or where rollout_data judges them."""
+    return WATCH.next_shift(layout) if settings.routes and not names(args, "rollout_data") else None

@@ -11,10 +11,12 @@ import torch
 from megatron_rc.horizon import LostBatchWarning
 from megatron_rc.integrations.log_names import prefixed, warn
 from megatron_rc.integrations.slime.flag_rules import MILES_ROLLOUT_DATA, settings_for
-from megatron_rc.integrations.slime.layout import layout_of, parallel
+from megatron_rc.integrations.slime.layout import Parallel, layout_of, parallel
+from megatron_rc.integrations.slime.routes import WATCH, Routes
 from megatron_rc.integrations.slime.settings import in_advantages
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens
 from megatron_rc.lr_gate import mismatch_signals
+from megatron_rc.moe.shift import expert_shift
 
 _LOST_BATCH = LostBatchWarning()
 
@@ -25,6 +27,7 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
     A policy-gradient loss is proportional to its advantage: w L(A) = L(w A) for w >= 0, also for PPO with its clips,
     GSPO and CISPO. So every loss of the host is corrected; entropy and KL terms and denominators stay. Metrics are
     pooled over DP x CP and added to the data, which slime logs below rollout/. What before_train_step needs is kept.
+    With `routes` the metrics of expert shift are among them, and a rejection may use the statistic route_shift.
 
     Args:
         args: the host's arguments, with the key megatron_rc.
@@ -41,6 +44,7 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
     settings = settings_for("rollout_data", args)
     LENGTHS.record_rollout(rollout_id, rollout_data["response_lengths"], rollout_data.get("truncated"))
     ranks = parallel()
+    routes = _routes(args, ranks, rollout_data) if settings.routes else None
     if not in_advantages(args, settings) or not ranks.last_stage:
         return
     lengths = rollout_data["total_lengths"], rollout_data["response_lengths"]
@@ -49,9 +53,15 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
     train = layout.joined("log_probs", rollout_data.get("log_probs"), remedy)
     rollout = layout.joined("rollout_log_probs", rollout_data.get("rollout_log_probs"), NO_ROLLOUT_LOGPROBS)
     advantages = layout.joined("advantages", rollout_data.get("advantages"), "--compute-advantages-and-returns")
-    corrected = correct_tokens(
-        layout, ranks, train, rollout, rollout_data["loss_masks"], settings.correction, advantages
-    )
+    shift, masks = None, rollout_data["loss_masks"]
+    if routes is not None:
+        bound, positions = settings.correction.log_ratio_bound, layout.positions(masks)
+        loss_mask, gap = layout.local(masks).bool(), train - rollout
+        shift = expert_shift(*routes, loss_mask, log_ratio=gap, positions=positions, log_ratio_bound=bound)
+    shifted = None if shift is None else shift.route_shift
+    corrected = correct_tokens(layout, ranks, train, rollout, masks, settings.correction, advantages, shifted)
+    if shift is not None:
+        corrected.metrics.merge(shift.sums)
     corrected.metrics.all_reduce(ranks.dp_cp_group)
     corrected.metrics.check(settings.max_nonfinite_share, settings.correction.max_k3)
     weighted = torch.where(corrected.mask, advantages * corrected.weights, 0)
@@ -63,5 +73,16 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
     warn(_LOST_BATCH.see(values, settings.correction), ranks.dp_cp_group, ranks.tp_group)
     LENGTHS.record_mismatch(rollout_id, mismatch_signals(values, settings.correction))
     for name, value in prefixed(values).items():
-        if not math.isnan(value):
+        # the lists of expert shift, by layer and by position, have no place in the host's log
+        if not isinstance(value, list) and not math.isnan(value):
             rollout_data[name] = torch.tensor(value)
+
+
+def _routes(args: Namespace, ranks: Parallel, rollout_data: dict[str, Any]) -> Routes:
+    micro_batches, totals = rollout_data["micro_batch_indices"], rollout_data["total_lengths"]
+    responses = rollout_data["response_lengths"]
+    layouts = [
+        layout_of(args, ranks, [totals[i] for i in batch], [responses[i] for i in batch], None)
+        for batch in micro_batches
+    ]
+    return WATCH.whole(ranks, micro_batches, layouts)

@@ -13,6 +13,8 @@ from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.lr_gate import LRGateSettings, check_lr_rules
 
 KEY = "megatron_rc"
+ROUTE_SHIFT = "route_shift"
+"""The statistic of a token that `routes` adds: share of the layers with experts whose decision differs."""
 
 HOOKS = {
     "tis": "custom_tis_function_path",
@@ -20,6 +22,7 @@ HOOKS = {
     "pg_loss_reducer": "custom_pg_loss_reducer_function_path",
     "rollout_data": "rollout_data_postprocess_path",
     "before_train_step": "custom_megatron_before_train_step_hook_path",
+    "before_log_prob": "custom_megatron_before_log_prob_hook_path",
     "check": "custom_megatron_init_path",
     "enable": "custom_megatron_init_path",
 }
@@ -44,6 +47,10 @@ class SlimeSettings:
     """Learning rate by mismatch, for before_train_step, in the place of lr_decay."""
     lr_decay_start: int = 0
     """The rollout_id at which lr_decay or lr_gate begins; rollouts before it keep the host's learning rate."""
+
+    routes: bool = False
+    """Compare the experts that the trainer would choose with the sampler's, which the host replays: metrics of expert
+    shift, and the statistic route_shift."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_nonfinite_share <= 1:

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
 from megatron_rc.integrations.slime.layout import Layout, Parallel
+from megatron_rc.integrations.slime.settings import ROUTE_SHIFT
 from megatron_rc.lr_scale import Signals
 from megatron_rc.plan import Plan
 from megatron_rc.reference.log_ratio import log_ratio
@@ -31,6 +32,7 @@ def correct_tokens(
     loss_masks: Sequence[Tensor],
     correction: RolloutCorrection,
     advantages: Tensor | None,
+    route_shift: Tensor | None = None,
 ) -> Corrected:
     """`correct` on the host's layout: tensors are [N] of this rank, ``loss_masks`` whole responses."""
     # all context-parallel ranks run the same micro-batches, as the host's own gathers in the loss need
@@ -49,6 +51,7 @@ def correct_tokens(
         segment_ids=segment_ids,
         num_segments=num_segments,
         advantages=advantages,
+        statistics=None if route_shift is None else {ROUTE_SHIFT: route_shift},
         positions=positions,
         dp_group=ranks.dp_group,
         cp_group=cp_group,

@@ -18,6 +18,7 @@ from megatron_rc.engine import Sample
 from megatron_rc.metrics import MetricSums
 from megatron_rc.models.config import moe_layers
 from megatron_rc.moe.compare import compare_routes
+from megatron_rc.moe.gathering import join_layers
 from megatron_rc.moe.replay import RoutedSchedule
 from megatron_rc.moe.routers import routers_of
 from megatron_rc.moe.shift import ExpertShift, expert_shift
@@ -126,17 +127,10 @@ class Routing:
         return torch.cat([join_rows(parts, rows[size], size) for size, *parts in micro_batches])
 
     def _all_layers(self, mine: Tensor | None, name: str, tokens: int) -> Tensor:
-        pipeline, columns = self.groups.pipeline, []
         tail = () if name == "margins" else (self.shape.top_k,)
         dtype = self.shape.dtype if name == "ids" else torch.float32
-        for stage, layers in enumerate(self.stages):
-            part = torch.empty(tokens, len(layers), *tail, dtype=dtype, device=emulation.device())
-            if mine is not None and stage == dist.get_rank(pipeline):
-                part = mine.contiguous()
-            if layers and len(self.stages) > 1:
-                dist.broadcast(part.view(torch.uint8), dist.get_global_rank(pipeline, stage), group=pipeline)
-            columns.append(part)
-        return torch.cat(columns, 1)
+        rows = torch.empty(tokens, 0, *tail, dtype=dtype, device=emulation.device())
+        return join_layers(mine, self.stages, rows, self.groups.pipeline)
 
 
 @dataclass

@@ -1,0 +1,266 @@
+"""Routes inside slime and miles: the trainer's own choice beside the experts that the host replays."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from hosts.slime import sources
+from hosts.slime.cases import Case, batch_of, ours, whole
+from hosts.slime.routers import (
+    LAYERS,
+    MICRO_BATCHES,
+    OWN,
+    REPLAYED,
+    TOP_K,
+    Model,
+    Rows,
+    by_environment,
+    chosen,
+    of_the_host,
+)  # fmt: skip
+from hosts.slime.single import alone
+from torch import Tensor
+
+import megatron_rc.moe.routers  # noqa: F401 - before megatron is taken away
+from megatron_rc.integrations import slime
+from megatron_rc.integrations.slime import rollout_hook
+from megatron_rc.integrations.slime.layout import Layout
+from megatron_rc.integrations.slime.routes import RouteWatch, _RouterWatch
+
+PATH = "megatron_rc.integrations.slime."
+WATCHED = {"custom_megatron_before_log_prob_hook_path": PATH + "before_log_prob", "use_rollout_routing_replay": True}
+WHOLE = {**WATCHED, "rollout_data_postprocess_path": PATH + "rollout_data"}
+STEPPED = {**WATCHED, "custom_megatron_before_train_step_hook_path": PATH + "before_train_step"}
+STEPPED |= {"custom_tis_function_path": PATH + "tis", "use_tis": True}
+UPDATE = {**STEPPED, "rollout_data_postprocess_path": None}
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    monkeypatch.setenv("ROUTING_REPLAY_STAGE", "replay_forward")
+
+
+def settings(correction: Any = "none", **changes: Any) -> Namespace:
+    key = {"correction": correction, "routes": True}
+    return ours(Case(), **{**WHOLE, "megatron_rc": key, **changes})
+
+
+def model_of(rows: Rows, layers: tuple[int, ...] = LAYERS, replay: Any = by_environment, **more: Any) -> Model:
+    return Model(layers, {layer: replay(ids) for layer, ids in rows.replays().items()}, **more)
+
+
+def shifts() -> list[Tensor]:
+    """[response, L] per sample: whether the two engines chose other experts for the row that predicts the token."""
+    samples = whole()
+    differs = []
+    for own, replayed, prompt in zip(chosen(OWN), chosen(REPLAYED), samples.prompts, strict=True):
+        sets = [
+            [{*a} != {*b} for a, b in zip(mine, theirs, strict=True)]
+            for mine, theirs in zip(own.tolist(), replayed.tolist(), strict=True)
+        ]
+        differs.append(torch.tensor(sets)[prompt - 1 : -1])
+    return differs
+
+
+def data() -> dict[str, Any]:
+    return {**batch_of(Case()), "micro_batch_indices": MICRO_BATCHES}
+
+
+def test_rollout_data_logs_the_shift_of_the_loss_tokens() -> None:
+    model, rollout = model_of(Rows()), data()
+    slime.before_log_prob(settings(), [model], "")
+    Rows().forward(model)
+    slime.rollout_data(settings(), 0, rollout)
+    mask = torch.cat(whole().loss_masks).bool()
+    differs = torch.cat(shifts())[mask].float()
+    assert rollout["rc/route_any_diff"] == pytest.approx(differs.mean().item())
+    assert rollout["rc/route_tokens_touched"] == pytest.approx((differs.sum(1) > 0).float().mean().item())
+    assert rollout["rc/route_layers_differing"] == pytest.approx(differs.sum(1).mean().item())
+    ell = torch.cat(rollout["log_probs"]) - torch.cat(rollout["rollout_log_probs"])
+    touched = ell[mask][differs.sum(1) > 0]
+    assert rollout["rc/abs_log_ratio_shifted"] == pytest.approx(touched.abs().mean().item(), rel=1e-5)
+    assert not any("by_layer" in name for name in rollout)
+    assert all("routing" not in vars(router) for _, router in model.routers())
+
+
+def test_a_rejection_on_the_route_shift_drops_the_advantage_of_shifted_tokens() -> None:
+    gate = {"statistic": "route_shift", "level": "token", "upper": 0.4}
+    model, rollout, args = model_of(Rows()), data(), settings({"reject": [gate]})
+    before = torch.cat(rollout["advantages"])
+    slime.before_log_prob(args, [model], "")
+    Rows().forward(model)
+    slime.rollout_data(args, 0, rollout)
+    kept = (torch.cat(shifts()).float().mean(1) <= 0.4) & torch.cat(whole().loss_masks).bool()
+    assert 0 < kept.sum() < len(kept)
+    torch.testing.assert_close(torch.cat(rollout["advantages"]), torch.where(kept, before, 0))
+
+
+def test_passes_of_other_models_and_the_update_are_not_watched() -> None:
+    model = model_of(Rows())
+    for prefix in ("ref_", "teacher_"):
+        slime.before_log_prob(settings(), [model], prefix)
+        assert all("routing" not in vars(router) for _, router in model.routers())
+    critic: Any = model_of(Rows())
+    critic.role = "critic"
+    slime.before_log_prob(settings(), [critic], "")
+    assert all("routing" not in vars(router) for _, router in critic.routers())
+    slime.before_log_prob(settings(), [model], "")
+    assert all("routing" in vars(router) for _, router in model.routers())
+    slime.before_log_prob(settings(), [model], "ref_")
+    assert all("routing" not in vars(router) for _, router in model.routers())
+
+
+def updates(args: Namespace, order: list[list[int]]) -> list[dict[str, Tensor]]:
+    """What tis logs of the micro-batches of an update."""
+    batch, logs = batch_of(Case()), []
+    names = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs")
+    for samples in order:
+        given = {name: [batch[name][i] for i in samples] for name in (*names, "log_probs")}
+        losses = torch.ones(sum(given["response_lengths"]))
+        *_, metrics = slime.tis(
+            args, pg_loss=losses, train_log_probs=given["log_probs"], **{name: given[name] for name in names}
+        )
+        logs.append(metrics)
+    return logs
+
+
+@pytest.mark.parametrize("host", [None, *sources.VARIABLES])
+def test_where_no_hook_sees_a_rollout_tis_logs_the_shift_of_its_micro_batch(host: str | None) -> None:
+    args = settings(**UPDATE)
+    if host is None:
+        model = model_of(Rows())
+        slime.before_log_prob(args, [model], "")
+        Rows().forward(model)
+    else:
+        folder = sources.folder(host)
+        if folder is None:
+            pytest.skip(f"{sources.VARIABLES[host]} names no source tree of {host}")
+        with pytest.MonkeyPatch.context() as replaying, of_the_host(host, folder) as replay:
+            replaying.setenv("ENABLE_ROUTING_REPLAY", "1")
+            model = model_of(Rows(), replay=replay)
+            slime.before_log_prob(args, [model], "")
+            Rows().forward(model)
+    slime.before_train_step(args, 0, 0, [model], None, object())
+    masks = whole().loss_masks
+    for samples, log in zip(MICRO_BATCHES, updates(args, MICRO_BATCHES), strict=True):
+        mask = torch.cat([masks[i] for i in samples])
+        expected = torch.cat([shifts()[i] for i in samples]).float().mean(1) * mask
+        torch.testing.assert_close(log["rc/route_shift"], expected)
+        assert log["rc/route_tokens_touched"].tolist() == (expected > 0).float().tolist()
+    with pytest.raises(ValueError, match="^megatron_rc.routes needs the update to see the micro-batches"):
+        updates(args, MICRO_BATCHES)
+
+
+def test_a_rollout_without_the_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_hook, "WATCH", RouteWatch())
+    with pytest.raises(ValueError, match="^megatron_rc.routes needs a pass over the old log-probs of a model with"):
+        slime.rollout_data(settings(), 0, data())
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"use_rollout_routing_replay": False}, "^megatron_rc.routes needs --use-rollout-routing-replay"),
+        ({"megatron_rc": {}}, "^megatron_rc.routes must be true for before_log_prob"),
+        ({"qkv_format": "bshd"}, "^megatron_rc.routes needs packed zigzag slices"),
+        ({"rollout_data_postprocess_path": None}, "^megatron_rc.routes needs a hook that compares them"),
+        ({**UPDATE, "recompute_loss_function": True}, "^megatron_rc.routes needs the update to see"),
+        ({"megatron_rc": {"routes": True, "correction": {"old": "rollout"}}}, "^megatron_rc.correction.old must be"),
+    ],
+)  # fmt: skip
+def test_what_the_routes_need_is_refused_by_name(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        slime.before_log_prob(settings(**changes), [model_of(Rows())], "")
+
+
+def test_routes_without_the_hook_that_watches_are_refused_before_the_model_is_built() -> None:
+    with pytest.raises(ValueError, match="^megatron_rc.routes needs the hook that watches the routers"):
+        slime.check(settings(custom_megatron_before_log_prob_hook_path=None))
+
+
+PLACES = {
+    "cp2": {"context_parallel_size": 2},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+
+
+def _megatrons_own_router() -> tuple[int, bool]:
+    """(watched passes of megatron-core's router, whether it chose what it used); no replay is on."""
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    sizes = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 1, "num_moe_experts": 6, "moe_router_topk": 2}
+    config = TransformerConfig(**sizes, moe_router_load_balancing_type="none")
+    router: Any = TopKRouter(config=config, pg_collection=get_default_pg_collection())
+    watch = _RouterWatch(router)
+    with torch.no_grad():
+        router.weight.copy_(torch.arange(24.0).view(6, 4).sin())
+        router.eval()(torch.arange(20.0).view(5, 1, 4).cos())
+    (pair,) = watch.pairs
+    watch.end()
+    return len(pair[0]), torch.equal(pair[0].sort(-1).values, pair[1].sort(-1).values)
+
+
+def _work(rank: int) -> dict[str, Any]:
+    import os
+
+    from megatron.core import parallel_state
+
+    from megatron_rc.integrations.slime.layout import parallel
+
+    os.environ["ROUTING_REPLAY_STAGE"] = "replay_forward"
+    found = {}
+    for name, sizes in PLACES.items():
+        parallel_state.initialize_model_parallel(**sizes)
+        rows = Rows(cp=(rank, 2) if name == "cp2" else (0, 1), tp=(rank, 2) if name == "tp2" else (0, 1))
+        # the layers of a stage need not be consecutive: chunks of a stage may be interleaved
+        layers = ((1, 5), (2,))[rank] if name == "pp2" else LAYERS
+        model, ranks, samples = model_of(rows, layers, sequence_parallel=name == "tp2"), parallel(), whole()
+        layouts = [
+            Layout.of(
+                [samples.totals[i] for i in batch], [samples.responses[i] for i in batch], None, ranks.cp_rank,
+                ranks.cp_size,
+            )
+            for batch in MICRO_BATCHES
+        ]  # fmt: skip
+        watch = RouteWatch()
+        watch.begin([model])
+        rows.forward(model)
+        tables = watch.whole(ranks, MICRO_BATCHES, layouts)
+        watch.collect(ranks)
+        found[name] = ([t.ids for t in tables], [watch.next_shift(layout) for layout in layouts])
+        if name == "cp2":
+            found["router"] = _megatrons_own_router()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_every_rank_has_all_layers_of_its_tokens() -> None:
+    from hosts.slime.host import held
+
+    samples = whole()
+    for rank, results in enumerate(run_ranks(2, _work)):
+        assert results.pop("router") == (5, True)
+        for name, (tables, per_batch) in results.items():
+            cp = (rank, 2) if name == "cp2" else (0, 1)
+            here = [
+                torch.tensor(held(prompt, total, total, *cp), dtype=torch.int64)
+                for prompt, total in zip(samples.prompts, samples.totals, strict=True)
+            ]
+            for seed, ids in zip((OWN, REPLAYED), tables, strict=True):
+                expected = [
+                    routes[prompt - 1 : -1][mine]
+                    for routes, prompt, mine in zip(chosen(seed), samples.prompts, here, strict=True)
+                ]
+                assert ids.shape[1:] == (len(LAYERS), TOP_K)
+                torch.testing.assert_close(ids.sort(-1).values.long(), torch.cat(expected).sort(-1).values)
+            for batch, shift in zip(MICRO_BATCHES, per_batch, strict=True):
+                expected = torch.cat([shifts()[i][here[i]] for i in batch]).float().mean(1)
+                torch.testing.assert_close(shift, expected)
