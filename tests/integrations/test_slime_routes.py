@@ -33,7 +33,7 @@ from megatron_rc.integrations.slime.routes import RouteWatch, _RouterWatch
 
 PATH = "megatron_rc.integrations.slime."
 WATCHED = {"custom_megatron_before_log_prob_hook_path": PATH + "before_log_prob", "use_rollout_routing_replay": True}
-WHOLE = {**WATCHED, "rollout_data_postprocess_path": PATH + "rollout_data"}
+WHOLE = {**WATCHED, "rollout_data_postprocess_path": PATH + "rollout_data", "get_mismatch_metrics": True}
 STEPPED = {**WATCHED, "custom_megatron_before_train_step_hook_path": PATH + "before_train_step"}
 STEPPED |= {"custom_tis_function_path": PATH + "tis", "use_tis": True}
 UPDATE = {**STEPPED, "rollout_data_postprocess_path": None}
@@ -222,7 +222,7 @@ def _work(rank: int) -> dict[str, Any]:
         rows = Rows(cp=(rank, 2) if name == "cp2" else (0, 1), tp=(rank, 2) if name == "tp2" else (0, 1))
         # the layers of a stage need not be consecutive: chunks of a stage may be interleaved
         layers = ((1, 5), (2,))[rank] if name == "pp2" else LAYERS
-        model, ranks, samples = model_of(rows, layers, sequence_parallel=name == "tp2"), parallel(), whole()
+        ranks, samples = parallel(), whole()
         layouts = [
             Layout.of(
                 [samples.totals[i] for i in batch], [samples.responses[i] for i in batch], None, ranks.cp_rank,
@@ -230,10 +230,12 @@ def _work(rank: int) -> dict[str, Any]:
             )
             for batch in MICRO_BATCHES
         ]  # fmt: skip
-        watch = RouteWatch()
-        watch.begin([model])
-        rows.forward(model)
-        tables = watch.whole(ranks, MICRO_BATCHES, layouts)
+        watches = [RouteWatch(), RouteWatch()]
+        for each in watches:
+            model = model_of(rows, layers, sequence_parallel=name == "tp2")
+            each.begin([model])
+            rows.forward(model)
+        tables, watch = watches[0].whole(ranks, MICRO_BATCHES, layouts), watches[1]
         watch.collect(ranks)
         found[name] = ([t.ids for t in tables], [watch.next_shift(layout) for layout in layouts])
         if name == "cp2":

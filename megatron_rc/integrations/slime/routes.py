@@ -100,6 +100,8 @@ class RouteWatch:
     def whole(self, ranks: Parallel, micro_batches: Sequence[Sequence[int]], layouts: Sequence[Layout]) -> Routes:
         """The routes of all response tokens, samples in the rollout's order; a collective of the model's processes.
 
+        What was seen is forgotten.
+
         Args:
             micro_batches: numbers of the samples of every micro-batch of the pass.
             layouts: their layouts.
@@ -127,10 +129,11 @@ class RouteWatch:
             rows = torch.empty(sum(counts), 0, shape.top_k, dtype=shape.dtype, device=self._device)
             joined = join_layers(columns, stages, rows, ranks.pp_group)
             tables.append(RouteTable(shape, joined.index_select(1, ascending)))
+        self._routers = {}
         return Routes(*tables)
 
     def collect(self, ranks: Parallel) -> None:
-        """Compare the routes row by row, for `next_shift`; a collective of the model's processes."""
+        """Compare the routes row by row, for `next_shift`, and forget them; a collective of the model's processes."""
         self.end()
         mine = self._rows(ranks)
         _, shape, sizes = self._everywhere(ranks)
@@ -141,6 +144,7 @@ class RouteWatch:
                 trainer, sampler = torch.stack([pairs[number] for pairs in mine], 2)
                 differing = compare_routes(trainer, sampler).differing_layers.float()
             self._shifts.append(all_reduced(differing, ranks.pp_group) / len(shape.layers))
+        self._routers = {}
 
     def next_shift(self, layout: Layout) -> Tensor:
         """[N] fp32: share of the layers with experts whose decision differs, of the next micro-batch in order.
