@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from argparse import Namespace
@@ -37,7 +38,9 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LENGTHS, "_rollout", None)
     monkeypatch.setattr(LENGTHS, "_mismatch", None)
     LR_METRICS.clear()
-    monkeypatch.setattr(OptimizerParamScheduler, "load_state_dict", OptimizerParamScheduler.load_state_dict)
+    # as in a process in which `check` has not run
+    own = inspect.unwrap(OptimizerParamScheduler.load_state_dict)
+    monkeypatch.setattr(OptimizerParamScheduler, "load_state_dict", own)
     alone(monkeypatch, last_stage=False)
 
 

@@ -38,7 +38,7 @@ CASES = {
         both={"eps_clip_c": 1.3, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"}
     ),
     "per-token loss": Case(both={"calculate_per_token_loss": True}),
-    "one step per rollout": Case({"old": "current"}, both={"skip_actor_forward_only": True}, without=("log_probs",)),
+    "one step per rollout": Case({"old": "current"}, host={"skip_actor_forward_only": True}, without=("log_probs",)),
     "two policies": Case({"old": "rollout"}, both={"use_rollout_logprobs": True}),
     "token truncation": Case(_weight("truncate", None, 1.3), host={"use_tis": True, "tis_clip": 1.3}),
     "token clip": Case(_weight("clip", 0.8, 1.3), host={"use_tis": True, "tis_clip": 1.3, "tis_clip_low": 0.8}),
