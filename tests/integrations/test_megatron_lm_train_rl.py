@@ -42,4 +42,5 @@ def test_with_correction_none_its_loss_is_bit_identical_on_recorded_rollouts(pac
     options = ["--rc-preset", "token-tis", "--rc-set", "correction.weight.upper=0.9"]
     weighted = run(folder / "weighted", [*packing, IS_CORRECTION], patch=options, recorded=recorded)
     assert weighted.scalars["rc/old/weight_mean"][0] == pytest.approx(0.9)
-    assert weighted.scalars["lm loss"][0] == pytest.approx(0.9 * alone.scalars["lm loss"][0])
+    # a sum of positive and negative terms may be near 0
+    assert weighted.scalars["lm loss"][0] == pytest.approx(0.9 * alone.scalars["lm loss"][0], rel=1e-5, abs=1e-6)
