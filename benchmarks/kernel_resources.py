@@ -16,6 +16,8 @@ from checkout import ROOT
 
 FILE = ROOT / "benchmarks/results/resources.json"
 TARGET = "sm_90"
+LOOPS = (151_936, 18_992, 9_496, 50_257)
+"""Columns of rows whose loops are counted: a vocabulary, shards of an 8th and a 16th of it, and an odd number."""
 
 
 def launch_table() -> dict[str, list[int]]:
@@ -25,17 +27,28 @@ def launch_table() -> dict[str, list[int]]:
 
 
 def used_by(kernel: str) -> dict[str, int]:
-    """Over all variants of a kernel: registers and spilled bytes a thread, shared bytes a program."""
+    """Over all variants of a kernel: registers and spilled bytes a thread, shared bytes and barriers a program."""
     from aot import resources
+    from sass import instructions, number_of
 
-    variants = [used for _, used in resources(kernel, TARGET)]
+    found = resources(kernel, TARGET)
+    variants = [used for _, used in found]
     return {
         "variants": len(variants),
         "fewest registers": min(used.registers for used in variants),
         "most registers": max(used.registers for used in variants),
         "most spilled": max(used.spilled for used in variants),
         "most shared": max(used.shared for used in variants),
+        "most barriers": max(number_of(instructions(source), "BAR") for source, _ in found),
     }
+
+
+def loops_of_rows(columns: int, entropy: bool) -> list[tuple[str, int, bool, float, str]]:
+    """(kernel, columns, with entropy, instructions for every logit, opcode of its loads) of bf16 rows."""
+    import sass
+
+    found = sass.loops_of_rows(columns, entropy=entropy)
+    return [(name, columns, entropy, loop.instructions, loop.loads) for name, loop in found.items()]
 
 
 def measured() -> dict[str, Any]:
@@ -48,7 +61,9 @@ def measured() -> dict[str, Any]:
         for name in kernel_names():
             kernels[name] = used_by(name)
             print(name, kernels[name], flush=True)
-    return {"triton": triton.__version__, "target": TARGET, "launch": launch_table(), "kernels": kernels}
+        loops = [row for columns in LOOPS for entropy in (False, True) for row in loops_of_rows(columns, entropy)]
+    found = {"triton": triton.__version__, "target": TARGET, "launch": launch_table(), "kernels": kernels}
+    return found | {"loops": loops}
 
 
 if __name__ == "__main__":

@@ -102,7 +102,9 @@ RESOURCES = """\
 ## What a kernel uses
 
 Compiled ahead of time by `python benchmarks/kernel_resources.py`, in every variant by dtype, alignment and strides that
-the launchers can ask for; contiguous rows aligned to 16 bytes are among the variants with few registers.
+the launchers can ask for; contiguous rows aligned to 16 bytes are among the variants with few registers. Instructions
+per logit are those of the loop over the whole tiles of a row, forward and backward; rows of 50,257 columns begin at any
+address.
 
 """
 
@@ -205,17 +207,29 @@ def _bytes(smoke: Run | None) -> str:
 
 
 def _resources(found: Run) -> str:
-    head = ["kernel", "variants", "registers per thread", "spilled bytes", f"shared bytes ({found['target']})"]
+    head = [
+        "kernel",
+        "variants",
+        "registers per thread",
+        "spilled bytes",
+        f"shared bytes ({found['target']})",
+        "barriers",
+    ]
     rows = [
         [
             *(name, str(used["variants"]), f"{used['fewest registers']} to {used['most registers']}"),
-            *(str(used["most spilled"]), str(used["most shared"])),
+            *(str(used[f"most {what}"]) for what in ("spilled", "shared", "barriers")),
         ]
         for name, used in found["kernels"].items()
     ]
     shapes = [[name, *map(str, shape)] for name, shape in found["launch"].items()]
     launches = table(("launch shape", "block", "warps"), shapes)
-    return f"{RESOURCES}{table(head, rows)}\n{launches}\nTriton {found['triton']}.\n"
+    columns = ["loop over a row of bf16 logits", "columns", "outputs", "instructions per logit", "loads"]
+    loops = [
+        [name, f"{width:,}", "log-probs, entropy" if entropy else "log-probs", f"{count:.1f}", opcode]
+        for name, width, entropy, count, opcode in found["loops"]
+    ]
+    return f"{RESOURCES}{table(head, rows)}\n{table(columns, loops)}\n{launches}\nTriton {found['triton']}.\n"
 
 
 def _logits(gpu: Run | None) -> str:

@@ -1,0 +1,58 @@
+"""The machine code of the row kernels for an H200: few instructions for every logit, and wide loads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import aot
+import pytest
+import sass
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from kernel_resources import FILE, LOOPS, loops_of_rows
+
+FORWARD, BACKWARD = "row_statistics_fwd_kernel", "row_gradient_bwd_kernel"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_afresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with aot.fresh_cache(tmp_path_factory.mktemp("triton")):
+        yield
+
+
+@pytest.mark.parametrize("columns", LOOPS)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_logit_takes_few_instructions_and_loads_are_wide(columns: int, entropy: bool) -> None:
+    found = sass.loops_of_rows(columns, entropy=entropy)
+    assert found[FORWARD].instructions <= (10.5 if entropy else 8)
+    assert found[BACKWARD].instructions <= (15.1 if columns % 8 else 12.5 if entropy else 10.5)
+    assert {loop.loads for loop in found.values()} == {"LDG.E.U16" if columns % 8 else "LDG.E.128"}
+    assert all(loop.shuffles == 0 for loop in found.values())
+    committed = json.loads(FILE.read_text())["loops"]
+    assert [list(row) for row in loops_of_rows(columns, entropy)] == [
+        row for row in committed if row[1:3] == [columns, entropy]
+    ], "run python benchmarks/kernel_resources.py"
+
+
+def test_the_id_of_the_target_is_loaded_before_the_loop_and_its_logit_before_the_lanes_are_joined() -> None:
+    launch = next(one for one in aot.captured(lambda: sass._rows(18_992, True)).launches if one.name == FORWARD)
+    code = sass.instructions(aot.natural(launch, aot.ONE_TARGET))
+    loop = sass.loops(code)[0]
+    (target_id,) = (one.address for one in code if one.opcode == "LDG.E.64")
+    (target,) = (one.address for one in code if one.opcode == "LDG.E.U16")
+    first_barrier = next(one.address for one in code if one.opcode.startswith("BAR"))
+    assert target_id < loop[0].address and loop[-1].address < target < first_barrier
+
+
+def test_stages_change_no_instruction() -> None:
+    for launch in aot.captured(lambda: sass._rows(18_992, False)).launches:
+        codes = []
+        for stages in (1, 4):
+            staged = replace(launch, options=launch.options | {"num_stages": stages})
+            codes.append(sass.instructions(aot.natural(staged, aot.ONE_TARGET)))
+        assert codes[0] == codes[1]
