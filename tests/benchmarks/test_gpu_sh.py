@@ -147,6 +147,7 @@ def test_the_report_names_what_is_wrong_absent_and_still_to_come(tmp_path: Path)
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_all_stages_run_interpreted_in_a_fresh_clone(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
