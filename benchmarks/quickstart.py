@@ -54,7 +54,7 @@ def reached(folder: Path) -> dict[str, float]:
         "accuracy after": accuracy[-1],
         "k3 first": trained[0]["old/k3"],
         "k3 last": trained[-1]["old/k3"],
-        "masked tokens": sum(r["old/masked_token"] for r in trained) / len(trained),
+        "lowest ESS": min(r["old/ess_token"] for r in trained),
         "length first": trained[0]["response_length/mean"],
         "length last": trained[-1]["response_length/mean"],
     }
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--moe", action="store_true")
     arguments = parser.parse_args()
     columns = ["seed", "warm-up steps", "RL steps", "held-out before", "after", "gain (points)", "k3 first / last",
-               "masked tokens", "length first / last", "wall s", "peak GiB"]  # fmt: skip
+               "lowest ESS", "length first / last", "wall s", "peak GiB"]  # fmt: skip
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for seed in arguments.seeds:
         folder = ROOT / "runs" / f"benchmark-quickstart{'-moe' if arguments.moe else ''}-{seed}"
@@ -81,7 +81,7 @@ def main() -> None:
             f"{r['accuracy after']:.1%}",
             f"{100 * (r['accuracy after'] - r['accuracy before']):.1f}",
             f"{r['k3 first']:.1e} / {r['k3 last']:.1e}",
-            f"{r['masked tokens']:.1%}",
+            f"{r['lowest ESS']:.4f}",
             f"{r['length first']:.1f} / {r['length last']:.1f}",
             f"{seconds:.0f}",
             f"{memory:.1f}",
