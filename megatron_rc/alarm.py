@@ -20,8 +20,8 @@ def check_k3(name: str, k3: float, max_k3: float | None) -> None:
         if k3 > WARN_ABOVE and name not in _warned:
             _warned.add(name)
             _logger.warning(
-                "%s is %.3g, above %.3g: trainer and sampler are so far apart that no correction helps; megatron-rc "
-                "analyze says why, and max_k3 in the correction stops such a job",
+                "%s is %.3g, above %.3g: trainer and sampler are far apart, and a correction may hide a bug; "
+                "megatron-rc analyze says why, and max_k3 in the correction stops such a job",
                 name,
                 k3,
                 WARN_ABOVE,
