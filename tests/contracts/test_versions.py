@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from email.message import Message
 from pathlib import Path
 
@@ -126,3 +127,16 @@ def test_the_matrix_has_a_row_for_every_minor_release() -> None:
     rows = list(versions.matrix())
     assert [row[0] for row in rows] == ["0.16", "0.17", "0.18", "0.19", "0.20"]
     assert [row[5:] for row in rows] == [("no", "no"), *[("yes", "no")] * 3, ("yes", "yes")]
+
+
+def test_modules_below_folders_without_a_package_file_are_found_without_importing_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bare/inner").mkdir(parents=True)
+    (tmp_path / "bare/inner/code.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    found = versions.find_module("bare.inner.code")
+    assert found is not None and found.origin == str(tmp_path / "bare/inner/code.py")
+    assert versions.find_module("bare.inner.nothing") is None
+    assert versions.find_module("bare.inner.code.below") is None
+    assert not {"bare", "bare.inner"} & set(sys.modules)

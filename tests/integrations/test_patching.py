@@ -16,7 +16,6 @@ from megatron_rc import Patch, RolloutCorrection, patch
 from megatron_rc.integrations import hosts
 from megatron_rc.integrations.symbols import Host, Symbol, inspect_symbols
 from megatron_rc.lr_decay import LengthDecaySettings
-from megatron_rc.versions import find_module
 
 NONE = RolloutCorrection()
 SOURCE = """
@@ -310,12 +309,9 @@ def test_a_host_whose_import_fails_says_why(files: Path) -> None:
         patch("tiny", correction=NONE)
 
 
-def test_nothing_to_do_is_refused() -> None:
+def test_nothing_to_do_and_an_unknown_host_are_refused() -> None:
     with pytest.raises(ValueError, match="correction, lr_decay or lr_gate must be given"):
         patch("tiny")
-
-
-def test_an_unknown_host_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="host must be 'auto' or one of 'tiny', got 'huge'"):
         patch("huge", correction=NONE)
 
@@ -350,12 +346,3 @@ def test_the_report_names_what_was_replaced_and_what_differs() -> None:
     for part in ("tiny 1.2.3, patched", "tiny_host.core.loss: makes loss ours", "it answers otherwise", "lr_decay:"):
         assert part in report
     assert isinstance(patched, Patch) and "tiny 1.2.3, restored" in patched.report()
-
-
-def test_modules_below_folders_without_a_package_file_are_found_without_importing_them(files: Path) -> None:
-    (files.parent / "bare/inner").mkdir(parents=True)
-    (files.parent / "bare/inner/code.py").touch()
-    found = find_module("bare.inner.code")
-    assert found is not None and found.origin == str(files.parent / "bare/inner/code.py")
-    assert find_module("bare.inner.nothing") is None and find_module("bare.inner.code.below") is None
-    assert not {"bare", "bare.inner"} & set(sys.modules)
