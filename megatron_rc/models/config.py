@@ -79,6 +79,7 @@ def _with_defaults(fields: dict[str, Any], source: str, *, refuse_unknown: bool)
     return hf
 
 
+_VOCABULARY_MULTIPLE = 128
 _SUPPORTED = {
     "attention_bias": False,
     "use_sliding_window": False,
@@ -127,5 +128,11 @@ def moe_layers(hf: dict[str, Any]) -> list[bool]:
 
 
 def padded_vocab_size(hf: dict[str, Any], tensor: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: vocab_size rounded up to a multiple of ``tensor``."""
-    return -(-hf["vocab_size"] // tensor) * tensor
+    """Rows of the embedding over all tensor-parallel ranks: vocab_size rounded up to a multiple of 128 for each rank.
+
+    As Megatron pads it: matrix products and row kernels are fast at such widths. A vocabulary that has fewer ids for
+    each rank, of a toy, is rounded up to a multiple of the ranks.
+    """
+    size = hf["vocab_size"]
+    multiple = _VOCABULARY_MULTIPLE * tensor if size >= _VOCABULARY_MULTIPLE * tensor else tensor
+    return -(-size // multiple) * multiple

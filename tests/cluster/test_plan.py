@@ -179,9 +179,9 @@ def test_the_4b_recipe_has_the_hyper_parameters_of_the_paper() -> None:
 def test_memory_by_hand() -> None:
     plan = recipe("qwen3_4b_2x8")
     (found,) = plan.trainer_memory()
-    half = (4_022_468_096 - 36 * (2 * 2560 + 2 * 128) - 2560) // 2 + 36 * (2 * 2560 + 2 * 128) + 2560
+    half = (4_022_468_096 + 128 * 2560 - 36 * (2 * 2560 + 2 * 128) - 2560) // 2 + 36 * (2 * 2560 + 2 * 128) + 2560
     assert (found.weights, found.gradients, found.optimizer) == (2 * half, 4 * half, 12 * half)
-    vocabulary = 151_936 // 2
+    vocabulary = 152_064 // 2
     assert found.logits == 10_240 * (vocabulary * 4 + 32) + vocabulary * 2560 * 2
     # norms and what follows them; q, k and the joint projection; rope; attention and its output; SwiGLU
     layer = 2 * (4 * 2560 + 4) + 2 * (2048 + 512 + 2048 + 512) + 4 * (16 + 4)

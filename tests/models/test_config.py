@@ -89,8 +89,11 @@ def test_context_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         model_module.transformer_config(hf_config_dict(ModelSettings(config=DENSE)), ParallelSettings(), "fp32")
 
 
-def test_the_vocabulary_is_padded_to_the_tensor_ranks_only() -> None:
-    assert [padded_vocab_size({"vocab_size": 37}, tp) for tp in (1, 2, 3)] == [37, 38, 39]
+def test_the_vocabulary_is_padded_to_128_ids_for_each_tensor_rank_and_that_of_a_toy_to_the_ranks_only() -> None:
+    padded = {
+        size: [padded_vocab_size({"vocab_size": size}, tp) for tp in (1, 2, 3, 16)] for size in (37, 300, 151_936)
+    }
+    assert padded == {37: [37, 38, 39, 48], 300: [384, 512, 300, 304], 151_936: [151_936, 152_064, 152_064, 153_600]}
 
 
 _WITH_STAND_INS = """

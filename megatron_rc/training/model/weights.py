@@ -150,20 +150,22 @@ def _fill(model: Sequence[torch.nn.Module], source: Source) -> None:
         target = _find(local, parameter)
         if target is not None:
             group = _tensor_group(parameter.expert)
-            parts = [_read_part(source, tensor, group.rank(), group.size()) for tensor in parameter.tensors]
+            # only the vocabulary is padded, at its end
+            padded = target.shape[0] if parameter.layer is None else None
+            parts = [_read_part(source, tensor, group.rank(), group.size(), padded) for tensor in parameter.tensors]
             target.copy_(parameter.join(parts))
             unfilled -= set(parameter.megatron)
     assert not unfilled, f"no Hugging Face name is known for {sorted(unfilled)}"
 
 
-def _read_part(source: Source, tensor: HfTensor, rank: int, ranks: int) -> Tensor:
+def _read_part(source: Source, tensor: HfTensor, rank: int, ranks: int, padded: int | None) -> Tensor:
+    """This rank's part of a tensor, filled up with zeros to ``padded`` rows unless that is None."""
     if tensor.split is None:
         return source.read(tensor, 0, tensor.shape[0])
     size = tensor.shape[tensor.split]
-    each = -(-size // ranks)
+    each = padded or size // ranks
     part = source.read(tensor, min(rank * each, size), min((rank + 1) * each, size))
     missing = each - part.shape[tensor.split]
-    # only the vocabulary is padded, at its end
     return torch.cat([part, part.new_zeros(missing, *tensor.shape[1:])]) if missing else part
 
 
