@@ -43,8 +43,8 @@ class TrainerMemory:
     activations: int
     """Saved for backward by all micro-batches in flight."""
     logits: int
-    """Logits, their gradient, the head's weight gradient, and what log-probs keep; on the last stage. With train.head
-    linear, the logits of one chunk and the gradient of the hidden states."""
+    """Logits, which their gradient overwrites, the head's weight gradient, and what log-probs keep; on the last stage.
+    With train.head linear, the logits of one chunk and the gradient of the hidden states."""
     backward: int
     """Gradients of the output and of the input of the widest layer."""
     step: int
@@ -195,7 +195,7 @@ def trainer_memory(
     if train.head == "linear":
         logits = head_memory(tokens, vocabulary, hf["hidden_size"], dtype).fused
     else:
-        logits = tokens * (2 * b * vocabulary + _ROW_BYTES)
+        logits = tokens * (b * vocabulary + _ROW_BYTES)
     logits += vocabulary * hf["hidden_size"] * b
     if train.backend == "torch":
         logits += _TORCH_CHUNKS
