@@ -1,4 +1,4 @@
-"""Print what every correction reached on two settings of a small model, from the committed rows of its runs.
+"""Print what every correction reached in two settings of a small model, from the committed rows of its runs.
 
     megatron-rc grid launch/recipes/methods.yaml        # the runs: about a minute each on one core; resumes
     python benchmarks/methods.py --read runs/methods    # one row per finished run into benchmarks/results/methods.csv
@@ -145,8 +145,9 @@ def verdict(methods: Mapping[str, list[Row]]) -> str:
         said = f"Of the {len(adaptive)} methods in italics, {', '.join(better)} ended {rule}."
     else:
         said = f"None of the {len(adaptive)} methods in italics ended {rule}: they ship as experimental."
-    idle = [(name, other) for name in adaptive for other in fixed if _same(methods[name], methods[other])]
-    return " ".join([said, *(f"*{name}* never acted: its runs are those of `{other}`." for name, other in idle)]) + "\n"
+    idle = {name: [f"`{other}`" for other in fixed if _same(methods[name], methods[other])] for name in adaptive}
+    never = (f"*{name}* never acted: its runs are those of {', '.join(same)}." for name, same in idle.items() if same)
+    return " ".join([said, *never]) + "\n"
 
 
 def _same(first: Sequence[Row], second: Sequence[Row]) -> bool:
