@@ -88,7 +88,8 @@ def test_a_list_of_the_wrong_length_is_named_with_its_sample() -> None:
 
 def test_slimes_wrapper_of_a_process_group_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     state: Any = ModuleType("megatron.core.parallel_state")
-    groups = {name: object() for name in ("tensor_model_parallel", "context_parallel", "data_parallel")}
+    names = ("tensor_model_parallel", "context_parallel", "data_parallel", "pipeline_model_parallel")
+    groups = {name: object() for name in names}
     for name, group in groups.items():
         wrapped = SimpleNamespace(group=group) if name != "context_parallel" else group
         setattr(state, f"get_{name}_group", lambda found=wrapped, **kwargs: found)

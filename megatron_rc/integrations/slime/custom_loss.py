@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch import Support
+from megatron_rc.integrations.log_names import PREFIX
 from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.layout import Layout, Parallel, layout_of, parallel
 from megatron_rc.integrations.slime.logged import logged, route_shift
@@ -77,7 +78,7 @@ def loss(
     # a masked row may hold anything, and 0 times NaN is NaN
     log_ratio = torch.where(loss_mask, (current - (train if old is None else old)).detach(), 0)
     metrics = logged(layout, ranks, train, rollout, batch["loss_masks"], corrected, shift)
-    metrics["train_rollout_logprob_abs_diff"] = metrics["rc/k1"].abs()
+    metrics["train_rollout_logprob_abs_diff"] = metrics[PREFIX + "k1"].abs()
     ratio, bounds = log_ratio.exp(), (1 - args.eps_clip, 1 + args.eps_clip_high)
     metrics["pg_clipfrac"] = ((advantages > 0) & (ratio > bounds[1]) | (advantages < 0) & (ratio < bounds[0])).float()
     metrics["ppo_kl"], metrics["ois"] = -log_ratio, ratio

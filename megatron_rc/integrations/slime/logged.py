@@ -1,4 +1,4 @@
-"""What tis and loss log besides rc/*: the names that users of the hosts know, and the rule of the learning rate."""
+"""What tis and loss log: metrics of tokens, the names that users of the hosts know, the rule of the learning rate."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def logged(
     corrected: Corrected,
     shift: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Name -> [N] fp32, detached: `token_metrics` below rc/, `known_names`, and one constant per metric of the rule.
+    """Name -> [N] fp32, detached: `prefixed` `token_metrics`, `known_names`, and one constant per metric of the rule.
 
-    With a route shift: rc/route_shift, and rc/route_tokens_touched, 1 where it is not 0.
+    With a route shift: route_shift, and route_tokens_touched, 1 where it is not 0, both prefixed.
     The mean of a constant is the constant where every sample has a loss token.
     """
     loss_mask = layout.local(loss_masks).bool()
