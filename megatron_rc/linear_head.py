@@ -55,7 +55,7 @@ def linear_logprobs(
     operations in forward, and 6 N H V in backward, which computes the logits again. Any loss may follow.
 
     With a tensor-parallel group there is one all-gather of 16 bytes per token and chunk, in forward alone. The gradient
-    of hidden is added up over the group, as Megatron's column-parallel layer does. That of weight goes to
+    of hidden is summed over the group, as Megatron's column-parallel layer does. That of weight goes to
     weight.main_grad, unrounded, where Megatron's DDP has given it one in fp32. A weight or hidden states that need no
     gradient cost none. A second backward, or two calls with one weight, add up as for any other function.
 
@@ -278,7 +278,8 @@ class _LinearPolicyLoss(torch.autograd.Function):
             totals.append(total)
         merged, sums = _joined(parts), torch.stack(totals).sum(0)
         entropy = merged.entropy if head.with_entropy else None
-        ctx.gradients, ctx.upstream = gradients, upstream
+        # the chunk and the hidden states of the gradients end here
+        ctx.by_hidden, ctx.home, ctx.upstream, ctx.used = gradients.hidden, home, upstream, False
         ctx.mark_non_differentiable(sums, merged.logprobs, *([] if entropy is None else [entropy]))
         ctx.set_materialize_grads(False)
         return sums[0].to(merged.logprobs.dtype), sums, merged.logprobs, entropy
@@ -286,15 +287,16 @@ class _LinearPolicyLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
+        if ctx.used:
             raise RuntimeError("linear_policy_loss computes its gradients once: backward cannot run again")
-        gradients, ctx.gradients = ctx.gradients, None
+        by_hidden, home, ctx.used = ctx.by_hidden, ctx.home, True
+        ctx.by_hidden = ctx.home = None
         if by_loss is None:
             return (None,) * 7
         if ctx.upstream is not None and debug_checks() and by_loss.item() != ctx.upstream.to(by_loss.dtype).item():
             raise ValueError(f"upstream must be the gradient by the loss, {by_loss.item()}, got {ctx.upstream.item()}")
         factor = by_loss if ctx.upstream is None else None
-        if gradients.hidden is not None and factor is not None:
-            gradients.hidden.mul_(factor)
-        by_weight = None if gradients.home is None else gradients.home.finish(factor)
-        return gradients.hidden, by_weight, None, None, None, None, None
+        if by_hidden is not None and factor is not None:
+            by_hidden.mul_(factor)
+        by_weight = None if home is None else home.finish(factor)
+        return by_hidden, by_weight, None, None, None, None, None

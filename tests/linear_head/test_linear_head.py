@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -281,3 +282,16 @@ def test_memory_is_one_chunk_of_logits_and_the_gradients(fused: bool, monkeypatc
     dummy = vocabulary * width * 4
     allowed = chunk * vocabulary * 4 + tokens * width * 4 + 64 * tokens + temporaries + dummy
     assert chunk * vocabulary * 4 < highest <= allowed
+
+
+def test_no_chunk_of_logits_is_kept_from_forward_to_backward() -> None:
+    case = head_case(torch.bfloat16, tokens=17, vocabulary=23)
+    given, options = case.of_loss()
+    hidden, weight = case.leaves()
+    result = linear_policy_loss(
+        hidden, weight, case.targets, *given, with_entropy=True, chunk=5, logits_dtype=torch.float32, **options
+    )
+    gc.collect()
+    assert (5, 23) not in {tuple(each.shape) for each in gc.get_objects() if type(each) is torch.Tensor}
+    result.loss.backward()
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
