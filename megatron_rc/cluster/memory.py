@@ -43,8 +43,8 @@ class TrainerMemory:
     activations: int
     """Saved for backward by all micro-batches in flight."""
     logits: int
-    """Logits, which their gradient overwrites, the head's weight gradient, and what log-probs keep; on the last stage.
-    With train.head linear, the logits of one chunk and the gradient of the hidden states."""
+    """Logits, which their gradient overwrites, the gradients of the hidden states and of the head's weight, and what
+    log-probs keep; on the last stage. With train.head linear, one chunk of logits instead of all of them."""
     backward: int
     """Gradients of the output and of the input of the widest layer."""
     step: int
@@ -192,11 +192,8 @@ def trainer_memory(
     in_flight = min(parallel.pipeline - stage, micro_batches)
     saved = activation_bytes(hf, parallel, dtype, tokens=tokens, stage=stage)
     vocabulary = padded_vocab_size(hf, parallel.tensor) // parallel.tensor
-    if train.head == "linear":
-        logits = head_memory(tokens, vocabulary, hf["hidden_size"], dtype).fused
-    else:
-        logits = tokens * (b * vocabulary + _ROW_BYTES)
-    logits += vocabulary * hf["hidden_size"] * b
+    head = head_memory(tokens, vocabulary, hf["hidden_size"], dtype)
+    logits = (head.fused if train.head == "linear" else head.logits) + vocabulary * hf["hidden_size"] * b
     if train.backend == "torch":
         logits += _TORCH_CHUNKS
     return TrainerMemory(

@@ -182,7 +182,7 @@ def test_memory_by_hand() -> None:
     half = (4_022_468_096 + 128 * 2560 - 36 * (2 * 2560 + 2 * 128) - 2560) // 2 + 36 * (2 * 2560 + 2 * 128) + 2560
     assert (found.weights, found.gradients, found.optimizer) == (2 * half, 4 * half, 12 * half)
     vocabulary = 152_064 // 2
-    assert found.logits == 10_240 * (vocabulary * 2 + 32) + vocabulary * 2560 * 2
+    assert found.logits == 10_240 * (2 * (vocabulary + 2560) + 32) + vocabulary * 2560 * 2
     # norms and what follows them; q, k and the joint projection; rope; attention and its output; SwiGLU
     layer = 2 * (4 * 2560 + 4) + 2 * (2048 + 512 + 2048 + 512) + 4 * (16 + 4)
     layer += 4 * 2 * 128 + 5 * 2 * 2048 + 4 * 16 + 6 * 4864
