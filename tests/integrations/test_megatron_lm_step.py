@@ -130,13 +130,14 @@ def test_logprobs_of_a_bf16_model_are_fp32_and_the_host_takes_them() -> None:
     torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_under_batch_invariant_mode_logprobs_are_the_bits_of_the_hosts_own_log_softmax(
-    temperature: float, monkeypatch: pytest.MonkeyPatch
+    temperature: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = torch.Generator().manual_seed(8)
     tokens = torch.randint(0, VOCABULARY, (64, WIDTH), generator=draw)
-    model, state = Model(), session.Session(RolloutCorrection(), None)
+    model, state = Model(dtype=dtype), session.Session(RolloutCorrection(), None)
     made = {symbol.name: symbol.make for symbol in HOST.symbols}
     logits = model.table[tokens[:, :-1]].detach()
     with sources.imported(sources.STUB) as host:
@@ -144,7 +145,7 @@ def test_under_batch_invariant_mode_logprobs_are_the_bits_of_the_hosts_own_log_s
 
         rl, args = host.rl_utils, get_args()
         monkeypatch.setattr(args, "rl_default_temperature", temperature)
-        own = rl.selective_log_softmax(logits if temperature == 1 else logits / temperature, tokens[:, 1:])
+        own = rl.selective_log_softmax(logits if temperature == 1 else logits.float() / temperature, tokens[:, 1:])
         for name in ("get_logprobs", "selective_log_softmax"):
             setattr(rl, name, made[name](getattr(rl, name), state))
         patched = rl.get_logprobs(model, tokens, None)

@@ -84,8 +84,8 @@ SYMBOLS = (
 )  # fmt: skip
 
 DIFFERENCES = (
-    "log-probs are computed and kept in fp32; the host keeps those of a bf16 model in bf16, but under "
-    "--batch-invariant-mode, where the patch keeps the host's bits",
+    "log-probs are computed and kept in fp32; the host keeps those of a bf16 model in bf16. Under "
+    "--batch-invariant-mode the host's own log-softmax, which is fp32, is kept",
     "log-probs are taken at --rl-default-temperature; the host takes them at temperature 1",
     "every token of a training step has the same weight in the loss; the host averages the means of micro-batches "
     "(unless --calculate-per-token-loss)",

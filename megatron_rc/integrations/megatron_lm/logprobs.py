@@ -67,7 +67,11 @@ def selective_log_softmax(original: Function, session: Session, logits: Tensor, 
     if answers is None:
         return original(logits, index)
     if isinstance(answers, WholeLogits):
-        return original(logits if answers.temperature == 1 else logits / answers.temperature, index)
+        if answers.temperature == 1:
+            return original(logits, index)
+        # fp32 before the division, as the sampler has it; row by row, as the host computes them
+        rows = zip(logits, index, strict=True)
+        return torch.cat([original(row[None].float() / answers.temperature, ids[None]) for row, ids in rows])
     options: dict[str, Any] = {"tp_group": answers.tp_group, "temperature": answers.temperature}
     if isinstance(answers, HiddenStates):
         logprobs = linear_logprobs(logits.flatten(0, 1), answers.weight, index.flatten(), **options)
