@@ -248,6 +248,7 @@ def test_rollouts_that_a_correction_acts_on_may_be_quantised_and_stale(tmp_path:
         ("--use-tis", {}, "good"),
         (flag("enable"), {"correction": "token-tis"}, "good"),
         (flag("enable"), {"correction": "none"}, "warning"),
+        (f"--use-tis {OURS}", {"correction": "none"}, "warning"),
         (flag("enable"), {"correction": "no-such-preset"}, "warning"),
     ):
         found = traps("slime", with_key(tmp_path, f"{run} {flags}", key))

@@ -36,9 +36,10 @@ def _dumps_train_data(args: Any) -> bool:
 
 def _corrects(args: Any) -> bool:
     """Whether the host, or a hook of ours that is named, acts on the gap between sampler and trainer."""
-    if args.use_tis or args.use_rollout_logprobs or args.custom_loss_function_path:
+    ours = any(names(args, hook) for hook in ("tis", "loss", "rollout_data", "enable"))
+    if args.use_rollout_logprobs or (not ours and (args.use_tis or args.custom_loss_function_path)):
         return True
-    if not any(names(args, hook) for hook in ("rollout_data", "enable")):
+    if not ours:
         return False
     try:
         correction = read(args).correction

@@ -100,11 +100,6 @@ def _refuse_conflicts(args: Any, hooks: list[str], values: Mapping[str, Any]) ->
         raise ValueError(
             f"--loss-type must be policy_loss with enable, got {loss_type}: tis is called by no other loss"
         )
-    if getattr(args, "skip_actor_forward_only", False) and {"loss", "before_train_step"} & {*hooks}:
-        raise ValueError(
-            "--skip-actor-forward-only must be off with lr_decay, lr_gate, and corrections that need the hook loss: "
-            "miles takes no hook before the train step and no other loss under it"
-        )
 
 
 def _flag(name: str) -> str:

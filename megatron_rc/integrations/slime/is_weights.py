@@ -33,8 +33,9 @@ def tis(
     """weights * pg_loss under --use-tis, with 0 at rejected tokens; metrics alone under --get-mismatch-metrics.
 
     The masks are returned unchanged: the host also reduces its entropy and KL terms with them, and those count
-    rejected tokens. Denominators count all loss tokens. A trainer log-prob that is not finite makes the loss NaN: the
-    host has used it already, and no weight of 0 would keep its gradient from becoming NaN.
+    rejected tokens. Denominators count all loss tokens. On slime a trainer log-prob that is not finite makes the loss
+    NaN, because the host has used it already and its gradient is NaN under any weight. miles counts such a token with
+    ratio 1; here it is dropped, or weighs e^-20 where the trainer calls it impossible.
 
     Args:
         args: the host's arguments, with the key megatron_rc.
@@ -67,6 +68,7 @@ def tis(
     if weigh:
         # more than a product: 0 times an infinite loss is NaN
         pg_loss = torch.where(corrected.mask, pg_loss * corrected.weights, 0)
-        counted = layout.local(loss_masks).bool()
-        pg_loss = torch.where(counted & ~train.isfinite(), torch.nan, pg_loss)
+        if parallel_state is None:
+            counted = layout.local(loss_masks).bool()
+            pg_loss = torch.where(counted & ~train.isfinite(), torch.nan, pg_loss)
     return pg_loss, loss_masks, metrics

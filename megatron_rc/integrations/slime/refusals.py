@@ -259,7 +259,7 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
             f"Set {flag('rollout_data')} (miles has no such hook), or signal length.",
         ),
         FlagRule(
-            "lr-decay-replicas", lambda args: args.indep_dp,
+            "lr-decay-replicas", lambda args: args.indep_dp and read(args).lr_rule is not None,
             "megatron_rc.lr_decay and lr_gate must be unset with --indep-dp: its replicas share no process group",
             "Drop --indep-dp, or unset them.",
         ),
