@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,10 +36,22 @@ def read_checkpoint(path: object) -> Checkpoint:
         return Checkpoint(
             any(part in lower for part in _QUANTIZED_NAMES), any(part in lower for part in _MOE_NAMES), "name"
         )
-    # a model of several modalities has its language model in a section of its own
-    language = {**config, **(config.get("text_config") or {})}
-    experts = [language.get(key) or 0 for key in _NUMBER_OF_EXPERTS]
-    return Checkpoint(bool(language.get("quantization_config")), max(experts) > 1, "config.json")
+    sections = list(_sections(config))
+    experts = [number for section in sections for key in _NUMBER_OF_EXPERTS for number in _numbers(section.get(key))]
+    is_quantized = any(section.get("quantization_config") for section in sections)
+    return Checkpoint(is_quantized, max(experts, default=0) > 1, "config.json")
+
+
+def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A configuration and those inside it: a model of several modalities has its language model in one of them."""
+    yield config
+    for value in config.values():
+        if isinstance(value, dict):
+            yield from _sections(value)
+
+
+def _numbers(value: object) -> list[int]:
+    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]
 
 
 def _config_of(name: str) -> dict[str, Any] | None:

@@ -146,6 +146,9 @@ def test_the_yaml_of_a_hydra_host_is_read_over_the_files_of_its_folder_and_under
         assert found["correction-section"].status == "good" and found["rejection-denominator"].status == "warning"
     own = traps(VERL, "python -m verl.trainer.main_ppo --config-path=config --config-name=ppo_megatron_trainer.yaml")
     assert {finding.status for finding in own.values()} == {"good"}
+    (tmp_path / "ppo_trainer.yaml").write_text("actor_rollout_ref: {rollout: {top_p: 0.9}}\n")
+    copied = traps(VERL, f"python -m verl.trainer.main_ppo --config-path={tmp_path} {ROLLOUT}.temperature=1")
+    assert copied["top-p-top-k"].status == "error", "a file of the host's own name that is not the host's"
     elsewhere = traps(VERL, f"python -m verl.trainer.main_ppo --config-name=$NAME {ROLLOUT}.top_p=1 {ROLLOUT}.top_k=-1")
     assert not elsewhere["temperature"].decided and elsewhere["top-p-top-k"].status == "good"
 
@@ -157,6 +160,8 @@ def test_the_yaml_of_a_hydra_host_is_read_over_the_files_of_its_folder_and_under
         ({"text_config": {"n_routed_experts": 64}, "quantization_config": {"quant_method": "fp8"}},
          {"moe-replay", "quantized-checkpoint"}),
         ({"num_experts": 0, "quantization_config": None}, set()),
+        ({"moe_num_experts": [64, 64]}, {"moe-replay"}),
+        ({"thinker_config": {"text_config": {"num_experts": 128}}}, {"moe-replay"}),
     ],
 )  # fmt: skip
 def test_the_config_of_a_checkpoint_says_more_than_its_name(

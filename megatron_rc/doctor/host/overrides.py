@@ -107,10 +107,12 @@ def _put(tree: dict[str, Any], parts: Sequence[str], value: Any) -> None:
 
 def _hydra_file(words: Sequence[str], own_configs: Sequence[str]) -> Path | None:
     """The YAML file that --config-name and --config-path name; None where it is one of the host's own."""
-    name = _value_after(words, ("--config-name", "-cn"))
-    stem = name.removesuffix(".yaml")
-    folder = _value_after(words, ("--config-path", "-cp", "--config-dir", "-cd"))
-    return None if not name or stem in own_configs else Path(folder) / f"{stem}.yaml"
+    stem = _value_after(words, ("--config-name", "-cn")).removesuffix(".yaml")
+    path = _value_after(words, ("--config-path", "-cp"))
+    # Hydra reads a relative --config-path beside the program, where the host's own files lie
+    if (not stem or stem in own_configs) and not path.startswith(("/", "$", "~")):
+        return None
+    return Path(path or _value_after(words, ("--config-dir", "-cd"))) / f"{stem or own_configs[0]}.yaml"
 
 
 def _value_after(words: Sequence[str], names: Sequence[str]) -> str:
