@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 _NO_HOSTS = {*sys.stdlib_module_names, "numpy", "pydantic", "pyarrow", "torch", "transformers", "triton"}
 """Packages whose modules know no host."""
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, frozenset, partial)
+"""Exactly these: other mappings may import or compute what they hold when they are read."""
 
 
 def rebind(functions: Mapping[Any, Any]) -> tuple[str, ...]:
     """Put other functions in the place of some, wherever a loaded module holds them.
 
-    Under any name of a module or of a class that it defines, and in the dicts and lists that these names have.
+    That is under every name of a module and of the classes that it defines, and one level into the dicts, lists,
+    tuples, sets and partials of these names.
 
     Args:
         functions: function -> the one that takes its place.
 
     Returns:
-        Names of what holds a function and cannot be changed, such as a tuple.
+        Names of what holds a function and cannot be changed: tuples, sets and partials.
     """
     others = {id(before): (before, after) for before, after in functions.items()}
     held: list[str] = []
@@ -30,7 +35,7 @@ def rebind(functions: Mapping[Any, Any]) -> tuple[str, ...]:
                 setattr(owner, name, others[id(value)][1])
             elif type(value) is staticmethod and id(value.__func__) in others:
                 setattr(owner, name, staticmethod(others[id(value.__func__)][1]))
-            elif type(value) in (dict, list, tuple) and _change(value, others):
+            elif type(value) in _CONTAINERS and _change(value, others):
                 held.append(f"{where}.{name}")
     return tuple(held)
 
@@ -47,11 +52,12 @@ def _owners() -> Iterator[tuple[Any, str]]:
 
 
 def _change(container: Any, others: Mapping[int, tuple[Any, Any]]) -> bool:
-    """Put the other functions into a dict or a list; True for a tuple, which keeps those that it holds."""
-    items = container.items() if isinstance(container, dict) else enumerate(container)
-    found = [(key, others[id(value)][1]) for key, value in items if id(value) in others]
-    if isinstance(container, tuple):
-        return bool(found)
-    for key, after in found:
-        container[key] = after
+    """Put the other functions into a dict or a list; True for what keeps those that it holds."""
+    if isinstance(container, partial):
+        return id(container.func) in others
+    if isinstance(container, tuple | set | frozenset):
+        return any(id(value) in others for value in list(container))
+    for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
+        if id(value) in others:
+            container[key] = others[id(value)][1]
     return False

@@ -10,10 +10,14 @@ import pytest
 from megatron_rc.integrations.rebinding import rebind
 
 SOURCE = """
+from collections import OrderedDict
+from functools import partial
+
 def loss(*args):
     return ("host", len(args))
 
 alias, table, steps, fixed = loss, {"ppo": loss, "other": 1}, [loss], (loss, loss)
+ordered, known, bound = OrderedDict(ppo=loss), {loss}, partial(loss, 1)
 
 class Trainer:
     loss_fn, static, table = loss, staticmethod(loss), {"ppo": loss}
@@ -26,10 +30,10 @@ class Trainer:
 def answers(module: ModuleType) -> list[tuple[str, int]]:
     trainer = module.Trainer()
     calls = [module.loss, module.alias, module.table["ppo"], module.steps[0], trainer.loss_fn, trainer.static]
-    return [call() for call in [*calls, trainer.table["ppo"]]]
+    return [call() for call in [*calls, trainer.table["ppo"], module.ordered["ppo"]]]
 
 
-def test_aliases_class_attributes_dicts_and_lists_are_rebound_and_tuples_are_named(
+def test_aliases_class_attributes_dicts_and_lists_are_rebound_and_what_cannot_change_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def ours(*args: object) -> tuple[str, int]:
@@ -39,8 +43,8 @@ def test_aliases_class_attributes_dicts_and_lists_are_rebound_and_tuples_are_nam
     exec(SOURCE, vars(host))
     monkeypatch.setitem(sys.modules, "aliased_host", host)
     original, before = host.loss, answers(host)
-    assert before == [("host", 0)] * 4 + [("host", 1)] + [("host", 0)] * 2
-    assert rebind({original: ours}) == ("aliased_host.fixed",)
+    assert before == [("host", 0)] * 4 + [("host", 1)] + [("host", 0)] * 3
+    assert rebind({original: ours}) == tuple(f"aliased_host.{name}" for name in ("fixed", "known", "bound"))
     assert answers(host) == [("ours", count) for _, count in before]
     assert host.fixed == (original, original) and host.table["other"] == 1
     assert rebind({ours: original}) == ()
