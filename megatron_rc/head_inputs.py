@@ -79,7 +79,7 @@ def default_chunk(widths: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def entered(given: HeadInputs) -> Tensor:
-    """[M, H]: the hidden states of the rows that count, whose gradient is added up over the tensor-parallel ranks."""
+    """[M, H]: the hidden states of the rows that count, whose gradient is summed over the tensor-parallel ranks."""
     hidden = given.hidden
     if given.tp_group is not None and not is_alone(given.tp_group):
         hidden = _Enter.apply(hidden, given.tp_group, given.sequence_parallel)

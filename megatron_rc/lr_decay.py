@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from megatron_rc.lr_scale import LRScale, Signals
 from megatron_rc.surge import SurgeDetector
 
-UNMEASURED = 6
-"""Rollouts without a length, one after another, of which `LengthDecayLR.news` speaks."""
+UNMEASURED_ROLLOUTS = 6
+"""Consecutive rollouts without a measured length after which `LengthDecayLR.news` says so."""
 
 
 class LengthDecayLR(LRScale):
@@ -143,10 +143,10 @@ class LengthDecayLR(LRScale):
                 )
             else:
                 news.append(f"the alarm of rollout {alarm} is withdrawn: the lengths came back")
-        if self._unmeasured == UNMEASURED and self.decay_period is None:
+        if self._unmeasured == UNMEASURED_ROLLOUTS and self.decay_period is None:
             news.append(
-                f"no response length was measured in {UNMEASURED} rollouts, so no surge can be seen and the learning "
-                "rate will not decay"
+                f"no response length was measured in {UNMEASURED_ROLLOUTS} rollouts: until one is, no surge can be "
+                "seen and the learning rate does not decay"
             )
         if self.scale != scale:
             news.append(f"learning rate x {self.scale:.3g} from rollout {self.rollouts} on")

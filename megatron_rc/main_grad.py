@@ -12,7 +12,9 @@ class WeightGradient:
     """The gradient of a weight [V, H], a sum of products in fp32 (fp64 for an fp64 weight).
 
     Megatron's DDP gives a weight main_grad [V, H] and grad_added_to_main_grad. Where both exist and main_grad has the
-    dtype of the sum, the gradient ends there, unrounded; otherwise autograd gets it in the dtype of the weight.
+    dtype of the sum, the gradient ends there, unrounded; otherwise autograd gets it in the dtype of the weight, and the
+    sum takes [V, H] of memory during backward. Any other use of the weight before the optimizer step must add to
+    main_grad itself, or set zero_out_wgrad, as Megatron's own layers do: DDP ignores its ordinary gradient.
     """
 
     def __init__(self, weight: Tensor, *, final: bool) -> None:

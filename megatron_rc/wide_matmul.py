@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 _BLOCK_ELEMENTS = 2**22
-"""Elements of a factor that are widened at a time, where the device cannot widen inside of the product."""
+"""Elements of a factor that are widened at a time, where the device cannot widen inside the product."""
 
 
 def product_into(out: Tensor, left: Tensor, right: Tensor) -> None:

@@ -229,7 +229,6 @@ def _width(width: int, setting: Setting, comparison: Comparison) -> None:
 
 def _bits(setting: Setting, comparison: Comparison) -> None:
     head = head_of(setting, torch.bfloat16, "bits")
-    head.of_head["chunk"] = len(head.hidden)
     options = {**head.softmax, "with_entropy": True, "backend": "triton"}
     found = linear_logprobs(head.hidden, head.weight, head.targets, chunk=len(head.hidden), **options)
     kept = vocab_parallel_logprobs(head.hidden @ head.weight.T, head.targets, **options)
@@ -254,7 +253,7 @@ def _tiny_chunks(setting: Setting, head: Head, source: torch.Generator) -> None:
 
 
 def _rows(setting: Setting, head: Head, source: torch.Generator) -> None:
-    """Rows without loss are left out; NaN in them is not read."""
+    """Rows without loss are left out."""
     counts = head.softmax["mask"]
     head.of_head["rows"] = counts.nonzero()[:, 0]
 

@@ -206,7 +206,8 @@ TARGETS = (
     Target("`linear_policy_loss`, 6 N H V operations at the measured bf16 rate over its time, worst shape", 0.75, True,
            "%", _head_rate, "the fastest bf16 product; both passes over logits and the sum of dW come on top of it"),
     Target("`linear_policy_loss`, memory beyond its inputs over that of logits in place, most tokens", 0.2, False, "%",
-           _head_memory, "the same loss over logits whose gradient is in place; in time it is no faster than that"),
+           _head_memory, "the same loss over logits whose gradient is in place; as many operations, so no gain in time "
+           "is predicted"),
     Target("log-probs, entropy and gradient, memory beyond the logits per token", 32.0, False, "bytes",
            _bytes_per_token, "the allocator's peak, gradient in place"),
 )  # fmt: skip

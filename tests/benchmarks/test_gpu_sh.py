@@ -119,7 +119,7 @@ def test_counters_are_read_from_what_ncu_prints_and_its_errors_are_written_down(
 
 def test_a_quickstart_that_fails_or_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = gpu_quickstart.train(60, ["no.such=1"])
-    assert failed["state"] == "failed" and "no" in failed["reason"] and failed["steps"] == 0
+    assert failed["state"] == "failed" and "unknown field 'no'" in failed["reason"] and failed["steps"] == 0
     late = gpu_quickstart.train(0.01, [])
     assert late["state"] == "cut short" and late["steps"] == 0
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rc.kernels import device
 
 
-def test_every_launch_has_the_device_of_its_tensors_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_launch_is_guarded_by_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[Tensor] = []
     found: dict[str, bool] = {}
     real = launches.Launch

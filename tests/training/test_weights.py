@@ -286,21 +286,6 @@ def test_a_rank_reads_only_what_it_keeps(visited: Any) -> None:
         assert rank["held"] - 2 * 32 <= rank["read"] <= rank["held"]
 
 
-def test_ranks_hold_the_vocabulary_in_order_and_zeros_behind_it() -> None:
-    from megatron_rc.models.names import HfTensor
-    from megatron_rc.training.model.weights import _read_part
-
-    full = torch.randn(300, 4)
-
-    class Source:
-        def read(self, tensor: HfTensor, start: int, stop: int) -> torch.Tensor:
-            return full[start:stop]
-
-    embedding = HfTensor("embedding", (300, 4), 0)
-    held = torch.cat([_read_part(Source(), embedding, rank, 3, 128) for rank in range(3)])
-    assert torch.equal(held[:300], full) and held.shape == (384, 4) and not held[300:].any()
-
-
 def _hf(kind: str) -> dict[str, Any]:
     return hf_config_dict(ModelSettings(config=KINDS[kind]))
 
