@@ -77,7 +77,8 @@ cannot be imported.
 """
 
 COUNTED = ("megatron_rc", "PyTorch eager", "framework recipe", "dense mask")
-"""Providers that ask a CPU for the same operations as a GPU; what others compile is different there."""
+"""Providers that ask a CPU for the same operations as a GPU, two conversions per chunk of the head excepted; what
+others compile is different there."""
 
 LAUNCHES = """\
 ## What a call launches
@@ -85,7 +86,8 @@ LAUNCHES = """\
 Kernels and operations that a call sends to the device, copies and fills among them, and how often the host waits for
 it; counted without a GPU, forward and backward. The log-prob call of several tensor-parallel ranks adds one launch (the
 merge) and its only collective, an all-gather of four fp32 numbers per row; backward adds none. `metrics.values()` waits
-once, for one copy to the host.
+once, for one copy to the host. The rows of the head that sum its weight's gradient hold two conversions per chunk that
+only a CPU needs.
 
 """
 

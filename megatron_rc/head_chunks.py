@@ -33,11 +33,11 @@ class ChunkedHead(NamedTuple):
         """(tokens, their rows, their logits) of every chunk; the next one overwrites the logits."""
         tokens = len(hidden)
         logits = hidden.new_empty(min(self.chunk, tokens), len(weight), dtype=self.logits_dtype)
-        for first in range(0, max(1, tokens), self.chunk):
-            span = slice(first, min(first + self.chunk, tokens))
-            part = logits[: span.stop - first]
+        spans = [slice(first, min(first + self.chunk, tokens)) for first in range(0, max(1, tokens), self.chunk)]
+        for span, own in zip(spans, self.cut.cut_rows(self.rows, spans), strict=True):
+            part = logits[: span.stop - span.start]
             product_into(part, hidden[span], weight.mT)
-            yield span, self.cut.slice_rows(self.rows, span), part
+            yield span, own, part
 
     def softmax(self, logits: Tensor, rows: Rows) -> Merged:
         return softmax_of_rows(logits, rows, self.computed, self.tp_group, with_entropy=self.with_entropy)

@@ -75,7 +75,8 @@ def linear_logprobs(
         chunk: tokens whose logits exist at a time, the same on every rank; None: 4096, halved while their logits take
             more than 640 MiB, but not below 1024.
         logits_dtype: that of hidden (None), or fp32: then the products are not rounded before the softmax.
-        backend: "torch", "triton" or "auto", as in vocab_parallel_logprobs.
+        backend: "torch", "triton" or "auto", as in vocab_parallel_logprobs. With support, "torch" waits for the device
+            once per pass, and once for rows.
 
     Returns:
         logprobs, [N] fp32 (fp64 for fp64), nats; or (logprobs, entropy).

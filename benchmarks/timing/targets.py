@@ -177,7 +177,7 @@ def _head_memory(run: Run) -> Value:
 
 _BYTES = "at the measured bandwidth, bytes per logit, one rank, worst shape"
 _SHARD = "a row is short there: its epilogue and the last wave weigh more"
-_LEAST = "6 is the least of two passes; one pass would be 4, which needs a row to stay in the L2 cache"
+_LEAST = "two passes move 6 at least; one pass would move 4, but a row would have to stay in the L2 cache"
 _PEERS = "the fastest peer present that answers right; the best of them move 6 to 8 bytes per logit, as this does"
 
 TARGETS = (

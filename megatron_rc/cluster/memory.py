@@ -194,6 +194,9 @@ def trainer_memory(
     vocabulary = padded_vocab_size(hf, parallel.tensor) // parallel.tensor
     head = head_memory(tokens, vocabulary, hf["hidden_size"], dtype)
     logits = (head.fused if train.head == "linear" else head.logits) + vocabulary * hf["hidden_size"] * b
+    if train.head == "linear" and any(moe_layers(hf)):
+        # with sequence parallelism the gathered hidden states stay until backward
+        logits += tokens * b * hf["hidden_size"] * (parallel.tensor - 1) // parallel.tensor
     if train.backend == "torch":
         logits += _TORCH_CHUNKS
     return TrainerMemory(

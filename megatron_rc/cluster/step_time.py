@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_rc.cluster import memory
@@ -187,11 +188,15 @@ def step_seconds(step: Step, ceilings: Ceilings) -> dict[str, float]:
     layers = layer_operations(hf, step.length) / (parallel.tensor * parallel.pipeline) / ceilings.matmul
     products = forwards + updates * step.recomputed
     head = head_operations(hf, step.columns) / ceilings.matmul
-    forward = row_bytes("forward", columns=step.columns, rows=rows) / ceilings.read
-    backward = row_bytes("backward", columns=step.columns, rows=rows) / ceilings.copy
+    # prompts have no loss: the kernels skip their logits, and the linear head makes none
+    counted = rows * step.response / step.length
+    heads_rows = counted if step.recomputed else rows
+    passed = partial(row_bytes, columns=step.columns, rows=counted, masked=heads_rows - counted)
+    forward = passed("forward") / ceilings.read
+    backward = passed("backward") / ceilings.copy
     gather = 0.0
     if parallel.tensor > 1:
-        sent = 16 * rows * (parallel.tensor - 1) / ceilings.link
+        sent = 16 * heads_rows * (parallel.tensor - 1) / ceilings.link
         gather = (silent + updates) * (step.micro_batches * GATHER + sent)
     correct = CORRECT_LAUNCHES * LAUNCH + CORRECT_BYTES * rows / ceilings.copy
     loss = updates * (step.micro_batches * LOSS_LAUNCHES * LAUNCH + LOSS_BYTES * rows / ceilings.copy)
@@ -199,7 +204,7 @@ def step_seconds(step: Step, ceilings: Ceilings) -> dict[str, float]:
     sampling = {"generation": generation_seconds(step, ceilings)} if step.servers else {}
     return sampling | {
         "layers": forwards * rows * layers * turns,
-        "head's products": products * rows * head,
+        "head's products": products * heads_rows * head,
         "optimizer": step.optimizer_steps * weights * _OPTIMIZER_BYTES / ceilings.copy,
         "log-probs": (silent + updates) * forward + updates * backward + gather,
         "correction and loss": correct + loss,

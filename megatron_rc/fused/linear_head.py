@@ -5,6 +5,8 @@ The kernels read the kept ids of row t at offsets[t] to offsets[t + 1], wherever
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,10 @@ def select_rows(rows: Rows, index: Tensor) -> Rows:
     return per_token_parts(rows, index)._replace(ids=rows.ids[source], offsets=offsets)
 
 
-def slice_rows(rows: Rows, span: slice) -> Rows:
-    """Consecutive rows, with their kept ids."""
-    offsets = None if rows.offsets is None else rows.offsets[span.start : span.stop + 1]
-    return per_token_parts(rows, span)._replace(offsets=offsets)
+def cut_rows(rows: Rows, spans: Sequence[slice]) -> list[Rows]:
+    """The rows of each span, with their kept ids."""
+    offsets = rows.offsets
+    return [
+        per_token_parts(rows, span)._replace(offsets=None if offsets is None else offsets[span.start : span.stop + 1])
+        for span in spans
+    ]

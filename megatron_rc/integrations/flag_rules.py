@@ -70,6 +70,30 @@ def refuse(rules: Iterable[FlagRule], args: Any, defaults: Mapping[str, Any], *,
             raise ValueError((f"{host}: " if host else "") + rule.refusal(complete))
 
 
+def uncorrected_rules(
+    quantized: Callable[[Any], bool], stale: Callable[[Any], bool], corrected: Callable[[Any], bool], fix: str
+) -> tuple[FlagRule, FlagRule]:
+    """The mistakes "quantized-rollouts" and "asynchronous-rollouts": a gap on which nothing acts.
+
+    Args:
+        quantized, stale, corrected: arguments -> whether the rollouts are quantised, whether older weights sample them,
+            and whether something acts on the gap or is meant to be seen without it.
+        fix: how to correct, one sentence.
+    """
+    return (
+        FlagRule(
+            "quantized-rollouts", lambda args: quantized(args) and not corrected(args),
+            "rollouts are quantised and no correction acts, although k3 near 1e-2 is usual with FP8",
+            fix, good="rollouts are not quantised, or corrected", severity="warning",
+        ),
+        FlagRule(
+            "asynchronous-rollouts", lambda args: stale(args) and not corrected(args),
+            "rollouts come from older weights and no correction acts",
+            fix, good="rollouts come from the current weights, or are corrected", severity="warning",
+        ),
+    )  # fmt: skip
+
+
 def sampler_rules(temperature: str, logprobs_mode: str) -> tuple[FlagRule, FlagRule]:
     """The mistakes "temperature" and "logprobs-mode" of a host with overrides, by the dotted paths of both settings."""
     return (

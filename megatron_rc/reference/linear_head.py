@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,13 +23,16 @@ def select_rows(rows: Rows, index: Tensor) -> Rows:
     return per_token_parts(rows, index)._replace(ids=ids, offsets=offsets)
 
 
-def slice_rows(rows: Rows, span: slice) -> Rows:
-    """Consecutive rows, with their kept ids."""
+def cut_rows(rows: Rows, spans: Sequence[slice]) -> list[Rows]:
+    """The rows of each span, with their kept ids, for which this waits for the device once."""
+    parts = [per_token_parts(rows, span) for span in spans]
     if rows.ids is None or rows.offsets is None:
-        return per_token_parts(rows, span)
-    offsets = rows.offsets[span.start : span.stop + 1]
-    first, last = int(offsets[0]), int(offsets[-1])
-    return per_token_parts(rows, span)._replace(ids=rows.ids[first:last], offsets=offsets - first)
+        return parts
+    ends = rows.offsets[[end for span in spans for end in (span.start, span.stop)]].tolist()
+    return [
+        part._replace(ids=rows.ids[first:last], offsets=rows.offsets[span.start : span.stop + 1] - first)
+        for part, span, first, last in zip(parts, spans, ends[::2], ends[1::2], strict=True)
+    ]
 
 
 def per_token_parts(rows: Rows, where: Tensor | slice) -> Rows:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from host_support import HOSTS
 
 ROOT = Path(__file__).parents[2]
 SKYRL = "log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None"
@@ -43,3 +44,9 @@ def test_a_symbol_is_as_expected_changed_moved_or_gone(
 def test_another_name_is_answered_with_those_that_are_known(tmp_path: Path) -> None:
     found, lines = run("unknown", tmp_path)
     assert found == 1 and "megatron-lm" in lines[0] and "trl" in lines[0]
+
+
+def test_every_commit_is_that_of_the_table_of_what_ran() -> None:
+    for host, (_, tested) in HOSTS.items():
+        if host in ("prime-rl", "skyrl", "trl"):
+            assert tested in (ROOT / "benchmarks/moved_symbols.py").read_text(), host

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flag_traps import traps
 
-from megatron_rc.doctor.host.facts import read_hosts
-from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.host.traps import flag_checks
-from megatron_rc.doctor.registry import Finding
 from megatron_rc.integrations.hosts import HOSTS
 
 VERL, NEMO = "verl", "nemo-rl"
@@ -26,11 +24,6 @@ IS = "loss_fn.use_importance_sampling_correction=true"
 TIS = "loss_fn.truncated_importance_sampling_type=tis"
 FP8 = "policy.generation.vllm_cfg.precision=fp8"
 ASYNC = "grpo.async_grpo.enabled=true"
-
-
-def traps(host: str, text: str) -> dict[str, Finding]:
-    (facts,) = read_hosts([host], Flags(text.split()))
-    return {finding.check: finding for finding in flag_checks(HOSTS[host]).run(facts)}
 
 
 TRAPPED = [

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from flag_traps import traps
 from hook_traps import DECAY_ON, HOOKS_TRAPPED, LOSS_ON, NORMALISED, OURS
 
 from megatron_rc import RolloutCorrection, schema
-from megatron_rc.doctor.host.facts import HostFacts, read_hosts
 from megatron_rc.doctor.host.flags import Arguments, Flags
 from megatron_rc.doctor.host.traps import flag_checks
-from megatron_rc.doctor.registry import Finding
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.hosts import HOSTS
 from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
@@ -28,15 +26,6 @@ PATCHED = (
 )
 PROCESSED = "--inference-dynamic-batching-logprobs-mode processed_logprobs"
 TIS = "--custom-tis-function-path my.tis"
-
-
-def facts(host: str, flags: str) -> HostFacts:
-    (read,) = read_hosts([host], Flags(flags.split()))
-    return replace(read, is_importable=True)
-
-
-def traps(host: str, flags: str) -> dict[str, Finding]:
-    return {finding.check: finding for finding in flag_checks(HOSTS[host]).run(facts(host, flags))}
 
 
 def arguments(host: str, flags: str) -> Any:

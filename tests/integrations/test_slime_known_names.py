@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -64,11 +65,16 @@ def test_every_number_is_that_of_the_example_in_the_hosts_source(
     equal_on_loss_tokens(named(key), of_the_host(host, key), everything)
 
 
-def _work(rank: int) -> dict[str, dict[str, Tensor]]:
+def _work(rank: int) -> dict[str, tuple[dict[str, Tensor], int]]:
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(context_parallel_size=2)
-    return {key: named(key, rank, 2) for key in SETTINGS}
+    found = {}
+    for key in SETTINGS:
+        with mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce) as all_reduce:
+            numbers = named(key, rank, 2)
+        found[key] = numbers, all_reduce.call_count
+    return found
 
 
 def test_a_sequence_that_context_parallelism_cuts_has_the_same_numbers() -> None:
@@ -87,7 +93,8 @@ def test_a_sequence_that_context_parallelism_cuts_has_the_same_numbers() -> None
         return part
 
     for rank, results in enumerate(run_ranks(2, _work)):
-        for key, found in results.items():
+        for key, (found, all_reduces) in results.items():
+            assert 1 <= all_reduces <= 3
             assert found.keys() >= SEQUENCE_LEVEL - ({"mis_is_ratio_max_final"} if key == "metrics alone" else set())
             equal_on_loss_tokens(found, recorded()[key], on_rank(rank))
 

@@ -6,7 +6,14 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_rc.integrations.checkpoint import read_checkpoint
-from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, ROUTER_FUSION, FlagRule, refuse
+from megatron_rc.integrations.flag_rules import (
+    MEGATRON_DEFAULTS,
+    MEGATRON_RULES,
+    ROUTER_FUSION,
+    FlagRule,
+    refuse,
+    uncorrected_rules,
+)
 from megatron_rc.integrations.slime.refusals import HOOK_RULES, TOP_K, rules_of_named_hooks
 from megatron_rc.integrations.slime.settings import HOOKS, KEY, SlimeSettings, flag, names, read
 
@@ -59,18 +66,7 @@ def _is_async(args: Any) -> bool:
 
 
 _OWN_RULES = (
-    FlagRule(
-        "quantized-rollouts", lambda args: _is_quantized(args) and not _corrects(args),
-        "rollouts are quantised and no correction acts, although k3 near 1e-2 is usual with FP8",
-        f"Add --use-tis, or {flag('enable')} with a correction.", good="rollouts are not quantised, or corrected",
-        severity="warning",
-    ),
-    FlagRule(
-        "asynchronous-rollouts", lambda args: _is_async(args) and not _corrects(args),
-        "rollouts come from older weights and no correction acts",
-        f"Add --use-tis, or {flag('enable')} with a correction.",
-        good="rollouts come from the current weights, or are corrected", severity="warning",
-    ),
+    *uncorrected_rules(_is_quantized, _is_async, _corrects, f"Add --use-tis, or {flag('enable')} with a correction."),
     FlagRule(
         "moe-replay",
         lambda args: (args.num_experts is not None or read_checkpoint(args.hf_checkpoint).is_moe)

@@ -53,9 +53,15 @@ def known_names(
     ratio = log_ratio(train_logprobs.detach(), rollout_logprobs, loss_mask)
     bound = correction.log_ratio_bound
     sequences = _Sequences.of(layout, ranks, loss_mask.device)
-    gap = _Gap(sequences, ratio.value.clamp(-bound, bound), loss_mask, bound)
-    names = _gap_names(gap, ratio.rollout)
-    weight = correction.weight
+    ell, weight = ratio.value.clamp(-bound, bound), correction.weight
+    rho = ell.double().exp()
+    # all sums at once: context parallelism adds them up in one collective
+    columns = [ratio.rollout.double(), ell.double(), rho.square()]
+    if weight is not None and weight.level == "token":
+        columns.append(_bounded(rho, weight))
+    counted = [loss_mask.double(), *(torch.where(loss_mask, column, 0) for column in columns)]
+    gap = _Gap(sequences, ell, loss_mask, bound, sequences.total(torch.stack(counted)))
+    names = _gap_names(gap)
     if weight is not None and weight.level in _LEVELS:
         names |= _weight_names(gap, weight)
     for gate in reversed(correction.reject):
@@ -75,8 +81,9 @@ class _Sequences:
 
     @classmethod
     def of(cls, layout: Layout, ranks: Parallel, device: torch.device) -> _Sequences:
-        numbers = [sample for sample, count in enumerate(layout.counts) for _ in range(count)]
-        return cls(layout.cu_seqlens(device), torch.tensor(numbers, dtype=torch.int64, device=device), ranks)
+        counts = torch.tensor(layout.counts, dtype=torch.int64)
+        numbers = torch.arange(len(layout.counts)).repeat_interleave(counts, output_size=sum(layout.counts))
+        return cls(layout.cu_seqlens(device), numbers.to(device), ranks)
 
     def total(self, columns: Tensor) -> Tensor:
         """[k, S] fp64 sums of columns [k, N]."""
@@ -108,29 +115,30 @@ class _Gap:
     loss_mask: Tensor
     """[N] bool."""
     bound: float
+    sums: Tensor
+    """[k, S] fp64, over the loss tokens of a sequence: their number, log mu, l, rho^2 and, where weights are of tokens,
+    the bounded ones."""
 
-    def means(self, *columns: Tensor) -> Tensor:
-        """[k, N] fp64: means over the loss tokens of the sequence."""
-        every = torch.stack([self.loss_mask, *(torch.where(self.loss_mask, column, 0) for column in columns)])
-        total = self.sequences.total(every)
-        return self.sequences.spread(total[1:] / total[:1].clamp(min=1))
+    def means(self) -> Tensor:
+        """[k - 1, N] fp64: the other sums over the number of loss tokens of the sequence."""
+        return self.sequences.spread(self.sums[1:] / self.sums[:1].clamp(min=1))
 
     def ratio(self, level: str) -> Tensor:
         """[N]: rho, or that of the sequence: a product or a geometric mean."""
         ell = self.ell.double()
         if level == "sequence":
-            (ell,) = self.sequences.spread(self.sequences.total(ell[None]))
+            (ell,) = self.sequences.spread(self.sums[2:3])
         elif level == "geometric":
-            (ell,) = self.means(ell)
+            ell = self.means()[1]
         return ell.clamp(-self.bound, self.bound).exp()
 
 
 _LEVELS = ("token", "sequence", "geometric")
 
 
-def _gap_names(gap: _Gap, sampled: Tensor) -> dict[str, Tensor]:
+def _gap_names(gap: _Gap) -> dict[str, Tensor]:
     rho = gap.ratio("token")
-    rollout, difference, square = gap.means(sampled, gap.ell, rho.square())
+    rollout, difference, square = gap.means()[:3]
     training = rollout + difference
     names = {
         "kl": -gap.ell,
@@ -148,22 +156,32 @@ def _gap_names(gap: _Gap, sampled: Tensor) -> dict[str, Tensor]:
     return {"tis": rho, "tis_abs": (rho - 1).abs()} | {f"mis_{name}": value for name, value in names.items()}
 
 
+def _bounded(ratio: Tensor, weight: Weight) -> Tensor:
+    return ratio if weight.mode == "mask" else ratio.clamp(weight.lower, _upper(weight))
+
+
+def _upper(weight: Weight) -> float | None:
+    return weight.upper if isinstance(weight.upper, float | int) else None
+
+
 def _weight_names(gap: _Gap, weight: Weight) -> dict[str, Tensor]:
-    ratio = gap.ratio(weight.level)
-    upper = weight.upper if isinstance(weight.upper, float | int) else None
+    ratio, upper = gap.ratio(weight.level), _upper(weight)
     high = ratio > (torch.inf if upper is None else upper)
     low = ratio < (0 if weight.lower is None else weight.lower)
-    bounded = ratio if weight.mode == "mask" else ratio.clamp(weight.lower, upper)
-    bounded = torch.where(gap.loss_mask, bounded, 0)
-    beyond_all = torch.where(gap.loss_mask, 0, torch.inf)
-    extremes = gap.sequences.spread(gap.sequences.largest([bounded - beyond_all, -bounded - beyond_all]))
+    bounded = torch.where(gap.loss_mask, _bounded(ratio, weight), 0)
+    # one weight of the whole sequence is its mean, smallest and largest, too
+    mean = smallest = largest = bounded
+    if weight.level == "token":
+        beyond_all = torch.where(gap.loss_mask, 0, torch.inf)
+        extremes = gap.sequences.spread(gap.sequences.largest([bounded - beyond_all, -bounded - beyond_all]))
+        mean, smallest, largest = gap.means()[3], -extremes[1], extremes[0]
     names = {
         "tis_weight_before_bound": ratio,
         "tis_weight_after_bound": bounded,
         "is_ratio_mean_after_tis_rs": bounded,
-        "is_ratio_mean_final": gap.means(bounded)[0],
-        "is_ratio_min_final": -extremes[1],
-        "is_ratio_max_final": extremes[0],
+        "is_ratio_mean_final": mean,
+        "is_ratio_min_final": smallest,
+        "is_ratio_max_final": largest,
     }
     if weight.mode == "truncate":
         names["tis_truncate_fraction"] = high

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rc import schema
 from megatron_rc.integrations.checkpoint import checkpoint_rules
-from megatron_rc.integrations.flag_rules import FlagRule, sampler_rules
+from megatron_rc.integrations.flag_rules import FlagRule, sampler_rules, uncorrected_rules
 
 _ACTOR, _ROLLOUT, _CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 _VARIABLE = "MEGATRON_RC_CONFIG"
@@ -164,23 +164,15 @@ RULES = (
         f"Set trainer.use_v1=True, or correct with {_VARIABLE}, whose denominator counts rejected tokens.",
         good="rejected tokens stay in the denominator, or none are rejected", severity="warning",
     ),
-    FlagRule(
-        "quantized-rollouts", lambda args: _is_quantized(args) and not _corrects(args) and not _is_bypass(args),
-        "rollouts are quantised and no correction acts, although k3 near 1e-2 is usual with FP8",
+    *uncorrected_rules(
+        _is_quantized, _is_async, lambda args: _corrects(args) or _is_bypass(args),
         f"Set {_CORRECTION}.rollout_is=token, or {_VARIABLE}='{{correction: token-tis}}'.",
-        good="rollouts are not quantised, or corrected", severity="warning",
     ),
     *checkpoint_rules(
         lambda args: args[_MODEL],
         quantize=f"quantise rollouts with {_ROLLOUT}.quantization=fp8",
         replays=lambda args: not _is_megatron(args) or args[_REPLAY] != "disabled",
         replay=f"Set {_REPLAY}=R3 {_RETURNS_ROUTES}=True.",
-    ),
-    FlagRule(
-        "asynchronous-rollouts", lambda args: _is_async(args) and not _corrects(args) and not _is_bypass(args),
-        "rollouts come from older weights and no correction acts",
-        f"Set {_CORRECTION}.rollout_is=token, or {_VARIABLE}='{{correction: token-tis}}'.",
-        good="rollouts come from the current weights, or are corrected", severity="warning",
     ),
     FlagRule(
         "two-policies", lambda args: _is_bypass(args) and not _is_ours(args) and not _corrects(args),
