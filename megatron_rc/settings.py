@@ -253,7 +253,7 @@ class TrainSettings:
     head: Literal["logits", "linear"] = "logits"
     """What log-probs are made of. logits: the model's logits of all tokens of a micro-batch. linear: its hidden states
     and the weight of its head, a few thousand tokens with a loss at a time, so that no tensor has as many elements as
-    tokens times vocabulary; backward computes these logits again."""
+    tokens times vocabulary; without an old pass (correction.old) backward computes these logits again."""
     backend: Literal["auto", "torch", "triton"] = "auto"
     """Backend of log-probs, correction and loss; auto takes the Triton kernels on GPUs and plain PyTorch on CPU."""
     debug_checks: bool = False

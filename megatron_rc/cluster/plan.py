@@ -75,7 +75,8 @@ class Plan:
     def step(self) -> step_time.Step:
         """What one step does when every response is longest."""
         rollout, train, cluster = self.settings.rollout, self.settings.train, self.settings.cluster
-        silent = (self.settings.correction.old == "recompute") + (self.settings.loss.kl_coef > 0)
+        three_policy, linear = self.settings.correction.old == "recompute", train.head == "linear"
+        silent = three_policy + (self.settings.loss.kl_coef > 0)
         return step_time.Step(
             hf=self.hf,
             parallel=self.settings.parallel,
@@ -89,7 +90,8 @@ class Plan:
             tokens=self.micro_batch[0],
             passes=(silent, 1),
             optimizer_steps=train.mini_batches_per_rollout,
-            recomputed=train.head == "linear",
+            leaves_out=linear,
+            recomputed=linear and not three_policy,
             dtype=train.dtype,
         )
 

@@ -112,8 +112,10 @@ class Step:
     passes: tuple[int, int]
     """Forward passes without a gradient (old log-probs, the policy of the KL penalty), and update passes."""
     optimizer_steps: int = 1
+    leaves_out: bool = False
+    """The head leaves out rows without a loss, as that of train.head linear does."""
     recomputed: bool = False
-    """The backward of the head computes its logits again, as linear_logprobs does."""
+    """The backward of the head computes its logits again, as linear_logprobs does and linear_policy_loss does not."""
     dtype: Dtype = "bf16"
 
     @property
@@ -190,7 +192,7 @@ def step_seconds(step: Step, ceilings: Ceilings) -> dict[str, float]:
     head = head_operations(hf, step.columns) / ceilings.matmul
     # prompts have no loss: the kernels skip their logits, and the linear head makes none
     counted = rows * step.response / step.length
-    heads_rows = counted if step.recomputed else rows
+    heads_rows = counted if step.leaves_out else rows
     passed = partial(row_bytes, columns=step.columns, rows=counted, masked=heads_rows - counted)
     forward = passed("forward") / ceilings.read
     backward = passed("backward") / ceilings.copy

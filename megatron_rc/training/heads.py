@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from megatron_rc.batch import Support, TokenBatch
 from megatron_rc.linear_distribution import linear_distribution
-from megatron_rc.linear_head import linear_logprobs
+from megatron_rc.linear_head import linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs import Distribution, vocab_parallel_distribution, vocab_parallel_logprobs
+from megatron_rc.loss import PolicyLoss
 from megatron_rc.training.model.hidden_states import OutputHead, hidden_states
+from megatron_rc.training.step.loss_terms import LossTerms
 from megatron_rc.training.step.microbatches import MicroBatch
 
 
@@ -27,12 +30,37 @@ class Head(Protocol):
         """Within the block the model answers what this head reads."""
 
     def logprobs(self, answer: Tensor, micro: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """([n], [n]) fp32, nats, with gradient."""
+        """([n], [n]) fp32, nats, with gradient; no entropy unless asked for."""
+
+    def policy_loss(
+        self, answer: Tensor, micro: MicroBatch, terms: LossTerms, upstream: Tensor
+    ) -> tuple[PolicyLoss, Tensor]:
+        """The loss, whose gradient in backward will be ``upstream``, 0-d; and log-probs [n] without gradient."""
 
     def distribution(
         self, answer: Tensor, micro: MicroBatch, *, with_kept_mass: bool, with_varentropy: bool
     ) -> Distribution:
         """[n] fp32 each, without gradient."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of the model to one micro-batch of an update, which a loss function reads once, in one of two ways."""
+
+    head: Head
+    micro: MicroBatch
+    values: Tensor
+    """Logits or hidden states."""
+    upstream: Tensor
+    """0-d: the gradient that backward will bring by the loss."""
+
+    def logprobs(self, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """`Head.logprobs`, for any loss."""
+        return self.head.logprobs(self.values, self.micro, with_entropy=with_entropy)
+
+    def policy_loss(self, terms: LossTerms) -> tuple[PolicyLoss, Tensor]:
+        """`Head.policy_loss`, for a correction that does not depend on these log-probs."""
+        return self.head.policy_loss(self.values, self.micro, terms, self.upstream)
 
 
 class LogitsHead:
@@ -51,6 +79,12 @@ class LogitsHead:
             **self._arguments(answer, micro.batch), with_entropy=with_entropy, inplace_backward=True
         )
         return _without_padding(result, micro.batch)
+
+    def policy_loss(
+        self, answer: Tensor, micro: MicroBatch, terms: LossTerms, upstream: Tensor
+    ) -> tuple[PolicyLoss, Tensor]:
+        current, entropy = self.logprobs(answer, micro, with_entropy=terms.with_entropy)
+        return terms.loss_of(current, entropy, self._backend), current.detach()
 
     def distribution(
         self, answer: Tensor, micro: MicroBatch, *, with_kept_mass: bool, with_varentropy: bool
@@ -87,6 +121,14 @@ class LinearHead:
     def logprobs(self, answer: Tensor, micro: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         result = linear_logprobs(**self._arguments(answer, micro), with_entropy=with_entropy)
         return _without_padding(result, micro.batch)
+
+    def policy_loss(
+        self, answer: Tensor, micro: MicroBatch, terms: LossTerms, upstream: Tensor
+    ) -> tuple[PolicyLoss, Tensor]:
+        arguments = self._arguments(answer, micro)
+        of_loss = terms.padded(len(arguments["targets"])).arguments()
+        result = linear_policy_loss(**arguments, **of_loss, with_entropy=terms.with_entropy, upstream=upstream)
+        return PolicyLoss(result.loss, result.metrics), result.logprobs[: micro.batch.num_tokens]
 
     def distribution(
         self, answer: Tensor, micro: MicroBatch, *, with_kept_mass: bool, with_varentropy: bool

@@ -24,7 +24,7 @@ from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
 from megatron_rc.training import emulation
 from megatron_rc.training.gradient_cosine import GradientCosine
 from megatron_rc.training.groups import Groups
-from megatron_rc.training.heads import HEADS, Head
+from megatron_rc.training.heads import HEADS, Answer, Head
 from megatron_rc.training.model.attention import packed_seq_params
 from megatron_rc.training.model.build import build_model
 from megatron_rc.training.model.optimizer import build_optimizer, wrap_ddp
@@ -33,8 +33,8 @@ from megatron_rc.training.step.microbatches import MicroBatch
 
 ReadAnswer = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 """(micro-batch, what the last stage of the model answers) -> (scalar loss, a value to collect)."""
-LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, Any]]
-"""(micro-batch, logprobs [n], entropy [n]) -> (scalar loss, a value to collect)."""
+LossFunction = Callable[[Answer], tuple[Tensor, Any]]
+"""What the last stage answers to one micro-batch -> (scalar loss, a value to collect)."""
 AroundForward = Callable[[int, MicroBatch], AbstractContextManager[None]]
 """(number of the model chunk, micro-batch) -> a context around its forward pass."""
 Around = Callable[[Sequence[MicroBatch], bool], AbstractContextManager[AroundForward]]
@@ -179,7 +179,6 @@ class Policy:
         micro_batches: Sequence[MicroBatch],
         loss: LossFunction,
         *,
-        with_entropy: bool,
         before_step: Callable[[list[Any]], None] | None = None,
         around: Around | None = None,
         take_step: bool = True,
@@ -192,10 +191,10 @@ class Policy:
                 the optimizer or the scheduler.
         """
 
+        upstream = self._gradient_by_loss(len(micro_batches))
+
         def read(micro: MicroBatch, answer: Tensor) -> tuple[Tensor, Any]:
-            logprobs, entropy = self.head.logprobs(answer, micro, with_entropy=with_entropy)
-            entropy = torch.zeros_like(logprobs) if entropy is None else entropy
-            return loss(micro, logprobs, entropy)
+            return loss(Answer(self.head, micro, answer, upstream))
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -231,6 +230,15 @@ class Policy:
         for chunk in self.chunks:
             vars(chunk).clear()
 
+    def _loss_factor(self, micro_batches: int) -> int:
+        """Megatron multiplies a two-tuple loss by cp / micro-batches and gradients by 1 / (dp * cp); cp is 1 here."""
+        return micro_batches * self.groups.data_size
+
+    def _gradient_by_loss(self, micro_batches: int) -> Tensor:
+        """0-d: what backward brings to the loss of a micro-batch, by the operations that follow it, to the bit."""
+        scaled = self.optimizer.scale_loss(torch.ones((), device=self.device))
+        return scaled.reshape(()) / micro_batches * self._loss_factor(micro_batches)
+
     def _run(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -241,12 +249,11 @@ class Policy:
     ) -> list[Any]:
         for chunk in self.chunks:
             chunk.train(not forward_only)
-        # megatron multiplies a two-tuple loss by cp / micro-batches and gradients by 1 / (dp * cp); cp is 1 here
-        undo = len(micro_batches) * self.groups.data_size
+        factor = self._loss_factor(len(micro_batches))
         outer = around(micro_batches, forward_only) if around else nullcontext()
         with outer as around_forward, self.head.answering(self.chunks):
             return get_forward_backward_func()(
-                forward_step_func=_ForwardStep(self, read, undo, around_forward),
+                forward_step_func=_ForwardStep(self, read, factor, around_forward),
                 data_iterator=iter(micro_batches),
                 model=self.chunks,
                 num_microbatches=len(micro_batches),

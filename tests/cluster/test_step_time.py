@@ -86,12 +86,18 @@ def test_a_reference_policy_and_the_current_policy_as_the_old_one_change_the_pas
     assert recipe("qwen3_4b_2x8", "correction={old: current}").step().passes == (0, 1)
 
 
-def test_the_linear_head_computes_its_logits_again_and_keeps_one_chunk_of_them() -> None:
-    kept, linear = recipe("qwen3_4b_2x8"), recipe("qwen3_4b_2x8", "train.head=linear")
+@pytest.mark.parametrize(("old", "products"), [("recompute", 4 / 4), ("current", 4 / 3), ("rollout", 4 / 3)])
+def test_the_linear_head_computes_its_logits_again_without_an_old_pass(old: str, products: float) -> None:
+    chosen = (f"correction={{old: {old}}}", "loss.surrogate=reinforce")
+    plans = recipe("qwen3_4b_2x8", *chosen), recipe("qwen3_4b_2x8", *chosen, "train.head=linear")
     rates = Ceilings.of(step_time.H100)
-    products = [step_seconds(plan.step(), rates)["head's products"] for plan in (kept, linear)]
+    kept, linear = (step_seconds(plan.step(), rates)["head's products"] for plan in plans)
     # and leaves the rows of prompts out, a fifth of all
-    assert products[1] / products[0] == pytest.approx(5 / 4 * 0.8)
+    assert linear / kept == pytest.approx(products * 0.8)
+
+
+def test_the_linear_head_keeps_one_chunk_of_logits() -> None:
+    kept, linear = recipe("qwen3_4b_2x8"), recipe("qwen3_4b_2x8", "train.head=linear")
     columns, rows = 76_032, 10_240
     found = [plan.trainer_memory()[0].logits for plan in (kept, linear)]
     # a chunk of 4,096 tokens takes less than 640 MiB

@@ -27,8 +27,9 @@ def gradients(policy: Any, batch: Any, **tables: Tensor) -> dict[str, Any]:
 
     before, out = weights(policy), dict[str, Any]()
 
-    def loss(micro: Any, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
-        value = -(logprobs * micro.batch.loss_mask).sum()
+    def loss(answer: Any) -> tuple[Tensor, Any]:
+        logprobs, _ = answer.logprobs()
+        value = -(logprobs * answer.micro.batch.loss_mask).sum()
         return value, (logprobs.detach(), value.detach())
 
     def look(outputs: list[Any]) -> None:
@@ -37,7 +38,7 @@ def gradients(policy: Any, batch: Any, **tables: Tensor) -> dict[str, Any]:
 
     routes = StepRoutes(routing_of(policy, record=True), None)
     parts = split_rows(batch, [[0, 1, 2], [3, 4, 5, 6, 7]], MicroExtras(**tables))
-    policy.update(parts, loss, with_entropy=False, before_step=look, around=routes.around)
+    policy.update(parts, loss, before_step=look, around=routes.around)
     restore(policy, before)
     return out | {"table": routes.recorded}
 

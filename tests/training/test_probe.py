@@ -19,6 +19,7 @@ def _probed(rank: int, model: str) -> Any:
     from megatron_rc.engine import Sample, SamplingParams
     from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
     from megatron_rc.training import groups
+    from megatron_rc.training.heads import Answer
     from megatron_rc.training.policy import Policy
     from megatron_rc.training.probe import Probe
     from megatron_rc.training.step.microbatches import MicroBatch
@@ -32,10 +33,10 @@ def _probed(rank: int, model: str) -> Any:
     found = [probe.logprobs(PROMPT)]
     batch = TokenBatch.from_samples([Sample([3, 4], [5, 6], [0.0, 0.0], "length")], SamplingParams())
 
-    def loss(micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return -(logprobs * micro.batch.loss_mask).mean(), None
+    def loss(answer: Answer) -> tuple[torch.Tensor, Any]:
+        return -(answer.logprobs()[0] * batch.loss_mask).mean(), None
 
-    policy.update([MicroBatch(batch)], loss, with_entropy=False)
+    policy.update([MicroBatch(batch)], loss)
     found.append(probe.logprobs(PROMPT))
     probe.refresh()
     found.append(probe.logprobs(PROMPT))

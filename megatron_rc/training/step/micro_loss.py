@@ -10,10 +10,11 @@ from torch import Tensor
 
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct, pair_metrics
-from megatron_rc.loss import policy_loss
 from megatron_rc.metrics import MetricSums
 from megatron_rc.settings import LossSettings
-from megatron_rc.training.step.microbatches import MicroBatch
+from megatron_rc.training.heads import Answer
+from megatron_rc.training.step.loss_terms import LossTerms
+from megatron_rc.training.step.microbatches import MicroExtras
 
 
 class Collected(NamedTuple):
@@ -35,49 +36,15 @@ class MicroLoss:
     version: int | None = None
     """Version of the weights that are trained; None gives the correction no lags."""
 
-    def __call__(self, micro: MicroBatch, current: Tensor, entropy: Tensor) -> tuple[Tensor, Collected]:
-        """(scalar loss, metrics and log-probs) of ``current`` with gradient and ``entropy``, both [n] fp32, nats."""
-        extras, settings = micro.extras, self.settings
-        assert extras.advantages is not None and extras.scale is not None
-        corrected, old, sums = self._corrected(micro, current.detach())
-        result = policy_loss(
-            current,
-            old,
-            extras.advantages,
-            corrected,
-            scale=extras.scale,
-            surrogate=settings.surrogate,
-            clip_lower=settings.clip_lower,
-            clip_upper=settings.clip_upper,
-            dual_clip=settings.dual_clip,
-            reference_logprobs=extras.kl_logprobs,
-            kl_coef=settings.kl_coef,
-            entropy=entropy if settings.entropy_coef else None,
-            entropy_coef=settings.entropy_coef,
-            backend=self.backend,
-        )
-        return result.loss, Collected(sums.merge(result.metrics), current.detach())
-
-    def _corrected(self, micro: MicroBatch, current: Tensor) -> tuple[Corrected, Tensor | None, MetricSums]:
-        """(correction of these tokens, log-probs of the old policy, sums of the metrics)."""
-        batch, extras = micro.batch, micro.extras
+    def __call__(self, answer: Answer) -> tuple[Tensor, Collected]:
+        """(scalar loss, metrics and log-probs) of one micro-batch."""
         if self.corrected is None:
-            corrected = correct(
-                current,
-                batch.rollout_logprobs,
-                batch.loss_mask,
-                correction=self.correction,
-                cu_seqlens=batch.cu_seqlens,
-                segment_ids=batch.segment_ids,
-                num_segments=batch.num_segments,
-                advantages=extras.advantages,
-                lags=None if self.version is None else batch.lags(self.version),
-                backend=self.backend,
-            )
-            old = batch.rollout_logprobs if self.correction.old == "rollout" else None
-            return corrected, old, corrected.metrics.prefixed("current/")
+            return self._two_policies(answer)
+        batch, extras = answer.micro.batch, answer.micro.extras
         old = extras.old_logprobs
         assert old is not None and extras.weights is not None and extras.mask is not None
+        corrected = dataclasses.replace(self.corrected, weights=extras.weights, mask=extras.mask)
+        result, current = answer.policy_loss(self._terms(extras, old, corrected))
         sums = MetricSums()
         for prefix, other in (("current/", batch.rollout_logprobs), ("current_old/", old)):
             pair = pair_metrics(
@@ -89,4 +56,29 @@ class MicroLoss:
                 backend=self.backend,
             )
             sums.merge(pair.prefixed(prefix))
-        return dataclasses.replace(self.corrected, weights=extras.weights, mask=extras.mask), old, sums
+        return result.loss, Collected(sums.merge(result.metrics), current)
+
+    def _two_policies(self, answer: Answer) -> tuple[Tensor, Collected]:
+        """The same where the correction, and so the loss, needs the current log-probs of whole sequences first."""
+        batch, extras = answer.micro.batch, answer.micro.extras
+        current, entropy = answer.logprobs(with_entropy=self.settings.entropy_coef != 0)
+        corrected = correct(
+            current.detach(),
+            batch.rollout_logprobs,
+            batch.loss_mask,
+            correction=self.correction,
+            cu_seqlens=batch.cu_seqlens,
+            segment_ids=batch.segment_ids,
+            num_segments=batch.num_segments,
+            advantages=extras.advantages,
+            lags=None if self.version is None else batch.lags(self.version),
+            backend=self.backend,
+        )
+        old = batch.rollout_logprobs if self.correction.old == "rollout" else None
+        result = self._terms(extras, old, corrected).loss_of(current, entropy, self.backend)
+        sums = corrected.metrics.prefixed("current/")
+        return result.loss, Collected(sums.merge(result.metrics), current.detach())
+
+    def _terms(self, extras: MicroExtras, old: Tensor | None, corrected: Corrected) -> LossTerms:
+        assert extras.advantages is not None and extras.scale is not None
+        return LossTerms(self.settings, old, extras.advantages, corrected, extras.scale, extras.kl_logprobs)

@@ -299,7 +299,6 @@ class _Step:
         result = policy.update(
             split_rows(batch, numbered, extras, listed),
             MicroLoss(self.correction, self.loss, policy.train.backend, self.corrected, self.version),
-            with_entropy=self.loss.entropy_coef != 0,
             before_step=before_step,
             around=routes.around if routes else None,
             take_step=self.take_step,

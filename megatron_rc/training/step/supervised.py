@@ -14,8 +14,9 @@ from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.loss import loss_scale
 from megatron_rc.settings import TrainSettings
 from megatron_rc.tasks import Demonstration
+from megatron_rc.training.heads import Answer
 from megatron_rc.training.policy import Policy
-from megatron_rc.training.step.microbatches import MicroBatch, MicroExtras, share_of, split_rows
+from megatron_rc.training.step.microbatches import MicroExtras, share_of, split_rows
 
 
 def demonstration_batch(demonstrations: Sequence[Demonstration]) -> TokenBatch:
@@ -34,13 +35,14 @@ def supervised_step(policy: Policy, batch: TokenBatch, train: TrainSettings) -> 
     local, (micro_batches,) = share.batch, share.micro_batches
     scale = loss_scale(local.loss_mask, local.loss_mask, cu_seqlens=local.cu_seqlens, dp_group=groups.data)
 
-    def loss(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
-        assert micro.extras.scale is not None
-        value = -(logprobs * micro.extras.scale).sum()
+    def loss(answer: Answer) -> tuple[Tensor, Any]:
+        logprobs, _ = answer.logprobs()
+        assert answer.micro.extras.scale is not None
+        value = -(logprobs * answer.micro.extras.scale).sum()
         return value, value.detach()
 
     parts = split_rows(local, micro_batches, MicroExtras(scale=scale), share.loss_rows_of(micro_batches))
-    result = policy.update(parts, loss, with_entropy=False)
+    result = policy.update(parts, loss)
     total = torch.stack([*result.outputs, torch.zeros((), device=policy.device)]).sum()
     dist.all_reduce(total, group=groups.data)
     return {"cross_entropy": float(groups.from_last_stage(total)), "grad_norm": result.grad_norm, "lr": result.lr}

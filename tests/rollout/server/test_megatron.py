@@ -23,6 +23,7 @@ def _train_and_sync(rank: int, url: str, model: str, folder: str) -> list[dict[s
     from megatron_rc.schema.sglang_settings import SGLangSettings
     from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
     from megatron_rc.training import groups
+    from megatron_rc.training.heads import Answer
     from megatron_rc.training.policy import Policy
     from megatron_rc.training.step.microbatches import MicroBatch
 
@@ -66,10 +67,10 @@ def _train_and_sync(rank: int, url: str, model: str, folder: str) -> list[dict[s
     found.append({"transport": "as started", "distance": distance})
     for version, transport in enumerate(("disk", "tensor", "distributed"), start=1):
 
-        def loss(micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            return -(logprobs * micro.batch.loss_mask).mean(), None
+        def loss(answer: Answer) -> tuple[torch.Tensor, Any]:
+            return -(answer.logprobs()[0] * answer.micro.batch.loss_mask).mean(), None
 
-        policy.update([MicroBatch(batch)], loss, with_entropy=False)
+        policy.update([MicroBatch(batch)], loss)
         apart, _ = compared()
         settings = SGLangSettings(weight_sync=transport, bucket_bytes=20_000, sync_dir=folder, timeout_s=60)
         sync = weight_sync(settings, policy.hf_config)
