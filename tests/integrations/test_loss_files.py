@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hosts.losses.files import text
 from hosts.verl import cases
 from torch import Tensor
-
-PAGE = (Path(__file__).parents[2] / "docs/hosts/losses.md").read_text()
 
 
 @dataclass
@@ -71,9 +68,8 @@ def file(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
         sys.modules[name].__dict__.update(contents)
 
     def run(name: str) -> dict[str, Any]:
-        (text,) = re.findall(rf"```python\n# {name}\n(.*?)```", PAGE, re.DOTALL)
         names: dict[str, Any] = {"registry": registry}
-        exec(text, names)
+        exec(text(name), names)
         return names
 
     return run
