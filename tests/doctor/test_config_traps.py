@@ -36,6 +36,11 @@ TRAPPED = [
     (VERL, "megatron-rc-settings", f"{OURS} {CORRECTION}.rollout_is=token", "error", "rollout_is must be null"),
     (VERL, "megatron-rc-settings", f"{OURS} {LOSS}=geo_mean", "error", "geo_mean"),
     (VERL, "megatron-rc-settings", 'MEGATRON_RC_CONFIG={"lr_decay":{}}', "error", "strategy=megatron"),
+    (
+        VERL, "megatron-rc-settings",
+        'MEGATRON_RC_CONFIG={"vocab_parallel_logprobs":true} model_engine=megatron '
+        "actor_rollout_ref.model.use_fused_kernels=True", "error", "use_fused_kernels must be False",
+    ),
     (VERL, "megatron-rc-settings", 'MEGATRON_RC_CONFIG={"corection":"none"}', "error", "corection"),
     (VERL, "bypass-reaches-workers", f"{BYPASS} {CORRECTION}.loss_type=reinforce", "error", "drop"),
     (

@@ -6,7 +6,8 @@ What runs where, with MEGATRON_RC_CONFIG set:
 2. The process of main_ppo refuses configurations that cannot be honoured (`validate_config`), and hands the settings on
    to all Ray processes (`get_ppo_ray_runtime_env`).
 3. The trainer process corrects a whole rollout before its advantages (`compute_rollout_correction_and_add_to_batch`).
-4. The workers compute the loss of loss_mode=megatron_rc, and the rule of the learning rate steps once per update.
+4. The workers compute the loss of loss_mode=megatron_rc, and the rule of the learning rate steps once per update; with
+   `vocab_parallel_logprobs` they compute log-probs and entropy, too.
 
 docs/hosts/verl.md has the recipe. `verl_dump` beside this folder needs none of it.
 """
@@ -75,6 +76,16 @@ SYMBOLS = (
         "verl.workers.engine.megatron.transformer_impl", "MegatronEngine._build_lr_scheduler", "self",
         method_replaced_by(f"{OURS}.worker", "build_lr_scheduler", when=lambda session: session.lr_rule is not None),
         "attaches the rule of the learning rate and keeps its state in the checkpoint",
+    ),
+    Symbol(
+        "verl.workers.engine.megatron.transformer_impl", "MegatronEngineWithLMHead._lm_head_logits_processor",
+        "self, logits, label, temperature, *, calculate_sum_pi_squared, calculate_entropy, distillation_use_topk, "
+        "distillation_only, logits_processor_func, batch, data_format",
+        method_replaced_by(
+            f"{OURS}.logprobs", "lm_head_logits_processor",
+            when=lambda session: session.settings.vocab_parallel_logprobs,
+        ),
+        "computes log-probs and entropy with one tensor-parallel collective",
     ),
 )  # fmt: skip
 

@@ -13,6 +13,7 @@ _ACTOR, _ROLLOUT, _CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.ro
 _VARIABLE = "MEGATRON_RC_CONFIG"
 _HANDED_ON = f"ray_kwargs.ray_init.runtime_env.env_vars.{_VARIABLE}"
 _MODEL, _LOSS = "actor_rollout_ref.model.path", f"{_ACTOR}.policy_loss.loss_mode"
+_FUSED = "actor_rollout_ref.model.use_fused_kernels"
 _REPLAY, _RETURNS_ROUTES = f"{_ACTOR}.megatron.router_replay.mode", f"{_ROLLOUT}.enable_rollout_routing_replay"
 
 _VEOMNI_REPLAY = f"{_ACTOR}.veomni.router_replay.mode"
@@ -21,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
     **dict.fromkeys((f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.bypass_mode")),
     **dict.fromkeys((f"{_CORRECTION}.rollout_rs_threshold", _HANDED_ON, _VARIABLE, _MODEL, f"{_ACTOR}.strategy")),
     **dict.fromkeys((f"{_ROLLOUT}.quantization", f"{_ROLLOUT}.quantization_config_file", "model_engine")),
-    **{_CORRECTION: {}, f"{_CORRECTION}.loss_type": "ppo_clip", _LOSS: "vanilla"},
+    **{_CORRECTION: {}, f"{_CORRECTION}.loss_type": "ppo_clip", _LOSS: "vanilla", _FUSED: False},
     **{f"{_ROLLOUT}.calculate_log_probs": True, f"{_ROLLOUT}.logprobs_mode": "processed_logprobs"},
     **{f"{_ROLLOUT}.temperature": 1.0, f"{_ROLLOUT}.top_p": 1.0, f"{_ROLLOUT}.top_k": -1},
     **{f"{_ROLLOUT}.dtype": "bfloat16", f"{_ACTOR}.megatron.dtype": "bfloat16"},
@@ -61,7 +62,7 @@ def _refusal(args: Any) -> str | None:
 
     config: dict[str, Any] = {}
     names = ("rollout_is", "rollout_rs", "bypass_mode")
-    for path in (f"{_ACTOR}.strategy", _LOSS, f"{_ROLLOUT}.calculate_log_probs"):
+    for path in (f"{_ACTOR}.strategy", _LOSS, f"{_ROLLOUT}.calculate_log_probs", _FUSED):
         *folders, name = path.split(".")
         node = config
         for folder in folders:

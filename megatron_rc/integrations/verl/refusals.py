@@ -9,6 +9,7 @@ from megatron_rc.integrations.verl.settings import LOSS_MODE, VARIABLE, VerlPatc
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 _LOSS = f"{_ACTOR}.policy_loss.loss_mode"
+FUSED = "actor_rollout_ref.model.use_fused_kernels"
 
 
 def validate_config(original: Function, state: VerlPatch, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -34,6 +35,11 @@ def refuse(state: VerlPatch, config: Any) -> None:
         raise ValueError(
             f"lr_decay and lr_gate need {_ACTOR}.strategy=megatron, whose scheduler they scale, got {strategy}"
         )
+    if state.settings.vocab_parallel_logprobs:
+        if strategy != "megatron":
+            raise ValueError(f"vocab_parallel_logprobs needs {_ACTOR}.strategy=megatron, got {strategy}")
+        if _value(config, FUSED):
+            raise ValueError(f"{FUSED} must be False with vocab_parallel_logprobs: verl then makes no logits")
     loss_mode = _value(config, _LOSS) or "vanilla"
     if not state.corrects:
         if loss_mode == LOSS_MODE:

@@ -39,6 +39,9 @@ class VerlSettings:
     """For correction.old "rollout": ppo is the loss `inner` on pi / mu; reinforce is -w A log pi."""
     max_nonfinite_share: float = 0.01
     """Largest share of NaN or infinite log-probs in a rollout before the run stops."""
+    vocab_parallel_logprobs: bool = False
+    """Whether Megatron workers take log-probs and entropy from this package: one tensor-parallel collective, and no
+    copy of the logits. Off by default, because the last bits differ from verl's own."""
     lr_decay: LengthDecaySettings | None = None
     """Length-decay learning rate, on Megatron's scheduler."""
     lr_gate: LRGateSettings | None = None
@@ -47,8 +50,8 @@ class VerlSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.max_nonfinite_share <= 1:
             raise ValueError(f"max_nonfinite_share must be in [0, 1], got {self.max_nonfinite_share!r}")
-        if self.correction is None and self.lr_decay is None and self.lr_gate is None:
-            raise ValueError(f"{VARIABLE} must have correction, lr_decay or lr_gate")
+        if self.correction is None and self.lr_rule is None and not self.vocab_parallel_logprobs:
+            raise ValueError(f"{VARIABLE} must have correction, lr_decay, lr_gate or vocab_parallel_logprobs")
         check_lr_rules(self.lr_decay, self.lr_gate, self.correction)
         if self.inner in (LOSS_MODE, "bypass_mode"):
             raise ValueError(f"inner must be a loss_mode of verl that takes weights, got {self.inner!r}")

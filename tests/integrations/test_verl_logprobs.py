@@ -1,0 +1,123 @@
+"""vocab_parallel_logprobs in verl's Megatron workers: against verl's own function on two tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from hosts.verl import own_logits, sources, stand_in
+from hosts.verl.stand_in import CONFIG, module, patched
+
+from megatron_rc.integrations.verl.refusals import refuse
+from megatron_rc.integrations.verl.settings import prepare, read
+
+ENGINE = "verl.workers.engine.megatron.transformer_impl"
+SETTINGS = "{vocab_parallel_logprobs: true}"
+ROWS, VOCABULARY, RANKS = (1, 9), 24, 2
+PLAIN = {
+    **dict.fromkeys(("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"), False),
+    **dict.fromkeys(("logits_processor_func", "batch", "data_format")),
+}
+
+
+@pytest.fixture(autouse=True)
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(sources.STUB)
+    with stand_in.fresh():
+        yield
+
+
+def _answer(processor: Any, rank: int, with_entropy: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """Results of this rank, the gradient of its logits by both results, and the names of the collectives."""
+    random = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(*ROWS, VOCABULARY, generator=random)
+    labels = torch.randint(VOCABULARY, ROWS, generator=random)
+    temperature, upstream = torch.full(ROWS, 0.7), torch.randn(2, *ROWS, generator=random)
+    temperature[0, -1] = 0  # padding
+    mine = logits.chunk(RANKS, -1)[rank].to(dtype).requires_grad_()
+    called: list[str] = []
+    names = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single")
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+
+    def counted(name: str) -> Any:
+        return lambda *args, **kwargs: (called.append(name), originals[name](*args, **kwargs))[1]
+
+    for name in originals:
+        setattr(dist, name, counted(name))
+    # a copy, which the functions may write into
+    found = processor(mine * 1, labels, temperature.clone(), calculate_entropy=with_entropy, **PLAIN)
+    for name, original in originals.items():
+        setattr(dist, name, original)
+    torch.autograd.backward(list(found.values()), list(upstream[: len(found)]))
+    assert mine.grad is not None
+    kept = {name: value.detach()[:, :-1] for name, value in found.items()}
+    return {**kept, "gradient": mine.grad[:, :-1], "collectives": called}
+
+
+def _rank(rank: int, tree: str | None, with_entropy: bool, dtype: torch.dtype) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
+    sys.path.insert(0, str(sources.STUB))
+    engine = module(ENGINE).MegatronEngineWithLMHead()
+    theirs = engine._lm_head_logits_processor if tree is None else own_logits.logits_processor(tree)
+    answers = {"theirs": _answer(theirs, rank, with_entropy, dtype)}
+    with patched(SETTINGS):
+        # the first call exchanges the widths of the shards
+        _answer(engine._lm_head_logits_processor, rank, with_entropy, dtype)
+        answers["ours"] = _answer(engine._lm_head_logits_processor, rank, with_entropy, dtype)
+    return answers
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("source", ["stand-in", "verl"])
+def test_log_probs_entropy_and_gradient_are_verls_with_one_collective(source: str, with_entropy: bool) -> None:
+    if source == "verl" and own_logits.tree() is None:
+        pytest.skip("VERL_DIR names no source tree of verl")
+    ranks = run_ranks(RANKS, _rank, own_logits.tree() if source == "verl" else None, with_entropy, torch.float32)
+    for found in ranks:
+        theirs, ours = found["theirs"], found["ours"]
+        assert ours.keys() == theirs.keys() and ("entropy" in ours) == with_entropy
+        for name in ours.keys() - {"collectives"}:
+            assert ours[name].dtype == torch.float32
+            torch.testing.assert_close(ours[name], theirs[name], rtol=2e-6, atol=2e-6)
+        assert len(ours["collectives"]) == 1
+        if source == "verl":
+            assert theirs["collectives"] == ["all_reduce"] * (6 if with_entropy else 3)
+    assert torch.equal(ranks[0]["ours"]["log_probs"], ranks[1]["ours"]["log_probs"])
+
+
+@pytest.mark.parametrize("asked", ["calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"])
+def test_what_needs_the_softmax_of_all_ids_is_refused_by_name(asked: str) -> None:
+    with patched(SETTINGS), pytest.raises(ValueError, match=f"must be False where verl asks for {asked}"):
+        engine = module(ENGINE).MegatronEngineWithLMHead()
+        engine._lm_head_logits_processor(
+            torch.zeros(1, 1, 4), torch.zeros(1, 1), torch.ones(1, 1), calculate_entropy=False, **{**PLAIN, asked: True}
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"actor": {"strategy": "fsdp2"}}, "vocab_parallel_logprobs needs actor_rollout_ref.actor.strategy=megatron"),
+        ({"model": {"use_fused_kernels": True}}, "use_fused_kernels must be False with vocab_parallel_logprobs"),
+    ],
+)
+def test_a_run_whose_workers_never_call_it_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    settings, config = read(SETTINGS), json.loads(json.dumps(CONFIG))
+    state = prepare(None, None, settings)
+    refuse(state, config)
+    config["actor_rollout_ref"] |= changes
+    with pytest.raises(ValueError, match=sentence):
+        refuse(state, config)
+
+
+def test_it_is_off_unless_it_is_set() -> None:
+    with patched("{correction: none}"):
+        assert not hasattr(module(ENGINE).MegatronEngineWithLMHead._lm_head_logits_processor, "__wrapped__")
