@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from megatron_rc.integrations.verl.settings import prepare, read
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 SETTINGS = "{vocab_parallel_logprobs: true}"
+NAMES = ("log_probs", "entropy")
 ROWS, VOCABULARY, RANKS = (1, 9), 24, 2
 PLAIN = {
     **dict.fromkeys(("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"), False),
@@ -33,14 +35,14 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def _answer(processor: Any, rank: int, with_entropy: bool, dtype: torch.dtype) -> dict[str, Any]:
+def _answer(processor: Any, rank: int, with_entropy: bool) -> dict[str, Any]:
     """Results of this rank, the gradient of its logits by both results, and the names of the collectives."""
     random = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(*ROWS, VOCABULARY, generator=random)
     labels = torch.randint(VOCABULARY, ROWS, generator=random)
     temperature, upstream = torch.full(ROWS, 0.7), torch.randn(2, *ROWS, generator=random)
     temperature[0, -1] = 0  # padding
-    mine = logits.chunk(RANKS, -1)[rank].to(dtype).requires_grad_()
+    mine = logits.chunk(RANKS, -1)[rank].clone().requires_grad_()
     called: list[str] = []
     names = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single")
     originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
@@ -54,25 +56,32 @@ def _answer(processor: Any, rank: int, with_entropy: bool, dtype: torch.dtype) -
     found = processor(mine * 1, labels, temperature.clone(), calculate_entropy=with_entropy, **PLAIN)
     for name, original in originals.items():
         setattr(dist, name, original)
-    torch.autograd.backward(list(found.values()), list(upstream[: len(found)]))
+    torch.autograd.backward([found[name] for name in NAMES if name in found], list(upstream[: len(found)]))
     assert mine.grad is not None
     kept = {name: value.detach()[:, :-1] for name, value in found.items()}
     return {**kept, "gradient": mine.grad[:, :-1], "collectives": called}
 
 
-def _rank(rank: int, tree: str | None, with_entropy: bool, dtype: torch.dtype) -> dict[str, Any]:
+def _rank(rank: int, tree: str | None) -> dict[bool, dict[str, Any]]:
+    """The answers of verl and of ours, with and without entropy."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
     sys.path.insert(0, str(sources.STUB))
     engine = module(ENGINE).MegatronEngineWithLMHead()
     theirs = engine._lm_head_logits_processor if tree is None else own_logits.logits_processor(tree)
-    answers = {"theirs": _answer(theirs, rank, with_entropy, dtype)}
+    answers = {with_entropy: {"theirs": _answer(theirs, rank, with_entropy)} for with_entropy in (True, False)}
     with patched(SETTINGS):
         # the first call exchanges the widths of the shards
-        _answer(engine._lm_head_logits_processor, rank, with_entropy, dtype)
-        answers["ours"] = _answer(engine._lm_head_logits_processor, rank, with_entropy, dtype)
+        _answer(engine._lm_head_logits_processor, rank, True)
+        for with_entropy, found in answers.items():
+            found["ours"] = _answer(engine._lm_head_logits_processor, rank, with_entropy)
     return answers
+
+
+@cache
+def _ranks(tree: str | None) -> list[dict[bool, dict[str, Any]]]:
+    return run_ranks(RANKS, _rank, tree)
 
 
 @pytest.mark.parametrize("with_entropy", [True, False])
@@ -80,7 +89,7 @@ def _rank(rank: int, tree: str | None, with_entropy: bool, dtype: torch.dtype) -
 def test_log_probs_entropy_and_gradient_are_verls_with_one_collective(source: str, with_entropy: bool) -> None:
     if source == "verl" and own_logits.tree() is None:
         pytest.skip("VERL_DIR names no source tree of verl")
-    ranks = run_ranks(RANKS, _rank, own_logits.tree() if source == "verl" else None, with_entropy, torch.float32)
+    ranks = [rank[with_entropy] for rank in _ranks(own_logits.tree() if source == "verl" else None)]
     for found in ranks:
         theirs, ours = found["theirs"], found["ours"]
         assert ours.keys() == theirs.keys() and ("entropy" in ours) == with_entropy
