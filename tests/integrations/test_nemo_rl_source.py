@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -60,6 +61,67 @@ def test_loss_and_gradient_of_the_tree_are_equal_with_its_correction_and_with_ou
     torch.testing.assert_close(ours[1], gradient, rtol=1e-5, atol=1e-8)
     if seed == 0:
         assert loss == pytest.approx(GOLDEN["losses"][name]["loss"], rel=1e-6)
+
+
+def _trainer(name: str) -> ast.FunctionDef:
+    tree = ast.parse((sources.ROOT / "nemo_rl/algorithms/grpo.py").read_bytes())
+    (node,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    return node
+
+
+def _train_data(fields: dict[str, Any]) -> dict[str, Any]:
+    """The data of an update, built by the asynchronous trainer's own function."""
+
+    class Messages(dict[str, Any]):
+        def get_multimodal_dict(self, **_: Any) -> dict[str, Any]:
+            return {}
+
+        def __class_getitem__(cls, item: Any) -> Any:
+            return cls
+
+    node = _trainer("_build_async_grpo_train_data")
+    names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    module: dict[str, Any] = {name: Any for name in names} | {"BatchedDataDict": Messages}
+    module |= {"_preserve_router_replay_routed_experts": lambda *_: None, "_policy_dtype": lambda _: torch.float32}
+    exec(compile(ast.Module([node], []), "grpo.py", "exec"), module)
+    flat = Messages(
+        token_ids=torch.zeros_like(fields["token_mask"]),
+        generation_logprobs=fields["generation_logprobs"],
+        token_loss_mask=fields["token_mask"],
+    )
+    made = module["_build_async_grpo_train_data"](flat, None, {"loss_multiplier": fields["sample_mask"]}, {})
+    return dict(made)
+
+
+@real
+def test_the_asynchronous_trainer_trains_on_what_the_patch_corrects_with_its_demanded_weight_taken_off() -> None:
+    for name in ("grpo_train", "async_grpo_train"):
+        (call,) = (
+            node
+            for node in ast.walk(_trainer(name))
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "policy.train"
+        )
+        assert ast.unparse(call).startswith("policy.train(train_data, loss_fn")
+        text = ast.unparse(_trainer(name))
+        assert "train_data['prev_logprobs'] = policy.get_logprobs(" in text and "train_data['advantages'] = " in text
+    assert "assert master_config.loss_fn.use_importance_sampling_correction" in text
+    data, current = cases.rollout()
+    module = sources.loss_module()
+    added = {name: data[name] for name in ("prev_logprobs", "reference_policy_logprobs", "advantages")}
+    config = {"reference_policy_kl_penalty": cases.KL, "use_importance_sampling_correction": True}
+    found = []
+
+    def train(given: dict[str, Any], loss_fn: Any) -> dict[str, Any]:
+        found.append(sources.loss_by(loss_fn, given, current))
+        return {"all_mb_metrics": {}}
+
+    demanded = module.ClippedPGLossFn(module.ClippedPGLossConfig(**config))
+    session = prepare(cases.correction("tis"), None)
+    results = driver.corrected_train(train, session, None, {**_train_data(data), **added}, demanded)
+    loss, gradient = sources.loss_of(module, "tis", data, current, corrects=True)
+    assert found[0][0] == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(found[0][1], gradient, rtol=1e-5, atol=1e-8)
+    assert results["all_mb_metrics"]["rc/k3"][0] > 0 and demanded.use_importance_sampling_correction
 
 
 @real

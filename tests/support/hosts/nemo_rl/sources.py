@@ -78,10 +78,15 @@ def loss_of(module: Any, name: str, data: dict[str, Tensor], current: Tensor, co
     case = cases.CASES[name]
     own = {"use_importance_sampling_correction": True, **case.theirs} if corrects else {}
     config = module.ClippedPGLossConfig(reference_policy_kl_penalty=cases.KL, **case.plain, **own)
+    return loss_by(module.ClippedPGLossFn(config), data, current)
+
+
+def loss_by(loss_fn: Any, data: dict[str, Tensor], current: Tensor) -> tuple[float, Tensor]:
+    """Loss and gradient of a loss object of the host."""
     x = current.clone().requires_grad_()
     mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
     batch = _Batch({**data, "input_ids": torch.zeros_like(data["token_mask"])})
-    loss, _ = module.ClippedPGLossFn(config)(x, batch, data["sample_mask"].sum(), mask.sum())
+    loss, _ = loss_fn(x, batch, data["sample_mask"].sum(), mask.sum())
     loss.backward()
     assert x.grad is not None
     return loss.item(), x.grad
