@@ -88,6 +88,27 @@ def slime_hook(rollout: Rollout, correction: RolloutCorrection) -> Callable[[], 
     return lambda: slime.tis(args, pg_loss=pg_loss, **given)
 
 
+def slime_hook_and_means(rollout: Rollout, correction: RolloutCorrection) -> Callable[[], Any]:
+    """tis, and what slime does with each of its metrics: the mean over the loss tokens of every response, summed."""
+    hook = slime_hook(rollout, correction)
+    lengths = [rollout.old.shape[1]] * len(rollout.old)
+    masks = [torch.ones(length, dtype=torch.int32) for length in lengths]
+
+    def means() -> list[Tensor]:
+        *_, metrics = hook()
+        return [
+            torch.stack(
+                [
+                    (part * mask).sum() / mask.sum().clamp(min=1)
+                    for part, mask in zip(values.split(lengths), masks, strict=True)
+                ]
+            ).sum()
+            for values in metrics.values()
+        ]
+
+    return means
+
+
 def verl_hook(rollout: Rollout, correction: RolloutCorrection) -> Callable[[], Any]:
     """The correction of the trainer process, with its metrics."""
     state = verl_settings.prepare(correction, None)
@@ -128,6 +149,7 @@ def megatron_lm_hook(rollout: Rollout, correction: RolloutCorrection) -> Callabl
 
 HOOKS = {
     "slime `tis`": slime_hook,
+    "slime `tis` and slime's means": slime_hook_and_means,
     "verl trainer process": verl_hook,
     "NeMo-RL driver": nemo_rl_hook,
     "Megatron-LM rollout batch": megatron_lm_hook,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hosts.slime.host import VOCAB, Rollout, arguments, micro_batch, rollout, sum_of_sample_mean
+from hosts.slime.host import MILES, VOCAB, Rollout, arguments, micro_batch, rollout, sum_of_sample_mean
 from hosts.slime.single import alone
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -53,19 +53,25 @@ def test_rejected_tokens_keep_their_entropy_and_kl_terms_and_the_denominator() -
     )
 
 
-def test_a_corrupt_rollout_logprob_leaves_the_gradient_finite() -> None:
+@pytest.mark.parametrize("host", ["slime", "miles"])
+def test_a_corrupt_rollout_logprob_leaves_the_gradient_finite(host: str) -> None:
     whole = rollout(22)
+    padded = {**MILES, "qkv_format": "bshd"} if host == "miles" else {}
+    batch = micro_batch(whole, padded=13 if padded else None)
     sampled = [one.clone() for one in micro_batch(whole)["rollout_log_probs"]]
     sampled[0][1] = math.nan
-    current = arguments(megatron_rc={"correction": {"old": "current"}})  # so that no clip cuts a gradient off
-    _, log, gradient = run(whole, current, rollout_log_probs=sampled)
+    batch["rollout_log_probs"] = sampled
+    # so that no clip cuts a gradient off
+    current = arguments(megatron_rc={"correction": {"old": "current"}}, **padded)
+    _, log, gradient = run(whole, current, **batch)
     assert gradient.isfinite().all() and all(math.isfinite(value) for value in log.values())
     assert not gradient[0, 3].any() and gradient[0, 2].any()
     assert log["rc/nonfinite_share"] == pytest.approx(1 / 4)  # of the four loss tokens of that response
     # with a unit larger than a token, the whole response leaves
-    sequences = arguments(megatron_rc={"correction": {"preset": "seq-tis", "old": "current"}})
-    _, _, gradient = run(whole, sequences, rollout_log_probs=sampled)
-    assert not gradient[0, :8].any() and gradient[0, 8].any()
+    sequences = arguments(megatron_rc={"correction": {"preset": "seq-tis", "old": "current"}}, **padded)
+    _, _, gradient = run(whole, sequences, **batch)
+    second = gradient[1, 0] if padded else gradient[0, 8]
+    assert not gradient[0, :8].any() and second.any()
 
 
 def test_what_lies_under_the_mask_is_never_read() -> None:

@@ -249,6 +249,19 @@ def test_a_resumed_run_has_the_same_rates(stop: int, tmp_path: Path) -> None:
     assert [p.name for p in Path(second).iterdir()] == [STATE_FILE]
 
 
+def test_a_resumed_run_whose_lengths_come_from_the_loss_misses_one_of_them_and_no_more(tmp_path: Path) -> None:
+    lengths, stop = curve(), 57
+    seen = [None, *map(float, lengths[:-1])]
+    seen[stop] = None
+    run = Run(settings(**TIS, save=str(tmp_path)))
+    for number in range(stop + 3):  # three rollouts after the checkpoint are lost
+        run.rollout(number, [lengths[number]])
+    LENGTHS.take(0, torch.device("cpu"))  # a new process has none
+    resumed = Run(settings(**TIS, load=str(tmp_path)))
+    found = [resumed.rollout(number, [lengths[number]])[0] for number in range(stop, len(lengths))]
+    assert min(found) < LR and found == pytest.approx(alone_on(seen)[stop:])
+
+
 def test_a_run_that_resumes_without_the_state_is_refused_or_begins_where_it_is_told(tmp_path: Path) -> None:
     for load in (None, str(tmp_path)):
         with pytest.raises(ValueError, match="needs its state after rollout 6 in megatron_rc_lr_decay.json of --load"):

@@ -12,13 +12,16 @@ from hosts.slime import sources
 from hosts.slime.cases import CASES, KNOWN, LOG, whole
 from hosts.slime.excerpt import first_steps
 from hosts.slime.host import held
-from hosts.slime.runs import BATCH_MEAN, UNITS, golden, whole_gradient, work
+from hosts.slime.runs import BATCH_MEAN, PADDED, UNITS, golden, whole_gradient, work
 from torch import Tensor
 
 from megatron_rc import RolloutCorrection, correct
 from megatron_rc.correction import Corrected
 
 LABELS = [f"{layout}{padded}" for layout in ("tp2", "cp2", "dp2") for padded in ("", " padded")]
+HOSTS = {"slime": "", "miles": " padded"}
+"""Host -> the layout of its micro-batches here: packed, or padded."""
+of_each_host = pytest.mark.parametrize("padded", HOSTS.values(), ids=HOSTS)
 Results = list[dict[tuple[str, str, str], dict[str, Any]]]
 
 
@@ -57,9 +60,10 @@ def test_loss_and_gradient_are_those_of_slime_on_one_rank(results: Results, labe
             close(sum(parts) if label.startswith("cp2") else parts[0], expected["log"][key])
 
 
-def test_tensor_parallel_ranks_hold_the_same_bits(results: Results) -> None:
+@of_each_host
+def test_tensor_parallel_ranks_hold_the_same_bits(results: Results, padded: str) -> None:
     for name in CASES:
-        first, second = (rank["ours", "tp2", name] for rank in results)
+        first, second = (rank["ours", f"tp2{padded}", name] for rank in results)
         assert first["loss"] == second["loss"] and first["log"] == second["log"]
 
 
@@ -114,21 +118,24 @@ def by_hand(correction: Any) -> tuple[Corrected, Tensor]:
     return corrected, torch.cat(samples.values["advantages"])
 
 
-def on_rank(values: Tensor, rank: int) -> Tensor:
+def on_rank(values: Tensor, rank: int, padded: str = "") -> Tensor:
     """The part of one value per response token that a rank of two holds."""
     samples = whole()
     lengths = zip(samples.prompts, samples.totals, strict=True)
-    held_here = [torch.tensor(held(prompt, n, n, rank, 2), dtype=torch.int64) for prompt, n in lengths]
+    held_here = [
+        torch.tensor(held(prompt, n, PADDED if padded else n, rank, 2), dtype=torch.int64) for prompt, n in lengths
+    ]
     return torch.cat([part[here] for part, here in zip(values.split(samples.responses), held_here, strict=True)])
 
 
+@of_each_host
 @pytest.mark.parametrize("unit", UNITS)
-def test_units_that_context_parallelism_cuts_have_one_weight(results: Results, unit: str) -> None:
+def test_units_that_context_parallelism_cuts_have_one_weight(results: Results, unit: str, padded: str) -> None:
     weights = by_hand(UNITS[unit])[0].weights
     assert len(set(weights.tolist())) > 3
     for rank, found in enumerate(results):
-        close(found["hooks", "tp2", ""][unit], weights)
-        close(found["hooks", "cp2", ""][unit], on_rank(weights, rank))
+        close(found["hooks", f"tp2{padded}", ""][unit], weights)
+        close(found["hooks", f"cp2{padded}", ""][unit], on_rank(weights, rank, padded))
 
 
 def test_rollout_data_normalises_and_pools_over_data_and_context_parallel_ranks(results: Results) -> None:
@@ -154,6 +161,12 @@ def test_the_mean_length_is_that_of_the_samples_of_all_ranks(results: Results) -
             assert (length, truncated) == (4, None)
             assert mismatch == pytest.approx([one["metrics"][f"rc/{name}"] for name in ("ess_token_final", "k3")])
         assert found["hooks", "dp2", ""]["length"] == (30, pytest.approx(2 / 3), None, None, None)
+
+
+def test_the_mean_length_of_micro_batches_is_that_of_all_ranks_on_miles(results: Results) -> None:
+    for found in results:
+        lengths = [found["hooks", f"{layout} padded", ""]["length"].length for layout in ("tp2", "cp2", "dp2")]
+        assert lengths == [4, 4, 30]
 
 
 @pytest.mark.parametrize("host", sources.VARIABLES)

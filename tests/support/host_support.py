@@ -58,7 +58,7 @@ class Proof(NamedTuple):
 HOSTS: dict[str, tuple[str | None, str]] = TABLE["hosts"]
 """Name -> the variable that names a source tree to the tests, and what is tested where the record has no commit."""
 FEATURES: dict[str, dict[str, list[Proof]]] = {
-    feature: {host: [Proof(*(*line.split(), "")[:3]) for line in lines] for host, lines in proofs.items()}
+    feature: {host: [Proof(*(*line.split(maxsplit=2), "")[:3]) for line in lines] for host, lines in proofs.items()}
     for feature, proofs in TABLE["features"].items()
 }
 

@@ -74,7 +74,11 @@ def work(rank: int) -> dict[tuple[str, str, str], dict[str, Any]]:
                         args = hosts_own(case, host, **changes)
                         reduce = module.reducer(batch, args)
                         results[host, label, name] = differentiated(module.policy_loss, args, batch, reduce, shard)
-        results["hooks", layout, ""] = _hooks(rank, layout, cp_rank, cp)
+        results["hooks", layout, ""] = {**_units(cp_rank, cp), **_whole_rollouts(rank, layout, cp_rank, cp)}
+        results["hooks", f"{layout} padded", ""] = {
+            **_units(cp_rank, cp, PADDED),
+            "length": _length_of_micro_batches(rank, layout),
+        }
         parallel_state.destroy_model_parallel()
     return results
 
@@ -87,21 +91,40 @@ UNITS = {
 BATCH_MEAN = {"preset": "token-tis", "normalize": "batch"}
 
 
-def _hooks(rank: int, layout: str, cp_rank: int, cp_size: int) -> dict[str, Any]:
-    """tis by sequences and turns; rollout_data on this rank's half of the samples under dp2; a mean length."""
+def _units(cp_rank: int, cp_size: int, padded: int | None = None) -> dict[str, Any]:
+    """The weights that tis gives to sequences and turns, in the layout of slime, or padded in that of miles."""
+    from megatron_rc.integrations import slime
+
+    found: dict[str, Any] = {}
+    for name, correction in UNITS.items():
+        batch = batch_of(Case(), cp_rank, cp_size, padded)
+        kept = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs")
+        losses = torch.ones(sum(map(len, batch["log_probs"])))
+        args = ours(Case(correction), use_tis=True, qkv_format="bshd" if padded else "thd")
+        more = {"max_seq_lens": batch["max_seq_lens"], "parallel_state": object()} if padded else {}
+        weights, _, _ = slime.tis(
+            args, pg_loss=losses, train_log_probs=batch["log_probs"], **{key: batch[key] for key in kept}, **more
+        )
+        found[name] = weights
+    return found
+
+
+def _length_of_micro_batches(rank: int, layout: str) -> Any:
+    """What the rule of the learning rate reads on miles, whose hooks see micro-batches alone."""
+    from megatron_rc.integrations.slime.tokens import LENGTHS
+
+    if layout == "dp2":
+        LENGTHS.take(0, torch.device("cpu"))
+        LENGTHS.record([10, 20] if rank == 0 else [60])
+    return LENGTHS.take(0, torch.device("cpu"))
+
+
+def _whole_rollouts(rank: int, layout: str, cp_rank: int, cp_size: int) -> dict[str, Any]:
+    """rollout_data on this rank's half of the samples under dp2; a mean length."""
     from megatron_rc.integrations import slime
     from megatron_rc.integrations.slime.tokens import LENGTHS
 
     found: dict[str, Any] = {}
-    for name, correction in UNITS.items():
-        batch = batch_of(Case(), cp_rank, cp_size)
-        kept = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs")
-        losses = torch.ones(sum(map(len, batch["log_probs"])))
-        args = ours(Case(correction), use_tis=True)
-        weights, _, _ = slime.tis(
-            args, pg_loss=losses, train_log_probs=batch["log_probs"], **{key: batch[key] for key in kept}
-        )
-        found[name] = weights
     half = slice(2 * rank, 2 * rank + 2) if layout == "dp2" else slice(None)
     data = {key: value[half] for key, value in batch_of(Case(), cp_rank, cp_size).items() if isinstance(value, list)}
     path = {"rollout_data_postprocess_path": "megatron_rc.integrations.slime.rollout_data"}
