@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,8 +31,25 @@ class Accepting(torch.nn.Module):
         return self.module(tokens, positions, mask, packed_seq_params=packed_seq_params(ends, TOKENS), **options)
 
 
+def packed_bins(tokens: Any) -> Any:
+    """The host's bins: an empty one, and one whose last tokens of three sequences were sampled."""
+    mask = torch.zeros(2, TOKENS)
+    for first, stop in ((3, 8), (10, 11), (17, TOKENS)):
+        mask[1, first:stop] = 1
+    info = SimpleNamespace(bin_seq_indices=[[], [0, 1, 2]], seq_starts=[[], [0, 8, 11]], seq_lengths=[8, 3, 11])
+    trajectories, advantages = tokens.expand(2, -1), [torch.zeros(0), torch.zeros(3)]
+    return SimpleNamespace(
+        packing_info=info, packed_trajs=trajectories, packed_loss_mask=mask, bin_advantages=advantages
+    )
+
+
+class Answers(NamedTuple):
+    logprobs: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+
 def of_heads(rank: int, layout: dict[str, int]) -> dict[str, Any]:
-    """By the head: log-probs, their gradients, and the last dimension of what the model answered."""
+    """By the head: answers for a row, for a bin and for an empty bin, rows of logits, and the width of the answer."""
     from megatron_rc import RolloutCorrection
     from megatron_rc.integrations.megatron_lm import HOST
     from megatron_rc.models.config import hf_config_dict
@@ -48,19 +68,41 @@ def of_heads(rank: int, layout: dict[str, int]) -> dict[str, Any]:
     tokens = torch.randint(0, 37, (1, TOKENS), generator=torch.Generator().manual_seed(7))
     upstream = torch.randn(1, TOKENS - 1, generator=torch.Generator().manual_seed(8))
     made = {symbol.name: symbol.make for symbol in HOST.symbols}
-    out: dict[str, Any] = {}
+    packing, out = packed_bins(tokens), dict[str, Any]()
     for head in HOST.heads:
-        session = HOST.prepare(RolloutCorrection(), None, head)
-        with sources.imported(sources.STUB) as host:
+        session, answers, rows = HOST.prepare(RolloutCorrection(), None, head), {}, []
+        with sources.imported(sources.STUB) as host, products_into(rows):
             rl = host.rl_utils
-            for name in ("get_logprobs", "selective_log_softmax"):
-                setattr(rl, name, made[name](getattr(rl, name), session))
-            logprobs = rl.get_logprobs(model, tokens, torch.arange(TOKENS)[None])
-        model.zero_grad()
-        (logprobs * upstream).sum().backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        out[head] = {"logprobs": logprobs.detach(), "gradients": gradients, "width": widths.pop()}
+            for name in ("get_logprobs", "selective_log_softmax", "load_packed_data_by_index"):
+                setattr(rl, name, made[name](getattr(rl, name), session) or getattr(rl, name))
+            for name, bin_idx in (("bin", 1), ("empty bin", 0), ("row", None)):
+                given = tokens
+                counted = torch.ones(1, TOKENS - 1)
+                if bin_idx is not None:
+                    given, _, _, counted, *_ = rl.load_packed_data_by_index(bin_idx, packing, True)
+                logprobs = rl.get_logprobs(model, given, torch.arange(TOKENS)[None])
+                model.zero_grad()
+                (logprobs * upstream * counted).sum().backward()
+                gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+                answers[name] = Answers(logprobs.detach() * counted, gradients)
+        out[head] = {"answers": answers, "rows": rows, "width": widths.pop()}
     return out
+
+
+@contextmanager
+def products_into(rows: list[int]) -> Iterator[None]:
+    """Within the block, lists the rows of every product that makes logits in linear_logprobs."""
+    from megatron_rc import head_chunks
+
+    original = head_chunks.product_into
+
+    def counted(out: Any, left: Any, right: Any) -> None:
+        rows.append(len(left))
+        original(out, left, right)
+
+    head_chunks.product_into = counted
+    yield
+    head_chunks.product_into = original
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -68,11 +110,15 @@ def test_logprobs_and_gradients_without_logits_are_those_with_logits(layout: dic
     for rank in run_ranks(2, of_heads, layout):
         logits, linear = rank["logits"], rank["linear"]
         assert (logits["width"], linear["width"]) == (19, 32)
-        assert logits["logprobs"].unique().numel() > 10
-        torch.testing.assert_close(linear["logprobs"], logits["logprobs"], rtol=0, atol=1e-6)
-        assert linear["gradients"].keys() == logits["gradients"].keys()
-        for name, expected in logits["gradients"].items():
-            assert (linear["gradients"][name] - expected).norm() <= 2e-6 * expected.norm(), name
+        for name, wanted in logits["answers"].items():
+            found = linear["answers"][name]
+            assert (wanted.logprobs.unique().numel() > 10) == (name != "empty bin")
+            torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=1e-6)
+            assert found.gradients.keys() == wanted.gradients.keys()
+            for parameter, expected in wanted.gradients.items():
+                assert (found.gradients[parameter] - expected).norm() <= 2e-6 * expected.norm(), (name, parameter)
+        # forward and backward: 11 tokens of a bin, none of an empty one, all where the host names no bin
+        assert linear["rows"] == [11, 11, 0, 0, TOKENS - 1, TOKENS - 1]
 
 
 def test_bits_of_logits_are_refused_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:

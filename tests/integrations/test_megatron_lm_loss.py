@@ -50,13 +50,14 @@ def test_the_real_tree_has_the_signatures_and_the_version(monkeypatch: pytest.Mo
 
 def test_every_name_is_replaced_and_restored_exactly(host: SimpleNamespace) -> None:
     before = names(host)
-    with patch("megatron-lm", correction=RolloutCorrection()):
+    with patch("megatron-lm", correction=RolloutCorrection(), head="linear"):
         changed = {name for name, value in names(host).items() if value is not before[name]}
     expected = {f"{symbol.module.rpartition('.')[2]}.{symbol.name}" for symbol in HOST.symbols}
     expected -= {"training.get_optimizer_param_scheduler"}  # no length decay was asked for
     assert changed - expected <= {
         *("train_rl.calculate_grpo_loss", "train_rl.get_logprobs"),
-        "rl_utils.pack_inference_logprobs",
+        *("rl_utils.pack_inference_logprobs", "rl_utils.load_packed_data_by_index"),
+        "train_rl.load_packed_data_by_index",
     }
     assert expected <= changed and {"train_rl.calculate_grpo_loss", "train_rl.get_logprobs"} <= changed
     assert {name: id(value) for name, value in names(host).items()} == {name: id(v) for name, v in before.items()}

@@ -81,6 +81,11 @@ SYMBOLS = (
         PACKING, "pack_inference_logprobs",
         "inference_logprobs, packing_info, generation_masks, bin_size", "rollouts", _MARKS_MISSING,
     ),
+    Symbol(
+        PACKING, "load_packed_data_by_index", "bin_idx, packing_context, logprobs_is_correction",
+        replaced_by(f"{OURS}.logprobs", "load_packed_data_by_index", when=lambda session: session.head == "linear"),
+        "names the rows of a bin that have a loss: the head computes no others",
+    ),
 )  # fmt: skip
 
 DIFFERENCES = (

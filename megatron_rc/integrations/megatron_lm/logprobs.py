@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.integrations.megatron_lm.session import HiddenStates, LogitShards, Session, WholeLogits
+from megatron_rc.integrations.megatron_lm.session import BinRows, HiddenStates, LogitShards, Session, WholeLogits
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.linear_head import linear_logprobs
 from megatron_rc.logprobs import vocab_parallel_logprobs
@@ -29,8 +29,9 @@ def get_logprobs(original: Function, session: Session, model: Any, *args: Any, *
     from megatron.core.utils import get_attr_wrapped_model
     from megatron.training.global_vars import get_args
 
-    host_args, group = get_args(), get_attr_wrapped_model(model, "pg_collection").tp
-    temperature = host_args.rl_default_temperature
+    host_args, groups = get_args(), get_attr_wrapped_model(model, "pg_collection")
+    group, temperature = groups.tp, host_args.rl_default_temperature
+    rows = _take_loaded_rows(session, groups.cp)
     with ExitStack() as stack:
         stack.callback(setattr, session, "answers", None)
         if getattr(host_args, "batch_invariant_mode", False):
@@ -38,11 +39,31 @@ def get_logprobs(original: Function, session: Session, model: Any, *args: Any, *
             return original(model, *args, **kwargs)
         session.answers = LogitShards(group, temperature)
         if session.head == "linear" and (head := stack.enter_context(hidden_states(model))) is not None:
-            session.answers = HiddenStates(head.weight, group, temperature)
+            session.answers = HiddenStates(head.weight, group, temperature, rows)
             if head.sequence_parallel:
                 stack.callback(model.register_forward_hook(partial(_all_rows, group)).remove)
         stack.callback(model.register_forward_pre_hook(_keep_shards, with_kwargs=True).remove)
         return original(model, *args, **kwargs)
+
+
+def load_packed_data_by_index(original: Function, session: Session, *args: Any, **kwargs: Any) -> Any:
+    """The host's function, which it calls right before it asks for the log-probs of this bin."""
+    call = inspect.signature(original).bind(*args, **kwargs).arguments
+    mask = call["packing_context"].packed_loss_mask
+    if session.bins is None or session.bins.mask is not mask:
+        session.bins = BinRows.of(mask)
+    session.loaded = call["bin_idx"]
+    return original(*args, **kwargs)
+
+
+def _take_loaded_rows(session: Session, cp_group: dist.ProcessGroup | None) -> Tensor | None:
+    """The rows with a loss of the bin whose log-probs are asked for.
+
+    None where no bin was loaded, and where context-parallel ranks split its rows.
+    """
+    loaded, session.loaded = session.loaded, None
+    split = cp_group is not None and dist.get_world_size(cp_group) > 1
+    return None if loaded is None or session.bins is None or split else session.bins.rows[loaded]
 
 
 def _all_rows(group: dist.ProcessGroup, module: Any, args: Any, hidden: Tensor) -> Tensor:
@@ -74,7 +95,8 @@ def selective_log_softmax(original: Function, session: Session, logits: Tensor, 
         return torch.cat([original(row[None].float() / answers.temperature, ids[None]) for row, ids in rows])
     options: dict[str, Any] = {"tp_group": answers.tp_group, "temperature": answers.temperature}
     if isinstance(answers, HiddenStates):
-        logprobs = linear_logprobs(logits.flatten(0, 1), answers.weight, index.flatten(), **options)
+        counted = None if answers.rows is None else answers.rows.to(logits.device)
+        logprobs = linear_logprobs(logits.flatten(0, 1), answers.weight, index.flatten(), rows=counted, **options)
     else:
         logprobs = vocab_parallel_logprobs(logits, index, **options)
     assert isinstance(logprobs, Tensor)

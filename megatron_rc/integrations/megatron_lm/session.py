@@ -37,6 +37,22 @@ class HiddenStates(NamedTuple):
     """[V_local, H], that of the head."""
     tp_group: dist.ProcessGroup
     temperature: float
+    rows: Tensor | None = None
+    """[M] int64: those with a loss, when the host computes the log-probs of one bin; None: they are not known."""
+
+
+class BinRows(NamedTuple):
+    """The rows of the bins of one rollout batch that have a loss, listed once, so that no bin waits for the device."""
+
+    mask: Tensor
+    """[bins, T], the host's loss mask of tokens."""
+    rows: tuple[Tensor, ...]
+    """[m] int64 each: those of T - 1 rows that predict a token with a loss."""
+
+    @classmethod
+    def of(cls, mask: Tensor) -> BinRows:
+        predicted = mask[:, 1:] != 0
+        return cls(mask, predicted.nonzero()[:, 1].split(predicted.sum(1).tolist()))
 
 
 @dataclass
@@ -52,6 +68,10 @@ class Session(HoldsRule):
     """What log-probs are made of."""
     answers: LogitShards | WholeLogits | HiddenStates | None = None
     """What the model answers: set inside get_logprobs on a pipeline stage with a head; None outside."""
+    bins: BinRows | None = None
+    """The bins of the rollout batch that the host loaded one of last, with head "linear"."""
+    loaded: int | None = None
+    """The bin that the host has loaded and not yet computed the log-probs of."""
     num_rows: int = 0
     """Rows (bins under packing) of this rank in the rollout batch that is being prepared."""
     tokens: list[int] = field(default_factory=list)

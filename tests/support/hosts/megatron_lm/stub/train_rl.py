@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.rl.rl_utils import calculate_grpo_loss, get_logprobs, get_rl_runtime_state
+from megatron.rl.sequence_packing_utils import load_packed_data_by_index
 from torch import Tensor
 
 
@@ -22,12 +23,8 @@ def forward_step(data_iterator: Any, model: Any, loss_only: bool = False) -> Any
         tokens, advantages, old, loss_mask, _, reference, slot = batch
         loss_mask = loss_mask[:, 1:]
     else:
-        row, info = int(batch), packing.packing_info
-        starts, lengths = info.seq_starts[row], [info.seq_lengths[i] for i in info.bin_seq_indices[row]]
-        one = slice(row, row + 1)
-        tokens, old, reference = packing.packed_trajs[one], packing.old_logprobs[one], packing.ref_logprobs[one]
-        loss_mask, advantages = packing.packed_loss_mask[one, 1:], packing.bin_advantages[row]
-        slot = packing.packed_inference_logprobs[one]
+        loaded = load_packed_data_by_index(int(batch), packing, True)
+        tokens, advantages, old, loss_mask, _, reference, slot, starts, lengths, _, _ = loaded
     current = get_logprobs(model, tokens, None, no_grad=False)
     loss, *_ = calculate_grpo_loss(
         current, old, reference, advantages, 0.2, 0.3, 0.0, 0.0, inference_logprobs=slot, seq_starts=starts,

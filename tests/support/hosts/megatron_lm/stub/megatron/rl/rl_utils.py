@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.rl.sequence_packing_utils import pack, pack_inference_logprobs
+from megatron.rl.sequence_packing_utils import load_packed_data_by_index, pack, pack_inference_logprobs
 from torch import Tensor
 
 _state = SimpleNamespace(packing_context=None)
@@ -62,7 +62,11 @@ def compute_logprobs_batch(
     is_correction: bool,
     collect_non_loss_data: bool = False,
 ) -> Tensor:
-    logprobs = get_logprobs(model, data_loader, None, no_grad=True, sequence_packing=packing_context is not None)
+    if packing_context is None:
+        logprobs = get_logprobs(model, data_loader, None, no_grad=True)
+    else:
+        bins = (load_packed_data_by_index(i, packing_context, is_correction)[0] for i in range(len(data_loader)))
+        logprobs = torch.cat([get_logprobs(model, one, None, no_grad=True, sequence_packing=True) for one in bins])
     assert logprobs.dtype == dtype and logprobs.shape == (trajs_batch_size, seq_length - 1)
     return logprobs
 

@@ -24,6 +24,31 @@ def pack_inference_logprobs(
     return packed, filled
 
 
+def load_packed_data_by_index(bin_idx: int, packing_context: Any, logprobs_is_correction: bool) -> tuple[Any, ...]:
+    one, info = slice(bin_idx, bin_idx + 1), packing_context.packing_info
+    old, reference, sampled = (
+        None if values is None else values[one]
+        for values in (
+            getattr(packing_context, name, None)
+            for name in ("old_logprobs", "ref_logprobs", "packed_inference_logprobs")
+        )
+    )
+    members = info.bin_seq_indices[bin_idx]
+    return (
+        packing_context.packed_trajs[one],
+        packing_context.bin_advantages[bin_idx],
+        old,
+        packing_context.packed_loss_mask[one, 1:],
+        None,
+        reference,
+        sampled if logprobs_is_correction else None,
+        info.seq_starts[bin_idx],
+        [info.seq_lengths[i] for i in members],
+        members,
+        None,
+    )
+
+
 def pack(tokens: Tensor, generated: Tensor, lengths: list[int], advantages: Tensor, bins: list[list[int]]) -> Any:
     """A packing context: `bins` names the sequences of each bin, which are laid end to end."""
     size = tokens.shape[1]
