@@ -7,23 +7,17 @@ that MEGATRON_CORE_WHEELS names, .venv/megatron-training by default.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
-import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from core_wheels import WHEELS, printed_by, unpacked_wheels
 
 from megatron_rc.integrations import megatron_training
 from megatron_rc.integrations.symbols import definition, parameters_of
 
-ROOT = Path(__file__).parents[2]
-FOLDER = Path(os.environ.get("MEGATRON_CORE_WHEELS", ROOT / ".venv/megatron-training"))
-WHEELS = {path.name.split("-")[1]: path for path in sorted(FOLDER.glob("megatron_core-*.whl"))}
-MISSING = f"no wheel of megatron-core >= 0.17 in {FOLDER} (pip download --no-deps --python-version 3.12 megatron-core)"
 FLAGS = shlex.split(
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 4 --lr 1e-3 --min-lr 0 --lr-decay-style constant "
@@ -36,14 +30,10 @@ FLAGS = shlex.split(
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def unpacked() -> Iterator[dict[str, Path]]:
     """Version -> folder that goes onto sys.path."""
-    if not WHEELS:
-        pytest.skip(MISSING)
-    folder = tmp_path_factory.mktemp("wheels")
-    for version, wheel in WHEELS.items():
-        zipfile.ZipFile(wheel).extractall(folder / version)
-    return {version: folder / version for version in WHEELS}
+    with unpacked_wheels() as folders:
+        yield folders
 
 
 def test_the_wheels_have_the_signatures_of_the_table(unpacked: dict[str, Path]) -> None:
@@ -57,16 +47,7 @@ def test_the_wheels_have_the_signatures_of_the_table(unpacked: dict[str, Path]) 
 
 def pretrain(folder: Path, settings: dict[str, object] | None, *flags: str) -> str:
     """What tests/support/pretrain_job.py prints on the megatron-core of a folder."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/support/pretrain_job.py"), json.dumps(settings), *FLAGS, *flags],
-        env=os.environ | alone | {"PYTHONPATH": f"{folder}:{ROOT / 'tests/support'}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    return printed_by("pretrain_job.py", folder, json.dumps(settings), *FLAGS, *flags)
 
 
 def logged(printed: str, name: str) -> list[float]:
