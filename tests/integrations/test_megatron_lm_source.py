@@ -123,6 +123,14 @@ def test_packing_and_data_parallelism_do_not_change_the_step(split: str) -> None
 
 
 @pytest.mark.timeout(900)
+def test_two_rows_per_micro_batch_are_the_step_of_one() -> None:
+    cases = {name: CASES[name] for name in ("truncation", "any length")}
+    found = launch(1, [str(JOB)], ["--micro-batch-size", "2"], cases)
+    for name in cases:
+        same(found[name], results("TP1")[name])
+
+
+@pytest.mark.timeout(900)
 def test_no_patched_case_gathers_the_vocabulary() -> None:
     for name, found in results("TP2").items():
         if name != "output":

@@ -14,8 +14,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +28,6 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
@@ -37,22 +38,17 @@ from megatron.training import global_vars, training
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 from train_rl import forward_step
 
+sys.path.append(str(Path(__file__).parent))
+
+from on_cpu.packed_layer import Attention
+
 from megatron_rc import patch, schema
 from megatron_rc.integrations.run_script import PatchSettings
 from megatron_rc.training import emulation
-from megatron_rc.training.model.attention import PackedCoreAttention, PackedSelfAttention, packed_seq_params
+from megatron_rc.training.model.attention import PackedCoreAttention
 
 VOCABULARY = 30
 PAD, EOD, PROMPT = 1, 2, 3
-
-
-class Attention(PackedSelfAttention):
-    """Takes packed sequences as TransformerEngine does."""
-
-    def forward(self, hidden_states: Any, attention_mask: Any, **inputs: Any) -> Any:
-        packed: PackedSeqParams = inputs["packed_seq_params"]
-        inputs["packed_seq_params"] = packed_seq_params(packed.cu_seqlens_q, packed.max_seqlen_q)
-        return super().forward(hidden_states, attention_mask, **inputs)
 
 
 class Accepting(MegatronModule):

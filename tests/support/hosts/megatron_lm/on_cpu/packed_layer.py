@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from megatron_rc.training.model.attention import PackedCoreAttention, PackedSelfAttention, packed_seq_params
@@ -16,8 +17,16 @@ class Attention(PackedSelfAttention):
         packed = inputs.get("packed_seq_params")
         if packed is None:
             return super(PackedSelfAttention, self).forward(hidden_states, attention_mask, **inputs)
-        inputs["packed_seq_params"] = packed_seq_params(packed.cu_seqlens_q, packed.max_seqlen_q)
-        return super().forward(hidden_states, attention_mask, **inputs)
+        length, rows, width = hidden_states.shape
+        if rows == 1:
+            inputs["packed_seq_params"] = packed_seq_params(packed.cu_seqlens_q, packed.max_seqlen_q)
+            return super().forward(hidden_states, attention_mask, **inputs)
+        # the host describes one row of a micro-batch, and every row is a sequence of that length
+        starts = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32)
+        inputs["packed_seq_params"] = packed_seq_params(starts, length)
+        flat = hidden_states.transpose(0, 1).reshape(rows * length, 1, width)
+        output, bias = super().forward(flat, attention_mask, **inputs)
+        return output.view(rows, length, -1).transpose(0, 1), bias
 
 
 layer = get_gpt_layer_local_spec(normalization="RMSNorm")
