@@ -18,6 +18,7 @@ from megatron_rc import (
     MetricSums,
     RolloutCorrection,
     correct,
+    linear_logprobs,
     linear_policy_loss,
     loss_scale,
     policy_loss,
@@ -169,6 +170,22 @@ def _head(setting: Setting, seed: int) -> Call:
     return Call(inputs, run)
 
 
+def _head_logprobs(setting: Setting, seed: int) -> Call:
+    """From hidden states to log-probs and entropy, and from their gradients to both of the head."""
+    given = head.head_of(setting, torch.bfloat16, "calls", seed)
+    options = {"chunk": given.of_head["chunk"], "with_entropy": True, "backend": "triton"}
+    hidden, weight = given.hidden.requires_grad_(), given.weight.requires_grad_()
+    by_logprobs, by_entropy = given.tokens["advantages"], given.tokens["scale"]
+
+    def run() -> Results:
+        found = linear_logprobs(hidden, weight, given.targets, mask=given.softmax["mask"], **options)
+        gradients = torch.autograd.grad(found, (hidden, weight), (by_logprobs, by_entropy))
+        return Results([*found, *gradients])
+
+    inputs = [hidden.detach(), weight.detach(), given.targets, given.softmax["mask"], by_logprobs, by_entropy]
+    return Call(inputs, run)
+
+
 def _routes(setting: Setting, seed: int) -> Call:
     a, b, mask = routes.pair(setting, setting.size(2000, 5), setting.size(48, 2), 6)
     turned = seed % len(a)
@@ -187,5 +204,6 @@ CALLS: dict[str, Make] = {
     "policy loss": _loss,
     "update path": _update,
     "linear policy loss": _head,
+    "linear log-probs": _head_logprobs,
     "routes": _routes,
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from checking import correction, loss
+from checking import correction, head, loss
 from checking.calls import CALLS, Make, Results
 from checking.rows import problem
 from checking.setting import Check, Comparison, Setting, Skip, poisoned
@@ -35,6 +35,8 @@ def checks(setting: Setting) -> Iterator[Check]:
     yield Check("autograd", "under autocast: the same bits", _autocast)
     yield Check("torch.compile", "log-probs and their gradient", _compiled_rows)
     yield Check("torch.compile", "correction, loss and its gradient", _compiled_loss)
+    for form in head.FORMS:
+        yield Check("torch.compile", f"{form} and its gradients", partial(_compiled_head, form))
     yield Check("variants", "ragged batches of a correction compile nothing anew", _variants_of_correction)
     yield Check("variants", "slices of rows compile at most 8 variants of a kernel", _variants_of_rows)
 
@@ -200,6 +202,22 @@ def _compiled_loss(setting: Setting, comparison: Comparison) -> None:
     _nearly_the_same(comparison, gradient(torch.compile(step)), gradient(step))
 
 
+def _compiled_head(form: str, setting: Setting, comparison: Comparison) -> None:
+    """The head between operations of a compiled function, which goes back to Python around it."""
+    setting.need_cuda()
+    given = head.head_of(setting, torch.float32, "compiled")
+
+    def step(hidden: Tensor, weight: Tensor) -> Tensor:
+        return 2 * head.loss_of(given, form, 1.5 * hidden, weight)
+
+    def gradients(step: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        leaves = [part.clone().requires_grad_() for part in (given.hidden, given.weight)]
+        value = step(*leaves)
+        return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+    _nearly_the_same(comparison, gradients(torch.compile(step)), gradients(step))
+
+
 def _nearly_the_same(comparison: Comparison, found: list[Tensor], expected: list[Tensor]) -> None:
     for index, (ours, true) in enumerate(zip(found, expected, strict=True)):
         # the operations around a kernel may be fused, and then round otherwise
@@ -243,10 +261,10 @@ def compiled_variants() -> dict[str, int]:
     """How often each kernel was compiled in this process."""
     from triton.runtime.jit import JITFunction
 
-    from megatron_rc.kernels import launch
+    from megatron_rc.kernels import launch_table
 
     found = {}
-    for path in sorted(Path(launch.__file__).parent.glob("*.py")):
+    for path in sorted(Path(launch_table.__file__).parent.glob("*.py")):
         module = importlib.import_module(f"megatron_rc.kernels.{path.stem}")
         for name, kernel in vars(module).items():
             if isinstance(kernel, JITFunction) and name.endswith("_kernel"):

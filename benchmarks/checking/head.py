@@ -181,6 +181,19 @@ def _by_logits(head: Head, dtype: torch.dtype, softmax: dict[str, Any]) -> Answe
     return _answer(head, loss, logprobs, entropy, hidden, weight)._replace(by_logits=logits.grad)
 
 
+def loss_of(head: Head, form: str, hidden: Tensor, weight: Tensor) -> Tensor:
+    """The loss of other states and another weight, its old policy being given."""
+    old = torch.full_like(head.tokens["scale"], -2.0)
+    t = head.tokens
+    corrected = Corrected(t["weights"], t["mask"], t["mask"][:1], MetricSums(), RolloutCorrection())
+    given, options = (old, t["advantages"], corrected), head.softmax | head.of_head | {"backend": "triton"}
+    if form == "linear_policy_loss":
+        return linear_policy_loss(hidden, weight, head.targets, *given, scale=t["scale"], **options).loss
+    logprobs = linear_logprobs(hidden, weight, head.targets, **options)
+    assert isinstance(logprobs, Tensor)
+    return policy_loss(logprobs, *given, scale=t["scale"], backend="triton").loss
+
+
 def _by_head(head: Head, form: str) -> Answer:
     hidden, weight = (part.clone().requires_grad_() for part in (head.hidden, head.weight))
     leaf: Any = weight

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,20 @@ from torch import Tensor
 from megatron_rc.kernels import device
 
 
-def test_every_launch_is_guarded_by_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from tensors_in(value)
+        elif isinstance(value, Tensor):
+            yield value
+
+
+def test_every_launch_is_guarded_by_the_device_of_a_tensor_that_kernels_of_its_call_touch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     current: list[Tensor] = []
-    found: dict[str, bool] = {}
+    guards: dict[str, list[Tensor]] = {}
+    touched: list[Tensor] = []
     real = launches.Launch
 
     @contextmanager
@@ -29,14 +40,19 @@ def test_every_launch_is_guarded_by_a_device(monkeypatch: pytest.MonkeyPatch) ->
 
     def launch(kernel: Any, *rest: Any) -> launches.Launch:
         one = real(kernel, *rest)
-        found[one.name] = found.get(one.name, True) and bool(current)
+        guards.setdefault(one.name, []).extend(current[-1:] or [torch.empty(1)])
+        touched.extend(tensors_in(one.arguments.values()))
         return one
 
     monkeypatch.setattr(device, "device_of", device_of)
     monkeypatch.setattr(launches, "Launch", launch)
     aot.captured(lambda: [call("triton", SMALL) for call in CALLS.values()])
-    assert set(found) == set(aot.kernel_names())
-    assert [name for name, guarded in found.items() if not guarded] == []
+    assert set(guards) == set(aot.kernel_names())
+    memory = {tensor.untyped_storage().data_ptr() for tensor in touched}
+    strangers = {
+        name for name, given in guards.items() for one in given if one.untyped_storage().data_ptr() not in memory
+    }
+    assert strangers == set()
     assert not current
 
 
