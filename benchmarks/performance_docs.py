@@ -106,7 +106,9 @@ RESOURCES = """\
 Compiled ahead of time by `python benchmarks/kernel_resources.py`, in every variant by dtype, alignment and strides that
 the launchers can ask for; contiguous rows aligned to 16 bytes are among the variants with few registers. Instructions
 per logit are those of the loop over the whole tiles of a row, forward and backward; rows of 50,257 columns begin at any
-address.
+address. At a barrier the warps of a program wait for each other: `correction_fwd_kernel` has one for all its sums and
+maxima, two more where it measures a bound of tokens, two for turns, which it numbers by a scan, and four for prefixes,
+which are two scans.
 
 """
 

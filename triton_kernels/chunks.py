@@ -89,7 +89,13 @@ def store_rows(pointer, values, rows, sequence, begin, end, num_tokens, num_sequ
     tl.store(pointer + rows, values, mask=(rows >= lowest) & (rows < highest))
     lanes = tl.arange(0, BLOCK)
     rest = tl.where((sequence == 0), begin % BLOCK, 0)
-    tl.store(pointer + lanes, 0, mask=(rows - lanes == begin) & (lanes < rest))
+    # downwards: the compiler would make one wide store of ascending rows, and every other access follow its layout
+    tl.store(pointer + rest - 1 - lanes, 0, mask=(rows - lanes == begin) & (lanes < rest))
+
+
+@triton.constexpr_function
+def _lanes(ways):
+    return min(32, ways)
 
 
 @triton.jit
@@ -100,12 +106,17 @@ def locate_chunk(chunk, cu_seqlens, row_length, num_tokens, num_sequences, BLOCK
     """
     lowest = chunk * 0
     count = lowest + num_sequences
+    # as many lanes as a warp has: every warp counts for itself, and none waits for another
+    LANES: tl.constexpr = _lanes(WAYS)
     while count > 1:
         step = (count + WAYS - 1) // WAYS
-        sequence = lowest + tl.arange(0, WAYS) * step
-        inside = sequence < lowest + count
-        begun = inside & (first_chunk(sequence, inside, cu_seqlens, row_length, num_tokens, BLOCK) <= chunk)
-        skipped = tl.maximum(tl.sum(begun.to(tl.int32)) - 1, 0) * step
+        begun = tl.zeros([LANES], tl.int32)
+        for part in tl.static_range(WAYS // LANES):
+            sequence = lowest + (part * LANES + tl.arange(0, LANES)) * step
+            inside = sequence < lowest + count
+            before = first_chunk(sequence, inside, cu_seqlens, row_length, num_tokens, BLOCK) <= chunk
+            begun += (inside & before).to(tl.int32)
+        skipped = tl.maximum(tl.sum(begun) - 1, 0) * step
         lowest += skipped
         count = tl.minimum(step, count - skipped)
     begin = sequence_begin(lowest, True, cu_seqlens, row_length, num_tokens)

@@ -16,7 +16,7 @@ from .gates import LEVEL_OF_GATE, STATISTIC, beyond_gate
 from .lags import put_kept_of_lags, put_lags
 from .launch_table import LAUNCH
 from .log_ratio import load_log_ratio
-from .measured_upper import NUM_OF_UPPER, put_upper
+from .measured_upper import NUM_OF_UPPER, put_upper_of_sequence, put_upper_of_tokens
 from .metric_rows import (
     FROM_TOKENS_TO_SEQUENCES,
     NUM_OF_FACTORS,
@@ -25,7 +25,6 @@ from .metric_rows import (
     NUM_OF_WEIGHTS,
     MetricRows,
     clamp,
-    put,
     put_outside,
     put_standardized,
     put_tokens,
@@ -34,6 +33,7 @@ from .metric_rows import (
 )
 from .rejection_statistics import gate_statistic, pi_mass_kept
 from .segments import segment_slots, values_of_segments
+from .sheet import add, maxima_of_warps, merge, new_sheet, write
 from .unit_sums import SegmentParts, columns_of
 from .weight_bounds import bounds_of_units, prefix_sums
 
@@ -71,7 +71,8 @@ def correction_fwd_kernel(
     GATES: tl.constexpr,  # the fields of every Gate
     DROPS_CORRUPT_SEQUENCES: tl.constexpr, COMPLETE: tl.constexpr, BY_ID: tl.constexpr,
     UNITS: tl.constexpr,  # chunks summed at a time
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # of the sheet: K without those of put_upper, rounded up to a power of two
+    WARPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per chunk."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -85,13 +86,17 @@ def correction_fwd_kernel(
     inside = (rows >= begin) & (rows < end)
     log_ratio, rollout, valid, loss = load_log_ratio(train_logprobs, rollout_logprobs, loss_mask, rows, inside)
     bound = tl.full((), LOG_RATIO_BOUND, tl.float64)
-    cell, rho_max, rho_min = put_tokens(metrics + chunk, chunks, log_ratio, rollout, valid, loss, bound)
-    cell_of_lags = cell
+    cell = metrics + chunk
+    sheet = new_sheet(WARPS, ROWS)
+    sheet, row, rho_max, rho_min = put_tokens(sheet, 0, log_ratio, rollout, valid, loss, bound)
+    row_of_lags = row
     if len(LAG_BINS) > 0:
         # first, where rho and k3 of every lane exist already: keeping them for later takes too many registers
         lag = tl.load(statistics[LAG_SOURCE] + rows, mask=valid, other=0)
-        put_lags(cell_of_lags, chunks, log_ratio, valid, lag, bound, LAG_BINS)
-        cell += len(LAG_BINS) * NUM_OF_LAGS * chunks
+        # an empty chunk has none; without a branch the compiler mixes these sums with others, and spills registers
+        if start < end:
+            sheet = put_lags(sheet, row_of_lags, log_ratio, valid, lag, bound, LAG_BINS)
+        row += len(LAG_BINS) * NUM_OF_LAGS
 
     if sums is not None:
         first = sequence
@@ -107,6 +112,9 @@ def correction_fwd_kernel(
         mean = total / divisor
         corrupt = tokens < loss_tokens
         whole = (tokens > 0.0) & (corrupt == 0)
+        # for every warp: the interpreter cannot broadcast a scalar condition
+        of_warps = tl.full([WARPS, 1], 0.0, tl.float64)
+        all_whole = (of_warps + tokens > 0.0) & (of_warps + tokens >= loss_tokens)
         opens = start == begin
 
     if weights is not None:
@@ -117,30 +125,27 @@ def correction_fwd_kernel(
             # the first segment may have begun in an earlier chunk, and have its slot there
             origin = tl.load(segment_edges + 2 * chunks + chunk)
             slots = tl.where(slots == tl.load(segment_edges + chunk), origin, slots)
-        # values of a sequence are judged lane by lane: the interpreter cannot broadcast a scalar condition
+        # and values of a sequence are judged lane by lane
         lanes = tl.full([BLOCK], 0.0, tl.float64)
         kept = valid
         if DROPS_CORRUPT_SEQUENCES:
             kept = kept & (lanes + tokens >= loss_tokens)
-        cell_of_factors = cell
-        cell += (SAMPLING_SOURCE >= 0) * NUM_OF_FACTORS * chunks
-        cell_of_weights = cell
-        cell += NUM_OF_WEIGHTS * chunks
-        cell_of_standardized = cell
+        row_of_factors = row
+        row += (SAMPLING_SOURCE >= 0) * NUM_OF_FACTORS
+        row_of_weights = row
+        row += NUM_OF_WEIGHTS
+        row_of_standardized = row
         k3 = None
         if mean_k3 is not None:
             k3 = tl.load(mean_k3).to(tl.float64)
-            cell += NUM_OF_STANDARDIZED * chunks
-        cell_of_upper = cell
-        if MEASURES_UPPER != "none":
-            cell += NUM_OF_UPPER * chunks
+            row += NUM_OF_STANDARDIZED
         num_bounds = HAS_LOWER + HAS_UPPER + (LOG_STALENESS is not None) + len(GATES)
-        to_outcome = (num_bounds + FROM_TOKENS_TO_SEQUENCES) * chunks
+        to_outcome = num_bounds + FROM_TOKENS_TO_SEQUENCES
 
         weight = tl.full((), 1.0, tl.float32)
         if SAMPLING_SOURCE >= 0:
-            mismatch, staleness = put_factors(
-                cell_of_factors, chunks, train_logprobs, statistics[SAMPLING_SOURCE], rollout, rows, valid, bound
+            sheet, mismatch, staleness = put_factors(
+                sheet, row_of_factors, train_logprobs, statistics[SAMPLING_SOURCE], rollout, rows, valid, bound
             )
         if LEVEL != "none":
             log_weight = lanes + total
@@ -158,18 +163,24 @@ def correction_fwd_kernel(
                     log_weight += tl.load(statistics[CARRY_SOURCE] + rows, mask=valid, other=0)
             weight = tl.where(log_weight == float("-inf"), 0.0, tl.exp(clamp(log_weight, bound))).to(tl.float32)
             if MEASURES_UPPER != "none":
-                used = valid.to(tl.float64)
-                if MEASURES_UPPER == "sequence":
-                    advantage = lanes + tl.load(advantages + sequence).to(tl.float64)
-                elif LEVEL == "token":
-                    advantage = tl.load(advantages + rows, mask=valid, other=0).to(tl.float64)
+                if LEVEL == "token":
+                    if MEASURES_UPPER == "token":
+                        advantage = tl.load(advantages + rows, mask=valid, other=0).to(tl.float64)
+                    else:
+                        advantage = lanes + tl.load(advantages + sequence).to(tl.float64)
+                    rho = tl.where(log_weight == float("-inf"), 0.0, tl.exp(clamp(log_weight, bound)))
+                    put_upper_of_tokens(cell, chunks, rho, advantage, valid, WARPS)
                 else:
-                    advantage = lanes + merge_all(sums + UPPER_COLUMN * stride, first, last, "sum", UNITS) / divisor
-                if LEVEL != "token":
-                    # one lane stands for the sequence
-                    used = tl.where(rows == start, 1.0, 0.0) * (opens & whole & (counts != 0)).to(tl.float64)
-                rho = tl.where(log_weight == float("-inf"), 0.0, tl.exp(clamp(log_weight, bound)))
-                put_upper(cell_of_upper, chunks, rho, tl.where(used > 0.0, advantage, 0.0), used)
+                    if MEASURES_UPPER == "token":
+                        advantage = merge_all(sums + UPPER_COLUMN * stride, first, last, "sum", UNITS) / divisor
+                    else:
+                        advantage = tl.load(advantages + sequence).to(tl.float64)
+                    of_unit = total
+                    if LEVEL == "geometric":
+                        of_unit = mean
+                    rho = tl.where(of_unit == float("-inf"), 0.0, tl.exp(clamp(of_unit, bound)))
+                    put_upper_of_sequence(cell, chunks, rho, advantage, opens & whole & (counts != 0))
+                cell += NUM_OF_UPPER * chunks
             lower, upper, log_lower, log_upper = bounds[0], bounds[1], bounds[2], bounds[3]
             if len(LOG_UPPERS) > 0:
                 if LEVEL == "token":
@@ -192,15 +203,15 @@ def correction_fwd_kernel(
             log_weight = log_weight.to(tl.float32)
             within = valid
             if HAS_LOWER:
-                cell = put_outside(cell, chunks, to_outcome, valid & (log_weight < log_lower), whole)
+                sheet, row = put_outside(sheet, row, to_outcome, valid & (log_weight < log_lower), all_whole)
                 within = within & (log_weight >= log_lower)
             if HAS_UPPER:
-                cell = put_outside(cell, chunks, to_outcome, valid & (log_weight > log_upper), whole)
+                sheet, row = put_outside(sheet, row, to_outcome, valid & (log_weight > log_upper), all_whole)
                 within = within & (log_weight <= log_upper)
             if LOG_STALENESS is not None:
                 weight *= bounded_staleness(staleness, bound, LOG_STALENESS)
                 beyond = valid & (staleness > tl.full((), LOG_STALENESS, tl.float32))
-                cell = put_outside(cell, chunks, to_outcome, beyond, whole)
+                sheet, row = put_outside(sheet, row, to_outcome, beyond, all_whole)
             if DROPS:
                 kept = kept & within
 
@@ -211,16 +222,16 @@ def correction_fwd_kernel(
                 segment_columns, num_slots, slots, bounds, k3, GATES, g, UNITS,
             )  # fmt: skip
             rejected = valid & rejected
-            cell = put_outside(cell, chunks, to_outcome, rejected, whole)
+            sheet, row = put_outside(sheet, row, to_outcome, rejected, all_whole)
             kept = kept & (rejected == 0)
 
         final = tl.where(kept, weight, 0.0)
         store_rows(weights, final, rows, sequence, begin, end, num_tokens, num_sequences, BLOCK)
         store_rows(mask, kept, rows, sequence, begin, end, num_tokens, num_sequences, BLOCK)
-        weight_sum, kept_tokens = put_weights(cell_of_weights, chunks, final, kept)
+        sheet, weight_sum, kept_tokens = put_weights(sheet, row_of_weights, final, kept)
         if len(LAG_BINS) > 0:
             lag = tl.load(statistics[LAG_SOURCE] + rows, mask=valid, other=0)
-            put_kept_of_lags(cell_of_lags, chunks, kept, lag, LAG_BINS)
+            sheet = put_kept_of_lags(sheet, row_of_lags, kept, lag, LAG_BINS)
         for g in tl.static_range(len(GATES)):
             # last, where few values are alive: an error function takes many registers
             if field(GATES, g, STATISTIC) == "standardized":
@@ -229,23 +240,32 @@ def correction_fwd_kernel(
                     of_unit = values_of_segments(segment_columns, num_slots, slots, valid, 0)
                 mass = pi_mass_kept(bounds[5 + 2 * g], of_unit, k3)
                 of_tokens = gate_statistic(log_ratio.to(tl.float64), rollout.to(tl.float64), "capped_k3")
-                put_standardized(cell_of_standardized, chunks, of_tokens, mass, of_unit, valid)
+                sheet = put_standardized(sheet, row_of_standardized, of_tokens, mass, of_unit, valid)
 
     maxima = (rho_max,)
     minima = (rho_min,)
     if sums is not None:
-        cell = put(cell, chunks, ((opens & corrupt & (counts != 0)).to(tl.float64),))
+        sheet, row = add(sheet, row, (opens & corrupt & (counts != 0),))
         counted = opens & whole & (counts != 0)
-        cell, seq_rho = put_whole_sequence(cell, chunks, total, mean, total_rollout / divisor, tokens, counted, bound)
+        sheet, row, seq_rho = put_whole_sequence(
+            sheet, row, total, mean, total_rollout / divisor, tokens, counted, bound
+        )
         maxima += (tl.where(counted, seq_rho, 0.0),)
-        minima += (tl.where(counted, seq_rho, float("inf")),)
+        minima += (tl.where(counted, -seq_rho, float("-inf")),)
         if weights is not None:
-            outcomes = (tl.where(whole, weight_sum / divisor, 0.0), tl.where(whole, kept_tokens, 0.0))
-            # the rows in between, of sequences outside a bound, are written already
-            cell = put(cell, chunks, outcomes) + num_bounds * chunks
-            maxima += (tl.max(final),)
-            minima += (tl.min(tl.where(kept, final, float("inf"))),)
-    put(cell, chunks, maxima + minima)
+            sheet = write(sheet, row, tl.where(all_whole, weight_sum / divisor, 0.0))
+            sheet = write(sheet, row + 1, tl.where(all_whole, kept_tokens, 0.0))
+            # the rows behind, of sequences outside a bound, are written already
+            row += 2 + num_bounds
+            maxima += (maxima_of_warps(final, WARPS),)
+            minima += (maxima_of_warps(tl.where(kept, -final, float("-inf")), WARPS),)
+    for i in tl.static_range(len(maxima)):
+        sheet = write(sheet, row + i, maxima[i])
+        sheet = write(sheet, row + len(maxima) + i, minima[i])
+    index = tl.arange(0, ROWS)
+    numbers = merge(sheet, row)
+    numbers = tl.where(index < row + len(maxima), numbers, -numbers)
+    tl.store(cell + index * chunks, numbers, mask=index < row + 2 * len(maxima))
 
 
 @on_its_device
@@ -278,6 +298,7 @@ def correction_fwd(
     assert launch.block == LAUNCH["unit_sums"].block
     chunks, device, num_tokens = tokens.num_chunks(launch.block), tokens.loss_mask.device, tokens.loss_mask.numel()
     metrics = torch.empty((rows.num_rows, chunks), dtype=torch.float64, device=device)
+    apart = NUM_OF_UPPER.value if decisions.weight.measures_upper != "none" else 0
     weights = mask = bad_sequences = None
     if with_weights:
         weights = torch.empty(num_tokens, dtype=torch.float32, device=device)
@@ -305,6 +326,8 @@ def correction_fwd(
         DROPS_CORRUPT_SEQUENCES=decisions.drops_corrupt_sequences,
         COMPLETE=complete,
         UNITS=LAUNCH["unit_combine"].block,
+        ROWS=triton.next_power_of_2(rows.num_rows - apart),
+        WARPS=launch.num_warps,
         BLOCK=launch.block,
         **launch.options,
     )

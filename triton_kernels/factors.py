@@ -6,19 +6,20 @@ import triton
 import triton.language as tl
 
 from .log_ratio import expm1
-from .metric_rows import clamp, put
+from .metric_rows import clamp
+from .sheet import add
 
 
 @triton.jit
-def put_factors(cell, stride, train_logprobs, sampling_logprobs, rollout, rows, valid, bound):
-    """Write the sums of both; return (log mismatch, log staleness) of lanes, fp32, 0 where not valid, as rollout is."""
+def put_factors(sheet, row, train_logprobs, sampling_logprobs, rollout, rows, valid, bound):
+    """The sheet with the sums of both, and (log mismatch, log staleness) of lanes, fp32, 0 where not valid."""
     sampling = tl.load(sampling_logprobs + rows, mask=valid, other=0.0).to(tl.float32)
     train = tl.load(train_logprobs + rows, mask=valid, other=0.0).to(tl.float32)
     mismatch = sampling - rollout
     staleness = train - sampling
-    cell = _put_factor(cell, stride, mismatch, valid, bound)
-    _put_factor(cell, stride, staleness, valid, bound)
-    return mismatch, staleness
+    sheet, row = _put_factor(sheet, row, mismatch, valid, bound)
+    sheet, row = _put_factor(sheet, row, staleness, valid, bound)
+    return sheet, mismatch, staleness
 
 
 @triton.jit
@@ -31,9 +32,9 @@ def bounded_staleness(staleness, bound, LOG_UPPER: tl.constexpr):
 
 
 @triton.jit
-def _put_factor(cell, stride, log_factor, valid, bound):
-    """Write the sums of rho, rho^2 and k3 of one factor; return the cell of the row after them."""
+def _put_factor(sheet, row, log_factor, valid, bound):
+    """The sheet with the sums of rho, rho^2 and k3 of one factor, and the row after them."""
     ell = clamp(log_factor.to(tl.float64), bound)
     exp_ell = tl.exp(ell)
     rho = tl.where(valid, exp_ell, 0.0)
-    return put(cell, stride, (tl.sum(rho), tl.sum(rho * rho), tl.sum(expm1(ell, exp_ell) - ell)))
+    return add(sheet, row, (rho, rho * rho, expm1(ell, exp_ell) - ell))

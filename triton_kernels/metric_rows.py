@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .log_ratio import expm1
+from .sheet import add, maxima_of_warps, sums_of_warps, write
 
 _WITH_SQUARES = tuple(name for each in ("dev", "rho", "q", "p") for name in (each, f"square:{each}"))
 _PRODUCTS = ("log_ratio", "log_ratio_abs", "rho_log_ratio", "p_q", "dev_abs", "prob_gap")
@@ -79,11 +80,11 @@ def metric_rows(
         maxima, minima = ("rho_max", "seq_rho_max"), ("rho_min", "seq_rho_min")
         return MetricRows(OF_TOKENS + OF_SEQUENCES, OF_WHOLE_SEQUENCES, (), maxima, minima)
     return MetricRows(
-        OF_TOKENS
+        upper
+        + OF_TOKENS
         + parts
         + OF_WEIGHTS
         + (OF_STANDARDIZED if standardized else ())
-        + upper
         + tuple(f"token:{name}" for name in bounds)
         + OF_SEQUENCES,
         OF_WHOLE_SEQUENCES,
@@ -94,26 +95,13 @@ def metric_rows(
 
 
 @triton.jit
-def put(cell, stride, values):
-    """Write one number into each of the next rows; return the cell of the row after them."""
-    for i in tl.static_range(len(values)):
-        tl.store(cell + i * stride, values[i])
-    return cell + len(values) * stride
-
-
-@triton.jit
-def count(condition):
-    return tl.sum(condition.to(tl.int32)).to(tl.float64)
-
-
-@triton.jit
 def clamp(x, bound):
     return tl.where(x > bound, bound, tl.where(x < -bound, -bound, x))
 
 
 @triton.jit
-def put_tokens(cell, stride, log_ratio, rollout, valid, loss, bound):
-    """Write OF_TOKENS; return also the largest and the smallest rho."""
+def put_tokens(sheet, row, log_ratio, rollout, valid, loss, bound):
+    """(the sheet with OF_TOKENS, the row after them, the largest rho of every warp, the smallest one negated)."""
     distance = tl.abs(log_ratio)
     exact = log_ratio.to(tl.float64)
     rollout = rollout.to(tl.float64)
@@ -123,45 +111,44 @@ def put_tokens(cell, stride, log_ratio, rollout, valid, loss, bound):
     rho = tl.where(valid, exp_ell, 0.0)
     q = tl.where(valid, tl.exp(rollout), 0.0)
     p = tl.where(valid, tl.exp(rollout + exact), 0.0)
-    # few sums at a time: each is a number that every thread holds until it is written
-    cell = put(cell, stride, (count(distance > _LOG_2), count(distance > bound.to(tl.float32))))
-    cell = put(cell, stride, (tl.sum(ell), tl.sum(tl.abs(ell)), tl.sum(rho * ell), tl.sum(p * q)))
-    cell = put(cell, stride, (tl.sum(tl.abs(dev)), tl.sum(tl.abs(p - q))))
-    cell = put(cell, stride, (tl.sum(dev), tl.sum(dev * dev), tl.sum(rho), tl.sum(rho * rho)))
-    cell = put(cell, stride, (tl.sum(q), tl.sum(q * q), tl.sum(p), tl.sum(p * p)))
-    cell = put(cell, stride, (count(valid), count(loss)))
-    return cell, tl.max(rho), tl.min(tl.where(valid, rho, float("inf")))
+    sheet, row = add(sheet, row, (distance > _LOG_2, distance > bound.to(tl.float32)))
+    sheet, row = add(sheet, row, (ell, tl.abs(ell), rho * ell, p * q, tl.abs(dev), tl.abs(p - q)))
+    sheet, row = add(sheet, row, (dev, dev * dev, rho, rho * rho, q, q * q, p, p * p, valid, loss))
+    WARPS: tl.constexpr = sheet.shape[0]
+    lowest = maxima_of_warps(tl.where(valid, -rho, float("-inf")), WARPS)
+    return sheet, row, maxima_of_warps(rho, WARPS), lowest
 
 
 @triton.jit
-def put_weights(cell, stride, weights, kept):
-    """Write OF_WEIGHTS; return the sum of the weights and the number of kept tokens."""
+def put_weights(sheet, row, weights, kept):
+    """(the sheet with OF_WEIGHTS, the sum of the weights and the number of kept tokens of every warp)."""
     weights = weights.to(tl.float64)
-    weight = tl.sum(weights)
-    kept_tokens = count(kept)
-    put(cell, stride, (weight, kept_tokens, tl.sum(weights * weights)))
-    return weight, kept_tokens
+    weight = sums_of_warps(weights, sheet.shape[0])
+    kept_tokens = sums_of_warps(kept, sheet.shape[0])
+    sheet = write(write(sheet, row, weight), row + 1, kept_tokens)
+    sheet, _ = add(sheet, row + 2, (weights * weights,))
+    return sheet, weight, kept_tokens
 
 
 @triton.jit
-def put_standardized(cell, stride, k3, mass, tokens, valid):
-    """Write OF_STANDARDIZED from the capped k3 of tokens, and from pi_mass_kept and the tokens of their unit."""
+def put_standardized(sheet, row, k3, mass, tokens, valid):
+    """The sheet with OF_STANDARDIZED, from the capped k3 of tokens, and pi_mass_kept and the tokens of their unit."""
     share = tl.where(valid, 1.0 / tl.where(valid, tokens, 1.0), 0.0)
-    return put(cell, stride, (tl.sum(tl.where(valid, k3, 0.0)), tl.sum(mass * share), tl.sum(share)))
+    sheet, _ = add(sheet, row, (tl.where(valid, k3, 0.0), mass * share, share))
+    return sheet
 
 
 @triton.jit
-def put_outside(cell, stride, to_outcome, outside, whole):
-    """Write the number of tokens outside a bound, and into another row that of whole sequences only."""
-    tokens = count(outside)
-    tl.store(cell, tokens)
-    tl.store(cell + to_outcome, tl.where(whole, tokens, 0.0))
-    return cell + stride
+def put_outside(sheet, row, to_outcome, outside, whole):
+    """The sheet with the number of tokens outside a bound, in another row that of whole sequences, and the next row."""
+    tokens = sums_of_warps(outside, sheet.shape[0])
+    sheet = write(sheet, row, tokens)
+    return write(sheet, row + to_outcome, tl.where(whole, tokens, 0.0)), row + 1
 
 
 @triton.jit
-def put_whole_sequence(cell, stride, total, mean, mean_rollout, tokens, counted, bound):
-    """Write OF_WHOLE_SEQUENCES, as 0 unless the sequence is counted here; return also its rho."""
+def put_whole_sequence(sheet, row, total, mean, mean_rollout, tokens, counted, bound):
+    """(the sheet with OF_WHOLE_SEQUENCES, 0 unless the sequence is counted here, the row after them, its rho)."""
     one = counted.to(tl.float64)
     capped = clamp(total, bound)
     mean = clamp(mean, bound)
@@ -173,4 +160,5 @@ def put_whole_sequence(cell, stride, total, mean, mean_rollout, tokens, counted,
     ratios = (one * rho, one * expm1(capped, rho))
     perplexities = (one * rollout_log_ppl, one * train_log_ppl, one * rollout_ppl, one * train_ppl)
     distances = (one * tl.abs(mean), one * tl.abs(mean) * tokens)
-    return put(cell, stride, ratios + perplexities + distances + (tl.where(capped != total, one, 0.0), one)), rho
+    sheet, row = add(sheet, row, ratios + perplexities + distances + (tl.where(capped != total, one, 0.0), one))
+    return sheet, row, rho

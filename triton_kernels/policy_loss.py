@@ -13,7 +13,8 @@ from torch import Tensor
 from .device import on_its_device
 from .launch_table import LAUNCH
 from .log_ratio import k3
-from .metric_rows import clamp, count, put
+from .metric_rows import clamp
+from .sheet import add, merge, new_sheet, sums_of_warps, write
 
 # numbers of tokens and addresses of slices differ from step to step: neither may compile the kernel anew
 _LOGPROBS = ["current_logprobs", "old_logprobs", "reference_logprobs"]
@@ -41,7 +42,8 @@ def policy_loss_fwd_kernel(
     IS_PPO: tl.constexpr, ADVANTAGE_PER_ROW: tl.constexpr,
     NUM_MEANS: tl.constexpr,  # metrics over the sum of scale
     NUM_SHARES: tl.constexpr,  # metrics over the number of kept tokens
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # 2 M, rounded up to a power of two
+    WARPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per tile. tl.where instead of tl.minimum, which would hide a NaN."""
     tiles = tl.num_programs(0)
@@ -79,39 +81,45 @@ def policy_loss_fwd_kernel(
     else:
         value = tl.where(kept, current, 0.0)
         gain = tl.where(kept, weight * -advantage, 0.0)
-    policy = tl.sum((scale * tl.where(kept, weight * (-advantage * value), 0.0)).to(tl.float64))
+    policy = sums_of_warps((scale * tl.where(kept, weight * (-advantage * value), 0.0)).to(tl.float64), WARPS)
     loss = policy
 
     if reference_logprobs is not None:
         reference = tl.load(reference_logprobs + tokens, mask=inside, other=0.0).to(tl.float32)
         distance = tl.where(usable, reference - current, 0.0)
         distance = clamp(distance, log_ratio_bound)
-        kl = tl.sum((scale * tl.where(usable, ratio * k3(distance), 0.0)).to(tl.float64))
+        kl = sums_of_warps((scale * tl.where(usable, ratio * k3(distance), 0.0)).to(tl.float64), WARPS)
         loss += kl_coef * kl
         # r k3 through r and -r (e^d - 1) through d add up to -r d; it has the right sign where r or d is clamped, too
         gain += kl_coef * (-ratio * distance)
     if entropies is not None:
         entropy = tl.load(entropies + tokens, mask=inside, other=0.0).to(tl.float32)
-        entropy_sum = tl.sum((scale * tl.where(counts, entropy, 0.0)).to(tl.float64))
+        entropy_sum = sums_of_warps((scale * tl.where(counts, entropy, 0.0)).to(tl.float64), WARPS)
         loss -= entropy_coef * entropy_sum
     if coefficients is not None:
         tl.store(coefficients + tokens, scale * gain, mask=inside)
 
-    cell = put(partials + tl.program_id(0), tiles, (loss, policy))
+    sheet = write(write(new_sheet(WARPS, ROWS), 0, loss), 1, policy)
+    row = 2
     if reference_logprobs is not None:
-        cell = put(cell, tiles, (kl,))
+        sheet = write(sheet, row, kl)
+        row += 1
     if entropies is not None:
-        cell = put(cell, tiles, (entropy_sum,))
+        sheet = write(sheet, row, entropy_sum)
+        row += 1
     if IS_PPO:
-        cell = put(cell, tiles, (count(kept & high), count(kept & low)))
+        sheet, row = add(sheet, row, (kept & high, kept & low))
         if dual_clip is not None:
-            cell = put(cell, tiles, (count(kept & far),))
-    scale_sum = tl.sum(scale.to(tl.float64))
-    for _ in tl.static_range(NUM_MEANS):
-        cell = put(cell, tiles, (scale_sum,))
-    kept_tokens = count(kept)
-    for _ in tl.static_range(NUM_SHARES):
-        cell = put(cell, tiles, (kept_tokens,))
+            sheet, row = add(sheet, row, (kept & far,))
+    scale_sum = sums_of_warps(scale.to(tl.float64), WARPS)
+    for i in tl.static_range(NUM_MEANS):
+        sheet = write(sheet, row + i, scale_sum)
+    kept_tokens = sums_of_warps(kept, WARPS)
+    for i in tl.static_range(NUM_SHARES):
+        sheet = write(sheet, row + NUM_MEANS + i, kept_tokens)
+    index = tl.arange(0, ROWS)
+    last = row + NUM_MEANS + NUM_SHARES
+    tl.store(partials + tl.program_id(0) + index.to(tl.int64) * tiles, merge(sheet, ROWS), mask=index < last)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -225,6 +233,8 @@ def policy_loss_fwd(
         ADVANTAGE_PER_ROW=advantages.dim() < current.dim(),
         NUM_MEANS=num_means,
         NUM_SHARES=num_shares,
+        ROWS=triton.next_power_of_2(rows),
+        WARPS=launch.num_warps,
         BLOCK=launch.block,
         **launch.options,
     )

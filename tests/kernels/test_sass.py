@@ -1,4 +1,4 @@
-"""The machine code of the row kernels for an H200: few instructions for every logit, and wide loads."""
+"""The machine code for an H200: few instructions for every logit, wide loads, and few barriers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import aot
+import kernel_calls
 import pytest
 import sass
 
@@ -47,6 +48,26 @@ def test_the_id_of_the_target_is_loaded_before_the_loop_and_its_logit_before_the
     (target,) = (one.address for one in code if one.opcode == "LDG.E.U16")
     first_barrier = next(one.address for one in code if one.opcode.startswith("BAR"))
     assert target_id < loop[0].address and loop[-1].address < target < first_barrier
+
+
+@pytest.mark.parametrize(
+    ("call", "kernel", "barriers"),
+    [
+        ("correct token", "correction_fwd_kernel", 1),
+        ("correct by lag", "correction_fwd_kernel", 3),
+        ("correct prefixes", "correction_fwd_kernel", 5),
+        ("loss reinforce", "policy_loss_fwd_kernel", 1),
+    ],
+)
+def test_warps_meet_once_for_all_sums_and_else_where_they_scan(call: str, kernel: str, barriers: int) -> None:
+    made = aot.captured(lambda: kernel_calls.CALLS[call]("triton", kernel_calls.WIDE)).launches
+    source = aot.natural(next(one for one in made if one.name == kernel), aot.ONE_TARGET)
+    assert sass.number_of(sass.instructions(source), "BAR") == barriers
+
+
+def test_no_variant_of_the_correction_has_more_than_six_barriers() -> None:
+    committed = json.loads(FILE.read_text())["kernels"]["correction_fwd_kernel"]
+    assert committed["most barriers"] <= 6 and committed["most spilled"] == 0
 
 
 def test_stages_change_no_instruction() -> None:
