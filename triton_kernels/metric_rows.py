@@ -114,9 +114,8 @@ def put_tokens(sheet, row, log_ratio, rollout, valid, loss, bound):
     sheet, row = add(sheet, row, (distance > _LOG_2, distance > bound.to(tl.float32)))
     sheet, row = add(sheet, row, (ell, tl.abs(ell), rho * ell, p * q, tl.abs(dev), tl.abs(p - q)))
     sheet, row = add(sheet, row, (dev, dev * dev, rho, rho * rho, q, q * q, p, p * p, valid, loss))
-    WARPS: tl.constexpr = sheet.shape[0]
-    lowest = maxima_of_warps(tl.where(valid, -rho, float("-inf")), WARPS)
-    return sheet, row, maxima_of_warps(rho, WARPS), lowest
+    lowest = maxima_of_warps(tl.where(valid, -rho, float("-inf")), sheet.shape[0])
+    return sheet, row, maxima_of_warps(rho, sheet.shape[0]), lowest
 
 
 @triton.jit
