@@ -91,3 +91,19 @@ def test_a_variable_is_plain_where_the_script_alone_decides_it(text: str, value:
     file = tmp_path / "run.sh"
     file.write_text(text + "\n")
     assert read_script(file).words[-1] == value
+
+
+def test_an_assignment_keeps_the_words_of_a_variable_together(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text('A="--lr 1"\nA="${A}"\nB=$A\nA="$A --bf16"\npython train.py $A $B\n')
+    assert read_script(tmp_path / "run.sh").words[2:] == ["--lr", "1", "--bf16", "--lr", "1"]
+
+
+def test_a_sourced_file_sources_its_neighbour_and_files_beside_the_script(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "run.sh").write_text("DIR=$(pwd)\nsource models/moe.sh\npython train.py ${COMMON} ${MODEL} ${LAST}\n")
+    (tmp_path / "models/moe.sh").write_text(
+        'source $(dirname "${BASH_SOURCE[0]}")/common.sh\nMODEL="--num-experts 8"\nsource ${DIR}/last.sh\n'
+    )
+    (tmp_path / "models/common.sh").write_text('COMMON="--bf16"\n')
+    (tmp_path / "last.sh").write_text("LAST=--swiglu\n")
+    assert read_script(tmp_path / "run.sh").words[2:] == ["--bf16", "--num-experts", "8", "--swiglu"]

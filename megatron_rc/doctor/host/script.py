@@ -22,7 +22,8 @@ _HIDDEN = "$(...)"
 class Script:
     """What is known after the commands of a script: its variables, and the longest command that starts a program."""
 
-    folder: Path
+    folders: list[Path]
+    """The folder of the script, and those of the files that it is sourcing, the innermost last."""
     words: list[str] = field(default_factory=list)
     """The command."""
     maybe: list[str] = field(default_factory=list)
@@ -46,7 +47,7 @@ def read_script(path: Path) -> Script:
     Raises:
         ValueError: a quote is not closed.
     """
-    script = Script(path.parent)
+    script = Script([path.parent])
     commands = _commands(path)
     _run(script, commands)
     if not script.words:
@@ -93,7 +94,8 @@ def _turn(script: Script, words: list[str]) -> None:
 
 def _execute(script: Script, words: list[str], doubtful: bool) -> None:
     if words[0] in ("source", ".") and len(words) > 1:
-        _source(script, words[1])
+        # the words of $(dirname FILE)/common.sh are $(...) and /common.sh
+        _source(script, "".join(words[1:3]) if words[1] == _HIDDEN else words[1])
         return
     if program_of(words) and len(words) > 1:
         expanded, maybe = _expand(script, words)
@@ -110,7 +112,7 @@ def _execute(script: Script, words: list[str], doubtful: bool) -> None:
 def _assign(script: Script, found: re.Match[str], doubtful: bool) -> None:
     name, plus, text = found.groups()
     given = text[1:].split("\0")[:-1] if text.startswith("\1") else [text]
-    words, maybe = _expand(script, given)
+    words, maybe = _expand(script, given, split=text.startswith("\1"))
     if any("$(" in word or "`" in word for word in words) and not text.startswith("\1"):
         # a command computes it
         script.variables.pop(name, None)
@@ -127,8 +129,11 @@ def _assign(script: Script, found: re.Match[str], doubtful: bool) -> None:
             script.candidates[name] = maybe
 
 
-def _expand(script: Script, words: list[str]) -> tuple[list[str], list[str]]:
-    """The words with known variables filled in, and the words that may stand beside them."""
+def _expand(script: Script, words: list[str], split: bool = True) -> tuple[list[str], list[str]]:
+    """The words with known variables filled in, and the words that may stand beside them.
+
+    The value of a variable without quotes is split into words, except in an assignment.
+    """
     expanded: list[str] = []
     maybe: list[str] = []
     for word in words:
@@ -138,7 +143,7 @@ def _expand(script: Script, words: list[str]) -> tuple[list[str], list[str]]:
             maybe += script.candidates.get(array[1], [])
         elif word not in _ARGUMENTS:
             filled = _fill(script, word)
-            expanded += filled.split() if re.fullmatch(r"\$\w+|\$\{\w+\}", word) else [filled]
+            expanded += filled.split() if split and re.fullmatch(r"\$\w+|\$\{\w+\}", word) else [filled]
     return expanded, maybe
 
 
@@ -181,11 +186,13 @@ def _holds(script: Script, condition: list[str]) -> bool | None:
 
 
 def _source(script: Script, word: str) -> None:
-    """Run a sourced file; a folder that a command computes is taken to be that of the script."""
-    path = Path(re.sub(r"^.*[})]/", "", _fill(script, word)))
-    file = path if path.is_absolute() else script.folder / path
-    if "$" not in str(path) and file.is_file():
+    """Run a sourced file; a folder that a command computes is that of the file that sources, or of the script."""
+    path = re.sub(r"^.*[})]/", "", _fill(script, word))
+    file = next((folder / path for folder in reversed(script.folders) if (folder / path).is_file()), None)
+    if file is not None and "$" not in path:
+        script.folders.append(file.parent)
         _run(script, _commands(file))
+        script.folders.pop()
 
 
 def _commands(path: Path) -> list[tuple[list[str], bool]]:
