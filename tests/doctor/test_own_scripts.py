@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +14,14 @@ import pytest
 from megatron_rc.doctor.host.facts import read_hosts
 from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.host.traps import flag_checks
+from megatron_rc.doctor.registry import Finding
 from megatron_rc.integrations.hosts import HOSTS
 
 VERL = "examples/grpo_trainer/run_"
 NEMO = "examples/configs/grpo_math_"
+MILES = "examples/infra_features/low_precision/run-"
+MODEL_CONFIGS = "examples/rl/model_configs"
+ENABLE = "--custom-megatron-init-path megatron_rc.integrations.slime.enable"
 
 
 def script(variable: str, name: str) -> Path:
@@ -25,28 +32,92 @@ def script(variable: str, name: str) -> Path:
     return path
 
 
-def found(host: str, flags: Flags) -> dict[str, set[str]]:
-    """Decided checks that are not good, by status."""
-    (facts,) = read_hosts([host], flags)
-    findings = flag_checks(HOSTS[host]).run(replace(facts, is_importable=True))
-    assert sum(finding.decided for finding in findings) > 10
+def found(host: str, flags: Flags, at_least: int = 11) -> dict[str, set[str]]:
+    """Decided checks that are not good, by status; ``at_least`` so many are decided."""
+    findings = [finding for finding in findings_of(host, flags) if finding.decided]
+    assert len(findings) >= at_least
     return {
-        status: {finding.check for finding in findings if finding.decided and finding.status == status}
-        for status in ("error", "warning")
+        status: {finding.check for finding in findings if finding.status == status} for status in ("error", "warning")
     }
+
+
+def undecided(host: str, flags: Flags) -> set[str]:
+    return {finding.check for finding in findings_of(host, flags) if not finding.decided}
+
+
+def findings_of(host: str, flags: Flags) -> list[Finding]:
+    (facts,) = read_hosts([host], flags)
+    return flag_checks(HOSTS[host]).run(replace(facts, is_importable=True))
+
+
+def with_enable(text: str, folder: Path) -> str:
+    """A script of slime or miles with the two flags of our page."""
+    (folder / "rc.yaml").write_text("megatron_rc: {correction: token-tis, lr_decay: {}}\n")
+    return text.replace("train.py", f"train.py --custom-config-path {folder}/rc.yaml {ENABLE}")
 
 
 @pytest.mark.parametrize(("name", "warnings"), [("run-qwen3-4B.sh", set()), ("run-qwen3-30B-A3B.sh", {"moe-replay"})])
 def test_two_flags_more_make_a_script_of_slime_a_corrected_one(name: str, warnings: set[str], tmp_path: Path) -> None:
     own = script("SLIME_DIR", f"scripts/{name}")
-    (tmp_path / "rc.yaml").write_text("megatron_rc: {correction: token-tis, lr_decay: {}}\n")
-    enable = "--custom-megatron-init-path megatron_rc.integrations.slime.enable"
-    text = own.read_text().replace("train.py", f"train.py --custom-config-path {tmp_path}/rc.yaml {enable}")
+    text = with_enable(own.read_text(), tmp_path)
     for line in ("source", "models"):
         assert line in text
     (tmp_path / "models").symlink_to(own.parent / "models")
     (tmp_path / name).write_text(text)
     assert found("slime", Flags.of_file(tmp_path / name)) == {"error": set(), "warning": warnings}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "warnings"),
+    [("qwen3-4b-fp8", "qwen3-4B", set()), ("qwen3-30b-a3b-fp8-two-nodes", "qwen3-30B-A3B", {"moe-replay"})],
+)
+def test_two_flags_more_make_a_script_of_miles_a_corrected_one(
+    name: str, model: str, warnings: set[str], tmp_path: Path
+) -> None:
+    own = script("MILES_DIR", f"{MILES}{name}.sh")
+    (tmp_path / name).write_text(text := with_enable(own.read_text(), tmp_path))
+    flags = Flags.of_file(tmp_path / name)
+    # a program of miles prints flags of the model into an array
+    assert flags.hidden == ("${MODEL_ARGS[@]}",) and found("miles", flags, 1) == {"error": set(), "warning": set()}
+    assert undecided("miles", flags) >= {"router-dtype", "moe-replay", "hook-settings", "correction-unapplied"}
+    program = script("MILES_DIR", "miles/utils/external_utils/model_args_utils.py")
+    printed = subprocess.run([sys.executable, program, model], capture_output=True, text=True, check=True).stdout
+    text, replaced = re.subn(r"(?m)^read -ra MODEL_ARGS .*$", f"MODEL_ARGS=({printed.strip()})", text)
+    (tmp_path / name).write_text(text)
+    flags = Flags.of_file(tmp_path / name)
+    assert replaced == 1 and found("miles", flags) == {"error": set(), "warning": warnings}
+    assert undecided("miles", flags) == set()
+
+
+@pytest.mark.parametrize(
+    ("model", "warnings", "open_checks"),
+    [(None, set(), {"gathered-logits"}), ("qwen3_4b", set(), set()), ("qwen3_30b_a3b_moe", {"router-dtype"}, set())],
+)
+def test_words_before_train_rl_make_the_command_of_megatron_lm_a_corrected_one(
+    model: str | None, warnings: set[str], open_checks: set[str], tmp_path: Path
+) -> None:
+    page = script("MEGATRON_LM_DIR", "examples/rl/README.md").read_text()
+    (command,) = re.findall(r"```bash\n([^`]*torchrun[^`]*)```", page)
+    assert command.count("train_rl.py") == 1
+    if model is not None:
+        # its file has the flags that the page writes out for another model
+        own = script("MEGATRON_LM_DIR", f"{MODEL_CONFIGS}/{model}.sh")
+        command = f"source {own}\n{command[command.index('torchrun') :]}"
+    words = "-m megatron_rc patch --rc-preset token-tis --rc-lr-decay train_rl.py --rl-inference-logprobs-is-correction"
+    (tmp_path / "run.sh").write_text(command.replace("train_rl.py", words))
+    flags = Flags.of_file(tmp_path / "run.sh")
+    assert found("megatron-lm", flags) == {"error": set(), "warning": warnings}
+    assert undecided("megatron-lm", flags) == open_checks
+
+
+@pytest.mark.parametrize(
+    ("name", "warnings"),
+    [("gpt3/train_gpt3_175b_distributed", set()), ("mixtral/train_mixtral_8x7b_distributed", {"router-dtype"})],
+)
+def test_a_script_of_pretrain_has_no_flag_that_stands_in_the_way_of_the_patch(name: str, warnings: set[str]) -> None:
+    flags = Flags.of_file(script("MEGATRON_LM_DIR", f"examples/{name}.sh"))
+    assert "pretrain_gpt.py" in flags.words and undecided("megatron-training", flags) == set()
+    assert found("megatron-training", flags, 6) == {"error": set(), "warning": warnings}
 
 
 @pytest.mark.parametrize(
