@@ -55,6 +55,14 @@ def _corrects(args: Any) -> bool:
     return correction.weight is not None or bool(correction.reject)
 
 
+def _only_drops(args: Any) -> bool:
+    """Whether tis drops tokens of a loss whose ratio is pi / mu, and multiplies nothing."""
+    try:
+        return names(args, "tis") and read(args).correction.old == "rollout"
+    except ValueError:
+        return False
+
+
 def _is_quantized(args: Any) -> bool:
     fp8_cache = str(args.sglang_kv_cache_dtype).startswith("fp8")
     return bool(args.sglang_quantization) or fp8_cache or read_checkpoint(args.hf_checkpoint).is_quantized
@@ -81,7 +89,8 @@ _OWN_RULES = (
         ROUTER_FUSION.problem, ROUTER_FUSION.fix,
     ),
     FlagRule(
-        "ratio-counted-twice", lambda args: args.use_rollout_logprobs and args.use_tis,
+        "ratio-counted-twice",
+        lambda args: args.use_rollout_logprobs and args.use_tis and not _only_drops(args),
         "with --use-rollout-logprobs the loss's ratio already is pi / mu, and --use-tis multiplies it again",
         "Drop --use-rollout-logprobs, or --use-tis.", good="pi / mu is counted at most once",
     ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rc.config import STANDARDIZED, RolloutCorrection
-from megatron_rc.integrations.slime.settings import HOOKS, flag, read
+from megatron_rc.integrations.slime.settings import HOOKS, flag, judges_advantages, read
 from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.lr_gate import LRGateSettings
 
@@ -50,8 +50,7 @@ def _correcting(correction: RolloutCorrection) -> str:
     """The simplest hook that can do it: tis on the host's own loss, else loss, or rollout_data for what is pooled."""
     if _pooled(correction):
         return "rollout_data"
-    judges_advantages = any(rejection.when == "negative_advantage" for rejection in correction.reject)
-    return "loss" if judges_advantages or correction.old != "recompute" else "tis"
+    return "loss" if judges_advantages(correction) or correction.old != "recompute" else "tis"
 
 
 def assignments(args: Any, *, whole_rollouts: bool) -> dict[str, Any]:

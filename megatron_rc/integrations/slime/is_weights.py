@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron_rc.integrations.flag_rules import refuse
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P, settings_for
-from megatron_rc.integrations.slime.layout import layout_of, parallel
+from megatron_rc.integrations.slime.layout import Layout, layout_of, parallel
 from megatron_rc.integrations.slime.logged import logged, route_shift
-from megatron_rc.integrations.slime.settings import in_advantages
+from megatron_rc.integrations.slime.settings import flag, in_advantages, judges_advantages
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens, measuring
 
 
@@ -28,14 +28,17 @@ def tis(
     response_lengths: Sequence[int],
     max_seq_lens: Sequence[int] | None = None,
     parallel_state: Any = None,
+    current_log_probs: Sequence[Tensor] | Tensor | None = None,
+    advantages: Sequence[Tensor] | Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]:
     """weights * pg_loss under --use-tis, with 0 at rejected tokens; metrics alone under --get-mismatch-metrics.
 
     The masks are returned unchanged: the host also reduces its entropy and KL terms with them, and those count
-    rejected tokens. Denominators count all loss tokens. On slime a trainer log-prob that is not finite makes the loss
-    NaN, because the host has used it already and its gradient is NaN under any weight. miles counts such a token with
-    ratio 1; here it is dropped, or weighs e^-20 where the trainer calls it impossible.
+    rejected tokens. Denominators count all loss tokens. On slime a log-prob of the host's ratio that is not finite
+    makes the loss NaN, because the host has used it already and its gradient is NaN under any weight: the trainer's,
+    and with old 'rollout' the sampler's. miles counts such a token with ratio 1; here it is dropped, or weighs e^-20
+    where the trainer calls it impossible.
 
     Args:
         args: the host's arguments, with the key megatron_rc.
@@ -44,6 +47,8 @@ def tis(
         loss_masks: one [response_length] per sample.
         total_lengths, response_lengths: tokens of each sample.
         max_seq_lens, parallel_state: passed by miles only.
+        current_log_probs, advantages: one [tokens on this rank] per sample, or [N], fp32; passed by versions of the
+            hosts that have them here. old 'rollout' judges current / mu, and when 'negative_advantage' the advantages.
         more: what other versions of the hosts pass, ignored.
 
     Returns:
@@ -58,17 +63,31 @@ def tis(
     LENGTHS.record(response_lengths)
     ranks = parallel()
     layout = layout_of(args, ranks, total_lengths, response_lengths, max_seq_lens)
-    train = layout.joined("train_log_probs", train_log_probs, "the host computes them").detach()
+    two_policies = settings.correction.old == "rollout"
+    if two_policies:
+        train = _handed_over(layout, "current_log_probs", current_log_probs)
+    else:
+        train = layout.joined("train_log_probs", train_log_probs, "the host computes them").detach()
     rollout = layout.joined("rollout_log_probs", rollout_log_probs, NO_ROLLOUT_LOGPROBS)
     weigh = args.use_tis and not in_advantages(args, settings)
     correction = settings.correction if weigh else measuring(settings.correction)
     shift = route_shift(args, settings, layout)
-    corrected = correct_tokens(layout, ranks, train, rollout, loss_masks, correction, None, shift)
+    judged = _handed_over(layout, "advantages", advantages) if judges_advantages(correction) else None
+    corrected = correct_tokens(layout, ranks, train, rollout, loss_masks, correction, judged, shift)
     metrics = logged(layout, ranks, train, rollout, loss_masks, corrected, shift)
     if weigh:
         # more than a product: 0 times an infinite loss is NaN
         pg_loss = torch.where(corrected.mask, pg_loss * corrected.weights, 0)
         if parallel_state is None:
             counted = layout.local(loss_masks).bool()
-            pg_loss = torch.where(counted & ~train.isfinite(), torch.nan, pg_loss)
+            usable = train.isfinite() & rollout.isfinite() if two_policies else train.isfinite()
+            pg_loss = torch.where(counted & ~usable, torch.nan, pg_loss)
     return pg_loss, loss_masks, metrics
+
+
+def _handed_over(layout: Layout, name: str, values: Sequence[Tensor] | Tensor | None) -> Tensor:
+    """[N] from what only some versions of the hosts pass, detached; ValueError where this one does not."""
+    if isinstance(values, Tensor):
+        values = values.split(layout.counts) if values.shape == (sum(layout.counts),) else [*values]
+    remedy = f"this host does not hand it to --custom-tis-function-path; {flag('loss')} needs no such host"
+    return layout.joined(name, values, remedy).detach()

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_rc.config import STATISTICS, RolloutCorrection
 from megatron_rc.integrations.flag_rules import FlagRule
+from megatron_rc.integrations.slime.handed_over import judges_current, lacks_advantages
 from megatron_rc.integrations.slime.hook_choice import Enabled, assignments
 from megatron_rc.integrations.slime.route_rules import ROUTE_RULES, ROUTES_UNWATCHED
 from megatron_rc.integrations.slime.settings import HOOKS, KEY, ROUTE_SHIFT, flag, in_advantages, names, read
@@ -123,19 +124,23 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
     "tis": (
         *_ALWAYS,
         FlagRule(
-            "tis-old", lambda args: _correction(args).old != "recompute",
-            lambda args: "megatron_rc.correction.old must be 'recompute' for tis, which sees no current log-probs, got "
+            "tis-old", lambda args: _correction(args).old != "recompute" and not judges_current(args),
+            lambda args: "megatron_rc.correction.old must be 'recompute' for tis, or 'rollout' with "
+            "--use-rollout-logprobs and a host that hands over current log-probs, got "
             f"{_correction(args).old!r}",
             f"Use {_BY_LOSS}.",
+        ),
+        FlagRule(
+            "tis-double-ratio", lambda args: _double_ratio(args) != "", _double_ratio,
+            "Set megatron_rc.correction.weight to null, or old to 'recompute'.",
         ),
         _BATCH_MEAN,
         _MAX_K3,
         _MEAN_K3,
         FlagRule(
-            "tis-advantages",
-            lambda args: _sees_one_micro_batch(args)
-            and any(rejection.when == "negative_advantage" for rejection in _correction(args).reject),
-            "megatron_rc.correction must not reject by when='negative_advantage' in tis, which sees no advantages",
+            "tis-advantages", lambda args: _sees_one_micro_batch(args) and lacks_advantages(args),
+            "megatron_rc.correction must not reject by when='negative_advantage' in tis, which sees no advantages of "
+            "this host",
             f"Use {_BY_LOSS}, or {flag('rollout_data')}.",
         ),
     ),

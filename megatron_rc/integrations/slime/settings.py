@@ -100,3 +100,8 @@ def _path(hook: str) -> str:
 def in_advantages(args: Namespace, settings: SlimeSettings) -> bool:
     """Whether rollout_data has multiplied the weights into the advantages, so that no other hook applies them."""
     return names(args, "rollout_data") and settings.correction.old == "recompute"
+
+
+def judges_advantages(correction: RolloutCorrection) -> bool:
+    """Whether a rejection acts on negative advantages alone."""
+    return any(rejection.when == "negative_advantage" for rejection in correction.reject)

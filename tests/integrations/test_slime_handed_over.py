@@ -1,0 +1,160 @@
+"""tis with the current log-probs and advantages that some versions of the hosts hand over: the corrections of loss."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosts.slime.host import Rollout, arguments, micro_batch, rollout, sum_of_sample_mean
+from hosts.slime.single import alone
+from torch import Tensor
+
+from megatron_rc import RolloutCorrection
+from megatron_rc.integrations import slime
+from megatron_rc.integrations.slime.handed_over import LOSS_MODULES, hands_over_both
+
+TIS = {"use_tis": True, "custom_tis_function_path": "megatron_rc.integrations.slime.tis"}
+BOTH = 'tis_kwargs = {"args": args, "current_log_probs": log_probs, "advantages": batch["advantages"]}\n'
+ONE = 'tis_kwargs = {"args": args}\nadvantages = torch.cat(batch["advantages"])\ncurrent_log_probs = log_probs\n'
+TWO_POLICIES = RolloutCorrection.preset("off-policy-sequence-mask").to_dict()
+NEGATIVE = {"weight": {"upper": 1.2}, "reject": [{"statistic": "k3", "upper": 0.001, "when": "negative_advantage"}]}
+GIVEN = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs")
+
+
+def installed(folder: Path, module: str, source: str) -> None:
+    """A host of which this is the module that calls the TIS function."""
+    file = folder.joinpath(*module.split(".")).with_suffix(".py")
+    file.parent.mkdir(parents=True)
+    for package in file.relative_to(folder).parents[:-1]:
+        (folder / package / "__init__.py").touch()
+    file.write_text(source)
+    hands_over_both.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    alone(monkeypatch)
+    monkeypatch.syspath_prepend(tmp_path)
+    hands_over_both.cache_clear()
+    yield tmp_path
+    hands_over_both.cache_clear()
+
+
+def case() -> tuple[Rollout, dict[str, Any]]:
+    """Two responses that the gate on k3 or current / mu refuses, one with a negative advantage."""
+    whole = rollout(26)
+    signs = (1.0, -1.0, -0.5, 1.0)
+    advantages = [torch.full((n,), sign) for n, sign in zip(whole.responses, signs, strict=True)]
+    return whole, {**micro_batch(whole), "advantages": advantages}
+
+
+def by_loss(whole: Rollout, batch: dict[str, Any], args: Namespace) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of the logits of the hook loss."""
+    logits = batch["logits"].clone().requires_grad_()
+    loss, _ = slime.loss(args, batch, logits * 1, sum_of_sample_mean(whole))
+    return loss.detach(), torch.autograd.grad(loss, logits)[0]
+
+
+def by_tis(whole: Rollout, batch: dict[str, Any], args: Namespace, joined: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and gradient of the host's own loss with tis, and the shares of tokens that it drops."""
+    logits = batch["logits"].clone().requires_grad_()
+    rows = torch.tensor([2, 3, 4, 5, 6, 8, 18, 19, 22, 23, 24, 25, 26, 27, 28, 29])
+    targets = torch.cat([ids[p:] for ids, p in zip(whole.tokens, whole.prompts, strict=True)])
+    current = logits[0].log_softmax(-1)[rows].gather(1, targets[:, None])[:, 0]
+    old = torch.cat(batch["rollout_log_probs" if args.use_rollout_logprobs else "log_probs"])
+    ratio, advantages = (current - old).exp(), torch.cat(batch["advantages"])
+    more: dict[str, Any] = {"current_log_probs": current, "advantages": advantages}
+    if not joined:
+        more = {"current_log_probs": current.split(whole.responses), "advantages": batch["advantages"]}
+    loss, masks, metrics = slime.tis(
+        args,
+        pg_loss=torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.28) * advantages),
+        # of another policy: nothing may read them where current / mu is judged
+        train_log_probs=[each + int(args.use_rollout_logprobs) for each in batch["log_probs"]],
+        **{name: batch[name] for name in GIVEN},
+        **more,
+    )
+    assert masks is batch["loss_masks"]
+    total = sum_of_sample_mean(whole)(loss)
+    return total.detach(), torch.autograd.grad(total, logits)[0], metrics["rc/masked_token"]
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize(("correction", "old_is_mu"), [(TWO_POLICIES, True), (NEGATIVE, False)])
+def test_tis_has_the_loss_and_gradient_of_the_hook_loss(
+    correction: dict[str, Any], old_is_mu: bool, joined: bool, tree: Path
+) -> None:
+    installed(tree, LOSS_MODULES[0], BOTH)
+    whole, batch = case()
+    if old_is_mu:
+        # every response looks less likely to pi than to mu
+        batch["rollout_log_probs"] = [each + 0.8 for each in batch["rollout_log_probs"]]
+    settings = {"use_rollout_logprobs": old_is_mu, "megatron_rc": {"correction": correction}}
+    loss, gradient = by_loss(whole, batch, arguments(**settings))
+    found, found_gradient, dropped = by_tis(whole, batch, arguments(**settings, **TIS), joined)
+    torch.testing.assert_close(found, loss)
+    torch.testing.assert_close(found_gradient, gradient)
+    positive = torch.cat(batch["advantages"]) > 0
+    assert dropped[~positive].any() and not dropped[positive].any()
+
+
+def test_a_host_that_does_not_hand_over_what_its_source_names_is_one_sentence(tree: Path) -> None:
+    installed(tree, LOSS_MODULES[0], BOTH)
+    whole, batch = case()
+    for correction, name in ((TWO_POLICIES, "current_log_probs"), (NEGATIVE, "advantages")):
+        args = arguments(use_rollout_logprobs=correction is TWO_POLICIES, megatron_rc={"correction": correction}, **TIS)
+        losses = torch.ones(sum(whole.responses))
+        given = {"train_log_probs": batch["log_probs"], **{each: batch[each] for each in GIVEN}}
+        with pytest.raises(ValueError, match=f"^{name} must be in every sample.*--custom-loss-function-path"):
+            slime.tis(args, pg_loss=losses, **given)
+
+
+def test_a_corrupt_rollout_logprob_of_the_hosts_own_ratio_is_a_nan_in_slimes_loss(tree: Path) -> None:
+    installed(tree, LOSS_MODULES[0], BOTH)
+    whole, batch = case()
+    batch["rollout_log_probs"][0] = batch["rollout_log_probs"][0].clone()
+    batch["rollout_log_probs"][0][0] = math.nan
+    args = arguments(use_rollout_logprobs=True, megatron_rc={"correction": TWO_POLICIES}, **TIS)
+    assert by_tis(whole, batch, args, joined=True)[0].isnan()
+
+
+REFUSED = [
+    ({"old": "rollout", "weight": {}}, {"use_rollout_logprobs": True}, "weight must be None.*count it twice"),
+    (TWO_POLICIES, {}, "old must be 'recompute' for tis, or 'rollout' with --use-rollout-logprobs"),
+    ({"old": "current"}, {"use_rollout_logprobs": True}, "old must be 'recompute' for tis.*got 'current'"),
+    ({"weight": {}}, {"use_rollout_logprobs": True}, "--use-tis multiplies it again"),
+]
+
+
+@pytest.mark.parametrize(("correction", "changes", "sentence"), REFUSED)
+def test_what_tis_cannot_do_is_refused_by_such_a_host_too(
+    correction: Any, changes: dict[str, Any], sentence: str, tree: Path
+) -> None:
+    installed(tree, LOSS_MODULES[0], BOTH)
+    with pytest.raises(ValueError, match=sentence):
+        slime.check(arguments(megatron_rc={"correction": correction}, **changes, **TIS))
+
+
+@pytest.mark.parametrize(
+    ("sources", "passes"),
+    [([BOTH], True), ([ONE], False), ([], False), ([BOTH, ONE], False), ([BOTH, BOTH], True)],
+)
+def test_settings_pass_where_every_host_that_is_found_hands_both_over(
+    sources: list[str], passes: bool, tree: Path
+) -> None:
+    for module, source in zip(LOSS_MODULES, sources, strict=False):
+        installed(tree, module, source)
+    hands_over_both.cache_clear()
+    two_policies = arguments(use_rollout_logprobs=True, megatron_rc={"correction": TWO_POLICIES}, **TIS)
+    negative = arguments(megatron_rc={"correction": NEGATIVE}, **TIS)
+    for args in (two_policies, negative):
+        if passes:
+            slime.check(args)
+        else:
+            with pytest.raises(ValueError, match="--custom-loss-function-path"):
+                slime.check(args)
