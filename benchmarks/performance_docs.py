@@ -281,8 +281,7 @@ def _conditions(gpu: Run | None) -> str:
     for name, row in _named(gpu):
         if row["kind"] != "condition":
             continue
-        peer = best_peer(row)
-        cells = [name]
+        peer, cells = best_peer(row), [name]
         for phase in ("forward", "backward"):
             cells += [_ms(figure(row, OURS, f"{phase}_us")), shown(share(gpu, row, phase), "%")]
         rows.append([*cells, *(("", "") if peer is None else (peer[0], _ms(peer[1]))), shown(ratio(row), "x")])
