@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_rc import schema
 from megatron_rc.analyze.bound import Bound, sequence_ratio, sequence_terms, token_terms
+from megatron_rc.analyze.covered import LAB, Covered
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.analyze.tail import LIMIT
@@ -47,6 +48,8 @@ class Recommendation:
     """Rules that answered BUG: what they name comes before any correction."""
     suspects: tuple[str, ...]
     """Rules that answered suspect or undecided."""
+    untested: tuple[str, ...]
+    """What of the dump lies outside the ranges of the collapse lab; empty inside them."""
     trusted: bool
     """Whether the tail of the weights of sequences can be trusted; never with fewer than 25 sequences."""
     kl: float
@@ -69,6 +72,7 @@ class Recommendation:
             return f"A correction would hide a bug: fix {' and '.join(self.first)} first."
         once = f" once {' and '.join(self.suspects)} is decided" if self.suspects else ""
         what = f"No correction is needed{once}" if self.method == "none" else f"Recommended{once}: {self.method}"
+        what += ", untested here" if self.untested else ""
         return f"{what}; {self.agreement:.0%} of {RESAMPLINGS} resamplings of the responses agree."
 
     @property
@@ -80,20 +84,28 @@ class Recommendation:
             low, high = self.variation_interval
             return (
                 f"The two policies put {self.variation:.1%} of their probability on different responses ({low:.1%} to "
-                f"{high:.1%}), less than a step of 100 responses measures."
+                f"{high:.1%}), less than a step of 100 responses measures.{self._caveat}"
             )
         if self.kl >= USEFUL:
             size = "too much for weights of whole responses"
-        elif self.trusted:
-            size = "little enough for weights of whole responses"
-        else:
+        elif not self.trusted:
             size = "but the tail of the weights of whole responses cannot be trusted"
+        elif self.untested:
+            size = "little enough for weights of whole responses, had they been tested here"
+        else:
+            size = "little enough for weights of whole responses"
         low, high = self.upper_interval
         bound = f"{low:g}" if low == high else f"{low:g} to {high:g}"
         return (
             f"The two policies differ by {self.kl:.2g} nats per response, {size}; C is {bound} in 95 % of the "
-            "resamplings."
+            f"resamplings.{self._caveat}"
         )
+
+    @property
+    def _caveat(self) -> str:
+        if not self.untested:
+            return ""
+        return f" The collapse lab has no such runs: {'; '.join(self.untested)}. Try none first, then token-tis."
 
     def to_dict(self) -> dict[str, Any]:
         """The recommendation in numbers, as plain values."""
@@ -102,6 +114,7 @@ class Recommendation:
             "sentence": f"{self.headline} {self.reason}".strip(),
             "correction": None if self.correction is None else self.correction.to_dict(),
             "first": list(self.first),
+            "untested": list(self.untested),
             "suspects": list(self.suspects),
             "kl": self.kl,
             "variation": self.variation,
@@ -125,7 +138,7 @@ class Recommendation:
         replace_text(path, schema.dump_yaml({"correction": self.correction.to_dict()}))
 
 
-def recommend(evidence: Evidence, verdicts: Sequence[Verdict]) -> Recommendation:
+def recommend(evidence: Evidence, verdicts: Sequence[Verdict], lab: Covered = LAB) -> Recommendation:
     """The correction that suits a dump; the same dump always gives the same one."""
     chunk, steps = evidence.sample, max(1, len(evidence.by_step))
     terms = {
@@ -134,8 +147,9 @@ def recommend(evidence: Evidence, verdicts: Sequence[Verdict]) -> Recommendation
     }
     divergence = np.bincount(chunk.sequence_of, weights=chunk.k3, minlength=chunk.num_sequences)
     variation = np.maximum(1 - sequence_ratio(chunk), 0)
-    trusted = evidence.sequence_tail.k <= LIMIT
-    level = _level(float(variation.mean()), float(divergence.mean()), trusted)
+    trusted, untested = evidence.sequence_tail.k <= LIMIT, lab.missed(evidence)
+    sequences_may = trusted and not untested
+    level = _level(float(variation.mean()), float(divergence.mean()), sequences_may)
     bounds = {name: part.bound(np.ones(chunk.num_sequences)) for name, part in terms.items()}
 
     random = np.random.default_rng(SEED)
@@ -143,7 +157,7 @@ def recommend(evidence: Evidence, verdicts: Sequence[Verdict]) -> Recommendation
     for _ in range(RESAMPLINGS):
         drawn = random.integers(chunk.num_sequences, size=chunk.num_sequences)
         variations.append(float(variation[drawn].mean()))
-        levels.append(_level(variations[-1], float(divergence[drawn].mean()), trusted))
+        levels.append(_level(variations[-1], float(divergence[drawn].mean()), sequences_may))
         if level in terms:
             times = np.bincount(drawn, minlength=chunk.num_sequences).astype(np.float64)
             uppers.append(terms[level].bound(times).upper)
@@ -155,6 +169,7 @@ def recommend(evidence: Evidence, verdicts: Sequence[Verdict]) -> Recommendation
         correction=None if first else correction,
         first=first,
         suspects=tuple(verdict.code for verdict in verdicts if verdict.level in (Level.SUSPECT, Level.UNDECIDED)),
+        untested=untested,
         trusted=trusted,
         kl=float(divergence.mean()),
         variation=float(variation.mean()),
@@ -165,10 +180,10 @@ def recommend(evidence: Evidence, verdicts: Sequence[Verdict]) -> Recommendation
     )
 
 
-def _level(variation: float, kl: float, trusted: bool) -> str:
+def _level(variation: float, kl: float, sequences_may: bool) -> str:
     if variation <= NEGLIGIBLE:
         return "none"
-    return "sequence" if kl < USEFUL and trusted else "token"
+    return "sequence" if sequences_may and kl < USEFUL else "token"
 
 
 def _method(level: str, bounds: dict[str, Bound]) -> tuple[str, RolloutCorrection]:

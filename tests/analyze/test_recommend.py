@@ -18,9 +18,10 @@ from megatron_rc import settings
 from megatron_rc.analyze import diagnose
 from megatron_rc.analyze.bound import CUSTOMARY, GRID, advantages, sequence_terms, token_terms
 from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.covered import LAB, Covered
 from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
 from megatron_rc.analyze.readers.dump import CorruptRows
-from megatron_rc.analyze.recommend import recommend
+from megatron_rc.analyze.recommend import Recommendation, recommend
 from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.cli import app
 from megatron_rc.config import RolloutCorrection
@@ -36,11 +37,21 @@ def truncated() -> Chunk:
     return renormalised_top_p(world(1, sequences=48), 0.95)
 
 
-def noise(size: float, length: int = 100, sequences: int = 80, seed: int = 1) -> Diagnosis:
+WIDE = Covered(depth=1e3, length=(1, 1e6), vocabulary=100)
+"""A lab that has seen everything."""
+
+
+def noise(size: float, length: int = 100, sequences: int = 80, seed: int = 1, token_id: int = 7) -> Diagnosis:
     """Log-ratios of N(-s^2 / 2, s^2), which honest logs give to first order."""
     random = np.random.default_rng(seed)
     log_mu = -random.exponential(1, (sequences, length)) - 5 * size
-    return diagnose(log_mu + size * random.normal(size=log_mu.shape) - size**2 / 2, log_mu)
+    log_pi = log_mu + size * random.normal(size=log_mu.shape) - size**2 / 2
+    return diagnose(log_pi, log_mu, token_id=np.full(log_mu.size, token_id))
+
+
+def within(diagnosis: Diagnosis) -> Recommendation:
+    """The recommendation where the lab has covered the regime."""
+    return recommend(diagnosis.evidence, diagnosis.verdicts, WIDE)
 
 
 def test_a_tiny_gap_needs_no_correction() -> None:
@@ -51,7 +62,7 @@ def test_a_tiny_gap_needs_no_correction() -> None:
 
 
 def test_a_small_gap_is_weighted_by_sequence_and_a_large_one_by_token() -> None:
-    small, large = noise(0.05).recommendation, noise(0.3).recommendation
+    small, large = within(noise(0.05)), within(noise(0.3))
     assert small.method.startswith("seq-tis") and large.method.startswith("token-tis")
     assert small.kl == pytest.approx(100 * 0.05**2 / 2, rel=0.1)
     # W is log-normal with variance s^2 of its log: the total variation is 2 Phi(s / 2) - 1
@@ -64,16 +75,44 @@ def test_a_small_gap_is_weighted_by_sequence_and_a_large_one_by_token() -> None:
 def test_weights_of_sequences_with_a_heavy_tail_are_not_recommended() -> None:
     diagnosis = noise(0.05)
     tail = dataclasses.replace(diagnosis.evidence.sequence_tail, k=0.9)
-    found = recommend(dataclasses.replace(diagnosis.evidence, sequence_tail=tail), diagnosis.verdicts)
+    found = recommend(dataclasses.replace(diagnosis.evidence, sequence_tail=tail), diagnosis.verdicts, WIDE)
     assert found.method.startswith("token-tis") and "tail" in found.reason
-    assert noise(0.05, sequences=20).recommendation.method.startswith("token-tis"), "too few to know the tail"
+    assert within(noise(0.05, sequences=20)).method.startswith("token-tis"), "too few to know the tail"
 
 
 def test_the_agreement_is_low_at_the_border_between_two_levels() -> None:
     # KL of a response 0.5 nats: 100 tokens of 0.005
-    border = noise(0.1, sequences=40).recommendation
+    border = within(noise(0.1, sequences=40))
     assert 0.1 < border.agreement < 0.95
-    assert noise(0.05).recommendation.agreement == noise(0.4).recommendation.agreement == 1.0
+    assert within(noise(0.05)).agreement == within(noise(0.4)).agreement == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({"length": 100}, "responses of 100 tokens (covered: 6.4 to 7.5)"),
+        ({"length": 7, "token_id": 151_935}, "token ids up to 151,935 (covered: vocabularies of 16)"),
+        ({"length": 7, "size": 1.5}, "(covered: up to 9.2)"),
+    ],
+)
+def test_outside_the_ranges_of_the_lab_weights_are_those_of_tokens_and_called_untested(
+    given: dict[str, float], missing: str
+) -> None:
+    found = noise(**{"size": 0.2, "sequences": 400} | given).recommendation
+    assert found.method.startswith("token-tis") and "untested here" in found.headline
+    assert any(missing in each for each in found.untested) and missing in found.reason
+    assert "Try none first, then token-tis." in found.to_dict()["sentence"]
+
+
+def test_inside_the_ranges_of_the_lab_nothing_is_called_untested() -> None:
+    found = noise(0.2, length=7, sequences=400, token_id=LAB.vocabulary - 1).recommendation
+    assert found.method.startswith("seq-tis") and found.untested == ()
+    assert "untested" not in found.headline and "lab" not in found.reason
+
+
+def test_a_dump_without_token_ids_has_an_unknown_vocabulary() -> None:
+    log_mu = np.full((50, 7), -1.0)
+    assert diagnose(log_mu, log_mu).recommendation.untested == ("an unknown vocabulary (covered: 16 tokens)",)
 
 
 def test_a_bug_comes_before_any_correction(truncated: Chunk) -> None:
@@ -85,7 +124,7 @@ def test_a_bug_comes_before_any_correction(truncated: Chunk) -> None:
 def test_a_suspect_is_decided_first() -> None:
     diagnosis = noise(0.05)
     suspect = Verdict("RC205", Level.SUSPECT, "a prompt may differ", {})
-    found = recommend(diagnosis.evidence, [suspect])
+    found = recommend(diagnosis.evidence, [suspect], WIDE)
     assert found.correction is not None and found.suspects == ("RC205",)
     assert found.headline.startswith("Recommended once RC205 is decided: seq-tis")
 
@@ -181,7 +220,7 @@ def dump_file(folder: Path, chunk: Chunk) -> Path:
 def test_the_command_writes_the_file_and_shows_the_table_where_asked(tmp_path: Path) -> None:
     dump = str(dump_file(tmp_path, noise(0.05).evidence.sample))
     shown = CliRunner().invoke(app, ["analyze", dump, "--no-html", "--rc", str(tmp_path / "rc.yaml")])
-    assert shown.exit_code == 0 and "Recommended: seq-tis" in shown.output and "geo-mask" not in shown.output
+    assert shown.exit_code == 0 and "Recommended: token-tis" in shown.output and "geo-mask" not in shown.output
     assert patch_settings(tmp_path / "rc.yaml").correction == noise(0.05).recommendation.correction
     assert "What if" in CliRunner().invoke(app, ["analyze", dump, "--no-html", "--what-if"]).output
     for flag in ("--what-if", "--no-what-if"):

@@ -1,0 +1,41 @@
+"""What the collapse lab compared corrections on, so that a recommendation says where nobody has tested it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_rc.analyze.evidence import Evidence
+
+
+class Covered(NamedTuple):
+    """Ranges over the runs of a lab; a correction has been compared with others inside them alone."""
+
+    depth: float
+    """Largest T / T*: mean length of the responses over T* = 1 / (2 K), with K the mean k3 of a token."""
+    length: tuple[float, float]
+    """Shortest and longest mean response, tokens."""
+    vocabulary: int
+    """Tokens of the largest one."""
+
+    def missed(self, evidence: Evidence) -> tuple[str, ...]:
+        """What of a dump lies outside, in words; empty where the lab covered it."""
+        length = evidence.sums.tokens / evidence.sequences
+        depth = 2 * evidence.sums.mean("k3") * length
+        ids = evidence.sample.tokens.get("token_id")
+        shortest, longest = self.length
+        out = []
+        if not shortest <= length <= longest:
+            out.append(f"responses of {length:.3g} tokens (covered: {shortest:g} to {longest:g})")
+        if depth > self.depth:
+            out.append(f"T/T* = {depth:.2g} (covered: up to {self.depth:g})")
+        if ids is None:
+            out.append(f"an unknown vocabulary (covered: {self.vocabulary} tokens)")
+        elif (largest := int(np.max(ids, initial=0))) >= self.vocabulary:
+            out.append(f"token ids up to {largest:,} (covered: vocabularies of {self.vocabulary})")
+        return tuple(out)
+
+
+LAB = Covered(depth=9.2, length=(6.4, 7.5), vocabulary=16)
+"""That of benchmarks/results/collapse, rounded outwards."""
