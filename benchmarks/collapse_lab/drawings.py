@@ -92,28 +92,50 @@ def _curves(canvas: Any, data: Data) -> None:
     canvas.supylabel("held-out accuracy", fontsize=10, color=SOFT)
 
 
+UNSEEN = 1e-7
+"""k3 below this is rounding: what opens such a gap does not show in it."""
+
+
 def _strength(canvas: Any, data: Data) -> None:
+    """Failures by k3; mechanisms that do not show in k3 stand beside it, one strength after the other."""
+    styles = {
+        label: {"color": COLORS[n % len(COLORS)], "fmt": MARKERS[n % len(MARKERS)]}
+        for n, label in enumerate(data["series"])
+    }
+    unseen = [(label, point) for label, points in data["series"].items() for point in points if point["k3"] < UNSEEN]
     canvas.set_size_inches(WIDTH, 4.4)
-    axes = canvas.add_subplot()
-    style_axes(axes)
+    beside, axes = canvas.subplots(1, 2, sharey=True, width_ratios=[max(1, len(unseen)), 14])
+    for each in (beside, axes):
+        style_axes(each)
     for number, (label, points) in enumerate(data["series"].items()):
-        color = COLORS[number % len(COLORS)]
-        x = [max(point["k3"], 1e-7) * 1.04 ** (number - 2) for point in points]
-        y = [point["share"][0] for point in points]
-        below = [point["share"][0] - point["share"][1] for point in points]
-        above = [point["share"][2] - point["share"][0] for point in points]
-        axes.errorbar(x, y, yerr=[below, above], color=color, fmt=MARKERS[number % len(MARKERS)], ls="-", lw=1.4, ms=6,
-                      capsize=3, elinewidth=1, label=label)  # fmt: skip
-        for place, point in zip(x, points, strict=True):
-            if point["strength"]:
-                axes.annotate(point["strength"], (place, point["share"][0]), xytext=(5, 5), textcoords="offset points",
-                              fontsize=8, color=color)  # fmt: skip
+        seen = [point for point in points if point["k3"] >= UNSEEN]
+        x = [point["k3"] * 1.04 ** (number - 2) for point in seen]
+        _shares(axes, x, seen, ls="-", label=label, **styles[label])
+        for place, point in zip(x, seen, strict=True):
+            # neighbours of other arms write above and below
+            axes.annotate(point["strength"], (place, point["share"][0]), xytext=(5, 5 if number % 2 else -11),
+                          textcoords="offset points", fontsize=8, color=styles[label]["color"])  # fmt: skip
+    for place, (label, point) in enumerate(unseen):
+        _shares(beside, [place], [point], **styles[label])
+    beside.set_xticks(
+        range(len(unseen)), [point["strength"] or "exact" for _, point in unseen], rotation=90, fontsize=8
+    )
+    beside.set_xlabel(f"k3 below {UNSEEN:g}", fontsize=10, color=SOFT)
+    beside.set_visible(bool(unseen))
+    axes.tick_params(labelleft=not unseen)
     axes.set_xscale("log")
-    axes.set_ylim(-0.03, 1.03)
+    axes.set_ylim(-0.06, 1.03)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-    axes.set_xlabel("k3 of the first quarter of the steps, nats per token (1e-7: smaller)", fontsize=10, color=SOFT)
-    axes.set_ylabel("runs that failed, 90 % interval", fontsize=10, color=SOFT)
+    axes.set_xlabel("k3 of the first quarter of the steps, nats per token", fontsize=10, color=SOFT)
+    (beside if unseen else axes).set_ylabel("runs that failed, 90 % interval", fontsize=10, color=SOFT)
     axes.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _shares(axes: Any, x: list[float], points: list[Data], **style: Any) -> None:
+    shares = [point["share"] for point in points]
+    bars = [[value - low for value, low, _ in shares], [high - value for value, _, high in shares]]
+    axes.errorbar(x, [share[0] for share in shares], yerr=bars, lw=1.4, ms=6, capsize=3, elinewidth=1,
+                  **{"ls": "none"} | style)  # fmt: skip
 
 
 def _survival(canvas: Any, data: Data) -> None:

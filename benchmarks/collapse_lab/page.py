@@ -105,6 +105,7 @@ def _introduction(results: Results) -> Iterator[str]:
         ("task", "vocabulary", "runs", "seeds", "mean response length T", "T / T*", "k3, first quarter"),
         [_world(label, [row for row in rows if row.world == world]) for world, label in results.worlds().items()],
     )
+    yield from _plan(results)
     yield "## Endpoints, stated before the runs\n"
     yield from _rules(results)
     yield "## How an answer follows\n"
@@ -129,6 +130,15 @@ def _introduction(results: Results) -> Iterator[str]:
         "seeds. One comparison in twenty errs on either side by chance alone. A run that learns too little has failed,",
         "too, without ever having fallen.",
     )
+
+
+def _plan(results: Results) -> Iterator[str]:
+    left = {stage: counts for stage, counts in results.progress().items() if counts[0] < counts[1]}
+    if left:
+        listed = ", ".join(f"`{stage}` {done} of {planned} runs" for stage, (done, planned) in left.items())
+        yield _paragraph(
+            f"The plan is larger than what has been run: {listed}. What is missing answers *{CANNOT_TELL}*."
+        )
 
 
 def _world(label: str, rows: Sequence[Row]) -> list[str]:

@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 from collapse_lab.intervals import Interval, share
 from collapse_lab.rows import FOLDER, Point, Row, committed, stages
 from collapse_lab.survival import Life
+from megatron_rc import schema
 from megatron_rc.report.endpoints import Endpoints, failed
 
+Planned = tuple[str, str, str, int]
+"""Task, model_type, name of the run's folder, seed."""
 Where = Mapping[str, Any]
 """Maps a column to its value, or to a list of values."""
 Z_LIMIT = 3.0
@@ -56,8 +59,11 @@ class Results:
     """Curves by stage."""
     rules: Mapping[str, Endpoints] = field(default_factory=dict)
     """Endpoints by stage, as its recipe states them."""
+    planned: Mapping[str, set[Planned]] = field(default_factory=dict)
+    """Runs by stage, as its recipe lists them."""
 
     def __post_init__(self) -> None:
+        self._committed = {(row.task, row.model, *row.key) for row in self.rows}
         self._finals = {(row.world, *row.key): row.final for row in self.rows}
         self._exact = {(row.world, row.lr, row.seed): row.final for row in self.rows if is_exact(row)}
         self._curves: dict[tuple[str, str, int], list[Point]] = {}
@@ -74,6 +80,13 @@ class Results:
         for row in sorted(counted, key=lambda row: (-sizes[row.stage], row.stage)):
             unique.setdefault((Arm.of(row), row.seed), row)
         return sorted(unique.values(), key=lambda row: (row.stage, *row.key))
+
+    def progress(self) -> dict[str, tuple[int, int]]:
+        """Maps each stage that is no part of another one to (committed runs, planned runs)."""
+        whole = [
+            name for name, runs in self.planned.items() if not any(runs < other for other in self.planned.values())
+        ]
+        return {name: (len(self._committed & self.planned[name]), len(self.planned[name])) for name in whole}
 
     def select(self, where: Where) -> list[Row]:
         return [row for row in self.rows if all(_matches(getattr(row, name), value) for name, value in where.items())]
@@ -131,13 +144,25 @@ def load(folder: Path = FOLDER, recipes: Path | None = None) -> Results:
     """The committed results; the endpoints are those of the recipes of the stages."""
     rows = [row for stage in stages(folder) for row in committed(Row, stage, folder)]
     points = {stage: committed(Point, stage, folder) for stage in stages(folder)}
-    return Results(rows, points, {stage: rules_of(recipes / f"{stage}.yaml") for stage in points} if recipes else {})
+    if recipes is None:
+        return Results(rows, points)
+    rules = {stage: rules_of(recipes / f"{stage}.yaml") for stage in points}
+    return Results(rows, points, rules, {file.stem: planned(file) for file in sorted(recipes.glob("*.yaml"))})
+
+
+def planned(recipe: Path) -> set[Planned]:
+    """The runs of a stage; none for a file without cells, which stages share."""
+    from megatron_rc.jobs import grid
+
+    if "cells" not in schema.load_yaml(recipe):
+        return set()
+    stage = grid.load(recipe)
+    task, model = stage.job["task"]["kind"], stage.job["model"]["config"]["model_type"]
+    return {(task, model, "-".join(cell.choices.values()), cell.seed) for cell in grid.cells(stage)}
 
 
 def rules_of(recipe: Path) -> Endpoints:
     """The section `endpoints` of a recipe, without its jobs."""
-    from megatron_rc import schema
-
     return schema.from_dict(Endpoints, schema.load_yaml(recipe)["endpoints"], where="endpoints")
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import collapse_rows  # noqa: E402
-from collapse_lab import checks, page  # noqa: E402
+from collapse_lab import checks, page, results  # noqa: E402
 from collapse_lab.claims import (  # noqa: E402
     CANNOT_TELL,
     CONTRADICTS,
@@ -34,6 +34,7 @@ from collapse_lab.intervals import Interval  # noqa: E402
 from collapse_lab.results import PLAIN, TUNING, Arm, Results, _matches, load  # noqa: E402
 from collapse_lab.rows import FOLDER, Point, Row, committed, keep, merge, path_of, stages  # noqa: E402
 
+from megatron_rc.analyze.covered import LAB, Covered  # noqa: E402
 from megatron_rc.jobs import grid as grids  # noqa: E402
 from megatron_rc.report.endpoints import outcome  # noqa: E402
 
@@ -285,6 +286,24 @@ def test_figures_carry_the_numbers_that_they_show(made_up: Results, tmp_path: Pa
     assert digest(pictures(STATEMENT.figures[0], other)[0].data) != digest(wanted["arms"].data)
 
 
+def test_the_page_says_what_of_the_plan_is_missing() -> None:
+    planned = {file.stem: results.planned(file) for file in RECIPES.glob("*.yaml")}
+    assert {name: len(runs) for name, runs in planned.items() if name in ("base", "quick", "precision", "turns")} == {
+        "base": 0, "quick": 3, "precision": 20, "turns": 18,
+    }  # fmt: skip
+    runs = [made_up_run(*run) for run in sorted(planned["precision"])]
+    some = page.text(Results(runs[:5], planned=planned), STATEMENT).replace("\n", " ")
+    assert "`precision` 5 of 20 runs" in some and "`turns` 0 of 18 runs" in some
+    assert "`quick`" not in some and "`base`" not in some, "part of another stage, and shared by all"
+    whole = page.text(Results(runs, planned={"precision": planned["precision"]}), STATEMENT)
+    assert "The plan is larger" not in whole
+
+
+def made_up_run(task: str, model: str, run: str, seed: int) -> Row:
+    row, _ = collapse_rows.run("lag", "16", "none", 3e-4, seed, False)
+    return dataclasses.replace(row, task=task, model=model, run=run)
+
+
 def test_a_page_without_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no run is committed"):
         page.write(Results([]), tmp_path)
@@ -299,6 +318,15 @@ def test_the_page_and_its_figures_are_what_the_committed_files_say() -> None:
     wanted = {each.name: digest(each.data) for figure in STATEMENT.figures for each in pictures(figure, results)}
     drawn = {file.stem: drawn_digest(file) for file in (ROOT / "docs" / page.IMAGES).glob("*.png")}
     assert drawn == wanted, "python benchmarks/collapse.py --docs"
+
+
+@needs_runs
+def test_the_ranges_of_recommendations_are_those_of_the_committed_runs() -> None:
+    rows = load(recipes=RECIPES).rows
+    lengths = [10 * row.length for row in rows]
+    depth = math.ceil(10 * max(row.depth for row in rows if not math.isnan(row.depth))) / 10
+    length = (math.floor(min(lengths)) / 10, math.ceil(max(lengths)) / 10)
+    assert Covered(depth, length, max(row.vocabulary for row in rows)) == LAB
 
 
 @needs_runs
