@@ -127,8 +127,8 @@ def _introduction(results: Results) -> Iterator[str]:
     yield _paragraph(
         f"A claim of which one comparison supports what another contradicts *{BY_CASE}*; a claim that something can",
         "happen needs one comparison that supports it, and is contradicted by all those together that have enough",
-        "seeds. One comparison in twenty errs on either side by chance alone. A run that learns too little has failed,",
-        "too, without ever having fallen.",
+        "seeds. Controls, and what is shown for comparison, count for no claim. One comparison in twenty errs on",
+        "either side by chance alone. A run that learns too little has failed, too, without ever having fallen.",
     )
 
 
