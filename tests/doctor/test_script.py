@@ -107,3 +107,12 @@ def test_a_sourced_file_sources_its_neighbour_and_files_beside_the_script(tmp_pa
     (tmp_path / "models/common.sh").write_text('COMMON="--bf16"\n')
     (tmp_path / "last.sh").write_text("LAST=--swiglu\n")
     assert read_script(tmp_path / "run.sh").words[2:] == ["--bf16", "--num-experts", "8", "--swiglu"]
+
+
+def test_a_file_that_sources_another_of_its_own_name_does_not_run_twice(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "run.sh").write_text("source models/common.sh\nsource run.sh\npython train.py ${COMMON} ${ALL}\n")
+    (tmp_path / "models/common.sh").write_text('source ${ROOT}/common.sh\nCOMMON="--bf16"\n')
+    assert read_script(tmp_path / "run.sh").words[2:] == ["--bf16", "${ALL}"]
+    (tmp_path / "common.sh").write_text('ALL="--swiglu"\n')
+    assert read_script(tmp_path / "run.sh").words[2:] == ["--bf16", "--swiglu"]

@@ -22,8 +22,8 @@ _HIDDEN = "$(...)"
 class Script:
     """What is known after the commands of a script: its variables, and the longest command that starts a program."""
 
-    folders: list[Path]
-    """The folder of the script, and those of the files that it is sourcing, the innermost last."""
+    files: list[Path]
+    """The script, and the files that it is sourcing, the innermost last."""
     words: list[str] = field(default_factory=list)
     """The command."""
     maybe: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ def read_script(path: Path) -> Script:
     Raises:
         ValueError: a quote is not closed.
     """
-    script = Script([path.parent])
+    script = Script([path.resolve()])
     commands = _commands(path)
     _run(script, commands)
     if not script.words:
@@ -186,13 +186,17 @@ def _holds(script: Script, condition: list[str]) -> bool | None:
 
 
 def _source(script: Script, word: str) -> None:
-    """Run a sourced file; a folder that a command computes is that of the file that sources, or of the script."""
+    """Run a sourced file; a folder that a command computes is that of the file that sources, or of the script.
+
+    A file does not source itself: then a folder that is not known held another file of its name.
+    """
     path = re.sub(r"^.*[})]/", "", _fill(script, word))
-    file = next((folder / path for folder in reversed(script.folders) if (folder / path).is_file()), None)
+    found = ((file.parent / path).resolve() for file in reversed(script.files))
+    file = next((file for file in found if file.is_file() and file not in script.files), None)
     if file is not None and "$" not in path:
-        script.folders.append(file.parent)
+        script.files.append(file)
         _run(script, _commands(file))
-        script.folders.pop()
+        script.files.pop()
 
 
 def _commands(path: Path) -> list[tuple[list[str], bool]]:
