@@ -38,3 +38,4 @@ docs: | $(PYTHON)  ## Write the generated documents again.
 	PYTHONSAFEPATH= $(PYTHON) benchmarks/performance_docs.py > docs/performance.md
 	PYTHONSAFEPATH= $(PYTHON) benchmarks/analyze_docs.py
 	PYTHONSAFEPATH= $(PYTHON) benchmarks/gradient_truth.py --docs
+	PYTHONSAFEPATH= $(PYTHON) benchmarks/collapse.py --docs
