@@ -205,6 +205,10 @@ def _controls(canvas: Any, data: Data) -> None:
             axes.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="|", color=INK, ms=13, mew=2, capsize=0,
                           elinewidth=2)  # fmt: skip
         failures = f"{series['failed']} of {series['runs']} failed" if series["runs"] else _counted(len(finals), "run")
+        if series["grad_norm"] is not None:
+            failures += f"; {series['grad_norm']:.2f}"
+        if series["dropped"]:
+            failures += f"; {series['dropped']:.1%} dropped"
         axes.text(1.01, place, failures, transform=axes.get_yaxis_transform(), va="center", fontsize=9, color=INK)
     axes.set_yticks(range(len(labels)), labels, fontsize=9.5, color=INK)
     axes.set_ylim(len(labels) - 0.5, -0.5)

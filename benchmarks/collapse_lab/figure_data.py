@@ -161,13 +161,16 @@ def _diagram(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
 
 
 def _controls(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
-    """Final accuracy of every seed, and its mean with the interval of the bootstrap."""
+    """Final accuracy of every seed, its mean with the interval of the bootstrap, and what training was like."""
     series = {}
     for label, rows in arms.items():
         finals = [0.0 if math.isnan(row.final) else row.final for row in rows]
         hits, runs = results.count(rows, "failed")
         mean = list(bootstrap(finals)) if len(finals) > 1 else None
         series[label] = {"finals": sorted(finals), "mean": mean, "failed": hits, "runs": runs}
+        for name in ("grad_norm", "dropped"):
+            known = [value for row in rows if not math.isnan(value := getattr(row, name))]
+            series[label][name] = float(np.mean(known)) if known else None
     return {"series": series}
 
 
