@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import forked
@@ -22,6 +22,15 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
             _rank, args=(world_size, folder, dict(os.environ), fn, args), nprocs=world_size, start_method=forked.METHOD
         )
         return [torch.load(f"{folder}/result{r}", weights_only=False) for r in range(world_size)]
+
+
+def run_cases(fn: Callable[..., list[Any]], cases: Sequence[Any]) -> dict[Any, tuple[Any, ...]]:
+    """What every rank says of every case: ``fn(rank, cases)``, a result per case, on ``case.ranks`` processes."""
+    out: dict[Any, tuple[Any, ...]] = {}
+    for ranks in sorted({case.ranks for case in cases}):
+        alike = [case for case in cases if case.ranks == ranks]
+        out |= zip(alike, zip(*run_ranks(ranks, fn, alike), strict=True), strict=True)
+    return out
 
 
 def _rank(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from distributed import run_ranks
+from distributed import run_cases
 from tiny_models import KINDS
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -136,13 +136,8 @@ def of_rank(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[Case, list[dict[str, Any]]]:
-    """What every rank says of every case."""
-    out = {}
-    for ranks in (1, 2):
-        cases = [case for case in CASES if case.ranks == ranks]
-        out |= dict(zip(cases, zip(*run_ranks(ranks, of_rank, cases), strict=True), strict=True))
-    return out  # type: ignore[return-value]
+def results() -> dict[Case, tuple[dict[str, Any], ...]]:
+    return run_cases(of_rank, CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

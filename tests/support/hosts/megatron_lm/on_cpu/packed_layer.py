@@ -21,7 +21,7 @@ class Attention(PackedSelfAttention):
         if rows == 1:
             inputs["packed_seq_params"] = packed_seq_params(packed.cu_seqlens_q, packed.max_seqlen_q)
             return super().forward(hidden_states, attention_mask, **inputs)
-        # the host describes one row of a micro-batch, and every row is a sequence of that length
+        # the host passes [0, length] however many rows there are: each row is one sequence of that length
         starts = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32)
         inputs["packed_seq_params"] = packed_seq_params(starts, length)
         flat = hidden_states.transpose(0, 1).reshape(rows * length, 1, width)
