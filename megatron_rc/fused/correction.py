@@ -139,10 +139,15 @@ def _tokens(pair: Pair, extras: Extras | None, rows: tuple[Tensor, ...]) -> Toke
     tokens = Tokens(train, rollout, loss_mask, cu_seqlens, row_length, pair.num_sequences)
     if extras is None:
         return tokens
-    statistics = tuple(map(flat, (*extras.statistics.values(), *rows)))
+    statistics = tuple(_aligned(flat(row)) for row in (*extras.statistics.values(), *rows))
     return tokens._replace(
         advantages=flat(extras.advantages), statistics=statistics, segment_ids=flat(extras.segment_ids)
     )
+
+
+def _aligned(row: Tensor) -> Tensor:
+    """Copied unless it starts at a multiple of 16 bytes: Triton compiles anew for any other part of a tuple."""
+    return row if row.data_ptr() % 16 == 0 else row.clone()
 
 
 def _segment_columns(tokens: Tokens, extras: Extras, columns: tuple[Column, ...], to_be_pooled: bool) -> Tensor | None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import aot
 import pytest
 import torch
-from correction_book import case
+from correction_book import Case, case
 from kernel_calls import EVERY_LEVEL
 from logprobs_truth import unchecked
 from torch import Tensor
 
 from megatron_rc.batch import Support
-from megatron_rc.config import RolloutCorrection
+from megatron_rc.config import Rejection, RolloutCorrection
 from megatron_rc.correction import Corrected, correct
 from megatron_rc.fused import backend_module
 from megatron_rc.logprobs import vocab_parallel_logprobs
@@ -25,6 +26,7 @@ from megatron_rc.metrics import MetricSums
 from megatron_rc.reference.rows import Rows
 
 BATCHES = 24
+OWN_GATE = RolloutCorrection(reject=(Rejection("own", "token", upper=0.0),))
 VOCABULARY = 64
 
 
@@ -53,12 +55,22 @@ def merged(count: int, draw: random.Random) -> None:
     backend_module("rows", "triton").merge_shards(gathered, rows, with_entropy=True)
 
 
+def packed(count: int, draw: random.Random) -> Case:
+    batch = case([draw.randrange(count + 1) for _ in range(draw.randrange(1, 9))] + [2])
+    return replace(batch, **{name: sliced(getattr(batch, name), draw) for name in ("train", "rollout", "mask")})
+
+
 def corrections(count: int, draw: random.Random) -> None:
-    lengths = [draw.randrange(count + 1) for _ in range(draw.randrange(1, 9))] + [2]
-    batch = case(lengths)
-    tensors = [sliced(part, draw) for part in batch.arguments]
-    # statistics lie in a tuple, whose parts Triton always specialises on their alignment
-    correct(*tensors, correction=EVERY_LEVEL, backend="triton", **batch.options)
+    batch = packed(count, draw)
+    correct(*batch.arguments, correction=EVERY_LEVEL, backend="triton", **batch.options)
+
+
+def own_rows(count: int, draw: random.Random) -> None:
+    """Statistics lie in a tuple, whose parts Triton always specialises on their alignment."""
+    batch = packed(count, draw)
+    batch.statistics["own"] = sliced(batch.train, draw)
+    sampling = sliced(batch.rollout, draw)
+    correct(*batch.arguments, correction=OWN_GATE, backend="triton", sampling_logprobs=sampling, **batch.options)
 
 
 def losses(count: int, draw: random.Random) -> None:
@@ -85,7 +97,7 @@ def kinds(step: Callable[[int, random.Random], None]) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("step", [logprobs, merged, corrections, losses])
+@pytest.mark.parametrize("step", [logprobs, merged, corrections, own_rows, losses])
 def test_no_length_and_no_address_of_a_batch_compiles_a_kernel_anew(step: Callable[[int, random.Random], None]) -> None:
     found = kinds(step)
     assert found and {name: len(keys) for name, keys in found.items() if len(keys) > 1} == {}
