@@ -13,10 +13,11 @@ and the same command goes on. Send that file back. It ends with a table of what 
   stage 2        the other rows, beside every peer that can be imported, then the sweep of launch shapes
   stage 3        counters of Nsight Compute (if ncu is there), the quickstart on CUDA, rows that are still missing
   --stage N      that stage alone, for places that end a command after ten minutes; without it, all three
-  --minutes N    time for each stage (9)
+  --minutes N    time for each stage (9): a command that takes longer than its share of it is ended
   --out FOLDER   where the JSON goes (runs/gpu; for --smoke a temporary folder, which is deleted)
   --smoke        no GPU: toy sizes in Triton's interpreter, everything checked and nothing timed
   --help         this text
+A call that does not come back in two minutes is given up: its process is ended, and the next one goes on without it.
 Exit status 1: a kernel is wrong, or a row failed. What a peer, a counter or the quickstart lacks is written down, no more.
 Environment: PYTHON (interpreter, python3), CUDA_VISIBLE_DEVICES (the first GPU of it is used).
 TEXT
@@ -43,9 +44,12 @@ while (($#)); do
 done
 [[ "$minutes" =~ ^[0-9]+$ ]] || die "--minutes must be a whole number, got $minutes"
 [[ "${stages[0]}" =~ ^[123]$ ]] || die "--stage must be 1, 2 or 3, got ${stages[0]}"
+command -v timeout >/dev/null || die "timeout, of GNU coreutils, is not on PATH"
 
 temporary="$(mktemp -d)"
+child=""
 trap 'rm -rf "$temporary"' EXIT
+trap '[[ -z "$child" ]] || kill "$child" 2>/dev/null; exit 143' INT TERM
 # the package under its name, without the root of the checkout on sys.path: the folder triton_kernels there must not be
 # found in place of another package of that name
 mkdir "$temporary/site" && ln -s "$root/megatron_rc" "$temporary/site/megatron_rc"
@@ -72,29 +76,45 @@ fi
 file="$out/gpu-$name.json"
 status=0
 
-# The minutes that are left of the stage when it must keep SECONDS for what follows; fails when none are.
+# What a command may take beyond its minutes to end by itself, and what the last one of a stage leaves for that.
+grace=60 spare=75
+
+# The seconds that are left of the stage when it must keep SECONDS for what follows; fails when none are.
 left() {
     local seconds=$((begun + 60 * minutes - SECONDS - $1))
-    ((seconds > 0)) || return 1
-    echo "$((seconds / 60)).$((seconds % 60 * 10 / 60))"
+    ((seconds > 0)) && echo "$seconds"
+}
+
+in_minutes() {
+    echo "$(($1 / 60)).$(($1 % 60 * 10 / 60))"
+}
+
+# limited SECONDS SCRIPT [OPTION...]: status 124 when the script, and all that it started, had to be ended.
+limited() {
+    local seconds="$1" script="$2"
+    shift 2
+    timeout -k 10 "$seconds" "$python" "$root/benchmarks/$script" "$@" &
+    child=$!
+    wait "$child"
 }
 
 checks() {
-    "$python" "$root/benchmarks/gpu_check.py" ${small[@]+"${small[@]}"} --minutes "$((minutes / 2)).$((minutes % 2 * 5))" \
+    # of several processes that check, one that hangs is seen after three minutes
+    limited "$((30 * minutes + 200))" gpu_check.py ${small[@]+"${small[@]}"} --minutes "$(in_minutes $((30 * minutes)))" \
         --out "$file" --section checks || status=1
 }
 
-# rows SECTION KEPT-SECONDS [OPTION...]: what an earlier run has is kept. 75: a call lost the device; from 128 on: a call
-# ended the process. Either way the other rows are worth having, and the next attempt goes on without that call.
+# rows SECTION KEPT-SECONDS [OPTION...]: what an earlier run has is kept. 75: a call lost the device; 124: it did not come
+# back; from 128 on: it ended the process. The other rows are worth having: the next attempt goes on without that call.
 rows() {
-    local section="$1" kept="$2" ended=0 attempt time
+    local section="$1" kept="$2" ended=0 attempt seconds
     shift 2
     for attempt in 1 2 3 4 5; do
-        time="$(left "$kept")" || { echo "gpu.sh: no time is left for $section; the same command goes on" && break; }
-        "$python" "$root/benchmarks/kernels.py" ${toy[@]+"${toy[@]}"} "$@" --resume --out "$file" --section "$section" \
-            --minutes "$time"
+        seconds="$(left "$kept")" || { echo "gpu.sh: no time is left for $section; the same command goes on" && break; }
+        limited $((seconds + grace)) kernels.py ${toy[@]+"${toy[@]}"} "$@" --resume --out "$file" --section "$section" \
+            --minutes "$(in_minutes "$seconds")"
         ended=$?
-        ((ended == 75 || ended >= 128)) || break
+        ((ended == 75 || ended == 124 || ended >= 128)) || break
         echo "gpu.sh: attempt $attempt ended with status $ended; the next one goes on without the call that did it"
     done
     ((ended == 0)) || status=1
@@ -102,10 +122,10 @@ rows() {
 
 # beside SECTION KEPT-SECONDS SCRIPT: what a machine may lack, which costs no status.
 beside() {
-    local time
-    time="$(left "$2")" || { echo "gpu.sh: no time is left for $1" && return; }
-    "$python" "$root/benchmarks/$3" ${toy[@]+"${toy[@]}"} --out "$file" --section "$1" --minutes "$time" ||
-        echo "gpu.sh: $1 ended with status $?"
+    local seconds
+    seconds="$(left "$2")" || { echo "gpu.sh: no time is left for $1" && return; }
+    limited $((seconds + grace)) "$3" ${toy[@]+"${toy[@]}"} --out "$file" --section "$1" \
+        --minutes "$(in_minutes "$seconds")" || echo "gpu.sh: $1 ended with status $?"
 }
 
 for stage in "${stages[@]}"; do
@@ -114,16 +134,16 @@ for stage in "${stages[@]}"; do
     case "$stage" in
         1)
             checks
-            rows kernels 45 ${others[@]+"${others[@]}"}
+            rows kernels "$spare" ${others[@]+"${others[@]}"}
             ;;
         2)
             rows kernels $((60 * minutes / 3)) ${others[@]+"${others[@]}"}
-            rows sweep 45 --sweep
+            rows sweep "$spare" --sweep
             ;;
         3)
             beside counters $((40 * minutes)) gpu_counters.py
             beside quickstart $((20 * minutes)) gpu_quickstart.py
-            rows kernels 45 ${others[@]+"${others[@]}"}
+            rows kernels "$spare" ${others[@]+"${others[@]}"}
             ;;
     esac
 done

@@ -15,6 +15,7 @@ from checking.run import WRONG
 from gpu_quickstart import in_words
 from timing.sweep import launch_lines
 from timing.targets import judgement
+from timing.watch import place
 
 Part = dict[str, Any]
 
@@ -46,6 +47,8 @@ def _kernels(part: Part) -> list[str]:
     lines = [judgement(part)]
     lines += [f"absent peer: {name}: {reason}" for name, reason in part["peers"]["absent"].items()]
     lines += [f"failed row: {row['name']}: {row['reason']}" for row in part["rows"] if row["kind"] == "failed"]
+    ended = [*part["lost"], *([part["trying"]] if part["trying"] else [])]
+    lines += [f"a process ended there: {place((row, provider))}" for row, provider in ended]
     return [*lines, *_missing(part)]
 
 

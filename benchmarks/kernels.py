@@ -6,7 +6,7 @@
     TRITON_INTERPRET=1 python benchmarks/kernels.py --smoke     # no GPU: every row at toy size, checked, nothing timed
 
 Writes one JSON file, anew after every row; `python benchmarks/performance_docs.py` turns the committed ones into
-docs/performance.md. Exit status 75: a call lost the device, and --resume goes on without that call.
+docs/performance.md. Exit status 75: a call lost the device; 124: one did not come back. --resume goes on without it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import checkout
 import torch
 import torch.distributed as dist
 import triton
-from timing.bench import Bench, DeviceLost, Row, reason
+from timing.bench import Bench, Call, DeviceLost, Row, reason
 from timing.ceilings import ceilings
 from timing.head import head_row
 from timing.logits import condition_row, logits_rows
@@ -34,6 +34,7 @@ from timing.section import Section
 from timing.sweep import candidates, launch_lines, sweep
 from timing.targets import judgement
 from timing.tokens import correct_row, policy_loss_row, routes_row
+from timing.watch import Watch, place
 
 DEVICE_LOST = 75
 """The exit status that asks for --resume."""
@@ -83,7 +84,8 @@ def run_jobs(bench: Bench, work: Jobs, record: Record) -> None:
         bench.row, started = name, bench.elapsed
         try:
             if (name, None) in bench.lost:
-                raise RuntimeError("the device was lost while its providers were timed by turns")
+                raise RuntimeError("its process ended while it was made, or while its providers were timed by turns")
+            bench.trying((name, None))
             rows = job()
         except DeviceLost as lost:
             record.lose((name, lost.provider))
@@ -98,6 +100,12 @@ def run_jobs(bench: Bench, work: Jobs, record: Record) -> None:
         record.add(name, rows, bench.elapsed if bench.meter.measures else None)
         bench.free()
         print(f"{bench.elapsed:6.1f} s  {number}/{len(work)} {name}: {bench.elapsed - started:.1f} s", flush=True)
+
+
+def watched(record: Record, watch: Watch, call: Call) -> None:
+    """Writes down which call is made, so that the next process knows if this one does not survive it."""
+    record.trying(call)
+    watch.begin(call)
 
 
 def wrong_answers(rows: list[Row]) -> list[str]:
@@ -122,6 +130,8 @@ def begin(bench: Bench, arguments: argparse.Namespace, section: Section, peers: 
             if record.run[what] != facts[what]:
                 of = f"{section.path} is of {what} {record.run[what]}"
                 raise SystemExit(f"--resume: {of}, and this is {facts[what]}; give another --out")
+        for call in record.lost:
+            print(f"{bench.elapsed:6.1f} s  without {place(call)}: an earlier process ended there", flush=True)
         return record
     facts["peers"] = {"present": {p.name: p.version for p in peers.present}, "absent": peers.absent}
     facts["ceilings"] = ceilings(bench.meter)
@@ -172,9 +182,10 @@ def main() -> None:
         work = jobs(bench, plan, peers)
 
     record = begin(bench, arguments, Section(out, arguments.section), peers, list(work))
-    bench.lost, bench.trying = record.lost, record.trying
+    bench.lost, bench.trying = record.lost, partial(watched, record, watch := Watch())
     try:
         run_jobs(bench, work, record)
+        watch.stop()
     except DeviceLost as lost:
         print(f"the device was lost in the call of {lost}; --resume goes on without it", file=sys.stderr)
         # nothing may ask the device for anything any more, not even the end of a process group

@@ -66,7 +66,7 @@ class Bench:
             DeviceLost: the device does not answer any more.
         """
         if (self.row, provider) in self.lost:
-            return {"state": "failed", "reason": "the device was lost in its call"}
+            return {"state": "failed", "reason": "its call lost the device, or did not come back"}
         self.trying((self.row, provider))
         try:
             errors = check()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,14 @@ def gpu_sh(*arguments: str, script: Path = ROOT / "benchmarks/gpu.sh", **environ
 
 
 def fake_python(folder: Path, statuses: str) -> tuple[Path, Path]:
-    """An interpreter that writes its arguments down and ends with one status after the other, and where it writes."""
+    """An interpreter that writes its arguments down and ends with one status after the other, and where it writes.
+
+    "hang" in place of a status: it does not end.
+    """
     log, python = folder / "log", folder / "python"
     python.write_text(
-        f'#!/usr/bin/env bash\necho "$@" >>{log}\nset -- {statuses}\nshift $(($(wc -l <{log}) - 1))\nexit $1\n'
+        f'#!/usr/bin/env bash\necho "$@" >>{log}\nset -- {statuses}\nshift $(($(wc -l <{log}) - 1))\n'
+        "[[ $1 == hang ]] && sleep 600\nexit $1\n"
     )
     python.chmod(0o755)
     return python, log
@@ -49,8 +55,45 @@ def test_a_stage_goes_on_after_a_failed_check_and_after_calls_that_lose_the_devi
     assert len(runs) == 3
     for run in runs:
         assert "kernels.py --smoke --flash-attention F --resume " in run
-        assert f"--out {file} --section kernels --minutes 2." in run
+        assert f"--out {file} --section kernels --minutes 1." in run
     assert report.endswith(f"gpu_report.py {file}")
+
+
+def impatient(folder: Path) -> tuple[str, Path]:
+    """A PATH whose `timeout` ends every command after a second, and the file with the seconds that it was asked for."""
+    asked, timeout = folder / "seconds", folder / "timeout"
+    timeout.write_text(f'#!/usr/bin/env bash\necho "$3" >>{asked}\nexec {shutil.which("timeout")} -k 1 1 "${{@:4}}"\n')
+    timeout.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}", asked
+
+
+def test_a_command_that_hangs_is_ended_within_its_stage_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    python, log = fake_python(tmp_path, "hang hang 0 0")
+    path, asked = impatient(tmp_path)
+    options = ("--smoke", "--stage", "1", "--minutes", "9", "--out", str(tmp_path))
+    done = gpu_sh(*options, PYTHON=str(python), PATH=path)
+    assert "attempt 1 ended with status 124; the next one goes on without" in done.stdout
+    # checks that hang are no success; rows that the next process came to are
+    assert done.returncode == 1
+    scripts = [Path(line.split()[0]).name for line in log.read_text().splitlines()]
+    assert scripts == ["gpu_check.py", "kernels.py", "kernels.py", "gpu_report.py"]
+    # the time that is left of the stage and a minute: all of it is over after nine minutes
+    checks, *rows = map(int, asked.read_text().split())
+    assert checks < 9 * 60 and all(8 * 60 < seconds < 9 * 60 for seconds in rows)
+    given = [float(line.split()[-1]) for line in log.read_text().splitlines()[1:3]]
+    assert all(seconds - 60 * minutes == pytest.approx(60, abs=6) for seconds, minutes in zip(rows, given, strict=True))
+
+
+def test_gpu_sh_that_is_ended_leaves_no_process_behind(tmp_path: Path) -> None:
+    python, log = fake_python(tmp_path, "hang")
+    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), "--smoke", "--out", str(tmp_path)]
+    script = subprocess.Popen(command, stdout=subprocess.PIPE, env=script_environment() | {"PYTHON": str(python)})
+    while not log.exists():
+        time.sleep(0.05)
+    script.terminate()
+    # the pipe ends when the last process that could write to it has ended
+    script.communicate(timeout=30)
+    assert script.returncode == 143
 
 
 def test_stages_divide_the_work_and_what_a_machine_lacks_costs_no_status(tmp_path: Path) -> None:
@@ -129,7 +172,8 @@ def test_the_report_names_what_is_wrong_absent_and_still_to_come(tmp_path: Path)
     wrong = {"group": "rows", "name": "bf16", "state": "failed"}
     file = {
         "checks": {"states": {"passed": 3, "failed": 1}, "results": [wrong]},
-        "kernels": smoke | {"skipped": ["many short rows"]},
+        "kernels": smoke
+        | {"skipped": ["many short rows"], "lost": [["update path", "Liger"]], "trying": ["head", None]},
         "counters": {"absent": "ncu is not on PATH", "calls": {}},
         "quickstart": {"runs": {"linear": {"state": "failed", "reason": "No module named 'megatron'", "steps": 0}}},
     }
@@ -138,6 +182,7 @@ def test_the_report_names_what_is_wrong_absent_and_still_to_come(tmp_path: Path)
         "3 passed, 1 failed\nfailed: rows: bf16",
         "not measured row statistics, share of the read bandwidth",
         "absent peer: Liger: ModuleNotFoundError",
+        "a process ended there: update path: Liger\na process ended there: head\n",
         "still to come: many short rows",
         "== sweep\nnot run yet",
         "== counters\nncu is not on PATH",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from timing.meter import Work  # noqa: E402
 from timing.peers import flash_attention_peer, without_if_broken  # noqa: E402
 from timing.record import Record  # noqa: E402
 from timing.section import Section  # noqa: E402
+from timing.watch import HUNG, Watch  # noqa: E402
 
 
 @pytest.fixture
@@ -119,10 +123,53 @@ def test_a_run_that_lost_the_device_goes_on_without_the_call_that_did_it(
     assert asked == ["good"]
     end = json.loads(out.read_text())
     assert [row["name"] for row in end["rows"]] == ["first", "row"] and end["lost"] == [["row", "bad"]]
-    assert end["rows"][1]["providers"]["bad"] == {"state": "failed", "reason": "the device was lost in its call"}
+    assert end["rows"][1]["providers"]["bad"] == {
+        "state": "failed",
+        "reason": "its call lost the device, or did not come back",
+    }
     # a process that is killed cannot say whose call it was: the file says it
     Record.begin(Section(out), {}, ["row"]).trying(("row", "bad"))
     assert Record.resume(Section(out)).lost == [("row", "bad")]
+
+
+def test_a_call_that_does_not_come_back_ends_its_process_and_the_next_one_goes_on_without_it(
+    bench: Bench, tmp_path: Path
+) -> None:
+    section = Section(tmp_path / "run.json")
+
+    def providers(slow: Callable[[], Errors]) -> list[Row]:
+        checks: dict[str, Callable[[], Errors]] = {"good": lambda: {"gradient": 0.0}, "sleeper": slow}
+        return [{"kind": "a", "providers": {name: bench.checked(name, check, {}) for name, check in checks.items()}}]
+
+    def sleeps() -> Any:
+        time.sleep(600)
+
+    def run(record: Record, slow: Callable[[], Errors]) -> None:
+        watch = Watch(0.3)
+        bench.lost, bench.trying = record.lost, partial(kernels.watched, record, watch)
+        kernels.run_jobs(
+            bench, {"peers": lambda: providers(slow), "built": sleeps, "last": lambda: providers(fails)}, record
+        )
+        watch.stop()
+
+    def status(record: Record) -> int:
+        child = os.fork()
+        if child == 0:
+            run(record, sleeps)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert status(Record.begin(section, {}, ["peers", "built", "last"])) == HUNG
+    assert section.read()["trying"] == ["peers", "sleeper"]
+    assert status(Record.resume(section)) == HUNG
+    # what hangs before any provider is called costs its row
+    assert section.read()["trying"] == ["built", None]
+    run(Record.resume(section), fails)
+    end = section.read()
+    assert end["lost"] == [["peers", "sleeper"], ["built", None]] and end["skipped"] == [] and end["trying"] is None
+    peers, built, last = end["rows"]
+    assert peers["providers"]["good"]["state"] == "ran" and peers["providers"]["sleeper"]["state"] == "failed"
+    assert built["kind"] == "failed" and last["providers"]["sleeper"]["reason"] == "RuntimeError: no such kernel"
 
 
 def test_launches_on_a_gpu_are_kernels_copies_and_fills_and_waits_are_those_inside_the_call() -> None:
