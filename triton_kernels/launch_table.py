@@ -23,9 +23,14 @@ NARROW = 32_768
 """Columns of a row up to which more and smaller programs hide the time between two rows."""
 
 
+def entry_of_row(name: str, width: int) -> str:
+    """The entry of a kernel whose programs have a row each, for rows of so many columns."""
+    return f"{name}_narrow" if width <= NARROW else name
+
+
 def of_row(name: str, width: int) -> Launch:
-    """The launch shape of a kernel whose programs have a row each, for rows of so many columns."""
-    return LAUNCH[f"{name}_narrow" if width <= NARROW else name]
+    """The launch shape of that entry."""
+    return LAUNCH[entry_of_row(name, width)]
 
 
 LAUNCH: dict[str, Launch] = {

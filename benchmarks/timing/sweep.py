@@ -37,12 +37,13 @@ def candidates(blocks: tuple[int, ...] = BLOCKS, warps: tuple[int, ...] = WARPS)
 
 
 def sweep(bench: Bench, shapes: list[Shape], ours: Peer, tried: list[Candidate]) -> Row:
-    """Times every candidate on every shape: the best of each shape, and the best one for all of them together, which
-    has the least geometric mean time.
+    """Times every candidate on every shape, and names the best for each entry of the launch table.
 
-    Forward and backward are timed in one call with the same candidate, so one sweep serves both kernels.
+    An entry is that of a kernel for rows up to a width, or from there on: its best candidate has the least geometric
+    mean time on the shapes that it is launched for, whatever it takes on others. Forward and backward are timed in one
+    call with the same candidate, so one sweep serves both kernels.
     """
-    from megatron_rc.kernels.launch_table import LAUNCH, Launch
+    from megatron_rc.kernels.launch_table import LAUNCH, Launch, entry_of_row
 
     before, names = dict(LAUNCH), ("row_statistics", "row_gradient")
     taken: dict[str, Times] = {name: {} for name in names}
@@ -70,28 +71,24 @@ def sweep(bench: Bench, shapes: list[Shape], ours: Peer, tried: list[Candidate])
         "shapes": [shape._asdict() | {"columns": shape.columns} for shape in shapes],
         "tried": {name: [[*c, *us] for c, us in times.items()] for name, times in taken.items()},
         "refused": refused,
-        "best": {name: _best(times, range(len(shapes))) for name, times in taken.items()},
-        "best_of_shape": {name: [_best(times, [i]) for i in range(len(shapes))] for name, times in taken.items()},
+        "best": {
+            entry: _best(times, [i for i, shape in enumerate(shapes) if entry_of_row(name, shape.columns) == entry])
+            for name, times in taken.items()
+            for entry in dict.fromkeys(entry_of_row(name, shape.columns) for shape in shapes)
+        },
     }
 
 
 def launch_lines(row: Row) -> list[str]:
-    """What triton_kernels/launch_table.py should say for all widths together, then for each width alone."""
-    lines = [f'    "{name}": {_launch(best[0])},' for name, best in row["best"].items() if best]
-    for name, of_shape in row["best_of_shape"].items():
-        lines += [
-            f"    {name}, {shape['columns']:,} columns alone: {_launch(best[0])}"
-            for shape, best in zip(row["shapes"], of_shape, strict=True)
-            if best
-        ]
-    return lines
+    """What triton_kernels/launch_table.py should say, one line for each of its entries that was tried."""
+    return [
+        f'    "{entry}": Launch(block={best[0]["block"]}, num_warps={best[0]["num_warps"]}),'
+        for entry, best in row["best"].items()
+        if best
+    ]
 
 
-def _launch(c: dict[str, int]) -> str:
-    return f"Launch(block={c['block']}, num_warps={c['num_warps']})"
-
-
-def _best(times: Times, shapes: range | list[int]) -> list[dict[str, int]]:
+def _best(times: Times, shapes: list[int]) -> list[dict[str, int]]:
     """The best candidates on these shapes together, the best one first."""
     means = {}
     for candidate, taken in times.items():

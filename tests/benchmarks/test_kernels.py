@@ -251,16 +251,23 @@ def test_a_sweep_refuses_a_wrong_candidate_restores_the_table_and_prints_lines(
     monkeypatch.setattr(bench.meter, "interleaved", measured)
     good, better, broken = Candidate(128, 1), Candidate(256, 2), Candidate(100, 1)
     row = sweep(bench, [Shape(2, 600, 1)], ours("triton"), [good, better, broken])
-    assert row["best"]["row_statistics"][0] == better._asdict() and len(row["best"]["row_gradient"]) == 2
+    assert row["best"]["row_statistics_narrow"][0] == better._asdict()
+    assert len(row["best"]["row_gradient_narrow"]) == 2
     assert list(row["refused"]) == [str(broken)] and before == LAUNCH
-    assert launch_lines(row)[1] == '    "row_gradient": Launch(block=256, num_warps=2),'
+    # nothing is said of the entries that no shape is launched with
+    assert launch_lines(row) == [
+        f'    "{name}_narrow": Launch(block=256, num_warps=2),' for name in ("row_statistics", "row_gradient")
+    ]
 
 
-def test_a_sweep_names_the_best_of_each_width_beside_the_best_of_all(
+def test_a_sweep_prints_every_entry_of_the_table_from_the_rows_that_it_is_for(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from megatron_rc.kernels import launch_table
+
+    monkeypatch.setattr(launch_table, "NARROW", 300)
     narrow, wide = Candidate(128, 1), Candidate(256, 2)
-    # narrow on both shapes, then wide on both: each is the best of one
+    # narrow on both shapes, then wide on both: each is the best of one, and narrow the best of both together
     times = iter([1.0, 8.0, 3.0, 4.0])
 
     def measured(works: dict[str, Work], seconds: float) -> dict[str, dict[str, float]]:
@@ -269,9 +276,10 @@ def test_a_sweep_names_the_best_of_each_width_beside_the_best_of_all(
 
     monkeypatch.setattr(bench.meter, "interleaved", measured)
     row = sweep(bench, [Shape(2, 300, 1), Shape(2, 600, 1)], ours("triton"), [narrow, wide])
-    assert row["best"]["row_gradient"][0] == narrow._asdict()
-    assert [best[0] for best in row["best_of_shape"]["row_gradient"]] == [narrow._asdict(), wide._asdict()]
-    assert launch_lines(row)[-1].startswith("    row_gradient, 600 columns alone: Launch(block=256")
+    entries: dict[str, launch_table.Launch] = eval("{" + "".join(launch_lines(row)) + "}", vars(launch_table))
+    assert entries == {
+        "row_statistics_narrow": narrow, "row_statistics": wide, "row_gradient_narrow": narrow, "row_gradient": wide,
+    }  # fmt: skip
 
 
 def test_the_kernel_that_measures_reading_reads_everything_once() -> None:
