@@ -1,6 +1,6 @@
 """Check every kernel on the GPU of this machine against fp64; exit status 1 when one is wrong.
 
-    python benchmarks/gpu_check.py                              # one GPU, about 390 checks
+    python benchmarks/gpu_check.py                              # one GPU, about 400 checks
     python benchmarks/gpu_check.py --only rows --only graphs    # some groups
     TRITON_INTERPRET=1 python benchmarks/gpu_check.py --small   # no GPU: toy sizes in Triton's interpreter
     compute-sanitizer python benchmarks/gpu_check.py --small    # toy sizes on a GPU, for its memory checker
@@ -25,8 +25,9 @@ from typing import Any
 import checkout
 import torch
 import triton
-from checking.run import WRONG, Result, all_checks, part_of, run_check, toy_blocks
+from checking.run import WRONG, Result, all_checks, part_of, run_check
 from checking.setting import Check, Setting
+from checking.toy import toy_blocks
 from checking.workers import run_in_processes, say
 from timing.machine import current_commit, describe
 from timing.section import Section

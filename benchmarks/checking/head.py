@@ -110,12 +110,18 @@ def head_of(setting: Setting, dtype: torch.dtype, *seed: object, width: int = 0)
 
 
 def compare(setting: Setting, comparison: Comparison, head: Head, form: str) -> Answer:
+    """Ours, once computed, is judged."""
+    with poisoned():
+        ours = by_head(head, form, head.hidden, head.weight)
+    judge(setting, comparison, head, ours)
+    return ours
+
+
+def judge(setting: Setting, comparison: Comparison, head: Head, ours: Answer) -> None:
     """Ours is as near to fp64 as PyTorch over kept logits is, in the same dtype."""
     true = _by_logits(head, torch.float64, head.softmax)
     # the old policy is that of fp64, rounded once for everybody
     pytorch = _by_logits(head, head.hidden.dtype, head.softmax)
-    with poisoned():
-        ours = _by_head(head, form)
     size, slope = _sizes(head, true)
     largest = _logits(head).abs().max().item() if len(head.hidden) else 0.0
     dtype = head.hidden.dtype
@@ -130,7 +136,6 @@ def compare(setting: Setting, comparison: Comparison, head: Head, form: str) -> 
     for name, part in zip(("by_hidden", "by_weight"), slope, strict=True):
         found = [getattr(answer, name) for answer in (ours, pytorch, true)]
         comparison.close(name, *found, epsilon=rounding * part + floor, cast=setting.cast(dtype))
-    return ours
 
 
 def _sizes(head: Head, true: Answer) -> tuple[float, tuple[float, float]]:
@@ -194,8 +199,9 @@ def loss_of(head: Head, form: str, hidden: Tensor, weight: Tensor) -> Tensor:
     return policy_loss(logprobs, *given, scale=t["scale"], backend="triton").loss
 
 
-def _by_head(head: Head, form: str) -> Answer:
-    hidden, weight = (part.clone().requires_grad_() for part in (head.hidden, head.weight))
+def by_head(head: Head, form: str, hidden: Tensor, weight: Tensor) -> Answer:
+    """By the head, which may get a part of the states and of the weight."""
+    hidden, weight = (part.clone().requires_grad_() for part in (hidden, weight))
     leaf: Any = weight
     if head.frozen:
         {"hidden": hidden, "weight": weight}[head.frozen].requires_grad_(False)
@@ -253,7 +259,7 @@ def _wide_logits(setting: Setting, comparison: Comparison) -> None:
     head = head_of(setting, torch.bfloat16, "wide")
     head.of_head["logits_dtype"] = torch.float32
     true = _by_logits(head, torch.float64, head.softmax)
-    error = (_by_head(head, "linear_policy_loss").logprobs - true.logprobs).abs().max().item()
+    error = (by_head(head, "linear_policy_loss", head.hidden, head.weight).logprobs - true.logprobs).abs().max().item()
     comparison.at_most("logprobs", error, 1e-5)
 
 

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from checking import correction, device, far, head, kept, loss, routes, rows, shards
+from checking import correction, device, far, groups, head, kept, loss, routes, rows, shards
 from checking.setting import Check, Comparison, Setting, Skip
 
 Result = dict[str, Any]
 """One check: its group and name, how it ended, and the quantity that used most of what is allowed."""
 WRONG = ("failed", "raised", "crashed", "hung")
 
-_MODULES = (rows, kept, shards, far, loss, correction, routes, head, device)
-_TOY_BLOCKS = {
-    **dict.fromkeys(("row_statistics", "row_statistics_narrow", "row_gradient", "row_gradient_narrow"), 32),
-    "merge_statistics": 32,
-    **dict.fromkeys(("support_statistics", "support_gradient", "policy_loss"), 16),
-    **dict.fromkeys(("unit_sums", "correction", "metric_sums", "normalize"), 16),
-    "unit_combine": 2,
-    "compare_routes": 4,
-}
-"""Several blocks from few elements."""
+_MODULES = (rows, kept, shards, far, loss, correction, routes, head, device, groups)
 
 
 def all_checks(setting: Setting, groups: list[str]) -> list[Check]:
@@ -45,19 +34,6 @@ def part_of(checks: list[Check], number: int, count: int) -> list[Check]:
     light = [check for check in checks if not check.large]
     large = [check for check in checks if check.large]
     return light[number::count] + (large if number == 0 else [])
-
-
-@contextmanager
-def toy_blocks() -> Iterator[None]:
-    """Launch shapes for toy sizes; afterwards those of the table again."""
-    from megatron_rc.kernels.launch_table import LAUNCH
-
-    before = dict(LAUNCH)
-    LAUNCH.update({name: LAUNCH[name]._replace(block=block) for name, block in _TOY_BLOCKS.items()})
-    try:
-        yield
-    finally:
-        LAUNCH.update(before)
 
 
 def run_check(check: Check, setting: Setting) -> Result:

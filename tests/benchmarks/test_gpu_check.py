@@ -20,8 +20,9 @@ sys.path.append(str(ROOT / "benchmarks"))
 import checkout  # noqa: E402
 from checking.layouts import LAYOUTS, arranged, same_layout  # noqa: E402
 from checking.row_problem import Problem, truth  # noqa: E402
-from checking.run import all_checks, part_of, run_check, toy_blocks  # noqa: E402
+from checking.run import all_checks, part_of, run_check  # noqa: E402
 from checking.setting import Check, Comparison, Setting, Skip  # noqa: E402
+from checking.toy import toy_blocks  # noqa: E402
 from checking.workers import Worker, run_in_processes  # noqa: E402
 from logprobs_truth import unchecked  # noqa: E402
 
@@ -63,6 +64,12 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any, Any], None]]] = {
     ),
     "head: linear_policy_loss, bf16, rows without loss left out": (
         "policy_loss.policy_loss_fwd", "by_", times(0.2, lambda _, answer: answer[2])
+    ),
+    "groups: one rank: statistics that are gathered over it and merged": (
+        "rows.merge_statistics_fwd", "logprobs", times(1e-5, lambda _, answer: answer[0])
+    ),
+    "groups: one rank: linear_logprobs, sequence-parallel": (
+        "rows.row_gradient_bwd", "by_", times(0.2, lambda args, _: args[0])
     ),
     "routes: 6 experts per token": ("routes.compare_routes_fwd", "overlap", lambda _, answer: answer[0].add_(1)),
     "batches: NaN and infinities": (
@@ -237,4 +244,4 @@ def test_a_fixed_third_of_the_checks_passes_interpreted() -> None:
     assert sum(result["state"] == "passed" for result in results) > 60
     # what is skipped is what only a device has
     assert {result["reason"] for result in results if result["state"] == "skipped"} == {"needs a CUDA device"}
-    assert {"rows", "kept ids", "shards", "loss", "correction", "head"} <= {r["group"] for r in results}
+    assert {"rows", "kept ids", "shards", "loss", "correction", "head", "groups"} <= {r["group"] for r in results}
