@@ -249,7 +249,10 @@ class _LinearLogProbs(torch.autograd.Function):
             own = Merged(*(None if part is None else part[span] for part in merged))  # type: ignore[arg-type]
             upstream = (None if part is None else part[span] for part in (by_logprobs, by_entropy))
             gradients.add(span, rows, logits, own, *upstream)
-        return gradients.hidden, None if home is None else home.finish(), None
+        by_inputs = gradients.hidden
+        # or the gradient that `finish` may allocate would lie in memory beside the chunk
+        del rows, logits, gradients
+        return by_inputs, None if home is None else home.finish(), None
 
 
 class _LinearPolicyLoss(torch.autograd.Function):

@@ -42,6 +42,7 @@ class WeightGradient:
             return (total if upstream is None else total.mul_(upstream)).to(self._weight.dtype)
         if upstream is not None:
             self._main_grad.addcmul_(total, upstream.to(total.dtype))
+        del total  # before another tensor of its size is allocated
         weight = self._weight
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         # a tied embedding's own gradient comes beside this one, and DDP adds it to main_grad: nothing may blur it

@@ -1,20 +1,18 @@
-"""The fused head on one process against fp64, against the path that keeps logits, and what it leaves in memory."""
+"""The fused head on one process against fp64 and the path that keeps logits."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from head_case import Case, by_head, by_logits, distance, exact, head_case
+from head_case import Case, by_head, by_logits, distance, exact, head_case, with_main_grad
 from logprobs_truth import random_support
 from torch import Tensor
 
 from megatron_rc.linear_head import linear_logprobs, linear_policy_loss
 from megatron_rc.loss import policy_loss
-from megatron_rc.reference import rows as reference_rows
 
 FUSED = pytest.mark.parametrize("fused", [True, False], ids=["policy_loss", "logprobs"])
 
@@ -92,14 +90,6 @@ def test_frozen_tensors_get_no_gradient_and_cost_none(fused: bool) -> None:
         assert leaves[frozen].grad is None
         other = 4 - frozen
         assert distance(found[other], true[other]) <= 1e-12
-
-
-def with_main_grad(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Leaves whose weight has what Megatron's DDP gives it, after a first micro-batch."""
-    hidden, weight = case.leaves()
-    weight.main_grad = torch.ones(weight.shape, dtype=dtype)  # type: ignore[attr-defined]
-    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    return hidden, weight
 
 
 @pytest.mark.parametrize("known", [None, 0.7, torch.tensor(0.7, dtype=torch.float64), "logprobs"])
@@ -254,44 +244,3 @@ def test_wrong_arguments_of_the_loss_are_refused_by_name() -> None:
         by_head(head_case(torch.float16), fused=True)
     with pytest.raises(ValueError, match="upstream must be 0-d"):
         by_head(case, fused=True, upstream=torch.ones(2))
-
-
-@FUSED
-def test_memory_is_one_chunk_of_logits_and_the_gradients(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference_rows, "_CHUNK_ELEMENTS", 4096)
-    tokens, width, vocabulary, chunk = 256, 16, 2048, 32
-    case = head_case(torch.float32, tokens, width, vocabulary)
-    leaves = with_main_grad(case, torch.float32)
-    options = {"upstream": 1.0} if fused else {}
-    given, of_loss = case.of_loss()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        if fused:
-            linear_policy_loss(
-                *leaves, case.targets, *given, with_entropy=True, chunk=chunk, **of_loss, **options
-            ).loss.backward()
-        else:
-            result = linear_logprobs(*leaves, case.targets, chunk=chunk)
-            assert isinstance(result, Tensor)
-            result.sum().backward()
-    live = highest = 0
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        highest = max(highest, live)
-    temporaries = 4 * 4096 * 4 + 2**14
-    dummy = vocabulary * width * 4
-    allowed = chunk * vocabulary * 4 + tokens * width * 4 + 64 * tokens + temporaries + dummy
-    assert chunk * vocabulary * 4 < highest <= allowed
-
-
-def test_no_chunk_of_logits_is_kept_from_forward_to_backward() -> None:
-    case = head_case(torch.bfloat16, tokens=17, vocabulary=23)
-    given, options = case.of_loss()
-    hidden, weight = case.leaves()
-    result = linear_policy_loss(
-        hidden, weight, case.targets, *given, with_entropy=True, chunk=5, logits_dtype=torch.float32, **options
-    )
-    gc.collect()
-    assert (5, 23) not in {tuple(each.shape) for each in gc.get_objects() if type(each) is torch.Tensor}
-    result.loss.backward()
-    assert hidden.grad is not None and hidden.grad.isfinite().all()

@@ -64,6 +64,14 @@ def head_case(dtype: torch.dtype = torch.float64, tokens: int = 11, hidden: int 
     return Case(states, weight, targets, batch)
 
 
+def with_main_grad(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Leaves whose weight has what Megatron's DDP gives it, after a first micro-batch."""
+    hidden, weight = case.leaves()
+    weight.main_grad = torch.ones(weight.shape, dtype=dtype)  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    return hidden, weight
+
+
 def exact(case: Case, factor: float = 1.0, **softmax: Any) -> Result:
     """The fp64 truth, by materialised logits and autograd through log_softmax."""
     hidden, weight = case.hidden.double(), case.weight.double()
