@@ -60,9 +60,11 @@ gradients and weights, imbalance and padding are left out; each of them makes th
 is {SEQUENCES:,} prompts of {PROMPT:,} tokens with answers of {RESPONSE:,}: sampling, the pass for old log-probs, one
 update, one optimizer step. Ours are log-probs, entropy, their gradient, the correction and the loss.
 
-Memory is that of a micro-batch of {MICRO_BATCH:,} tokens on the last stage, beyond hidden states, weight and main_grad:
-logits whose gradient is in place, or `linear_policy_loss` with its default chunk. `megatron-rc plan RECIPE.yaml` prints
-the same for a job.
+Memory is the peak in backward of a micro-batch of {MICRO_BATCH:,} tokens on the last stage, beyond hidden states,
+weight and main_grad: logits whose gradient is in place, or `linear_policy_loss` of all rows with its default chunk.
+The gradient of the hidden states is in both. So is what autograd gets for the weight while main_grad takes the values:
+with logits beside them, with the fused head when its last chunk is free, so that the larger of the two counts.
+`megatron-rc plan RECIPE.yaml` prints the same for a job, whose fused head also copies the rows with a loss.
 
 """
 

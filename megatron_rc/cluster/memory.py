@@ -44,7 +44,8 @@ class TrainerMemory:
     """Saved for backward by all micro-batches in flight."""
     logits: int
     """Logits, which their gradient overwrites, the gradients of the hidden states and of the head's weight, and what
-    log-probs keep; on the last stage. With train.head linear, one chunk of logits instead of all of them."""
+    log-probs keep; on the last stage. With train.head linear, a copy of the hidden states, and one chunk of logits or
+    the gradient of the weight, whichever is larger."""
     backward: int
     """Gradients of the output and of the input of the widest layer."""
     step: int
@@ -193,10 +194,8 @@ def trainer_memory(
     saved = activation_bytes(hf, parallel, dtype, tokens=tokens, stage=stage)
     vocabulary = padded_vocab_size(hf, parallel.tensor) // parallel.tensor
     head = head_memory(tokens, vocabulary, hf["hidden_size"], dtype)
-    logits = (head.fused if train.head == "linear" else head.logits) + vocabulary * hf["hidden_size"] * b
-    if train.head == "linear" and any(moe_layers(hf)):
-        # with sequence parallelism the gathered hidden states stay until backward
-        logits += tokens * b * hf["hidden_size"] * (parallel.tensor - 1) // parallel.tensor
+    # the rows with a loss, all of them at most, are a copy; with sequence parallelism it is of the gathered rows
+    logits = head.fused + tokens * b * hf["hidden_size"] if train.head == "linear" else head.logits
     if train.backend == "torch":
         logits += _TORCH_CHUNKS
     return TrainerMemory(
@@ -212,20 +211,25 @@ def trainer_memory(
 
 
 class HeadMemory(NamedTuple):
-    """Bytes of a micro-batch on the last stage, beyond its hidden states and the head's weight and its gradient."""
+    """Bytes of a micro-batch on the last stage, beyond its hidden states, the head's weight and main_grad.
+
+    The gradient of the hidden states is in both, and so is what autograd gets for the weight, [columns, hidden] in the
+    dtype of the model: nothing reads it, but Megatron's DDP wants to see one.
+    """
 
     logits: int
-    """With logits, whose gradient is written over them."""
+    """With logits, over which their gradient is written, and which are still there when that of the weight is made."""
     fused: int
-    """With the fused head: the logits of one chunk, and 64 bytes per row."""
+    """With the fused head: the logits of one chunk or, after them, the gradient of the weight; and 64 bytes per row."""
 
 
 def head_memory(tokens: int, columns: int, hidden: int, dtype: Dtype) -> HeadMemory:
-    """What the head of ``tokens`` holds either way; the gradient of the hidden states is in both."""
+    """What the head of ``tokens`` holds either way, in backward."""
     b = DTYPES[dtype].bytes
     chunk = min(tokens, default_chunk((columns,), torch_dtype(dtype)))
-    kept = tokens * (b * (columns + hidden) + _ROW_BYTES)
-    return HeadMemory(kept, chunk * columns * b + tokens * (b * hidden + 2 * _ROW_BYTES))
+    rows, weight = b * tokens * hidden, b * columns * hidden
+    kept = b * tokens * columns + rows + weight + tokens * _ROW_BYTES
+    return HeadMemory(kept, max(b * chunk * columns, weight) + rows + tokens * 2 * _ROW_BYTES)
 
 
 def _widest(hf: dict[str, Any], parallel: ParallelSettings) -> int:

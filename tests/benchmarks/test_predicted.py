@@ -69,10 +69,13 @@ def test_the_head_is_its_products_both_passes_and_the_sum_of_dw_per_chunk() -> N
     assert found == pytest.approx(products + passes + 2 * 8 * 151_936 * 4096 / 1e12)
 
 
-def test_the_head_saves_all_but_one_chunk_of_logits() -> None:
+def test_the_head_holds_one_chunk_of_logits_or_a_gradient_of_the_weight() -> None:
     found = memory.head_memory(8192, 151_936, 4096, "bf16")
-    assert found.logits == 8192 * (2 * 151_936 + 2 * 4096 + 32)
-    assert found.fused == 2048 * 2 * 151_936 + 8192 * (2 * 4096 + 64)
+    # Megatron's layer makes a gradient of the weight beside the logits, the fused head after its last chunk
+    assert found.logits == 8192 * (2 * 151_936 + 2 * 4096 + 32) + 2 * 151_936 * 4096
+    assert found.fused == 2 * 151_936 * 4096 + 8192 * (2 * 4096 + 64)
+    narrow = memory.head_memory(8192, 151_936, 1024, "bf16")
+    assert narrow.fused == 2048 * 2 * 151_936 + 8192 * (2 * 1024 + 64)
 
 
 def test_launches_are_those_that_the_committed_run_counted() -> None:
