@@ -49,7 +49,7 @@ class Recommendation:
     suspects: tuple[str, ...]
     """Rules that answered suspect or undecided."""
     untested: tuple[str, ...]
-    """What of the dump lies outside the ranges of the collapse lab; empty inside them."""
+    """What of the dump lies outside the ranges of the collapse lab's runs with a correction; empty inside."""
     trusted: bool
     """Whether the tail of the weights of sequences can be trusted; never with fewer than 25 sequences."""
     kl: float
@@ -105,7 +105,8 @@ class Recommendation:
     def _caveat(self) -> str:
         if not self.untested:
             return ""
-        return f" The collapse lab has no such runs: {'; '.join(self.untested)}. Try none first, then token-tis."
+        outside = "; ".join(self.untested)
+        return f" The collapse lab has no such runs with a correction: {outside}. Try none first, then token-tis."
 
     def to_dict(self) -> dict[str, Any]:
         """The recommendation in numbers, as plain values."""
