@@ -42,6 +42,7 @@ EXTRAS = {
         "pytest-timeout",
         "pytest-xdist",
         "ruff",
+        "scipy",
         "setuptools>=77",
         "triton; sys_platform == 'linux'",
         "types-PyYAML",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
+from collapse_lab.intervals import difference
 from collapse_lab.results import Arm, Results, is_exact
 from collapse_lab.rows import Row
 
@@ -35,16 +36,15 @@ def _end(row: Row, results: Results) -> str:
 
 
 def falls_with_strength(results: Results) -> list[str]:
-    """Pairs of strengths of which the stronger fails less often, with 90 % binomial intervals that do not meet."""
+    """Pairs of strengths of which the stronger fails less often, beyond the 90 % interval of the difference."""
     pairs = []
     for arms in _ladders(results):
         for weaker, stronger in itertools.combinations(arms, 2):
-            below = results.share(stronger[1], "failed")
-            above = results.share(weaker[1], "failed")
-            if below and above and below.high < above.low:
+            below, above = (results.count(rows, "failed") for _, rows in (stronger, weaker))
+            if below[1] and above[1] and difference(below, above).below(0):
                 pairs.append(
                     f"{stronger[0].mechanism} {stronger[0].strength} with {stronger[0].method} fails in "
-                    f"{below.value:.0%} of its runs, {weaker[0].strength} in {above.value:.0%}"
+                    f"{below[0]} of {below[1]} runs, {weaker[0].strength} in {above[0]} of {above[1]}"
                 )
     return pairs
 

@@ -16,12 +16,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from collapse_lab.intervals import Interval, bootstrap, difference
+from collapse_lab.intervals import Interval, difference, mean, median
 from collapse_lab.results import PLAIN, Arm, Results, lives
-from collapse_lab.rows import Row
+from collapse_lab.rows import UNSEEN, Row
 from collapse_lab.survival import log_rank
 
 SUPPORTS, CONTRADICTS, CANNOT_TELL = ANSWERS = ("supports", "contradicts", "cannot tell")
+IN_PART = "supports in part"
+"""Answer to a claim of which some questions are answered in its favour, and others not yet at all."""
 BY_CASE = "differs by case"
 """Answer to a claim of which one comparison supports what another contradicts."""
 P_LIMIT = 0.1
@@ -41,7 +43,8 @@ class Comparison:
     """Columns in which the other arm differs; in all others it is the same."""
     measure: Literal["failed", "fell", "seen", "final", "k3_early", "survival", "order"]
     """failed, fell, seen (by z_W): share of runs; final, k3_early: difference per seed, of k3 in log10; survival:
-    log-rank of the time to collapse; order: steps by which `signal` goes half of its way later than k3."""
+    log-rank of the time to collapse; order: steps by which `signal` goes half of its way later than k3, the reward as
+    that of the weights that drew the rollouts."""
     expect: Literal["more", "less", "same"]
     """What the claim says of the arm, in comparison."""
     signal: str = ""
@@ -59,8 +62,9 @@ class Claim:
     seeds: int = 5
     """Least seeds per arm."""
     holds: Literal["everywhere", "somewhere"] = "everywhere"
-    """somewhere: one comparison that supports the claim is enough; all comparisons with enough seeds must contradict
-    it together, and every question must have such a comparison, before the claim is contradicted."""
+    """everywhere: every question must have a case that supports the claim. somewhere: one is enough; all comparisons
+    with enough seeds must contradict it together, every question must have such a comparison, and those with fewer
+    seeds must not lean to the claim, before it is contradicted."""
     limits: str = ""
     """What the comparisons do not show."""
 
@@ -82,6 +86,8 @@ class Answer(NamedTuple):
     vocabulary: str
     enough: bool
     """Whether both arms have the seeds that the claim asks for."""
+    leans: bool
+    """Whether the difference, whatever its interval, is one that matters and lies on the side of the claim."""
     beside: bool
 
     @property
@@ -106,8 +112,12 @@ def verdict(claim: Claim, given: Sequence[Answer]) -> str:
         enough = [answer for answer in counted if answer.enough]
         all_asked = {answer.comparison for answer in enough} == {answer.comparison for answer in counted}
         contradicted = all_asked and {answer.answer for answer in enough} == {CONTRADICTS}
+        contradicted &= not any(answer.leans for answer in counted)
         return SUPPORTS if SUPPORTS in sides else CONTRADICTS if contradicted else CANNOT_TELL
-    return BY_CASE if len(sides) == 2 else next(iter(sides), CANNOT_TELL)
+    if sides != {SUPPORTS}:
+        return BY_CASE if len(sides) == 2 else next(iter(sides), CANNOT_TELL)
+    supported = {answer.comparison for answer in counted if answer.answer == SUPPORTS}
+    return SUPPORTS if supported == {answer.comparison for answer in counted} else IN_PART
 
 
 def _arms(comparison: Comparison, results: Results) -> Iterator[tuple[str, list[Row], list[Row]]]:
@@ -142,7 +152,8 @@ def _answer(
             return _unknown(comparison, case, "no run fell", counts)
     if not arm or not (alone or against):
         return _unknown(comparison, case, "not run yet", counts)
-    answer, why, least = _judged(comparison, arm, against, results)
+    answer, why, least, leans = _judged(comparison, arm, against, results)
+    why = why.replace("[-inf, +inf]", "[too few for an interval]")
     if least < seeds:
         answer, why = CANNOT_TELL, f"{why}; {least} of the {seeds} seeds wanted"
     vocabularies = sorted({row.vocabulary for row in everyone})
@@ -152,19 +163,27 @@ def _answer(
         answer=answer,
         why=why,
         seeds=counts,
-        depth=_range([row.depth for row in everyone if not math.isnan(row.depth)]),
+        depth=span([row.depth_seen for row in everyone]),
         vocabulary=", ".join(map(str, vocabularies)),
         enough=least >= seeds,
+        leans=leans,
         beside=comparison.beside,
     )
 
 
 def _unknown(comparison: Comparison, case: str, why: str, counts: str) -> Answer:
-    return Answer(comparison.question, case, CANNOT_TELL, why, counts, "", "", False, comparison.beside)
+    return Answer(comparison.question, case, CANNOT_TELL, why, counts, "", "", False, False, comparison.beside)
 
 
-def _judged(comparison: Comparison, arm: list[Row], against: list[Row], results: Results) -> tuple[str, str, int]:
-    """(answer, numbers, seeds that count)."""
+class _Judged(NamedTuple):
+    answer: str
+    why: str
+    seeds: int
+    """Those that count."""
+    leans: bool = False
+
+
+def _judged(comparison: Comparison, arm: list[Row], against: list[Row], results: Results) -> _Judged:
     measure = comparison.measure
     if measure == "survival":
         return _survival(comparison.expect, arm, against)
@@ -176,28 +195,33 @@ def _judged(comparison: Comparison, arm: list[Row], against: list[Row], results:
     least = min(runs for _, runs in counts)
     shown = " against ".join(f"{hits} of {runs}" for hits, runs in counts) + f" {measure}"
     if not least:
-        return CANNOT_TELL, f"{shown}: unknown without exact runs" if measure == "failed" else f"{shown}: unknown", 0
+        return _Judged(CANNOT_TELL, f"{shown}: unknown{' without exact runs' if measure == 'failed' else ''}", 0)
     gap = difference(*counts)
     numbers = f"{shown}: {100 * gap.value:+.0f} points [{100 * gap.low:+.0f}, {100 * gap.high:+.0f}]"
-    return _side(gap, comparison.expect, MATTERS["share"]), numbers, least
+    leans = (gap.value if comparison.expect == "more" else -gap.value) >= MATTERS["share"]
+    return _Judged(_side(gap, comparison.expect, MATTERS["share"]), numbers, least, leans)
 
 
-def _paired(comparison: Comparison, arm: list[Row], against: list[Row]) -> tuple[str, str, int]:
+def _paired(comparison: Comparison, arm: list[Row], against: list[Row]) -> _Judged:
     """Difference per seed of a column."""
     name = comparison.measure
     others = {row.seed: _value(row, name) for row in against}
     pairs = [(_value(row, name), others[row.seed]) for row in arm if row.seed in others]
     pairs = [pair for pair in pairs if all(map(math.isfinite, pair))]
     if not pairs:
-        return CANNOT_TELL, "no seed in common", 0
-    gap = bootstrap([one - two for one, two in pairs])
+        return _Judged(CANNOT_TELL, "no seed in common", 0)
+    gap = mean([one - two for one, two in pairs])
+    means = [float(np.mean(side)) for side in zip(*pairs, strict=True)]
     if name == "final":
-        means = " against ".join(f"{100 * np.mean(side):.1f}" for side in zip(*pairs, strict=True))
-        numbers = f"final accuracy {means}: {100 * gap.value:+.1f} points [{100 * gap.low:+.1f}, {100 * gap.high:+.1f}]"
+        shown = " against ".join(f"{100 * value:.1f}" for value in means)
+        numbers = f"final accuracy {shown}: {100 * gap.value:+.1f} points [{100 * gap.low:+.1f}, {100 * gap.high:+.1f}]"
+    elif max(max(pair) for pair in pairs) <= math.log10(UNSEEN):
+        numbers = f"early k3 below {UNSEEN:g} in every run of both"
     else:
-        means = " against ".join(f"{10 ** np.mean(side):.2g}" for side in zip(*pairs, strict=True))
-        numbers = f"early k3 {means}: x {10**gap.value:.2g} [{10**gap.low:.2g}, {10**gap.high:.2g}]"
-    return _side(gap, comparison.expect, MATTERS[name]), numbers, len(pairs)
+        shown = " against ".join(f"{10**value:.2g}" for value in means)
+        numbers = f"early k3 {shown}: x {10**gap.value:.2g} [{10**gap.low:.2g}, {10**gap.high:.2g}]"
+    why = f"{numbers}, {counted(len(pairs), 'seed')}"
+    return _Judged(_side(gap, comparison.expect, MATTERS[name]), why, len(pairs))
 
 
 def _value(row: Row, name: str) -> float:
@@ -205,30 +229,43 @@ def _value(row: Row, name: str) -> float:
     value = getattr(row, name)
     if name == "k3_early":
         # fp32 engines of equal weights differ by rounding alone
-        return math.nan if math.isnan(value) else math.log10(max(value, 1e-12))
+        return math.nan if math.isnan(value) else math.log10(max(value, UNSEEN))
     # a run that broke down answers nothing
     return 0.0 if math.isnan(value) else value
 
 
-def _survival(expect: str, arm: list[Row], against: list[Row]) -> tuple[str, str, int]:
+def _survival(expect: str, arm: list[Row], against: list[Row]) -> _Judged:
     test = log_rank(lives(arm), lives(against))
     observed = sum(row.collapsed for row in arm)
     numbers = f"{observed} of {len(arm)} collapsed, {test.expected:.1f} expected if alike; log-rank p {test.p:.2g}"
     least = min(len(arm), len(against))
     if test.p >= P_LIMIT:
-        return CANNOT_TELL, numbers, least
+        return _Judged(CANNOT_TELL, numbers, least)
     fewer = observed < test.expected
-    return (SUPPORTS if fewer == (expect == "less") else CONTRADICTS), numbers, least
+    return _Judged(SUPPORTS if fewer == (expect == "less") else CONTRADICTS, numbers, least)
 
 
-def _order_of(comparison: Comparison, arm: list[Row]) -> tuple[str, str, int]:
-    gaps = [getattr(row, f"half_{comparison.signal}") - row.half_k3 for row in arm]
-    gaps = [gap for gap in gaps if not math.isnan(gap)]
+def _order_of(comparison: Comparison, arm: list[Row]) -> _Judged:
+    gaps = [gap for row in arm if not math.isnan(gap := later_than_k3(row, comparison.signal))]
     if not gaps:
-        return CANNOT_TELL, "both move in no run that fell", 0
-    gap = bootstrap(gaps, np.median)
-    numbers = f"{gap.value:+.0f} steps [{gap.low:+.0f}, {gap.high:+.0f}], median of {len(gaps)} runs that fell"
-    return _side(gap, comparison.expect, 0.0), numbers, len(gaps)
+        return _Judged(CANNOT_TELL, "both move in no run that fell", 0)
+    gap = median(gaps)
+    numbers = (
+        f"{gap.value:+.0f} steps [{gap.low:+.0f}, {gap.high:+.0f}], median of {counted(len(gaps), 'run')} that fell"
+    )
+    return _Judged(_side(gap, comparison.expect, 0.0), numbers, len(gaps))
+
+
+def later_than_k3(row: Row, signal: str) -> float:
+    """Steps by which a signal moves later than k3; NaN where one of them does not move."""
+    step = getattr(row, f"half_{signal}")
+    if signal == "reward" and row.mechanism == "lag":
+        step -= float(row.strength)
+    return step - row.half_k3
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _side(gap: Interval, expect: str, matters: float) -> str:
@@ -243,8 +280,10 @@ def _side(gap: Interval, expect: str, matters: float) -> str:
     return CONTRADICTS if high < matters else CANNOT_TELL
 
 
-def _range(values: Sequence[float]) -> str:
-    if not values:
+def span(values: Sequence[float]) -> str:
+    """Smallest and largest value, without NaN."""
+    known = [value for value in values if value == value]
+    if not known:
         return ""
-    low, high = (f"{bound:.2g}" for bound in (min(values), max(values)))
+    low, high = (f"{bound:.2g}" if abs(bound) < 100 else f"{bound:.0f}" for bound in (min(known), max(known)))
     return low if low == high else f"{low} to {high}"

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from collapse_lab.claims import counted
 from collapse_lab.figure_data import Data, FigureSettings, digest
+from collapse_lab.rows import UNSEEN
 from megatron_rc.report.picture import SOFT, style_axes
 from megatron_rc.report.picture import TEXT as INK
 
@@ -42,7 +44,9 @@ def draw(figure: FigureSettings, data: Data, path: Path) -> None:
     canvas.suptitle(textwrap.fill(data["title"], 95), fontsize=12.5, fontweight="bold", color=INK, x=0.01, ha="left")
     makers[figure.kind](canvas, data)
     path.parent.mkdir(parents=True, exist_ok=True)
-    canvas.savefig(path, dpi=130, metadata={"Description": digest(data), "Software": None})
+    canvas.savefig(
+        path, dpi=130, bbox_inches="tight", pad_inches=0.12, metadata={"Description": digest(data), "Software": None}
+    )
 
 
 def drawn_digest(path: Path) -> str:
@@ -70,10 +74,6 @@ def _panels(canvas: Any, labels: list[str], columns: int, height: float) -> dict
     return panels
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def _curves(canvas: Any, data: Data) -> None:
     panels = _panels(canvas, list(data["panels"]), data["columns"], 2.5)
     for number, (label, panel) in enumerate(data["panels"].items()):
@@ -84,16 +84,13 @@ def _curves(canvas: Any, data: Data) -> None:
             axes.plot(*zip(*line, strict=True), color=color, lw=0.8, alpha=0.55)
         axes.plot(*zip(*panel["mean"], strict=True), color=color, lw=2.6)
         failures = f"{panel['failed']} of {panel['runs']} failed" if panel["runs"] else "no exact run to compare"
-        text = f"{_counted(len(panel['seeds']), 'seed')}, {failures}"
-        axes.text(0.98, 0.04, text, transform=axes.transAxes, ha="right", fontsize=9, color=INK)
+        norm = "" if panel["grad_norm"] is None else f"\ngradient norm {panel['grad_norm']:.2f}"
+        text = f"{counted(len(panel['seeds']), 'seed')}, {failures}{norm}"
+        axes.text(0.98, 0.03, text, transform=axes.transAxes, ha="right", fontsize=8.5, color=INK, in_layout=False)
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     canvas.supxlabel("step", fontsize=10, color=SOFT)
     canvas.supylabel("held-out accuracy", fontsize=10, color=SOFT)
-
-
-UNSEEN = 1e-7
-"""k3 below this is rounding: what opens such a gap does not show in it."""
 
 
 def _strength(canvas: Any, data: Data) -> None:
@@ -103,7 +100,7 @@ def _strength(canvas: Any, data: Data) -> None:
         for n, label in enumerate(data["series"])
     }
     unseen = [(label, point) for label, points in data["series"].items() for point in points if point["k3"] < UNSEEN]
-    canvas.set_size_inches(WIDTH, 4.4)
+    canvas.set_size_inches(WIDTH, 5.2 if unseen else 4.4)
     beside, axes = canvas.subplots(1, 2, sharey=True, width_ratios=[max(1, len(unseen)), 14])
     for each in (beside, axes):
         style_axes(each)
@@ -118,7 +115,7 @@ def _strength(canvas: Any, data: Data) -> None:
     for place, (label, point) in enumerate(unseen):
         _shares(beside, [place], [point], **styles[label])
     beside.set_xticks(
-        range(len(unseen)), [point["strength"] or "exact" for _, point in unseen], rotation=90, fontsize=8
+        range(len(unseen)), [_short(label, point["strength"]) for label, point in unseen], rotation=90, fontsize=8
     )
     beside.set_xlabel(f"k3 below {UNSEEN:g}", fontsize=10, color=SOFT)
     beside.set_visible(bool(unseen))
@@ -129,6 +126,13 @@ def _strength(canvas: Any, data: Data) -> None:
     axes.set_xlabel("k3 of the first quarter of the steps, nats per token", fontsize=10, color=SOFT)
     (beside if unseen else axes).set_ylabel("runs that failed, 90 % interval", fontsize=10, color=SOFT)
     axes.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _short(label: str, strength: str) -> str:
+    """The label of an arm under its point: a temperature tells by itself whether it is low."""
+    for word in ("hidden ", "low ", "high "):
+        label = label.replace(word, "")
+    return f"{label} {strength}".strip()
 
 
 def _shares(axes: Any, x: list[float], points: list[Data], **style: Any) -> None:
@@ -153,8 +157,10 @@ def _survival(canvas: Any, data: Data) -> None:
         # curves of arms that all live would hide one another
         shift = 0.006 * number
         test = "" if series["p"] is None else f", log-rank p {series['p']:.2g}"
-        name = f"{label} ({_counted(series['runs'], 'run')}{test})"
-        axes.plot(steps, [share - shift for share in shares], drawstyle="steps-post", color=color, lw=2, label=name)
+        name = f"{label} ({counted(series['runs'], 'run')}{test})"
+        dashes = "-" if number < len(COLORS) else (0, (3, 1.5))
+        axes.plot(steps, [share - shift for share in shares], drawstyle="steps-post", color=color, lw=2, ls=dashes,
+                  label=name)  # fmt: skip
     axes.set_ylim(-0.05, 1.03)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.set_xlabel("step", fontsize=10, color=SOFT)
@@ -170,7 +176,7 @@ def _diagram(canvas: Any, data: Data) -> None:
     rates = sorted({cell["lr"] for cells in data["panels"].values() for cell in cells})
     for label, cells in data["panels"].items():
         axes = panels[label]
-        places = [max(cell["depth"], 1e-6) for cell in cells]
+        places = [cell["depth"] for cell in cells]
         dots = axes.scatter(places, [cell["lr"] for cell in cells], c=[cell["share"] for cell in cells],
                             cmap="cividis_r", vmin=0, vmax=1, s=130, edgecolors=INK, linewidths=0.7)  # fmt: skip
         axes.axvline(1, color=SOFT, lw=1, ls=(0, (4, 2)))
@@ -183,7 +189,8 @@ def _diagram(canvas: Any, data: Data) -> None:
         axes.margins(0.18)
         axes.set_yticks(rates, [f"{rate:g}" for rate in rates])
         axes.yaxis.set_minor_locator(NullLocator())
-    canvas.supxlabel("T / T* of the first quarter of the steps (dashed: 1; 1e-6: smaller)", fontsize=10, color=SOFT)
+    label = "T / T* of the gap: of uncorrected runs, first quarter of the steps (dashed: 1; 0.01: smaller ones, too)"
+    canvas.supxlabel(label, fontsize=10, color=SOFT)
     canvas.supylabel("learning rate", fontsize=10, color=SOFT)
     bar = canvas.colorbar(dots, ax=list(panels.values()), format=lambda value, _: f"{100 * value:.0f} %", pad=0.02)
     bar.set_label("runs that failed (number: runs)", fontsize=9, color=SOFT)
@@ -195,8 +202,9 @@ def _controls(canvas: Any, data: Data) -> None:
     axes = canvas.add_subplot()
     style_axes(axes)
     labels = list(data["series"])
+    rows: list[tuple[float, tuple[str, str, str]]] = [(-1.0, ("failed", "gradient\nnorm", "tokens\ndropped"))]
     for place, series in enumerate(data["series"].values()):
-        color = COLORS[place % len(COLORS)]
+        color = COLORS[1] if series["control"] else COLORS[0]
         finals = series["finals"]
         heights = [place + 0.1 * ((seed % 3) - 1) for seed in range(len(finals))]
         axes.scatter(finals, heights, color=color, s=18, alpha=0.7, linewidths=0)
@@ -204,12 +212,14 @@ def _controls(canvas: Any, data: Data) -> None:
             mean, low, high = series["mean"]
             axes.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="|", color=INK, ms=13, mew=2, capsize=0,
                           elinewidth=2)  # fmt: skip
-        failures = f"{series['failed']} of {series['runs']} failed" if series["runs"] else _counted(len(finals), "run")
-        if series["grad_norm"] is not None:
-            failures += f"; {series['grad_norm']:.2f}"
-        if series["dropped"]:
-            failures += f"; {series['dropped']:.1%} dropped"
-        axes.text(1.01, place, failures, transform=axes.get_yaxis_transform(), va="center", fontsize=9, color=INK)
+        failures = f"{series['failed']} of {series['runs']}" if series["runs"] else "unknown"
+        norm = "" if series["grad_norm"] is None else f"{series['grad_norm']:.2f}"
+        dropped = f"{series['dropped']:.1%}" if series["dropped"] else ""
+        rows.append((place, (failures, norm, dropped)))
+    for place, texts in rows:
+        for x, text in zip((1.06, 1.17, 1.28), texts, strict=True):
+            axes.text(x, place, text, transform=axes.get_yaxis_transform(), va="center", ha="center", fontsize=9,
+                      color=INK if place >= 0 else SOFT)  # fmt: skip
     axes.set_yticks(range(len(labels)), labels, fontsize=9.5, color=INK)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_xlim(0, 1)
@@ -234,7 +244,9 @@ def _order(canvas: Any, data: Data) -> None:
     left.axvline(0, color=SOFT, lw=1, ls=(0, (4, 2)))
     left.set_yticks(range(len(names)), [NAMES[name] for name in names], fontsize=9.5, color=INK)
     left.set_ylim(len(names) - 0.5, -0.5)
-    left.set_xlabel("steps after k3: runs, median, 90 % interval", fontsize=9.5, color=SOFT)
+    moved, others = data["others"]
+    control = f"\nk3 moved in {moved} of {counted(others, 'run')} with a gap that did not fall, too" if others else ""
+    left.set_xlabel(f"steps after k3: runs, median, 90 % interval{control}", fontsize=9.5, color=SOFT)
     left.set_title("Which moves first", fontsize=10.5, loc="left", color=INK)
     for name, curve in data["curves"].items():
         values = [value for _, value in curve]
@@ -245,6 +257,6 @@ def _order(canvas: Any, data: Data) -> None:
                    ls="--" if name == "accuracy" else "-", label=NAMES[name])  # fmt: skip
     right.axvline(0, color=SOFT, lw=1, ls=(0, (4, 2)))
     right.set_yticks([0, 1], ["lowest", "highest"], fontsize=9)
-    right.set_xlabel(f"steps from the fall, means of {_counted(data['runs'], 'run')}", fontsize=9.5, color=SOFT)
+    right.set_xlabel(f"steps from the fall, means of {counted(data['runs'], 'run')}", fontsize=9.5, color=SOFT)
     right.set_title("Around the fall", fontsize=10.5, loc="left", color=INK)
     right.legend(fontsize=8.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

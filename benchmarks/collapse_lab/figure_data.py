@@ -12,13 +12,16 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from collapse_lab.intervals import bootstrap
+from collapse_lab.claims import later_than_k3
+from collapse_lab.intervals import Interval, mean, median
 from collapse_lab.results import PLAIN, Arm, Results, is_exact, lives
-from collapse_lab.rows import SIGNALS, Point, Row
+from collapse_lab.rows import SIGNALS, UNSEEN, Point, Row
 from collapse_lab.survival import log_rank, survival
 
 Data = dict[str, Any]
 Kind = Literal["curves", "strength", "survival", "diagram", "controls", "order"]
+SHALLOW = 0.01
+"""Gaps of a smaller T / T* are counted together."""
 BEFORE, AFTER = 50, 20
 """Steps before and after a fall that curves are shown for."""
 
@@ -102,6 +105,7 @@ def _curves(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
         seeds = {row.seed: _line(results.curve(row)) for row in rows}
         hits, runs = results.count(rows, "failed")
         panels[label] = {"seeds": seeds, "mean": _mean_line(list(seeds.values())), "failed": hits, "runs": runs}
+        panels[label]["grad_norm"] = _known_mean(rows, "grad_norm")
     exact = next((panels[label]["mean"] for label, rows in arms.items() if all(map(is_exact, rows))), [])
     return {"panels": panels, "exact": exact}
 
@@ -117,7 +121,7 @@ def _mean_line(lines: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, 
 
 
 def _strength(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
-    """Share of failures of every strength of an arm, at the early k3 that its runs measured."""
+    """Share of failures of every strength of an arm, at the early k3 of runs with the same gap that correct nothing."""
     series = {}
     for label, rows in arms.items():
         points = []
@@ -125,8 +129,15 @@ def _strength(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
             runs = [row for row in rows if (row.mechanism, row.strength) == strength]
             failures = results.share(runs, "failed")
             if failures is not None:
-                k3 = float(np.exp(np.mean([math.log(max(row.k3_early, 1e-12)) for row in runs])))
-                points.append({"k3": k3, "share": list(failures), "runs": len(runs), "strength": strength[1]})
+                logs = [math.log(max(row.k3_early, UNSEEN / 2)) for row in results.uncorrected(runs[0])]
+                points.append(
+                    {
+                        "k3": float(np.exp(np.mean(logs))),
+                        "share": list(failures),
+                        "runs": len(runs),
+                        "strength": strength[1],
+                    }
+                )
         series[label] = sorted(points, key=lambda point: point["k3"])
     return {"series": {label: points for label, points in series.items() if points}}
 
@@ -144,48 +155,57 @@ def _survival(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
 
 
 def _diagram(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
-    """Share of failures of every group of seeds, by T/T* and learning rate."""
+    """Share of failures of every group of seeds, by learning rate and T/T* of runs that correct nothing."""
     panels = {}
     for label, rows in arms.items():
         groups: dict[Arm, list[Row]] = {}
         for row in rows:
             groups.setdefault(Arm.of(row), []).append(row)
-        cells = []
-        for runs in groups.values():
-            hits, known = results.count(runs, "failed")
-            if known:
-                depth = float(np.median([row.depth for row in runs]))
-                cells.append({"depth": depth, "lr": runs[0].lr, "share": hits / known, "runs": known})
-        panels[label] = cells
+        together: dict[tuple[float, float], list[Row]] = {}
+        for arm, runs in groups.items():
+            depth = float(np.median([row.depth for row in results.uncorrected(runs[0])]))
+            together.setdefault((max(depth, SHALLOW), arm.lr), []).extend(runs)
+        counts = {place: results.count(runs, "failed") for place, runs in sorted(together.items())}
+        panels[label] = [
+            {"depth": depth, "lr": lr, "share": hits / known, "runs": known}
+            for (depth, lr), (hits, known) in counts.items()
+            if known
+        ]
     return {"panels": {label: cells for label, cells in panels.items() if cells}}
 
 
 def _controls(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
-    """Final accuracy of every seed, its mean with the interval of the bootstrap, and what training was like."""
+    """Final accuracy of every seed, its mean with its interval, and what training was like."""
     series = {}
     for label, rows in arms.items():
         finals = [0.0 if math.isnan(row.final) else row.final for row in rows]
         hits, runs = results.count(rows, "failed")
-        mean = list(bootstrap(finals)) if len(finals) > 1 else None
-        series[label] = {"finals": sorted(finals), "mean": mean, "failed": hits, "runs": runs}
-        for name in ("grad_norm", "dropped"):
-            known = [value for row in rows if not math.isnan(value := getattr(row, name))]
-            series[label][name] = float(np.mean(known)) if known else None
+        series[label] = {"finals": sorted(finals), "mean": _finite(mean(finals)), "failed": hits, "runs": runs}
+        series[label] |= {name: _known_mean(rows, name) for name in ("grad_norm", "dropped")}
+        series[label]["control"] = any(row.control != "none" for row in rows)
     return {"series": series}
+
+
+def _known_mean(rows: Sequence[Row], name: str) -> float | None:
+    known = [value for row in rows if not math.isnan(value := getattr(row, name))]
+    return float(np.mean(known)) if known else None
+
+
+def _finite(interval: Interval) -> list[float] | None:
+    return list(interval) if all(map(math.isfinite, interval)) else None
 
 
 def _order(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
     """Steps by which each signal moves later than k3, and all signals around the fall, in the runs that fell."""
     fallen = [row for rows in arms.values() for row in rows if row.fell]
+    others = [row for rows in arms.values() for row in rows if not row.fell and row.k3_seen]
     if not fallen:
         return {}
     gaps = {}
-    for name in SIGNALS[1:]:
-        values = [getattr(row, f"half_{name}") - row.half_k3 for row in fallen]
-        known = sorted(value for value in values if not math.isnan(value))
+    for name in (*SIGNALS[1:], "accuracy"):
+        known = sorted(gap for row in fallen if not math.isnan(gap := later_than_k3(row, name)))
         if known:
-            median = list(bootstrap(known, np.median)) if len(known) > 1 else None
-            gaps[name] = {"gaps": known, "median": median}
+            gaps[name] = {"gaps": known, "median": _finite(median(known))}
     around: dict[str, dict[int, list[float]]] = {name: {} for name in (*SIGNALS, "accuracy")}
     for row in fallen:
         for point in results.curve(row):
@@ -198,7 +218,12 @@ def _order(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
     curves = {
         name: [(offset, float(np.mean(values[offset]))) for offset in sorted(values)] for name, values in around.items()
     }
-    return {"gaps": gaps, "curves": {name: curve for name, curve in curves.items() if curve}, "runs": len(fallen)}
+    return {
+        "gaps": gaps,
+        "curves": {name: curve for name, curve in curves.items() if curve},
+        "runs": len(fallen),
+        "others": [sum(not math.isnan(row.half_k3) for row in others), len(others)],
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -1,17 +1,16 @@
-"""90 % intervals: of a share, of the difference of two shares, and of a statistic by the bootstrap."""
+"""90 % intervals: of a share, of the difference of two shares, of a mean and of a median."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from statistics import NormalDist
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy import stats
 
 LEVEL = 0.9
 """Probability that an interval covers the truth."""
-RESAMPLES = 4000
 
 
 class Interval(NamedTuple):
@@ -31,24 +30,7 @@ def share(hits: int, runs: int) -> Interval:
 
     Source: Clopper and Pearson (1934), The use of confidence or fiducial limits.
     """
-    assert 0 <= hits <= runs and runs > 0
-    tail = (1 - LEVEL) / 2
-    low = 0.0 if hits == 0 else _root(lambda p: _at_least(hits, runs, p) - tail)
-    high = 1.0 if hits == runs else _root(lambda p: tail - 1 + _at_least(hits + 1, runs, p))
-    return Interval(hits / runs, low, high)
-
-
-def _at_least(hits: int, runs: int, p: float) -> float:
-    """P(X >= hits) of a binomial X; rises with p."""
-    return math.fsum(math.comb(runs, k) * p**k * (1 - p) ** (runs - k) for k in range(hits, runs + 1))
-
-
-def _root(rising: Callable[[float], float]) -> float:
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if rising(middle) > 0 else (middle, high)
-    return (low + high) / 2
+    return _proportion(hits, runs, "exact")
 
 
 def difference(first: tuple[int, int], second: tuple[int, int]) -> Interval:
@@ -56,29 +38,36 @@ def difference(first: tuple[int, int], second: tuple[int, int]) -> Interval:
 
     Source: Newcombe (1998), Interval estimation for the difference between independent proportions, method 10.
     """
-    (a, low_a, high_a), (b, low_b, high_b) = (_score(*pair) for pair in (first, second))
+    (a, low_a, high_a), (b, low_b, high_b) = (_proportion(*pair, "wilson") for pair in (first, second))
     value = a - b
     return Interval(value, value - math.hypot(a - low_a, high_b - b), value + math.hypot(high_a - a, b - low_b))
 
 
-def _score(hits: int, runs: int) -> Interval:
-    """Share with its score interval (Wilson 1927)."""
-    p, z = hits / runs, NormalDist().inv_cdf((1 + LEVEL) / 2)
-    middle, half = p + z * z / (2 * runs), z * math.sqrt(p * (1 - p) / runs + z * z / (4 * runs * runs))
-    scale = 1 + z * z / runs
-    return Interval(p, max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale))
+def _proportion(hits: int, runs: int, method: str) -> Interval:
+    limits = stats.binomtest(hits, runs).proportion_ci(LEVEL, method)
+    return Interval(hits / runs, float(limits.low), float(limits.high))
 
 
-def bootstrap(values: Sequence[float], statistic: Callable[..., np.ndarray] = np.mean) -> Interval:
-    """A statistic of the values with the percentile interval of resamples; too short with fewer than about five values.
-
-    Args:
-        values: at least one, one per run: runs are drawn with replacement, not steps.
-        statistic: takes an array and the keyword axis, such as numpy.mean or numpy.median.
-
-    Source: Efron (1979), Bootstrap methods: another look at the jackknife; percentile intervals.
-    """
+def mean(values: Sequence[float]) -> Interval:
+    """Mean over runs with Student's interval, which is infinite for one run."""
     data = np.asarray(values, dtype=float)
-    drawn = data[np.random.default_rng(0).integers(data.size, size=(RESAMPLES, data.size))]
-    low, high = np.quantile(statistic(drawn, axis=1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(float(statistic(data, axis=0)), float(low), float(high))
+    value = float(data.mean())
+    if data.size < 2:
+        return Interval(value, -math.inf, math.inf)
+    half = float(stats.t.ppf((1 + LEVEL) / 2, data.size - 1) * data.std(ddof=1)) / math.sqrt(data.size)
+    return Interval(value, value - half, value + half)
+
+
+def median(values: Sequence[float]) -> Interval:
+    """Median over runs with the shortest symmetric interval of two of the values that covers it often enough.
+
+    The number of values below the median is binomial, whatever they are. The interval is infinite for fewer than five.
+    """
+    ordered = sorted(values)
+    left_out = int(stats.binom.ppf((1 - LEVEL) / 2, len(ordered), 0.5))
+    if stats.binom.cdf(left_out, len(ordered), 0.5) > (1 - LEVEL) / 2:
+        left_out -= 1
+    value = float(np.median(ordered))
+    if left_out < 0:
+        return Interval(value, -math.inf, math.inf)
+    return Interval(value, ordered[left_out], ordered[-1 - left_out])

@@ -13,18 +13,21 @@ from collapse_lab.claims import (
     BY_CASE,
     CANNOT_TELL,
     CONTRADICTS,
+    IN_PART,
     MATTERS,
     P_LIMIT,
     SUPPORTS,
     Answer,
     Claim,
     answers,
+    span,
     verdict,
 )
 from collapse_lab.drawings import draw
 from collapse_lab.figure_data import FigureSettings, Picture, pictures
+from collapse_lab.mechanisms import mechanisms
 from collapse_lab.results import TUNING, Results
-from collapse_lab.rows import Row
+from collapse_lab.rows import UNSEEN, Row
 from megatron_rc import schema
 from megatron_rc.jobs.describe import table
 from megatron_rc.report.endpoints import Endpoints
@@ -71,7 +74,7 @@ def text(results: Results, said: Statement) -> str:
     """The page, without touching a file."""
     given = [(claim, answers(claim, results)) for claim in said.claims]
     parts = [
-        *_introduction(results),
+        *_introduction(results, given),
         *_summary(given),
         *(part for claim, each in given for part in _claim(claim, each)),
         "## Figures\n",
@@ -79,7 +82,7 @@ def text(results: Results, said: Statement) -> str:
             part
             for figure in said.figures
             for picture in pictures(figure, results)
-            for part in _figure(figure, picture)
+            for part in _figure(figure, picture, results)
         ),
         *_not_reproduced(given),
         *_checks(results),
@@ -88,9 +91,9 @@ def text(results: Results, said: Statement) -> str:
     return "\n".join(parts)
 
 
-def _introduction(results: Results) -> Iterator[str]:
+def _introduction(results: Results, given: Sequence[tuple[Claim, list[Answer]]]) -> Iterator[str]:
     rows = results.rows
-    stages = ", ".join(f"`{stage}`" for stage in sorted({row.stage for row in rows}))
+    stages = ", ".join(f"`{stage}`" for stage in sorted({results.stage_of(row) for row in rows}))
     yield "# Collapse: what a lab of small runs saw\n"
     yield _paragraph(
         "Printed by `python benchmarks/collapse.py --docs` from the committed runs in `benchmarks/results/collapse/`",
@@ -98,25 +101,35 @@ def _introduction(results: Results) -> Iterator[str]:
     )
     yield _paragraph(
         f"{len(rows)} runs of small models took {_hours(rows)}. `bash launch/collapse_lab.sh` runs them by stages",
-        f"({stages}), whose recipes are in `launch/recipes/collapse/`. Seeds from {TUNING} on chose settings, and",
-        "are left out here. Runs of one task in this table differ in nothing but what an arm names, and the seed:",
+        f"({stages}), whose recipes are in `launch/recipes/collapse/`. Seeds from {TUNING} on are for choosing",
+        "settings, and are left out here. T is the mean length of a response and T* = 1 / (2 k3) the horizon, the",
+        "length at which the product of the ratios of a response becomes noise. Runs of the same task differ only in",
+        "the seed and in what an arm names:",
     )
     yield table(
         ("task", "vocabulary", "runs", "seeds", "mean response length T", "T / T*", "k3, first quarter"),
         [_world(label, [row for row in rows if row.world == world]) for world, label in results.worlds().items()],
     )
     yield from _plan(results)
+    yield "How large a gap each mechanism opens, in runs that correct nothing; medians over runs:\n"
+    yield mechanisms(results)
+    yield _paragraph(
+        "k3 (nats per token), T / T* and the standard deviation of a token's log-ratio, sqrt(2 k3) if it is Gaussian,",
+        "are those of the first quarter of the steps; mismatch and staleness are the two parts of k3 over all steps,",
+        "by the trainer's log-probs at the version that sampled; the gradient norm is that before clipping. Below",
+        f"{UNSEEN:g} k3 is rounding, and is written as 0. Fell, collapsed and failed are defined below.",
+    )
     yield "## Endpoints, stated before the runs\n"
     yield from _rules(results)
     yield "## How an answer follows\n"
     yield _paragraph(
         "Every comparison is between two arms that differ only in what it names. Intervals cover 90 %: that of a",
-        "share is Clopper and Pearson's, that of the difference of two shares Newcombe's, all others are bootstraps",
-        "over runs.",
+        "share is Clopper and Pearson's, that of the difference of two shares Newcombe's, that of a mean difference",
+        "over seeds Student's, that of a median the one from order statistics.",
     )
     yield _item(
         f"**{SUPPORTS}**: the interval lies wholly on the side of the claim; of the time to collapse, log-rank",
-        f"p < {P_LIMIT:g}.",
+        f"p < {P_LIMIT:g} by permutation.",
     )
     yield _item(
         f"**{CONTRADICTS}**: it lies wholly on the other side, or excludes every difference that matters:",
@@ -125,11 +138,19 @@ def _introduction(results: Results) -> Iterator[str]:
     )
     yield _item(f"**{CANNOT_TELL}**: anything else, fewer seeds than the claim asks for, or no runs.") + "\n"
     yield _paragraph(
-        f"A claim of which one comparison supports what another contradicts *{BY_CASE}*; a claim that something can",
-        "happen needs one comparison that supports it, and is contradicted by all those together that have enough",
-        "seeds. Controls, and what is shown for comparison, count for no claim. One comparison in twenty errs on",
-        "either side by chance alone. A run that learns too little has failed, too, without ever having fallen.",
+        "A claim is supported when each of its questions is, in one case at least, and no case contradicts it;",
+        f"while some are open, the answer is *{IN_PART}*. If one comparison supports what another contradicts,",
+        f"the claim *{BY_CASE}*. A claim that something can happen needs one comparison that supports it, and is",
+        "contradicted by all those together that have enough seeds, unless one with fewer seeds leans to it. Controls,",
+        "and what is shown for comparison, count for no claim. The comparisons are not adjusted for their number:",
+        _decided(given),
+        "A run that learns too little has failed, too, without ever having fallen.",
     )
+
+
+def _decided(given: Sequence[tuple[Claim, list[Answer]]]) -> str:
+    known = sum(answer.enough for _, each in given for answer in each)
+    return f"of the {known} with enough seeds, about {known / 20:.0f} err on either side by chance alone."
 
 
 def _plan(results: Results) -> Iterator[str]:
@@ -144,12 +165,12 @@ def _plan(results: Results) -> Iterator[str]:
 def _world(label: str, rows: Sequence[Row]) -> list[str]:
     return [
         label,
-        _range([row.vocabulary for row in rows]),
+        span([row.vocabulary for row in rows]),
         str(len(rows)),
         str(len({row.seed for row in rows})),
-        _range([row.length for row in rows]),
-        _range([row.depth for row in rows]),
-        _range([row.k3_early for row in rows]),
+        span([row.length for row in rows]),
+        span([row.depth_seen for row in rows]),
+        span([row.k3_seen for row in rows]),
     ]
 
 
@@ -168,8 +189,9 @@ def _rules(results: Results) -> Iterator[str]:
 
 def _rule(rules: Endpoints) -> str:
     return (
-        f"the mean of {rules.window} evaluations is judged. A run has **fallen** where it lies {rules.fall:.0%} or "
-        f"more below its maximum so far. It has **collapsed** when at least its last {rules.to_end} means have fallen, "
+        f"a run is judged by the means of {rules.window} consecutive evaluations. It has **fallen** where this mean "
+        f"lies {rules.fall:.0%} or more below its maximum so far. It has **collapsed** when at least its last "
+        f"{rules.to_end} means have fallen, "
         "or a value was not finite; a fall that it recovered from is a **relapse**. It has **failed** when its last "
         f"mean is below {rules.failure:.0%} of that of the exact sampler with the same seed."
     )
@@ -194,10 +216,10 @@ def _claim(claim: Claim, given: Sequence[Answer]) -> Iterator[str]:
     )
 
 
-def _figure(figure: FigureSettings, picture: Picture) -> Iterator[str]:
+def _figure(figure: FigureSettings, picture: Picture, results: Results) -> Iterator[str]:
     title = picture.data["title"]
     yield f"![{title}]({IMAGES}/{picture.name}.png)\n"
-    stages = sorted({row.stage for row in picture.runs})
+    stages = sorted({results.stage_of(row) for row in picture.runs})
     commands = ", ".join(f"`megatron-rc grid launch/recipes/collapse/{stage}.yaml`" for stage in stages)
     runs = f"{len(picture.runs)} runs, {_hours(picture.runs)}: {commands}."
     yield _paragraph(*filter(None, (f"*{title}.*", figure.note, runs)))
@@ -234,9 +256,9 @@ def _limits(results: Results) -> Iterator[str]:
     rows = results.rows
     yield "## What models of this size cannot say\n"
     yield _paragraph(
-        f"The vocabularies here have {_range([row.vocabulary for row in rows])} tokens, mean responses",
-        f"{_range([row.length for row in rows])} tokens, runs {_range([row.steps for row in rows])} steps, and",
-        f"T / T* spans {_range([row.depth for row in rows])}. Large models have vocabularies of a hundred thousand",
+        f"The vocabularies here have {span([row.vocabulary for row in rows])} tokens, mean responses",
+        f"{span([row.length for row in rows])} tokens, runs {span([row.steps for row in rows])} steps, and",
+        f"T / T* spans {span([row.depth_seen for row in rows])}. Large models have vocabularies of a hundred thousand",
         "tokens, whose tail is where two engines differ most, responses of thousands of tokens, and many layers and",
         "experts whose kernels round differently; noise on weights stands in for that here, and need not have its",
         "structure. What needs a long horizon, thousands of updates, an open task or a GPU's kernels can be absent",
@@ -256,11 +278,3 @@ def _item(*parts: str) -> str:
 def _hours(rows: Sequence[Row]) -> str:
     seconds = sum(row.seconds for row in rows)
     return f"{seconds / 3600:.1f} process-hours" if seconds >= 3600 else f"{seconds / 60:.0f} process-minutes"
-
-
-def _range(values: Sequence[float]) -> str:
-    known = [value for value in values if value == value]
-    if not known:
-        return ""
-    low, high = (f"{bound:.2g}" if isinstance(bound, float) else f"{bound}" for bound in (min(known), max(known)))
-    return low if low == high else f"{low} to {high}"

@@ -89,6 +89,7 @@ def row_of(stage: str, cell: Cell, rules: Endpoints, records: Records, model: Ma
         z_surprise=_z_surprise(cell.folder) if facts.mechanism.startswith((EXACT, "hidden")) else math.nan,
         seconds=sum(record["time/step_s"] for record in trained),
         **{f"half_{name}": _half_way(trained, name, settings) for name in SIGNALS},
+        half_accuracy=_half_way_down([(r["step"], r[METRIC]) for r in records if r.get(METRIC) is not None]),
     )
 
 
@@ -134,17 +135,28 @@ def _median(records: Records, name: str) -> float:
 def _half_way(trained: Records, name: str, settings: JobSettings) -> float:
     """Step at which a curve has gone half of its way, after the sampler has reached its full lag.
 
-    k3 in its logarithm; ESS downwards; the reward downwards from the largest of its running means.
+    k3 and the gradient norm in their logarithms; ESS downwards; the reward downwards from the largest of its running
+    means.
     """
     start = min(settings.rollout.staleness, len(trained))
     values = np.array(_values(trained, name))[start:]
-    if name == "k3":
+    if name in ("k3", "grad_norm"):
         values = np.log(np.where(values > 0, values, math.nan))
     if name == "reward" and values.size > WINDOW:
         peak = int(np.argmax(np.convolve(values, np.ones(WINDOW) / WINDOW, mode="valid")))
         values, start = values[peak:], start + peak
     place = half_way(values, falls=name in ("ess", "reward"))
     return math.nan if place is None else float(trained[start + place]["step"])
+
+
+def _half_way_down(evaluations: Sequence[tuple[int, float]]) -> float:
+    """Step of the first evaluation that lies half-way between the largest and the lowest after it, or below."""
+    peak = max(range(len(evaluations)), key=lambda place: evaluations[place][1], default=0)
+    after = evaluations[peak:]
+    if len(after) < 2:
+        return math.nan
+    half = (after[0][1] + min(value for _, value in after)) / 2
+    return float(next(step for step, value in after if value <= half))
 
 
 def _number(step: int | None) -> float:

@@ -83,10 +83,13 @@ class Results:
 
     def progress(self) -> dict[str, tuple[int, int]]:
         """Maps each stage that is no part of another one to (committed runs, planned runs)."""
-        whole = [
-            name for name, runs in self.planned.items() if not any(runs < other for other in self.planned.values())
-        ]
-        return {name: (len(self._committed & self.planned[name]), len(self.planned[name])) for name in whole}
+        return {
+            name: (len(self._committed & self.planned[name]), len(self.planned[name])) for name in self._whole_stages()
+        }
+
+    def _whole_stages(self) -> list[str]:
+        """Stages that are no part of another one."""
+        return [name for name, runs in self.planned.items() if not any(runs < other for other in self.planned.values())]
 
     def select(self, where: Where) -> list[Row]:
         return [row for row in self.rows if all(_matches(getattr(row, name), value) for name, value in where.items())]
@@ -126,6 +129,20 @@ class Results:
         """Share of the runs to which it happened, with its 90 % binomial interval; None where it is unknown of all."""
         hits, runs = self.count(rows, event)
         return share(hits, runs) if runs else None
+
+    def uncorrected(self, row: Row) -> list[Row]:
+        """Runs with the same gap and learning rate that correct nothing; the run itself where there are none.
+
+        Their k3 is that of the gap, which a correction lowers in its own runs.
+        """
+        same = {name: getattr(row, name) for name in ("world", "mechanism", "strength", "lr", "evaluated")}
+        return self.select(PLAIN | same | {"method": "none"}) or [row]
+
+    def stage_of(self, row: Row) -> str:
+        """The stage whose recipe makes this run, which may be another one than the stage that it was read from."""
+        run = (row.task, row.model, *row.key)
+        makers = [stage for stage in self._whole_stages() if run in self.planned[stage]]
+        return row.stage if row.stage in makers or not makers else makers[0]
 
     def curve(self, row: Row) -> list[Point]:
         return self._curves.get((row.stage, *row.key), [])

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+UNSEEN = 1e-7
+"""k3 below this is rounding: what opens such a gap does not show in it."""
 FOLDER = Path(__file__).parents[1] / "results/collapse"
 SIGNALS = ("k3", "ess", "grad_norm", "log_ppl", "length", "reward")
 """Curves that are kept beside the evaluations."""
@@ -54,7 +56,7 @@ class Row:
     """Mean over the steps."""
     k3_median: float
     k3_early: float
-    """Median over the first quarter of the steps, before methods part."""
+    """Median over the first quarter of the steps; a correction lowers it."""
     sigma: float
     """sqrt(2 k3_early): standard deviation of a token's log-ratio, if it is Gaussian."""
     mismatch_k3: float
@@ -76,17 +78,31 @@ class Row:
     z_surprise: float
     """z_W of `megatron-rc analyze`, for exact samplers and hidden changes of sampling that kept a dump."""
     half_k3: float
-    """Step at which it has gone half of its way; of the reward, half of its way down from its peak."""
+    """Step at which its logarithm has gone half of its way, since the sampler reached its full lag; so the others."""
     half_ess: float
     half_grad_norm: float
+    """Of its logarithm."""
     half_log_ppl: float
     half_length: float
     half_reward: float
+    """Half of its way down from its peak; the rollouts are those of weights as many updates old as the lag."""
+    half_accuracy: float
+    """Evaluation at which the held-out accuracy has gone half of its way down from its peak."""
     seconds: float
 
     @property
     def key(self) -> tuple[str, int]:
         return self.run, self.seed
+
+    @property
+    def k3_seen(self) -> float:
+        """k3_early, 0 where it is rounding."""
+        return 0.0 if self.k3_early < UNSEEN else self.k3_early
+
+    @property
+    def depth_seen(self) -> float:
+        """depth, 0 where k3 is rounding."""
+        return 0.0 if self.k3_early < UNSEEN else self.depth
 
     @property
     def collapsed(self) -> bool:

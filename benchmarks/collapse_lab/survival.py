@@ -6,6 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from scipy import stats
+
+RESAMPLES = 200_000
+"""Ways to deal the runs out to the two groups; all of them where there are no more, as with ten runs of twenty."""
+
 
 class Life(NamedTuple):
     step: int
@@ -17,7 +23,8 @@ class LogRank(NamedTuple):
     chi_squared: float
     """With one degree of freedom."""
     p: float
-    """Two-sided; 1 where no run collapsed."""
+    """Two-sided, by permutation: the share of the ways to deal the runs out to groups of these sizes that are at least
+    as uneven; 1 where no run collapsed, and for a group of one."""
     expected: float
     """Collapses of the first group if both were alike."""
 
@@ -54,10 +61,24 @@ def log_rank(first: Sequence[Life], second: Sequence[Life]) -> LogRank:
         expected += collapses * mine / risk
         if risk > 1:
             variance += collapses * mine * (risk - mine) * (risk - collapses) / (risk**2 * (risk - 1))
-    if variance == 0:
+    if variance == 0 or min(len(first), len(second)) < 2:
         return LogRank(0.0, 1.0, expected)
     chi_squared = (sum(life.collapsed for life in first) - expected) ** 2 / variance
-    return LogRank(chi_squared, math.erfc(math.sqrt(chi_squared / 2)), expected)
+    test = stats.permutation_test(
+        (_scores(first, both), _scores(second, both)), _sum_of_first, vectorized=True, n_resamples=RESAMPLES, rng=0
+    )
+    return LogRank(chi_squared, min(1.0, float(test.pvalue)), expected)
+
+
+def _scores(lives: Sequence[Life], both: Sequence[Life]) -> np.ndarray:
+    """What each run adds to O - E: 1 if it collapsed, less its cumulative hazard if all runs were alike."""
+    hazards = {step: _collapses(both, step) / _at_risk(both, step) for step in {life.step for life in both}}
+    return np.array([life.collapsed - math.fsum(h for s, h in hazards.items() if s <= life.step) for life in lives])
+
+
+def _sum_of_first(first: np.ndarray, second: np.ndarray, axis: int) -> np.ndarray:
+    # rounded, so that equal sums in another order count as equal
+    return np.round(first.sum(axis=axis), 9)
 
 
 def _at_risk(lives: Sequence[Life], step: int) -> int:

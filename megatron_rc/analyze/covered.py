@@ -38,5 +38,6 @@ class Covered(NamedTuple):
 
 
 LAB = Covered(depth=3.9, length=(6.6, 7.7), vocabulary=16)
-"""The runs with a correction in benchmarks/results/collapse that are no controls; rounded outwards. Runs without a
-correction, `none` or the clip of PPO on pi / mu (`old: rollout`), reach farther and compare no corrections."""
+"""The runs with a correction in benchmarks/results/collapse that are no controls, of tasks with five seeds or more;
+rounded outwards. Runs without a correction, `none` or the clip of PPO on pi / mu (`old: rollout`), reach farther and
+compare no corrections."""

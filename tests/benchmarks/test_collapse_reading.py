@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import json
 import math
 import sys
 from pathlib import Path
 from typing import Any
 
+import collapse_rows
 import pytest
 from jobs import DENSE
 
@@ -15,6 +18,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from collapse_lab.facts import facts_of
 from collapse_lab.reading import read
+from collapse_lab.results import load
+from collapse_lab.rows import Point, Row, committed, keep, merge, path_of
 
 from megatron_rc import schema
 from megatron_rc.settings import JobSettings
@@ -129,3 +134,45 @@ def test_runs_that_endpoints_cannot_judge_are_refused(tmp_path: Path) -> None:
         read(grid(tmp_path), tmp_path / "out")
     with pytest.raises(ValueError, match="has no section endpoints"):
         read(grid(tmp_path, endpoints=None), tmp_path / "out")
+
+
+def test_reading_again_replaces_runs_and_deletes_none(tmp_path: Path) -> None:
+    collapse_rows.write(tmp_path, seeds=(1, 2))
+    before = {row.key: row for row in committed(Row, collapse_rows.STAGE, tmp_path)}
+    row = before["lag-16-none-lr0.0003", 2]
+    merge([dataclasses.replace(row, final=0.125)], collapse_rows.STAGE, Row, tmp_path)
+    after = {row.key: row for row in committed(Row, collapse_rows.STAGE, tmp_path)}
+    assert after.keys() == before.keys()
+    assert [key for key in after if str(after[key]) != str(before[key])] == [row.key]
+    assert after[row.key].final == 0.125
+    points = committed(Point, collapse_rows.STAGE, tmp_path)
+    assert len(points) == 13 * len(before) and math.isnan(points[0].k3)
+
+
+def test_a_run_of_two_stages_has_one_row_which_either_replaces(tmp_path: Path) -> None:
+    collapse_rows.write(tmp_path, seeds=(1,))
+    shared, other = committed(Row, collapse_rows.STAGE, tmp_path)[:2]
+    read = [
+        dataclasses.replace(shared, stage="later", final=0.125),
+        dataclasses.replace(other, stage="later", seed=2),
+        dataclasses.replace(other, stage="later", world="another"),
+    ]
+    points = [point for point in committed(Point, collapse_rows.STAGE, tmp_path) if point.key == shared.key]
+    assert keep([read[0], read[1]], points, tmp_path) == {collapse_rows.STAGE: 1, "later": 1}
+    first = {row.key: row for row in committed(Row, collapse_rows.STAGE, tmp_path)}
+    assert first[shared.key].final == 0.125 and len(first) == len(collapse_rows.ARMS)
+    assert [row.key for row in committed(Row, "later", tmp_path)] == [(other.run, 2)]
+    assert keep([read[2]], [], tmp_path) == {"later": 1}, "a run of the same name in another world is another run"
+
+
+def test_other_rows_in_the_folder_are_no_stage(tmp_path: Path) -> None:
+    collapse_rows.write(tmp_path, seeds=(1,))
+    (tmp_path / "quickstart.csv").write_text("seed,choice\n1,exact\n")
+    assert len(load(tmp_path).rows) == len(collapse_rows.ARMS)
+
+
+def test_files_hold_four_digits(tmp_path: Path) -> None:
+    collapse_rows.write(tmp_path, seeds=(1,))
+    with open(path_of(Row, collapse_rows.STAGE, tmp_path), newline="") as file:
+        finals = [row["final"] for row in csv.DictReader(file)]
+    assert max(map(len, finals)) == len("0.1234")

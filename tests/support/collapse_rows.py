@@ -62,10 +62,10 @@ def run(mechanism: str, strength: str, method: str, lr: float, seed: int, dies: 
     gain = 10 ** (2 * (float(strength or 1) - 4) / 12) if mechanism == "lag" else float(strength or 1) ** 2 * 4
     k3 = K3[mechanism] * gain * math.exp(0.2 * random.normal())
     name = "-".join(filter(None, [mechanism.replace(" ", "-"), strength, method, f"lr{lr:g}"]))
-    half = {f"half_{signal}": math.nan for signal in SIGNALS}
+    half = {f"half_{signal}": math.nan for signal in (*SIGNALS, "accuracy")}
     if dies:
-        late = {"k3": 0, "ess": 3, "grad_norm": 9, "log_ppl": 6, "length": 14, "reward": 12}
-        half = {f"half_{signal}": death - 20 + late[signal] + random.integers(-4, 5) for signal in SIGNALS}
+        late = {"k3": 0, "ess": 3, "grad_norm": 9, "log_ppl": 6, "length": 14, "reward": 32, "accuracy": 16}
+        half = {f"half_{signal}": death - 20 + late[signal] + random.integers(-4, 5) for signal in late}
     row = Row(
         **{"stage": STAGE, "run": name, "seed": seed, "exact": f"exact-none-lr{lr:g}", "mechanism": mechanism},
         **{"strength": strength, "method": method, "control": "none", "lr": lr, "lr_rule": "none"},
