@@ -7,27 +7,40 @@ stages=(mechanism presets rates controls schedules precision routes turns long)
 
 usage() {
     cat <<TEXT
-usage: bash launch/collapse_lab.sh [--quick] [--stage LIST] [--seeds LIST] [--budget-minutes N] [--out DIR]
+usage: bash launch/collapse_lab.sh [--quick] [--stage LIST] [--seeds LIST] [--budget-minutes N] [--out DIR] [--docs]
                                    [--task FILE.jsonl --model DIR] [--reward MODULE:FUNCTION] [--set KEY=VALUE]
 
 Makes .venv when it is missing, installs, then runs the stages of launch/recipes/collapse one after the other, two runs at a
-time on one core each, and writes the verdict: docs/collapse.md, from the rows in benchmarks/results/collapse. All stages
-take hours; the first lines of each YAML say what it asks and how long it takes. Stopped or crashed, the same command goes
-on where it was. Each DIR/STAGE has table.md and endpoints.csv.
-  --quick             three runs of one seed: exact sampler; rollouts 16 updates old; those with seq-tis. No verdict
+time on one core each. All stages take hours; the first lines of each YAML say what it asks and how long it takes. Stopped
+or crashed, the same command goes on where it was. Each DIR/STAGE has table.md and endpoints.csv; no file of the repository
+that is committed changes, unless --docs asks for it.
+  --docs              then write the verdict: put the rows of all finished runs of these stages in DIR into
+                      benchmarks/results/collapse, where they replace the rows of the same runs, and write docs/collapse.md.
+                      Refused with --quick, --task and --set, whose runs are not those of the plan
+  --quick             three runs of one seed: exact sampler; rollouts 16 updates old; those with seq-tis
   --stage LIST        some stages, such as mechanism,presets (default: all):
                       ${stages[*]}
   --seeds LIST        such as 1,2,3 (default: those of each YAML)
   --budget-minutes N  start no run that would end later, and say what is left
   --out DIR           where the runs go (default: runs/collapse, with --task runs/collapse-FILE)
-  --task FILE.jsonl   prompts and answers of your own (docs/tasks.md) in place of the arithmetic; needs --model. No verdict
+  --task FILE.jsonl   prompts and answers of your own (docs/tasks.md) in place of the arithmetic; needs --model. Responses have
+                      at most $(longest_response) tokens, as those of the arithmetic: change that by --set
   --model DIR         checkpoint with a tokenizer that every run of --task starts from, without a warm-up
   --reward NAME       scores the answers of --task (default: megatron_rc.tasks.math_answer:math_answer)
-  --set KEY=VALUE     another field of all runs, such as rollout.max_new_tokens=256, without spaces; may be repeated.
-                      No verdict: such runs are not those of the plan
+  --set KEY=VALUE     another field of all runs, such as rollout.max_new_tokens=256, without spaces; may be repeated
   --help              this text
 Environment: PYTHON (interpreter for .venv), MEGATRON_RC_TORCH_INDEX (package index of the CPU build of torch).
 TEXT
+}
+
+# Prints the most tokens of a response: the last one of --set, or that of all stages that --task runs.
+longest_response() {
+    local assignment tokens
+    tokens="$(sed -n 's/.*max_new_tokens: *\([0-9]*\).*/\1/p' "$ROOT/launch/recipes/collapse/base.yaml")"
+    for assignment in ${set:-}; do
+        [[ "$assignment" != rollout.max_new_tokens=* ]] || tokens="${assignment#*=}"
+    done
+    echo "$tokens"
 }
 
 # Sets $chosen to the stages to run, and dies for one that there is not.
@@ -66,8 +79,9 @@ write_verdict() {
     env -u PYTHONSAFEPATH "$VENV/bin/python" "$ROOT/benchmarks/collapse.py" --read "${folders[@]}" --docs
 }
 
-quick='' stage='' seeds='' budget_minutes='' task='' model='' reward='' set='' out='' options=()
-take_options "--quick, --stage LIST, --seeds LIST, --budget-minutes N, --task FILE, --model DIR, --reward NAME, --set ASSIGNMENT, --out DIR" "$@"
+quick='' docs='' stage='' seeds='' budget_minutes='' task='' model='' reward='' set='' out='' options=()
+take_options "--quick, --docs, --stage LIST, --seeds LIST, --budget-minutes N, --task FILE, --model DIR, --reward NAME, --set ASSIGNMENT, --out DIR" "$@"
+[[ ! "$docs" || ! "$quick$task$set" ]] || die "--docs writes the verdict of the plan: leave out --quick, --task and --set"
 reward="${reward:-megatron_rc.tasks.math_answer:math_answer}"
 choose_stages
 choose_task
@@ -80,12 +94,16 @@ recipes=("${recipes[@]/%/.yaml}")
 folder="$out"
 ((${#chosen[@]} > 1)) || folder="$out/${chosen[0]}"
 
+if [[ "$task" ]]; then
+    say "responses have at most $(longest_response) tokens (rollout.max_new_tokens); --set rollout.max_new_tokens=N changes that"
+fi
 prepare collapse train,report
 started=$SECONDS status=0
 workers=$(($(cores) < 2 ? 1 : 2))
 say "running ${chosen[*]} into $out, $workers at a time"
 CUDA_VISIBLE_DEVICES='' "$VENV/bin/python" -m megatron_rc grid "${recipes[@]}" \
     --workers "$workers" --output "$folder" "${options[@]}" || status=$?
-[[ "$quick$task$set" ]] || write_verdict
+[[ ! "$docs" ]] || write_verdict
 ((status == 0)) || die "some runs failed, see the lines above; the same command tries them again"
+[[ "$docs$quick$task$set" ]] || say "no committed file has changed; the same command with --docs writes the verdict"
 say "done in $((SECONDS - started)) s"

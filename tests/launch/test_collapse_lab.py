@@ -2,17 +2,58 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from megatron_rc.jobs import grid as grids
+
 ROOT = Path(__file__).parents[2]
 
+PYTHON = """#!/bin/sh
+# installs nothing, and notes what it would run
+case "$*" in
+*"-m pip"*) exit 0 ;;
+*collapse.py*) echo docs >>"$NOTES" && exit 0 ;;
+*"-m megatron_rc grid"*) shift 3 ;;
+*) exec {python} "$@" ;;
+esac
+printf '%s\\n' "$@" >"$NOTES"
+while [ $# -gt 1 ]; do [ "$1" != --output ] || folder="$2"; shift; done
+mkdir -p "$folder" && touch "$folder/table.md"
+"""
 
-def lab(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(ROOT / "launch/collapse_lab.sh"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+def lab(*arguments: str, root: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(root / "launch/collapse_lab.sh"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the script reads, in a folder that needs quoting, with a Python that runs no job."""
+    folder = tmp_path / "it's mine"
+    shutil.copytree(ROOT / "launch", folder / "launch")
+    for name in ("setup.py", "pyproject.toml", "constraints-cpu.txt"):
+        shutil.copy(ROOT / name, folder)
+    python = folder / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON.replace("{python}", sys.executable))
+    python.chmod(0o755)
+    return folder
+
+
+def noted(checkout: Path, *arguments: str) -> tuple[list[str], str]:
+    """What the script would run, and what it printed."""
+    notes = checkout / "notes"
+    said = lab(*arguments, root=checkout, NOTES=str(notes))
+    assert said.returncode == 0, said.stderr
+    return notes.read_text().splitlines(), said.stdout
 
 
 def test_its_help_names_every_stage_and_option() -> None:
@@ -20,7 +61,17 @@ def test_its_help_names_every_stage_and_option() -> None:
     assert said.returncode == 0 and said.stderr == ""
     stages = {path.stem for path in (ROOT / "launch/recipes/collapse").glob("*.yaml")} - {"base", "quick"}
     assert all(stage in said.stdout for stage in stages)
-    for option in ("--quick", "--stage", "--seeds", "--budget-minutes", "--task", "--model", "--set", "--out"):
+    for option in (
+        "--docs",
+        "--quick",
+        "--stage",
+        "--seeds",
+        "--budget-minutes",
+        "--task",
+        "--model",
+        "--set",
+        "--out",
+    ):
         assert f"\n  {option}" in said.stdout
 
 
@@ -33,6 +84,8 @@ def test_its_help_names_every_stage_and_option() -> None:
         (["--task", "no/such.jsonl", "--model", "."], "--task: there is no file no/such.jsonl"),
         (["--task", __file__, "--model", ".", "--stage", "routes"], "there is no stage 'routes' here"),
         (["--budget-minutes", "soon"], "--budget-minutes takes a whole number, got 'soon'"),
+        (["--quick", "--docs"], "--docs writes the verdict of the plan: leave out --quick, --task and --set"),
+        (["--docs", "--set", "train.lr=1"], "--docs writes the verdict of the plan"),
         (["--steps", "3"], "unknown argument '--steps'"),
     ],
 )
@@ -40,3 +93,38 @@ def test_what_it_cannot_do_is_one_sentence_before_anything_is_installed(argument
     said = lab(*arguments)
     assert said.returncode == 1 and said.stdout == ""
     assert said.stderr.startswith(f"collapse_lab.sh: {sentence}") and said.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("given", "tokens"), [([], 24), (["--set", "rollout.max_new_tokens=300"], 300)])
+def test_runs_on_a_users_file_have_its_prompts_and_model_and_a_length_that_is_printed(
+    given: list[str], tokens: int, checkout: Path
+) -> None:
+    file = checkout / "my prompts.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": 2}\n')
+    model = str(checkout / "model")
+    (recipe, *options), said = noted(checkout, "--task", str(file), "--model", model, "--stage", "rates", *given)
+    assert Path(recipe) == checkout / "launch/recipes/collapse/rates.yaml"
+    grid = grids.load(Path(recipe), assignments=[value for name, value in pairwise(options) if name == "--set"])
+    for choices in {tuple(cell.choices.items()) for cell in grids.cells(grid)}:
+        job = grids._settings(grids._fields(grid, dict(choices)))
+        assert (job.task.kind, job.task.options["path"]) == ("jsonl", str(file))
+        assert job.task.options["reward"] == "megatron_rc.tasks.math_answer:math_answer"
+        assert (job.model.hf_path, job.warmup.steps, job.rollout.max_new_tokens) == (model, 0, tokens)
+    assert f"responses have at most {tokens} tokens (rollout.max_new_tokens); --set" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "writes"),
+    [
+        (["--stage", "rates"], False),
+        (["--stage", "rates", "--seeds", "1"], False),
+        (["--quick"], False),
+        (["--stage", "rates", "--docs"], True),
+    ],
+)
+def test_committed_files_are_written_where_docs_asks_for_it_alone(
+    arguments: list[str], writes: bool, checkout: Path
+) -> None:
+    ran, said = noted(checkout, *arguments, "--out", str(checkout / "out"))
+    assert (ran[-1] == "docs") == writes
+    assert ("no committed file has changed" in said) == (not writes and "--quick" not in arguments)
