@@ -23,7 +23,8 @@ import torch.distributed as dist
 import triton
 from timing.bench import Bench, Call, DeviceLost, Row, reason
 from timing.ceilings import ceilings
-from timing.head import head_row
+from timing.cross_entropy import cross_entropy_row, find_head_peers
+from timing.head import head_row, old_pass_row
 from timing.logits import condition_row, logits_rows
 from timing.machine import clocks, current_commit, describe
 from timing.paths import support_row, update_row
@@ -52,7 +53,12 @@ def jobs(bench: Bench, plan: Plan, peers: Peers) -> Jobs:
         partial(update_row, bench, plan.paths),
     ]
     work: Jobs = {name: _alone(make) for name, make in zip(plan.names, single, strict=True)}
-    work |= {shape.name: _alone(partial(head_row, bench, shape)) for shape in plan.heads}
+    heads: list[Callable[[], Row]] = [
+        *(partial(head_row, bench, shape) for shape in plan.heads),
+        *(partial(old_pass_row, bench, shape) for shape in plan.heads),
+        partial(cross_entropy_row, bench, plan.heads[0], peers.heads),
+    ]
+    work |= {name: _alone(make) for name, make in zip(plan.head_names, heads, strict=True)}
     for shape in plan.shapes:
         first_of_width = shape.tokens == plan.tokens[0]
         work[logits_name(shape)] = partial(logits_rows, bench, shape, peers.present, first_of_width)
@@ -133,7 +139,11 @@ def begin(bench: Bench, arguments: argparse.Namespace, section: Section, peers: 
         for call in record.lost:
             print(f"{bench.elapsed:6.1f} s  without {place(call)}: an earlier process ended there", flush=True)
         return record
-    facts["peers"] = {"present": {p.name: p.version for p in peers.present}, "absent": peers.absent}
+    facts["peers"] = {
+        "present": {p.name: p.version for p in peers.present},
+        "heads": {name: peer.version for name, peer in peers.heads.items()},
+        "absent": peers.absent,
+    }
     facts["ceilings"] = ceilings(bench.meter)
     for what, rates in facts["ceilings"].items():
         rate = "not measured" if rates["best"] is None else f"{rates['best'] / 1e12:.3f} T/s"
@@ -175,10 +185,12 @@ def main() -> None:
     results = checkout.ROOT / "benchmarks/results"
     out = arguments.out or results / f"kernels-{name}{'-sweep' if arguments.sweep else ''}.json"
     if arguments.sweep:
-        peers = Peers([ours("triton")], {})
+        peers = Peers([ours("triton")], {}, {})
         work = sweep_jobs(bench, plan, smoke=arguments.smoke)
     else:
         peers = find_peers(device, arguments.transformer_engine, arguments.flash_attention)
+        heads, absent = find_head_peers()
+        peers = peers._replace(heads=heads, absent=peers.absent | absent)
         work = jobs(bench, plan, peers)
 
     record = begin(bench, arguments, Section(out, arguments.section), peers, list(work))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kernel_resources import FILE
 from timing.bench import OURS
+from timing.head_predicted import head_section
 from timing.how import HOW
 from timing.markdown import table
 from timing.moved import MOVED
@@ -84,7 +85,8 @@ def committed_resources() -> Run | None:
 
 
 def performance(gpu: Run | None, smoke: Run | None, resources: Run | None) -> str:
-    parts = [_introduction(gpu), _targets(gpu, smoke), calls_section(gpu), steps_section(gpu, ROOT)]
+    parts = [_introduction(gpu), _targets(gpu, smoke), calls_section(gpu), head_section(gpu)]
+    parts += [steps_section(gpu, ROOT)]
     parts += [_launches(smoke)] if smoke else []
     parts += [_bytes(smoke)]
     parts += [_resources(resources)] if resources else []
@@ -238,7 +240,7 @@ def _conditions(gpu: Run | None) -> str:
 def _others(gpu: Run | None) -> str:
     head = ["", "", "device µs", "CUDA graph µs", "host µs", "wall µs", "extra bytes per token"]
     text = "## Correction, loss, kept ids, routes, update path, head\n\n"
-    names = [*FULL.names, *(shape.name for shape in FULL.heads)]
+    names = [*FULL.names, *FULL.head_names]
     if gpu is None:
         return text + table(head, [[name, OURS, *[""] * 5] for name in names])
     rows = []
@@ -259,7 +261,8 @@ def _others(gpu: Run | None) -> str:
 
 
 def _peers(gpu: Run) -> str:
-    rows = [[name, version] for name, version in gpu["peers"]["present"].items()]
+    present = gpu["peers"]["present"] | gpu["peers"].get("heads", {})
+    rows = [[name, version] for name, version in present.items()]
     rows += [[name, f"absent: {reason}"] for name, reason in gpu["peers"]["absent"].items()]
     text = "## Peers of this run\n\n" + table(("", ""), rows)
     failed = [f"{row['name']} ({row['reason']})" for row in rows_of(gpu, "failed")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_rc import Corrected, linear_logprobs, linear_policy_loss, policy_loss, vocab_parallel_logprobs
 from timing.bench import OURS, Bench, Errors, Provider, Row, measured_row
+from timing.head_forms import ANY_LOSS, IN_PLACE, WIDE, WIDE_CHUNK, has_wide_chunks
 from timing.logits import row_slices
 from timing.meter import Work
 from timing.plan import HeadShape
@@ -44,28 +45,37 @@ class _Truth(NamedTuple):
     by_weight: Tensor
 
 
-class _Call:
-    """Forward and backward of one provider; the weight has a main_grad, as Megatron's DDP gives it."""
+class HeadCall:
+    """Forward and backward of one provider; its weight may have a main_grad, as Megatron's DDP gives it.
 
-    def __init__(self, given: _Given, forward: Callable[[Tensor, Tensor], Tensor], main_grad: bool) -> None:
-        self._forward, self._main_grad = forward, main_grad
-        self._hidden, self._weight = (part.clone().requires_grad_() for part in (given.hidden, given.weight))
-        self._one = torch.ones((), device=given.hidden.device)
-        leaf: Any = self._weight
-        if main_grad:
-            leaf.main_grad = torch.zeros(given.weight.shape, device=given.weight.device)
+    Its tensors are made when it is first used: one that is too large for the device costs only itself.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, forward: Callable[[Tensor, Tensor], Tensor], main_grad: bool
+    ) -> None:
+        self._given, self._forward, self._main_grad = (hidden, weight), forward, main_grad
+
+    @cached_property
+    def _leaves(self) -> tuple[Tensor, Any]:
+        hidden, weight = (part.clone().requires_grad_() for part in self._given)
+        leaf: Any = weight
+        if self._main_grad:
+            leaf.main_grad = torch.zeros(weight.shape, device=weight.device)
             leaf.grad_added_to_main_grad = False
+        self._one = torch.ones((), device=weight.device)
+        return hidden, leaf
 
     def forward(self) -> None:
-        self._loss: Tensor | None = self._forward(self._hidden, self._weight)
+        self._loss: Tensor | None = self._forward(*self._leaves)
 
     def backward(self) -> tuple[Tensor, ...]:
         assert self._loss is not None
         loss, self._loss = self._loss, None
-        return torch.autograd.grad(loss, (self._hidden, self._weight), self._one)
+        return torch.autograd.grad(loss, self._leaves, self._one)
 
     def answer(self) -> tuple[Tensor, Tensor, Tensor]:
-        leaf: Any = self._weight
+        _, leaf = self._leaves
         if self._main_grad:
             leaf.main_grad.zero_()
         self.forward()
@@ -84,18 +94,16 @@ def head_row(bench: Bench, shape: HeadShape) -> Row:
     given = _given(bench, shape)
     truth = _truth(given)
     calls = {
-        OURS: (partial(_fused, given), True),
-        "megatron_rc triton, any loss": (partial(_any_loss, given), True),
-        "megatron_rc triton, logits in place": (partial(_logits, given), False),
+        OURS: (partial(_fused, given, None), True),
+        **({WIDE: (partial(_fused, given, WIDE_CHUNK), True)} if has_wide_chunks(shape) else {}),
+        ANY_LOSS: (partial(_any_loss, given), True),
+        IN_PLACE: (partial(_logits, given), False),
         "PyTorch eager": (partial(_eager, given), False),
     }
     providers = {}
     for name, (forward, main_grad) in calls.items():
-        made: dict[str, _Call] = {}
-        # made when it is first used: one that is too large for the device costs only itself
-        call = partial(_once, made, given, forward, main_grad)
-        work = Work({"forward": lambda c=call: c().forward(), "backward": lambda c=call: c().backward()})  # type: ignore[misc]
-        providers[name] = Provider(work, lambda c=call: _errors(given, truth, c()))  # type: ignore[misc]
+        call = HeadCall(given.hidden, given.weight, forward, main_grad)
+        providers[name] = Provider(call.work, partial(_errors, given, truth, call))
     facts = {"kind": "head", **shape._asdict(), "rows": int(given.keep.sum())}
     return measured_row(bench, facts, providers, TOLERANCE)
 
@@ -103,40 +111,73 @@ def head_row(bench: Bench, shape: HeadShape) -> Row:
 def head_call(bench: Bench, shape: HeadShape) -> Work:
     """`linear_policy_loss` and its backward, alone."""
     given = _given(bench, shape)
-    return _Call(given, partial(_fused, given), main_grad=True).work
+    return HeadCall(given.hidden, given.weight, partial(_fused, given, None), main_grad=True).work
 
 
-def _once(made: dict[str, _Call], given: _Given, forward: Callable[..., Tensor], main_grad: bool) -> _Call:
-    if "call" not in made:
-        made["call"] = _Call(given, forward, main_grad)
-    return made["call"]
+def old_pass_row(bench: Bench, shape: HeadShape) -> Row:
+    """Log-probs of the policy before the update: no gradient, no entropy."""
+    given = _given(bench, shape)
+    targets, keep = given.targets, given.keep
+    truth = true_logprobs(given.hidden, given.weight, targets) * keep
+
+    def fused() -> Tensor:
+        return linear_logprobs(given.hidden, given.weight, targets, mask=keep, rows=given.rows, backend="triton")  # type: ignore[return-value]
+
+    def logits() -> Tensor:
+        return vocab_parallel_logprobs(given.hidden @ given.weight.T, targets, mask=keep, backend="triton")  # type: ignore[return-value]
+
+    def eager() -> Tensor:
+        log_p = (given.hidden @ given.weight.T).log_softmax(-1, dtype=torch.float32)
+        return log_p.gather(-1, targets[:, None])[:, 0] * keep
+
+    def errors(call: Callable[[], Tensor]) -> Errors:
+        return {"log-probs": float((call() - truth).norm() / truth.norm())}
+
+    calls = {OURS: fused, f"{OURS}, logits": logits, "PyTorch eager": eager}
+    providers = {name: Provider(Work({"forward": call}), partial(errors, call)) for name, call in calls.items()}
+    facts = {"kind": "old pass", **shape._asdict(), "rows": int(keep.sum())}
+    with torch.no_grad():
+        return measured_row(bench, facts, providers, {"log-probs": 1e-2})
 
 
-def _given(bench: Bench, shape: HeadShape) -> _Given:
+def states_of(bench: Bench, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, weight, targets: logits of a few units."""
     new: dict[str, Any] = {"device": bench.device, "generator": bench.generator(shape.tokens + 5)}
     hidden = torch.randn(shape.tokens, shape.hidden, **new).bfloat16()
     weight = torch.randn(shape.columns, shape.hidden, **new).mul_(3 / shape.hidden**0.5).bfloat16()
-    targets = torch.randint(shape.columns, (shape.tokens,), **new)
+    return hidden, weight, torch.randint(shape.columns, (shape.tokens,), **new)
+
+
+def true_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """[N] fp64, a few rows at a time."""
+    found = torch.empty(len(hidden), dtype=torch.float64, device=hidden.device)
+    for rows in row_slices(targets[:, None].expand(-1, len(weight))):
+        log_p = (hidden[rows].double() @ weight.double().T).log_softmax(1)
+        found[rows] = log_p.gather(1, targets[rows][:, None])[:, 0]
+    return found
+
+
+def _given(bench: Bench, shape: HeadShape) -> _Given:
+    hidden, weight, targets = states_of(bench, shape)
+    new: dict[str, Any] = {"device": bench.device, "generator": bench.generator(shape.tokens + 6)}
     keep = torch.rand(shape.tokens, **new).argsort() >= round(shape.masked * shape.tokens)
     batch = Rollout.of(shape.tokens, bench)._replace(mask=keep)
     corrected = batch.correct("torch")
     advantages = torch.randn(shape.tokens, **new)
     scale = keep / keep.sum().float()
-    old = torch.empty(shape.tokens, device=bench.device)
-    for rows in row_slices(old[:, None].expand(-1, shape.columns)):
-        log_p = (hidden[rows].double() @ weight.double().T).log_softmax(1)
-        old[rows] = log_p.gather(1, targets[rows][:, None])[:, 0].float()
+    old = true_logprobs(hidden, weight, targets).float()
     steps = torch.tensor(_STEPS, device=bench.device)
     old -= steps[torch.randint(len(steps), (shape.tokens,), **new)]
     rows = keep.nonzero()[:, 0] if shape.masked else None
     return _Given(hidden, weight, targets, old, advantages, corrected, scale, keep, rows)
 
 
-def _fused(given: _Given, hidden: Tensor, weight: Tensor) -> Tensor:
+def _fused(given: _Given, chunk: int | None, hidden: Tensor, weight: Tensor) -> Tensor:
     one = torch.ones((), device=hidden.device)
     return linear_policy_loss(
         hidden, weight, given.targets, given.old, given.advantages, given.corrected, scale=given.scale,
-        entropy_coef=_ENTROPY_COEF, with_entropy=True, mask=given.keep, rows=given.rows, upstream=one, backend="triton",
+        entropy_coef=_ENTROPY_COEF, with_entropy=True, mask=given.keep, rows=given.rows, chunk=chunk, upstream=one,
+        backend="triton",
     ).loss  # fmt: skip
 
 
@@ -192,7 +233,7 @@ def _truth(given: _Given) -> _Truth:
     return _Truth(losses, by_hidden, by_weight)
 
 
-def _errors(given: _Given, truth: _Truth, call: _Call) -> Errors:
+def _errors(given: _Given, truth: _Truth, call: HeadCall) -> Errors:
     """That of the loss is a share of the sum of its terms without signs, those of gradients are Euclidean."""
     loss, by_hidden, by_weight = call.answer()
     return {

@@ -39,6 +39,11 @@ this page.
   collective between ranks is timed. At TP > 1 log-probs are compared with peers made for sharded logits only. A peer
   that raises is recorded with what it said, and the others go on; one that leaves the device unusable, or does not come
   back in two minutes, ends the process and is not called again by `--resume`.
+* **Peers of the head** are PyTorch's `linear_cross_entropy` with its default options for chunks, where torch has it,
+  and Liger's fused linear cross entropy, where it is installed. They are timed on the loss that both have, the sum of
+  -log-probs on one rank (row "cross entropy"), and return the weight's gradient in bf16, where ours adds to an fp32
+  main_grad. Neither has a temperature, an entropy, kept ids or a vocabulary in shards, so the policy loss itself is
+  compared with PyTorch eager and with logits in place alone. megatron-core 0.16 to 0.19 has no such head.
 * **Under a temperature** peers get fp32 logits / temperature, which bf16 would round too coarsely; **under a mask**
   they compute every row, and the gradient that comes back to a masked row is 0.
 * **`correct`** is compared with the recipe of a training framework (`benchmarks/timing/recipe.py`: padded, one masked

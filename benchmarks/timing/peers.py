@@ -45,6 +45,8 @@ class Peers(NamedTuple):
     present: list[Peer]
     absent: dict[str, str]
     """Name -> why."""
+    heads: dict[str, Any]
+    """Those that take hidden states, by name: timing.cross_entropy.HeadPeer."""
 
 
 def find_peers(device: torch.device, transformer_engine: Path | None, flash_attention: Path | None) -> Peers:
@@ -55,7 +57,7 @@ def find_peers(device: torch.device, transformer_engine: Path | None, flash_atte
             installed.
         flash_attention: the file `flash_attn/ops/triton/cross_entropy.py` of a checkout, likewise.
     """
-    peers = Peers([ours("triton"), ours("torch"), *_pytorch(device)], {})
+    peers = Peers([ours("triton"), ours("torch"), *_pytorch(device)], {}, {})
     finders: dict[str, Callable[[], Iterator[Peer]]] = {
         "Megatron-Core": lambda: _megatron(device),
         "Liger": _liger,

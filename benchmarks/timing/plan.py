@@ -42,9 +42,18 @@ class HeadShape(NamedTuple):
         return self.vocabulary // self.tp
 
     @property
-    def name(self) -> str:
+    def counted(self) -> int:
+        """Rows that count."""
+        return round(self.tokens * (1 - self.masked))
+
+    @property
+    def size(self) -> str:
         masked = f", {100 * self.masked:.0f} % of the rows masked" if self.masked else ""
-        return f"head, {self.tokens:,} x {self.columns:,} of {self.hidden:,} (TP {self.tp}){masked}"
+        return f"{self.tokens:,} x {self.columns:,} of {self.hidden:,} (TP {self.tp}){masked}"
+
+    @property
+    def name(self) -> str:
+        return f"head, {self.size}"
 
 
 class Plan(NamedTuple):
@@ -72,6 +81,15 @@ class Plan(NamedTuple):
         return self.shapes[0]
 
     @property
+    def head_names(self) -> list[str]:
+        """The names of the rows of the head: its losses, its log-probs without gradient, its peers."""
+        return [
+            *(shape.name for shape in self.heads),
+            *(old_pass_name(shape) for shape in self.heads),
+            cross_entropy_name(self.heads[0]),
+        ]
+
+    @property
     def names(self) -> list[str]:
         """The names of the rows that are not about log-probs alone."""
         tokens, layers, k = self.routes
@@ -87,6 +105,14 @@ class Plan(NamedTuple):
 
 def logits_name(shape: Shape) -> str:
     return f"logits, {_size(shape)} (TP {shape.tp})"
+
+
+def old_pass_name(shape: HeadShape) -> str:
+    return f"old pass, {shape.size}"
+
+
+def cross_entropy_name(shape: HeadShape) -> str:
+    return f"cross entropy, {shape.size}"
 
 
 def condition_name(condition: Condition) -> str:

@@ -11,8 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_rc import settings
 from megatron_rc.cluster import memory
 from megatron_rc.cluster.step_time import (
@@ -29,14 +27,13 @@ from megatron_rc.cluster.step_time import (
     row_bytes,
     step_seconds,
 )
-from megatron_rc.head_inputs import default_chunk
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.settings import ModelSettings, ParallelSettings
 from timing.bench import OURS as KERNELS
 from timing.markdown import table
 from timing.moved import CORRECT_BYTES, LOSS_BYTES
-from timing.plan import FULL, HeadShape, Shape
-from timing.targets import Run, both, figure, rows_of
+from timing.plan import FULL, Shape
+from timing.targets import Run, figure, rows_of
 
 SEQUENCES, PROMPT, RESPONSE, MICRO_BATCH = 1024, 1024, 7168, 8192
 _SERVER_SHARE = 0.85
@@ -49,7 +46,6 @@ CALLS = f"""\
 Computed from bytes and operations, at rates assumed for an H200: it reads {_READ} and copies {_COPY} of its {_MEMORY},
 multiplies bf16 matrices at {_PRODUCT} of {_FLOPS}, and takes {_NEXT} from a launch to the next. Epilogues and last
 waves come on top. A committed run replaces the rates by those that it measured, and each *predicted* time by its own.
-The head has {FULL.heads[0].hidden:,} features.
 
 """
 STEPS = f"""\
@@ -187,13 +183,7 @@ def call_rows(gpu: Run | None) -> list[list[str]]:
             seconds = row_bytes(phase, columns=shape.columns, rows=shape.tokens) / rate
             measured = figure(found[0], KERNELS, f"{phase}_us") if found else None
             name = f"log-probs and entropy, {phase}: {_size(shape)} (TP {shape.tp})"
-            rows.append([name, what, _time(seconds, measured)])
-    for head in FULL.heads:
-        found = rows_of(gpu, "head", **head._asdict()) if gpu else []
-        measured = both(found[0], KERNELS) if found else None
-        rows.append(
-            [f"`linear_policy_loss`: {head.name}", "matrix products", _time(head_seconds(head, rates), measured)]
-        )
+            rows.append([name, what, time_cell(seconds, measured)])
     for kind, tokens, amount, launches in (
         *(("correct", tokens, CORRECT_BYTES, CORRECT_LAUNCHES) for tokens in FULL.correct),
         ("policy_loss", FULL.policy_loss, LOSS_BYTES, LOSS_LAUNCHES),
@@ -203,26 +193,16 @@ def call_rows(gpu: Run | None) -> list[list[str]]:
         copied = amount * tokens / rates.copy
         bound = "launches" if launches * LAUNCH > copied else "copying"
         rows.append(
-            [f"`{kind}`: {tokens:,} tokens, as a CUDA graph", bound, _time(launches * LAUNCH + copied, measured)]
+            [f"`{kind}`: {tokens:,} tokens, as a CUDA graph", bound, time_cell(launches * LAUNCH + copied, measured)]
         )
     return rows
-
-
-def head_seconds(head: HeadShape, rates: Ceilings) -> float:
-    """6 N H V operations of counted rows, both passes over their logits, and fp32 dW, read and written per chunk."""
-    rows = round(head.tokens * (1 - head.masked))
-    products = 6 * rows * head.hidden * head.columns / rates.matmul
-    passes = row_bytes("forward", columns=head.columns, rows=rows) / rates.read
-    passes += row_bytes("backward", columns=head.columns, rows=rows) / rates.copy
-    chunks = -(-rows // default_chunk((head.columns,), torch.bfloat16))
-    return products + passes + chunks * 8 * head.columns * head.hidden / rates.copy
 
 
 def _size(shape: Shape) -> str:
     return f"{shape.tokens:,} x {shape.columns:,}"
 
 
-def _time(seconds: float, measured_us: float | None) -> str:
+def time_cell(seconds: float, measured_us: float | None) -> str:
     """In ms from 0.1 on, else in µs."""
     shown = seconds if measured_us is None else measured_us * 1e-6
     text = f"{1e3 * shown:.3g} ms" if shown >= 1e-4 else f"{1e6 * shown:.3g} µs"

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from timing.bench import OURS
+from timing.head_forms import LOGITS, LOSS, MANY, MOST_MB, MOST_MS, Form
 from timing.moved import logits_bytes
+from timing.plan import HeadShape
 
 Run = dict[str, Any]
 """The JSON of one run."""
@@ -157,22 +159,39 @@ def _bytes_per_token(run: Run) -> Value:
     )
 
 
-def _head_rate(run: Run) -> Value:
-    rate = run["ceilings"]["matmul"]["best"]
-    shares = []
-    for row in rows_of(run, "head"):
-        time = both(row, OURS)
-        flop = 6 * row["rows"] * row["hidden"] * (row["vocabulary"] // row["tp"])
-        shares.append(None if rate is None or time is None else flop / rate / (time * 1e-6))
-    return _least(shares)
+def head_us(row: Run, form: Form) -> Value:
+    """Microseconds of one call that takes hidden states, with its backward if it has one."""
+    return both(row, form.provider) if form.gradient else figure(row, form.provider, "forward_us")
 
 
-def _head_memory(run: Run) -> Value:
-    most = max(rows_of(run, "head"), key=lambda row: (row["tokens"], -row["tp"], row["rows"]), default=None)
-    if most is None:
-        return None
-    ours, kept = (figure(most, name, "extra_bytes") for name in (OURS, "megatron_rc triton, logits in place"))
-    return _over(ours, kept)
+def _of_head(form: Form, head: HeadShape, value: Callable[[Run], Value]) -> Callable[[Run], Value]:
+    return lambda run: next((value(row) for row in rows_of(run, form.kind, **head._asdict())), None)
+
+
+def _scaled(value: Value, by: float) -> Value:
+    return None if value is None else value * by
+
+
+def _head_targets() -> list[Target]:
+    """The times and the memory of the head on an H200, and the memory of the longest batch over that of its logits."""
+    times = [
+        Target(f"{form.name}: {head.size}", most, False, "ms",
+               _of_head(form, head, lambda row, f=form: _scaled(head_us(row, f), 1e-3)),  # type: ignore[misc]
+               f"{form.operations} N H V operations; the table of the head says what is predicted")
+        for (head, form), most in MOST_MS.items()
+    ]  # fmt: skip
+    peaks = [
+        Target(f"{form.name}, memory beyond its inputs: {head.size}", most, False, "MB",
+               _of_head(form, head, lambda row, f=form: _scaled(figure(row, f.provider, "extra_bytes"), 1e-6)),  # type: ignore[misc]
+               "one chunk of logits or dW in bf16, and the gradient of the states")
+        for (head, form), most in MOST_MB.items()
+    ]  # fmt: skip
+    share = Target(
+        f"{LOSS.name}, memory beyond its inputs over that of logits in place: {MANY.size}", 1 / 7, False, "%",
+        _of_head(LOSS, MANY, lambda row: _over(*(figure(row, f.provider, "extra_bytes") for f in (LOSS, LOGITS)))),
+        "the same loss over logits whose gradient is in place; as many operations, so no gain in time is predicted",
+    )  # fmt: skip
+    return [*times, *peaks, share]
 
 
 _BYTES = "at the measured bandwidth, bytes per logit, one rank, worst shape"
@@ -203,11 +222,7 @@ TARGETS = (
     Target("`correct`, launches", 4.0, False, "", _launches("correct"), "the same call on a CPU", counted=True),
     Target("update path, one rank, launches", 5.0, False, "", _launches("update"), "the same call on a CPU",
            counted=True),
-    Target("`linear_policy_loss`, 6 N H V operations at the measured bf16 rate over its time, worst shape", 0.75, True,
-           "%", _head_rate, "the fastest bf16 product; both passes over logits and the sum of dW come on top of it"),
-    Target("`linear_policy_loss`, memory beyond its inputs over that of logits in place, most tokens", 0.2, False, "%",
-           _head_memory, "the same loss over logits whose gradient is in place; as many operations, so no gain in time "
-           "is predicted"),
+    *_head_targets(),
     Target("log-probs, entropy and gradient, memory beyond the logits per token", 32.0, False, "bytes",
            _bytes_per_token, "the allocator's peak, gradient in place"),
 )  # fmt: skip

@@ -22,6 +22,7 @@ from jobs import script_environment  # noqa: E402
 from kernel_resources import launch_table  # noqa: E402
 from timing.bench import OURS, Bench  # noqa: E402
 from timing.ceilings import reader  # noqa: E402
+from timing.head_forms import ANY_LOSS  # noqa: E402
 from timing.logits import GradientError  # noqa: E402
 from timing.meter import Work  # noqa: E402
 from timing.moved import MOVED, logits_bytes  # noqa: E402
@@ -67,7 +68,7 @@ def test_every_row_runs_and_is_right_without_a_gpu(tmp_path: Path, smoke: dict[s
     assert sweep_row["kind"] == "sweep" and not sweep_row["refused"]
     run = file["kernels"]
     assert run["device"]["kind"] == "cpu" and run["device"]["interpreted"] and run["seconds"] is None
-    first = [*TOY.names, *(shape.name for shape in TOY.heads)]
+    first = [*TOY.names, *TOY.head_names]
     names, others = [row["name"] for row in run["rows"]], len(first)
     assert [row["kind"] for row in run["rows"]][others:] == ["logits"] * 6 + ["condition"] * len(TOY.conditions)
     assert names[:others] == first and names[others + 6 :] == [condition_name(c) for c in TOY.conditions]
@@ -84,7 +85,10 @@ def test_every_row_runs_and_is_right_without_a_gpu(tmp_path: Path, smoke: dict[s
     peers = run["peers"]
     assert {OURS, "PyTorch eager", "torch.compile", "Megatron-Core fused"} <= set(peers["present"])
     assert set(rows_of(run, "logits")[0]["providers"]) == set(peers["present"])
-    assert "flash-attention" in peers["absent"] and all(peers["absent"].values())
+    assert {"PyTorch eager", "PyTorch linear_cross_entropy"} <= set(peers["heads"])
+    assert set(rows_of(run, "cross entropy")[0]["providers"]) == {OURS, ANY_LOSS, *peers["heads"]}
+    assert {"flash-attention", "Liger fused linear cross entropy"} <= set(peers["absent"])
+    assert all(peers["absent"].values())
     # what docs/performance.md says of our launches and bytes is what the code does today
     figures_of = [[row["providers"][OURS]["measured"] for row in one["rows"]] for one in (run, smoke)]
     assert figures_of[0] == figures_of[1]
