@@ -13,6 +13,7 @@ from megatron_rc.backend import debug_checks
 from megatron_rc.batch import Support
 from megatron_rc.collectives import all_gather_into, is_alone, reduce_scatter_into
 from megatron_rc.logprobs import check_rows
+from megatron_rc.wide_matmul import check_wide_products
 
 _LARGEST_CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 4096, 1024, 640 * 2**20
 
@@ -40,6 +41,7 @@ def check_head(given: HeadInputs, chunk: int | None, logits_dtype: torch.dtype |
     hidden, weight, rows = given.hidden, given.weight, given.rows
     if hidden.dim() != 2 or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise ValueError(f"hidden must be [N, H] bf16, fp16, fp32 or fp64, got {hidden.dtype} {tuple(hidden.shape)}")
+    check_wide_products(hidden.dtype, hidden.device)
     if type(weight) not in (Tensor, torch.nn.Parameter) or hasattr(weight, "__fsdp_param__"):
         kind = "one of Megatron-FSDP" if hasattr(weight, "__fsdp_param__") else type(weight).__name__
         raise ValueError(f"weight must be a plain tensor: not fp8, mxfp8, LoRA or sharded, got {kind}")
@@ -98,6 +100,8 @@ def factor_of(upstream: float | Tensor | None, device: torch.device) -> Tensor |
     if upstream is None or isinstance(upstream, Tensor):
         if upstream is not None and upstream.dim():
             raise ValueError(f"upstream must be 0-d, got {tuple(upstream.shape)}")
+        if upstream is not None and upstream.device != device:
+            raise ValueError(f"upstream must be on {device}, where hidden is, got {upstream.device}")
         return None if upstream is None else upstream.detach()
     return torch.full((), upstream, dtype=torch.float64, device=device)
 

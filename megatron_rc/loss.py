@@ -175,7 +175,7 @@ def loss_metrics(inputs: LossInputs, options: LossOptions, totals: Tensor) -> Me
 def check_loss_arguments(
     inputs: LossInputs, options: LossOptions, correction: RolloutCorrection, of: str = "current_logprobs"
 ) -> None:
-    """Refuse tensors that have not the shape of inputs.current, which errors call ``of``, and bad settings."""
+    """Refuse tensors without the shape or the device of inputs.current, which errors call ``of``, and bad settings."""
     correction.check_surrogate(options.surrogate)
     check_clipping(options.clip_lower, options.clip_upper, options.dual_clip)
     if options.surrogate == "ppo":
@@ -189,6 +189,8 @@ def check_loss_arguments(
         one_per_row = name == "advantages" and value is not None and value.shape == shape[:1]
         if value is not None and not one_per_row:
             check_shape(name, value, shape, of)
+        if value is not None and value.device != inputs.current.device:
+            raise ValueError(f"{name} must be on {inputs.current.device}, where {of} are, got {value.device}")
     if inputs.mask.dtype != torch.bool:
         raise ValueError(f"corrected.mask must be bool, got {inputs.mask.dtype}")
     for name, value, coefficient in (

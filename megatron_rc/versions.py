@@ -73,6 +73,9 @@ PYTHON_OF_HOST = {
 TRITON = Range("3.5", "3.9")
 """The kernels need the oldest of these (`constexpr_function`). Releases newer than the newest are used untested."""
 
+TORCH_WIDE_PRODUCTS = "2.8"
+"""From this release on, a GPU multiplies bf16 and fp16 matrices into fp32 (`torch.mm` with `out_dtype`)."""
+
 SGLANG = Range("0.5.20", "0.5.23")
 """Releases of SGLang that the bridge is written for."""
 SGLANG_WEIGHT_VERSION = "0.5.20"

@@ -5,8 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rc.versions import TORCH_WIDE_PRODUCTS, is_older
+
 _BLOCK_ELEMENTS = 2**22
 """Elements of a factor that are widened at a time, where the device cannot widen inside the product."""
+
+
+def check_wide_products(dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a device on which this torch cannot multiply factors of ``dtype`` into fp32.
+
+    Raises:
+        ValueError: bf16 or fp16 on a GPU, and a torch that is too old.
+    """
+    if device.type == "cuda" and dtype.itemsize < 4 and is_older(torch.__version__, TORCH_WIDE_PRODUCTS):
+        raise ValueError(
+            f"the linear head needs torch {TORCH_WIDE_PRODUCTS} or newer for {dtype} on a GPU, "
+            f"found {torch.__version__}: take the head that keeps logits, or fp32"
+        )
 
 
 def product_into(out: Tensor, left: Tensor, right: Tensor) -> None:

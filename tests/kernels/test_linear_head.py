@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from launches import count_launches
 from logprobs_truth import random_support, unchecked
 
 from megatron_rc.linear_distribution import linear_distribution
-from megatron_rc.linear_head import linear_policy_loss
+from megatron_rc.linear_head import linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs import vocab_parallel_distribution
 
 pytestmark = pytest.mark.interpreter
@@ -50,21 +51,36 @@ def test_the_distribution_over_kept_ids_equals_that_of_logits() -> None:
         assert value is not None and true is not None and distance(value, true.double()) <= 5e-6
 
 
-def test_a_chunk_costs_at_most_nine_launches_and_nothing_waits() -> None:
+@pytest.mark.parametrize(
+    ("form", "kept", "launches"),
+    [
+        ("policy_loss", False, 8),
+        # kept ids: the gradient is parked, the logits are zeroed, and it is scattered
+        ("policy_loss", True, 10),
+        ("logprobs", False, 6),
+        ("logprobs", True, 8),
+    ],
+)
+def test_a_chunk_costs_few_launches_and_nothing_waits(form: str, kept: bool, launches: int) -> None:
+    """Of one shard; merge_statistics is one launch more where there are several."""
     torch.use_deterministic_algorithms(False)
     case = head_case(torch.float32)
-    given, options = case.of_loss()
+    given, of_loss = case.of_loss()
     leaves = case.leaves()
-    launches = []
+    options: dict[str, Any] = {"with_entropy": True, "backend": "triton"}
+    if kept:
+        options["support"] = random_support(case.targets, 13, torch.Generator().manual_seed(0))
+
+    def step(chunk: int) -> None:
+        if form == "policy_loss":
+            linear_policy_loss(*leaves, case.targets, *given, chunk=chunk, **of_loss, **options).loss.backward()
+        else:
+            logprobs, entropy = linear_logprobs(*leaves, case.targets, chunk=chunk, **options)
+            torch.autograd.backward([logprobs, entropy], [torch.ones_like(logprobs)] * 2)
+
     with unchecked():
-        for chunk in (11, 4):
-            counted = count_launches(
-                lambda chunk=chunk: linear_policy_loss(
-                    *leaves, case.targets, *given, with_entropy=True, chunk=chunk, backend="triton", **options
-                )
-            )
-            assert not counted.waits
-            launches.append(counted.total)
+        step(11)  # the gradients of leaves are there from here on
+        one, three = (count_launches(partial(step, chunk)) for chunk in (11, 4))
     torch.use_deterministic_algorithms(True)
-    # two chunks more; merge_statistics is one more launch where there are several shards
-    assert 0 < launches[1] - launches[0] <= 2 * 8
+    assert not one.waits and not three.waits
+    assert three.total - one.total == 2 * launches

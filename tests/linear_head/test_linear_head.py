@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +64,17 @@ def test_one_chunk_has_the_bits_of_the_logits_path(fused: bool) -> None:
         found, kept = by_head(case, fused=fused, backend="torch"), by_logits(case, backend="torch")
         assert torch.equal(found.logprobs, kept.logprobs) and torch.equal(found.entropy, kept.entropy)
         assert torch.equal(found.loss, kept.loss)
+
+
+@FUSED
+@pytest.mark.parametrize("chunk", [4, 7])
+def test_several_chunks_in_fp32_are_within_1e_6_of_the_logits_path(chunk: int, fused: bool) -> None:
+    case = head_case(torch.float32, tokens=30, hidden=64, vocabulary=96)
+    # logits of about 1: from 8 nats on, fp32 has steps of 1e-6
+    case = case._replace(hidden=case.hidden * 0.125)
+    found, kept = by_head(case, fused=fused, chunk=chunk), by_logits(case)
+    torch.testing.assert_close(found.logprobs, kept.logprobs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.entropy, kept.entropy, rtol=0, atol=1e-6)
 
 
 @FUSED
@@ -240,6 +252,19 @@ def test_wrong_arguments_of_the_loss_are_refused_by_name() -> None:
         by_head(case, fused=True, rows=torch.tensor([0]))
     with pytest.raises(ValueError, match=r"advantages must have the shape \(11,\) of targets"):
         linear_policy_loss(*case.leaves(), case.targets, given[0], given[1][1:], given[2], with_entropy=True, **options)
+    for name, given_there in (
+        ("old_logprobs", (given[0].to("meta"), *given[1:])),
+        ("advantages", (given[0], given[1].to("meta"), given[2])),
+        ("corrected.weights", (*given[:2], replace(given[2], weights=given[2].weights.to("meta")))),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be on cpu, where targets are, got meta"):
+            linear_policy_loss(*case.leaves(), case.targets, *given_there, with_entropy=True, **options)
+    for name in ("scale", "reference_logprobs"):
+        there = {**options, name: options[name].to("meta")}
+        with pytest.raises(ValueError, match=f"{name} must be on cpu, where targets are, got meta"):
+            linear_policy_loss(*case.leaves(), case.targets, *given, with_entropy=True, **there)
+    with pytest.raises(ValueError, match="upstream must be on cpu, where hidden is, got meta"):
+        by_head(case, fused=True, upstream=torch.ones((), device="meta"))
     with pytest.raises(ValueError, match="upstream must be given for fp16"):
         by_head(head_case(torch.float16), fused=True)
     with pytest.raises(ValueError, match="upstream must be 0-d"):

@@ -1,0 +1,33 @@
+"""Which torch can multiply narrow factors into fp32 on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_rc.linear_head import linear_logprobs
+from megatron_rc.wide_matmul import check_wide_products
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_older_torch_on_a_gpu_is_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cu128")
+    with pytest.raises(ValueError, match=rf"torch 2\.8 or newer for {dtype} on a GPU, found 2\.7\.1\+cu128"):
+        check_wide_products(dtype, GPU)
+    # a CPU widens the factors, and fp32 is not widened
+    check_wide_products(dtype, CPU)
+    check_wide_products(torch.float32, GPU)
+    with FakeTensorMode():
+        hidden, weight = (torch.empty(rows, 4, dtype=dtype, device=GPU) for rows in (3, 7))
+        targets = torch.zeros(3, dtype=torch.int64, device=GPU)
+    with pytest.raises(ValueError, match="the linear head needs torch 2.8 or newer"):
+        linear_logprobs(hidden, weight, targets)
+
+
+@pytest.mark.parametrize("version", ["2.8.0a0+34c6371d24.nv25.08", "2.8.0", "2.13.0+cpu"])
+def test_newer_releases_and_builds_before_them_are_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    check_wide_products(torch.bfloat16, GPU)
