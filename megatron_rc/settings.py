@@ -20,6 +20,7 @@ from megatron_rc.lr_gate import LRGateSettings, check_lr_rules
 from megatron_rc.report.sinks import LogSettings
 from megatron_rc.schema.cluster_settings import ClusterSettings
 from megatron_rc.schema.dump_settings import DumpSettings
+from megatron_rc.schema.head_options import Head, HeadOptions, WiderDtype
 from megatron_rc.schema.limits import check_at_least, check_positive
 from megatron_rc.schema.sglang_settings import SGLangSettings
 from megatron_rc.tasks.registry import TaskKind
@@ -250,10 +251,16 @@ class TrainSettings:
     """Steps between two checkpoints; 0 saves none, and a job that is stopped starts anew."""
     keep_checkpoints: int = 2
     """Checkpoints to keep; older ones are deleted."""
-    head: Literal["logits", "linear"] = "logits"
+    head: Head = "logits"
     """What log-probs are made of. logits: the model's logits of all tokens of a micro-batch. linear: its hidden states
     and the weight of its head, a few thousand tokens with a loss at a time, so that no tensor has as many elements as
     tokens times vocabulary; without an old pass (correction.old) backward computes these logits again."""
+    head_chunk: int | None = None
+    """With head linear: tokens whose logits exist at a time. null: 4096, halved while their logits take more than
+    640 MiB, but not below 1024. Fewer take less memory, and add to the gradient of the weight more often."""
+    head_logits_dtype: WiderDtype | None = None
+    """With head linear: fp32 does not round the logits of a chunk before the softmax, and takes 4 bytes more for each
+    of them; null keeps them in `dtype`."""
     backend: Literal["auto", "torch", "triton"] = "auto"
     """Backend of log-probs, correction and loss; auto takes the Triton kernels on GPUs and plain PyTorch on CPU."""
     debug_checks: bool = False
@@ -265,12 +272,16 @@ class TrainSettings:
         check_positive(lr=self.lr, adam_eps=self.adam_eps)
         not_negative = ("steps", "min_lr", "lr_warmup_steps", "weight_decay", "clip_grad", "save_interval")
         check_at_least(0, **{name: getattr(self, name) for name in not_negative}, asynchronous=self.asynchronous)
+        self.head_options()
         counts = ("mini_batches_per_rollout", "max_tokens_per_microbatch", "eval_interval", "eval_samples")
         check_at_least(1, **{name: getattr(self, name) for name in counts}, keep_checkpoints=self.keep_checkpoints)
         if self.micro_batches is not None:
             check_at_least(1, micro_batches=self.micro_batches)
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr must be <= lr, got min_lr={self.min_lr!r} lr={self.lr!r}")
+
+    def head_options(self) -> HeadOptions:
+        return HeadOptions(self.head, self.head_chunk, self.head_logits_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

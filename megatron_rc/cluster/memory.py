@@ -15,6 +15,7 @@ from megatron_rc.head_inputs import default_chunk
 from megatron_rc.models.config import DTYPES, moe_layers, padded_vocab_size, torch_dtype
 from megatron_rc.models.families import family_of
 from megatron_rc.models.names import Parameter, parameters
+from megatron_rc.schema.head_options import LINEAR, HeadOptions
 from megatron_rc.settings import Dtype, JobSettings, ParallelSettings
 
 GIB = 1024**3
@@ -193,7 +194,7 @@ def trainer_memory(
     in_flight = min(parallel.pipeline - stage, micro_batches)
     saved = activation_bytes(hf, parallel, dtype, tokens=tokens, stage=stage)
     vocabulary = padded_vocab_size(hf, parallel.tensor) // parallel.tensor
-    head = head_memory(tokens, vocabulary, hf["hidden_size"], dtype)
+    head = head_memory(tokens, vocabulary, hf["hidden_size"], dtype, train.head_options())
     # the rows with a loss, all of them at most, are a copy; with sequence parallelism it is of the gathered rows
     logits = head.fused + tokens * b * hf["hidden_size"] if train.head == "linear" else head.logits
     if train.backend == "torch":
@@ -223,13 +224,15 @@ class HeadMemory(NamedTuple):
     """With the fused head: the logits of one chunk or, after them, the gradient of the weight; and 64 bytes per row."""
 
 
-def head_memory(tokens: int, columns: int, hidden: int, dtype: Dtype) -> HeadMemory:
+def head_memory(tokens: int, columns: int, hidden: int, dtype: Dtype, options: HeadOptions = LINEAR) -> HeadMemory:
     """What the head of ``tokens`` holds either way, in backward."""
-    b = DTYPES[dtype].bytes
-    chunk = min(tokens, default_chunk((columns,), torch_dtype(dtype)))
+    b, of_logits = DTYPES[dtype].bytes, options.head_logits_dtype or dtype
+    chunk = min(tokens, options.head_chunk or default_chunk((columns,), torch_dtype(of_logits)))
+    # the gradient of wider logits is a tensor of its own, in the dtype of the model
+    of_chunk = chunk * columns * (b if of_logits == dtype else DTYPES[of_logits].bytes + b)
     rows, weight = b * tokens * hidden, b * columns * hidden
     kept = b * tokens * columns + rows + weight + tokens * _ROW_BYTES
-    return HeadMemory(kept, max(b * chunk * columns, weight) + rows + tokens * 2 * _ROW_BYTES)
+    return HeadMemory(kept, max(of_chunk, weight) + rows + tokens * 2 * _ROW_BYTES)
 
 
 def _widest(hf: dict[str, Any], parallel: ParallelSettings) -> int:

@@ -251,9 +251,9 @@ def _time_lines(plan: Plan) -> list[str]:
 def _saved_line(plan: Plan) -> str:
     """What the other value of train.head would cost or save on the last stage."""
     train = plan.settings.train
+    either = replace(train, head="logits", head_chunk=None, head_logits_dtype=None), replace(train, head="linear")
     logits, linear = (
-        replace(plan, settings=replace(plan.settings, train=replace(train, head=head))).trainer_memory()[-1].logits
-        for head in ("logits", "linear")
+        replace(plan, settings=replace(plan.settings, train=one)).trainer_memory()[-1].logits for one in either
     )
     verb = "saves" if train.head == "linear" else "would save"
     return f"train.head=linear {verb} {(logits - linear) / memory.GIB:.1f} GiB of the last stage's logits"

@@ -10,7 +10,8 @@ from megatron_rc.config import RolloutCorrection
 from megatron_rc.integrations.after_import import AfterImport
 from megatron_rc.integrations.rebinding import rebind
 from megatron_rc.integrations.scheduler_rule import LRRule
-from megatron_rc.integrations.symbols import Head, Host, Symbol
+from megatron_rc.integrations.symbols import Host, Symbol
+from megatron_rc.schema.head_options import LOGITS, HeadOptions
 
 
 @dataclass(eq=False)
@@ -39,7 +40,7 @@ class Installed:
     lr_rule: LRRule | None
     session: Any
     """What `Host.prepare` returned; the replacements share it."""
-    head: Head = "logits"
+    head: HeadOptions = LOGITS
     places: list[Place] = field(default_factory=list)
     holders: list[Any] = field(default_factory=list)
     """Patches that have not been undone; the host is restored with the last of them."""

@@ -15,9 +15,10 @@ from megatron_rc.config import RolloutCorrection
 from megatron_rc.integrations.hosts import host_named
 from megatron_rc.integrations.installed import INSTALLED, Installed, Place
 from megatron_rc.integrations.scheduler_rule import LRRule
-from megatron_rc.integrations.symbols import Function, Head, Host, Recipe, Symbol, definition, inspect_symbols
+from megatron_rc.integrations.symbols import Function, Host, Recipe, Symbol, definition, inspect_symbols
 from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
 from megatron_rc.lr_gate import LRGate, LRGateSettings, check_lr_rules
+from megatron_rc.schema.head_options import LOGITS, Head, HeadOptions, WiderDtype
 
 
 def patch(
@@ -27,6 +28,8 @@ def patch(
     lr_decay: LengthDecayLR | LengthDecaySettings | None = None,
     lr_gate: LRGate | LRGateSettings | None = None,
     head: Head = "logits",
+    head_chunk: int | None = None,
+    head_logits_dtype: WiderDtype | None = None,
 ) -> Patch:
     """Replace functions of a host codebase, so that its own training loop corrects its rollouts.
 
@@ -47,15 +50,17 @@ def patch(
         lr_gate: learning rate by mismatch, in the place of lr_decay; an LRGate, or its settings.
         head: what log-probs are made of: the logits, or ("linear") hidden states and the weight of the head, whose
             logits are never in memory. A host that does not show us its model has logits alone.
+        head_chunk, head_logits_dtype: for the linear head, as train.head_chunk and train.head_logits_dtype of a job.
 
     Returns:
         Patch.
 
     Raises:
         ValueError: nothing is given; lr_decay and lr_gate together, or a gate without the correction that it needs; a
-            head that the host cannot have, or without a correction, which leaves log-probs to the host; the host or its
-            version is unknown or not importable; a symbol is missing, has other parameters, or was replaced by somebody
-            else; the host cannot honour `correction`. Nothing has been replaced then.
+            head that the host cannot have, settings of another head, or a head without a correction, which leaves
+            log-probs to the host; the host or its version is unknown or not importable; a symbol is missing, has other
+            parameters, or was replaced by somebody else; the host cannot honour `correction`. Nothing has been replaced
+            then.
     """
     check_lr_rules(lr_decay, lr_gate, correction)
     lr_rule = lr_decay if lr_gate is None else lr_gate
@@ -63,19 +68,20 @@ def patch(
         raise ValueError("correction, lr_decay or lr_gate must be given: patch has nothing to do")
     if head != "logits" and correction is None:
         raise ValueError(f"correction must be given with head={head!r}: without it the host computes its own log-probs")
-    return patch_host(host_named(host), correction, lr_rule, head)
+    return patch_host(host_named(host), correction, lr_rule, HeadOptions(head, head_chunk, head_logits_dtype))
 
 
 def patch_host(
-    target: Host, correction: RolloutCorrection | None, lr_rule: LRRule | None, head: Head = "logits"
+    target: Host, correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions = LOGITS
 ) -> Patch:
     """`patch` for a host that is at hand.
 
     Raises:
         ValueError: as `patch`.
     """
-    if head not in target.heads:
-        raise ValueError(f"head must be {' or '.join(map(repr, target.heads))} with host {target.name!r}, got {head!r}")
+    if head.head not in target.heads:
+        allowed = " or ".join(map(repr, target.heads))
+        raise ValueError(f"head must be {allowed} with host {target.name!r}, got {head.head!r}")
     if target.recipe is not None:
         version = _inspected(target) if target.is_importable() else None
         nothing_replaced = Installed(target, version, correction, lr_rule, session=None)
@@ -133,7 +139,7 @@ class Patch:
                 waiting = [symbol.path for symbol in host.replaceable if symbol.module not in sys.modules]
                 lines += [f"to be replaced once this process imports them: {', '.join(waiting)}"] if waiting else []
             lines += [f"correction: {installed.correction}"] if installed.correction is not None else []
-            lines += [f"head: {installed.head}"] if installed.head != "logits" else []
+            lines += [f"head: {installed.head}"] if installed.head != LOGITS else []
             rule = installed.lr_rule
             gates = isinstance(rule, LRGate | LRGateSettings)
             lines += [f"{'lr_gate' if gates else 'lr_decay'}: {rule}"] if rule is not None else []
@@ -168,9 +174,9 @@ def _inspected(host: Host) -> str | None:
     return version
 
 
-def _install(host: Host, correction: RolloutCorrection | None, lr_rule: LRRule | None, head: Head) -> Installed:
+def _install(host: Host, correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions) -> Installed:
     version = _inspected(host)
-    session = host.prepare(correction, lr_rule) if head == "logits" else host.prepare(correction, lr_rule, head)
+    session = host.prepare(correction, lr_rule) if head == LOGITS else host.prepare(correction, lr_rule, head)
     loaded = [symbol for symbol in host.replaceable if not host.in_parts or symbol.module in sys.modules]
     places = [place for symbol in loaded if (place := _place(host, symbol, session)) is not None]
     installed = Installed(host, version, correction, lr_rule, session, head)

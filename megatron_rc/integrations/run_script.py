@@ -14,9 +14,9 @@ from megatron_rc import schema
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.integrations.hosts import host_named
 from megatron_rc.integrations.patching import patch
-from megatron_rc.integrations.symbols import Head
 from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.lr_gate import LRGateSettings, check_lr_rules
+from megatron_rc.schema.head_options import Head, HeadOptions, WiderDtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,13 @@ class PatchSettings:
     """Learning rate by mismatch, in the place of lr_decay."""
     head: Head = "logits"
     """What log-probs are made of: logits, or hidden states and the weight of the head (linear)."""
+    head_chunk: int | None = None
+    """With head linear: tokens whose logits exist at a time, as train.head_chunk of a job."""
+    head_logits_dtype: WiderDtype | None = None
+    """With head linear: fp32 keeps these logits unrounded, as train.head_logits_dtype of a job."""
 
     def __post_init__(self) -> None:
+        HeadOptions(self.head, self.head_chunk, self.head_logits_dtype)
         check_lr_rules(self.lr_decay, self.lr_gate, self.correction)
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial, wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_rc import schema
 from megatron_rc.integrations.flag_rules import FlagRule
+from megatron_rc.schema.head_options import Head
 from megatron_rc.versions import find_module, is_release
 
 Function = Callable[..., Any]
@@ -36,9 +37,6 @@ class Symbol:
     @property
     def path(self) -> str:
         return f"{self.module}.{self.name}"
-
-
-Head = Literal["logits", "linear"]
 
 
 class Recipe(NamedTuple):
@@ -67,8 +65,8 @@ class Host:
     read_version: Callable[[], str | None]
     """Returns the version that is installed, without importing the host; None where it has none."""
     prepare: Callable[..., Any] = lambda correction, lr_rule: None
-    """(correction, lr_rule) -> the session of one patch, and a head that is not "logits" behind them; ValueError for
-    settings that the host cannot honour."""
+    """(correction, lr_rule) -> the session of one patch, and HeadOptions other than the default behind them; ValueError
+    for settings that the host cannot honour."""
     heads: tuple[Head, ...] = ("logits",)
     """What log-probs of the patched host can be made of."""
     tested: str = ""

@@ -17,9 +17,12 @@ from megatron_rc.linear_distribution import linear_distribution
 from megatron_rc.linear_head import linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs import Distribution, vocab_parallel_distribution, vocab_parallel_logprobs
 from megatron_rc.loss import PolicyLoss
+from megatron_rc.models.config import torch_dtype
+from megatron_rc.schema.head_options import HeadOptions
 from megatron_rc.training.model.hidden_states import OutputHead, hidden_states
 from megatron_rc.training.step.loss_terms import LossTerms
 from megatron_rc.training.step.microbatches import MicroBatch
+from megatron_rc.wide_matmul import check_wide_products
 
 
 class Head(Protocol):
@@ -108,14 +111,18 @@ class LogitsHead:
 class LinearHead:
     """Reads hidden states [1, n, H], or this rank's part of them and of the rows of padding behind them."""
 
-    def __init__(self, tensor: dist.ProcessGroup, vocab_size: int, backend: str) -> None:
+    def __init__(self, tensor: dist.ProcessGroup, vocab_size: int, backend: str, options: HeadOptions) -> None:
         self._tensor, self._vocab_size, self._backend = tensor, vocab_size, backend
+        self._chunk, wider = options.head_chunk, options.head_logits_dtype
+        self._logits_dtype = None if wider is None else torch_dtype(wider)
         self._of_model: OutputHead | None = None
 
     @contextmanager
     def answering(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
         with ExitStack() as stack:
             *_, self._of_model = [stack.enter_context(hidden_states(chunk)) for chunk in chunks]
+            if self._of_model is not None:
+                check_wide_products(self._of_model.weight.dtype, self._of_model.weight.device)
             yield
 
     def logprobs(self, answer: Tensor, micro: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -149,6 +156,8 @@ class LinearHead:
             "temperature": batch.sampling.temperature,
             "vocab_size": self._vocab_size,
             "rows": micro.loss_rows,
+            "chunk": self._chunk,
+            "logits_dtype": self._logits_dtype,
             "backend": self._backend,
             **_padded(batch, ranks * len(hidden)),
         }
@@ -177,5 +186,8 @@ def _own_part(described: Distribution, batch: TokenBatch) -> Distribution:
     return Distribution(*(None if part is None else part[: batch.num_tokens] for part in described))  # type: ignore[arg-type]
 
 
-HEADS: dict[str, type[LogitsHead] | type[LinearHead]] = {"logits": LogitsHead, "linear": LinearHead}
-"""By the value of train.head."""
+def head_of(options: HeadOptions, tensor: dist.ProcessGroup, vocab_size: int, backend: str) -> Head:
+    """The head that a job asks for."""
+    if options.linear:
+        return LinearHead(tensor, vocab_size, backend, options)
+    return LogitsHead(tensor, vocab_size, backend)

@@ -24,7 +24,7 @@ from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
 from megatron_rc.training import emulation
 from megatron_rc.training.gradient_cosine import GradientCosine
 from megatron_rc.training.groups import Groups
-from megatron_rc.training.heads import HEADS, Answer, Head
+from megatron_rc.training.heads import Answer, head_of
 from megatron_rc.training.model.attention import packed_seq_params
 from megatron_rc.training.model.build import build_model
 from megatron_rc.training.model.optimizer import build_optimizer, wrap_ddp
@@ -61,7 +61,8 @@ class Policy:
         self.chunks = wrap_ddp(chunks, train.dtype)
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = finalize_model_grads
-        self.head: Head = HEADS[train.head](groups.tensor, self.hf_config["vocab_size"], train.backend)
+        options = train.head_options()
+        self.head = head_of(options, groups.tensor, self.hf_config["vocab_size"], train.backend)
         with self.head.answering(self.chunks):
             pass  # a model that the head cannot read is refused here
 

@@ -102,6 +102,10 @@ def test_the_linear_head_keeps_one_chunk_of_logits() -> None:
     found = [plan.trainer_memory()[0].logits for plan in (kept, linear)]
     # a chunk of 4,096 tokens takes less than 640 MiB
     assert found[1] == 4096 * columns * 2 + rows * (2 * 2 * 2560 + 64)
+    few = recipe("qwen3_4b_2x8", "train.head=linear", "train.head_chunk=2560", "train.head_logits_dtype=fp32")
+    # a chunk in fp32 and its gradient in bf16; less than that would leave the gradient of the weight
+    assert few.trainer_memory()[0].logits == 2560 * columns * (4 + 2) + rows * (2 * 2 * 2560 + 64)
+    assert "train.head=linear saves" in describe(few, Options(recipe=RECIPES / "qwen3_4b_2x8.yaml", hosts=["a", "b"]))
     saved = f"{(found[0] - found[1]) / 2**30:.1f} GiB of the last stage's logits"
     for plan, verb in ((kept, "would save"), (linear, "saves")):
         text = describe(plan, Options(recipe=RECIPES / "qwen3_4b_2x8.yaml", hosts=["a", "b"]))

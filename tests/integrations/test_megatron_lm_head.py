@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ def of_heads(rank: int, layout: dict[str, int]) -> dict[str, Any]:
     from megatron_rc import RolloutCorrection
     from megatron_rc.integrations.megatron_lm import HOST
     from megatron_rc.models.config import hf_config_dict
+    from megatron_rc.schema.head_options import HeadOptions
     from megatron_rc.settings import ModelSettings, ParallelSettings
     from megatron_rc.training import groups
     from megatron_rc.training.model.build import build_model
@@ -69,8 +71,9 @@ def of_heads(rank: int, layout: dict[str, int]) -> dict[str, Any]:
     upstream = torch.randn(1, TOKENS - 1, generator=torch.Generator().manual_seed(8))
     made = {symbol.name: symbol.make for symbol in HOST.symbols}
     packing, out = packed_bins(tokens), dict[str, Any]()
-    for head in HOST.heads:
-        session, answers, rows = HOST.prepare(RolloutCorrection(), None, head), {}, []
+    options = {"logits": HeadOptions(), "linear": HeadOptions("linear"), "chunks": HeadOptions("linear", 8, "fp32")}
+    for head, chosen in options.items():
+        session, answers, rows = HOST.prepare(RolloutCorrection(), None, chosen), {}, []
         with sources.imported(sources.STUB) as host, products_into(rows):
             rl = host.rl_utils
             for name in ("get_logprobs", "selective_log_softmax", "load_packed_data_by_index"):
@@ -108,10 +111,10 @@ def products_into(rows: list[int]) -> Iterator[None]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_logprobs_and_gradients_without_logits_are_those_with_logits(layout: dict[str, int]) -> None:
     for rank in run_ranks(2, of_heads, layout):
-        logits, linear = rank["logits"], rank["linear"]
+        logits, linear, chunks = rank["logits"], rank["linear"], rank["chunks"]
         assert (logits["width"], linear["width"]) == (19, 32)
-        for name, wanted in logits["answers"].items():
-            found = linear["answers"][name]
+        for (name, wanted), head in product(logits["answers"].items(), (linear, chunks)):
+            found = head["answers"][name]
             assert (wanted.logprobs.unique().numel() > 10) == (name != "empty bin")
             torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=1e-6)
             assert found.gradients.keys() == wanted.gradients.keys()
@@ -119,18 +122,21 @@ def test_logprobs_and_gradients_without_logits_are_those_with_logits(layout: dic
                 assert (found.gradients[parameter] - expected).norm() <= 2e-6 * expected.norm(), (name, parameter)
         # forward and backward: 11 tokens of a bin, none of an empty one, all where the host names no bin
         assert linear["rows"] == [11, 11, 0, 0, TOKENS - 1, TOKENS - 1]
+        assert chunks["rows"] == [*[8, 3] * 2, 0, 0, *[8, 8, 5] * 2]
 
 
 def test_bits_of_logits_are_refused_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_rc import RolloutCorrection
     from megatron_rc.integrations.megatron_lm import session
+    from megatron_rc.schema.head_options import HeadOptions
 
     with sources.imported(sources.STUB):
         from megatron.training.global_vars import get_args
 
-        built = session.setup_model_and_optimizer(lambda: "built", session.prepare(RolloutCorrection(), None, "linear"))
+        linear = session.prepare(RolloutCorrection(), None, HeadOptions("linear"))
+        built = session.setup_model_and_optimizer(lambda: "built", linear)
         monkeypatch.setattr(get_args(), "batch_invariant_mode", True, raising=False)
         for_logits = session.setup_model_and_optimizer(lambda: "built", session.prepare(RolloutCorrection(), None))
         with pytest.raises(ValueError, match="head must be 'logits' under --batch-invariant-mode"):
-            session.setup_model_and_optimizer(lambda: "built", session.prepare(RolloutCorrection(), None, "linear"))
+            session.setup_model_and_optimizer(lambda: "built", linear)
     assert built == for_logits == "built"

@@ -58,9 +58,10 @@ def both_paths(rank: int, case: Case) -> dict[str, Any]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from megatron_rc.models.config import hf_config_dict
+    from megatron_rc.schema.head_options import HeadOptions
     from megatron_rc.settings import ModelSettings, ParallelSettings
     from megatron_rc.training import groups
-    from megatron_rc.training.heads import HEADS
+    from megatron_rc.training.heads import head_of
     from megatron_rc.training.model.build import build_model
     from megatron_rc.training.model.weights import init_weights
     from megatron_rc.training.policy import model_inputs
@@ -77,7 +78,7 @@ def both_paths(rank: int, case: Case) -> dict[str, Any]:
     options = {} if case.dtype == "fp32" else {"fp32_output": False}
     out: dict[str, Any] = {}
     for name in ("logits", "linear", "logits again"):
-        head = HEADS[name.split()[0]](place.tensor, VOCABULARY, "torch")
+        head = head_of(HeadOptions(name.split()[0]), place.tensor, VOCABULARY, "torch")  # type: ignore[arg-type]
         model.zero_grad_buffer()
         with head.answering([model]):
             answer = model(**model_inputs(batch, case.tensor), **options)

@@ -25,18 +25,24 @@ class Case(NamedTuple):
     dtype: str = "fp32"
     old: str = "recompute"
     ranks: int = 1
+    chunk: int | None = None
+    logits_dtype: str | None = None
 
 
 CASES = [
     Case(),
     Case("tied"),
+    Case(chunk=2),
+    Case(old="current", chunk=2),
     Case(dtype="fp16"),
+    Case(dtype="fp16", chunk=3, logits_dtype="fp32"),
     Case(old="current"),
     Case(ranks=2),
     Case(tensor=2, ranks=2),
     Case(pipeline=2, ranks=2),
     # with sequence parallelism, whose ranks split the rows and those of padding
     Case("moe", tensor=2, expert=2, ranks=2),
+    Case("moe", tensor=2, expert=2, ranks=2, chunk=2),
 ]
 
 
@@ -46,6 +52,8 @@ class HeadProducts(TorchDispatchMode):
     def __init__(self, columns: int) -> None:
         super().__init__()
         self.columns, self.operations = columns, 0
+        self.largest, self.dtypes = 0, set[str]()
+        """Rows of the largest product that makes logits, and the dtypes of their factors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -53,6 +61,9 @@ class HeadProducts(TorchDispatchMode):
             (n, k), (_, m) = (factor.shape for factor in args[-2:])
             if {self.columns, HIDDEN} <= {n, k, m}:
                 self.operations += 2 * n * k * m
+                if m == self.columns and n != HIDDEN:
+                    self.largest = max(self.largest, n)
+                    self.dtypes.add(str(args[-1].dtype))
         return func(*args, **(kwargs or {}))
 
 
@@ -86,6 +97,8 @@ def one_step(case: Case, head: str) -> dict[str, Any]:
         clip_grad=0.0,
         dtype=case.dtype,  # type: ignore[arg-type]
         head=head,  # type: ignore[arg-type]
+        head_chunk=case.chunk if head == "linear" else None,
+        head_logits_dtype=case.logits_dtype if head == "linear" else None,  # type: ignore[arg-type]
         # more than there are sequences, so one holds no token that counts
         micro_batches=9,
         debug_checks=True,
@@ -122,6 +135,8 @@ def one_step(case: Case, head: str) -> dict[str, Any]:
             "metrics": result.metrics,
             "gradient": policy.gradient(),
             "operations": products.operations if place.last_stage else None,
+            "largest": products.largest,
+            "dtypes": products.dtypes,
             "per row": 2 * HIDDEN * products.columns,
             "loss rows": counted,
         }
@@ -168,3 +183,10 @@ def test_an_update_with_three_policies_makes_each_chunk_of_logits_once(case: Cas
         if fused["operations"] is not None:
             assert fused["operations"] == products * fused["per row"] * fused["loss rows"]
             assert rank["logits"]["operations"] > products * fused["per row"] * fused["loss rows"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.chunk is not None], ids=str)
+def test_no_more_rows_than_a_chunk_have_logits_at_a_time(case: Case, results: Any) -> None:
+    for rank in results[case]:
+        assert rank["linear"]["largest"] == case.chunk < rank["logits"]["largest"]
+        assert rank["linear"]["dtypes"] == {"torch.float32"}

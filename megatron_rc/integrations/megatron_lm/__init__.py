@@ -83,7 +83,7 @@ SYMBOLS = (
     ),
     Symbol(
         PACKING, "load_packed_data_by_index", "bin_idx, packing_context, logprobs_is_correction",
-        replaced_by(f"{OURS}.logprobs", "load_packed_data_by_index", when=lambda session: session.head == "linear"),
+        replaced_by(f"{OURS}.logprobs", "load_packed_data_by_index", when=lambda session: session.head.linear),
         "names the rows of a bin that have a loss: the head computes no others",
     ),
 )  # fmt: skip

@@ -15,6 +15,7 @@ from megatron_rc.integrations.megatron_lm.session import BinRows, HiddenStates, 
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.linear_head import linear_logprobs
 from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.models.config import torch_dtype
 from megatron_rc.training.model.hidden_states import hidden_states
 
 
@@ -38,7 +39,7 @@ def get_logprobs(original: Function, session: Session, model: Any, *args: Any, *
             session.answers = WholeLogits(temperature)
             return original(model, *args, **kwargs)
         session.answers = LogitShards(group, temperature)
-        if session.head == "linear" and (head := stack.enter_context(hidden_states(model))) is not None:
+        if session.head.linear and (head := stack.enter_context(hidden_states(model))) is not None:
             session.answers = HiddenStates(head.weight, group, temperature, rows)
             if head.sequence_parallel:
                 stack.callback(model.register_forward_hook(partial(_all_rows, group)).remove)
@@ -96,7 +97,10 @@ def selective_log_softmax(original: Function, session: Session, logits: Tensor, 
     options: dict[str, Any] = {"tp_group": answers.tp_group, "temperature": answers.temperature}
     if isinstance(answers, HiddenStates):
         counted = None if answers.rows is None else answers.rows.to(logits.device)
-        logprobs = linear_logprobs(logits.flatten(0, 1), answers.weight, index.flatten(), rows=counted, **options)
+        options |= {"rows": counted, "chunk": session.head.head_chunk}
+        if session.head.head_logits_dtype is not None:
+            options["logits_dtype"] = torch_dtype(session.head.head_logits_dtype)
+        logprobs = linear_logprobs(logits.flatten(0, 1), answers.weight, index.flatten(), **options)
     else:
         logprobs = vocab_parallel_logprobs(logits, index, **options)
     assert isinstance(logprobs, Tensor)

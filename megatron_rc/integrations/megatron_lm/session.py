@@ -9,8 +9,9 @@ from megatron_rc.config import STATISTICS, RolloutCorrection
 from megatron_rc.horizon import LostBatchWarning
 from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
 from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
-from megatron_rc.integrations.symbols import Function, Head
+from megatron_rc.integrations.symbols import Function
 from megatron_rc.lr_scale import NOTHING, Signals
+from megatron_rc.schema.head_options import LOGITS, HeadOptions
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -64,7 +65,7 @@ class Session(HoldsRule):
     signals: Signals = NOTHING
     """What the correction of the rollout batch says about the step size."""
     lost_batch: LostBatchWarning = field(default_factory=LostBatchWarning)
-    head: Head = "logits"
+    head: HeadOptions = LOGITS
     """What log-probs are made of."""
     answers: LogitShards | WholeLogits | HiddenStates | None = None
     """What the model answers: set inside get_logprobs on a pipeline stage with a head; None outside."""
@@ -84,7 +85,7 @@ class Session(HoldsRule):
     """Name -> [numerator, denominator], metrics of the micro-batch whose loss is being computed."""
 
 
-def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: Head = "logits") -> Session:
+def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions = LOGITS) -> Session:
     """A new session.
 
     Raises:
@@ -115,6 +116,6 @@ def setup_model_and_optimizer(original: Function, session: Session, *args: Any, 
 
     host_args = get_args()
     check_arguments(host_args, session.correction)
-    if session.head == "linear" and getattr(host_args, "batch_invariant_mode", False):
+    if session.head.linear and getattr(host_args, "batch_invariant_mode", False):
         raise ValueError("head must be 'logits' under --batch-invariant-mode, which is about the bits of logits")
     return original(*args, **kwargs)
