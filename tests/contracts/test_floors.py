@@ -15,9 +15,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FLOORS = (
-    "schema versions alarm wide_matmul",
-    "backend collectives engine advantages surge lr_scale horizon kernels weight main_grad",
-    "config batch lr_decay lr_gate tasks report",
+    "schema versions alarm",
+    "backend collectives engine advantages surge lr_scale horizon kernels weight wide_matmul",
+    "config batch lr_decay lr_gate tasks report main_grad",
     "plan measured_upper",
     "inputs dump settings",
     "reference models",

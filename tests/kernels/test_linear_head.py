@@ -62,7 +62,7 @@ def test_the_distribution_over_kept_ids_equals_that_of_logits() -> None:
     ],
 )
 def test_a_chunk_costs_few_launches_and_nothing_waits(form: str, kept: bool, launches: int) -> None:
-    """Of one shard; merge_statistics is one launch more where there are several."""
+    """Counted for one shard; merge_statistics is one launch more where there are several."""
     torch.use_deterministic_algorithms(False)
     case = head_case(torch.float32)
     given, of_loss = case.of_loss()

@@ -159,6 +159,9 @@ def results() -> dict[Case, tuple[dict[str, Any], ...]]:
 def test_the_fused_head_gives_the_metrics_and_gradients_of_logits(case: Case, results: Any) -> None:
     """To rounding, which the metrics of whole sequences multiply by their lengths."""
     tolerance, of_metrics = (1e-6, 1e-5) if case.dtype == "fp32" else (1e-3, 1e-3)
+    if case.logits_dtype is not None:
+        # the logits path rounds what this head does not
+        tolerance, of_metrics = 5e-3, 5e-3
     for rank in results[case]:
         kept, fused = rank["logits"], rank["linear"]
         assert kept["gradient"].norm() > 0
