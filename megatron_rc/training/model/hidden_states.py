@@ -53,6 +53,7 @@ def hidden_states(model: torch.nn.Module) -> Iterator[OutputHead | None]:
         return
     layer: Any = gpt.output_layer
     with_processor = "output_processor" in inspect.signature(gpt.forward).parameters
+    check_product(gpt)
     _check(gpt, layer, with_processor)
     tied = gpt.share_embeddings_and_output_weights
     weight = gpt.shared_embedding_or_output_weight() if tied else layer.weight
@@ -85,20 +86,29 @@ def _answer(*, hidden_states: Tensor, **others: Any) -> Tensor:
     return hidden_states.transpose(0, 1).contiguous()
 
 
-def _check(gpt: Any, layer: Any, with_processor: bool) -> None:
+def check_product(gpt: Any) -> None:
+    """Refuse a GPTModel with an output layer whose logits are not hidden @ weight^T, or that defers their gradient.
+
+    Raises:
+        ValueError: as `hidden_states`.
+    """
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    config = gpt.config
+    layer = gpt.output_layer
     if type(layer) is not ColumnParallelLinear:
         kind = type(layer).__name__
         raise ValueError(f"output_layer must be Megatron's ColumnParallelLinear, not LoRA, fp8 or capped, got {kind}")
-    if "forward" in vars(layer) or "forward" in vars(gpt) or layer._forward_hooks:
-        raise ValueError("output_layer must have its own forward and no forward hooks: they would get hidden states")
     if layer.bias is not None:
         raise ValueError("output_layer.bias must be None: the fused head adds none")
     for name in ("use_mup", "final_logit_softcapping", "defer_embedding_wgrad_compute"):
-        if getattr(config, name, None):
-            raise ValueError(f"{name} must be off with the fused head, got {getattr(config, name)!r}")
+        if getattr(gpt.config, name, None):
+            raise ValueError(f"{name} must be off with the fused head, got {getattr(gpt.config, name)!r}")
+
+
+def _check(gpt: Any, layer: Any, with_processor: bool) -> None:
+    config = gpt.config
+    if "forward" in vars(layer) or "forward" in vars(gpt) or layer._forward_hooks:
+        raise ValueError("output_layer must have its own forward and no forward hooks: they would get hidden states")
     if config.mtp_num_layers and not with_processor:
         raise ValueError(
             "mtp_num_layers must be None with a megatron-core whose GPTModel takes no output_processor, got "
