@@ -55,7 +55,7 @@ def test_a_plugin_that_fails_ends_the_process_although_verl_hides_failures() -> 
     ("text", "sentence"),
     [
         ("/no/such/file.yaml", "no such file"),
-        ("{lr_decay: null}", "MEGATRON_RC_CONFIG must have correction, lr_decay, lr_gate or"),
+        ("{lr_decay: null}", "MEGATRON_RC_CONFIG must have correction, lr_decay, lr_gate, head or"),
     ],
 )
 def test_a_failure_of_the_plugin_is_one_sentence(

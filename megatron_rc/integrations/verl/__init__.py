@@ -7,7 +7,7 @@ What runs where, with MEGATRON_RC_CONFIG set:
    to all Ray processes (`get_ppo_ray_runtime_env`).
 3. The trainer process corrects a whole rollout before its advantages (`compute_rollout_correction_and_add_to_batch`).
 4. The workers compute the loss of loss_mode=megatron_rc, and the rule of the learning rate steps once per update; with
-   `vocab_parallel_logprobs` they compute log-probs and entropy, too.
+   `vocab_parallel_logprobs` or `head: linear` they compute log-probs and entropy, too.
 
 docs/hosts/verl.md has the recipe. `verl_dump` beside this folder needs none of it.
 """
@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from megatron_rc.integrations.symbols import Host, Symbol, method_replaced_by, replaced_by
 from megatron_rc.integrations.verl.flag_rules import DEFAULTS, RULES
 from megatron_rc.versions import VERL, find_module
 
 OURS = __name__
+FUSED = "verl.models.mcore.model_forward_fused"
 V1, V0 = "verl.trainer.ppo.v1.trainer_base", "verl.trainer.ppo.ray_trainer"
 
 
@@ -33,6 +35,10 @@ def _version() -> str | None:
         if file.is_file():
             return file.read_text(encoding="utf-8").strip()
     return None
+
+
+def _without_logits(session: Any) -> bool:
+    return bool(session.settings.head == "linear")
 
 
 SYMBOLS = (
@@ -87,6 +93,25 @@ SYMBOLS = (
         ),
         "computes log-probs and entropy with one tensor-parallel collective",
     ),
+    Symbol(
+        "verl.workers.engine.megatron.transformer_impl", "MegatronEngine._maybe_enable_fused_kernels", "self",
+        method_replaced_by(f"{OURS}.head", "enable_fused_kernels", when=_without_logits),
+        "refuses models and settings whose log-probs would not come from the fused head",
+    ),
+    Symbol(
+        FUSED, "fused_output_processor",
+        "*, hidden_states, output_layer, output_weight, labels, context, config, **_ignored",
+        replaced_by(f"{OURS}.head", "fused_output_processor", when=_without_logits),
+        "computes log-probs and entropy of hidden states, a chunk of tokens at a time",
+    ),
+    Symbol(
+        FUSED, "_fused_GPTModel_forward",
+        "model, input_ids, position_ids, attention_mask, decoder_input=None, labels=None, inference_context=None, "
+        "packed_seq_params=None, extra_block_kwargs=None, runtime_gather_output=None, *, inference_params=None, "
+        "loss_mask=None, temperature=1.0, padding_mask=None, **kwargs",
+        replaced_by(f"{OURS}.head", "fused_forward", when=_without_logits),
+        "the same for a GPTModel without an output processor",
+    ),
 )  # fmt: skip
 
 HOST = Host(
@@ -95,7 +120,10 @@ HOST = Host(
     symbols=SYMBOLS,
     versions=VERL,
     read_version=_version,
-    prepare=lambda correction, lr_rule: import_module(f"{OURS}.settings").prepare(correction, lr_rule),
+    prepare=lambda correction, lr_rule, head="logits": import_module(f"{OURS}.settings").prepare(
+        correction, lr_rule, head=head
+    ),
+    heads=("logits", "linear"),
     release=lambda session: session.release(),
     tested="0.9.1 and commit 1dda039b9c63",
     differences=(

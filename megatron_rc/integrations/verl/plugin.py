@@ -38,8 +38,8 @@ def _patch(text: str) -> None:
     from megatron_rc.integrations.verl.settings import prepare, read
 
     settings = read(text)
-    host = replace(verl.HOST, prepare=lambda correction, lr_rule: prepare(correction, lr_rule, settings))
-    patch_host(host, settings.correction, settings.lr_rule)
+    host = replace(verl.HOST, prepare=lambda correction, lr_rule, *_: prepare(correction, lr_rule, settings))
+    patch_host(host, settings.correction, settings.lr_rule, settings.head)
 
 
 register()

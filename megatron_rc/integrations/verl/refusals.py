@@ -9,7 +9,8 @@ from megatron_rc.integrations.verl.settings import LOSS_MODE, VARIABLE, VerlPatc
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 _LOSS = f"{_ACTOR}.policy_loss.loss_mode"
-FUSED = "actor_rollout_ref.model.use_fused_kernels"
+_MODEL = "actor_rollout_ref.model"
+FUSED, PADDING, MTP = f"{_MODEL}.use_fused_kernels", f"{_MODEL}.use_remove_padding", f"{_MODEL}.mtp.enable"
 
 
 def validate_config(original: Function, state: VerlPatch, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,6 +41,8 @@ def refuse(state: VerlPatch, config: Any) -> None:
             raise ValueError(f"vocab_parallel_logprobs needs {_ACTOR}.strategy=megatron, got {strategy}")
         if _value(config, FUSED):
             raise ValueError(f"{FUSED} must be False with vocab_parallel_logprobs: verl then makes no logits")
+    if state.settings.head == "linear":
+        _refuse_linear_head(config, strategy)
     loss_mode = _value(config, _LOSS) or "vanilla"
     if not state.corrects:
         if loss_mode == LOSS_MODE:
@@ -62,6 +65,14 @@ def refuse(state: VerlPatch, config: Any) -> None:
             f"{_LOSS} and inner must not be geo_mean: it takes log(weight + 1e-10), so one rejected token shrinks the "
             "weight of its whole sequence"
         )
+
+
+def _refuse_linear_head(config: Any, strategy: str | None) -> None:
+    if strategy != "megatron":
+        raise ValueError(f"head: linear needs {_ACTOR}.strategy=megatron, got {strategy}")
+    for path, needed in ((FUSED, True), (PADDING, True), (MTP, False)):
+        if bool(_value(config, path)) != needed:
+            raise ValueError(f"{path} must be {needed} with head: linear, which replaces the fused kernel of verl")
 
 
 def refuse_rollout_correction(state: VerlPatch, section: Any) -> None:

@@ -10,7 +10,7 @@ from megatron_rc import schema
 from megatron_rc.config import STATISTICS, Denominator, RolloutCorrection, Surrogate
 from megatron_rc.horizon import LostBatchWarning
 from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
-from megatron_rc.integrations.symbols import Function
+from megatron_rc.integrations.symbols import Function, Head
 from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.lr_gate import LRGateSettings, check_lr_rules
 from megatron_rc.lr_scale import LRScale
@@ -42,6 +42,9 @@ class VerlSettings:
     vocab_parallel_logprobs: bool = False
     """Whether Megatron workers take log-probs and entropy from this package: one tensor-parallel collective, and no
     copy of the logits. Off by default, because the last bits differ from verl's own."""
+    head: Head = "logits"
+    """What log-probs and entropy of Megatron workers are made of: logits, or ("linear") hidden states and the weight of
+    the head, in the place of verl's fused kernel. Values and gradients are those of the kernel up to rounding."""
     lr_decay: LengthDecaySettings | None = None
     """Length-decay learning rate, on Megatron's scheduler."""
     lr_gate: LRGateSettings | None = None
@@ -50,8 +53,11 @@ class VerlSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.max_nonfinite_share <= 1:
             raise ValueError(f"max_nonfinite_share must be in [0, 1], got {self.max_nonfinite_share!r}")
-        if self.correction is None and self.lr_rule is None and not self.vocab_parallel_logprobs:
-            raise ValueError(f"{VARIABLE} must have correction, lr_decay, lr_gate or vocab_parallel_logprobs")
+        of_logprobs = self.vocab_parallel_logprobs or self.head != "logits"
+        if self.correction is None and self.lr_rule is None and not of_logprobs:
+            raise ValueError(f"{VARIABLE} must have correction, lr_decay, lr_gate, head or vocab_parallel_logprobs")
+        if self.vocab_parallel_logprobs and self.head != "logits":
+            raise ValueError(f"vocab_parallel_logprobs must be False with head: {self.head}, which has no logits")
         check_lr_rules(self.lr_decay, self.lr_gate, self.correction)
         if self.inner in (LOSS_MODE, "bypass_mode"):
             raise ValueError(f"inner must be a loss_mode of verl that takes weights, got {self.inner!r}")
@@ -122,26 +128,29 @@ class VerlPatch(HoldsRule):
 
 
 def prepare(
-    correction: RolloutCorrection | None, lr_rule: LRRule | None, settings: VerlSettings | None = None
+    correction: RolloutCorrection | None,
+    lr_rule: LRRule | None,
+    settings: VerlSettings | None = None,
+    head: Head = "logits",
 ) -> VerlPatch:
-    """The state of a new patch.
+    """The state of a new patch, whose correction, rule and head are those of ``settings``, where these are given.
 
     Raises:
         ValueError: verl cannot honour the settings.
     """
     if settings is None:
-        settings = _settings(correction, lr_rule)
+        settings = _settings(correction, lr_rule, head)
     _check(settings)
     return VerlPatch(settings, lr_rule)
 
 
-def _settings(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> VerlSettings:
+def _settings(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: Head) -> VerlSettings:
     if isinstance(lr_rule, LRScale):
         name = {"lr_decay": "LengthDecaySettings", "lr_gate": "LRGateSettings"}[lr_rule.metrics_prefix]
         raise ValueError(f"{lr_rule.metrics_prefix} must be {name}, which go to other processes, got {lr_rule!r}")
     if isinstance(lr_rule, LRGateSettings):
-        return VerlSettings(correction=correction, lr_gate=lr_rule)
-    return VerlSettings(correction=correction, lr_decay=lr_rule)
+        return VerlSettings(correction=correction, lr_gate=lr_rule, head=head)
+    return VerlSettings(correction=correction, lr_decay=lr_rule, head=head)
 
 
 def _check(settings: VerlSettings) -> None:

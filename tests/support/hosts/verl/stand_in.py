@@ -45,8 +45,8 @@ def fresh() -> Iterator[None]:
 def patched(text: str) -> Iterator[Any]:
     """The stand-in as the plugin patches it; answers with the session."""
     settings = read(text)
-    made = replace(host.HOST, prepare=lambda correction, rule: prepare(correction, rule, settings))
-    with patch_host(made, settings.correction, settings.lr_rule):
+    made = replace(host.HOST, prepare=lambda correction, rule, *_: prepare(correction, rule, settings))
+    with patch_host(made, settings.correction, settings.lr_rule, settings.head):
         yield INSTALLED["verl"].session
 
 

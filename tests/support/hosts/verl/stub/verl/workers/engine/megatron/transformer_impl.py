@@ -10,6 +10,10 @@ class MegatronEngine:
             lr_decay_style="linear", start_wd=0.0, end_wd=0.0, wd_incr_steps=100, wd_incr_style="constant",
         )  # fmt: skip
 
+    def _maybe_enable_fused_kernels(self):
+        if self.engine_config.use_fused_kernels:
+            self.engine_config.use_fused_kernels = not self.is_value_model and not self.model_config.mtp.enable
+
 
 class MegatronEngineWithLMHead(MegatronEngine):
     def _lm_head_logits_processor(

@@ -1,0 +1,121 @@
+"""The Megatron workers of verl: log-probs and entropy of hidden states, in the place of verl's fused kernel.
+
+verl computes them in two functions, one for a GPTModel with an output processor and one for older ones. Both gather the
+rows of sequence parallelism, call `linear_cross_entropy` and pack its results. Here both run as they are, but for these
+two calls.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rc.integrations.symbols import Function
+from megatron_rc.integrations.verl.refusals import FUSED, MTP, PADDING
+from megatron_rc.integrations.verl.settings import VerlPatch
+from megatron_rc.linear_head import linear_logprobs
+from megatron_rc.training.model.hidden_states import check_product
+
+_KERNEL, _GATHER = "linear_cross_entropy", "gather_from_sequence_parallel_region"
+
+
+def enable_fused_kernels(original: Function, state: VerlPatch, engine: Any) -> Any:
+    """MegatronEngine._maybe_enable_fused_kernels, after which log-probs must come from the fused head.
+
+    Raises:
+        ValueError: verl has left fused kernels off, or the logits of the model are not hidden @ weight^T alone.
+    """
+    answer = original(engine)
+    if engine.is_value_model:
+        return answer
+    if not engine.engine_config.use_fused_kernels:
+        raise ValueError(
+            f"{FUSED} must be True with head: linear, and on: verl turns it off without {PADDING} and with {MTP}"
+        )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    for model in engine.module:
+        while hasattr(model, "module"):
+            model = model.module
+        model = getattr(model, "language_model", model)
+        if isinstance(model, GPTModel) and model.post_process:
+            check_product(model)
+    return answer
+
+
+def fused_output_processor(original: FunctionType, state: VerlPatch, *, config: Any, **kwargs: Any) -> Any:
+    """The host's function for a GPTModel that takes an output processor."""
+    return _with_our_head(original, config.sequence_parallel)(config=config, **kwargs)
+
+
+def fused_forward(original: FunctionType, state: VerlPatch, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The host's function in the place of the forward of an older GPTModel."""
+    return _with_our_head(original, model.config.sequence_parallel)(model, *args, **kwargs)
+
+
+def _with_our_head(original: FunctionType, sequence_parallel: bool) -> Function:
+    """A copy of the host's function in which two names mean other functions.
+
+    The backward of the host's gather adds up the gradients of hidden states, which its kernel leaves to each rank.
+    `linear_logprobs` gathers and adds up by itself.
+    """
+    names = {_KERNEL: partial(_linear_cross_entropy, sequence_parallel), _GATHER: lambda hidden: hidden}
+    missing = [name for name in names if name not in original.__code__.co_names]
+    if missing:
+        raise ValueError(f"{original.__name__} of verl must call {missing[0]}, which head: linear replaces")
+    copy = FunctionType(
+        original.__code__,
+        {**original.__globals__, **names},
+        original.__name__,
+        original.__defaults__,
+        original.__closure__,
+    )
+    copy.__kwdefaults__ = original.__kwdefaults__
+    return copy
+
+
+def _linear_cross_entropy(
+    sequence_parallel: bool,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    reduction: str,
+    tp_group: dist.ProcessGroup,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """log pi(label) and the entropy of pi, fp32 in nats, [N] each.
+
+    Like verl's kernel, from logits that are not rounded to the dtype of the model.
+
+    Args:
+        sequence_parallel: whether hidden has the rows of this rank alone.
+        hidden: [N, 1, H], or [N / ranks, 1, H].
+        weight: [V_local, H].
+        labels: [1, N] int64, global ids.
+        temperature, reduction, tp_group: as verl passes them.
+
+    Raises:
+        ValueError: another reduction than "none", or several rows that are not packed into one.
+    """
+    if reduction != "none":
+        raise ValueError(f"reduction must be 'none' with head: linear, got {reduction!r}")
+    if hidden.dim() != 3 or hidden.shape[1] != 1 or labels.shape[0] != 1:
+        raise ValueError(
+            f"hidden must be [N, 1, H] and labels [1, N], one packed row, got {tuple(hidden.shape)} and "
+            f"{tuple(labels.shape)}"
+        )
+    return linear_logprobs(
+        hidden.squeeze(1),
+        weight,
+        labels.squeeze(0),
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        temperature=temperature,
+        with_entropy=True,
+        logits_dtype=torch.float32 if hidden.dtype.itemsize < 4 else None,
+    )
