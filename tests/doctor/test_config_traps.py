@@ -21,6 +21,12 @@ REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode=R3"
 BYPASS = f"{CORRECTION}.bypass_mode=True"
 PATCHED = "-m megatron_rc patch --rc-host nemo-rl --rc-preset token-tis examples/run_grpo.py"
 IS = "loss_fn.use_importance_sampling_correction=true"
+HEAD = 'MEGATRON_RC_CONFIG={"head":"linear"}'
+FUSED, MTP = "actor_rollout_ref.model.use_fused_kernels=True", "actor_rollout_ref.model.mtp.enable=True"
+SHARDED = (
+    "model_engine=megatron actor_rollout_ref.actor.megatron.sequence_parallel=False "
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+)
 TIS = "loss_fn.truncated_importance_sampling_type=tis"
 FP8 = "policy.generation.vllm_cfg.precision=fp8"
 ASYNC = "grpo.async_grpo.enabled=true"
@@ -41,7 +47,10 @@ TRAPPED = [
         'MEGATRON_RC_CONFIG={"vocab_parallel_logprobs":true} model_engine=megatron '
         "actor_rollout_ref.model.use_fused_kernels=True", "error", "use_fused_kernels must be False",
     ),
+    (VERL, "megatron-rc-settings", f"{HEAD} model_engine=megatron", "error", "use_fused_kernels must be True"),
+    (VERL, "megatron-rc-settings", f"{HEAD} {FUSED} model_engine=megatron {MTP}", "error", "mtp.enable must be False"),
     (VERL, "megatron-rc-settings", 'MEGATRON_RC_CONFIG={"corection":"none"}', "error", "corection"),
+    (VERL, "fused-head-gradient", f"{FUSED} {SHARDED}", "error", "nothing adds the parts up"),
     (VERL, "bypass-reaches-workers", f"{BYPASS} {CORRECTION}.loss_type=reinforce", "error", "drop"),
     (
         VERL, "bypass-reaches-workers",
@@ -99,6 +108,7 @@ def test_a_trap_is_found_and_has_a_fix(host: str, check: str, text: str, status:
         (VERL, f"{OURS} +{ROLLOUT}.quantization=fp8 trainer.v1.trainer_mode=separate_async {LOSS}=megatron_rc"),
         (VERL, f"{MOE} {REPLAY} {ROLLOUT}.enable_rollout_routing_replay=True {CORRECTION}.rollout_is=token"),
         (VERL, f"actor_rollout_ref.actor.veomni.router_replay.mode=R3 {ROLLOUT}.enable_rollout_routing_replay=True"),
+        (VERL, f"{HEAD} {FUSED} {SHARDED}"),
         (NEMO, "examples/run_grpo.py"),
         (NEMO, f"{FP8} {IS} {TIS}"),
         (NEMO, f"{PATCHED} {FP8} {IS} {ASYNC}"),

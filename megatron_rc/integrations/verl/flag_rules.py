@@ -14,6 +14,9 @@ _VARIABLE = "MEGATRON_RC_CONFIG"
 _HANDED_ON = f"ray_kwargs.ray_init.runtime_env.env_vars.{_VARIABLE}"
 _MODEL, _LOSS = "actor_rollout_ref.model.path", f"{_ACTOR}.policy_loss.loss_mode"
 _FUSED = "actor_rollout_ref.model.use_fused_kernels"
+_PADDING, _MTP = "actor_rollout_ref.model.use_remove_padding", "actor_rollout_ref.model.mtp.enable"
+_MEGATRON = f"{_ACTOR}.megatron"
+_SHARDS, _SPLITS_ROWS = f"{_MEGATRON}.tensor_model_parallel_size", f"{_MEGATRON}.sequence_parallel"
 _REPLAY, _RETURNS_ROUTES = f"{_ACTOR}.megatron.router_replay.mode", f"{_ROLLOUT}.enable_rollout_routing_replay"
 
 _VEOMNI_REPLAY = f"{_ACTOR}.veomni.router_replay.mode"
@@ -22,7 +25,8 @@ DEFAULTS: dict[str, Any] = {
     **dict.fromkeys((f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.bypass_mode")),
     **dict.fromkeys((f"{_CORRECTION}.rollout_rs_threshold", _HANDED_ON, _VARIABLE, _MODEL, f"{_ACTOR}.strategy")),
     **dict.fromkeys((f"{_ROLLOUT}.quantization", f"{_ROLLOUT}.quantization_config_file", "model_engine")),
-    **{_CORRECTION: {}, f"{_CORRECTION}.loss_type": "ppo_clip", _LOSS: "vanilla", _FUSED: False},
+    **{_CORRECTION: {}, f"{_CORRECTION}.loss_type": "ppo_clip", _LOSS: "vanilla"},
+    **{_FUSED: False, _PADDING: True, _MTP: False, _SHARDS: 1, _SPLITS_ROWS: True},
     **{f"{_ROLLOUT}.calculate_log_probs": True, f"{_ROLLOUT}.logprobs_mode": "processed_logprobs"},
     **{f"{_ROLLOUT}.temperature": 1.0, f"{_ROLLOUT}.top_p": 1.0, f"{_ROLLOUT}.top_k": -1},
     **{f"{_ROLLOUT}.dtype": "bfloat16", f"{_ACTOR}.megatron.dtype": "bfloat16"},
@@ -47,6 +51,18 @@ def _is_ours(args: Any) -> bool:
     return _settings(args) is not None
 
 
+def _has_our_head(args: Any) -> bool:
+    text = _settings(args)
+    if text is None:
+        return False
+    from megatron_rc.integrations.verl import settings
+
+    try:
+        return settings.read(text).head == "linear"
+    except ValueError:
+        return False
+
+
 def _corrects(args: Any) -> bool:
     """Whether verl or this package corrects the rollouts."""
     theirs = args[_CORRECTION] is not None and (args[f"{_CORRECTION}.rollout_is"] or args[f"{_CORRECTION}.rollout_rs"])
@@ -62,7 +78,7 @@ def _refusal(args: Any) -> str | None:
 
     config: dict[str, Any] = {}
     names = ("rollout_is", "rollout_rs", "bypass_mode")
-    for path in (f"{_ACTOR}.strategy", _LOSS, f"{_ROLLOUT}.calculate_log_probs", _FUSED):
+    for path in (f"{_ACTOR}.strategy", _LOSS, f"{_ROLLOUT}.calculate_log_probs", _FUSED, _PADDING, _MTP):
         *folders, name = path.split(".")
         node = config
         for folder in folders:
@@ -123,6 +139,15 @@ RULES = (
     FlagRule(
         "megatron-rc-settings", lambda args: _refusal(args) is not None, lambda args: str(_refusal(args)),
         "Change the setting that the sentence names.", good=f"{_VARIABLE} fits the overrides, or is not set",
+    ),
+    FlagRule(
+        "fused-head-gradient",
+        lambda args: _is_megatron(args) and args[_FUSED] and args[_SHARDS] > 1 and not args[_SPLITS_ROWS]
+        and not _has_our_head(args),
+        "the fused kernel gives each tensor-parallel rank its own part of the gradient of hidden states, and without "
+        "sequence parallelism nothing adds the parts up",
+        f"Set {_SPLITS_ROWS}=True, or head: linear in {_VARIABLE}.",
+        good="the gradient of hidden states is that of the whole vocabulary",
     ),
     FlagRule(
         "bypass-reaches-workers",
