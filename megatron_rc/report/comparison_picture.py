@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rc.report.comparison import ComparedRun, Comparison, range_of
+from megatron_rc.report.comparison import ComparedRun, Comparison, ends, range_of
 from megatron_rc.report.picture import COLORS, SOFT, TEXT, style_axes
 
 LINE = 0.055
@@ -16,7 +16,7 @@ def draw_comparison(
     comparison: Comparison, runs: Sequence[ComparedRun], rows: Sequence[ComparedRun], path: Path
 ) -> Path:
     """Draw held-out accuracy over the steps: the mean of the seeds of ``runs``, each seed as a thin line, and the
-    range of ``rows`` behind them.
+    range of ``rows`` behind them. The title of several seeds says how many of them separated.
 
     Args:
         path: its ending says the format, such as .png or .svg.
@@ -43,7 +43,10 @@ def draw_comparison(
     ):
         axes.annotate(label, (step, height), xytext=(8, 0), color=color, textcoords="offset points", va="center",
                       fontsize=10, annotation_clip=False)  # fmt: skip
-    axes.set_title(comparison.title, fontsize=12, loc="left", fontweight="bold", color=TEXT)
+    title, found = comparison.title, ends(runs, comparison)
+    if len(found) > 1:
+        title += f": {sum(end.separated(comparison.points) for end in found.values())} of {len(found)} seeds separated"
+    axes.set_title(title, fontsize=12, loc="left", fontweight="bold", color=TEXT)
     seeds = len({run.seed for run in runs})
     lines = f"{seeds} seeds as thin lines, their mean as a thick one" if several else f"seed {runs[0].seed}"
     axes.set_xlabel(f"step   ({lines})", fontsize=9, color=SOFT)

@@ -126,6 +126,20 @@ def test_the_picture_follows_its_rows_and_nothing_else(tmp_path: Path) -> None:
     assert first == again != other
 
 
+def test_the_title_of_the_picture_counts_the_seeds_that_separated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # letters of an SVG are paths unless the font is left to the reader
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    for runs, said in (
+        (three(0.5), COMPARISON.title),
+        ([*three(0.5), *three(0.75, seed=2)], f"{COMPARISON.title}: 1 of 2 seeds separated"),
+        ([*three(0.5), *three(0.4, seed=2)], f"{COMPARISON.title}: 2 of 2 seeds separated"),
+    ):
+        drawn = draw_comparison(COMPARISON, runs, [], tmp_path / "title.svg").read_text()
+        assert f">{said}<" in drawn
+
+
 def test_pages_and_picture_are_those_of_the_committed_rows(tmp_path: Path) -> None:
     comparison, rows = pages.of_recipe(), read_rows(pages.ROWS)
     results, readme = ((ROOT / name).read_text() for name in ("docs/results.md", "README.md"))
