@@ -220,4 +220,6 @@ def test_it_is_off_unless_it_is_set_and_patch_takes_it_too() -> None:
     with patch("verl", correction=RolloutCorrection(), head="linear") as ours:
         assert all(hasattr(getattr(module(where), name), "__wrapped__") for where, name in names)
         assert "head: linear" in ours.report()
+    with pytest.raises(ValueError, match="head_chunk and head_logits_dtype must be null with verl"):
+        patch("verl", correction=RolloutCorrection(), head="linear", head_chunk=7)
     assert not any(hasattr(getattr(module(where), name), "__wrapped__") for where, name in names)

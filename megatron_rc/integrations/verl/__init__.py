@@ -120,8 +120,8 @@ HOST = Host(
     symbols=SYMBOLS,
     versions=VERL,
     read_version=_version,
-    prepare=lambda correction, lr_rule, head="logits": import_module(f"{OURS}.settings").prepare(
-        correction, lr_rule, head=head
+    prepare=lambda correction, lr_rule, *head: import_module(f"{OURS}.settings").prepare(
+        correction, lr_rule, None, *head
     ),
     heads=("logits", "linear"),
     release=lambda session: session.release(),

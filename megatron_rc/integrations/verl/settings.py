@@ -10,10 +10,11 @@ from megatron_rc import schema
 from megatron_rc.config import STATISTICS, Denominator, RolloutCorrection, Surrogate
 from megatron_rc.horizon import LostBatchWarning
 from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
-from megatron_rc.integrations.symbols import Function, Head
+from megatron_rc.integrations.symbols import Function
 from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.lr_gate import LRGateSettings, check_lr_rules
 from megatron_rc.lr_scale import LRScale
+from megatron_rc.schema.head_options import LINEAR, LOGITS, Head, HeadOptions
 
 if TYPE_CHECKING:
     from megatron_rc.metrics import MetricSums
@@ -131,7 +132,7 @@ def prepare(
     correction: RolloutCorrection | None,
     lr_rule: LRRule | None,
     settings: VerlSettings | None = None,
-    head: Head = "logits",
+    head: HeadOptions = LOGITS,
 ) -> VerlPatch:
     """The state of a new patch, whose correction, rule and head are those of ``settings``, where these are given.
 
@@ -144,13 +145,15 @@ def prepare(
     return VerlPatch(settings, lr_rule)
 
 
-def _settings(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: Head) -> VerlSettings:
+def _settings(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions) -> VerlSettings:
+    if head not in (LOGITS, LINEAR):
+        raise ValueError(f"head_chunk and head_logits_dtype must be null with verl, whose kernel has fp32, got {head}")
     if isinstance(lr_rule, LRScale):
         name = {"lr_decay": "LengthDecaySettings", "lr_gate": "LRGateSettings"}[lr_rule.metrics_prefix]
         raise ValueError(f"{lr_rule.metrics_prefix} must be {name}, which go to other processes, got {lr_rule!r}")
     if isinstance(lr_rule, LRGateSettings):
-        return VerlSettings(correction=correction, lr_gate=lr_rule, head=head)
-    return VerlSettings(correction=correction, lr_decay=lr_rule, head=head)
+        return VerlSettings(correction=correction, lr_gate=lr_rule, head=head.head)
+    return VerlSettings(correction=correction, lr_decay=lr_rule, head=head.head)
 
 
 def _check(settings: VerlSettings) -> None:

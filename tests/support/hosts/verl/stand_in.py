@@ -17,6 +17,7 @@ from megatron_rc.integrations import verl as host
 from megatron_rc.integrations.installed import INSTALLED
 from megatron_rc.integrations.patching import patch_host
 from megatron_rc.integrations.verl.settings import prepare, read
+from megatron_rc.schema.head_options import HeadOptions
 
 PPO, V1, V0 = "verl.trainer.ppo.", "verl.trainer.ppo.v1.trainer_base", "verl.trainer.ppo.ray_trainer"
 CONFIG: dict[str, Any] = {
@@ -46,7 +47,7 @@ def patched(text: str) -> Iterator[Any]:
     """The stand-in as the plugin patches it; answers with the session."""
     settings = read(text)
     made = replace(host.HOST, prepare=lambda correction, rule, *_: prepare(correction, rule, settings))
-    with patch_host(made, settings.correction, settings.lr_rule, settings.head):
+    with patch_host(made, settings.correction, settings.lr_rule, HeadOptions(settings.head)):
         yield INSTALLED["verl"].session
 
 
