@@ -81,7 +81,7 @@ class Row:
     """Step at which its logarithm has gone half of its way, since the sampler reached its full lag; so the others."""
     half_ess: float
     half_grad_norm: float
-    """Of its logarithm."""
+    """The same for its logarithm."""
     half_log_ppl: float
     half_length: float
     half_reward: float

@@ -20,7 +20,7 @@ WIDE = f"{OURS}, chunks of {WIDE_CHUNK:,}"
 class Form(NamedTuple):
     name: str
     kind: str
-    """Of the row of the benchmark."""
+    """The kind of the row of the benchmark."""
     provider: str
     operations: int
     """Times N H V."""
