@@ -22,8 +22,8 @@ from collapse_lab.rows import UNSEEN, Row
 from collapse_lab.survival import log_rank
 
 SUPPORTS, CONTRADICTS, CANNOT_TELL = ANSWERS = ("supports", "contradicts", "cannot tell")
-IN_PART = "supports in part"
-"""Answer to a claim of which some questions are answered in its favour, and others not yet at all."""
+IN_PART = " in part"
+"""Ending of the answer to a claim of which some questions are answered this way, and the others cannot be told."""
 BY_CASE = "differs by case"
 """Answer to a claim of which one comparison supports what another contradicts."""
 P_LIMIT = 0.1
@@ -114,10 +114,11 @@ def verdict(claim: Claim, given: Sequence[Answer]) -> str:
         contradicted = all_asked and {answer.answer for answer in enough} == {CONTRADICTS}
         contradicted &= not any(answer.leans for answer in counted)
         return SUPPORTS if SUPPORTS in sides else CONTRADICTS if contradicted else CANNOT_TELL
-    if sides != {SUPPORTS}:
-        return BY_CASE if len(sides) == 2 else next(iter(sides), CANNOT_TELL)
-    supported = {answer.comparison for answer in counted if answer.answer == SUPPORTS}
-    return SUPPORTS if supported == {answer.comparison for answer in counted} else IN_PART
+    if len(sides) != 1:
+        return BY_CASE if sides else CANNOT_TELL
+    (side,) = sides
+    known = {answer.comparison for answer in counted if answer.answer == side}
+    return side if known == {answer.comparison for answer in counted} else side + IN_PART
 
 
 def _arms(comparison: Comparison, results: Results) -> Iterator[tuple[str, list[Row], list[Row]]]:

@@ -138,8 +138,8 @@ def _introduction(results: Results, given: Sequence[tuple[Claim, list[Answer]]])
     )
     yield _item(f"**{CANNOT_TELL}**: anything else, fewer seeds than the claim asks for, or no runs.") + "\n"
     yield _paragraph(
-        "A claim is supported when each of its questions is, in one case at least, and no case contradicts it;",
-        f"while some are open, the answer is *{IN_PART}*. If one comparison supports what another contradicts,",
+        "A claim is supported when each of its questions is, in one case at least, and no case contradicts it; while",
+        f"some are open, the answer holds *{IN_PART.strip()}*. If one comparison supports what another contradicts,",
         f"the claim *{BY_CASE}*. A claim that something can happen needs one comparison that supports it, and is",
         "contradicted by all those together that have enough seeds, unless one with fewer seeds leans to it. Controls,",
         "and what is shown for comparison, count for no claim. The comparisons are not adjusted for their number:",

@@ -156,6 +156,7 @@ def test_the_answer_of_an_interval(low: float, high: float, expect: str, answer:
     [
         ("everywhere", [SUPPORTS, CANNOT_TELL], SUPPORTS),
         ("everywhere", [SUPPORTS, "not run"], "supports in part"),
+        ("everywhere", [CONTRADICTS, "not run"], "contradicts in part"),
         ("everywhere", [SUPPORTS, CONTRADICTS], "differs by case"),
         ("everywhere", [CANNOT_TELL], CANNOT_TELL),
         ("somewhere", [SUPPORTS, CONTRADICTS], SUPPORTS),
