@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_rc import head_inputs
 from megatron_rc.linear_head import linear_logprobs
 from megatron_rc.wide_matmul import check_wide_products
 
@@ -20,11 +20,13 @@ def test_an_older_torch_on_a_gpu_is_refused(dtype: torch.dtype, monkeypatch: pyt
     # a CPU widens the factors, and fp32 is not widened
     check_wide_products(dtype, CPU)
     check_wide_products(torch.float32, GPU)
-    with FakeTensorMode():
-        hidden, weight = (torch.empty(rows, 4, dtype=dtype, device=GPU) for rows in (3, 7))
-        targets = torch.zeros(3, dtype=torch.int64, device=GPU)
-    with pytest.raises(ValueError, match="the linear head needs torch 2.8 or newer"):
-        linear_logprobs(hidden, weight, targets)
+
+
+def test_the_head_asks_before_it_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[torch.dtype, torch.device]] = []
+    monkeypatch.setattr(head_inputs, "check_wide_products", lambda *given: asked.append(given))
+    linear_logprobs(torch.zeros(3, 4), torch.zeros(7, 4), torch.zeros(3, dtype=torch.int64))
+    assert asked == [(torch.float32, CPU)]
 
 
 @pytest.mark.parametrize("version", ["2.8.0a0+34c6371d24.nv25.08", "2.8.0", "2.13.0+cpu"])

@@ -93,6 +93,7 @@ def test_rows_with_a_loss_are_listed_for_every_micro_batch_of_the_fused_head() -
     [
         ({"head_chunk": 256}, "head_chunk must be null with head 'logits', which makes all logits, got 256"),
         ({"head_logits_dtype": "fp32"}, "head_logits_dtype must be null with head 'logits'"),
+        ({"head": "linear", "head_logits_dtype": "bf16"}, "head_logits_dtype must be 'fp32' or null, got 'bf16'"),
         ({"head": "linear", "head_chunk": 0}, "head_chunk must be >= 1, got 0"),
     ],
 )
