@@ -32,8 +32,10 @@ EVERY_RUN = ("sm_90", "gfx942")
     "target", [name if name in EVERY_RUN else pytest.param(name, marks=pytest.mark.full) for name in aot.TARGETS]
 )
 @pytest.mark.parametrize("kernel", aot.kernel_names())
-def test_it_compiles_without_spilling_a_register(kernel: str, target: str) -> None:
-    found = aot.resources(kernel, target)
+def test_it_compiles_without_spilling_a_register(kernel: str, target: str, pytestconfig: pytest.Config) -> None:
+    # the correction has many variants, of which a third compiles in every run
+    thinned = kernel == "correction_fwd_kernel" and not pytestconfig.getoption("full")
+    found = aot.resources(kernel, target, 3 if thinned else 1)
     assert found, f"tests/support/kernel_calls.py launches {kernel} nowhere"
     assert [f"{one.spilled} bytes: {source}" for source, one in found if one.spilled] == []
     assert [str(source) for source, one in found if one.shared > aot.SHARED_LIMIT[target]] == []

@@ -220,14 +220,14 @@ def capture() -> Capture:
     return captured(every_wide_call)
 
 
-def resources(name: str, target: str) -> list[tuple[Source, Resources]]:
-    """Resources of every different specialisation of one kernel, each compiled once."""
+def resources(name: str, target: str, step: int = 1) -> list[tuple[Source, Resources]]:
+    """Resources of every different specialisation of one kernel, or of every ``step``-th one, each compiled once."""
     unique: dict[str, Source] = {}
     for launch in capture().launches:
         if launch.name == name:
             for source in specialised(launch, target):
                 unique.setdefault(source.key, source)
-    return [(source, compiled(source)) for source in unique.values()]
+    return [(source, compiled(source)) for source in list(unique.values())[::step]]
 
 
 def main() -> None:
