@@ -19,7 +19,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import checkout  # noqa: F401 - first, for the helpers of the tests
 import torch
+from peak_memory import peak_bytes
 from torch import Tensor
 
 from megatron_rc import (
@@ -79,17 +81,6 @@ def cpu_seconds(call: Callable[[], None]) -> float:
     before = time.process_time()
     call()
     return time.process_time() - before
-
-
-def peak_bytes(call: Callable[[], None]) -> int:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        call()
-    live = highest = 0
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        highest = max(highest, live)
-    return highest
 
 
 def main() -> None:

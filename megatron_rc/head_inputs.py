@@ -13,6 +13,7 @@ from megatron_rc.backend import debug_checks
 from megatron_rc.batch import Support
 from megatron_rc.collectives import all_gather_into, is_alone, reduce_scatter_into
 from megatron_rc.logprobs import check_rows
+from megatron_rc.schema.head_options import HeadOptions
 from megatron_rc.wide_matmul import check_wide_products
 
 _LARGEST_CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 4096, 1024, 640 * 2**20
@@ -78,6 +79,11 @@ def default_chunk(widths: tuple[int, ...], dtype: torch.dtype) -> int:
     while chunk > _SMALLEST_CHUNK and chunk * max(widths) * dtype.itemsize > _CHUNK_BYTES:
         chunk //= 2
     return chunk
+
+
+def of_chunks(options: HeadOptions) -> dict[str, Any]:
+    """The settings of a head as the arguments of `linear_logprobs` and `linear_policy_loss`."""
+    return {"chunk": options.head_chunk, "logits_dtype": torch.float32 if options.head_logits_dtype else None}
 
 
 def entered(given: HeadInputs) -> Tensor:

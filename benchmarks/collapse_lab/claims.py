@@ -23,7 +23,7 @@ from collapse_lab.survival import log_rank
 
 SUPPORTS, CONTRADICTS, CANNOT_TELL = ANSWERS = ("supports", "contradicts", "cannot tell")
 IN_PART = " in part"
-"""Ending of the answer to a claim of which some questions are answered this way, and the others cannot be told."""
+"""Suffix of the answer to a claim when only some of its questions have that answer, and the rest are open."""
 BY_CASE = "differs by case"
 """Answer to a claim of which one comparison supports what another contradicts."""
 P_LIMIT = 0.1

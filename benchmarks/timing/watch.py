@@ -1,4 +1,4 @@
-"""What ends a run that hangs: nothing interrupts a call on a device, so its process ends, and another one goes on."""
+"""A time limit for calls: a call that hangs on a device cannot be interrupted, so its process exits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from timing.bench import Call
 
 HUNG = 124
-"""The exit status of a process whose call did not come back, as that of `timeout`."""
+"""Exit status of a process whose call hung, the same as that of `timeout`."""
 PATIENCE = 120.0
 """Seconds for one call, or for all providers of a row by turns: twice the slowest compilation."""
 

@@ -149,8 +149,8 @@ def recommend(evidence: Evidence, verdicts: Sequence[Verdict], lab: Covered = LA
     divergence = np.bincount(chunk.sequence_of, weights=chunk.k3, minlength=chunk.num_sequences)
     variation = np.maximum(1 - sequence_ratio(chunk), 0)
     trusted, untested = evidence.sequence_tail.k <= LIMIT, lab.missed(evidence)
-    sequences_may = trusted and not untested
-    level = _level(float(variation.mean()), float(divergence.mean()), sequences_may)
+    allows_sequences = trusted and not untested
+    level = _level(float(variation.mean()), float(divergence.mean()), allows_sequences)
     bounds = {name: part.bound(np.ones(chunk.num_sequences)) for name, part in terms.items()}
 
     random = np.random.default_rng(SEED)
@@ -158,7 +158,7 @@ def recommend(evidence: Evidence, verdicts: Sequence[Verdict], lab: Covered = LA
     for _ in range(RESAMPLINGS):
         drawn = random.integers(chunk.num_sequences, size=chunk.num_sequences)
         variations.append(float(variation[drawn].mean()))
-        levels.append(_level(variations[-1], float(divergence[drawn].mean()), sequences_may))
+        levels.append(_level(variations[-1], float(divergence[drawn].mean()), allows_sequences))
         if level in terms:
             times = np.bincount(drawn, minlength=chunk.num_sequences).astype(np.float64)
             uppers.append(terms[level].bound(times).upper)
@@ -181,10 +181,10 @@ def recommend(evidence: Evidence, verdicts: Sequence[Verdict], lab: Covered = LA
     )
 
 
-def _level(variation: float, kl: float, sequences_may: bool) -> str:
+def _level(variation: float, kl: float, allows_sequences: bool) -> str:
     if variation <= NEGLIGIBLE:
         return "none"
-    return "sequence" if sequences_may and kl < USEFUL else "token"
+    return "sequence" if allows_sequences and kl < USEFUL else "token"
 
 
 def _method(level: str, bounds: dict[str, Bound]) -> tuple[str, RolloutCorrection]:

@@ -13,7 +13,7 @@ WiderDtype = Literal["fp32"]
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """The head of a model, with what only the one without logits in memory can be told."""
+    """The head that computes log-probs, and two options of the linear head, which never holds all logits in memory."""
 
     head: Head = "logits"
     head_chunk: int | None = None

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rc.batch import Support, TokenBatch
+from megatron_rc.head_inputs import of_chunks
 from megatron_rc.linear_distribution import linear_distribution
 from megatron_rc.linear_head import linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs import Distribution, vocab_parallel_distribution, vocab_parallel_logprobs
 from megatron_rc.loss import PolicyLoss
-from megatron_rc.models.config import torch_dtype
 from megatron_rc.schema.head_options import HeadOptions
 from megatron_rc.training.model.hidden_states import OutputHead, hidden_states
 from megatron_rc.training.step.loss_terms import LossTerms
@@ -113,8 +113,7 @@ class LinearHead:
 
     def __init__(self, tensor: dist.ProcessGroup, vocab_size: int, backend: str, options: HeadOptions) -> None:
         self._tensor, self._vocab_size, self._backend = tensor, vocab_size, backend
-        self._chunk, wider = options.head_chunk, options.head_logits_dtype
-        self._logits_dtype = None if wider is None else torch_dtype(wider)
+        self._of_chunks = of_chunks(options)
         self._of_model: OutputHead | None = None
 
     @contextmanager
@@ -156,9 +155,8 @@ class LinearHead:
             "temperature": batch.sampling.temperature,
             "vocab_size": self._vocab_size,
             "rows": micro.loss_rows,
-            "chunk": self._chunk,
-            "logits_dtype": self._logits_dtype,
             "backend": self._backend,
+            **self._of_chunks,
             **_padded(batch, ranks * len(hidden)),
         }
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from head_case import Case, head_case, with_main_grad
+from peak_memory import peak_bytes
 
 from megatron_rc import wide_matmul
 from megatron_rc.linear_head import linear_logprobs, linear_policy_loss
@@ -16,7 +17,7 @@ from megatron_rc.reference import rows as reference_rows
 
 TOKENS, VOCABULARY = 64, 4096
 TEMPORARIES = {torch.float32: 80 * 2**10, torch.bfloat16: 144 * 2**10}
-"""Bytes of row statistics and products, for which PyTorch on a CPU takes a row of logits in fp32 at a time."""
+"""Bytes of row statistics and products; on a CPU, PyTorch converts one row of logits at a time to fp32."""
 
 
 class Shape(NamedTuple):
@@ -24,18 +25,6 @@ class Shape(NamedTuple):
 
     chunk: int
     width: int
-
-
-def peak_of(run: Callable[[], object]) -> int:
-    """Bytes that were live at most beyond those at the start."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    live = highest = 0
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        highest = max(highest, live)
-    return highest
 
 
 def step(case: Case, leaves: Any, form: str, **options: Any) -> Callable[[], None]:
@@ -67,7 +56,7 @@ def test_the_peak_is_a_chunk_or_a_gradient_of_the_weight_and_not_both(
     case, size = head_case(dtype, TOKENS, shape.width, VOCABULARY), dtype.itemsize
     leaves = case.leaves() if home == "own" else with_main_grad(case, torch.float32)
     options = {"rows": case.batch["loss_mask"].nonzero()[:, 0]} if home == "main_grad, rows" else {}
-    found = peak_of(step(case, leaves, form, chunk=shape.chunk, **options))
+    found = peak_bytes(step(case, leaves, form, chunk=shape.chunk, **options))
 
     weight = VOCABULARY * shape.width
     summed = 4 * weight if home == "own" or form == "policy_loss" else 0

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rc.head_inputs import of_chunks
 from megatron_rc.integrations.megatron_lm.session import BinRows, HiddenStates, LogitShards, Session, WholeLogits
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.linear_head import linear_logprobs
 from megatron_rc.logprobs import vocab_parallel_logprobs
-from megatron_rc.models.config import torch_dtype
 from megatron_rc.training.model.hidden_states import hidden_states
 
 
@@ -97,9 +97,7 @@ def selective_log_softmax(original: Function, session: Session, logits: Tensor, 
     options: dict[str, Any] = {"tp_group": answers.tp_group, "temperature": answers.temperature}
     if isinstance(answers, HiddenStates):
         counted = None if answers.rows is None else answers.rows.to(logits.device)
-        options |= {"rows": counted, "chunk": session.head.head_chunk}
-        if session.head.head_logits_dtype is not None:
-            options["logits_dtype"] = torch_dtype(session.head.head_logits_dtype)
+        options |= {"rows": counted, **of_chunks(session.head)}
         logprobs = linear_logprobs(logits.flatten(0, 1), answers.weight, index.flatten(), **options)
     else:
         logprobs = vocab_parallel_logprobs(logits, index, **options)
