@@ -3,6 +3,7 @@
     bash launch/collapse_lab.sh                                     # the runs, stage by stage
     python benchmarks/collapse.py --read runs/collapse/mechanism    # their rows into benchmarks/results/collapse
     python benchmarks/collapse.py                                   # claims and answers, from the committed rows
+    python benchmarks/collapse.py --left runs/left                  # recipes of the planned runs that are left
     python benchmarks/collapse.py --docs                            # docs/collapse.md and docs/images/collapse
 
 The recipe of a folder is the one of its name in launch/recipes/collapse, unless --recipe names another. Reading
@@ -18,6 +19,7 @@ from pathlib import Path
 import checkout
 from collapse_lab import checks, page
 from collapse_lab.claims import answers, verdict
+from collapse_lab.plan import write_left
 from collapse_lab.results import load
 from collapse_lab.rows import Row, keep, path_of
 
@@ -37,11 +39,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--read", type=Path, nargs="+", metavar="FOLDER", default=[], help="output folders of grids")
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="of all these folders")
+    parser.add_argument("--left", type=Path, metavar="FOLDER", help="write them there, name them, and do nothing else")
     parser.add_argument("--docs", action="store_true", help="write the page and draw its figures")
     options = parser.parse_args()
     for folder in options.read:
         read(folder, options.recipe)
     results = load(recipes=RECIPES)
+    if options.left:
+        print(*write_left(results.committed, RECIPES, options.left), sep="\n")
+        return
     for claim in page.statement().claims:
         given = answers(claim, results)
         print(f"({claim.letter}) {claim.claim} {verdict(claim, given).upper()}")

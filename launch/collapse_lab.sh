@@ -7,7 +7,7 @@ stages=(mechanism presets rates controls schedules precision routes turns long)
 
 usage() {
     cat <<TEXT
-usage: bash launch/collapse_lab.sh [--quick] [--stage LIST] [--seeds LIST] [--budget-minutes N] [--out DIR] [--docs]
+usage: bash launch/collapse_lab.sh [--quick] [--stage LIST] [--seeds LIST] [--budget-minutes N] [--left] [--out DIR] [--docs]
                                    [--task FILE.jsonl --model DIR] [--reward MODULE:FUNCTION] [--set KEY=VALUE]
 
 Makes .venv when it is missing, installs, then runs the stages of launch/recipes/collapse one after the other, two runs at a
@@ -21,6 +21,7 @@ that is committed changes, unless --docs asks for it.
   --stage LIST        some stages, such as mechanism,presets (default: all):
                       ${stages[*]}
   --seeds LIST        such as 1,2,3 (default: those of each YAML)
+  --left              only the runs of the plan that have no committed row yet
   --budget-minutes N  start no run that would end later, and say what is left
   --out DIR           where the runs go (default: runs/collapse, with --task runs/collapse-FILE)
   --task FILE.jsonl   prompts and answers of your own (docs/tasks.md) in place of the arithmetic; needs --model. Responses have
@@ -68,6 +69,19 @@ choose_task() {
     options+=(--set "model={hf_path: '${model//\'/\'\'}'}" --set warmup.steps=0)
 }
 
+# Sets $recipes to those of $chosen; with --left, to those with only the runs that no row is committed of.
+choose_recipes() {
+    local name folder="$ROOT/launch/recipes/collapse"
+    if [[ "$left" ]]; then
+        folder="$out/left"
+        env -u PYTHONSAFEPATH "$VENV/bin/python" "$ROOT/benchmarks/collapse.py" --left "$folder" >/dev/null
+    fi
+    recipes=()
+    for name in "${chosen[@]}"; do
+        [[ ! -f "$folder/$name.yaml" ]] || recipes+=("$folder/$name.yaml")
+    done
+}
+
 # Reads the rows of the stages that have any into benchmarks/results/collapse, and writes docs/collapse.md.
 write_verdict() {
     local name folders=()
@@ -79,9 +93,10 @@ write_verdict() {
     env -u PYTHONSAFEPATH "$VENV/bin/python" "$ROOT/benchmarks/collapse.py" --read "${folders[@]}" --docs
 }
 
-quick='' docs='' stage='' seeds='' budget_minutes='' task='' model='' reward='' set='' out='' options=()
-take_options "--quick, --docs, --stage LIST, --seeds LIST, --budget-minutes N, --task FILE, --model DIR, --reward NAME, --set ASSIGNMENT, --out DIR" "$@"
+quick='' docs='' left='' stage='' seeds='' budget_minutes='' task='' model='' reward='' set='' out='' options=()
+take_options "--quick, --docs, --left, --stage LIST, --seeds LIST, --budget-minutes N, --task FILE, --model DIR, --reward NAME, --set ASSIGNMENT, --out DIR" "$@"
 [[ ! "$docs" || ! "$quick$task$set" ]] || die "--docs writes the verdict of the plan: leave out --quick, --task and --set"
+[[ ! "$left" || ! "$quick$task$set$seeds" ]] || die "--left runs what the plan lacks: leave out --quick, --task, --set and --seeds"
 reward="${reward:-megatron_rc.tasks.math_answer:math_answer}"
 choose_stages
 choose_task
@@ -89,15 +104,15 @@ name="$(basename -- "${task%.jsonl}")"
 out="${out:-$ROOT/runs/collapse${name:+-$name}}"
 for assignment in $set; do options+=(--set "$assignment"); done
 options+=(${seeds:+--seeds "$seeds"} ${budget_minutes:+--budget-minutes "$budget_minutes"})
-recipes=("${chosen[@]/#/$ROOT/launch/recipes/collapse/}")
-recipes=("${recipes[@]/%/.yaml}")
-folder="$out"
-((${#chosen[@]} > 1)) || folder="$out/${chosen[0]}"
 
 if [[ "$task" ]]; then
     say "responses have at most $(longest_response) tokens (rollout.max_new_tokens); --set rollout.max_new_tokens=N changes that"
 fi
 prepare collapse train,report
+choose_recipes
+((${#recipes[@]})) || { say "every run of ${chosen[*]} has a committed row" && exit 0; }
+folder="$out"
+((${#recipes[@]} > 1)) || folder="$out/$(basename "${recipes[0]}" .yaml)"
 started=$SECONDS status=0
 workers=$(($(cores) < 2 ? 1 : 2))
 say "running ${chosen[*]} into $out, $workers at a time"

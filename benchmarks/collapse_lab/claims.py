@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from collapse_lab import rates
 from collapse_lab.intervals import Interval, difference, mean, median
 from collapse_lab.results import PLAIN, Arm, Results, lives
 from collapse_lab.rows import UNSEEN, Row
@@ -48,6 +49,8 @@ class Comparison:
     expect: Literal["more", "less", "same"]
     """What the claim says of the arm, in comparison."""
     signal: str = ""
+    own_rates: bool = False
+    """Each arm at the learning rate that the tuning seeds choose for it, in place of the same one."""
     seeds: int | None = None
     """Least seeds per arm; null: those of the claim."""
     beside: bool = False
@@ -131,13 +134,20 @@ def _arms(comparison: Comparison, results: Results) -> Iterator[tuple[str, list[
     groups: dict[Arm, list[Row]] = {}
     for row in rows:
         groups.setdefault(Arm.of(row), []).append(row)
-    varying = [name for name in ("mechanism", "strength", "lr") if len({getattr(arm, name) for arm in groups}) > 1]
+    others = {arm: arm._replace(**comparison.against) for arm in groups}
+    if comparison.own_rates:
+        others = rates.pairs(results, others)
+        if not others:
+            yield "", [], []
+    varying = [name for name in ("mechanism", "strength", "lr") if len({getattr(arm, name) for arm in others}) > 1]
     worlds = results.worlds()
-    for arm in sorted(groups, key=lambda arm: (worlds[arm.world], arm.rank)):
+    for arm in sorted(others, key=lambda arm: (worlds[arm.world], arm.rank)):
         values = [
             f"{getattr(arm, name)}" if name == "mechanism" else f"{name} {getattr(arm, name)}" for name in varying
         ]
-        yield ", ".join([*values, worlds[arm.world]]), groups[arm], results.select(arm._asdict() | comparison.against)
+        if comparison.own_rates:
+            values.append(f"lr {arm.lr:g} against {others[arm].lr:g}")
+        yield ", ".join([*values, worlds[arm.world]]), groups[arm], results.select(others[arm]._asdict())
 
 
 def _answer(

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from collapse_lab import checks
+from collapse_lab import checks, rates
 from collapse_lab.claims import (
-    ANSWERS,
     BY_CASE,
     CANNOT_TELL,
     CONTRADICTS,
@@ -20,6 +19,7 @@ from collapse_lab.claims import (
     Answer,
     Claim,
     answers,
+    counted,
     span,
     verdict,
 )
@@ -73,38 +73,57 @@ def write(results: Results, docs: Path, path: Path = CLAIMS) -> None:
 def text(results: Results, said: Statement) -> str:
     """The page, without touching a file."""
     given = [(claim, answers(claim, results)) for claim in said.claims]
+    first, *others = [
+        "\n".join(_figure(figure, picture, results)) for figure in said.figures for picture in pictures(figure, results)
+    ] or [""]
     parts = [
-        *_introduction(results, given),
+        *_introduction(results),
         *_summary(given),
+        first,
         *(part for claim, each in given for part in _claim(claim, each)),
-        "## Figures\n",
-        *(
-            part
-            for figure in said.figures
-            for picture in pictures(figure, results)
-            for part in _figure(figure, picture, results)
-        ),
+        *_rates(results),
         *_not_reproduced(given),
+        "## Figures\n",
+        *others,
+        *_runs(results),
+        *_method(results, given),
         *_checks(results),
         *_limits(results),
     ]
     return "\n".join(parts)
 
 
-def _introduction(results: Results, given: Sequence[tuple[Claim, list[Answer]]]) -> Iterator[str]:
-    rows = results.rows
-    stages = ", ".join(f"`{stage}`" for stage in sorted({results.stage_of(row) for row in rows}))
+def _introduction(results: Results) -> Iterator[str]:
     yield "# Collapse: what a lab of small runs saw\n"
+    yield _paragraph(
+        "A sampler whose probabilities differ from the trainer's can ruin a run of reinforcement learning. This page",
+        f"says when it did in {len(results.rows)} runs of small models, what saved them, and what only seemed to. T is",
+        "the mean length of a response and T* = 1 / (2 k3) the horizon, the length at which the product of the ratios",
+        "of a response becomes noise. What *fell*, *collapsed* and *failed* mean was [stated before the",
+        "runs](#endpoints-stated-before-the-runs). What models of this size cannot say stands [at the",
+        "end](#what-models-of-this-size-cannot-say).",
+    )
     yield _paragraph(
         "Printed by `python benchmarks/collapse.py --docs` from the committed runs in `benchmarks/results/collapse/`",
         "and the claims in `benchmarks/collapse_lab/claims.yaml`. No answer on this page is written by hand.",
     )
+
+
+def _rates(results: Results) -> Iterator[str]:
+    if lines := rates.rates(results):
+        yield "## Each method at its own learning rate\n"
+        yield _paragraph(rates.CAPTION)
+        yield lines
+
+
+def _runs(results: Results) -> Iterator[str]:
+    rows = results.rows
+    stages = ", ".join(f"`{stage}`" for stage in sorted({results.stage_of(row) for row in rows}))
+    yield "## The runs\n"
     yield _paragraph(
-        f"{len(rows)} runs of small models took {_hours(rows)}. `bash launch/collapse_lab.sh` runs them by stages",
+        f"{len(rows)} runs took {_hours(rows)}. `bash launch/collapse_lab.sh` runs them by stages",
         f"({stages}), whose recipes are in `launch/recipes/collapse/`. Seeds from {TUNING} on are for choosing",
-        "settings, and are left out here. T is the mean length of a response and T* = 1 / (2 k3) the horizon, the",
-        "length at which the product of the ratios of a response becomes noise. Runs of the same task differ only in",
-        "the seed and in what an arm names:",
+        "settings, and are left out here. Runs of the same task differ only in the seed and in what an arm names:",
     )
     yield table(
         ("task", "vocabulary", "runs", "seeds", "mean response length T", "T / T*", "k3, first quarter"),
@@ -117,8 +136,11 @@ def _introduction(results: Results, given: Sequence[tuple[Claim, list[Answer]]])
         "k3 (nats per token), T / T* and the standard deviation of a token's log-ratio, sqrt(2 k3) if it is Gaussian,",
         "are those of the first quarter of the steps; mismatch and staleness are the two parts of k3 over all steps,",
         "by the trainer's log-probs at the version that sampled; the gradient norm is that before clipping. Below",
-        f"{UNSEEN:g} k3 is rounding, and is written as 0. Fell, collapsed and failed are defined below.",
+        f"{UNSEEN:g} k3 is rounding, and is written as 0.",
     )
+
+
+def _method(results: Results, given: Sequence[tuple[Claim, list[Answer]]]) -> Iterator[str]:
     yield "## Endpoints, stated before the runs\n"
     yield from _rules(results)
     yield "## How an answer follows\n"
@@ -199,21 +221,56 @@ def _rule(rules: Endpoints) -> str:
 
 def _summary(given: Sequence[tuple[Claim, list[Answer]]]) -> Iterator[str]:
     yield "## The claims\n"
-    rows = []
-    for claim, each in given:
-        counted = [answer.answer for answer in each if not answer.beside]
-        counts = [f"{counted.count(name)}" for name in ANSWERS]
-        rows.append([f"({claim.letter})", claim.claim, f"**{verdict(claim, each)}**", *counts])
-    yield table(("", "claim", "answer", *(f"comparisons: {name}" for name in ANSWERS)), rows)
+    rows = [
+        [f"[{claim.letter}](#{_anchor(claim)})", claim.claim, f"**{verdict(claim, each)}**", _decisive(each)]
+        for claim, each in given
+    ]
+    yield table(("", "claim", "answer", "the comparisons that decide it"), rows)
+
+
+def _decisive(given: Sequence[Answer]) -> str:
+    """The first comparison that supports a claim, the first that contradicts it, and how many there are of each."""
+    counted = [answer for answer in given if not answer.beside]
+    said = []
+    for side in (SUPPORTS, CONTRADICTS):
+        found = [answer for answer in counted if answer.answer == side]
+        more = f" ({len(found) - 1} more)" if len(found) > 1 else ""
+        said += [f"*{side.capitalize()}*: {each.question}: {each.why}{more}." for each in found[:1]]
+    left = sum(answer.answer == CANNOT_TELL for answer in counted)
+    return " ".join([*said, f"{left} of {len(counted)} cannot tell." if left else ""]).strip()
+
+
+def _title(claim: Claim) -> str:
+    return f"({claim.letter}) {claim.claim}"
+
+
+def _anchor(claim: Claim) -> str:
+    """The name by which a link finds the section of a claim."""
+    kept = [character for character in _title(claim).lower() if character.isalnum() or character in " -_"]
+    return "".join(kept).replace(" ", "-")
+
+
+HEADINGS = ("comparison", "answer", "what the runs say, 90 % interval", "runs of both arms", "T / T*", "vocabulary")
 
 
 def _claim(claim: Claim, given: Sequence[Answer]) -> Iterator[str]:
-    yield f"## ({claim.letter}) {claim.claim}\n"
+    yield f"## {_title(claim)}\n"
     yield f"**{verdict(claim, given).capitalize()}.**" + (f" {claim.limits}" if claim.limits else "") + "\n"
-    yield table(
-        ("comparison", "answer", "what the runs say, 90 % interval", "runs of both arms", "T / T*", "vocabulary"),
-        [[each.question, each.answer, each.why, each.seeds, each.depth, each.vocabulary] for each in given],
-    )
+    rows = {
+        enough: [
+            [each.question, each.answer, each.why, each.seeds, each.depth, each.vocabulary]
+            for each in given
+            if each.enough == enough
+        ]
+        for enough in (True, False)
+    }
+    if rows[True]:
+        yield table(HEADINGS, rows[True])
+    if rows[False]:
+        few = f"{counted(len(rows[False]), 'comparison')} with fewer seeds than the claim asks for, or none"
+        yield f"<details><summary>{few}</summary>\n"
+        yield table(HEADINGS, rows[False])
+        yield "</details>\n"
 
 
 def _figure(figure: FigureSettings, picture: Picture, results: Results) -> Iterator[str]:

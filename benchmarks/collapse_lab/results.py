@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from collapse_lab.intervals import Interval, share
+from collapse_lab.plan import Planned, planned
 from collapse_lab.rows import FOLDER, Point, Row, committed, stages
 from collapse_lab.survival import Life
 from megatron_rc import schema
 from megatron_rc.report.endpoints import Endpoints, failed
 
-Planned = tuple[str, str, str, int]
-"""Task, model_type, name of the run's folder, seed."""
 Where = Mapping[str, Any]
 """Maps a column to its value, or to a list of values."""
 Z_LIMIT = 3.0
@@ -63,7 +62,10 @@ class Results:
     """Runs by stage, as its recipe lists them."""
 
     def __post_init__(self) -> None:
-        self._committed = {(row.task, row.model, *row.key) for row in self.rows}
+        self.committed: set[Planned] = {(row.task, row.model, *row.key) for row in self.rows}
+        """The runs that there are, of all seeds."""
+        self.tuning = [row for row in self.rows if row.seed >= TUNING]
+        """Runs that choose settings."""
         self._finals = {(row.world, *row.key): row.final for row in self.rows}
         self._exact = {(row.world, row.lr, row.seed): row.final for row in self.rows if is_exact(row)}
         self._curves: dict[tuple[str, str, int], list[Point]] = {}
@@ -84,7 +86,7 @@ class Results:
     def progress(self) -> dict[str, tuple[int, int]]:
         """Maps each stage that is no part of another one to (committed runs, planned runs)."""
         return {
-            name: (len(self._committed & self.planned[name]), len(self.planned[name])) for name in self._whole_stages()
+            name: (len(self.committed & self.planned[name]), len(self.planned[name])) for name in self._whole_stages()
         }
 
     def _whole_stages(self) -> list[str]:
@@ -164,18 +166,7 @@ def load(folder: Path = FOLDER, recipes: Path | None = None) -> Results:
     if recipes is None:
         return Results(rows, points)
     rules = {stage: rules_of(recipes / f"{stage}.yaml") for stage in points}
-    return Results(rows, points, rules, {file.stem: planned(file) for file in sorted(recipes.glob("*.yaml"))})
-
-
-def planned(recipe: Path) -> set[Planned]:
-    """The runs of a stage; none for a file without cells, which stages share."""
-    from megatron_rc.jobs import grid
-
-    if "cells" not in schema.load_yaml(recipe):
-        return set()
-    stage = grid.load(recipe)
-    task, model = stage.job["task"]["kind"], stage.job["model"]["config"]["model_type"]
-    return {(task, model, "-".join(cell.choices.values()), cell.seed) for cell in grid.cells(stage)}
+    return Results(rows, points, rules, {file.stem: {*planned(file)} for file in sorted(recipes.glob("*.yaml"))})
 
 
 def rules_of(recipe: Path) -> Endpoints:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import collapse_rows  # noqa: E402
-from collapse_lab import checks, page, results  # noqa: E402
+from collapse_lab import checks, page, plan  # noqa: E402
 from collapse_lab.claims import (  # noqa: E402
     ANSWERS,
     CANNOT_TELL,
@@ -263,7 +263,7 @@ def test_figures_carry_the_numbers_that_they_show(made_up: Results, tmp_path: Pa
 
 
 def test_the_page_says_what_of_the_plan_is_missing() -> None:
-    planned = {file.stem: results.planned(file) for file in RECIPES.glob("*.yaml")}
+    planned = {file.stem: {*plan.planned(file)} for file in RECIPES.glob("*.yaml")}
     assert {name: len(runs) for name, runs in planned.items() if name in ("base", "quick", "precision", "turns")} == {
         "base": 0, "quick": 3, "precision": 20, "turns": 18,
     }  # fmt: skip

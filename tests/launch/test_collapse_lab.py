@@ -19,6 +19,7 @@ PYTHON = """#!/bin/sh
 # installs nothing, and notes what it would run
 case "$*" in
 *"-m pip"*) exit 0 ;;
+*"collapse.py --left"*) mkdir -p "$3" && touch "$3/rates.yaml" && exit 0 ;;
 *collapse.py*) echo docs >>"$NOTES" && exit 0 ;;
 *"-m megatron_rc grid"*) shift 3 ;;
 *) exec {python} "$@" ;;
@@ -67,6 +68,7 @@ def test_its_help_names_every_stage_and_option() -> None:
         "--stage",
         "--seeds",
         "--budget-minutes",
+        "--left",
         "--task",
         "--model",
         "--set",
@@ -85,6 +87,7 @@ def test_its_help_names_every_stage_and_option() -> None:
         (["--task", __file__, "--model", ".", "--stage", "routes"], "there is no stage 'routes' here"),
         (["--budget-minutes", "soon"], "--budget-minutes takes a whole number, got 'soon'"),
         (["--quick", "--docs"], "--docs writes the verdict of the plan: leave out --quick, --task and --set"),
+        (["--left", "--seeds", "1"], "--left runs what the plan lacks: leave out --quick, --task, --set and --seeds"),
         (["--docs", "--set", "train.lr=1"], "--docs writes the verdict of the plan"),
         (["--steps", "3"], "unknown argument '--steps'"),
     ],
@@ -111,6 +114,14 @@ def test_runs_on_a_users_file_have_its_prompts_and_model_and_a_length_that_is_pr
         assert job.task.options["reward"] == "megatron_rc.tasks.math_answer:math_answer"
         assert (job.model.hf_path, job.warmup.steps, job.rollout.max_new_tokens) == (model, 0, tokens)
     assert f"responses have at most {tokens} tokens (rollout.max_new_tokens); --set" in said
+
+
+def test_left_runs_the_stages_that_have_runs_without_a_committed_row(checkout: Path) -> None:
+    out = checkout / "out"
+    ran, _ = noted(checkout, "--left", "--stage", "turns,rates", "--out", str(out))
+    assert ran[0] == str(out / "left/rates.yaml") and ran[ran.index("--output") + 1] == str(out / "rates")
+    said = lab("--left", "--stage", "turns", "--out", str(out), root=checkout)
+    assert said.returncode == 0 and "every run of turns has a committed row" in said.stdout
 
 
 @pytest.mark.parametrize(
