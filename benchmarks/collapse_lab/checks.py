@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from collapse_lab.intervals import difference
+from scipy import stats
+
+from collapse_lab.intervals import LEVEL
 from collapse_lab.results import Arm, Results, is_exact
 from collapse_lab.rows import Row
 
@@ -36,12 +38,13 @@ def _end(row: Row, results: Results) -> str:
 
 
 def falls_with_strength(results: Results) -> list[str]:
-    """Pairs of strengths of which the stronger fails less often, beyond the 90 % interval of the difference."""
+    """Pairs of strengths of which the stronger fails less often, beyond chance: Fisher's exact test, one-sided, 5 %."""
     pairs = []
     for arms in _ladders(results):
         for weaker, stronger in itertools.combinations(arms, 2):
             below, above = (results.count(rows, "failed") for _, rows in (stronger, weaker))
-            if below[1] and above[1] and difference(below, above).below(0):
+            counts = [[hits, runs - hits] for hits, runs in (below, above)]
+            if stats.fisher_exact(counts, alternative="less").pvalue < (1 - LEVEL) / 2:
                 pairs.append(
                     f"{stronger[0].mechanism} {stronger[0].strength} with {stronger[0].method} fails in "
                     f"{below[0]} of {below[1]} runs, {weaker[0].strength} in {above[0]} of {above[1]}"

@@ -142,9 +142,8 @@ def _arms(comparison: Comparison, results: Results) -> Iterator[tuple[str, list[
     varying = [name for name in ("mechanism", "strength", "lr") if len({getattr(arm, name) for arm in others}) > 1]
     worlds = results.worlds()
     for arm in sorted(others, key=lambda arm: (worlds[arm.world], arm.rank)):
-        values = [
-            f"{getattr(arm, name)}" if name == "mechanism" else f"{name} {getattr(arm, name)}" for name in varying
-        ]
+        named = {name: value for name in varying if (value := getattr(arm, name)) != ""}
+        values = [f"{value}" if name == "mechanism" else f"{name} {value}" for name, value in named.items()]
         if comparison.own_rates:
             values.append(f"lr {arm.lr:g} against {others[arm].lr:g}")
         yield ", ".join([*values, worlds[arm.world]]), groups[arm], results.select(others[arm]._asdict())
@@ -237,12 +236,11 @@ def _paired(comparison: Comparison, arm: list[Row], against: list[Row]) -> _Judg
 
 def _value(row: Row, name: str) -> float:
     """The column of a run as comparisons take it; NaN where the run did not measure it."""
-    value = getattr(row, name)
+    value = row.end if name == "final" else getattr(row, name)
     if name == "k3_early":
         # fp32 engines of equal weights differ by rounding alone
         return math.nan if math.isnan(value) else math.log10(max(value, UNSEEN))
-    # a run that broke down answers nothing
-    return 0.0 if math.isnan(value) else value
+    return value
 
 
 def _survival(expect: str, arm: list[Row], against: list[Row]) -> _Judged:

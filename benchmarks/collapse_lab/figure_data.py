@@ -53,6 +53,7 @@ class Picture(NamedTuple):
 def pictures(figure: FigureSettings, results: Results) -> list[Picture]:
     """The drawings of a figure: one per world whose runs make at least two arms, or one of all worlds.
 
+    The world with most runs comes first, and its drawing has the name of the figure.
     Survival is drawn where the first arm has runs, with which the others are compared.
     """
     arms = {label: results.select(PLAIN | where) for label, where in figure.arms.items()}
@@ -60,7 +61,8 @@ def pictures(figure: FigureSettings, results: Results) -> list[Picture]:
         return _picture(figure, figure.name, figure.title, arms, results)
     drawn = []
     labels = results.worlds()
-    for world, label in sorted(labels.items(), key=lambda pair: pair[1]):
+    sizes = Counter(row.world for row in results.rows)
+    for world, label in sorted(labels.items(), key=lambda pair: (-sizes[pair[0]], pair[1])):
         lr = Counter(row.lr for row in results.rows if row.world == world).most_common(1)[0][0]
         here = {
             name: [row for row in rows if row.world == world and ("lr" in figure.arms[name] or row.lr == lr)]
@@ -178,7 +180,7 @@ def _controls(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
     """Final accuracy of every seed, its mean with its interval, and what training was like."""
     series = {}
     for label, rows in arms.items():
-        finals = [0.0 if math.isnan(row.final) else row.final for row in rows]
+        finals = [row.end for row in rows]
         hits, runs = results.count(rows, "failed")
         series[label] = {"finals": sorted(finals), "mean": _finite(mean(finals)), "failed": hits, "runs": runs}
         series[label] |= {name: _known_mean(rows, name) for name in ("grad_norm", "dropped")}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from collapse_lab import checks, rates
+from collapse_lab import checks, page_runs, rates
 from collapse_lab.claims import (
     BY_CASE,
     CANNOT_TELL,
@@ -25,12 +24,11 @@ from collapse_lab.claims import (
 )
 from collapse_lab.drawings import draw
 from collapse_lab.figure_data import FigureSettings, Picture, pictures
-from collapse_lab.mechanisms import mechanisms
-from collapse_lab.results import TUNING, Results
-from collapse_lab.rows import UNSEEN, Row
+from collapse_lab.lines import hours, item, paragraph
+from collapse_lab.ranking import REFERENCE, ranking
+from collapse_lab.results import Results
 from megatron_rc import schema
 from megatron_rc.jobs.describe import table
-from megatron_rc.report.endpoints import Endpoints
 
 CLAIMS = Path(__file__).with_name("claims.yaml")
 IMAGES = "images/collapse"
@@ -81,11 +79,12 @@ def text(results: Results, said: Statement) -> str:
         *_summary(given),
         first,
         *(part for claim, each in given for part in _claim(claim, each)),
+        *_ranking(results),
         *_rates(results),
         *_not_reproduced(given),
         "## Figures\n",
         *others,
-        *_runs(results),
+        *page_runs.runs(results),
         *_method(results, given),
         *_checks(results),
         *_limits(results),
@@ -95,7 +94,7 @@ def text(results: Results, said: Statement) -> str:
 
 def _introduction(results: Results) -> Iterator[str]:
     yield "# Collapse: what a lab of small runs saw\n"
-    yield _paragraph(
+    yield paragraph(
         "A sampler whose probabilities differ from the trainer's can ruin a run of reinforcement learning. This page",
         f"says when it did in {len(results.rows)} runs of small models, what saved them, and what only seemed to. T is",
         "the mean length of a response and T* = 1 / (2 k3) the horizon, the length at which the product of the ratios",
@@ -103,63 +102,51 @@ def _introduction(results: Results) -> Iterator[str]:
         "runs](#endpoints-stated-before-the-runs). What models of this size cannot say stands [at the",
         "end](#what-models-of-this-size-cannot-say).",
     )
-    yield _paragraph(
+    yield paragraph(
         "Printed by `python benchmarks/collapse.py --docs` from the committed runs in `benchmarks/results/collapse/`",
         "and the claims in `benchmarks/collapse_lab/claims.yaml`. No answer on this page is written by hand.",
     )
 
 
-def _rates(results: Results) -> Iterator[str]:
-    if lines := rates.rates(results):
-        yield "## Each method at its own learning rate\n"
-        yield _paragraph(rates.CAPTION)
+def _ranking(results: Results) -> Iterator[str]:
+    where, lines = ranking(results)
+    if lines:
+        yield "## Every method at the same gap\n"
+        yield paragraph(
+            f"All that was run at one setting ({where}), the one that ends highest first. Seeds differ by more than",
+            "many methods do, and some methods have fewer of them: what compares them is the difference from",
+            f"{REFERENCE} at the same seeds, in points with Student's 90 % interval. A control has a line of its own.",
+        )
         yield lines
 
 
-def _runs(results: Results) -> Iterator[str]:
-    rows = results.rows
-    stages = ", ".join(f"`{stage}`" for stage in sorted({results.stage_of(row) for row in rows}))
-    yield "## The runs\n"
-    yield _paragraph(
-        f"{len(rows)} runs took {_hours(rows)}. `bash launch/collapse_lab.sh` runs them by stages",
-        f"({stages}), whose recipes are in `launch/recipes/collapse/`. Seeds from {TUNING} on are for choosing",
-        "settings, and are left out here. Runs of the same task differ only in the seed and in what an arm names:",
-    )
-    yield table(
-        ("task", "vocabulary", "runs", "seeds", "mean response length T", "T / T*", "k3, first quarter"),
-        [_world(label, [row for row in rows if row.world == world]) for world, label in results.worlds().items()],
-    )
-    yield from _plan(results)
-    yield "How large a gap each mechanism opens, in runs that correct nothing; medians over runs:\n"
-    yield mechanisms(results)
-    yield _paragraph(
-        "k3 (nats per token), T / T* and the standard deviation of a token's log-ratio, sqrt(2 k3) if it is Gaussian,",
-        "are those of the first quarter of the steps; mismatch and staleness are the two parts of k3 over all steps,",
-        "by the trainer's log-probs at the version that sampled; the gradient norm is that before clipping. Below",
-        f"{UNSEEN:g} k3 is rounding, and is written as 0.",
-    )
+def _rates(results: Results) -> Iterator[str]:
+    if lines := rates.rates(results):
+        yield "## Each method at its own learning rate\n"
+        yield paragraph(rates.CAPTION)
+        yield lines
 
 
 def _method(results: Results, given: Sequence[tuple[Claim, list[Answer]]]) -> Iterator[str]:
     yield "## Endpoints, stated before the runs\n"
-    yield from _rules(results)
+    yield from page_runs.rules(results)
     yield "## How an answer follows\n"
-    yield _paragraph(
+    yield paragraph(
         "Every comparison is between two arms that differ only in what it names. Intervals cover 90 %: that of a",
         "share is Clopper and Pearson's, that of the difference of two shares Newcombe's, that of a mean difference",
         "over seeds Student's, that of a median the one from order statistics.",
     )
-    yield _item(
+    yield item(
         f"**{SUPPORTS}**: the interval lies wholly on the side of the claim; of the time to collapse, log-rank",
         f"p < {P_LIMIT:g} by permutation.",
     )
-    yield _item(
+    yield item(
         f"**{CONTRADICTS}**: it lies wholly on the other side, or excludes every difference that matters:",
         f"{100 * MATTERS['share']:.0f} points of a share of runs, {100 * MATTERS['final']:.0f} points of final",
         f"accuracy, a factor of {10 ** MATTERS['k3_early']:.0f} of k3.",
     )
-    yield _item(f"**{CANNOT_TELL}**: anything else, fewer seeds than the claim asks for, or no runs.") + "\n"
-    yield _paragraph(
+    yield item(f"**{CANNOT_TELL}**: anything else, fewer seeds than the claim asks for, or no runs.") + "\n"
+    yield paragraph(
         "A claim is supported when each of its questions is, in one case at least, and no case contradicts it; while",
         f"some are open, the answer holds *{IN_PART.strip()}*. If one comparison supports what another contradicts,",
         f"the claim *{BY_CASE}*. A claim that something can happen needs one comparison that supports it, and is",
@@ -173,50 +160,6 @@ def _method(results: Results, given: Sequence[tuple[Claim, list[Answer]]]) -> It
 def _decided(given: Sequence[tuple[Claim, list[Answer]]]) -> str:
     known = sum(answer.enough for _, each in given for answer in each)
     return f"of the {known} with enough seeds, about {known / 20:.0f} err on either side by chance alone."
-
-
-def _plan(results: Results) -> Iterator[str]:
-    left = {stage: counts for stage, counts in results.progress().items() if counts[0] < counts[1]}
-    if left:
-        listed = ", ".join(f"`{stage}` {done} of {planned} runs" for stage, (done, planned) in left.items())
-        yield _paragraph(
-            f"The plan is larger than what has been run: {listed}. What is missing answers *{CANNOT_TELL}*."
-        )
-
-
-def _world(label: str, rows: Sequence[Row]) -> list[str]:
-    return [
-        label,
-        span([row.vocabulary for row in rows]),
-        str(len(rows)),
-        str(len({row.seed for row in rows})),
-        span([row.length for row in rows]),
-        span([row.depth_seen for row in rows]),
-        span([row.k3_seen for row in rows]),
-    ]
-
-
-def _rules(results: Results) -> Iterator[str]:
-    used = {row.stage: _rule(results.rules.get(row.stage, Endpoints())) for row in results.rows}
-    for rule in dict.fromkeys(used.values()):
-        stages = ", ".join(f"`{stage}`" for stage in sorted(used) if used[stage] == rule)
-        yield _item(f"{stages}: {rule}")
-    least = min(row.answers for row in results.rows)
-    served = sum(row.evaluated == "served" for row in results.rows)
-    whose = f"In {served} runs the sampler's weights answered, in the others the trainer's."
-    yield "\n" + _paragraph(
-        f"Every evaluation has {least:,} answers or more.", whose if served else "The trainer's own weights answered."
-    )
-
-
-def _rule(rules: Endpoints) -> str:
-    return (
-        f"a run is judged by the means of {rules.window} consecutive evaluations. It has **fallen** where this mean "
-        f"lies {rules.fall:.0%} or more below its maximum so far. It has **collapsed** when at least its last "
-        f"{rules.to_end} means have fallen, "
-        "or a value was not finite; a fall that it recovered from is a **relapse**. It has **failed** when its last "
-        f"mean is below {rules.failure:.0%} of that of the exact sampler with the same seed."
-    )
 
 
 def _summary(given: Sequence[tuple[Claim, list[Answer]]]) -> Iterator[str]:
@@ -278,8 +221,8 @@ def _figure(figure: FigureSettings, picture: Picture, results: Results) -> Itera
     yield f"![{title}]({IMAGES}/{picture.name}.png)\n"
     stages = sorted({results.stage_of(row) for row in picture.runs})
     commands = ", ".join(f"`megatron-rc grid launch/recipes/collapse/{stage}.yaml`" for stage in stages)
-    runs = f"{len(picture.runs)} runs, {_hours(picture.runs)}: {commands}."
-    yield _paragraph(*filter(None, (f"*{title}.*", figure.note, runs)))
+    runs = f"{len(picture.runs)} runs, {hours(picture.runs)}: {commands}."
+    yield paragraph(*filter(None, (f"*{title}.*", figure.note, runs)))
 
 
 def _not_reproduced(given: Sequence[tuple[Claim, list[Answer]]]) -> Iterator[str]:
@@ -301,18 +244,18 @@ def _checks(results: Results) -> Iterator[str]:
     for title, problems in (
         ("runs of the exact sampler that fell, collapsed or failed", checks.failing_exact_runs(results)),
         (
-            "mechanisms that fail less often where they are stronger, beyond the intervals",
+            "mechanisms that fail less often where they are stronger (Fisher's exact test, one-sided, p < 0.05)",
             checks.falls_with_strength(results),
         ),
     ):
-        yield _item(f"{title}: {'; '.join(problems) or 'none'}.")
+        yield item(f"{title}: {'; '.join(problems) or 'none'}.")
     yield ""
 
 
 def _limits(results: Results) -> Iterator[str]:
     rows = results.rows
     yield "## What models of this size cannot say\n"
-    yield _paragraph(
+    yield paragraph(
         f"The vocabularies here have {span([row.vocabulary for row in rows])} tokens, mean responses",
         f"{span([row.length for row in rows])} tokens, runs {span([row.steps for row in rows])} steps, and",
         f"T / T* spans {span([row.depth_seen for row in rows])}. Large models have vocabularies of a hundred thousand",
@@ -322,16 +265,3 @@ def _limits(results: Results) -> Iterator[str]:
         "here and real there, and what saves a run here can fail there. The answers hold within the ranges above;",
         "outside them this page says nothing.",
     )
-
-
-def _paragraph(*parts: str) -> str:
-    return textwrap.fill(" ".join(parts), 118, break_long_words=False, break_on_hyphens=False) + "\n"
-
-
-def _item(*parts: str) -> str:
-    return textwrap.fill(f"* {' '.join(parts)}", 118, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def _hours(rows: Sequence[Row]) -> str:
-    seconds = sum(row.seconds for row in rows)
-    return f"{seconds / 3600:.1f} process-hours" if seconds >= 3600 else f"{seconds / 60:.0f} process-minutes"

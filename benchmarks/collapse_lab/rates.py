@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from collapse_lab.results import TUNING, Arm, Results
+from collapse_lab.results import TUNING, Arm, Results, is_exact
 from collapse_lab.rows import Row
 from megatron_rc.jobs.describe import table
 
@@ -20,7 +19,7 @@ def chosen(results: Results, arm: Arm) -> float | None:
     same = {name: value for name, value in arm._asdict().items() if name != "lr"}
     for row in results.tuning:
         if all(getattr(row, name) == value for name, value in same.items()):
-            ends.setdefault(row.lr, {})[row.seed] = _end(row)
+            ends.setdefault(row.lr, {})[row.seed] = row.end
     most = max((len(seeds) for seeds in ends.values()), default=0)
     whole = {lr: statistics.fmean(seeds.values()) for lr, seeds in ends.items() if len(seeds) == most}
     return max(whole, key=lambda lr: whole[lr]) if len(whole) > 1 else None
@@ -37,16 +36,20 @@ def pairs(results: Results, others: Mapping[Arm, Arm]) -> dict[Arm, Arm]:
 
 
 def rates(results: Results) -> str:
-    """Table of the arms with a chosen learning rate: runs that failed and mean final accuracy at every rate."""
+    """Table of the arms with a chosen rate and of the exact sampler: mean final accuracy and runs that failed."""
     groups: dict[Arm, dict[float, list[Row]]] = {}
     for row in results.rows:
         arm = Arm.of(row)
         groups.setdefault(arm._replace(lr=0.0), {}).setdefault(row.lr, []).append(row)
-    picked = {arm: lr for arm in groups if (lr := chosen(results, arm)) is not None}
-    columns = sorted({row.lr for arm in picked for rows in groups[arm].values() for row in rows})
+    picked: dict[Arm, float | None] = {arm: lr for arm in groups if (lr := chosen(results, arm)) is not None}
+    columns = sorted({lr for arm in picked for lr in groups[arm]})
+    tuned = {arm.world for arm in picked}
+    picked |= {
+        arm: None for arm, rows in groups.items() if arm.world in tuned and is_exact(next(iter(rows.values()))[0])
+    }
     worlds = results.worlds()
     lines = []
-    for arm in sorted(picked, key=lambda arm: (worlds[arm.world], arm.rank)):
+    for arm in sorted(picked, key=lambda arm: (worlds[arm.world], arm.mechanism != "exact", arm.rank)):
         cells = [_cell(results, groups[arm].get(lr, []), bold=lr == picked[arm]) for lr in columns]
         lines.append([worlds[arm.world], f"{arm.mechanism} {arm.strength}".strip(), arm.method, *cells])
     return table(("task", "gap", "method", *(f"lr {lr:g}" for lr in columns)), lines) if lines else ""
@@ -56,12 +59,8 @@ def _cell(results: Results, rows: Sequence[Row], *, bold: bool) -> str:
     if not rows:
         return ""
     hits, known = results.count(rows, "failed")
-    text = f"{100 * statistics.fmean(map(_end, rows)):.0f} %, {hits} of {known} failed"
+    text = f"{100 * statistics.fmean(row.end for row in rows):.0f} %, {hits} of {known} failed"
     return f"**{text}**" if bold else text
-
-
-def _end(row: Row) -> float:
-    return 0.0 if math.isnan(row.final) else row.final
 
 
 CAPTION = (

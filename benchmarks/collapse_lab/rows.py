@@ -105,6 +105,11 @@ class Row:
         return 0.0 if self.k3_early < UNSEEN else self.depth
 
     @property
+    def end(self) -> float:
+        """Mean accuracy of the last evaluations; a run that broke down answers nothing."""
+        return 0.0 if math.isnan(self.final) else self.final
+
+    @property
     def collapsed(self) -> bool:
         return not math.isnan(self.collapsed_at)
 

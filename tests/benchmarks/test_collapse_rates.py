@@ -1,4 +1,4 @@
-"""Learning rates that the tuning seeds choose, and the runs of the plan that are left."""
+"""Learning rates that the tuning seeds choose, the ranking of methods, and the runs of the plan that are left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import collapse_rows  # noqa: E402
-from collapse_lab import plan, rates  # noqa: E402
+from collapse_lab import plan, ranking, rates  # noqa: E402
 from collapse_lab.claims import CANNOT_TELL, SUPPORTS, Claim, Comparison, answers  # noqa: E402
 from collapse_lab.results import TUNING, Arm, Results  # noqa: E402
 from collapse_lab.rows import Row  # noqa: E402
@@ -83,6 +83,24 @@ def test_the_table_marks_the_chosen_rates() -> None:
         ["seq-tis", "75 %, 0 of 0 failed", "**85 %, 0 of 0 failed** |"],
         ["token-tis", "**70 %, 0 of 0 failed**", "80 %, 0 of 0 failed |"],
     ]
+
+
+def test_the_ranking_is_of_the_setting_with_most_arms_and_pairs_its_seeds() -> None:
+    ends = {"seq-tis": (0.8, 0.9, 1.0), "token-tis": (0.9, 0.95), "icepop": (0.7, math.nan)}
+    made = [collapse_rows.run("lag", "4", name, 3e-4, 1, False)[0] for name in ("seq-tis", "none")]
+    for name, finals in ends.items():
+        for seed, final in enumerate(finals, 1):
+            made.append(dataclasses.replace(collapse_rows.run("lag", "16", name, 3e-4, seed, False)[0], final=final))
+    made.append(dataclasses.replace(made[-1], control="random-mask", seed=3, final=0.1))
+    where, lines = ranking.ranking(Results(made))
+    assert where.startswith("lag 16, lr 0.0003, ")
+    assert [line.split(" | ")[:5] for line in lines.splitlines()[2:]] == [
+        ["| token-tis", "2", "92.5%", "90.0%", "+7.5 [-8.3, +23.3]"],  # 10 and 5 points
+        ["| seq-tis", "3", "90.0%", "80.0%", ""],
+        ["| icepop", "2", "35.0%", "0.0%", "-50.0 [-302.6, +202.6]"],  # -10 and -90: a run that broke ends at 0
+        ["| icepop, random-mask", "1", "10.0%", "10.0%", "-90.0"],
+    ]
+    assert ranking.ranking(Results([])) == ("", "")
 
 
 def test_what_is_left_of_the_plan_are_the_runs_of_its_recipes_without_a_row(tmp_path: Path) -> None:

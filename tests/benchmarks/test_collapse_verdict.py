@@ -298,7 +298,9 @@ def test_the_page_and_its_figures_are_what_the_committed_files_say() -> None:
 
 @needs_runs
 def test_the_ranges_of_recommendations_are_those_of_the_committed_runs_with_a_correction() -> None:
-    rows = [row for row in load(recipes=RECIPES).rows if row.control == "none"]
+    results = load(recipes=RECIPES)
+    # at higher learning rates corrections fail that hold at the same gap, and a run that fails opens its own
+    rows = [row for row in results.rows if row.control == "none" and row.lr <= 3e-4 and not results.failed(row)]
     # none, and none with another `old` or with replayed routes
     rows = [row for row in rows if not row.method.startswith("none")]
     # of tasks with fewer seeds than a claim asks for, nothing is known
