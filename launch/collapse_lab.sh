@@ -7,8 +7,8 @@ stages=(mechanism presets rates controls schedules precision routes turns long)
 
 usage() {
     cat <<TEXT
-usage: bash launch/collapse_lab.sh [--quick] [--stage LIST] [--seeds LIST] [--budget-minutes N] [--left] [--out DIR] [--docs]
-                                   [--task FILE.jsonl --model DIR] [--reward MODULE:FUNCTION] [--set KEY=VALUE]
+usage: bash launch/collapse_lab.sh [--quick] [--stage LIST] [--seeds LIST] [--left] [--budget-minutes N] [--out DIR]
+                                   [--docs] [--task FILE.jsonl --model DIR] [--reward MODULE:FUNCTION] [--set KEY=VALUE]
 
 Makes .venv when it is missing, installs, then runs the stages of launch/recipes/collapse one after the other, two runs at a
 time on one core each. All stages take hours; the first lines of each YAML say what it asks and how long it takes. Stopped
@@ -69,7 +69,7 @@ choose_task() {
     options+=(--set "model={hf_path: '${model//\'/\'\'}'}" --set warmup.steps=0)
 }
 
-# Sets $recipes to those of $chosen; with --left, to those with only the runs that no row is committed of.
+# Sets $recipes to those of $chosen; with --left, to those with only the runs that have no committed row.
 choose_recipes() {
     local name folder="$ROOT/launch/recipes/collapse"
     if [[ "$left" ]]; then
@@ -108,14 +108,19 @@ options+=(${seeds:+--seeds "$seeds"} ${budget_minutes:+--budget-minutes "$budget
 if [[ "$task" ]]; then
     say "responses have at most $(longest_response) tokens (rollout.max_new_tokens); --set rollout.max_new_tokens=N changes that"
 fi
-prepare collapse train,report
+if [[ "$docs$left" ]]; then
+    # the statistics of the verdict need what the tests need
+    prepare test dev
+else
+    prepare collapse train,report
+fi
 choose_recipes
 ((${#recipes[@]})) || { say "every run of ${chosen[*]} has a committed row" && exit 0; }
 folder="$out"
 ((${#recipes[@]} > 1)) || folder="$out/$(basename "${recipes[0]}" .yaml)"
 started=$SECONDS status=0
 workers=$(($(cores) < 2 ? 1 : 2))
-say "running ${chosen[*]} into $out, $workers at a time"
+say "running $(basename -as .yaml "${recipes[@]}" | xargs) into $out, $workers at a time"
 CUDA_VISIBLE_DEVICES='' "$VENV/bin/python" -m megatron_rc grid "${recipes[@]}" \
     --workers "$workers" --output "$folder" "${options[@]}" || status=$?
 [[ ! "$docs" ]] || write_verdict

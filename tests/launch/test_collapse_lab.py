@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = """#!/bin/sh
 # installs nothing, and notes what it would run
 case "$*" in
-*"-m pip"*) exit 0 ;;
+*"-m pip"*) echo "$*" >>"$NOTES.pip" && exit 0 ;;
 *"collapse.py --left"*) mkdir -p "$3" && touch "$3/rates.yaml" && exit 0 ;;
 *collapse.py*) echo docs >>"$NOTES" && exit 0 ;;
 *"-m megatron_rc grid"*) shift 3 ;;
@@ -114,6 +114,13 @@ def test_runs_on_a_users_file_have_its_prompts_and_model_and_a_length_that_is_pr
         assert job.task.options["reward"] == "megatron_rc.tasks.math_answer:math_answer"
         assert (job.model.hf_path, job.warmup.steps, job.rollout.max_new_tokens) == (model, 0, tokens)
     assert f"responses have at most {tokens} tokens (rollout.max_new_tokens); --set" in said
+
+
+@pytest.mark.parametrize(("option", "extras"), [([], "train,report"), (["--docs"], "dev"), (["--left"], "dev")])
+def test_it_installs_what_its_verdict_imports(option: list[str], extras: str, checkout: Path) -> None:
+    """Statistics of the verdict need scipy, which only the extra dev has."""
+    noted(checkout, "--stage", "rates", *option, "--out", str(checkout / "out"))
+    assert f"[{extras}]" in (checkout / "notes.pip").read_text()
 
 
 def test_left_runs_the_stages_that_have_runs_without_a_committed_row(checkout: Path) -> None:
