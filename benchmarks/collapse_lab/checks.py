@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from scipy import stats
 
 from collapse_lab.intervals import LEVEL
-from collapse_lab.results import Arm, Results, is_exact
+from collapse_lab.results import Arm, Results, by_arm, is_exact
 from collapse_lab.rows import Row
 
 STRENGTH: dict[str, Callable[[float], float]] = {
@@ -54,9 +54,7 @@ def falls_with_strength(results: Results) -> list[str]:
 
 def _ladders(results: Results) -> Iterator[list[tuple[Arm, list[Row]]]]:
     """Arms that differ in their strength alone, the weakest first."""
-    arms: dict[Arm, list[Row]] = {}
-    for row in results.rows:
-        arms.setdefault(Arm.of(row), []).append(row)
+    arms = by_arm(results.rows)
     ladders: dict[Arm, list[Arm]] = {}
     for arm in arms:
         if arm.strength and " + " not in arm.strength:

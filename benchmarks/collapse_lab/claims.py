@@ -18,7 +18,7 @@ import numpy as np
 
 from collapse_lab import rates
 from collapse_lab.intervals import Interval, difference, mean, median
-from collapse_lab.results import PLAIN, Arm, Results, lives
+from collapse_lab.results import PLAIN, Results, by_arm, lives
 from collapse_lab.rows import UNSEEN, Row
 from collapse_lab.survival import log_rank
 
@@ -131,9 +131,7 @@ def _arms(comparison: Comparison, results: Results) -> Iterator[tuple[str, list[
     if not rows or comparison.measure == "order":
         yield "", rows, []
         return
-    groups: dict[Arm, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(Arm.of(row), []).append(row)
+    groups = by_arm(rows)
     others = {arm: arm._replace(**comparison.against) for arm in groups}
     if comparison.own_rates:
         others = rates.pairs(results, others)

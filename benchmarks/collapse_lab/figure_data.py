@@ -14,7 +14,7 @@ import numpy as np
 
 from collapse_lab.claims import later_than_k3
 from collapse_lab.intervals import Interval, mean, median
-from collapse_lab.results import PLAIN, Arm, Results, is_exact, lives
+from collapse_lab.results import PLAIN, Results, by_arm, is_exact, lives
 from collapse_lab.rows import SIGNALS, UNSEEN, Point, Row
 from collapse_lab.survival import log_rank, survival
 
@@ -160,11 +160,8 @@ def _diagram(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
     """Share of failures of every group of seeds, by learning rate and T/T* of runs that correct nothing."""
     panels = {}
     for label, rows in arms.items():
-        groups: dict[Arm, list[Row]] = {}
-        for row in rows:
-            groups.setdefault(Arm.of(row), []).append(row)
         together: dict[tuple[float, float], list[Row]] = {}
-        for arm, runs in groups.items():
+        for arm, runs in by_arm(rows).items():
             depth = float(np.median([row.depth for row in results.uncorrected(runs[0])]))
             together.setdefault((max(depth, SHALLOW), arm.lr), []).extend(runs)
         counts = {place: results.count(runs, "failed") for place, runs in sorted(together.items())}

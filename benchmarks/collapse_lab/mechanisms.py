@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from collapse_lab.results import PLAIN, Arm, Results
+from collapse_lab.results import PLAIN, Results, by_arm
 from collapse_lab.rows import UNSEEN, Row
 from megatron_rc.jobs.describe import table
 
@@ -16,9 +16,7 @@ HEADINGS = ("task", "gap", "runs", "k3", "std of log-ratio", "T / T*", "mismatch
 
 def mechanisms(results: Results) -> str:
     """A line per mechanism and strength, of each task, at every learning rate that was run."""
-    arms: dict[Arm, list[Row]] = {}
-    for row in results.select(PLAIN | {"method": "none"}):
-        arms.setdefault(Arm.of(row), []).append(row)
+    arms = by_arm(results.select(PLAIN | {"method": "none"}))
     worlds = results.worlds()
     rates = {arm.lr for arm in arms}
     lines = []

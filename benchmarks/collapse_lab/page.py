@@ -172,15 +172,15 @@ def _summary(given: Sequence[tuple[Claim, list[Answer]]]) -> Iterator[str]:
 
 
 def _decisive(given: Sequence[Answer]) -> str:
-    """The first comparison that supports a claim, the first that contradicts it, and how many there are of each."""
-    counted = [answer for answer in given if not answer.beside]
+    """The first comparison that supports a claim, the first that contradicts it, and how many others there are."""
+    count = [answer for answer in given if not answer.beside]
     said = []
     for side in (SUPPORTS, CONTRADICTS):
-        found = [answer for answer in counted if answer.answer == side]
+        found = [answer for answer in count if answer.answer == side]
         more = f" ({len(found) - 1} more)" if len(found) > 1 else ""
         said += [f"*{side.capitalize()}*: {each.question}: {each.why}{more}." for each in found[:1]]
-    left = sum(answer.answer == CANNOT_TELL for answer in counted)
-    return " ".join([*said, f"{left} of {len(counted)} cannot tell." if left else ""]).strip()
+    left = sum(answer.answer == CANNOT_TELL for answer in count)
+    return " ".join([*said, f"{left} of {len(count)} cannot tell." if left else ""]).strip()
 
 
 def _title(claim: Claim) -> str:

@@ -8,23 +8,21 @@ from collections import Counter
 from collections.abc import Sequence
 
 from collapse_lab.intervals import mean
-from collapse_lab.results import Arm, Results
+from collapse_lab.results import PLAIN, Arm, Results, by_arm
 from collapse_lab.rows import Row
 from megatron_rc.jobs.describe import table
 
 REFERENCE = "seq-tis"
 """Method that all others are compared with, seed by seed."""
-HEADINGS = ("method", "seeds", "final accuracy", "lowest seed", f"less {REFERENCE}, same seeds", "failed", "fell",
-            "tokens dropped", "gradient norm")  # fmt: skip
+HEADINGS = ("method", "seeds", "final accuracy", "lowest seed", f"points above {REFERENCE}, same seeds", "failed",
+            "fell", "tokens dropped", "gradient norm")  # fmt: skip
 
 
 def ranking(results: Results) -> tuple[str, str]:
     """The gap and learning rate at which most arms were run, in words, and their table; empty without `REFERENCE`."""
     places: dict[Arm, dict[Arm, list[Row]]] = {}
-    for row in results.rows:
-        arm = Arm.of(row)
-        place = arm._replace(method=REFERENCE, control="none", lr_rule="none")
-        places.setdefault(place, {}).setdefault(arm, []).append(row)
+    for arm, rows in by_arm(results.rows).items():
+        places.setdefault(arm._replace(method=REFERENCE, **PLAIN), {})[arm] = rows
     known = Counter({place: len(arms) for place, arms in places.items() if place in arms})
     if not known:
         return "", ""

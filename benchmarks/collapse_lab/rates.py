@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from collapse_lab.results import TUNING, Arm, Results, is_exact
+from collapse_lab.results import TUNING, Arm, Results, by_arm, is_exact
 from collapse_lab.rows import Row
 from megatron_rc.jobs.describe import table
 
@@ -38,14 +38,13 @@ def pairs(results: Results, others: Mapping[Arm, Arm]) -> dict[Arm, Arm]:
 def rates(results: Results) -> str:
     """Table of the arms with a chosen rate and of the exact sampler: mean final accuracy and runs that failed."""
     groups: dict[Arm, dict[float, list[Row]]] = {}
-    for row in results.rows:
-        arm = Arm.of(row)
-        groups.setdefault(arm._replace(lr=0.0), {}).setdefault(row.lr, []).append(row)
+    for arm, rows in by_arm(results.rows).items():
+        groups.setdefault(arm._replace(lr=0.0), {})[arm.lr] = rows
     picked: dict[Arm, float | None] = {arm: lr for arm in groups if (lr := chosen(results, arm)) is not None}
     columns = sorted({lr for arm in picked for lr in groups[arm]})
     tuned = {arm.world for arm in picked}
     picked |= {
-        arm: None for arm, rows in groups.items() if arm.world in tuned and is_exact(next(iter(rows.values()))[0])
+        arm: None for arm, each in groups.items() if arm.world in tuned and is_exact(next(iter(each.values()))[0])
     }
     worlds = results.worlds()
     lines = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,6 +148,13 @@ class Results:
 
     def curve(self, row: Row) -> list[Point]:
         return self._curves.get((row.stage, *row.key), [])
+
+
+def by_arm(rows: Iterable[Row]) -> dict[Arm, list[Row]]:
+    arms: dict[Arm, list[Row]] = {}
+    for row in rows:
+        arms.setdefault(Arm.of(row), []).append(row)
+    return arms
 
 
 def is_exact(row: Row) -> bool:
