@@ -86,7 +86,7 @@ def row_of(stage: str, cell: Cell, rules: Endpoints, records: Records, model: Ma
         ess=_mean(trained, "ess"),
         dropped=_mean(trained, "dropped"),
         grad_norm=_mean(trained, "grad_norm"),
-        z_surprise=_z_surprise(cell.folder) if facts.mechanism.startswith((EXACT, "hidden")) else math.nan,
+        z_surprise=_z_surprise(cell.folder, settings) if facts.mechanism.startswith((EXACT, "hidden")) else math.nan,
         seconds=sum(record["time/step_s"] for record in trained),
         **{f"half_{name}": _half_way(trained, name, settings) for name in SIGNALS},
         half_accuracy=_half_way_down([(r["step"], r[METRIC]) for r in records if r.get(METRIC) is not None]),
@@ -172,8 +172,9 @@ def _model(cell: Cell, warm: Path) -> dict[str, Any]:
     return json.loads(((warmed if warmed.exists() else Path(model.hf_path)) / "config.json").read_text())
 
 
-def _z_surprise(folder: Path) -> float:
-    if not any((folder / "dump").glob("*.parquet")):
+def _z_surprise(folder: Path, settings: JobSettings) -> float:
+    # without an old pass the dump holds no log-probs of the trainer
+    if settings.correction.old != "recompute" or not any((folder / "dump").glob("*.parquet")):
         return math.nan
     test = diagnose_dump(folder / "dump").evidence.whole.z_surprise
     return math.nan if test is None else test.z

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,11 @@ def grid(folder: Path, **fields: Any) -> Path:
     return recipe
 
 
-def finished_run(folder: Path, rollout: dict[str, Any], accuracy: list[float], train: dict[str, Any]) -> None:
+def finished_run(
+    folder: Path, rollout: dict[str, Any], accuracy: list[float], train: dict[str, Any], old: str = "recompute"
+) -> None:
     folder.mkdir(parents=True)
-    job = {"model": {"config": DENSE}, "train": train, "rollout": rollout}
+    job = {"model": {"config": DENSE}, "train": train, "rollout": rollout, "correction": {"old": old}}
     (folder / "settings.yaml").write_text(schema.dump_yaml(schema.to_dict(schema.from_dict(JobSettings, job))))
     records = []
     for step in range(61):
@@ -126,6 +129,21 @@ def test_a_run_becomes_one_row_and_a_point_every_ten_steps(tmp_path: Path) -> No
     assert [point.step for point in mine] == list(range(0, 61, 10))
     # steps 11 to 20: five of 0.01 and five of 0.04
     assert mine[2].k3 == pytest.approx(0.025) and mine[2].accuracy == 0.6 and math.isnan(mine[0].k3)
+
+
+def test_a_run_without_an_old_pass_is_read_though_its_dump_cannot_be_analyzed(tmp_path: Path) -> None:
+    recipe, out = grid(tmp_path), tmp_path / "out"
+    for old in ("recompute", "rollout"):
+        folder = out / "exact/seed-3"
+        finished_run(folder, {"dtype": "fp32"}, [0.5] * 7, TRAIN, old)
+        (folder / "dump").mkdir()
+        (folder / "dump/step-000060.parquet").write_bytes(b"no log-probs of the trainer")
+        if old == "recompute":
+            with pytest.raises(ValueError, match="holds no dump"):
+                read(recipe, out)
+            shutil.rmtree(folder)
+    [[row], _] = read(recipe, out)
+    assert row.mechanism == "exact" and math.isnan(row.z_surprise)
 
 
 def test_runs_that_endpoints_cannot_judge_are_refused(tmp_path: Path) -> None:

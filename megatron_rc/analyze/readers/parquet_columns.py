@@ -17,6 +17,7 @@ from megatron_rc.analyze.readers.dump import CorruptRows, UnreadableFile, printa
 from megatron_rc.analyze.readers.rows import MAX_TEXT, checked
 
 LOG_PI, LOG_MU = "old_logprobs", "rollout_logprobs"
+WITHOUT_OLD_PASS = "; a training job computes them with correction.old: recompute alone"
 RENAMED = {"token_id": "output_ids"}
 """Names in the file of the columns whose name here is another."""
 VERSIONS, PROMPT = "weight_versions", "prompt_ids"
@@ -111,6 +112,8 @@ def _faults(table: pa.Table) -> dict[int, str]:
         own = _lengths(table[name])
         for index in np.flatnonzero(own != lengths):
             length = "is missing" if own[index] < 0 else f"has {own[index]} values, {LOG_MU} has {lengths[index]}"
+            if own[index] < 0 and name == LOG_PI:
+                length += WITHOUT_OLD_PASS
             faults.setdefault(int(index), f"{name} {length}")
     if "loss_mask" in _token_columns(table):
         flat = pc.list_flatten(table["loss_mask"])

@@ -116,7 +116,10 @@ def test_a_file_without_the_log_probs_of_the_trainer_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"old_logprobs": None}, "old_logprobs is missing"),
+        (
+            {"old_logprobs": None},
+            "old_logprobs is missing; a training job computes them with correction.old: recompute alone",
+        ),
         ({"rollout_logprobs": None}, "rollout_logprobs is missing"),
         ({"old_logprobs": [-1.0]}, r"old_logprobs has 1 values, rollout_logprobs has \d+"),
         ({"output_ids": [1]}, r"output_ids has 1 values, rollout_logprobs has \d+"),
