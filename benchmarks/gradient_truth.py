@@ -1,8 +1,9 @@
 """Measure every correction's estimate of the gradient against the exact one, at checkpoints of an uncorrected run.
 
-    python benchmarks/gradient_truth.py --run runs/gradients   # train with checkpoints, measure, write the rows
-    python benchmarks/gradient_truth.py                        # print the tables of the committed rows
-    python benchmarks/gradient_truth.py --docs                 # write them into docs/gradients.md, with the picture
+    python benchmarks/gradient_truth.py --run runs/gradients      # train with checkpoints, measure, write the rows
+    python benchmarks/gradient_truth.py --steps runs/consecutive  # the steps of the grid of gradients/consecutive.yaml
+    python benchmarks/gradient_truth.py                           # print the tables of the committed rows
+    python benchmarks/gradient_truth.py --docs                    # write docs/gradients.md, with the pictures
 
 The run is the cell stale-16, none of launch/recipes/methods.yaml. At a checkpoint, the exact gradient g* comes from
 fresh answers of the trainer's own weights; each estimate comes from answers of the weights that the run samples from,
@@ -20,9 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import checkout  # noqa: F401
+from gradients import consecutive_picture
 from gradients.page import page
 from gradients.picture import draw
 from gradients.rows import Row, read, write
+from gradients.steps import read_steps, steps_of, write_steps
 
 from megatron_rc import settings as job_settings
 
@@ -32,6 +35,9 @@ PAGE = ROOT / "docs/gradients.md"
 TABLES = "## Checkpoints\n\n"
 """Heading of the page from which on it is printed."""
 PICTURE = ROOT / "docs/images/gradients.png"
+CONSECUTIVE = ROOT / "benchmarks/gradients/consecutive.yaml"
+CONSECUTIVE_ROWS = ROOT / "benchmarks/results/collapse/gradient-steps.csv"
+CONSECUTIVE_PICTURE = ROOT / "docs/images/gradients-consecutive.png"
 RECIPE = ROOT / "launch/recipes/methods.yaml"
 CELL = {"setting": ["stale-16"], "method": ["none"]}
 STEPS: dict[int, tuple[int | None, ...]] = {20: (None,), 40: (None, 4), 80: (None,)}
@@ -76,18 +82,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="train there, measure, and write the rows")
     parser.add_argument("--seed", type=int, default=1, help="seed of the run")
-    parser.add_argument("--docs", action="store_true", help="write the tables and the picture of the page again")
+    parser.add_argument("--steps", type=Path, metavar="FOLDER", help="read the steps of the runs of this grid")
+    parser.add_argument("--docs", action="store_true", help="write the tables and the pictures of the page again")
     options = parser.parse_args()
     if options.run:
         found: list[Row] = []
         for more in measure(train(options.run, options.seed)):
             write(found := [*found, *more], ROWS)
-    rows = read(ROWS)
+    if options.steps:
+        write_steps(steps_of(CONSECUTIVE, options.steps), CONSECUTIVE_ROWS)
+    rows, steps = read(ROWS), read_steps(CONSECUTIVE_ROWS)
     if options.docs:
         draw(rows, PICTURE)
-        PAGE.write_text(PAGE.read_text().partition(TABLES)[0] + TABLES + page(rows))
+        consecutive_picture.draw(steps, CONSECUTIVE_PICTURE)
+        PAGE.write_text(PAGE.read_text().partition(TABLES)[0] + TABLES + page(rows, steps))
     else:
-        sys.stdout.write(page(rows))
+        sys.stdout.write(page(rows, steps))
 
 
 if __name__ == "__main__":

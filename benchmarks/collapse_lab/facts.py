@@ -37,8 +37,9 @@ class Facts(NamedTuple):
 
 ELSEWHERE = (
     *("name", "output", "model.hf_path", "log", "dump", "cluster", "correction", "lr_decay", "lr_gate"),
-    *(f"train.{n}" for n in ("seed", "dtype", "lr", "control", "asynchronous", "eval_weights", "backend")),
-    *(f"train.{n}" for n in ("save_interval", "keep_checkpoints", "save_hf", "debug_checks", "keep_sampling_weights")),
+    *(f"train.{n}" for n in ("seed", "dtype", "lr", "control", "asynchronous", "eval_weights")),
+    *(f"train.{n}" for n in ("save_interval", "keep_checkpoints", "save_hf", "debug_checks")),
+    *(f"train.{n}" for n in ("backend", "keep_sampling_weights", "grad_cosine")),
     *(f"rollout.{n}" for n in ("staleness", "amplify", "amplify_fixed", "hidden", "quantize", "dtype")),
     "moe.replay",
 )

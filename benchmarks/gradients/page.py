@@ -6,19 +6,23 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from timing import markdown
+
+from gradients.consecutive import section
 from gradients.rows import Z90, Row
+from gradients.steps import Step
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(rows: Sequence[Row], steps: Sequence[Step]) -> str:
     """The tables at the end of the page."""
     oldest = "## Rollouts as old as those of the run, lowest to highest over its checkpoints"
-    return f"{_checkpoints(rows)}\n{oldest}\n\n{_glance(rows)}\n## All rows\n\n{table(rows)}"
+    return f"{_checkpoints(rows)}\n{oldest}\n\n{_glance(rows)}\n{section(steps)}\n## All rows\n\n{table(rows)}"
 
 
 def table(rows: Sequence[Row]) -> str:
     """One line per row."""
     heads = ("step", "lag", "k3", "estimator", "cosine", "norm ratio", "bias²", "variance", "dropped", "A", "B", "C")
-    return _markdown(
+    return markdown.table(
         (*heads, "best progress"),
         [
             [
@@ -43,7 +47,7 @@ def _checkpoints(rows: Sequence[Row]) -> str:
     """What is known of g* and the rollouts at each checkpoint."""
     heads = ("step", "lag", "k3", "T / T*", "tokens", "‖g*‖", "cosine of its halves", "η", "L")
     places = {(r.step, r.lag): r for r in rows if r.lag}
-    return _markdown(
+    return markdown.table(
         heads,
         [
             [
@@ -75,12 +79,7 @@ def _glance(rows: Sequence[Row]) -> str:
         members = groups[name]
         values = [[getattr(r, field) for r in members] for field in ("cosine", "norm_ratio", "variance", "progress")]
         lines.append([f"`{name}`", *(f"{min(v):.2f} to {max(v):.2f}" for v in values)])
-    return _markdown(("estimator", "cosine", "norm ratio", "variance", "best progress"), lines)
-
-
-def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    texts = ["| " + " | ".join(cells) + " |" for cells in (heads, *lines)]
-    return "\n".join([texts[0], "|---" * len(heads) + "|", *texts[1:]]) + "\n"
+    return markdown.table(("estimator", "cosine", "norm ratio", "variance", "best progress"), lines)
 
 
 def _between(value: float, error: float) -> str:

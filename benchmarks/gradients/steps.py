@@ -1,0 +1,82 @@
+"""What each optimizer step of the runs of consecutive.yaml measured, and its file."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from collapse_lab.facts import EXACT, facts_of
+
+from megatron_rc import settings as job_settings
+from megatron_rc.jobs import grid
+from megatron_rc.report.log import read_metrics
+
+EXACT_ARM = "exact sampler"
+COLUMNS = {
+    "cosine": ("grad_cosine",),
+    "k3": ("old/k3", "current/k3"),
+    "ess": ("old/ess_token", "current/ess_token"),
+    "grad_norm": ("grad_norm",),
+    "length": ("response_length/mean",),
+    "reward": ("reward/mean",),
+}
+"""Maps a field of Step to the metric of the run: without an old pass, that of the update, which is the only one."""
+
+
+class Step(NamedTuple):
+    """NaN where a step has no value: the first one has no gradient before it."""
+
+    arm: str
+    """The correction of rollouts 16 updates old, or EXACT_ARM."""
+    seed: int
+    step: int
+    cosine: float
+    """Cosine of the gradients of this step and of the one before."""
+    k3: float
+    """KL(mu||pi) of the rollouts before the update, nats per token."""
+    ess: float
+    """Effective sample size of the token weights, share of the tokens."""
+    grad_norm: float
+    """Before clipping."""
+    length: float
+    """Mean response length, tokens."""
+    reward: float
+
+    @property
+    def horizon_ratio(self) -> float:
+        """T / T*, with T* = 1 / (2 k3)."""
+        return 2 * self.k3 * self.length
+
+
+def steps_of(recipe: Path, folder: Path) -> list[Step]:
+    """The steps of every finished run of the recipe in the folder of its grid."""
+    plan, steps = grid.load(recipe, output=str(folder)), []
+    for cell in grid.finished(plan, or_broken=True):
+        facts = facts_of(job_settings.load(cell.folder / "settings.yaml"), {})
+        arm = EXACT_ARM if facts.mechanism == EXACT else facts.method
+        records = (r for r in read_metrics(cell.folder / "metrics.jsonl") if r["phase"] == "rl" and r["step"] > 0)
+        steps += [Step(arm, cell.seed, record["step"], **_measured(record)) for record in records]
+    return steps
+
+
+def _measured(record: Mapping[str, Any]) -> dict[str, float]:
+    found = {f: [record[name] for name in names if record.get(name) is not None] for f, names in COLUMNS.items()}
+    return {field: float(values[0]) if values else math.nan for field, values in found.items()}
+
+
+def write_steps(steps: Iterable[Step], path: Path) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Step._fields)
+        writer.writerows([f"{value:.4g}" if isinstance(value, float) else value for value in step] for step in steps)
+
+
+def read_steps(path: Path) -> list[Step]:
+    with open(path, newline="") as file:
+        records = list(csv.DictReader(file))
+    return [
+        Step(r["arm"], int(r["seed"]), int(r["step"]), **{field: float(r[field]) for field in COLUMNS}) for r in records
+    ]
