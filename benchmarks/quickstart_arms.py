@@ -10,6 +10,7 @@ docs/images/quickstart_collapse.png and .svg, and write what the rows say into d
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import subprocess
@@ -98,9 +99,11 @@ all; without `--seeds` it writes this section from `benchmarks/results/collapse/
 {table(rows, comparison)}
 
 Here the uncorrected run recomputes its old log-probs. The other practice, `old: rollout`, corrects nothing either, but
-its PPO clip acts on π/μ. It is the fairer baseline, and here such a clip already saves the run
-([all methods of the lab](collapse.md#every-method-at-the-same-gap)); [gradients.md](gradients.md) compares the
-gradients of all of them with the exact one.
+its PPO clip acts on π/μ. It is the fairer baseline, and against a lag such a clip already saves the run. Against a
+sampler that is off by itself, the same clip makes runs collapse that need no correction
+([why](collapse.md#a-a-mismatch-of-sampler-and-trainer-alone-without-any-lag-collapses-a-run)).
+[All methods of the lab](collapse.md#every-method-at-the-same-gap) are ranked there;
+[gradients.md](gradients.md) compares their gradients with the exact one.
 
 {baselines()}
 
@@ -110,14 +113,16 @@ behind.
 
 
 def baselines() -> str:
-    """Table of the PPO clip on pi / mu and of two corrections at the same lag, from the rows of the collapse lab."""
+    """Table of the PPO clip on pi / mu beside other methods, under lag and under noise, from the rows of the lab."""
     lab = load(recipes=ROOT / "launch/recipes/collapse")
-    lines = ["| run of the lab | seeds | last 3 evaluations | failed |", "|---" * 4 + "|"]
-    for method in ("none, old: rollout", "token-tis", "seq-tis"):
-        where = {"task": "arithmetic", "mechanism": "lag", "strength": "16", "method": method, "lr": 3e-4}
-        runs = lab.select(PLAIN | where)
+    lines = ["| gap, run of the lab | seeds | last 3 evaluations | failed |", "|---" * 4 + "|"]
+    gaps = {"16 updates old": ("lag", "16"), "fixed noise of 0.2": ("fixed noise", "0.2")}
+    methods = ("none", "none, old: rollout", "token-tis", "seq-tis")
+    for (gap, (mechanism, strength)), method in itertools.product(gaps.items(), methods):
+        where = {"model": "qwen3", "task": "arithmetic", "mechanism": mechanism, "strength": strength}
+        runs = lab.select(PLAIN | where | {"method": method, "lr": 3e-4})
         end = f"{statistics.fmean(run.end for run in runs):.1%} ± {statistics.stdev(run.end for run in runs):.1%}"
-        lines.append(f"| `{method}` | {len(runs)} | {end} | {lab.count(runs, 'failed')[0]} |")
+        lines.append(f"| {gap}, `{method}` | {len(runs)} | {end} | {lab.count(runs, 'failed')[0]} |")
     return "\n".join(lines)
 
 

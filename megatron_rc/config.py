@@ -100,7 +100,8 @@ class RolloutCorrection:
     log_ratio_bound, so that units which all lie below -log_ratio_bound get equal weights."""
     old: Old = "recompute"
     """recompute: three policies, pi_old from a forward pass before the update. current: pi_old = pi.detach(), for one
-    optimizer step per rollout. rollout: two policies, the surrogate's ratio is pi / mu itself."""
+    optimizer step per rollout. rollout: two policies, the surrogate's ratio is pi / mu itself, for engines that agree
+    up to rounding: its clip pulls pi towards mu (docs/methods.md, Two policies)."""
     log_ratio_bound: float = 20.0
     """Weights and metrics clamp log-ratios to +- this before exp; gates compare unclamped logs."""
     max_k3: float | None = None

@@ -14,8 +14,8 @@ from megatron_rc.report.picture import SOFT, style_axes
 from megatron_rc.report.picture import TEXT as INK
 
 # colours of Okabe and Ito, which the colour-blind tell apart
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5d6878")
-MARKERS = "osD^vPX"
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5d6878", "#1b2330")
+MARKERS = "osD^vPX*"
 WIDTH = 10.0
 """Inches; 1,300 pixels."""
 NAMES = {

@@ -123,7 +123,10 @@ def _mean_line(lines: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, 
 
 
 def _strength(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
-    """Share of failures of every strength of an arm, at the early k3 of runs with the same gap that correct nothing."""
+    """Share of failures of every strength of an arm, at the early k3 of runs with the same gap that correct nothing.
+
+    Empty unless two arms have a gap that shows in k3: there would be nothing to compare.
+    """
     series = {}
     for label, rows in arms.items():
         points = []
@@ -141,7 +144,8 @@ def _strength(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
                     }
                 )
         series[label] = sorted(points, key=lambda point: point["k3"])
-    return {"series": {label: points for label, points in series.items() if points}}
+    compared = sum(any(point["k3"] >= UNSEEN for point in points) for points in series.values())
+    return {"series": {label: points for label, points in series.items() if points}} if compared > 1 else {}
 
 
 def _survival(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:

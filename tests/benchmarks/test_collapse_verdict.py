@@ -250,7 +250,9 @@ def test_figures_carry_the_numbers_that_they_show(made_up: Results, tmp_path: Pa
     page.write(made_up, tmp_path)
     drawn = {file.stem: file for file in (tmp_path / page.IMAGES).glob("*.png")}
     wanted = {each.name: each for figure in STATEMENT.figures for each in pictures(figure, made_up)}
-    assert drawn.keys() == wanted.keys() == {figure.name for figure in STATEMENT.figures}
+    # no made-up run has noise, so that there is nothing to compare
+    without = {"fixed-corrected", "new-corrected"}
+    assert drawn.keys() == wanted.keys() == {figure.name for figure in STATEMENT.figures} - without
     for name, picture in wanted.items():
         assert drawn_digest(drawn[name]) == digest(picture.data)
         assert f"]({page.IMAGES}/{name}.png)" in (tmp_path / "collapse.md").read_text()
@@ -299,13 +301,15 @@ def test_the_page_and_its_figures_are_what_the_committed_files_say() -> None:
 @needs_runs
 def test_the_ranges_of_recommendations_are_those_of_the_committed_runs_with_a_correction() -> None:
     results = load(recipes=RECIPES)
-    # at higher learning rates corrections fail that hold at the same gap, and a run that fails opens its own
-    rows = [row for row in results.rows if row.control == "none" and row.lr <= 3e-4 and not results.failed(row)]
+    # at higher learning rates corrections fail that hold at the same gap
+    rows = [row for row in results.rows if row.control == "none" and row.lr <= 3e-4]
     # none, and none with another `old` or with replayed routes
     rows = [row for row in rows if not row.method.startswith("none")]
-    # of tasks with fewer seeds than a claim asks for, nothing is known
-    seeds = {world: {row.seed for row in rows if row.world == world} for world in {row.world for row in rows}}
-    rows = [row for row in rows if len(seeds[row.world]) >= 5]
+    arms: dict[Arm, list[Row]] = {}
+    for row in rows:
+        arms.setdefault(Arm.of(row), []).append(row)
+    # one run that held says little where others of its arm failed
+    rows = [row for arm in arms.values() if len(arm) >= 5 and not any(map(results.failed, arm)) for row in arm]
     lengths = [10 * row.length for row in rows]
     depth = math.ceil(10 * max(row.depth for row in rows if not math.isnan(row.depth))) / 10
     length = (math.floor(min(lengths)) / 10, math.ceil(max(lengths)) / 10)
