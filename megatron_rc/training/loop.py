@@ -28,6 +28,7 @@ from megatron_rc.training.step.reinforce import StepResult, reinforce_step
 from megatron_rc.training.step.routing import Routing, check_routing
 from megatron_rc.training.step.sampling import Request, SampledBatch, Sampler
 from megatron_rc.training.step.supervised import demonstration_batch, supervised_step
+from megatron_rc.training.two_policies import ClipPullWarning
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Job:
         self.evaluates = rollout.engine != "replay"
         self.progress = Progress()
         self.lr_rule: LRScale | None = None
-        self.lost_batch = LostBatchWarning()
+        self.lost_batch, self.clip_pull = LostBatchWarning(), ClipPullWarning(settings)
         self.pair = "old/" if settings.correction.old == "recompute" else "current/"
         self.saved = ""
         self.output = Path(settings.output)
@@ -181,7 +182,8 @@ class Job:
             measured = result.metrics.get("old/measured_upper", math.nan)
             if not math.isnan(measured):
                 self.progress.measured_upper = measured
-            if warning := self.lost_batch.see(result.metrics, self.settings.correction, self.pair):
+            lost = self.lost_batch.see(result.metrics, self.settings.correction, self.pair)
+            for warning in filter(None, (lost, self.clip_pull.see(result.metrics))):
                 self.observers.message(f"WARNING, step {self.progress.step}: {warning}")
             self.observers.dump(self.progress, sampled, result, self.groups)
             self.progress.weight_version += 1
