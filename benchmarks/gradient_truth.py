@@ -25,7 +25,7 @@ from gradients import consecutive_picture
 from gradients.page import page
 from gradients.picture import draw
 from gradients.rows import Row, read, write
-from gradients.steps import read_steps, steps_of, write_steps
+from gradients.steps import Step, steps_of
 
 from megatron_rc import settings as job_settings
 
@@ -90,8 +90,8 @@ def main() -> None:
         for more in measure(train(options.run, options.seed)):
             write(found := [*found, *more], ROWS)
     if options.steps:
-        write_steps(steps_of(CONSECUTIVE, options.steps), CONSECUTIVE_ROWS)
-    rows, steps = read(ROWS), read_steps(CONSECUTIVE_ROWS)
+        write(steps_of(CONSECUTIVE, options.steps), CONSECUTIVE_ROWS)
+    rows, steps = read(Row, ROWS), read(Step, CONSECUTIVE_ROWS)
     if options.docs:
         draw(rows, PICTURE)
         consecutive_picture.draw(steps, CONSECUTIVE_PICTURE)

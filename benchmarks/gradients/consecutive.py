@@ -82,7 +82,8 @@ def _cosines(steps: Sequence[Step]) -> str:
 def _phase(runs: Sequence[Sequence[Step]], first: int, last: int) -> str:
     """Mean over the runs and half of the range of their means, and the median T / T*."""
     parts = [[step for step in run if first <= step.step <= last] for run in runs]
-    means = [statistics.fmean(known) for part in parts if (known := _known(part, "cosine"))]
+    cosines = [[step.cosine for step in part if not math.isnan(step.cosine)] for part in parts]
+    means = [statistics.fmean(known) for known in cosines if known]
     if not means:
         return ""
     depth = statistics.median(step.horizon_ratio for part in parts for step in part if not math.isnan(step.k3))
@@ -117,7 +118,3 @@ def curves_of(run: Sequence[Step], field: str) -> Curves:
 
 def _logarithm(values: np.ndarray) -> np.ndarray:
     return np.log(np.where(values > 0, values, math.nan))
-
-
-def _known(part: Sequence[Step], field: str) -> list[float]:
-    return [value for step in part if not math.isnan(value := getattr(step, field))]

@@ -1,14 +1,17 @@
-"""One row per checkpoint, rollouts and estimator, and their file."""
+"""One row per checkpoint, rollouts and estimator, and the files of rows."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+import typing
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Z90 = 1.645
 """Standard errors on either side of a 90 % interval."""
+Kind = typing.TypeVar("Kind", bound=tuple[Any, ...])
+"""A NamedTuple."""
 
 
 class Row(NamedTuple):
@@ -60,20 +63,16 @@ class Row(NamedTuple):
         return 2 * self.k3 * self.length
 
 
-def write(rows: Iterable[Row], path: Path) -> None:
+def write(rows: Sequence[NamedTuple], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(Row._fields)
+        writer.writerow(rows[0]._fields)
         writer.writerows([f"{value:.5g}" if isinstance(value, float) else value for value in row] for row in rows)
 
 
-def read(path: Path) -> list[Row]:
+def read(kind: type[Kind], path: Path) -> list[Kind]:
+    """The rows of a file, each value as the field of its name is annotated."""
+    types = typing.get_type_hints(kind)
     with open(path, newline="") as file:
-        return [Row(**{name: _typed(name, text) for name, text in record.items()}) for record in csv.DictReader(file)]
-
-
-def _typed(name: str, text: str) -> int | float | str:
-    if name == "estimator":
-        return text
-    return int(text) if name in ("seed", "step", "lag") else float(text)
+        return [kind(**{name: types[name](text) for name, text in record.items()}) for record in csv.DictReader(file)]

@@ -1,10 +1,9 @@
-"""What each optimizer step of the runs of consecutive.yaml measured, and its file."""
+"""What each optimizer step of the runs of consecutive.yaml measured."""
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,31 +51,22 @@ class Step(NamedTuple):
 
 
 def steps_of(recipe: Path, folder: Path) -> list[Step]:
-    """The steps of every finished run of the recipe in the folder of its grid."""
+    """The steps of every finished run of the recipe in the folder of its grid.
+
+    Raises:
+        ValueError: no run is finished.
+    """
     plan, steps = grid.load(recipe, output=str(folder)), []
     for cell in grid.finished(plan, or_broken=True):
         facts = facts_of(job_settings.load(cell.folder / "settings.yaml"), {})
         arm = EXACT_ARM if facts.mechanism == EXACT else facts.method
         records = (r for r in read_metrics(cell.folder / "metrics.jsonl") if r["phase"] == "rl" and r["step"] > 0)
         steps += [Step(arm, cell.seed, record["step"], **_measured(record)) for record in records]
+    if not steps:
+        raise ValueError(f"{folder} has no finished run of {recipe.name}: megatron-rc grid {recipe} --output {folder}")
     return steps
 
 
 def _measured(record: Mapping[str, Any]) -> dict[str, float]:
     found = {f: [record[name] for name in names if record.get(name) is not None] for f, names in COLUMNS.items()}
     return {field: float(values[0]) if values else math.nan for field, values in found.items()}
-
-
-def write_steps(steps: Iterable[Step], path: Path) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(Step._fields)
-        writer.writerows([f"{value:.4g}" if isinstance(value, float) else value for value in step] for step in steps)
-
-
-def read_steps(path: Path) -> list[Step]:
-    with open(path, newline="") as file:
-        records = list(csv.DictReader(file))
-    return [
-        Step(r["arm"], int(r["seed"]), int(r["step"]), **{field: float(r[field]) for field in COLUMNS}) for r in records
-    ]

@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from gradient_truth import CONSECUTIVE  # noqa: E402
 from gradients.consecutive import LAG, arms_of, curves_of, section  # noqa: E402
-from gradients.steps import EXACT_ARM, Step, read_steps, steps_of, write_steps  # noqa: E402
+from gradients.rows import read, write  # noqa: E402
+from gradients.steps import EXACT_ARM, Step, steps_of  # noqa: E402
 
 from megatron_rc import schema  # noqa: E402
 from megatron_rc.jobs import grid  # noqa: E402
@@ -55,6 +57,8 @@ def test_rollouts_younger_than_the_lag_are_left_out_of_the_order() -> None:
 
 
 def test_steps_are_those_of_the_metrics_of_the_finished_runs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no finished run of consecutive.yaml"):
+        steps_of(CONSECUTIVE, tmp_path / "grid")
     plan = grid.load(CONSECUTIVE, output=str(tmp_path / "grid"))
     cells = [cell for cell in grid.cells(plan, {"method": ["none", "two-policies"]}) if cell.seed == 2]
     for cell in cells:
@@ -75,5 +79,5 @@ def test_steps_are_those_of_the_metrics_of_the_finished_runs(tmp_path: Path) -> 
     for place, arm in ((239, "none"), (359, "none, old: rollout")):
         assert steps[place] == Step(arm, 2, 120, 0.3, 0.1, 0.8, 2.0, 7.5, 0.5)
     assert math.isnan(steps[0].cosine) and steps[1].horizon_ratio == 1.5
-    write_steps(steps, tmp_path / "steps.csv")
-    assert str(read_steps(tmp_path / "steps.csv")) == str(steps)
+    write(steps, tmp_path / "steps.csv")
+    assert str(read(Step, tmp_path / "steps.csv")) == str(steps)

@@ -20,8 +20,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 from gradients.moments import Moments, Products, jackknife_error  # noqa: E402
 from gradients.page import page  # noqa: E402
-from gradients.rows import read  # noqa: E402
-from gradients.steps import read_steps  # noqa: E402
+from gradients.rows import Row, read  # noqa: E402
+from gradients.steps import Step  # noqa: E402
 
 BATCHES = 2
 WORLD = World(2, stops=False)
@@ -118,8 +118,8 @@ def test_a_plug_in_norm_would_be_too_large_and_the_measured_one_is_not() -> None
 
 
 def test_the_page_ends_with_the_tables_of_the_committed_rows() -> None:
-    rows = read(ROOT / "benchmarks/results/collapse/gradients.csv")
-    steps = read_steps(ROOT / "benchmarks/results/collapse/gradient-steps.csv")
+    rows = read(Row, ROOT / "benchmarks/results/collapse/gradients.csv")
+    steps = read(Step, ROOT / "benchmarks/results/collapse/gradient-steps.csv")
     assert (ROOT / "docs/gradients.md").read_text().endswith("## Checkpoints\n\n" + page(rows, steps)), "make docs"
     exact = [row for row in rows if row.estimator == "exact"]
     assert len(exact) == len({row.step for row in rows})
