@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from job_processes import Job
-from jobs import finished_job, settings_file, started, typed_job
+from jobs import finished_job, killed_after, settings_file, typed_job
 from recordings import LONG_JOB, timeless
 from warm_models import warm_model
 
@@ -18,18 +16,6 @@ from megatron_rc.report.log import read_metrics
 from megatron_rc.schema.dump import read_dump
 
 Metrics = list[dict[str, Any]]
-
-
-def kill_after(job: Job, output: Path, phase: str, step: int) -> None:
-    """Kill a job, children included, once ``step`` of ``phase`` is recorded and the next one runs."""
-    log = output / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    try:
-        while not (log.is_file() and (phase, step) in [(r["phase"], r["step"]) for r in read_metrics(log)]):
-            assert job.running() and time.monotonic() < deadline, "the job ended before it could be killed"
-            time.sleep(0.01)
-    finally:
-        job.kill()
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +46,13 @@ def resumed_equals_uninterrupted(
     processes: int = 1,
     resume: Callable[..., Metrics] = finished_job,
 ) -> None:
-    """Kill a job after a step, start it again with ``resume``, and compare its metrics with ``whole``."""
+    """Kill a job in the step after ``step``, start it again with ``resume``, and compare its metrics with ``whole``."""
     config, output = settings_file(folder, job), folder / "killed"
     words = ("--set", f"output={output}", *arguments)
-    kill_after(started(config, *words, processes=processes), output, phase, step)
-    killed_at = read_metrics(output / "metrics.jsonl")[-1]
+    killed_after(config, *words, processes=processes, phase=phase, step=step)
+    last_recorded = read_metrics(output / "metrics.jsonl")[-1]
+    assert (last_recorded["phase"], last_recorded["step"]) == (phase, step)
     resumed = resume(config, *words, processes=processes)
-    assert (killed_at["phase"], killed_at["step"]) != ("rl", job["train"]["steps"]), "it ended before it was killed"
     assert timeless(resumed) == timeless(whole)
     last = job["train"]["steps"]
     assert [records[0]["step"] for records in read_dump(output / "dump")] == [last - 2, last - 1, last]

@@ -91,7 +91,7 @@ def test_an_interrupt_leaves_the_process_to_its_parent_and_a_kill_is_noticed_at_
         for attempt in (partial(answer, engine, KILLED), partial(engine.update_weights, unread, 1)):
             with pytest.raises(ValueError, match=r"^the process of the rollout engine was ended by SIGKILL, as "):
                 attempt()
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 30, "nothing waits for a process that has ended"
         assert next(unread, None) is None, "the other trainer processes take part in making the weights"
     finally:
         engine.close()
@@ -99,18 +99,19 @@ def test_an_interrupt_leaves_the_process_to_its_parent_and_a_kill_is_noticed_at_
 
 def test_closing_ends_a_request_of_another_thread() -> None:
     engine, said = worker(), list[str]()
+    begun = threading.Event()
 
     def wait() -> None:
         try:
-            answer(engine, ENDLESS)
+            engine.generate([[ENDLESS]], SamplingParams(), n=1, seeds=[1], on_finished=lambda _: begun.set())
         except ValueError as error:
             said.append(str(error))
 
     thread = threading.Thread(target=wait)
     thread.start()
-    time.sleep(0.1)
+    assert begun.wait(60)
     engine.close()
-    thread.join(3)
+    thread.join(60)
     assert said == ["the process of the rollout engine was ended by SIGTERM"]
 
 
@@ -134,7 +135,7 @@ def test_the_process_ends_with_its_parent_also_in_the_middle_of_a_request(tmp_pa
     parent.kill()
     parent.wait()
     try:
-        assert nothing_is_left(parent.pid, seconds=3)
+        assert nothing_is_left(parent.pid)
     finally:
         for left in members(parent.pid):
             os.kill(left, signal.SIGKILL)

@@ -17,14 +17,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import forked
+import psutil
 from cluster_nodes import free_port
 from refusals import outcome
 
 LIMIT = 300.0
 """Seconds after which command lines are killed."""
-GRACE = 10.0
+GRACE = 60.0
 """Seconds that the other ranks of a job have to end once one has failed."""
 
 
@@ -32,9 +34,18 @@ class Job:
     """A running command line of megatron-rc."""
 
     def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, processes: int = 1
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        processes: int = 1,
+        freeze_before: tuple[str, int] | None = None,
     ) -> None:
-        """Start the command line on ``processes`` ranks, in ``folder``, whose modules can be imported."""
+        """Start the command line on ``processes`` ranks, in ``folder``, whose modules can be imported.
+
+        With ``freeze_before`` = (phase, step), the first rank freezes when it has computed that step, and before it
+        records it, until it is killed.
+        """
         forked.start_server()
         self._written = tempfile.TemporaryDirectory()
         shared = dict(environment)
@@ -44,13 +55,21 @@ class Job:
         for rank in range(processes):
             ranked = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else shared
             process = multiprocessing.get_context(forked.METHOD).Process(
-                target=_run, args=(list(arguments), ranked, folder, f"{self._written.name}/{rank}")
+                target=_run, args=(list(arguments), ranked, folder, f"{self._written.name}/{rank}", freeze_before)
             )
             process.start()
             self._processes.append(process)
 
     def running(self) -> bool:
         return all(process.is_alive() for process in self._processes)
+
+    def wait_until_frozen(self) -> None:
+        """Wait for the step of ``freeze_before``, which the job must reach."""
+        first = psutil.Process(self._processes[0].pid)
+        deadline = time.monotonic() + LIMIT
+        while first.status() != psutil.STATUS_STOPPED:
+            assert self.running() and time.monotonic() < deadline, "the job ended before the step that it freezes at"
+            time.sleep(0.01)
 
     def kill(self) -> None:
         """Kill every rank with signal 9, children included."""
@@ -102,7 +121,13 @@ def outcomes(
     return ended
 
 
-def _run(arguments: list[str], environment: dict[str, str], folder: Path, written: str) -> None:
+def _run(
+    arguments: list[str],
+    environment: dict[str, str],
+    folder: Path,
+    written: str,
+    freeze_before: tuple[str, int] | None,
+) -> None:
     os.setsid()
     output = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -111,7 +136,17 @@ def _run(arguments: list[str], environment: dict[str, str], folder: Path, writte
     os.chdir(folder)
     sys.argv = ["megatron-rc", *arguments]
     from megatron_rc.cli import main
+    from megatron_rc.report.log import MetricsLog
 
+    write = MetricsLog.write
+
+    def write_or_freeze(log: MetricsLog, record: Mapping[str, Any]) -> None:
+        if (record["phase"], record["step"]) == freeze_before:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        write(log, record)
+
+    if freeze_before:
+        MetricsLog.write = write_or_freeze  # type: ignore[method-assign]
     main()
 
 

@@ -49,9 +49,18 @@ def environment() -> dict[str, str]:
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
 
 
-def started(config: Path, *arguments: str, processes: int = 1) -> Job:
-    """Start a job in forked processes, in the folder of its settings, whose modules can be imported."""
-    return Job(["train", str(config), *arguments], environment(), config.parent, processes)
+def started(config: Path, *arguments: str, processes: int = 1, freeze_before: tuple[str, int] | None = None) -> Job:
+    """Start a job in forked processes, in the folder of its settings, whose modules can be imported; see `Job`."""
+    return Job(["train", str(config), *arguments], environment(), config.parent, processes, freeze_before)
+
+
+def killed_after(config: Path, *arguments: str, phase: str, step: int, processes: int = 1) -> None:
+    """Kill a job, children included, when ``step`` of ``phase`` is recorded and the next is computed but not recorded."""
+    job = started(config, *arguments, processes=processes, freeze_before=(phase, step + 1))
+    try:
+        job.wait_until_frozen()
+    finally:
+        job.kill()
 
 
 def finished_job(config: Path, *arguments: str, processes: int = 1) -> list[dict[str, Any]]:

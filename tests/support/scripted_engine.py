@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 REFUSED, BROKEN, KILLED, ENDLESS = range(900, 904)
-"""First ids of prompts that do not get an answer."""
+"""First ids of prompts that do not get an answer; the last is counted as finished when its engine begins with it."""
 
 
 class ScriptedEngine(RolloutEngine):
@@ -43,6 +43,8 @@ class ScriptedEngine(RolloutEngine):
             case 902:
                 os.kill(os.getpid(), signal.SIGKILL)
             case 903:
+                if on_finished is not None:
+                    on_finished(1)
                 time.sleep(600)
         if on_finished is not None:
             for _ in seeds:

@@ -85,7 +85,7 @@ def test_a_paused_server_is_told_at_once(moe_server: SglangServer) -> None:
     moe_server.call("/pause_generation", {"mode": "abort"})
     started = time.monotonic()
     (facts,) = read_servers([moe_server.url], timeout_s=60)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50, "it is not asked for what a paused server does not answer"
     findings = {f.check: f for f in SGLANG.run(Facts(facts))}
     assert findings["serving-state"].status == "error"
     assert "paused" in findings["answer-counts"].found

@@ -63,7 +63,7 @@ def test_a_server_that_takes_connections_and_never_answers_is_given_up_after_the
         started = time.monotonic()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         assert refused(url, timeout_s=0.5).endswith(f"{url}/workers did not answer within 0.5 s")
-        assert 0.5 <= time.monotonic() - started < 5
+        assert 0.5 <= time.monotonic() - started < 30
 
 
 def test_without_aiohttp_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
 from megatron_rc.schema.sglang_settings import SGLangSettings
 
 PROMPT = [3, 4, 5, 6, 7]
-LONG = {"temperature": 1.0, "max_new_tokens": 200, "ignore_eos": True}
 UNROUNDED = 2e-5
 """fp32 on both sides, nats."""
 
@@ -130,40 +130,62 @@ def test_a_mixture_of_experts_is_updated_expert_by_expert(tmp_path_factory, tmp_
         trainer.update(0, 3)
 
 
-def in_thread(trainer: Trainer, sampling: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
+def drawn(tokens: int) -> dict[str, Any]:
+    return {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
+
+
+@contextmanager
+def always_asking(trainer: Trainer) -> Iterator[list[Any]]:
+    """Answers to requests of which some are running at any moment: each of four threads asks one after the other."""
     answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(trainer.server.generate(PROMPT, sampling)))
-    thread.start()
-    return thread, answers
+    ended = threading.Event()
+
+    def ask(tokens: int) -> None:
+        while not ended.is_set():
+            answers.append(trainer.server.generate(PROMPT, drawn(tokens)))
+
+    # of different lengths, so that they do not end together
+    threads = [threading.Thread(target=ask, args=(tokens,)) for tokens in (200, 170, 140, 110)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield answers
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_requests_during_an_update_end_with_the_versions_that_drew_their_tokens(server, tmp_path):
     with Trainer(server, "dense", "tensor", tmp_path) as trainer:
         trainer.update(1, 1)
-        running, begun = in_thread(trainer, LONG)
-        waiting: list[tuple[threading.Thread, list[Any]]] = []
+        held: list[Any] = []
+        waiting = threading.Thread(target=lambda: held.append(server.generate(PROMPT, drawn(12))))
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in trainer.weights(2):
-                if not waiting:
-                    waiting.append(in_thread(trainer, {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True}))
+                if not waiting.ident:
+                    waiting.start()
                     time.sleep(0.3)
-                    assert not waiting[0][1], "a request that is sent during the update is held"
+                    assert not held, "a request that is sent during the update is held"
                 yield name, tensor
 
-        while server.call("/v1/loads?include=core")[1]["loads"][0]["num_running_reqs"] == 0:
-            time.sleep(0.01)
-        update_servers(trainer.pool, trainer.sync, weights(), 2)
-        for thread in (running, waiting[0][0]):
-            thread.join(60)
-        (held,) = waiting[0][1]
-        assert held["meta_info"]["weight_versions"] == [{"version": "2", "start": 0, "end": 12}]
-        assert trainer.distance(2, held) < UNROUNDED
-        (first,) = begun
-        assert first["meta_info"]["finish_reason"]["type"] == "abort"
-        (span,) = first["meta_info"]["weight_versions"]
-        assert (span["version"], span["start"]) == ("1", 0) and 0 < span["end"] < 200
-        assert trainer.distance(1, first) < UNROUNDED
+        with always_asking(trainer) as answers:
+            while server.call("/v1/loads?include=core")[1]["loads"][0]["num_running_reqs"] == 0:
+                time.sleep(0.01)
+            update_servers(trainer.pool, trainer.sync, weights(), 2)
+        waiting.join()
+        (answer,) = held
+        assert answer["meta_info"]["weight_versions"] == [{"version": "2", "start": 0, "end": 12}]
+        assert trainer.distance(2, answer) < UNROUNDED
+        aborted = [a for a in answers if a["meta_info"]["finish_reason"]["type"] == "abort" and a["output_ids"]]
+        assert aborted, "requests that run when the update begins end with it"
+        for answer in answers:
+            if answer["output_ids"]:
+                (span,) = answer["meta_info"]["weight_versions"]
+                assert (span["start"], span["end"]) == (0, len(answer["output_ids"]))
+                assert span["version"] == "1" or answer not in aborted
+                assert trainer.distance(int(span["version"]), answer) < UNROUNDED
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor"])

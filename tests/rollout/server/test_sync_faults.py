@@ -29,7 +29,7 @@ CONTROL = ("/pause_generation", "/flush_cache", "/weights_checker", "/update_wei
 def test_a_server_that_fails_anywhere_is_out_and_stays_paused_while_the_other_goes_on(
     start, tmp_path, transport, path, fault
 ):
-    job, good, bad = start(transport, tmp_path, timeout_s=1.0)
+    job, good, bad = start(transport, tmp_path, timeout_s=2.0)
     job.update(1, version=1)
     bad.fail(path, fault)
     job.update(2, version=2)
