@@ -55,7 +55,7 @@ def started(config: Path, *arguments: str, processes: int = 1, freeze_before: tu
 
 
 def killed_after(config: Path, *arguments: str, phase: str, step: int, processes: int = 1) -> None:
-    """Kill a job, children included, when ``step`` of ``phase`` is recorded and the next is computed but not recorded."""
+    """Kill a job, children included, when ``step`` of ``phase`` is recorded and the next one is only computed."""
     job = started(config, *arguments, processes=processes, freeze_before=(phase, step + 1))
     try:
         job.wait_until_frozen()
