@@ -25,19 +25,22 @@ paths=()
 for argument in "$@"; do
     [[ ! -e "${argument%%::*}" ]] || paths+=("${argument%%::*}")
 done
+parallel=() background=()
+trap '((${#background[@]} == 0)) || kill "${background[@]}" 2>/dev/null || true' EXIT
+((${#paths[@]})) || { bash launch/sglang_cpu/install.sh & background+=($!); }
 prepare test dev
 PATH="$VENV/bin:$PATH"
-parallel=()
 if ((${#paths[@]} == 0)); then
+    prepare_triton 3.6.0 "numpy<2.4" & background+=($!)
     prepare_megatron_training 0.17.1 0.19.2
-    bash launch/sglang_cpu/install.sh
     say "ruff check"
     ruff check --quiet .
     say "ruff format --check"
     ruff format --check --quiet . || die "the files above are not formatted; run .venv/bin/ruff format ."
     say "mypy megatron_rc"
     mypy --no-error-summary megatron_rc
-    parallel=(-n 2 --dist worksteal)
+    for process in "${background[@]}"; do wait "$process"; done
+    background=() parallel=(-n 2 --dist worksteal)
 fi
 ran=0
 # With arguments, the selected tests may all be of the other kind; pytest then answers 5.
@@ -59,7 +62,6 @@ fi
 ((ran)) || die "no test was selected by: $*"
 
 if (($# == 0)) || [[ "$*" == "--full" ]]; then
-    prepare_triton 3.6.0 "numpy<2.4"
     older="$VENV/triton-3.6.0"
     version="$(PYTHONPATH="$older" triton_version)"
     [[ "$version" == 3.6.0 ]] || die "$older holds triton 3.6.0, but $version is what runs"
