@@ -24,7 +24,7 @@ import psutil
 from cluster_nodes import free_port
 from refusals import outcome
 
-LIMIT = 300.0
+LIMIT = 800.0
 """Seconds after which command lines are killed."""
 GRACE = 60.0
 """Seconds that the other ranks of a job have to end once one has failed."""

@@ -76,7 +76,7 @@ def typed_job(config: Path, *arguments: str, processes: int = 1) -> list[dict[st
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command += ["-m", "megatron_rc", "train", str(config), *arguments]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-4000:]
     return metrics_of(arguments)
 

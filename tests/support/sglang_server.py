@@ -167,7 +167,7 @@ def _start(
     model: str | Path, log: Path, flags: tuple[str, ...], env: Mapping[str, str] | None, owner: int
 ) -> SglangServer:
     assert (ROOT / ".venv-sglang/installed").exists(), "run `bash launch/sglang_cpu/install.sh` before these tests"
-    command = ["bash", str(SERVE), str(model), "--background", "--port", "0", "--log", str(log), "--timeout", "240"]
+    command = ["bash", str(SERVE), str(model), "--background", "--port", "0", "--log", str(log), "--timeout", "600"]
     done = subprocess.run(
         [*command, "--stop-with", str(owner), *flags],
         env={**os.environ, **(env or {})},
