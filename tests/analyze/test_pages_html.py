@@ -322,7 +322,7 @@ def opened(browser: str, page: Path) -> tuple[str, str, list[str]]:
         *("--virtual-time-budget=2000", f"--user-data-dir={page.with_suffix('.user')}", f"--log-net-log={log}"),
     ]
     done = subprocess.run(
-        [browser, *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+        [browser, *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=600, check=True
     )
     console = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
     events = [event.get("params", {}) for event in json.loads(log.read_text())["events"]]

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def printed(example: Path) -> str:
     """What an example prints; each is run once."""
     command = [sys.executable, str(example)]
-    done = subprocess.run(command, env=script_environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=script_environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

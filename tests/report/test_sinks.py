@@ -27,7 +27,7 @@ def log_steps(folder: Path, service: str, first: int, last: int, end: str) -> No
     """Run the logging job in a process of its own, with everything that a library stores inside ``folder``."""
     command = [sys.executable, dashboard_job.__file__, service, str(folder / "run"), str(first), str(last), end]
     done = subprocess.run(
-        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == (-signal.SIGKILL if end == "kill" else 0), done.stderr
 
@@ -84,7 +84,7 @@ def test_trackio_keeps_every_step_once_in_one_run(tmp_path: Path) -> None:
     def trackio(*words: str) -> dict[str, object]:
         command = [sys.executable, "-m", "trackio.cli", *words, "--project", "project", "--json"]
         done = subprocess.run(
-            command, env=environment(tmp_path), capture_output=True, text=True, timeout=120, check=True
+            command, env=environment(tmp_path), capture_output=True, text=True, timeout=600, check=True
         )
         return dict(json.loads(done.stdout))
 

@@ -30,7 +30,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             env={**os.environ, **place, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{address}/team/project")

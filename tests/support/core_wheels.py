@@ -38,7 +38,7 @@ def printed_by(program: str, folder: Path, *arguments: str) -> str:
         env=os.environ | alone | {"PYTHONPATH": f"{folder}:{ROOT / 'tests/support'}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

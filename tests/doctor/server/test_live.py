@@ -30,7 +30,7 @@ def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServe
 def doctor(*arguments: str | Path) -> tuple[int, str, str]:
     """(exit status, stdout, stderr) of the command, as a launch script sees it."""
     command = [sys.executable, "-m", "megatron_rc", "doctor", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     return done.returncode, done.stdout, done.stderr
 
 
