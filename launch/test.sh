@@ -55,7 +55,7 @@ run_tests() {
 
 say "pytest"
 run_tests "$@"
-if ((${#paths[@]} == 0)) || grep -qr mark.interpreter "${paths[@]}"; then
+if ((${#paths[@]} == 0)) || grep -Eqr 'mark\.(interpreter|kernel)' "${paths[@]}"; then
     say "pytest: the kernels, interpreted by triton $(triton_version)"
     TRITON_INTERPRET=1 run_tests "$@"
 fi

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import aot
 import pytest
+import resources
+from kernel_calls import ON_A_CARD, every_call
+from tested_kernels import kernel_names
 
 from megatron_rc.kernels.launch_table import LAUNCH
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import kernel_resources
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,7 +28,7 @@ EVERY_RUN = ("sm_90", "gfx942")
 @pytest.mark.parametrize(
     "target", [name if name in EVERY_RUN else pytest.param(name, marks=pytest.mark.full) for name in aot.TARGETS]
 )
-@pytest.mark.parametrize("kernel", aot.kernel_names())
+@pytest.mark.parametrize("kernel", kernel_names())
 def test_it_compiles_without_spilling_a_register(kernel: str, target: str, pytestconfig: pytest.Config) -> None:
     # the correction has many variants, of which a third compiles in every run
     thinned = kernel == "correction_fwd_kernel" and not pytestconfig.getoption("full")
@@ -49,17 +46,25 @@ LISTED_IN_EVERY_RUN = ("normalize_fwd_kernel", "policy_loss_fwd_kernel")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "kernel",
-    [n if n in LISTED_IN_EVERY_RUN else pytest.param(n, marks=pytest.mark.full) for n in aot.kernel_names()],
+    [n if n in LISTED_IN_EVERY_RUN else pytest.param(n, marks=pytest.mark.full) for n in kernel_names()],
 )
 def test_the_committed_registers_spills_and_barriers_are_what_the_compiler_says_today(kernel: str) -> None:
-    committed = json.loads(kernel_resources.FILE.read_text())["kernels"]
-    assert kernel_resources.used_by(kernel) == committed[kernel], "run python benchmarks/kernel_resources.py"
+    committed = json.loads(resources.FILE.read_text())["kernels"]
+    assert resources.used_by(kernel) == committed[kernel], "run python tests/support/resources.py"
 
 
 def test_every_entry_of_the_launch_table_is_compiled() -> None:
     capture = aot.capture()
     assert capture.off_table == []
     assert capture.entries == set(LAUNCH)
+
+
+def test_what_the_tests_of_a_card_launch_is_among_it() -> None:
+    compiled, launched = (
+        {(one.name, aot.natural(one, aot.ONE_TARGET).key) for one in capture.launches}
+        for capture in (aot.capture(), aot.captured(lambda: every_call(ON_A_CARD)))
+    )
+    assert {name for name, _ in launched - compiled} == set()
 
 
 def test_every_launch_asks_for_fused_multiplication_and_addition() -> None:

@@ -13,7 +13,7 @@ from kernel_calls import CALLS, SMALL
 from torch import Tensor
 from torch.testing import assert_close
 
-pytestmark = pytest.mark.interpreter
+pytestmark = pytest.mark.kernel
 
 # fp32 to rounding; two roundings of one number to bf16 or fp16 may fall on either side
 _TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}

@@ -20,6 +20,7 @@ from kernel_correction_data import (
     padded,
     small_blocks,
 )
+from on_device import ROUNDING, assert_same
 from torch import Tensor
 
 from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
@@ -27,7 +28,7 @@ from megatron_rc.correction import Corrected, correct, pair_metrics
 from megatron_rc.measured_upper import SUMS, UNITS
 
 # of rows without a loss, which hold anything
-pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered")]
+pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore:invalid value encountered")]
 
 LENGTHS = [9, 0, 3 * UNIT_BLOCK, 1, UNIT_BLOCK + 1, 0, 70]
 
@@ -137,7 +138,9 @@ def test_the_standardized_gate_is_that_of_pytorch_in_fp64(level: Any, when: Any,
 def test_log_probs_of_half_precision_are_corrected_in_full(dtype: torch.dtype) -> None:
     batch = batch_of(LENGTHS)
     batch.train, batch.rollout = batch.train.to(dtype), batch.rollout.to(dtype)
-    assert_agrees(batch, PRESETS["geo-mask-token-tis"].correction)
+    batch.options["advantages"] = batch.options["advantages"].to(dtype)
+    for correction in (PRESETS["geo-mask-token-tis"].correction, SEGMENTS):
+        assert_agrees(batch, correction)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
@@ -148,18 +151,24 @@ def test_a_loss_mask_of_any_dtype_means_what_is_not_zero(dtype: torch.dtype) -> 
     assert batch.cu_seqlens is not None
     batch.cu_seqlens = batch.cu_seqlens.long()
     found = run(batch, SEGMENTS)
-    assert torch.equal(found.weights, expected.weights)
-    assert found.metrics.values() == expected.metrics.values()
+    assert_same(found.weights, expected.weights)
+    assert found.metrics.values() == pytest.approx(expected.metrics.values(), rel=ROUNDING, abs=0)
 
 
-def test_arguments_that_are_not_contiguous_are_read_right() -> None:
+@pytest.mark.parametrize("layout", ["columns first", "odd addresses"])
+def test_arguments_that_lie_differently_in_memory_are_read_right(layout: str) -> None:
     batch = padded(batch_of([20] * 3), 3)
     expected = run(batch, SEGMENTS)
-    batch.train, batch.rollout, batch.mask = (x.t().contiguous().t() for x in batch.arguments)
-    batch.options["advantages"] = batch.options["advantages"][:, None].expand(3, 20)
+    if layout == "columns first":
+        batch.train, batch.rollout, batch.mask = (x.t().contiguous().t() for x in batch.arguments)
+        batch.options["advantages"] = batch.options["advantages"][:, None].expand(3, 20)
+    else:
+        batch.train, batch.rollout, batch.mask = (
+            torch.cat([x[:1, :1].flatten(), x.flatten()])[1:].view(3, 20) for x in batch.arguments
+        )
     found = run(batch, SEGMENTS)
-    assert not batch.train.is_contiguous()
-    assert torch.equal(found.weights, expected.weights)
+    assert batch.train.is_contiguous() == (layout == "odd addresses")
+    assert_same(found.weights, expected.weights)
     assert torch.equal(found.mask, expected.mask)
 
 

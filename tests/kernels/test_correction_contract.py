@@ -34,7 +34,7 @@ from test_standardized import test_the_mean_k3_is_returned_in_fp64_whatever_was_
 from megatron_rc.config import Rejection, RolloutCorrection
 from megatron_rc.correction import correct
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered")]
+pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore:invalid value encountered")]
 
 
 @pytest.fixture(autouse=True, scope="module")

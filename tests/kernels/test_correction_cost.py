@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,60 +12,40 @@ from kernel_correction_data import SEGMENTS, assert_agrees, batch_of, small_bloc
 from launches import count_launches, recorded_launches
 from traffic import counted_traffic
 
-from megatron_rc.backend import set_debug_checks
 from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
 from megatron_rc.correction import correct, pair_metrics
 from megatron_rc.kernels.chunks import locate_chunk
 
 # of rows without a loss, which hold anything
-pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered")]
+pytestmark = [
+    pytest.mark.kernel,
+    pytest.mark.usefixtures("no_debug_checks"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),
+]
 
 
-@pytest.fixture(autouse=True)
-def _as_in_production() -> Iterator[None]:
-    before = set_debug_checks(False)
-    yield
-    set_debug_checks(before)
+MEASURED = RolloutCorrection(Weight("sequence", upper="measured"))
+COUNTED: dict[str, tuple[RolloutCorrection, dict[str, Any], int]] = {
+    **{name: (preset.correction, {}, 3) for name, preset in PRESETS.items() if name != "standardized"},
+    "standardized needs the mean k3 of the batch": (PRESETS["standardized"].correction, {}, 5),
+    "a given mean k3": (PRESETS["standardized"].correction, {"mean_k3": torch.tensor(0.1, dtype=torch.float64)}, 3),
+    "a measured bound": (MEASURED, {"measured_upper": 2.0}, 3),
+    "log-probs by the version that sampled": (PRESETS["token-tis"].correction, {"sampling_logprobs": True}, 4),
+    "turns, and normalised": (SEGMENTS, {}, 5),
+}
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_three_launches_and_two_more_where_it_needs_the_mean_k3_of_the_batch(name: str) -> None:
-    batch = batch_of([9, 0, 30], sampling=False)
-    call = {"correction": PRESETS[name].correction, "cu_seqlens": batch.cu_seqlens, "backend": "triton"}
-    asked = count_launches(lambda: correct(*batch.arguments, **call, **batch.options))
-    assert asked.total == 3 + 2 * (name == "standardized") and not asked.waits and not asked.collectives, asked
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_correction_is_three_launches_and_few_more_for_what_needs_them(name: str) -> None:
+    correction, options, launches = COUNTED[name]
+    batch = batch_of([9, 0, 30], sampling="sampling_logprobs" in options)
+    call = {"correction": correction, "cu_seqlens": batch.cu_seqlens, "backend": "triton", **options, **batch.options}
+    asked = count_launches(lambda: correct(*batch.arguments, **call))
+    assert asked.total == launches and not asked.waits and not asked.collectives, asked
 
 
-def test_log_probs_by_the_version_that_sampled_cost_one_launch() -> None:
-    batch = batch_of([9, 0, 30])
-    call = {"correction": PRESETS["token-tis"].correction, "cu_seqlens": batch.cu_seqlens, "backend": "triton"}
-    asked = count_launches(lambda: correct(*batch.arguments, **call, **batch.options))
-    assert asked.total == 4 and not asked.waits, asked
-
-
-def test_measuring_a_bound_costs_no_launch() -> None:
-    batch = batch_of([9, 0, 30], sampling=False)
-    call = {"correction": RolloutCorrection(Weight("sequence", upper="measured")), "measured_upper": 2.0}
-    options = {**call, "cu_seqlens": batch.cu_seqlens, "backend": "triton", **batch.options}
-    asked = count_launches(lambda: correct(*batch.arguments, **options))
-    assert asked.total == 3 and not asked.waits, asked
-
-
-def test_a_given_mean_k3_costs_no_launch() -> None:
-    batch = batch_of([9, 0, 30], sampling=False)
-    call = {"correction": PRESETS["standardized"].correction, "cu_seqlens": batch.cu_seqlens, "backend": "triton"}
-    mean_k3 = torch.tensor(0.1, dtype=torch.float64)
-    asked = count_launches(lambda: correct(*batch.arguments, mean_k3=mean_k3, **call, **batch.options))
-    assert asked.total == 3 and not asked.waits, asked
-
-
-def test_turns_take_one_launch_more_and_normalising_another() -> None:
-    batch = batch_of([9, 0, 30], sampling=False)
-    call = {"correction": SEGMENTS, "cu_seqlens": batch.cu_seqlens, "backend": "triton"}
-    asked = count_launches(lambda: correct(*batch.arguments, **call, **batch.options))
-    assert asked.total == 5 and not asked.waits, asked
-
-
+@pytest.mark.interpreter
 def test_metrics_of_a_pair_are_three_launches_and_two_without_sequences() -> None:
     batch = batch_of([9, 0, 30], sampling=False)
     for sequences, launches in ((True, 3), (False, 2)):
@@ -74,6 +54,7 @@ def test_metrics_of_a_pair_are_three_launches_and_two_without_sequences() -> Non
         assert asked.total == launches and not asked.waits, asked
 
 
+@pytest.mark.interpreter
 def test_a_sweep_over_bounds_compiles_nothing_anew() -> None:
     def compiled_in(lower: float, upper: float) -> list[dict[str, object]]:
         batch = batch_of([9, 0, 30], sampling=False)
@@ -93,6 +74,7 @@ def test_a_sweep_over_bounds_compiles_nothing_anew() -> None:
     assert compiled_in(0.5, 2.0)[1]["GATES"] != ()
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("ids", [None, "batch"])
 def test_offsets_and_ids_that_are_rubbish_touch_no_foreign_memory(ids: str | None) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -116,7 +98,7 @@ def test_a_sequence_of_131072_tokens_and_its_neighbours_are_right() -> None:
     assert_agrees(batch_of([3, 9000, 0, 1], gap=0.01, density=0.999), correction)
 
 
-@pytest.mark.parametrize("sequences", [300, pytest.param(4200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("sequences", [80, pytest.param(4200, marks=pytest.mark.full)])
 def test_many_short_sequences_are_right(sequences: int) -> None:
     lengths = torch.randint(4, (sequences,), generator=torch.Generator().manual_seed(0)).tolist()
     assert_agrees(batch_of(lengths), RolloutCorrection(Weight("sequence", "mask", 0.803, 1.297)))

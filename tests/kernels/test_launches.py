@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,13 +21,9 @@ pytestmark = pytest.mark.interpreter
 
 
 @pytest.fixture(autouse=True)
-def _without_debug_checks() -> Iterator[None]:
-    """They wait for the device, and are off unless somebody turns them on."""
-    before = set_debug_checks(False)
+def _as_outside_of_tests(no_debug_checks: None) -> None:
     # filling torch.empty with NaN is for tests of values
     torch.use_deterministic_algorithms(False)
-    yield
-    set_debug_checks(before)
 
 
 @pytest.mark.parametrize("correction", [EVERY_LEVEL, *(preset.correction for preset in PRESETS.values())])

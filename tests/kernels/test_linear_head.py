@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from head_case import by_head, distance, exact, head_case
+from head_case import by_head, distance, exact, head_case, with_main_grad
 from kernel_rows_data import small_blocks
 from launches import count_launches
 from logprobs_truth import random_support, unchecked
@@ -16,7 +16,7 @@ from megatron_rc.linear_distribution import linear_distribution
 from megatron_rc.linear_head import linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs import vocab_parallel_distribution
 
-pytestmark = pytest.mark.interpreter
+pytestmark = pytest.mark.kernel
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +38,37 @@ def test_the_kernels_equal_the_fp64_truth(kept: bool, fused: bool) -> None:
     assert max(map(distance, found, true)) <= 5e-6
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["policy_loss", "logprobs"])
+@pytest.mark.parametrize(
+    "option", ["one chunk", "padding", "fp32 logits", "strided", "frozen weight", "main_grad", "main_grad at once"]
+)
+def test_every_option_equals_the_fp64_truth(option: str, fused: bool) -> None:
+    case = head_case(torch.float32)
+    softmax: dict[str, Any] = {"temperature": torch.linspace(0.6, 1.4, len(case.targets))}
+    of_head: dict[str, Any] = {"chunk": None if option == "one chunk" else 4}
+    if option == "padding":
+        softmax["vocab_size"] = 12
+    if option == "fp32 logits":
+        of_head["logits_dtype"] = torch.float32
+    if option == "main_grad at once" and fused:
+        of_head["upstream"] = 0.7
+    leaves: Any = with_main_grad(case, torch.float32) if "main_grad" in option else case.leaves()
+    if option == "strided":
+        # at addresses that are no multiple of 16 bytes
+        wide = [torch.cat([leaf[:, :1], leaf, leaf[:, :2]], 1).detach() for leaf in leaves]
+        leaves = [part[:, 1:-2].requires_grad_() for part in wide]
+    if option == "frozen weight":
+        leaves[1].requires_grad_(False)
+    true = exact(case, factor=0.7, **softmax)
+    found = by_head(case, fused=fused, factor=0.7, leaves=leaves, backend="triton", **softmax, **of_head)
+    if "main_grad" in option:
+        found = found._replace(by_weight=leaves[1].main_grad - 1)
+    if option == "frozen weight":
+        assert leaves[1].grad is None
+        found, true = found._replace(by_weight=found.loss), true._replace(by_weight=true.loss)
+    assert max(map(distance, found, true)) <= 5e-6
+
+
 def test_the_distribution_over_kept_ids_equals_that_of_logits() -> None:
     case = head_case(torch.float32)
     rows = case.batch["loss_mask"].nonzero()[:, 0]
@@ -51,6 +82,7 @@ def test_the_distribution_over_kept_ids_equals_that_of_logits() -> None:
         assert value is not None and true is not None and distance(value, true.double()) <= 5e-6
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("form", "kept", "launches"),
     [

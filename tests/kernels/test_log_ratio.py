@@ -9,7 +9,7 @@ import triton.language as tl
 
 from megatron_rc.kernels.log_ratio import expm1
 
-pytestmark = pytest.mark.interpreter
+pytestmark = pytest.mark.kernel
 
 
 @triton.jit

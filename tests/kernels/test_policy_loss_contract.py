@@ -13,12 +13,13 @@ from policy_loss_data import evaluate, tokens
 from megatron_rc.loss import policy_loss
 
 pytestmark = [
-    pytest.mark.interpreter,
+    pytest.mark.kernel,
     # what numpy says of inf - inf, planted on purpose
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("padded", [False, True])
 def test_forward_is_two_launches_and_backward_one(padded: bool) -> None:
     batch = tokens(40, 1)
@@ -78,6 +79,7 @@ def test_only_current_and_entropy_have_gradients_and_each_alone_if_asked() -> No
         assert all(batch[name].grad is None for name in ("old", "advantages", "weights", "scale", "reference"))
 
 
+@pytest.mark.interpreter
 def test_without_a_gradient_no_coefficient_is_written() -> None:
     batch = tokens(20, 4)
     with recorded_launches() as launches:

@@ -17,14 +17,19 @@ from kernel_rows_data import (
     solve_exactly,
 )
 from logprobs_truth import INF, errors_of_close_logits, random_logits, unchecked
+from on_device import assert_same, far_apart
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from megatron_rc.fused import backend_module
+from megatron_rc.kernels.merge_statistics import merge_statistics_fwd
 from megatron_rc.kernels.row_gradient import row_gradient_bwd
 from megatron_rc.kernels.row_statistics import row_statistics_fwd
 from megatron_rc.kernels.softmax import Rows, Softmax
 from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.reference.rows import Rows as ReferenceRows
 
-pytestmark = pytest.mark.interpreter
+pytestmark = pytest.mark.kernel
 
 FAR, WRAPPED = 2**31 - 256, 512
 WIDTHS = [1, 3, 31, 32, 33, 64, 70, 129]
@@ -40,13 +45,18 @@ def draw_logits(data: st.DataObject, rows: tuple[int, ...], width: int, generato
     logits = data.draw(st.sampled_from([0.1, 3.0, 30.0])) * random((*rows, width), generator)
     logits[torch.rand(logits.shape, generator=generator) < data.draw(st.sampled_from([0.0, 0.3, 0.97]))] = -INF
     logits = logits.to(dtype)
-    layout = data.draw(st.sampled_from(["contiguous", "columns apart", "sliced", "rows apart", "one row", "turned"]))
+    layouts = ("contiguous", "columns apart", "sliced", "rows apart", "one row", "turned", "every second", "odd")
+    layout = data.draw(st.sampled_from(layouts))
     if layout == "columns apart":
         return logits.mT.contiguous().mT
     if layout == "sliced":
         return torch.cat([logits, logits], -1)[..., 1 : 1 + width]
     if layout == "rows apart":
         return logits.repeat_interleave(2, -2)[..., ::2, :]
+    if layout == "every second":
+        return logits.repeat_interleave(2, -1)[..., ::2]
+    if layout == "odd":
+        return torch.cat([logits, logits, logits[..., :1]], -1)[..., 1 : 1 + width]
     if layout == "one row":
         return logits[..., :1, :].expand(logits.shape)
     return logits.transpose(0, -2).contiguous().transpose(0, -2) if layout == "turned" else logits
@@ -95,6 +105,7 @@ def test_kernels_are_as_exact_as_pytorch_in_any_layout(data: st.DataObject) -> N
 
 def problem_of(logits: Tensor, targets: Tensor, **options: Any) -> Problem:
     generator = torch.Generator().manual_seed(7)
+    options = {name: v.to(logits.device) if isinstance(v, Tensor) else v for name, v in options.items()}
     return Problem(
         logits, targets, options, random(tuple(targets.shape), generator), random(tuple(targets.shape), generator)
     )
@@ -147,15 +158,6 @@ def test_columns_that_pad_a_block_add_nothing(width: int, dtype: torch.dtype) ->
     assert_kernels_are_as_exact_as_pytorch(problem_of((logits - 120).to(dtype), targets))
 
 
-@pytest.fixture
-def memory_as_it_comes() -> Any:
-    """Filling memory that is only reserved would make it real."""
-    torch.use_deterministic_algorithms(False)
-    yield
-    torch.use_deterministic_algorithms(True)
-
-
-@pytest.mark.usefixtures("memory_as_it_comes")
 @pytest.mark.parametrize(
     ("shape", "strides", "block"),
     [
@@ -169,7 +171,7 @@ def memory_as_it_comes() -> Any:
 def test_addresses_are_computed_in_64_bits(shape: tuple[int, ...], strides: tuple[int, ...], block: int) -> None:
     # in 32 bits the third row (page, column) would lie before the first, in memory that holds zeros
     assert torch.tensor([FAR], dtype=torch.int32).mul(2).item() == -WRAPPED
-    logits = torch.empty(2**32 + 200, dtype=torch.bfloat16).as_strided(shape, strides, WRAPPED)
+    logits = far_apart(shape, strides, WRAPPED, torch.bfloat16)
     values = random(shape, torch.Generator().manual_seed(1)).bfloat16()
     logits.copy_(values)
     targets = torch.arange(values[..., 0].numel()).reshape(shape[:-1]) % shape[-1]
@@ -205,7 +207,8 @@ def test_a_target_at_minus_infinity_still_has_the_gradient_of_the_entropy() -> N
             solve(problem, "triton"),
             solve(Problem(logits, targets, {}, None, problem.up_entropy), "triton"),
         )
-    assert (ours.logprobs == -INF).all() and torch.equal(ours.gradient, entropy_alone.gradient)
+    assert (ours.logprobs == -INF).all()
+    assert_same(ours.gradient, entropy_alone.gradient)
     assert (ours.gradient != 0).any(1).all()
 
 
@@ -248,6 +251,15 @@ def test_nan_and_infinity_show_in_every_result_as_in_pytorch(bad: float, column:
         mine, theirs = getattr(ours, name), getattr(pytorch, name)
         assert torch.equal(mine.isnan(), theirs.isnan()) and mine.isnan().tolist() == [True] * 4 + [False]
     assert ours.gradient[:4].isnan().all() and ours.gradient[4].isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [0.6, 0.7, 0.9])
+def test_no_log_prob_of_a_likely_id_is_above_zero(temperature: float) -> None:
+    logits, _ = random_logits(40, 40, scale=30.0)
+    problem = problem_of(logits.bfloat16(), logits.argmax(1), temperature=temperature)
+    assert_kernels_are_as_exact_as_pytorch(problem)
+    equal = problem_of(torch.full((3, 2 * BLOCK + 1), 2.5), torch.arange(3), temperature=temperature)
+    assert_kernels_are_as_exact_as_pytorch(equal)
 
 
 def test_a_row_without_a_finite_logit_is_minus_infinity_with_zero_entropy_and_gradient() -> None:
@@ -300,10 +312,71 @@ def test_a_row_does_not_depend_on_its_batch_its_position_or_its_strides() -> Non
         whole = solve(problem_of(logits, targets), "triton")
         columns = solve(problem_of(logits.t().contiguous().t(), targets), "triton")
         rows = [solve(Problem(logits[i : i + 1], targets[i : i + 1], {}, torch.ones(1)), "triton") for i in range(5)]
-    assert torch.equal(columns.logprobs, whole.logprobs) and torch.equal(columns.entropy, whole.entropy)
-    assert torch.equal(columns.gradient, whole.gradient)
+    for name in ("logprobs", "entropy", "gradient"):
+        assert_same(getattr(columns, name), getattr(whole, name))
     assert torch.equal(torch.cat([row.logprobs for row in rows]), whole.logprobs)
     assert torch.equal(torch.cat([row.entropy for row in rows]), whole.entropy)
+
+
+@pytest.mark.parametrize("widths", [(107,), (53, 54), (21, 54, 32), (21, 21, 21, 21, 23), (32, 32, 32, 11)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_shards_that_are_merged_equal_the_fp64_truth(widths: tuple[int, ...], dtype: torch.dtype) -> None:
+    logits, targets = random_logits(6, 107)
+    temperature, mask = torch.linspace(0.5, 2, 6), torch.arange(6) % 5 != 2
+    # the last shards are padding, in part or altogether, which holds anything
+    logits[:, 93:], targets = torch.nan, targets % 93
+    problem = problem_of(logits.to(dtype), targets, temperature=temperature, mask=mask, vocab_size=93)
+    starts = [sum(widths[:index]) for index in range(len(widths))]
+    shards = [
+        (problem.logits[:, a : a + w], ReferenceRows(targets, temperature, mask, None, None, a, min(max(93 - a, 0), w)))
+        for a, w in zip(starts, widths, strict=True)
+    ]
+    rows, gradient = backend_module("rows", "triton"), torch.empty_like(problem.logits)
+    with small_blocks():
+        statistics = torch.stack([rows.shard_statistics(*shard, with_entropy=True) for shard in shards])
+        merged = rows.merge_shards(statistics, shards[0][1], with_entropy=True)
+        for a, w, shard in zip(starts, widths, shards, strict=True):
+            rows.write_gradient(gradient[:, a : a + w], *shard, merged, problem.up, problem.up_entropy)
+    exact = solve_exactly(problem)
+    for found, true in ((merged.logprobs, exact.logprobs), (merged.entropy, exact.entropy)):
+        torch.testing.assert_close(found.double(), true, atol=4e-6, rtol=0)
+    torch.testing.assert_close(
+        gradient.double(), exact.gradient, atol=2e-5, rtol=4 * 2**-23 if dtype == torch.float32 else 2**-7
+    )
+
+
+def test_the_merge_of_64_shards_is_that_of_the_same_rows_in_two_calls_bit_by_bit() -> None:
+    maxima, sums = 5 * torch.randn(64, 100), 1 + torch.rand(64, 100)
+    gathered = torch.stack([maxima, sums, -sums, maxima - 1], 1)
+    with small_blocks():
+        whole, *parts = (
+            merge_statistics_fwd(part.contiguous(), None, 0.7, with_entropy=True)
+            for part in (gathered, *gathered.split([33, 67], 2))
+        )
+    for all_rows, *of_parts in zip(whole, *parts, strict=True):
+        assert torch.equal(torch.cat(of_parts), all_rows)
+
+
+@pytest.mark.parametrize("wrap", ["checkpoint", "reentrant checkpoint", "autocast"])
+def test_checkpointing_and_autocast_change_no_bit(wrap: str, device: torch.device) -> None:
+    logits, targets = random_logits(4, 2 * BLOCK + 5)
+
+    def head(logits: Tensor) -> Tensor:
+        found = vocab_parallel_logprobs(logits * 1, targets, with_entropy=True, backend="triton")
+        return (found[0] + 0.1 * found[1]).sum()
+
+    def wrapped(leaf: Tensor) -> Tensor:
+        if wrap != "autocast":
+            return checkpoint(head, leaf, use_reentrant="reentrant" in wrap)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return head(leaf)
+
+    leaves = [logits.bfloat16().requires_grad_() for _ in range(2)]
+    values = [head(leaves[0]), wrapped(leaves[1])]
+    for value in values:
+        value.backward()
+    assert leaves[0].grad is not None and leaves[1].grad is not None
+    assert torch.equal(*values) and torch.equal(leaves[0].grad, leaves[1].grad)
 
 
 def leaf_and_logits() -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from kernel_rows_data import small_blocks
 from launches import count_launches, recorded_launches
-from logprobs_truth import unchecked
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,12 +21,11 @@ FORWARD, BACKWARD = "row_statistics_fwd_kernel", "row_gradient_bwd_kernel"
 
 
 @pytest.fixture(autouse=True)
-def _unfilled_and_unchecked() -> Any:
+def _unfilled_and_unchecked(no_debug_checks: None) -> Any:
     """Filling new memory and checking values are help of the tests' own."""
     torch.use_deterministic_algorithms(False)
-    with small_blocks(), unchecked():
+    with small_blocks():
         yield
-    torch.use_deterministic_algorithms(True)
 
 
 def plain(rows: tuple[int, ...]) -> dict[str, Any]:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import aot
 import kernel_calls
 import pytest
 import sass
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from kernel_resources import FILE, LOOPS, loops_of_rows
+from resources import FILE, LOOPS, loops_of_rows
 
 FORWARD, BACKWARD = "row_statistics_fwd_kernel", "row_gradient_bwd_kernel"
 
@@ -37,7 +32,7 @@ def test_a_logit_takes_few_instructions_and_loads_are_wide(columns: int, entropy
     committed = json.loads(FILE.read_text())["loops"]
     assert [list(row) for row in loops_of_rows(columns, entropy)] == [
         row for row in committed if row[1:3] == [columns, entropy]
-    ], "run python benchmarks/kernel_resources.py"
+    ], "run python tests/support/resources.py"
 
 
 def test_the_id_of_the_target_is_loaded_before_the_loop_and_its_logit_before_the_lanes_are_joined() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logprobs_truth import INF, random_support
+from on_device import assert_same, far_apart
 from support_rows import Rows, assert_equals_truth, by_kernels, case, merged_statistics
 from torch import Tensor
 from traffic import Traffic, counted_traffic
@@ -22,7 +24,7 @@ from megatron_rc.kernels.support_statistics import support_statistics_fwd
 from megatron_rc.reference.rows import support_statistics
 
 # of NumPy, where the interpreter computes with NaN and infinity
-pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
+pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
 
 NAN = float("nan")
 BLOCK = 16
@@ -46,11 +48,13 @@ def test_any_shape_dtype_stride_and_option_equals_fp64(data: st.DataObject) -> N
     logits = draw(st.sampled_from([0.1, 3.0, 30.0])) * torch.randn(*shape, width, generator=generator)
     logits[torch.rand(*shape, width, generator=generator) < draw(st.sampled_from([0.0, 0.3, 0.97]))] = -INF
     logits = logits.to(draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
-    stride = draw(st.sampled_from(["contiguous", "transposed", "sliced columns", "sliced rows"]))
+    stride = draw(st.sampled_from(["contiguous", "transposed", "sliced columns", "sliced rows", "every second"]))
     if stride == "transposed":
         logits = logits.transpose(-1, -2).contiguous().transpose(-1, -2)
     elif stride == "sliced columns":
         logits = torch.cat([logits, logits], -1)[..., 1 : 1 + width]
+    elif stride == "every second":
+        logits = logits.repeat_interleave(2, -1)[..., ::2]
     elif stride == "sliced rows":
         logits = logits.repeat_interleave(2, -2)[..., ::2, :]
     targets = torch.randint(-1, width + 1, shape, generator=generator)
@@ -167,6 +171,7 @@ def test_only_kept_logits_are_read(in_place: bool, widths: tuple[int, ...]) -> N
         assert torch.equal(found, same)
 
 
+@pytest.mark.interpreter
 def test_a_row_reads_its_kept_logits_once_whatever_the_vocabulary() -> None:
     def read(width: int) -> Traffic:
         with counted_traffic() as traffic:
@@ -243,7 +248,8 @@ def test_without_entropy_the_log_probs_are_the_same_bits() -> None:
     with_it = merged_statistics(rows.logits, shard)
     without = merged_statistics(rows.logits, shard, with_entropy=False)
     assert without.entropy is None
-    assert all(torch.equal(with_it[index], without[index]) for index in (0, 2, 3))
+    for index in (0, 2, 3):
+        assert_same(without[index], with_it[index])
 
 
 def test_a_row_depends_on_no_other_row() -> None:
@@ -261,18 +267,19 @@ def test_a_row_depends_on_no_other_row() -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_ids_may_be_int32(in_place: bool) -> None:
+@pytest.mark.parametrize("change", [Tensor.int, lambda ids: ids.repeat_interleave(2)[::2]], ids=["int32", "strided"])
+def test_ids_may_be_int32_or_strided(change: Callable[[Tensor], Tensor], in_place: bool) -> None:
     rows = replace(case(3), in_place=in_place)
     expected = by_kernels(replace(rows, logits=rows.logits.clone()))
     ids, offsets = rows.support
-    found = by_kernels(replace(rows, support=Support(ids.int(), offsets.int()), targets=rows.targets.int()))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    found = by_kernels(replace(rows, support=Support(change(ids), change(offsets)), targets=change(rows.targets)))
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other)
 
 
 @pytest.mark.parametrize("far", ["rows", "pages", "columns"])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_elements_past_two_to_the_31(far: str, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+def test_elements_past_two_to_the_31(far: str, in_place: bool) -> None:
     near = case(4, 8, 0.6)
     assert near.up is not None
     shape, steps = {
@@ -280,10 +287,7 @@ def test_elements_past_two_to_the_31(far: str, in_place: bool, monkeypatch: pyte
         "pages": ((2, 2, 8), (2**31 + 9, 8, 1)),
         "columns": ((4, 8), (1, 2**31 // 7 + 9)),
     }[far]
-    # pages that nobody touches take no memory; an offset that wraps around is still inside
-    far_logits, far_out = (
-        torch.empty(2**32 + 200, dtype=torch.float16).as_strided(shape, steps, 2**31) for _ in range(2)
-    )
+    far_logits, far_out = (far_apart(shape, steps, 2**31, torch.float16) for _ in range(2))
     far_logits.copy_(near.logits.view(shape))
     targets, up = near.targets.view(shape[:-1]), near.up.view(shape[:-1])
     # 32-bit ids, which their products with the strides do not fit in
@@ -292,5 +296,5 @@ def test_elements_past_two_to_the_31(far: str, in_place: bool, monkeypatch: pyte
     out = far_logits if in_place else far_out
     support_gradient_bwd(out, far_logits, shard, softmax, up, None)
     expected = by_kernels(replace(near, logits=near.logits.half(), up_entropy=None))
-    assert torch.equal(softmax.logprobs.flatten().double(), expected.logprobs)
-    assert torch.equal(out.reshape(4, 8).double(), expected.gradient)
+    assert_same(softmax.logprobs.flatten().double(), expected.logprobs)
+    assert_same(out.reshape(4, 8).double(), expected.gradient)

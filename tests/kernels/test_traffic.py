@@ -11,7 +11,6 @@ from kernel_calls import EVERY_LEVEL
 from traffic import Place, Traffic, counted_traffic
 from triton.runtime.errors import InterpreterError
 
-from megatron_rc.backend import set_debug_checks
 from megatron_rc.config import PRESETS, RolloutCorrection
 from megatron_rc.correction import correct
 from megatron_rc.kernels.row_statistics import row_statistics_fwd
@@ -56,14 +55,7 @@ def test_rows_with_mask_0_and_columns_of_padding_are_not_read() -> None:
     assert traffic.stored[Place(BACKWARD, "out")] == rows * width * 4
 
 
-@pytest.fixture
-def without_debug_checks() -> Any:
-    before = set_debug_checks(False)
-    yield
-    set_debug_checks(before)
-
-
-@pytest.mark.usefixtures("without_debug_checks")
+@pytest.mark.usefixtures("no_debug_checks")
 @pytest.mark.parametrize("name", [*CORRECTIONS, "every level"])
 def test_correcting_with_all_metrics_moves_at_most_64_bytes_a_token(name: str) -> None:
     correction: RolloutCorrection = EVERY_LEVEL if name == "every level" else CORRECTIONS[name]

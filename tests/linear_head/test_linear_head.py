@@ -16,6 +16,7 @@ from megatron_rc.linear_head import linear_logprobs, linear_policy_loss
 from megatron_rc.loss import policy_loss
 
 FUSED = pytest.mark.parametrize("fused", [True, False], ids=["policy_loss", "logprobs"])
+BACKEND = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.kernel)])
 
 
 def all_options(case: Case) -> dict[str, Any]:
@@ -58,33 +59,36 @@ def test_rows_without_loss_are_left_out_exactly(softmax: Callable[[Case], dict[s
 
 
 @FUSED
-def test_one_chunk_has_the_bits_of_the_logits_path(fused: bool) -> None:
+@BACKEND
+def test_one_chunk_has_the_bits_of_the_logits_path(backend: str, fused: bool) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         case = head_case(dtype)
-        found, kept = by_head(case, fused=fused, backend="torch"), by_logits(case, backend="torch")
+        found, kept = by_head(case, fused=fused, backend=backend), by_logits(case, backend=backend)
         assert torch.equal(found.logprobs, kept.logprobs) and torch.equal(found.entropy, kept.entropy)
         assert torch.equal(found.loss, kept.loss)
 
 
 @FUSED
+@BACKEND
 @pytest.mark.parametrize("chunk", [4, 7])
-def test_several_chunks_in_fp32_are_within_1e_6_of_the_logits_path(chunk: int, fused: bool) -> None:
+def test_several_chunks_in_fp32_are_within_1e_6_of_the_logits_path(chunk: int, backend: str, fused: bool) -> None:
     case = head_case(torch.float32, tokens=30, hidden=64, vocabulary=96)
     # logits of about 1: from 8 nats on, fp32 has steps of 1e-6
     case = case._replace(hidden=case.hidden * 0.125)
-    found, kept = by_head(case, fused=fused, chunk=chunk), by_logits(case)
+    found, kept = by_head(case, fused=fused, chunk=chunk, backend=backend), by_logits(case, backend=backend)
     torch.testing.assert_close(found.logprobs, kept.logprobs, rtol=0, atol=1e-6)
     torch.testing.assert_close(found.entropy, kept.entropy, rtol=0, atol=1e-6)
 
 
 @FUSED
+@BACKEND
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32])
-def test_bf16_errs_no_more_than_the_logits_path(logits_dtype: torch.dtype | None, fused: bool) -> None:
+def test_bf16_errs_no_more_than_the_logits_path(logits_dtype: torch.dtype | None, backend: str, fused: bool) -> None:
     case = head_case(torch.bfloat16, tokens=48, hidden=32, vocabulary=96)
     # hidden states of a model are smaller than those of a test of formulas: logits of about 3
     case = case._replace(hidden=case.hidden * 0.5)
-    true, kept = exact(case), by_logits(case)
-    found = by_head(case, fused=fused, chunk=20, logits_dtype=logits_dtype)
+    true, kept = exact(case), by_logits(case, backend=backend)
+    found = by_head(case, fused=fused, chunk=20, logits_dtype=logits_dtype, backend=backend)
     for ours, theirs, truth in zip(found[3:], kept[3:], true[3:], strict=True):
         assert distance(ours, truth) <= 1.25 * distance(theirs, truth)
     if logits_dtype is not None:

@@ -1,11 +1,7 @@
-"""Compile every kernel ahead of time, without a GPU, and read what it costs.
-
-python tests/support/aot.py    registers, spilled bytes and shared memory of every kernel and target, as a table
-"""
+"""Compile every kernel ahead of time, without a GPU, and read what it costs."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 import subprocess
@@ -21,11 +17,11 @@ from typing import Any, NamedTuple
 import pytest
 import triton
 from launches import Launch, recorded_launches
+from tested_kernels import KERNELS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-KERNELS = Path(__file__).parents[2] / "megatron_rc/kernels"
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -36,16 +32,6 @@ SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, 
 """Bytes of shared memory that one program may use."""
 ONE_TARGET = "sm_90"
 """Where variants are compiled whose code differs before the target matters."""
-
-
-def kernel_names() -> list[str]:
-    """Every @triton.jit function named *_kernel, read from the source."""
-    return [
-        node.name
-        for path in sorted(KERNELS.glob("*.py"))
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
-    ]
 
 
 def kernel_modules() -> list[ModuleType]:
@@ -215,9 +201,9 @@ def fresh_cache(folder: Path) -> Iterator[None]:
 
 @cache
 def capture() -> Capture:
-    from kernel_calls import every_wide_call
+    from kernel_calls import every_call
 
-    return captured(every_wide_call)
+    return captured(every_call)
 
 
 def resources(name: str, target: str, step: int = 1) -> list[tuple[Source, Resources]]:
@@ -228,20 +214,3 @@ def resources(name: str, target: str, step: int = 1) -> list[tuple[Source, Resou
             for source in specialised(launch, target):
                 unique.setdefault(source.key, source)
     return [(source, compiled(source)) for source in list(unique.values())[::step]]
-
-
-def main() -> None:
-    print(f"triton {triton.__version__}\n")
-    print("| kernel | target | variants | registers a thread | spilled bytes | shared bytes a program |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    with tempfile.TemporaryDirectory() as folder, fresh_cache(Path(folder)):
-        for name in kernel_names():
-            for target in TARGETS:
-                usual = ("aligned", "unaligned")
-                found = [one for source, one in resources(name, target) if source.variant in usual]
-                registers, spilled, shared = (max(column) for column in zip(*found, strict=True))
-                print(f"| {name} | {target} | {len(found)} | {registers} | {spilled} | {shared} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,22 +6,31 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import forked
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from on_device import MadeByTests
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call ``fn(rank, *args)`` on ``world_size`` processes joined by gloo; ``fn`` must be importable (module level)."""
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
+    """Call ``fn(rank, *args)`` on ``world_size`` joined processes; ``fn`` must be importable (module level).
+
+    With the backend nccl, each has a card of its own, on which the tensors are that ``fn`` makes.
+    """
     forked.start_server()
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
-            _rank, args=(world_size, folder, dict(os.environ), fn, args), nprocs=world_size, start_method=forked.METHOD
+            _rank,
+            args=(world_size, folder, dict(os.environ), backend, fn, args),
+            nprocs=world_size,
+            start_method=forked.METHOD,
         )
-        return [torch.load(f"{folder}/result{r}", weights_only=False) for r in range(world_size)]
+        place = "cuda" if backend == "nccl" else "cpu"
+        return [torch.load(f"{folder}/result{r}", place, weights_only=False) for r in range(world_size)]
 
 
 def run_cases(fn: Callable[..., list[Any]], cases: Sequence[Any]) -> dict[Any, tuple[Any, ...]]:
@@ -34,14 +43,25 @@ def run_cases(fn: Callable[..., list[Any]], cases: Sequence[Any]) -> dict[Any, t
 
 
 def _rank(
-    rank: int, world_size: int, folder: str, environment: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    folder: str,
+    environment: dict[str, str],
+    backend: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    place = torch.device("cpu")
+    if backend == "nccl":
+        place = torch.device("cuda", rank)
+        torch.cuda.set_device(place)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
-        torch.save(fn(rank, *args), f"{folder}/result{rank}")
+        with MadeByTests(place) if backend == "nccl" else nullcontext():
+            torch.save(fn(rank, *args), f"{folder}/result{rank}")
     except Exception:
         raise RuntimeError(f"rank {rank}:\n{traceback.format_exc()}") from None
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from megatron_rc.batch import Support
 from megatron_rc.config import Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import correct
+from megatron_rc.correction import Corrected, correct
 from megatron_rc.fused import backend_module
+from megatron_rc.linear_head import linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs import vocab_parallel_logprobs
 from megatron_rc.loss import loss_scale, policy_loss
 from megatron_rc.metrics import MetricSums
@@ -33,11 +35,32 @@ class Answer(NamedTuple):
     tensors: dict[str, Tensor]
     metrics: MetricSums | None = None
 
+    def bits(self) -> list[Tensor]:
+        """Copies of everything, metrics as one tensor."""
+        metrics = [torch.tensor(list(self.metrics.values().values()), dtype=torch.float64)] if self.metrics else []
+        return [tensor.detach().clone() for tensor in self.tensors.values()] + metrics
 
-Call = Callable[[str, Size], Answer]
+
+class Prepared(NamedTuple):
+    """A call and what it reads."""
+
+    inputs: list[Tensor]
+    run: Callable[[str], Answer]
+    """By a backend; makes no inputs and, on a device, does not wait for it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    prepare: Callable[[Size, int], Prepared]
+    """(size, seed) -> a call; the shapes of its inputs are the same for every seed."""
+
+    def __call__(self, backend: str, size: Size) -> Answer:
+        return self.prepare(size, 0).run(backend)
+
 
 SMALL = Size(13, 70, (7, 0, 6))
 WIDE = Size(4, 151_936, (1500, 700, 0, 900))
+ON_A_CARD = Size(256, 151_936, (1100, 0, 40, 4))
 
 EVERY_LEVEL = RolloutCorrection(
     Weight("segment", "clip", 0.5, 2.0),
@@ -61,124 +84,212 @@ BY_LAG = RolloutCorrection(
 STANDARDIZED_TURNS = RolloutCorrection(Weight("token"), (Rejection("standardized", "segment", upper=1.1),))
 
 
+TERMS = {"dual_clip": 3.0, "kl_coef": 0.2, "entropy_coef": 0.1}
+
 TWO_FACTORS = RolloutCorrection(Weight("token", "clip", 0.5, 2.0, staleness_upper=1.5))
 PREFIXES = RolloutCorrection(Weight("prefix", "clip", 0.5, 2.0, growth="sqrt_position"))
 
 
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def logprobs(dtype: torch.dtype, *, entropy: bool, kept: bool, per_row: bool) -> Call:
     """Log-probs, of kept ids only if asked, and the gradient of what they are for."""
 
-    def call(backend: str, size: Size) -> Answer:
-        generator, rows, width = _generator(), size.rows, size.vocabulary
+    def prepare(size: Size, seed: int) -> Prepared:
+        generator, rows, width = _generator(seed), size.rows, size.vocabulary
         leaf = torch.randn(rows, width, generator=generator).to(dtype).requires_grad_()
         targets = torch.randint(width - 5, (rows,), generator=generator)
         options: dict[str, Any] = {"vocab_size": width - 5}
+        inputs = [leaf.detach(), targets]
         if kept:
             ids = torch.stack([torch.randperm(width - 5, generator=generator)[:9] for _ in range(rows)])
             ids[::2, 3] = torch.where((ids == targets[:, None]).any(1), ids[:, 3], targets)[::2]
             options["support"] = Support(ids.flatten(), torch.arange(rows + 1) * 9)
+            inputs.append(options["support"].ids)
         if per_row:
             options["temperature"] = torch.rand(rows, generator=generator) + 0.5
             options["mask"] = torch.arange(rows) % 4 != 1
-        logits = leaf * 1
-        answer = vocab_parallel_logprobs(
-            logits, targets, with_entropy=entropy, inplace_backward=per_row, backend=backend, **options
-        )
-        parts = answer if isinstance(answer, tuple) else (answer,)
-        finite = [torch.where(part.isfinite(), part, 0) for part in parts]
-        sum((part * torch.rand(rows, generator=generator)).sum() for part in finite).backward()
-        assert leaf.grad is not None
-        return Answer({"logprobs": parts[0], "entropy": parts[-1], "gradient": leaf.grad})
+            inputs.append(options["temperature"])
+        upstream = [torch.rand(rows, generator=generator) for _ in range(1 + entropy)]
 
-    return call
+        def run(backend: str) -> Answer:
+            # not the leaf itself, which is read again and must not be overwritten
+            answer = vocab_parallel_logprobs(
+                leaf * 1, targets, with_entropy=entropy, inplace_backward=per_row, backend=backend, **options
+            )
+            parts = answer if isinstance(answer, tuple) else (answer,)
+            slopes = [torch.where(part.isfinite(), up, 0) for part, up in zip(parts, upstream, strict=True)]
+            (gradient,) = torch.autograd.grad(parts, leaf, slopes)
+            return Answer({"logprobs": parts[0], "entropy": parts[-1], "gradient": gradient})
+
+        return Prepared(inputs + upstream, run)
+
+    return Call(prepare)
 
 
 def corrected(
     correction: RolloutCorrection, *, per_token: bool = False, lags: bool = False, sampling: bool = False
 ) -> Call:
-    def call(backend: str, size: Size) -> Answer:
-        batch = case(list(size.lengths))
+    def prepare(size: Size, seed: int) -> Prepared:
+        batch = case(list(size.lengths), seed=seed)
         if lags:
             batch.lags = torch.arange(sum(size.lengths), dtype=torch.int32) % 20
         if per_token:
-            batch.advantages = torch.randn(sum(size.lengths), generator=_generator())
+            batch.advantages = torch.randn(sum(size.lengths), generator=_generator(seed))
         given = batch.options | ({"sampling_logprobs": batch.train * 0.9} if sampling else {})
-        answer = correct(*batch.arguments, correction=correction, measured_upper=1.7, backend=backend, **given)
-        tensors = {"weights": answer.weights, "mask": answer.mask, "bad_sequences": answer.bad_sequences}
-        return Answer(tensors, answer.metrics)
+        inputs = [*batch.arguments, batch.advantages, *batch.statistics.values()]
+        inputs += [given["sampling_logprobs"]] if sampling else []
 
-    return call
+        def run(backend: str) -> Answer:
+            answer = correct(*batch.arguments, correction=correction, measured_upper=1.7, backend=backend, **given)
+            tensors = {"weights": answer.weights, "mask": answer.mask, "bad_sequences": answer.bad_sequences}
+            return Answer(tensors, answer.metrics)
+
+        return Prepared(inputs, run)
+
+    return Call(prepare)
 
 
 def loss(correction: RolloutCorrection, *, old: bool, every_term: bool, **options: Any) -> Call:
-    def call(backend: str, size: Size) -> Answer:
-        generator, batch = _generator(), case(list(size.lengths))
+    def prepare(size: Size, seed: int) -> Prepared:
+        generator, batch = _generator(seed), case(list(size.lengths), seed=seed)
         train = torch.nan_to_num(batch.train)
         given = correct(*batch.arguments, correction=correction, backend="torch", **batch.options)
         scale = loss_scale(batch.mask, given.mask)
         n = sum(size.lengths)
-        current = (train + 0.3 * torch.randn(n, generator=generator)).requires_grad_()
+        leaves = [(train + 0.3 * torch.randn(n, generator=generator)).requires_grad_()]
         advantages, entropy = torch.randn(2, n, generator=generator)
-        entropy.requires_grad_()
-        terms = {}
+        terms: dict[str, Any] = {}
         if every_term:
             reference = train + 0.3 * torch.randn(n, generator=generator)
+            leaves.append(entropy.requires_grad_())
             terms = {"reference_logprobs": reference, "kl_coef": 0.2, "entropy": entropy, "entropy_coef": 0.1}
-        value, metrics = policy_loss(
-            current, train if old else None, advantages, given, scale=scale, backend=backend, **terms, **options
-        )
-        value.backward()
-        assert current.grad is not None
-        tensors = {"loss": value.detach(), "gradient": current.grad}
-        return Answer(tensors if entropy.grad is None else tensors | {"entropy gradient": entropy.grad}, metrics)
 
-    return call
+        def run(backend: str) -> Answer:
+            value, metrics = policy_loss(
+                leaves[0], train if old else None, advantages, given, scale=scale, backend=backend, **terms, **options
+            )
+            gradients = torch.autograd.grad(value, leaves)
+            names = ("gradient", "entropy gradient")[: len(gradients)]
+            return Answer({"loss": value.detach(), **dict(zip(names, gradients, strict=True))}, metrics)
+
+        inputs = [*leaves, train, advantages, given.weights, given.mask, scale]
+        inputs += [terms["reference_logprobs"]] if every_term else []
+        return Prepared([part.detach() for part in inputs], run)
+
+    return Call(prepare)
+
+
+def update(size: Size, seed: int) -> Prepared:
+    """From logits to their gradient, over correction and loss; by kernels that the other calls compile, too."""
+    generator, batch = _generator(seed), case(list(size.lengths), seed=seed)
+    n = sum(size.lengths)
+    leaf = torch.randn(n, size.vocabulary, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(size.vocabulary, (n,), generator=generator)
+    advantages, temperature = torch.randn(n, generator=generator), torch.rand(n, generator=generator) + 0.5
+    old = batch.train.nan_to_num()
+    softmax: dict[str, Any] = {"temperature": temperature, "mask": batch.mask, "with_entropy": True}
+
+    def run(backend: str) -> Answer:
+        current, entropy = vocab_parallel_logprobs(leaf * 1, targets, inplace_backward=True, backend=backend, **softmax)
+        chosen = RolloutCorrection.preset("token-tis")
+        given = correct(*batch.arguments, correction=chosen, backend=backend, **batch.options)
+        scale = loss_scale(batch.mask, given.mask, cu_seqlens=batch.cu_seqlens)
+        value, metrics = policy_loss(
+            current, old, advantages, given, scale=scale, entropy=entropy, reference_logprobs=old, backend=backend,
+            **TERMS,
+        )  # fmt: skip
+        (gradient,) = torch.autograd.grad(value, leaf)
+        return Answer({"loss": value.detach(), "gradient": gradient}, metrics)
+
+    inputs = [*batch.arguments, batch.advantages, *batch.statistics.values()]
+    return Prepared([*inputs, leaf.detach(), targets, advantages, temperature, old], run)
+
+
+def head(*, fused: bool) -> Call:
+    """From hidden states to their gradient and to that of the weight, in main_grad where the loss is fused."""
+
+    def prepare(size: Size, seed: int) -> Prepared:
+        generator, features = _generator(seed), 8
+        hidden = torch.randn(size.rows, features, generator=generator).requires_grad_()
+        weight: Any = torch.randn(size.vocabulary, features, generator=generator).requires_grad_()
+        targets = torch.randint(size.vocabulary, (size.rows,), generator=generator)
+        advantages, old, upstream = torch.randn(3, size.rows, generator=generator)
+        mask, scale, one = torch.arange(size.rows) % 4 != 1, torch.rand(size.rows, generator=generator), torch.ones(())
+        given = Corrected(scale, mask, mask[:1], MetricSums(), RolloutCorrection())
+        options: dict[str, Any] = {"mask": mask, "chunk": size.rows // 2 + 1, "with_entropy": True}
+        of_loss: dict[str, Any] = {"scale": scale, "reference_logprobs": old, **TERMS}
+        if fused:
+            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+
+        def run(backend: str) -> Answer:
+            if not fused:
+                found = linear_logprobs(hidden, weight, targets, backend=backend, **options)
+                gradients = torch.autograd.grad(found, (hidden, weight), (upstream, scale))
+                return Answer(dict(zip(("logprobs", "entropy", "states", "weight"), (*found, *gradients), strict=True)))
+            weight.main_grad.zero_()
+            answer = linear_policy_loss(
+                hidden, weight, targets, old, advantages, given, upstream=one, backend=backend, **of_loss, **options
+            )
+            (gradient, _) = torch.autograd.grad(answer.loss, (hidden, weight), one)
+            tensors = {"loss": answer.loss.detach(), "logprobs": answer.logprobs, "states": gradient}
+            # the same memory in every run
+            return Answer(tensors | {"weight": weight.main_grad.clone()}, answer.metrics)
+
+        return Prepared([hidden.detach(), weight.detach(), targets, advantages, old, upstream, scale], run)
+
+    return Call(prepare)
 
 
 def routes(a_dtype: torch.dtype, b_dtype: torch.dtype, *, masked: bool) -> Call:
-    def call(backend: str, size: Size) -> Answer:
-        generator, tokens = _generator(), sum(size.lengths)
+    def prepare(size: Size, seed: int) -> Prepared:
+        generator, tokens = _generator(seed), sum(size.lengths)
         a = torch.rand(tokens, 5, 16, generator=generator).argsort()[..., :8].to(a_dtype)
         b = torch.where(torch.rand(a.shape, generator=generator) < 0.1, -1, a).to(b_dtype)
         mask = torch.arange(tokens) % 3 != 0 if masked else None
-        compared = backend_module("routes", backend).compare_routes(a, b, mask)
-        return Answer(dict(zip(RouteComparison._fields, compared, strict=True)))
 
-    return call
+        def run(backend: str) -> Answer:
+            compared = backend_module("routes", backend).compare_routes(a, b, mask)
+            return Answer(dict(zip(RouteComparison._fields, compared, strict=True)))
+
+        return Prepared([a, b], run)
+
+    return Call(prepare)
 
 
 def shards(*, kept: bool) -> Call:
     """Statistics of three shards, their merger, and the gradient of each: what a single process never needs."""
 
-    def call(backend: str, size: Size) -> Answer:
-        generator, n, width = _generator(), sum(size.lengths), size.vocabulary
+    def prepare(size: Size, seed: int) -> Prepared:
+        generator, n, width = _generator(seed), sum(size.lengths), size.vocabulary
         # one row in memory, made different by the temperatures
-        logits = torch.randn(1, width, generator=generator).bfloat16().expand(n, width)
+        row = torch.randn(1, width, generator=generator).bfloat16()
         targets = torch.randint(width, (n,), generator=generator)
         ids = torch.stack([torch.randperm(40, generator=generator)[:9] for _ in range(n)]).flatten() if kept else None
         offsets = torch.arange(n + 1) * 9 if kept else None
         temperature, mask = torch.rand(n, generator=generator) + 0.5, torch.arange(n) % 5 != 2
-        rows = backend_module("rows", backend)
         # one shard is narrow, and another begins at an odd address
         parts = [
-            (logits[:, a:b], Rows(targets, temperature, mask, ids, offsets, a, b - a))
+            (row.expand(n, width)[:, a:b], Rows(targets, temperature, mask, ids, offsets, a, b - a))
             for a, b in itertools.pairwise([0, width // 8, width // 2 + 1, width])
         ]
-        statistics = [rows.shard_statistics(*part, with_entropy=True) for part in parts]
-        merged = rows.merge_shards(torch.stack(statistics), parts[0][1], with_entropy=True)
         upstream = torch.randn(2, n, generator=generator)
-        finite = torch.where(merged.logprobs.isfinite(), upstream, 0)
-        assert merged.entropy is not None
-        gradients = [torch.empty(shard.shape, dtype=shard.dtype) for shard, _ in parts]
-        for gradient, part in zip(gradients, parts, strict=True):
-            rows.write_gradient(gradient, *part, merged, *finite)
-        return Answer({"logprobs": merged.logprobs, "entropy": merged.entropy, "gradient": torch.cat(gradients, 1)})
 
-    return call
+        def run(backend: str) -> Answer:
+            rows = backend_module("rows", backend)
+            statistics = [rows.shard_statistics(*part, with_entropy=True) for part in parts]
+            merged = rows.merge_shards(torch.stack(statistics), parts[0][1], with_entropy=True)
+            finite = torch.where(merged.logprobs.isfinite(), upstream, 0)
+            gradients = [torch.empty_like(shard, memory_format=torch.contiguous_format) for shard, _ in parts]
+            for gradient, part in zip(gradients, parts, strict=True):
+                rows.write_gradient(gradient, *part, merged, *finite)
+            return Answer({"logprobs": merged.logprobs, "entropy": merged.entropy, "gradient": torch.cat(gradients, 1)})
+
+        return Prepared([row, targets, temperature, upstream, *([ids] if ids is not None else [])], run)
+
+    return Call(prepare)
 
 
 CALLS: dict[str, Call] = {
@@ -204,6 +315,9 @@ CALLS: dict[str, Call] = {
     "loss": loss(RolloutCorrection.preset("token-tis"), old=True, every_term=True, dual_clip=3.0),
     "loss of one term": loss(RolloutCorrection(old="current"), old=False, every_term=False),
     "loss reinforce": loss(RolloutCorrection.preset("seq-tis"), old=True, every_term=True, surrogate="reinforce"),
+    "update": Call(update),
+    "head": head(fused=True),
+    "head, log-probs": head(fused=False),
     "shards": shards(kept=False),
     "shards of kept ids": shards(kept=True),
     "routes int16 and int64": routes(torch.int16, torch.int64, masked=True),
@@ -218,7 +332,7 @@ COVERED = (
 """Calls whose kernels do nothing that those of the others do not."""
 
 
-def every_wide_call() -> None:
+def every_call(size: Size = WIDE) -> None:
     for name, call in CALLS.items():
         if name not in COVERED:
-            call("triton", WIDE)
+            call("triton", size)

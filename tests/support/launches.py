@@ -62,8 +62,8 @@ class Launches:
 def recorded_launches() -> Iterator[list[Launch]]:
     """Records every launch, in order.
 
-    In the interpreter the kernel runs, and its own torch operations are hidden from counters. Compiled kernels do not
-    run: a launcher asks nothing of their results, so its next launch is the same without a GPU.
+    In the interpreter the kernel runs, and its own torch operations are hidden from counters. Compiled kernels run on a
+    device alone: a launcher asks nothing of their results, so its next launch is the same without one.
     """
     launches: list[Launch] = []
 
@@ -74,7 +74,7 @@ def recorded_launches() -> Iterator[list[Launch]]:
             bound = inspect.signature(kernel.fn).bind(*args, **given)
             bound.apply_defaults()
             launches.append(Launch(kernel, dict(bound.arguments), grid, options))
-            if executes:
+            if executes or any(getattr(value, "is_cuda", False) for value in bound.arguments.values()):
                 with _disable_current_modes():
                     run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
