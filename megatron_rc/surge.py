@@ -47,7 +47,7 @@ class SurgeDetector:
     ``warmup`` if it began before that.
 
     Source: the surge before a collapse in Beyond Precision (arXiv 2602.01826), section 4. Among constants without a
-    false alarm on flat curves, these locate simulated surges to 3x and 3.5x best (benchmarks/surge_detector.py).
+    false alarm on flat curves, these locate simulated surges to 3x and 3.5x best (docs/lr_decay.md).
     """
 
     fast: float = 0.2
