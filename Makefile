@@ -31,11 +31,11 @@ test-full: | $(PYTHON)  ## Run the whole test command with the slow and large te
 docs: | $(PYTHON)  ## Write the generated documents again.
 	$(PYTHON) -m megatron_rc settings > docs/settings.md
 	$(PYTHON) -m megatron_rc presets > docs/presets.md
-	PYTHONSAFEPATH= $(PYTHON) benchmarks/methods.py >> docs/presets.md
-	PYTHONSAFEPATH= $(PYTHON) benchmarks/kept_shares.py >> docs/presets.md
+	$(PYTHON) benchmarks/collapse/methods.py >> docs/presets.md
+	$(PYTHON) benchmarks/diagnosis/kept_shares.py >> docs/presets.md
 	$(PYTHON) -m megatron_rc metrics > docs/metrics.md
 	$(PYTHON) -m megatron_rc versions > docs/versions.md
 	PYTHONSAFEPATH= $(PYTHON) benchmarks/performance_docs.py > docs/performance.md
-	PYTHONSAFEPATH= $(PYTHON) benchmarks/analyze_docs.py
-	PYTHONSAFEPATH= $(PYTHON) benchmarks/gradient_truth.py --docs
-	PYTHONSAFEPATH= $(PYTHON) benchmarks/collapse.py --docs
+	$(PYTHON) benchmarks/diagnosis/analyze_docs.py
+	$(PYTHON) benchmarks/gradients/truth.py --docs
+	$(PYTHON) benchmarks/collapse/verdict.py --docs

@@ -15,7 +15,7 @@ time on one core each. All stages take hours; the first lines of each YAML say w
 or crashed, the same command goes on where it was. Each DIR/STAGE has table.md and endpoints.csv; no file of the repository
 that is committed changes, unless --docs asks for it.
   --docs              then write the verdict: put the rows of all finished runs of these stages in DIR into
-                      benchmarks/results/collapse, where they replace the rows of the same runs, and write docs/collapse.md.
+                      benchmarks/collapse/results, where they replace the rows of the same runs, and write docs/collapse.md.
                       Refused with --quick, --task and --set, whose runs are not those of the plan
   --quick             three runs of one seed: exact sampler; rollouts 16 updates old; those with seq-tis
   --stage LIST        some stages, such as mechanism,presets (default: all):
@@ -74,7 +74,7 @@ choose_recipes() {
     local name folder="$ROOT/launch/recipes/collapse"
     if [[ "$left" ]]; then
         folder="$out/left"
-        env -u PYTHONSAFEPATH "$VENV/bin/python" "$ROOT/benchmarks/collapse.py" --left "$folder" >/dev/null
+        "$VENV/bin/python" "$ROOT/benchmarks/collapse/verdict.py" --left "$folder" >/dev/null
     fi
     recipes=()
     for name in "${chosen[@]}"; do
@@ -82,15 +82,14 @@ choose_recipes() {
     done
 }
 
-# Reads the rows of the stages that have any into benchmarks/results/collapse, and writes docs/collapse.md.
+# Reads the rows of the stages that have any into benchmarks/collapse/results, and writes docs/collapse.md.
 write_verdict() {
     local name folders=()
     for name in "${chosen[@]}"; do
         [[ ! -f "$out/$name/table.md" ]] || folders+=("$out/$name")
     done
     ((${#folders[@]})) || die "no run is finished, so that there is nothing to judge"
-    # scripts in benchmarks/ import the modules beside them
-    env -u PYTHONSAFEPATH "$VENV/bin/python" "$ROOT/benchmarks/collapse.py" --read "${folders[@]}" --docs
+    "$VENV/bin/python" "$ROOT/benchmarks/collapse/verdict.py" --read "${folders[@]}" --docs
 }
 
 quick='' docs='' left='' stage='' seeds='' budget_minutes='' task='' model='' reward='' set='' out='' options=()

@@ -1,1 +1,1 @@
-"""Estimates of the policy gradient against the exact one: `benchmarks/gradient_truth.py`."""
+"""Estimates of the policy gradient against the exact one: `benchmarks/gradients/truth.py`."""

@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Sequence
 
 import numpy as np
-from collapse_lab.claims import counted
-from collapse_lab.rows import UNSEEN
-from timing import markdown
 
+from collapse.claims import counted
+from collapse.rows import UNSEEN
 from gradients.steps import EXACT_ARM, Step
 from megatron_rc.analyze.lead_lag_runs import Curves, lead_lag_of_runs, rise_gap
+from megatron_rc.jobs.describe import table
 
 LAG = 16
 """Updates between the weights that sampled and those that are trained; the first steps have a smaller gap."""
@@ -76,7 +76,7 @@ def _cosines(steps: Sequence[Step]) -> str:
         runs = runs_of(steps, arm)
         cells = [_phase(list(runs.values()), *phase) for phase in PHASES]
         lines.append([arm if arm == EXACT_ARM else f"`{arm}`", str(len(runs)), *cells])
-    return markdown.table(heads, lines)
+    return table(heads, lines)
 
 
 def _phase(runs: Sequence[Sequence[Step]], first: int, last: int) -> str:
@@ -106,7 +106,7 @@ def _order(steps: Sequence[Step]) -> str:
             interval = f" [{gap.low:+.0f}, {gap.high:+.0f}]" if gap.runs > 1 else ""
             half = f"{gap.gap:+.0f} steps{interval}, in {counted(gap.runs, 'run')}"
         lines.append([name, strongest, place, half])
-    return markdown.table(heads, lines)
+    return table(heads, lines)
 
 
 def curves_of(run: Sequence[Step], field: str) -> Curves:

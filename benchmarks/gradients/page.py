@@ -6,23 +6,22 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from timing import markdown
-
 from gradients.consecutive import section
 from gradients.rows import Z90, Row
 from gradients.steps import Step
+from megatron_rc.jobs.describe import table
 
 
 def page(rows: Sequence[Row], steps: Sequence[Step]) -> str:
     """The tables at the end of the page."""
     oldest = "## Rollouts as old as those of the run, lowest to highest over its checkpoints"
-    return f"{_checkpoints(rows)}\n{oldest}\n\n{_glance(rows)}\n{section(steps)}\n## All rows\n\n{table(rows)}"
+    return f"{_checkpoints(rows)}\n{oldest}\n\n{_glance(rows)}\n{section(steps)}\n## All rows\n\n{all_rows(rows)}"
 
 
-def table(rows: Sequence[Row]) -> str:
+def all_rows(rows: Sequence[Row]) -> str:
     """One line per row."""
     heads = ("step", "lag", "k3", "estimator", "cosine", "norm ratio", "bias²", "variance", "dropped", "A", "B", "C")
-    return markdown.table(
+    return table(
         (*heads, "best progress"),
         [
             [
@@ -47,7 +46,7 @@ def _checkpoints(rows: Sequence[Row]) -> str:
     """What is known of g* and the rollouts at each checkpoint."""
     heads = ("step", "lag", "k3", "T / T*", "tokens", "‖g*‖", "cosine of its halves", "η", "L")
     places = {(r.step, r.lag): r for r in rows if r.lag}
-    return markdown.table(
+    return table(
         heads,
         [
             [
@@ -79,7 +78,7 @@ def _glance(rows: Sequence[Row]) -> str:
         members = groups[name]
         values = [[getattr(r, field) for r in members] for field in ("cosine", "norm_ratio", "variance", "progress")]
         lines.append([f"`{name}`", *(f"{min(v):.2f} to {max(v):.2f}" for v in values)])
-    return markdown.table(("estimator", "cosine", "norm ratio", "variance", "best progress"), lines)
+    return table(("estimator", "cosine", "norm ratio", "variance", "best progress"), lines)
 
 
 def _between(value: float, error: float) -> str:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collapse_lab.facts import EXACT, facts_of
-
+from collapse.facts import EXACT, facts_of
 from megatron_rc import settings as job_settings
 from megatron_rc.jobs import grid
 from megatron_rc.report.log import read_metrics

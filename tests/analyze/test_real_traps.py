@@ -1,4 +1,4 @@
-"""Every rule answers to its trap alone, on committed dumps of real engines that benchmarks/confusion.py made."""
+"""Every rule answers to its trap alone, on committed dumps of real engines (benchmarks/diagnosis/confusion.py)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def collected(*words: object, **environment: str) -> subprocess.CompletedProcess
 
 @pytest.mark.full
 def test_the_interpreted_tests_are_those_of_every_file_imported() -> None:
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    files = sorted(file for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("test_*.py"))
     assert len(files) > 100
     # a file that is named is imported, whatever it says
     quick, whole = (collected("--full", *paths, TRITON_INTERPRET="1") for paths in ([], files))
@@ -31,7 +31,7 @@ def test_the_interpreted_tests_are_those_of_every_file_imported() -> None:
 def test_a_file_whose_interpreted_tests_are_marked_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "marks.py").write_text("import pytest\n\nkernels = getattr(pytest.mark, 'interpreter')\n")
     (tmp_path / "test_hidden.py").write_text("import marks\n\npytestmark = marks.kernels\n\ndef test(): pass\n")
-    path = f"{tmp_path}:{ROOT}/tests:{ROOT}/tests/support:{ROOT}"
-    run = collected("-p", "conftest", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, tmp_path, PYTHONPATH=path)
+    path = f"{tmp_path}:{ROOT}/tests/support:{ROOT}"
+    run = collected("-p", "suite", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, tmp_path, PYTHONPATH=path)
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert "test_hidden.py holds interpreted tests and must say mark.interpreter" in run.stderr

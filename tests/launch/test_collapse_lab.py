@@ -19,8 +19,8 @@ PYTHON = """#!/bin/sh
 # installs nothing, and notes what it would run
 case "$*" in
 *"-m pip"*) echo "$*" >>"$NOTES.pip" && exit 0 ;;
-*"collapse.py --left"*) mkdir -p "$3" && touch "$3/rates.yaml" && exit 0 ;;
-*collapse.py*) echo docs >>"$NOTES" && exit 0 ;;
+*"verdict.py --left"*) mkdir -p "$3" && touch "$3/rates.yaml" && exit 0 ;;
+*verdict.py*) echo docs >>"$NOTES" && exit 0 ;;
 *"-m megatron_rc grid"*) shift 3 ;;
 *) exec {python} "$@" ;;
 esac
@@ -127,7 +127,7 @@ def test_left_runs_the_stages_that_have_runs_without_a_committed_row(checkout: P
     out = checkout / "out"
     ran, _ = noted(checkout, "--left", "--stage", "turns,rates", "--out", str(out))
     assert ran[0] == str(out / "left/rates.yaml") and ran[ran.index("--output") + 1] == str(out / "rates")
-    said = lab("--left", "--stage", "turns", "--out", str(out), root=checkout)
+    said = lab("--left", "--stage", "turns", "--out", str(out), root=checkout, NOTES=str(checkout / "notes"))
     assert said.returncode == 0 and "every run of turns has a committed row" in said.stdout
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import matplotlib.image
-import numpy as np
 import pytest
 from html_page import Page
 
@@ -24,11 +22,6 @@ from megatron_rc.report.comparison import (
 )
 from megatron_rc.report.comparison_page import heading, write_comparison
 from megatron_rc.report.comparison_picture import draw_comparison
-
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-import quickstart_arms as pages  # noqa: E402
 
 COMPARISON = Comparison(
     title="Rollouts 16 updates old (off-policy lag)", exact="fresh", uncorrected="none", corrected="seq-tis"
@@ -138,31 +131,6 @@ def test_the_title_of_the_picture_counts_the_seeds_that_separated(
     ):
         drawn = draw_comparison(COMPARISON, runs, [], tmp_path / "title.svg").read_text()
         assert f">{said}<" in drawn
-
-
-def test_pages_and_picture_are_those_of_the_committed_rows(tmp_path: Path) -> None:
-    comparison, rows = pages.of_recipe(), read_rows(pages.ROWS)
-    results, readme = ((ROOT / name).read_text() for name in ("docs/results.md", "README.md"))
-    assert bool(rows) == pages.PICTURE.is_file() == (pages.HEADING in results)
-    if rows:
-        assert pages.section(rows, comparison) in results and pages.opening(rows, comparison) in readme
-        drawn = matplotlib.image.imread(draw_comparison(comparison, rows, [], tmp_path / "drawn.png"))
-        committed = matplotlib.image.imread(pages.PICTURE)
-        assert drawn.shape == committed.shape and np.abs(drawn - committed).mean() < 2e-3
-
-
-def test_pages_hold_the_newest_section_and_picture_once() -> None:
-    rows, more = three(0.5), [*three(0.5), *three(0.75, seed=2)]
-    page = "# Results\n\ntext\n\n## First\n\nold\n"
-    for runs, count in ((rows, "1 of 1"), (more, "1 of 2")):
-        page = pages.with_section(page, pages.section(runs, COMPARISON))
-        assert page.count(pages.HEADING) == 1 and f"**{count} seeds separated**" in page
-        assert page.index(pages.HEADING) < page.index("## First") and page.endswith("\n\n## First\n\nold\n")
-    readme = pages.with_opening("# A\n\n![old](a.png)\n\nrest ![b](b.png)\n", pages.opening(more, COMPARISON))
-    assert "![old]" not in readme and "1 of 2 seeds end 20 points or more lower" in readme
-    assert readme.startswith("# A\n\n![Rollouts 16") and readme.endswith(".png)\n\nrest ![b](b.png)\n")
-    (row,) = [line for line in pages.table(more, COMPARISON).splitlines() if line.startswith("| none |")]
-    assert "| 2 | 62.5% ± 17.7% | 50.0%, 75.0% | 99.0% | 0.1 | 0.5 | 0.25 |" in row
 
 
 @pytest.mark.parametrize(

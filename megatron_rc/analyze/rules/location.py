@@ -9,8 +9,8 @@ from megatron_rc.analyze.profile import Profile
 from megatron_rc.analyze.rules.rule import Level, Verdict
 
 LEAST_EXPLAINED = 0.05
-"""Share of the variance of |l| between the values of the column. Measured (benchmarks/confusion.py): 0.19 for a stale
-server, 0.10 for another template, at most 0.0014 in healthy dumps."""
+"""Share of the variance of |l| between the values of the column. Measured (benchmarks/diagnosis/confusion.py): 0.19 for
+a stale server, 0.10 for another template, at most 0.0014 in healthy dumps."""
 CACHE_EXPLAINED = 0.01
 """The same for the cached share of the prompt: 0.020 for a stale cache, because old keys and values are a small part of
 what a token depends on; 0 in healthy dumps."""

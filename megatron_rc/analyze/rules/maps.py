@@ -14,7 +14,7 @@ TIMES_REGRESSION = 2.0
 """The same in units of mean l^2 / Var(log mu): log mu holds the sampler's noise, so l goes with it by regression."""
 LEAST_SIZE = 5e-3
 """nats; root mean square over the tokens of the mean l by logged log-prob. A temperature that is wrong by 2 % has 0.034
-(benchmarks/confusion.py); two sides that agree, with logs of 4 decimals, have at most 0.00003, and the
+(benchmarks/diagnosis/confusion.py); two sides that agree, with logs of 4 decimals, have at most 0.00003, and the
 quickstart's 16 ids, whose bf16 rounding is the same at every occurrence, have 0.0018."""
 CONFIDENT = (-0.7, -0.01)
 """nats; log mu of tokens that are likely but not certain."""

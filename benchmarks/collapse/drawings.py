@@ -1,0 +1,264 @@
+"""Draw the data of a figure into a PNG that carries its digest."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from collapse.claims import counted
+from collapse.figure_data import Data, FigureSettings, digest
+from collapse.rows import UNSEEN
+from megatron_rc.report.picture import SOFT, style_axes
+from megatron_rc.report.picture import TEXT as INK
+
+# colours of Okabe and Ito, which the colour-blind tell apart
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5d6878", "#1b2330")
+MARKERS = "osD^vPX*"
+WIDTH = 10.0
+"""Inches; 1,300 pixels."""
+NAMES = {
+    "k3": "k3",
+    "ess": "effective sample size",
+    "grad_norm": "gradient norm",
+    "log_ppl": "log-perplexity",
+    "length": "response length",
+    "reward": "reward of the rollouts",
+    "accuracy": "held-out accuracy",
+}
+
+
+def draw(figure: FigureSettings, data: Data, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    makers: dict[str, Callable[[Any, Data], None]] = {
+        "curves": _curves,
+        "strength": _strength,
+        "survival": _survival,
+        "diagram": _diagram,
+        "controls": _controls,
+        "order": _order,
+    }
+    canvas = Figure(layout="constrained", facecolor="white")
+    canvas.suptitle(textwrap.fill(data["title"], 95), fontsize=12.5, fontweight="bold", color=INK, x=0.01, ha="left")
+    makers[figure.kind](canvas, data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    canvas.savefig(
+        path, dpi=130, bbox_inches="tight", pad_inches=0.12, metadata={"Description": digest(data), "Software": None}
+    )
+
+
+def drawn_digest(path: Path) -> str:
+    """The digest of the numbers that a figure was drawn from."""
+    marker = b"Description\x00"
+    content = path.read_bytes()
+    start = content.index(marker) + len(marker)
+    return content[start : start + 64].decode()
+
+
+def _panels(canvas: Any, labels: list[str], columns: int, height: float) -> dict[str, Any]:
+    # no panel stands alone in the last line
+    across = min(columns + (len(labels) % columns == 1), len(labels))
+    down = -(-len(labels) // across)
+    canvas.set_size_inches(WIDTH, height * down + 0.6)
+    grid = canvas.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    for spare in grid.flat[len(labels) :]:
+        spare.set_visible(False)
+    panels = dict(zip(labels, grid.flat, strict=False))
+    for axes in grid.flat[max(0, len(labels) - across) : len(labels)]:
+        axes.tick_params(labelbottom=True)
+    for label, axes in panels.items():
+        style_axes(axes)
+        axes.set_title(label, fontsize=10.5, loc="left", color=INK)
+    return panels
+
+
+def _curves(canvas: Any, data: Data) -> None:
+    panels = _panels(canvas, list(data["panels"]), data["columns"], 2.5)
+    for number, (label, panel) in enumerate(data["panels"].items()):
+        axes, color = panels[label], COLORS[number % len(COLORS)]
+        if data["exact"] and panel["mean"] != data["exact"]:
+            axes.plot(*zip(*data["exact"], strict=True), color=SOFT, lw=1.2, ls=(0, (4, 2)))
+        for line in panel["seeds"].values():
+            axes.plot(*zip(*line, strict=True), color=color, lw=0.8, alpha=0.55)
+        axes.plot(*zip(*panel["mean"], strict=True), color=color, lw=2.6)
+        failures = f"{panel['failed']} of {panel['runs']} failed" if panel["runs"] else "no exact run to compare"
+        norm = "" if panel["grad_norm"] is None else f"\ngradient norm {panel['grad_norm']:.2f}"
+        text = f"{counted(len(panel['seeds']), 'seed')}, {failures}{norm}"
+        # above the curves of runs that end low
+        y = 0.03 if panel["mean"][-1][1] > 0.4 else 0.55
+        axes.text(0.98, y, text, transform=axes.transAxes, ha="right", fontsize=8.5, color=INK, in_layout=False)
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    canvas.supxlabel("step", fontsize=10, color=SOFT)
+    canvas.supylabel("held-out accuracy", fontsize=10, color=SOFT)
+
+
+def _strength(canvas: Any, data: Data) -> None:
+    """Failures by k3; mechanisms that do not show in k3 stand beside it, one strength after the other."""
+    styles = {
+        label: {"color": COLORS[n % len(COLORS)], "fmt": MARKERS[n % len(MARKERS)]}
+        for n, label in enumerate(data["series"])
+    }
+    unseen = [(label, point) for label, points in data["series"].items() for point in points if point["k3"] < UNSEEN]
+    canvas.set_size_inches(WIDTH, 5.2 if unseen else 4.4)
+    beside, axes = canvas.subplots(1, 2, sharey=True, width_ratios=[max(1, len(unseen)), 14])
+    for each in (beside, axes):
+        style_axes(each)
+    for number, (label, points) in enumerate(data["series"].items()):
+        seen = [point for point in points if point["k3"] >= UNSEEN]
+        x = [point["k3"] * 1.04 ** (number - 2) for point in seen]
+        _shares(axes, x, seen, ls="-", label=label, **styles[label])
+        for place, point in zip(x, seen, strict=True):
+            # neighbours of other arms write above and below
+            axes.annotate(point["strength"], (place, point["share"][0]), xytext=(5, 5 if number % 2 else -11),
+                          textcoords="offset points", fontsize=8, color=styles[label]["color"])  # fmt: skip
+    for place, (label, point) in enumerate(unseen):
+        _shares(beside, [place], [point], **styles[label])
+    beside.set_xticks(
+        range(len(unseen)), [_short(label, point["strength"]) for label, point in unseen], rotation=90, fontsize=8
+    )
+    beside.set_xlabel(f"k3 below {UNSEEN:g}", fontsize=10, color=SOFT)
+    beside.set_visible(bool(unseen))
+    axes.tick_params(labelleft=not unseen)
+    axes.set_xscale("log")
+    axes.set_ylim(-0.06, 1.03)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    axes.set_xlabel("k3 of the first quarter of the steps, nats per token", fontsize=10, color=SOFT)
+    (beside if unseen else axes).set_ylabel("runs that failed, 90 % interval", fontsize=10, color=SOFT)
+    axes.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _short(label: str, strength: str) -> str:
+    """The label of an arm under its point: a temperature tells by itself whether it is low."""
+    for word in ("hidden ", "low ", "high "):
+        label = label.replace(word, "")
+    return f"{label} {strength}".strip()
+
+
+def _shares(axes: Any, x: list[float], points: list[Data], **style: Any) -> None:
+    shares = [point["share"] for point in points]
+    bars = [[value - low for value, low, _ in shares], [high - value for value, _, high in shares]]
+    axes.errorbar(x, [share[0] for share in shares], yerr=bars, lw=1.4, ms=6, capsize=3, elinewidth=1,
+                  **{"ls": "none"} | style)  # fmt: skip
+
+
+def _survival(canvas: Any, data: Data) -> None:
+    canvas.set_size_inches(WIDTH, 4.2)
+    axes = canvas.add_subplot()
+    style_axes(axes)
+    for number, (label, series) in enumerate(data["series"].items()):
+        color = COLORS[number % len(COLORS)]
+        steps, shares = [0.0], [1.0]
+        for step, share in series["curve"]:
+            steps.append(step)
+            shares.append(share)
+        steps.append(series["end"])
+        shares.append(shares[-1])
+        # curves of arms that all live would hide one another
+        shift = 0.006 * number
+        test = "" if series["p"] is None else f", log-rank p {series['p']:.2g}"
+        name = f"{label} ({counted(series['runs'], 'run')}{test})"
+        dashes = "-" if number < len(COLORS) else (0, (3, 1.5))
+        axes.plot(steps, [share - shift for share in shares], drawstyle="steps-post", color=color, lw=2, ls=dashes,
+                  label=name)  # fmt: skip
+    axes.set_ylim(-0.05, 1.03)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    axes.set_xlabel("step", fontsize=10, color=SOFT)
+    axes.set_ylabel("runs that have not collapsed", fontsize=10, color=SOFT)
+    axes.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _diagram(canvas: Any, data: Data) -> None:
+    panels = _panels(canvas, list(data["panels"]), data["columns"], 3.0)
+    from matplotlib.ticker import NullLocator
+
+    dots = None
+    rates = sorted({cell["lr"] for cells in data["panels"].values() for cell in cells})
+    for label, cells in data["panels"].items():
+        axes = panels[label]
+        places = [cell["depth"] for cell in cells]
+        dots = axes.scatter(places, [cell["lr"] for cell in cells], c=[cell["share"] for cell in cells],
+                            cmap="cividis_r", vmin=0, vmax=1, s=130, edgecolors=INK, linewidths=0.7)  # fmt: skip
+        axes.axvline(1, color=SOFT, lw=1, ls=(0, (4, 2)))
+        for number, (place, cell) in enumerate(sorted(zip(places, cells, strict=True), key=lambda pair: pair[0])):
+            # neighbours have their numbers above and below
+            axes.annotate(str(cell["runs"]), (place, cell["lr"]), xytext=(0, -16 if number % 2 else 9),
+                          textcoords="offset points", ha="center", fontsize=7.5, color=SOFT)  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.margins(0.18)
+        axes.set_yticks(rates, [f"{rate:g}" for rate in rates])
+        axes.yaxis.set_minor_locator(NullLocator())
+    label = "T / T* of the gap: of uncorrected runs, first quarter of the steps (dashed: 1; 0.01: smaller ones, too)"
+    canvas.supxlabel(label, fontsize=10, color=SOFT)
+    canvas.supylabel("learning rate", fontsize=10, color=SOFT)
+    bar = canvas.colorbar(dots, ax=list(panels.values()), format=lambda value, _: f"{100 * value:.0f} %", pad=0.02)
+    bar.set_label("runs that failed (number: runs)", fontsize=9, color=SOFT)
+    bar.ax.tick_params(labelsize=8, colors=SOFT)
+
+
+def _controls(canvas: Any, data: Data) -> None:
+    canvas.set_size_inches(WIDTH, 0.42 * len(data["series"]) + 1.5)
+    axes = canvas.add_subplot()
+    style_axes(axes)
+    labels = list(data["series"])
+    rows: list[tuple[float, tuple[str, str, str]]] = [(-1.0, ("failed", "gradient\nnorm", "tokens\ndropped"))]
+    for place, series in enumerate(data["series"].values()):
+        color = COLORS[1] if series["control"] else COLORS[0]
+        finals = series["finals"]
+        heights = [place + 0.1 * ((seed % 3) - 1) for seed in range(len(finals))]
+        axes.scatter(finals, heights, color=color, s=18, alpha=0.7, linewidths=0)
+        if series["mean"]:
+            mean, low, high = series["mean"]
+            axes.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="|", color=INK, ms=13, mew=2, capsize=0,
+                          elinewidth=2)  # fmt: skip
+        failures = f"{series['failed']} of {series['runs']}" if series["runs"] else "unknown"
+        norm = "" if series["grad_norm"] is None else f"{series['grad_norm']:.2f}"
+        dropped = f"{series['dropped']:.1%}" if series["dropped"] else ""
+        rows.append((place, (failures, norm, dropped)))
+    for place, texts in rows:
+        for x, text in zip((1.06, 1.17, 1.28), texts, strict=True):
+            axes.text(x, place, text, transform=axes.get_yaxis_transform(), va="center", ha="center", fontsize=9,
+                      color=INK if place >= 0 else SOFT)  # fmt: skip
+    axes.set_yticks(range(len(labels)), labels, fontsize=9.5, color=INK)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    axes.set_xlabel("mean of the last evaluations: seeds, their mean and its 90 % interval", fontsize=10, color=SOFT)
+
+
+def _order(canvas: Any, data: Data) -> None:
+    canvas.set_size_inches(WIDTH, 4.2)
+    left, right = canvas.subplots(1, 2, width_ratios=(1, 1.15))
+    for axes in (left, right):
+        style_axes(axes)
+    names = list(data["gaps"])
+    for place, name in enumerate(names):
+        gaps, color = data["gaps"][name], COLORS[list(NAMES).index(name) % len(COLORS)]
+        heights = [place + 0.1 * ((run % 3) - 1) for run in range(len(gaps["gaps"]))]
+        left.scatter(gaps["gaps"], heights, color=color, s=18, alpha=0.7, linewidths=0)
+        if gaps["median"]:
+            median, low, high = gaps["median"]
+            left.errorbar(median, place, xerr=[[median - low], [high - median]], fmt="|", color=INK, ms=13, mew=2,
+                          elinewidth=2)  # fmt: skip
+    left.axvline(0, color=SOFT, lw=1, ls=(0, (4, 2)))
+    left.set_yticks(range(len(names)), [NAMES[name] for name in names], fontsize=9.5, color=INK)
+    left.set_ylim(len(names) - 0.5, -0.5)
+    moved, others = data["others"]
+    control = f"\nk3 moved in {moved} of {counted(others, 'run')} with a gap that did not fall, too" if others else ""
+    left.set_xlabel(f"steps after k3: runs, median, 90 % interval{control}", fontsize=9.5, color=SOFT)
+    left.set_title("Which moves first", fontsize=10.5, loc="left", color=INK)
+    for name, curve in data["curves"].items():
+        values = [value for _, value in curve]
+        low, high = min(values), max(values)
+        scaled = [(value - low) / (high - low) if high > low else 0.5 for value in values]
+        color = INK if name == "accuracy" else COLORS[list(NAMES).index(name) % len(COLORS)]
+        right.plot([offset for offset, _ in curve], scaled, color=color, lw=2.4 if name == "accuracy" else 1.6,
+                   ls="--" if name == "accuracy" else "-", label=NAMES[name])  # fmt: skip
+    right.axvline(0, color=SOFT, lw=1, ls=(0, (4, 2)))
+    right.set_yticks([0, 1], ["lowest", "highest"], fontsize=9)
+    right.set_xlabel(f"steps from the fall, means of {counted(data['runs'], 'run')}", fontsize=9.5, color=SOFT)
+    right.set_title("Around the fall", fontsize=10.5, loc="left", color=INK)
+    right.legend(fontsize=8.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -1,0 +1,1 @@
+"""The committed dumps, faults of engines, and what `megatron-rc analyze` says of them."""

@@ -1,0 +1,113 @@
+"""Write what documents say of `megatron-rc analyze` from its code: docs/rules/RC*.md and parts of docs/analyze.md.
+
+    python benchmarks/diagnosis/analyze_docs.py
+
+A page of a rule is that of the package with a picture where docs/images/rules/ has one. In docs/analyze.md the lines
+between `<!-- NAME: ... -->` and `<!-- end of NAME -->` are replaced.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_rc.analyze import columns, gate, terminal
+from megatron_rc.analyze.diagnosis import diagnose_dump
+from megatron_rc.analyze.rules import CODES
+from megatron_rc.analyze.rules.rule import Page
+
+ROOT = Path(__file__).parents[2]
+ANALYZE = ROOT / "docs/analyze.md"
+WIDTH = 118
+"""Columns of a printed report."""
+CAPTION = (
+    "*A dump of a small model with this trap, beside the same model in bf16 without any: "
+    "`benchmarks/diagnosis/confusion.py`.*"
+)
+NUMBERS = {
+    "k3": "mean k3",
+    "sigma": "noise of a logit that would give this gap",
+    "kappa": "mean(−l) / mean(l² / 2)",
+    "mean_ratio": "mean ρ",
+    "surprise": "mean of ρ (−log π − H), nats; needs the column `entropy`",
+    "z_rho": "statistic of the mean ratio",
+    "z_W": "statistic of the surprise; needs the column `entropy`",
+    "exact": "share of tokens whose two log-probs are equal bit for bit",
+    "ess": "effective share of the responses",
+    "k_hat": "k-hat of token ratios",
+    "k_hat_sequence": "k-hat of the weights of whole responses",
+    "damaged": "responses left out because of a log-prob that is NaN, infinite or above 0",
+    "corrupt": "rows that could not be read",
+}
+"""Meaning of each number that a gate knows."""
+
+
+def rule_page(code: str) -> str:
+    """The page of a rule in docs/rules/."""
+    text = Page(code).text
+    name = f"images/rules/{code}.svg"
+    if not (ROOT / "docs" / name).exists():
+        return text
+    heading, _, rest = text.partition("\n\n")
+    return f"{heading}\n\n![{Page(code).title}](../{name})\n\n{CAPTION}\n\n{rest}"
+
+
+def column_tables() -> str:
+    parts = []
+    for title, table in (
+        ("per token, beside the two log-probs", columns.TOKEN_COLUMNS),
+        ("per response", columns.SEQUENCE_COLUMNS),
+    ):
+        rows = [f"| `{name}` | {column.kind} | {column.meaning} |" for name, column in table.items()]
+        parts.append("\n".join([f"| column {title} | kind | meaning |", "| --- | --- | --- |", *rows]))
+    return "\n\n".join(parts)
+
+
+def number_table() -> str:
+    rows = [f"| `{name}` | {NUMBERS[name]} |" for name in gate.NUMBERS]
+    return "\n".join(["| number | meaning |", "| --- | --- |", *rows])
+
+
+def report(dump: str, host: str) -> str:
+    """What `megatron-rc analyze` prints, started in the repository."""
+    before = os.getcwd()
+    os.chdir(ROOT)
+    try:
+        diagnosis = diagnose_dump(dump)
+    finally:
+        os.chdir(before)
+    console = Console(file=io.StringIO(), width=WIDTH, highlight=False)
+    terminal.show(diagnosis, console=console, host=host)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    command = f"$ megatron-rc analyze {dump}" + (f" --host {host}" if host else "")
+    return "\n".join(["```text", command, *lines, "analysis.html", "```"])
+
+
+BLOCKS = {
+    "columns": column_tables,
+    "numbers": number_table,
+    "healthy": lambda: report("examples/dumps/healthy.parquet", ""),
+    "sick": lambda: report("examples/dumps/sick.parquet", "slime"),
+}
+
+
+def analyze_page(text: str) -> str:
+    """docs/analyze.md with its generated parts written again."""
+    for name, body in BLOCKS.items():
+        pattern = re.compile(rf"(<!-- {name}: [^\n]* -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+        text = pattern.sub(lambda match, body=body: f"{match[1]}{body()}\n{match[2]}", text)
+    return text
+
+
+def main() -> None:
+    for code in sorted(CODES):
+        (ROOT / f"docs/rules/{code}.md").write_text(rule_page(code), encoding="utf-8")
+    ANALYZE.write_text(analyze_page(ANALYZE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

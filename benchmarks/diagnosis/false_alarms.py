@@ -1,0 +1,97 @@
+"""How often an analysis calls an honest dump a bug.
+
+    python benchmarks/diagnosis/false_alarms.py                              # 300 dumps of 30,000 tokens, 25 per row
+    python benchmarks/diagnosis/false_alarms.py --tokens 1000000 --dumps 5
+    python benchmarks/diagnosis/false_alarms.py --tokens 30000000 --dumps 1 --roundings "4 decimals"
+
+Every token is drawn afresh from the distribution of a real sampler (bf16) in a real context, and scored by the real
+trainer (fp32). The log-probs of both sides are then rounded as hosts round them; half of the dumps end early.
+Sharpness multiplies the logits of both sides: entropy falls with it. All dumps of a table are independent draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
+
+from diagnosis.traps.tables import ROUNDINGS, Tables, rounded, tables
+from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
+from megatron_rc.analyze.readers.dump import CorruptRows
+from megatron_rc.analyze.rules.rule import Level, Verdict
+from megatron_rc.jobs.describe import table
+
+
+def diagnosed(honest: Tables, seed: int, tokens: int, rounding: str) -> Diagnosis:
+    """The diagnosis of a fresh honest dump; every second one ends early."""
+    pieces = honest.honest(seed, tokens, ends_early=seed % 2 == 1)
+    return diagnosis_of((rounded(p, rounding).chunk() for p in pieces), "honest", "arrays", CorruptRows())
+
+
+class Count:
+    """Honest dumps, those that were called a bug, and the verdicts that were wrong."""
+
+    def __init__(self) -> None:
+        self.dumps = self.alarms = 0
+        self.wrong: Counter[str] = Counter()
+
+    def add(self, verdicts: Sequence[Verdict]) -> None:
+        self.dumps += 1
+        self.alarms += any(verdict.level is Level.BUG for verdict in verdicts)
+        self.wrong.update({f"{v.code} {v.level}" for v in verdicts if v.level in (Level.BUG, Level.SUSPECT)})
+
+    def merge(self, other: Count) -> None:
+        self.dumps, self.alarms = self.dumps + other.dumps, self.alarms + other.alarms
+        self.wrong += other.wrong
+
+    def cells(self) -> list[str]:
+        wrong = ", ".join(f"{name}: {count}" for name, count in self.wrong.items())
+        return [f"{self.alarms} of {self.dumps}", f"{upper_bound(self.alarms, self.dumps):.1%}", wrong or "none"]
+
+
+def upper_bound(alarms: int, dumps: int) -> float:
+    """Largest rate that gives so few alarms with a chance of 5 % (Clopper and Pearson)."""
+    low, high = alarms / dumps, 1.0
+    for _ in range(50):
+        rate = (low + high) / 2
+        chance = sum(math.comb(dumps, k) * rate**k * (1 - rate) ** (dumps - k) for k in range(alarms + 1))
+        low, high = (rate, high) if chance > 0.05 else (low, rate)
+    return high
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/megatron_rc_traps"), help="keeps models and tables")
+    parser.add_argument("--tokens", type=int, default=30_000)
+    parser.add_argument("--dumps", type=int, default=25, help="per rounding and sharpness")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first dump")
+    parser.add_argument("--roundings", nargs="+", choices=ROUNDINGS, default=list(ROUNDINGS))
+    parser.add_argument("--sharpness", type=float, nargs="+", default=[1.0, 2.0, 4.0])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    plain, rows, total, seed = tables(options.folder), [], Count(), options.first
+    for sharpness in options.sharpness:
+        honest = plain.sharper(sharpness)
+        entropy = f"{float(honest.entropy.mean()):.2f}"
+        for rounding in options.roundings:
+            count = Count()
+            for _ in range(options.dumps):
+                count.add(diagnosed(honest, seed, options.tokens, rounding).verdicts)
+                seed += 1
+            total.merge(count)
+            rows.append([f"{options.tokens:,}", entropy, rounding, *count.cells()])
+            print(rows[-1], flush=True)
+    rows.append([f"{options.tokens:,}", "all", "all", *total.cells()])
+    header = ("tokens", "entropy (nats)", "log-probs kept as", "called a bug", "rate at most", "verdicts")
+    print(table(header, rows), end="")
+
+
+if __name__ == "__main__":
+    main()

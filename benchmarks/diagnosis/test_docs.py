@@ -1,0 +1,48 @@
+"""What documents say of `megatron-rc analyze` is what its code says, and every rule has a picture."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from simulated_dumps import TRAPS, world
+
+from diagnosis import analyze_docs, rule_pictures
+from megatron_rc.analyze import gate
+from megatron_rc.analyze.diagnosis import diagnosis_of
+from megatron_rc.analyze.readers.dump import CorruptRows
+from megatron_rc.analyze.rules import CODES
+
+ROOT = Path(__file__).parents[2]
+TEXT = analyze_docs.ANALYZE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_the_page_of_a_rule_is_that_of_the_package(code: str) -> None:
+    written = (ROOT / f"docs/rules/{code}.md").read_text(encoding="utf-8")
+    assert written == analyze_docs.rule_page(code), "run `make docs`"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("code", "trap"), [("RC102", "padded vocabulary"), ("RC303", "one stale server")])
+def test_a_picture_shows_both_dumps(code: str, trap: str) -> None:
+    assert set(rule_pictures.RULES) == CODES
+    healthy, sick = (
+        diagnosis_of([TRAPS[name][1](world(1))], "dump", "arrays", CorruptRows()).evidence for name in ("honest", trap)
+    )
+    (axes,) = rule_pictures.picture(code, healthy, sick).axes
+    legend = axes.get_legend()
+    assert legend is not None
+    assert sorted(text.get_text().split(",")[0] for text in legend.get_texts()) == ["healthy", "sick"]
+
+
+@pytest.mark.parametrize("name", sorted(analyze_docs.BLOCKS))
+def test_generated_parts_are_what_the_code_says(name: str) -> None:
+    match = re.search(rf"<!-- {name}: [^\n]* -->\n(.*)\n<!-- end of {name} -->", TEXT, re.DOTALL)
+    assert match is not None
+    assert match[1] == analyze_docs.BLOCKS[name](), "run `make docs`"
+
+
+def test_every_number_of_a_gate_has_a_meaning() -> None:
+    assert set(analyze_docs.NUMBERS) == set(gate.NUMBERS)

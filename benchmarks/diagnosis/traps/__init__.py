@@ -1,0 +1,1 @@
+"""Real dumps with one planted fault each."""

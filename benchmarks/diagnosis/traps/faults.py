@@ -1,0 +1,67 @@
+"""Faults of an engine, each planted in the one line where it would really be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from diagnosis.traps.models import Weights
+from megatron_rc.engine import SamplingParams
+from megatron_rc.rollout.embedded import engine
+
+Draw = Callable[[Tensor, SamplingParams, Tensor], engine.Drawn]
+
+
+@contextmanager
+def drawing(draw: Draw | None) -> Iterator[None]:
+    """The embedded engine draws its tokens with ``draw``; None: as it should."""
+    if draw is None:
+        yield
+        return
+    sound = engine.draw
+    engine.draw = draw
+    try:
+        yield
+    finally:
+        engine.draw = sound
+
+
+def penalised(penalty: float) -> Draw:
+    """A presence penalty, of which the logs do not know."""
+    sound, seen = engine.draw, torch.zeros(0)
+
+    def draw(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> engine.Drawn:
+        nonlocal seen
+        if seen.shape != logits.shape:
+            # rows leave the batch when they end: their neighbours' history starts anew, which a fault may
+            seen = torch.zeros_like(logits)
+        ids = sound(logits - penalty * seen, params, uniforms).ids
+        seen.scatter_(-1, ids[:, None], 1.0)
+        return engine.Drawn(ids, logits.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0], None)
+
+    return draw
+
+
+def rounded(weights: Weights, kind: str) -> Weights:
+    """Matrices in 8 bits with one scale per row: ``int8``, or ``fp8`` (e4m3)."""
+    result = {}
+    for name, tensor in weights.items():
+        if tensor.ndim < 2:
+            result[name] = tensor
+            continue
+        largest = tensor.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12)
+        if kind == "int8":
+            result[name] = (tensor / largest * 127).round() * largest / 127
+        else:
+            result[name] = (tensor / largest * 448).to(torch.float8_e4m3fn).float() * largest / 448
+    return result
+
+
+def misconverted(weights: Weights) -> Weights:
+    """The gate and up projections of the last layer are swapped, as in a wrong conversion."""
+    layer = max(name.split(".")[2] for name in weights if name.startswith("model.layers."))
+    gate, up = (f"model.layers.{layer}.mlp.{part}_proj.weight" for part in ("gate", "up"))
+    return {**weights, gate: weights[up], up: weights[gate]}

@@ -1,0 +1,104 @@
+"""Measure every correction's estimate of the gradient against the exact one, at checkpoints of an uncorrected run.
+
+    python benchmarks/gradients/truth.py --run runs/gradients      # train with checkpoints, measure, write the rows
+    python benchmarks/gradients/truth.py --steps runs/consecutive  # the steps of the grid of gradients/consecutive.yaml
+    python benchmarks/gradients/truth.py                           # print the tables of the committed rows
+    python benchmarks/gradients/truth.py --docs                    # write docs/gradients.md, with the pictures
+
+The run is the cell stale-16, none of launch/recipes/methods.yaml. At a checkpoint, the exact gradient g* comes from
+fresh answers of the trainer's own weights; each estimate comes from answers of the weights that the run samples from,
+16 updates old, and of the younger ones it keeps. All have the same prompts. benchmarks/gradients/ says how bias,
+variance and the terms of the SGA lemma are estimated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
+
+from gradients import consecutive_picture
+from gradients.page import page
+from gradients.picture import draw
+from gradients.rows import Row, read, write
+from gradients.steps import Step, steps_of
+from megatron_rc import settings as job_settings
+
+ROOT = Path(__file__).parents[2]
+ROWS = ROOT / "benchmarks/gradients/results/gradients.csv"
+PAGE = ROOT / "docs/gradients.md"
+TABLES = "## Checkpoints\n\n"
+"""Heading of the page from which on it is printed."""
+PICTURE = ROOT / "docs/images/gradients.png"
+CONSECUTIVE = ROOT / "benchmarks/gradients/consecutive.yaml"
+CONSECUTIVE_ROWS = ROOT / "benchmarks/gradients/results/gradient-steps.csv"
+CONSECUTIVE_PICTURE = ROOT / "docs/images/gradients-consecutive.png"
+RECIPE = ROOT / "launch/recipes/methods.yaml"
+CELL = {"setting": ["stale-16"], "method": ["none"]}
+STEPS: dict[int, tuple[int | None, ...]] = {20: (None,), 40: (None, 4), 80: (None,)}
+"""Maps a checkpoint to the lags of its rollouts; None takes those of the run."""
+BATCHES = 16
+"""Batches of prompts, each as large as one of the run."""
+DRAWS = 3
+"""Exact batches per batch of prompts that make up g*."""
+CURVATURE_BATCHES = 4
+
+
+def train(folder: Path, seed: int) -> Path:
+    """The folder of the run, trained up to the last checkpoint unless it is already."""
+    from megatron_rc.jobs import grid
+
+    assignments = [f"train.steps={max(STEPS)}", "train.save_interval=20", "train.keep_checkpoints=100"]
+    loaded = grid.load(RECIPE, seeds=str(seed), output=str(folder), assignments=assignments)
+    plan = dataclasses.replace(loaded, keep_weights=True)
+    [cell] = grid.cells(plan, CELL)
+    if failed := grid.run(plan, [cell]):
+        raise SystemExit("; ".join(failed.values()))
+    return cell.folder
+
+
+def measure(folder: Path) -> Iterator[list[Row]]:
+    """The rows of one checkpoint of a run after another."""
+    from megatron_rc.jobs import run
+
+    run.quiet_imports()
+    from gradients.collect import opened
+    from gradients.measure import rows_of
+
+    settings = job_settings.load(folder / "settings.yaml")
+    for step, lags in STEPS.items():
+        path = folder / f"checkpoints/rl-{step:06d}"
+        with tempfile.TemporaryDirectory() as scratch, opened(settings, path, Path(scratch)) as bench:
+            sizes = {"batches": BATCHES, "draws": DRAWS, "curvature_batches": CURVATURE_BATCHES}
+            yield list(rows_of(bench, **sizes, lags=lags))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="train there, measure, and write the rows")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the run")
+    parser.add_argument("--steps", type=Path, metavar="FOLDER", help="read the steps of the runs of this grid")
+    parser.add_argument("--docs", action="store_true", help="write the tables and the pictures of the page again")
+    options = parser.parse_args()
+    if options.run:
+        found: list[Row] = []
+        for more in measure(train(options.run, options.seed)):
+            write(found := [*found, *more], ROWS)
+    if options.steps:
+        write(steps_of(CONSECUTIVE, options.steps), CONSECUTIVE_ROWS)
+    rows, steps = read(Row, ROWS), read(Step, CONSECUTIVE_ROWS)
+    if options.docs:
+        draw(rows, PICTURE)
+        consecutive_picture.draw(steps, CONSECUTIVE_PICTURE)
+        PAGE.write_text(PAGE.read_text().partition(TABLES)[0] + TABLES + page(rows, steps))
+    else:
+        sys.stdout.write(page(rows, steps))
+
+
+if __name__ == "__main__":
+    main()

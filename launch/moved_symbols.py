@@ -1,0 +1,94 @@
+"""Which symbols of a host moved: its functions that we replace, call or surround, in another checkout of it.
+
+    python launch/moved_symbols.py verl /path/to/verl
+
+Reads the files and imports nothing of them. One line per symbol: as expected, with other parameters, or gone, with
+every place of the checkout that defines a function of this name. Exit status 1 if a symbol is not as expected.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rc.integrations.hosts import HOSTS
+from megatron_rc.integrations.symbols import Host, Inspected, Symbol, inspect_symbols, parameters_of
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _loaded_by_name(name: str, tested: str, module: str, function: str, parameters: str) -> Host:
+    """A host that docs/hosts/losses.md gives a loss: the function of it that the loss was compared with, or extends."""
+    symbol = Symbol(module, function, parameters, None, "compared with, or extended")
+    return Host(name, module.partition(".")[0], (symbol,), (), lambda: None, tested=tested)
+
+
+KNOWN = {
+    **HOSTS,
+    "prime-rl": _loaded_by_name(
+        "prime-rl", "commit 559b44772e47", "prime_rl.trainer.rl.loss", "default_loss_fn", "inputs, loss_config"
+    ),
+    "skyrl": _loaded_by_name(
+        "skyrl",
+        "commit a9564572eb8e",
+        "skyrl.backends.skyrl_train.utils.ppo_utils",
+        "ppo_policy_loss",
+        "log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None",
+    ),
+    "trl": _loaded_by_name(
+        "trl",
+        "commit f2cd57710ae3",
+        "trl.trainer.grpo_trainer",
+        "GRPOTrainer._generate_and_score_completions",
+        "self, inputs",
+    ),
+}
+
+
+def definitions(tree: Path, name: str) -> Iterator[tuple[Path, str, Definition]]:
+    """Every def of a function or method of that name in a tree: file, qualified name, def."""
+    for file in sorted(tree.rglob("*.py")):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if f"def {name}(" in text:
+            try:
+                parsed = ast.parse(text)
+            except SyntaxError:
+                continue
+            yield from ((file.relative_to(tree), where, node) for where, node in _defs(parsed.body, name))
+
+
+def _defs(body: list[ast.stmt], name: str, prefix: str = "") -> Iterator[tuple[str, Definition]]:
+    for node in body:
+        if isinstance(node, Definition) and node.name == name:
+            yield prefix + name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from _defs(node.body, name, f"{prefix}{node.name}.")
+
+
+def line_of(found: Inspected, tree: Path) -> str:
+    """What became of a symbol, one line."""
+    if found.problem is None:
+        return f"{found.symbol.path}: as expected"
+    if found.parameters is not None:
+        return found.problem
+    wanted = found.symbol.name.rpartition(".")[2]
+    places = [f"{file}:{node.lineno} {where}({parameters_of(node)})" for file, where, node in definitions(tree, wanted)]
+    return f"{found.symbol.path}: gone; " + ("; ".join(places) or f"nothing defines {wanted}")
+
+
+def main() -> int:
+    if len(sys.argv) != 3 or sys.argv[1] not in KNOWN or not Path(sys.argv[2]).is_dir():
+        sys.exit(f"usage: python launch/moved_symbols.py {{{','.join(KNOWN)}}} FOLDER_OF_A_CHECKOUT")
+    host, tree = KNOWN[sys.argv[1]], Path(sys.argv[2]).resolve()
+    # prime-rl keeps its package below src
+    sys.path[:0] = [str(tree), str(tree / "src")]
+    inspected = inspect_symbols(host)
+    print(f"{host.name}, tested at {host.tested}")
+    print("\n".join(line_of(found, tree) for found in inspected))
+    return int(any(found.problem for found in inspected))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The script that is pointed at a newer checkout of a host names each symbol that moved, and where to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from host_support import HOSTS
+
+ROOT = Path(__file__).parents[2]
+SKYRL = "log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None"
+
+
+def run(host: str, tree: Path) -> tuple[int, list[str]]:
+    command = [sys.executable, str(ROOT / "launch/moved_symbols.py"), host, str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    return done.returncode, done.stdout.splitlines() + done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "status", "line"),
+    [
+        ("ppo_utils", f"def ppo_policy_loss({SKYRL}):\n    pass\n", 0, ": as expected"),
+        ("ppo_utils", "def ppo_policy_loss(log_probs, batch):\n    pass\n", 1, "takes (log_probs, batch), but"),
+        (
+            "losses", "class Losses:\n    def ppo_policy_loss(self, batch): ...\n", 1,
+            "ppo_policy_loss: gone; skyrl/backends/skyrl_train/utils/losses.py:2 Losses.ppo_policy_loss(self, batch)",
+        ),
+        ("ppo_utils", "", 1, "gone; nothing defines ppo_policy_loss"),
+    ],
+)  # fmt: skip
+def test_a_symbol_is_as_expected_changed_moved_or_gone(
+    name: str, source: str, status: int, line: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "skyrl/backends/skyrl_train/utils"
+    folder.mkdir(parents=True)
+    (folder / f"{name}.py").write_text(source)
+    found, lines = run("skyrl", tmp_path)
+    assert found == status and lines[0] == "skyrl, tested at commit a9564572eb8e" and line in lines[1], lines
+
+
+def test_another_name_is_answered_with_those_that_are_known(tmp_path: Path) -> None:
+    found, lines = run("unknown", tmp_path)
+    assert found == 1 and "megatron-lm" in lines[0] and "trl" in lines[0]
+
+
+def test_every_commit_is_that_of_the_table_of_what_ran() -> None:
+    for host, (_, tested) in HOSTS.items():
+        if host in ("prime-rl", "skyrl", "trl"):
+            assert tested in (ROOT / "launch/moved_symbols.py").read_text(), host
