@@ -30,9 +30,9 @@ test-full: | $(PYTHON)  ## Run the whole test command with the slow and large te
 
 docs: | $(PYTHON)  ## Write the generated documents again.
 	$(PYTHON) -m megatron_rc settings > docs/settings.md
-	$(PYTHON) -m megatron_rc presets > docs/presets.md
-	$(PYTHON) benchmarks/collapse/methods.py >> docs/presets.md
-	$(PYTHON) benchmarks/diagnosis/kept_shares.py >> docs/presets.md
+	# tables of runs follow the printed part of this page
+	{ $(PYTHON) -m megatron_rc presets; echo; sed -n '/^## /,$$p' docs/presets.md; } > docs/presets.new
+	mv docs/presets.new docs/presets.md
 	$(PYTHON) -m megatron_rc metrics > docs/metrics.md
 	$(PYTHON) -m megatron_rc versions > docs/versions.md
 	PYTHONSAFEPATH= $(PYTHON) benchmarks/performance_docs.py > docs/performance.md

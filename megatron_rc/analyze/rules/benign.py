@@ -13,12 +13,12 @@ from megatron_rc.analyze.rules.rule import Level, Verdict
 LEAST_EXPLAINED = 0.02
 LARGEST_TYPICAL = 0.15
 """Noise of the logits at the typical token above which a gap without another cause is suspect: all tokens are off.
-Measured (confusion.py and expert_noise.py of benchmarks/diagnosis): 0.014 of a bf16 sampler, 0.019 of int8 weights,
+Measured (benchmarks/diagnosis/confusion.py, docs/results.md): 0.014 of a bf16 sampler, 0.019 of int8 weights,
 0.058 of fp8 weights; with experts up to 0.023, 0.027 and 0.055; 0.24 of one tensor that is converted wrongly."""
 LARGEST_SIGMA = 0.5
 """Noise of the logits over all tokens above which a gap is suspect although the typical token is not off. Tokens with
 shifted experts carry it in a mixture of experts: 0.033 to 0.056 were measured in bf16, 0.046 to 0.059 with int8 weights
-and 0.12 to 0.15 with fp8 weights (benchmarks/diagnosis/expert_noise.py), in models of 2 to 4 layers; deeper ones shift
+and 0.12 to 0.15 with fp8 weights (docs/results.md), in models of 2 to 4 layers; deeper ones shift
 more, so the limit is three times the largest. Where the column routes_shifted excludes that cause, the limit is that
 of the typical token."""
 UNSURE = 0.01
