@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +31,9 @@ NAMES = {
 def draw(figure: FigureSettings, data: Data, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    makers: dict[str, Callable[[Any, Data], None]] = {
-        "curves": _curves,
-        "strength": _strength,
-        "survival": _survival,
-        "diagram": _diagram,
-        "controls": _controls,
-        "order": _order,
-    }
     canvas = Figure(layout="constrained", facecolor="white")
     canvas.suptitle(textwrap.fill(data["title"], 95), fontsize=12.5, fontweight="bold", color=INK, x=0.01, ha="left")
-    makers[figure.kind](canvas, data)
+    DRAWN[figure.kind](canvas, data)
     path.parent.mkdir(parents=True, exist_ok=True)
     canvas.savefig(
         path, dpi=130, bbox_inches="tight", pad_inches=0.12, metadata={"Description": digest(data), "Software": None}
@@ -262,3 +253,9 @@ def _order(canvas: Any, data: Data) -> None:
     right.set_xlabel(f"steps from the fall, means of {counted(data['runs'], 'run')}", fontsize=9.5, color=SOFT)
     right.set_title("Around the fall", fontsize=10.5, loc="left", color=INK)
     right.legend(fontsize=8.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+DRAWN = {
+    **{"curves": _curves, "strength": _strength, "survival": _survival},
+    **{"diagram": _diagram, "controls": _controls, "order": _order},
+}

@@ -50,12 +50,9 @@ def _proportion(hits: int, runs: int, method: str) -> Interval:
 
 def mean(values: Sequence[float]) -> Interval:
     """Mean over runs with Student's interval, which is infinite for one run."""
-    data = np.asarray(values, dtype=float)
-    value = float(data.mean())
-    if data.size < 2:
-        return Interval(value, -math.inf, math.inf)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, data.size - 1) * data.std(ddof=1)) / math.sqrt(data.size)
-    return Interval(value, value - half, value + half)
+    value = float(np.mean(values))
+    limits = stats.ttest_1samp(values, 0).confidence_interval(LEVEL) if len(values) > 1 else (-math.inf, math.inf)
+    return Interval(value, float(limits[0]), float(limits[1]))
 
 
 def median(values: Sequence[float]) -> Interval:
@@ -63,11 +60,7 @@ def median(values: Sequence[float]) -> Interval:
 
     The number of values below the median is binomial, whatever they are. The interval is infinite for fewer than five.
     """
-    ordered = sorted(values)
-    left_out = int(stats.binom.ppf((1 - LEVEL) / 2, len(ordered), 0.5))
-    if stats.binom.cdf(left_out, len(ordered), 0.5) > (1 - LEVEL) / 2:
-        left_out -= 1
-    value = float(np.median(ordered))
-    if left_out < 0:
-        return Interval(value, -math.inf, math.inf)
-    return Interval(value, ordered[left_out], ordered[-1 - left_out])
+    limits = stats.quantile_test(values, p=0.5).confidence_interval(LEVEL)
+    if math.isnan(limits.low):
+        return Interval(float(np.median(values)), -math.inf, math.inf)
+    return Interval(float(np.median(values)), float(limits.low), float(limits.high))

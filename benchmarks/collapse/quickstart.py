@@ -1,10 +1,10 @@
 """Run the three runs of the quickstart on many seeds, and print and draw what they reached from the committed rows.
 
     python benchmarks/collapse/quickstart.py --seeds 1 2 3 4 5 6 7 8 9 10   # some minutes per seed on 2 cores; resumes
-    python benchmarks/collapse/quickstart.py                                # only the pages and the picture
+    python benchmarks/collapse/quickstart.py                                # only the tables and the picture
 
-The first command trains and writes one row per finished run into benchmarks/collapse/results/quickstart.csv. Both draw
-docs/images/quickstart_collapse.png and .svg, and write what the rows say into docs/results.md and README.md.
+The first command trains and writes one row per finished run into results/quickstart.csv. Both draw
+docs/images/quickstart_collapse.png and .svg, and print the tables of docs/results.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "launch/recipes/quickstart.yaml"
 ROWS = ROOT / "benchmarks/collapse/results/quickstart.csv"
 PICTURE = ROOT / "docs/images/quickstart_collapse.png"
-HEADING = "## Rollouts 16 updates old: the three runs of the quickstart"
 
 
 def of_recipe() -> Comparison:
@@ -76,42 +75,6 @@ def table(rows: Sequence[ComparedRun], comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def section(rows: Sequence[ComparedRun], comparison: Comparison) -> str:
-    """The section of docs/results.md."""
-    found = ends(rows, comparison)
-    separated = sum(end.separated(comparison.points) for end in found.values())
-    least = min(min(end.exact, end.corrected) - end.uncorrected for end in found.values())
-    seeds = " ".join(map(str, found))
-    return f"""{HEADING}
-
-Three runs of a seed from one checkpoint, one process each, engine and trainer in fp32, so that the whole gap is lag:
-an exact sampler; a sampler whose weights are 16 updates old, without correction; the same sampler with `seq-tis`. Old
-log-probs are recomputed, so that the PPO ratio is 1 and its clip never acts. 120 steps of 32 x 8 responses; every 10
-steps the trained weights themselves answer 512 held-out problems at temperature 1. A seed separates if both other runs
-end at least {comparison.points:g} points above the uncorrected one, mean of the last {comparison.window} evaluations.
-**{separated} of {len(found)} seeds separated**; the smallest distance is {100 * least:.0f} points.
-
-`bash launch/quickstart.sh --seed N` trains one seed, `python benchmarks/collapse/quickstart.py --seeds {seeds}`
-all; without `--seeds` it writes this section from `benchmarks/collapse/results/quickstart.csv`.
-
-![Held-out accuracy of every seed, and their means](images/quickstart_collapse.png)
-
-{table(rows, comparison)}
-
-Here the uncorrected run recomputes its old log-probs. The other practice, `old: rollout`, corrects nothing either, but
-its PPO clip acts on π/μ. It is the fairer baseline, and against a lag such a clip already saves the run. Against a
-sampler that is off by itself, the same clip makes runs collapse that need no correction
-([why](collapse.md#a-a-mismatch-of-sampler-and-trainer-alone-without-any-lag-collapses-a-run)).
-[All methods of the lab](collapse.md#every-method-at-the-same-gap) are ranked there;
-[gradients.md](gradients.md) compares their gradients with the exact one.
-
-{baselines()}
-
-A model of this size says that lag can do this and that a correction can hold it, not at which lag a large model falls
-behind.
-"""
-
-
 def baselines() -> str:
     """Table of the PPO clip on pi / mu beside other methods, under lag and under noise, from the rows of the lab."""
     lab = load(recipes=ROOT / "launch/recipes/collapse")
@@ -126,28 +89,11 @@ def baselines() -> str:
     return "\n".join(lines)
 
 
-def opening(rows: Sequence[ComparedRun], comparison: Comparison) -> str:
-    """The first picture of README.md."""
+def separation(rows: Sequence[ComparedRun], comparison: Comparison) -> str:
+    """How many seeds ended lower without correction, as the first picture of README.md says."""
     found = ends(rows, comparison)
     separated = sum(end.separated(comparison.points) for end in found.values())
-    says = f"{separated} of {len(found)} seeds end {comparison.points:g} points or more lower without correction"
-    return f"![{comparison.title}: {says}](docs/images/quickstart_collapse.png)\n"
-
-
-def with_section(page: str, text: str) -> str:
-    """The page of results with this section in the place of its earlier version, or as its first section."""
-    start = page.find(HEADING)
-    if start < 0:
-        start = end = page.index("\n## ") + 1
-    else:
-        end = page.index("\n## ", start) + 1
-    return f"{page[:start]}{text}\n{page[end:]}"
-
-
-def with_opening(readme: str, text: str) -> str:
-    """The README with this line in the place of its first picture."""
-    start = readme.index("![")
-    return readme[:start] + text + readme[readme.index("\n", start) + 1 :]
+    return f"{separated} of {len(found)} seeds end {comparison.points:g} points or more lower without correction"
 
 
 def main() -> None:
@@ -169,10 +115,7 @@ def main() -> None:
         raise SystemExit(f"{ROWS} holds no seed with all three runs; --seeds runs them")
     for path in (PICTURE, PICTURE.with_suffix(".svg")):
         draw_comparison(comparison, rows, [], path)
-    results, readme = ROOT / "docs/results.md", ROOT / "README.md"
-    results.write_text(with_section(results.read_text(), section(rows, comparison)))
-    readme.write_text(with_opening(readme.read_text(), opening(rows, comparison)))
-    print(section(rows, comparison), opening(rows, comparison), sep="\n", end="")
+    print(separation(rows, comparison), table(rows, comparison), baselines(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -28,23 +28,17 @@ def three(uncorrected: float, seed: int = 1) -> list[ComparedRun]:
 def test_pages_and_picture_are_those_of_the_committed_rows(tmp_path: Path) -> None:
     comparison, rows = pages.of_recipe(), read_rows(pages.ROWS)
     results, readme = ((ROOT / name).read_text() for name in ("docs/results.md", "README.md"))
-    assert bool(rows) == pages.PICTURE.is_file() == (pages.HEADING in results)
-    if rows:
-        assert pages.section(rows, comparison) in results and pages.opening(rows, comparison) in readme
-        drawn = matplotlib.image.imread(draw_comparison(comparison, rows, [], tmp_path / "drawn.png"))
-        committed = matplotlib.image.imread(pages.PICTURE)
-        assert drawn.shape == committed.shape and np.abs(drawn - committed).mean() < 2e-3
+    assert f"{pages.table(rows, comparison)}\n" in results and f"{pages.baselines()}\n" in results
+    said = pages.separation(rows, comparison)
+    assert f"![{comparison.title}: {said}](docs/images/quickstart_collapse.png)\n" in readme
+    assert f"**{said.partition(' end ')[0]} separated**" in results
+    drawn = matplotlib.image.imread(draw_comparison(comparison, rows, [], tmp_path / "drawn.png"))
+    committed = matplotlib.image.imread(pages.PICTURE)
+    assert drawn.shape == committed.shape and np.abs(drawn - committed).mean() < 2e-3
 
 
-def test_pages_hold_the_newest_section_and_picture_once() -> None:
-    rows, more = three(0.5), [*three(0.5), *three(0.75, 2)]
-    page = "# Results\n\ntext\n\n## First\n\nold\n"
-    for runs, count in ((rows, "1 of 1"), (more, "1 of 2")):
-        page = pages.with_section(page, pages.section(runs, COMPARISON))
-        assert page.count(pages.HEADING) == 1 and f"**{count} seeds separated**" in page
-        assert page.index(pages.HEADING) < page.index("## First") and page.endswith("\n\n## First\n\nold\n")
-    readme = pages.with_opening("# A\n\n![old](a.png)\n\nrest ![b](b.png)\n", pages.opening(more, COMPARISON))
-    assert "![old]" not in readme and "1 of 2 seeds end 20 points or more lower" in readme
-    assert readme.startswith("# A\n\n![Rollouts 16") and readme.endswith(".png)\n\nrest ![b](b.png)\n")
-    (row,) = [line for line in pages.table(more, COMPARISON).splitlines() if line.startswith("| none |")]
+def test_a_table_has_means_and_spread_over_the_seeds() -> None:
+    runs = [*three(0.5), *three(0.75, 2)]
+    assert pages.separation(runs, COMPARISON).startswith("1 of 2 seeds end 20 points or more lower")
+    (row,) = [line for line in pages.table(runs, COMPARISON).splitlines() if line.startswith("| none |")]
     assert "| 2 | 62.5% ± 17.7% | 50.0%, 75.0% | 99.0% | 0.1 | 0.5 | 0.25 |" in row

@@ -12,13 +12,13 @@ Sharpness multiplies the logits of both sides: entropy falls with it. All dumps 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
 
@@ -58,12 +58,7 @@ class Count:
 
 def upper_bound(alarms: int, dumps: int) -> float:
     """Largest rate that gives so few alarms with a chance of 5 % (Clopper and Pearson)."""
-    low, high = alarms / dumps, 1.0
-    for _ in range(50):
-        rate = (low + high) / 2
-        chance = sum(math.comb(dumps, k) * rate**k * (1 - rate) ** (dumps - k) for k in range(alarms + 1))
-        low, high = (rate, high) if chance > 0.05 else (low, rate)
-    return high
+    return float(stats.binomtest(alarms, dumps, alternative="less").proportion_ci(0.95).high)
 
 
 def main() -> None:
