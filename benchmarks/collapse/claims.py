@@ -16,11 +16,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from collapse import rates
-from collapse.intervals import Interval, difference, mean, median
+from collapse import methods
+from collapse.intervals import Interval, difference, log_rank, mean, median
 from collapse.rows import UNSEEN, Row
 from collapse.runs import PLAIN, Results, by_arm, lives
-from collapse.survival import log_rank
 
 SUPPORTS, CONTRADICTS, CANNOT_TELL = ANSWERS = ("supports", "contradicts", "cannot tell")
 IN_PART = " in part"
@@ -134,7 +133,7 @@ def _arms(comparison: Comparison, results: Results) -> Iterator[tuple[str, list[
     groups = by_arm(rows)
     others = {arm: arm._replace(**comparison.against) for arm in groups}
     if comparison.own_rates:
-        others = rates.pairs(results, others)
+        others = methods.pairs(results, others)
         if not others:
             yield "", [], []
     varying = [name for name in ("mechanism", "strength", "lr") if len({getattr(arm, name) for arm in others}) > 1]

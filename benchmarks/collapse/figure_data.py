@@ -13,10 +13,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from collapse.claims import later_than_k3
-from collapse.intervals import Interval, mean, median
+from collapse.intervals import Interval, log_rank, mean, median, survival
 from collapse.rows import SIGNALS, UNSEEN, Point, Row
 from collapse.runs import PLAIN, Results, by_arm, is_exact, lives
-from collapse.survival import log_rank, survival
 
 Data = dict[str, Any]
 Kind = Literal["curves", "strength", "survival", "diagram", "controls", "order"]

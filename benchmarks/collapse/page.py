@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from collapse import checks, page_runs, rates
+from collapse import checks, methods, page_runs
 from collapse.claims import (
     BY_CASE,
     CANNOT_TELL,
@@ -24,8 +24,8 @@ from collapse.claims import (
 )
 from collapse.drawings import draw
 from collapse.figure_data import FigureSettings, Picture, pictures
-from collapse.lines import hours, item, paragraph
-from collapse.ranking import REFERENCE, ranking
+from collapse.methods import REFERENCE, ranking
+from collapse.page_runs import hours, item, paragraph
 from collapse.runs import Results
 from megatron_rc import schema
 from megatron_rc.jobs.describe import table
@@ -122,9 +122,9 @@ def _ranking(results: Results) -> Iterator[str]:
 
 
 def _rates(results: Results) -> Iterator[str]:
-    if lines := rates.rates(results):
+    if lines := methods.rates(results):
         yield "## Each method at its own learning rate\n"
-        yield paragraph(rates.CAPTION)
+        yield paragraph(methods.CAPTION)
         yield lines
 
 

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from collapse.claims import CANNOT_TELL, span
-from collapse.lines import hours, item, paragraph
-from collapse.mechanisms import mechanisms
 from collapse.rows import UNSEEN, Row
-from collapse.runs import TUNING, Results
+from collapse.runs import PLAIN, TUNING, Results, by_arm
 from megatron_rc.jobs.describe import table
 from megatron_rc.report.endpoints import Endpoints
+
+HEADINGS = ("task", "gap", "runs", "k3", "std of log-ratio", "T / T*", "mismatch k3", "staleness k3", "gradient norm",
+            "fell", "collapsed", "failed")  # fmt: skip
+MEASURED = ("k3_early", "sigma", "depth", "mismatch_k3", "staleness_k3")
+EVENTS = ("fell", "collapsed", "failed")
+
+
+def paragraph(*parts: str) -> str:
+    return textwrap.fill(" ".join(parts), 118, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def item(*parts: str) -> str:
+    return textwrap.fill(f"* {' '.join(parts)}", 118, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def hours(rows: Sequence[Row]) -> str:
+    seconds = sum(row.seconds for row in rows)
+    return f"{seconds / 3600:.1f} process-hours" if seconds >= 3600 else f"{seconds / 60:.0f} process-minutes"
 
 
 def runs(results: Results) -> Iterator[str]:
@@ -79,3 +98,29 @@ def _rule(rules: Endpoints) -> str:
         "or a value was not finite; a fall that it recovered from is a **relapse**. It has **failed** when its last "
         f"mean is below {rules.failure:.0%} of that of the exact sampler with the same seed."
     )
+
+
+def mechanisms(results: Results) -> str:
+    """A line per mechanism and strength, of each task, at every learning rate that was run."""
+    arms = by_arm(results.select(PLAIN | {"method": "none"}))
+    worlds = results.worlds()
+    rates = {arm.lr for arm in arms}
+    lines = []
+    for arm in sorted(arms, key=lambda arm: (worlds[arm.world], arm.mechanism != "exact", arm.rank)):
+        rows = arms[arm]
+        gap = f"{arm.mechanism} {arm.strength}".strip() + (f", lr {arm.lr:g}" if len(rates) > 1 else "")
+        seen = statistics.median(row.k3_early for row in rows) >= UNSEEN
+        numbers = [_median(rows, name) if seen else "0" for name in MEASURED]
+        shares = [f"{hits} of {runs}" for hits, runs in (results.count(rows, event) for event in EVENTS)]
+        norm = _median(rows, "grad_norm")
+        lines.append([worlds[arm.world], gap, str(len(rows)), *numbers, norm, *shares])
+    return table(HEADINGS, lines)
+
+
+def _median(rows: Sequence[Row], name: str) -> str:
+    """Two digits; empty where no run measured it, and 0 for what is rounding."""
+    known = [value for row in rows if not math.isnan(value := getattr(row, name))]
+    if not known:
+        return ""
+    value = statistics.median(known)
+    return "0" if name.endswith("k3") and value < UNSEEN else f"{value:.2g}"

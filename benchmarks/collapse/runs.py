@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collapse.intervals import Interval, share
+from collapse.intervals import Interval, Life, share
 from collapse.plan import Planned, planned
 from collapse.rows import FOLDER, Point, Row, committed, stages
-from collapse.survival import Life
 from megatron_rc import schema
 from megatron_rc.report.endpoints import Endpoints, failed
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from collapse import made_up as lab
-from collapse import plan, ranking, rates
+from collapse import methods, plan
 from collapse.claims import CANNOT_TELL, SUPPORTS, Claim, Comparison, answers
 from collapse.rows import Row
 from collapse.runs import TUNING, Arm, Results
@@ -52,16 +52,16 @@ OWN = Comparison(question="own", arm={"mechanism": "lag", "method": "seq-tis"}, 
 
 def test_the_tuning_seeds_choose_the_rate_that_ends_highest_whatever_the_reported_ones_say() -> None:
     made = results()
-    assert {name: rates.chosen(made, arm(made, name)) for name in ENDS} == {"token-tis": 1e-4, "seq-tis": 3e-4}
+    assert {name: methods.chosen(made, arm(made, name)) for name in ENDS} == {"token-tis": 1e-4, "seq-tis": 3e-4}
 
 
 def test_a_rate_with_fewer_tuning_seeds_or_a_run_that_broke_is_not_chosen() -> None:
     made = results()
     made.tuning = [row for row in made.tuning if (row.method, row.lr, row.seed) != ("seq-tis", 3e-4, TUNING)]
-    assert rates.chosen(made, arm(made, "seq-tis")) is None
+    assert methods.chosen(made, arm(made, "seq-tis")) is None
     broken = results()
     broken.tuning = [dataclasses.replace(row, final=math.nan) if row.lr == 3e-4 else row for row in broken.tuning]
-    assert rates.chosen(broken, arm(broken, "seq-tis")) == 1e-4
+    assert methods.chosen(broken, arm(broken, "seq-tis")) == 1e-4
 
 
 def test_each_arm_is_compared_at_its_own_rate() -> None:
@@ -74,11 +74,11 @@ def test_without_a_chosen_rate_the_comparison_was_not_run() -> None:
     made = results()
     made.tuning = []
     (answer,) = answers(Claim(letter="x", claim="", comparisons=(OWN,)), made)
-    assert (answer.answer, answer.why, rates.rates(made)) == (CANNOT_TELL, "not run yet", "")
+    assert (answer.answer, answer.why, methods.rates(made)) == (CANNOT_TELL, "not run yet", "")
 
 
 def test_the_table_marks_the_chosen_rates() -> None:
-    lines = rates.rates(results()).splitlines()
+    lines = methods.rates(results()).splitlines()
     assert [line.split(" | ")[2:] for line in lines[2:]] == [
         ["seq-tis", "75 %, 0 of 0 failed", "**85 %, 0 of 0 failed** |"],
         ["token-tis", "**70 %, 0 of 0 failed**", "80 %, 0 of 0 failed |"],
@@ -92,7 +92,7 @@ def test_the_ranking_is_of_the_setting_with_most_arms_and_pairs_its_seeds() -> N
         for seed, final in enumerate(finals, 1):
             made.append(dataclasses.replace(lab.run("lag", "16", name, 3e-4, seed, False)[0], final=final))
     made.append(dataclasses.replace(made[-1], control="random-mask", seed=3, final=0.1))
-    where, lines = ranking.ranking(Results(made))
+    where, lines = methods.ranking(Results(made))
     assert where.startswith("lag 16, lr 0.0003, ")
     assert [line.split(" | ")[:5] for line in lines.splitlines()[2:]] == [
         ["| token-tis", "2", "92.5%", "90.0%", "+7.5 [-8.3, +23.3]"],  # 10 and 5 points
@@ -100,7 +100,7 @@ def test_the_ranking_is_of_the_setting_with_most_arms_and_pairs_its_seeds() -> N
         ["| icepop", "2", "35.0%", "0.0%", "-50.0 [-302.6, +202.6]"],  # -10 and -90: a run that broke ends at 0
         ["| icepop, random-mask", "1", "10.0%", "10.0%", "-90.0"],
     ]
-    assert ranking.ranking(Results([])) == ("", "")
+    assert methods.ranking(Results([])) == ("", "")
 
 
 def test_what_is_left_of_the_plan_are_the_runs_of_its_recipes_without_a_row(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from collapse import intervals
-from collapse.survival import Life, log_rank, survival
+from collapse.intervals import Life, log_rank, survival
 
 pytestmark = pytest.mark.full
 

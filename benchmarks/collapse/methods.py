@@ -1,13 +1,64 @@
-"""Every method at several learning rates, and the rate that the tuning seeds choose for it."""
+"""All methods at the same gap, and each at the learning rate that the tuning seeds choose for it."""
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from collapse.intervals import mean
 from collapse.rows import Row
-from collapse.runs import TUNING, Arm, Results, by_arm, is_exact
+from collapse.runs import PLAIN, TUNING, Arm, Results, by_arm, is_exact
 from megatron_rc.jobs.describe import table
+
+REFERENCE = "seq-tis"
+"""Method that all others are compared with, seed by seed."""
+HEADINGS = ("method", "seeds", "final accuracy", "lowest seed", f"points above {REFERENCE}, same seeds", "failed",
+            "fell", "tokens dropped", "gradient norm")  # fmt: skip
+CAPTION = (
+    "Is a correction a smaller learning rate in disguise? Mean final accuracy, and runs that failed, at every learning "
+    f"rate. Bold is the rate at which the seeds from {TUNING} on, which are counted nowhere else, end highest."
+)
+
+
+def ranking(results: Results) -> tuple[str, str]:
+    """The gap and learning rate at which most arms were run, in words, and their table; empty without `REFERENCE`."""
+    places: dict[Arm, dict[Arm, list[Row]]] = {}
+    for arm, rows in by_arm(results.rows).items():
+        places.setdefault(arm._replace(method=REFERENCE, **PLAIN), {})[arm] = rows
+    known = Counter({place: len(arms) for place, arms in places.items() if place in arms})
+    if not known:
+        return "", ""
+    ((place, _),) = known.most_common(1)
+    arms = places[place]
+    reference = {row.seed: row.end for row in arms[place]}
+    order = sorted(arms, key=lambda arm: -statistics.fmean(row.end for row in arms[arm]))
+    where = f"{place.mechanism} {place.strength}, lr {place.lr:g}, {results.worlds()[place.world]}"
+    return where, table(HEADINGS, [_line(arm, arms[arm], reference, results) for arm in order])
+
+
+def _line(arm: Arm, rows: Sequence[Row], reference: dict[int, float], results: Results) -> list[str]:
+    ends = [row.end for row in rows]
+    gap = mean([row.end - reference[row.seed] for row in rows if row.seed in reference])
+    compared = f"{100 * gap.value:+.1f}"
+    if math.isfinite(gap.low):
+        compared += f" [{100 * gap.low:+.1f}, {100 * gap.high:+.1f}]"
+    hits, runs = results.count(rows, "failed")
+    fallen = results.count(rows, "fell")[0]
+    dropped = [row.dropped for row in rows if row.dropped == row.dropped]
+    extra = [part for part in (arm.control, arm.lr_rule) if part != "none"]
+    return [
+        ", ".join([arm.method, *extra]),
+        str(len(rows)),
+        f"{statistics.fmean(ends):.1%}",
+        f"{min(ends):.1%}",
+        "" if arm.method == REFERENCE and not extra else compared,
+        f"{hits} of {runs}",
+        f"{fallen} of {len(rows)}",
+        f"{statistics.fmean(dropped):.1%}" if dropped and max(dropped) > 0 else "",
+        f"{statistics.fmean(row.grad_norm for row in rows):.2f}",
+    ]
 
 
 def chosen(results: Results, arm: Arm) -> float | None:
@@ -60,9 +111,3 @@ def _cell(results: Results, rows: Sequence[Row], *, bold: bool) -> str:
     hits, known = results.count(rows, "failed")
     text = f"{100 * statistics.fmean(row.end for row in rows):.0f} %, {hits} of {known} failed"
     return f"**{text}**" if bold else text
-
-
-CAPTION = (
-    "Is a correction a smaller learning rate in disguise? Mean final accuracy, and runs that failed, at every learning "
-    f"rate. Bold is the rate at which the seeds from {TUNING} on, which are counted nowhere else, end highest."
-)
