@@ -129,8 +129,7 @@ def grid(
     """
     quiet_imports()
     from megatron_rc.jobs import grid as grids
-    from megatron_rc.jobs.budget import Budget
-    from megatron_rc.jobs.workers import TooSlow
+    from megatron_rc.jobs.workers import Budget, TooSlow
 
     folders = {config: f"{output}/{config.stem}" if output and len(configs) > 1 else output for config in configs}
     chosen = [grids.load(path, seeds=seeds, output=to, assignments=assignments) for path, to in folders.items()]

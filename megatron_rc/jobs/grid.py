@@ -13,45 +13,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_rc import schema
 from megatron_rc.jobs import run as job
 from megatron_rc.jobs import verdicts
-from megatron_rc.jobs.budget import Budget
-from megatron_rc.jobs.grid_settings import GridSettings
+from megatron_rc.jobs.grid_settings import FAILURE, Cell, GridSettings
 from megatron_rc.jobs.progress import Progress
-from megatron_rc.jobs.workers import TooSlow, run_in_workers
+from megatron_rc.jobs.workers import Budget, TooSlow, run_in_workers
 from megatron_rc.report.comparison import Comparison, read_compared, read_rows, sentences
 from megatron_rc.report.comparison_page import write_comparison
 from megatron_rc.report.context import SETTINGS_FILE
 from megatron_rc.report.grid import read_run, write_grid
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings import JobSettings
-
-FAILURE = "failure.txt"
-"""In the folder of a cell: why its last attempt that failed did so."""
-
-
-class Cell(NamedTuple):
-    choices: dict[str, str]
-    seed: int
-    folder: Path
-    steps: int
-
-    @property
-    def name(self) -> str:
-        return f"{'-'.join(self.choices.values())} seed {self.seed}"
-
-    def finished(self) -> bool:
-        metrics = self.folder / "metrics.jsonl"
-        records = read_metrics(metrics) if metrics.is_file() else []
-        return bool(records) and records[-1]["step"] >= self.steps
-
-    def broken(self) -> bool:
-        """Whether its last attempt ended because log-probs were not finite."""
-        failure = self.folder / FAILURE
-        return failure.is_file() and "nonfinite_share" in failure.read_text() and not self.finished()
 
 
 def load(path: Path, *, seeds: str = "", output: str = "", assignments: Sequence[str] = ()) -> GridSettings:

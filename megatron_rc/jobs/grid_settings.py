@@ -1,4 +1,4 @@
-"""The YAML of a grid: which cells there are, and where their runs and warm-ups lie."""
+"""The YAML of a grid and its cells: which there are, and where their runs and warm-ups are."""
 
 from __future__ import annotations
 
@@ -7,14 +7,38 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rc import schema
 from megatron_rc.report.comparison import Comparison
 from megatron_rc.report.endpoints import Endpoints
+from megatron_rc.report.log import read_metrics
 
+FAILURE = "failure.txt"
+"""In the folder of a cell: why its last attempt that failed did so."""
 SEEDS = "seeds"
 """Key of a group of cells, beside the names of axes."""
+
+
+class Cell(NamedTuple):
+    choices: dict[str, str]
+    seed: int
+    folder: Path
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return f"{'-'.join(self.choices.values())} seed {self.seed}"
+
+    def finished(self) -> bool:
+        metrics = self.folder / "metrics.jsonl"
+        records = read_metrics(metrics) if metrics.is_file() else []
+        return bool(records) and records[-1]["step"] >= self.steps
+
+    def broken(self) -> bool:
+        """Whether its last attempt ended because log-probs were not finite."""
+        failure = self.folder / FAILURE
+        return failure.is_file() and "nonfinite_share" in failure.read_text() and not self.finished()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,10 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron_rc.jobs.grid_settings import Cell
 from megatron_rc.report.log import FILE_NAME, read_metrics
-
-if TYPE_CHECKING:
-    from megatron_rc.jobs.grid import Cell
 
 TIMED_STEPS = range(2, 5)
 """Steps whose time predicts that of the others: not the first one, which also prepares, and none with an evaluation."""

@@ -6,16 +6,13 @@ import csv
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_rc import schema
+from megatron_rc.jobs.grid_settings import Cell
 from megatron_rc.report.endpoints import Endpoints, Outcome, failed, outcome_of
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings import JobSettings
 from megatron_rc.tasks.registry import build_task
-
-if TYPE_CHECKING:
-    from megatron_rc.jobs.grid import Cell
 
 FILE_NAME = "endpoints.csv"
 

@@ -1,11 +1,15 @@
-"""The unfinished cells of a grid, shared among processes of this machine, with a line per evaluation."""
+"""The unfinished cells of a grid: time for them, and processes that share them, with a line per evaluation."""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
+import statistics
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
@@ -14,6 +18,23 @@ from megatron_rc.jobs.progress import Progress
 Failures = dict[str, str]
 """Maps the name of each cell, or worker, that failed to the reason."""
 POLL_SECONDS = 2.0
+
+
+@dataclass
+class Budget:
+    """Minutes from now on; a cell is started if one of mean length would end in time. The first one always is."""
+
+    minutes: float = math.inf
+    started: float = field(default_factory=time.monotonic)
+    seconds_of_cells: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.minutes > 0:
+            raise ValueError(f"--budget-minutes must be > 0, got {self.minutes!r}")
+
+    def allows_another(self) -> bool:
+        mean = statistics.fmean(self.seconds_of_cells) if self.seconds_of_cells else 0.0
+        return time.monotonic() - self.started + mean <= 60 * self.minutes
 
 
 class TooSlow(ValueError):

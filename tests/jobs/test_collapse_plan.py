@@ -13,6 +13,7 @@ from megatron_rc.jobs import grid as grids
 from megatron_rc.jobs import verdicts
 from megatron_rc.settings import JobSettings
 
+pytestmark = pytest.mark.full
 RECIPES = ROOT / "launch/recipes/collapse"
 SCRIPT = (ROOT / "launch/collapse_lab.sh").read_text()
 STAGES = re.search(r"^stages=\((.*)\)$", SCRIPT, re.MULTILINE)[1].split()  # type: ignore[index]

@@ -9,9 +9,9 @@ import pytest
 from jobs import DENSE, settings_file
 
 from megatron_rc import schema
-from megatron_rc.jobs import budget as budgets
 from megatron_rc.jobs import grid as grids
-from megatron_rc.jobs.budget import Budget
+from megatron_rc.jobs import workers
+from megatron_rc.jobs.workers import Budget
 from megatron_rc.settings import JobSettings
 
 JOB: dict[str, Any] = {"model": {"config": DENSE}, "warmup": {"steps": 2}, "train": {"steps": 1}}
@@ -78,7 +78,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (cell.folder / "metrics.jsonl").write_text('{"phase": "rl", "step": 1, "eval/accuracy": 0.5}\n')
 
     monkeypatch.setattr(grids, "_run_cell", run_cell)
-    for module in (grids, budgets):
+    for module in (grids, workers):
         monkeypatch.setattr(module.time, "monotonic", lambda: CELL_SECONDS * len(ran))
     return ran
 
@@ -114,39 +114,36 @@ def test_a_cell_that_two_grids_name_runs_once_in_their_shared_folder(clock: list
     assert all((tmp_path / name / "table.md").read_text().count("| exact |") == 1 for name in ("a", "b"))
 
 
-def test_values_of_the_command_line_change_cells_and_leave_the_warm_up_a_warm_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained: dict[str, JobSettings] = {}
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> dict[Path, JobSettings]:
+    """Settings of the jobs that were trained, by their folder; they only write what a warm-up leaves."""
+    jobs: dict[Path, JobSettings] = {}
 
     def train(grid: grids.GridSettings, data: dict[str, Any], folder: Path) -> None:
-        trained[folder.parent.name] = settings = grids._settings(data)
+        jobs[folder] = grids._settings(data)
         (folder / "hf").mkdir(parents=True)
         (folder / "hf/config.json").write_text("{}")
-        (folder / "settings.yaml").write_text(schema.dump_yaml(schema.to_dict(settings)))
+        (folder / "settings.yaml").write_text(schema.dump_yaml(schema.to_dict(jobs[folder])))
 
     monkeypatch.setattr(grids, "_train", train)
+    return jobs
+
+
+def test_values_of_the_command_line_change_cells_and_leave_the_warm_up_a_warm_up(
+    trained: dict[Path, JobSettings], tmp_path: Path
+) -> None:
     grid = grid_of(tmp_path, cells=GROUPS[:1], arguments=["train.steps=5", "warmup.steps=3", "rollout.engine=sglang"])
     [cell] = grids.cells(grid)
     grids._run_cell(grid, cell)
-    warm, run = trained["warm"], trained["exact-none"]
+    warm, run = (trained[tmp_path / name / "seed-1"] for name in ("warm", "exact-none"))
     assert cell.steps == 5
     assert (warm.train.steps, warm.warmup.steps, warm.rollout.engine) == (0, 3, "hf")
     assert (run.train.steps, run.warmup.steps, run.rollout.engine) == (5, 0, "sglang")
 
 
 def test_grids_with_the_same_warm_up_share_it_and_others_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: dict[Path, JobSettings], tmp_path: Path
 ) -> None:
-    trained: list[Path] = []
-
-    def train(grid: grids.GridSettings, data: dict[str, Any], folder: Path) -> None:
-        trained.append(folder)
-        (folder / "hf").mkdir(parents=True)
-        (folder / "hf/config.json").write_text("{}")
-        (folder / "settings.yaml").write_text(schema.dump_yaml(schema.to_dict(grids._settings(data))))
-
-    monkeypatch.setattr(grids, "_train", train)
     shared = {"warm_folder": "../warm", "cells": [{"gap": "lag", "seeds": [2, 3]}]}
     a, b = (grid_of(tmp_path / name, **shared) for name in ("a", "b"))
     assert grids.warm(a) == grids.warm(b) and len(trained) == 2
