@@ -35,7 +35,6 @@ docs: | $(PYTHON)  ## Write the generated documents again.
 	mv docs/presets.new docs/presets.md
 	$(PYTHON) -m megatron_rc metrics > docs/metrics.md
 	$(PYTHON) -m megatron_rc versions > docs/versions.md
-	PYTHONSAFEPATH= $(PYTHON) benchmarks/performance_docs.py > docs/performance.md
 	$(PYTHON) benchmarks/diagnosis/analyze_docs.py
 	$(PYTHON) benchmarks/gradients/truth.py --docs
 	$(PYTHON) benchmarks/collapse/verdict.py --docs

@@ -1,24 +1,27 @@
 #!/usr/bin/env bash
-# Check the kernels on the GPU of this machine and time them, with whatever torch and triton its python3 has; one JSON.
+# Test the kernels on the GPU of this machine and time them, with whatever torch and triton its python3 has; one JSON.
 set -uo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: bash benchmarks/gpu.sh [--stage 1|2|3] [--minutes N] [--out FOLDER] [--smoke] [options of benchmarks/kernels.py]
+usage: bash benchmarks/gpu.sh [--stage 1|2|3] [--minutes N] [--out FOLDER] [--smoke] [options of benchmarks/speed/run.py]
 
-Runs from this checkout, on one GPU; nothing is installed and nothing is downloaded. Everything goes into one JSON,
-FOLDER/gpu-<device>.json, which is written anew after every check and every row: a run that is cut short has lost nothing,
-and the same command goes on. Send that file back. It ends with a table of what was reached beside the targets.
-  stage 1        every kernel against fp64 (benchmarks/gpu_check.py), then rows of benchmarks/kernels.py
-  stage 2        the other rows, beside every peer that can be imported, then the sweep of launch shapes
-  stage 3        counters of Nsight Compute (if ncu is there), the quickstart on CUDA, rows that are still missing
+Runs from this checkout, on one GPU; installs and downloads nothing. Everything goes into one JSON, FOLDER/gpu-<device>.json,
+which is replaced after every case: a run that is cut short has lost nothing, and the same command goes on.
+  stage 1        tests/kernels on the device, every kernel against fp64 or plain PyTorch
+  stage 2        the cases of benchmarks/speed/run.py, beside every peer that can be imported, and the targets
+  stage 3        cases that are still missing, the sweep of launch shapes, the quickstart's single run on CUDA
   --stage N      that stage alone, for places that end a command after ten minutes; without it, all three
-  --minutes N    time for each stage (9): a command that takes longer than its share of it is ended
+  --minutes N    time for each stage (9); what takes longer is ended
   --out FOLDER   where the JSON goes (runs/gpu; for --smoke a temporary folder, which is deleted)
   --smoke        no GPU: toy sizes in Triton's interpreter, everything checked and nothing timed
   --help         this text
-A call that does not come back in two minutes is given up: its process is ended, and the next one goes on without it.
-Exit status 1: a kernel is wrong, or a row failed. What a peer, a counter or the quickstart lacks is written down, no more.
+Stage 1 needs pytest and hypothesis. Fetch their wheels where there is a network, for the Python of the GPU's machine:
+    pip download -d wheels --only-binary :all: --python-version 3.12 pytest hypothesis pytest-timeout
+    python3 -m pip install --no-index --find-links wheels pytest hypothesis pytest-timeout
+With --python-version, name --platform manylinux2014_x86_64 too where the other machine is not like this one.
+Stage 3 needs what training needs (megatron-core, transformers). What is missing is written down; stages 2 and 3 go on.
+Exit status 1: a test failed or could not run, a kernel is wrong, or a case failed; peers and quickstart cost no status.
 Environment: PYTHON (interpreter, python3), CUDA_VISIBLE_DEVICES (the first GPU of it is used).
 TEXT
 }
@@ -42,110 +45,60 @@ while (($#)); do
     esac
     shift
 done
-[[ "$minutes" =~ ^[0-9]+$ ]] || die "--minutes must be a whole number, got $minutes"
+[[ "$minutes" =~ ^[1-9][0-9]*$ ]] || die "--minutes must be a whole number, got $minutes"
 [[ "${stages[0]}" =~ ^[123]$ ]] || die "--stage must be 1, 2 or 3, got ${stages[0]}"
 command -v timeout >/dev/null || die "timeout, of GNU coreutils, is not on PATH"
 
 temporary="$(mktemp -d)"
-child=""
 trap 'rm -rf "$temporary"' EXIT
+child=""
 trap '[[ -z "$child" ]] || kill "$child" 2>/dev/null; exit 143' INT TERM
 # the package under its name, without the root of the checkout on sys.path: the folder triton_kernels there must not be
 # found in place of another package of that name
 mkdir "$temporary/site" && ln -s "$root/megatron_rc" "$temporary/site/megatron_rc"
-export PYTHONPATH="$temporary/site${PYTHONPATH:+:$PYTHONPATH}"
-# with it a script does not find the modules beside it
-unset PYTHONSAFEPATH
+export PYTHONPATH="$temporary/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 
+quickstart=(train "$root/launch/recipes/quickstart_single.yaml" --set parallel.tensor=1 --set cluster.gpus_per_node=1)
+quickstart+=(--set "output=$temporary/quickstart")
 if ((smoke)); then
-    export TRITON_INTERPRET=1
-    name=smoke small=(--small) toy=(--smoke)
+    export TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=""
+    name=smoke toy=(--smoke) tests=(tests/kernels/test_calls.py)
+    quickstart+=(--set train.steps=2 --set warmup.steps=2 --set rollout.prompts_per_step=8)
     out="${out:-$temporary/results}"
 else
     unset TRITON_INTERPRET
     name="$("$python" -c 'import torch; print(torch.cuda.get_device_name().replace(" ", "-").lower())')" ||
         die "$python sees no CUDA device; --smoke runs without one"
-    small=() toy=()
+    toy=() tests=(tests/kernels)
     out="${out:-$root/runs/gpu}"
-    probe='import torch; torch.empty(2**30, dtype=torch.uint8, device="cuda")'
-    if ! PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "$python" -c "$probe" 2>/dev/null; then
-        echo "this machine cannot grow segments of memory: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
-        export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False
-    fi
 fi
 file="$out/gpu-$name.json"
 status=0
 
-# What a command may take beyond its minutes to end by itself, and what the last one of a stage leaves for that.
-grace=60 spare=75
-
-# The seconds that are left of the stage when it must keep SECONDS for what follows; fails when none are.
-left() {
+# timed SECONDS-KEPT OPTION...: run.py within what is left of the stage but for the seconds kept; 124 when it was ended.
+timed() {
     local seconds=$((begun + 60 * minutes - SECONDS - $1))
-    ((seconds > 0)) && echo "$seconds"
-}
-
-in_minutes() {
-    echo "$(($1 / 60)).$(($1 % 60 * 10 / 60))"
-}
-
-# limited SECONDS SCRIPT [OPTION...]: status 124 when the script, and all that it started, had to be ended.
-limited() {
-    local seconds="$1" script="$2"
-    shift 2
-    timeout -k 10 "$seconds" "$python" "$root/benchmarks/$script" "$@" &
+    shift
+    ((seconds > 30)) || { echo "gpu.sh: no time is left for this part; the same command goes on" && return 0; }
+    timeout -k 10 "$seconds" "$python" "$root/benchmarks/speed/run.py" ${toy[@]+"${toy[@]}"} --out "$file" \
+        --minutes "$(((seconds - 30) / 60)).$(((seconds - 30) % 60 / 6))" "$@" &
     child=$!
     wait "$child"
 }
 
-checks() {
-    # of several processes that check, one that hangs is seen after three minutes
-    limited "$((30 * minutes + 200))" gpu_check.py ${small[@]+"${small[@]}"} --minutes "$(in_minutes $((30 * minutes)))" \
-        --out "$file" --section checks || status=1
-}
-
-# rows SECTION KEPT-SECONDS [OPTION...]: what an earlier run has is kept. 75: a call lost the device; 124: it did not come
-# back; from 128 on: it ended the process. The other rows are worth having: the next attempt goes on without that call.
-rows() {
-    local section="$1" kept="$2" ended=0 attempt seconds
-    shift 2
-    for attempt in 1 2 3 4 5; do
-        seconds="$(left "$kept")" || { echo "gpu.sh: no time is left for $section; the same command goes on" && break; }
-        limited $((seconds + grace)) kernels.py ${toy[@]+"${toy[@]}"} "$@" --resume --out "$file" --section "$section" \
-            --minutes "$(in_minutes "$seconds")"
-        ended=$?
-        ((ended == 75 || ended == 124 || ended >= 128)) || break
-        echo "gpu.sh: attempt $attempt ended with status $ended; the next one goes on without the call that did it"
-    done
-    ((ended == 0)) || status=1
-}
-
-# beside SECTION KEPT-SECONDS SCRIPT: what a machine may lack, which costs no status.
-beside() {
-    local seconds
-    seconds="$(left "$2")" || { echo "gpu.sh: no time is left for $1" && return; }
-    limited $((seconds + grace)) "$3" ${toy[@]+"${toy[@]}"} --out "$file" --section "$1" \
-        --minutes "$(in_minutes "$seconds")" || echo "gpu.sh: $1 ended with status $?"
-}
-
+cd "$root" || exit 2
 for stage in "${stages[@]}"; do
     begun=$SECONDS
     echo "gpu.sh: stage $stage of 3, into $file"
     case "$stage" in
-        1)
-            checks
-            rows kernels "$spare" ${others[@]+"${others[@]}"}
-            ;;
-        2)
-            rows kernels $((60 * minutes / 3)) ${others[@]+"${others[@]}"}
-            rows sweep "$spare" --sweep
-            ;;
+        1) timed 10 --stage tests "$python" -m pytest -q -p no:cacheprovider "${tests[@]}" || status=1 ;;
+        2) timed 10 ${others[@]+"${others[@]}"} || status=1 ;;
         3)
-            beside counters $((40 * minutes)) gpu_counters.py
-            beside quickstart $((20 * minutes)) gpu_quickstart.py
-            rows kernels "$spare" ${others[@]+"${others[@]}"}
+            timed $((40 * minutes)) ${others[@]+"${others[@]}"} || status=1
+            timed $((25 * minutes)) --sweep || status=1
+            timed 10 --stage quickstart "$python" -m megatron_rc "${quickstart[@]}" || echo "gpu.sh: no quickstart"
             ;;
     esac
 done
-"$python" "$root/benchmarks/gpu_report.py" "$file"
+"$python" "$root/benchmarks/speed/report.py" "$file"
 exit "$status"

@@ -59,6 +59,13 @@ def test_every_entry_of_the_launch_table_is_compiled() -> None:
     assert capture.entries == set(LAUNCH)
 
 
+def test_the_committed_resources_are_of_todays_kernels_and_launch_shapes() -> None:
+    found = json.loads(resources.FILE.read_text())
+    assert found["launch"] == {name: list(launch) for name, launch in LAUNCH.items()}
+    assert list(found["kernels"]) == kernel_names()
+    assert all(used["most spilled"] == 0 for used in found["kernels"].values())
+
+
 def test_what_the_tests_of_a_card_launch_is_among_it() -> None:
     compiled, launched = (
         {(one.name, aot.natural(one, aot.ONE_TARGET).key) for one in capture.launches}

@@ -1,4 +1,4 @@
-"""Time and memory of an analysis of a long dump: `python benchmarks/analyze_streaming.py --tokens 5e6 1e7`.
+"""Time and memory of an analysis of a long dump: `python benchmarks/speed/analyze_streaming.py --tokens 5e6 1e7`.
 
 Makes an honest dump of the given size in a temporary folder, analyzes it in a process of its own, and prints one row.
 `--files 20` analyzes a folder of 20 names of that file (hard links), so that 20 GB are read and 1 GB is written.

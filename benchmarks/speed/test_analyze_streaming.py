@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-import analyze_streaming  # noqa: E402
+from speed import analyze_streaming
 
 
 def test_a_million_tokens_are_analyzed_in_bounded_memory(tmp_path: Path) -> None:

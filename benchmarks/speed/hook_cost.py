@@ -1,7 +1,7 @@
 """What the hooks of each host cost beside the loss of the same tokens: operations, elements written, CPU time.
 
-    python benchmarks/hook_cost.py                       # 65,536 tokens, the table of docs/results.md
-    python benchmarks/hook_cost.py --tokens 4096 --vocabulary 4096 --repeats 1
+    python benchmarks/speed/hook_cost.py                       # 65,536 tokens, the table of docs/results.md
+    python benchmarks/speed/hook_cost.py --tokens 4096 --vocabulary 4096 --repeats 1
 
 The loss is the least that a step of a host computes besides its model: the log-softmax over the vocabulary, PPO's
 clipped loss, and the gradient of the logits, in micro-batches of 2,048 tokens. Hook and loss are timed alternately, in
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2]))
 
 from megatron_rc import RolloutCorrection
 from megatron_rc.integrations import slime

@@ -1,0 +1,14 @@
+"""Timing of the kernels; importing it finds megatron_rc where it is not installed, and the counters of the tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+if importlib.util.find_spec("megatron_rc") is None:
+    # behind everything else: the folder triton_kernels must not be found before a package of that name
+    sys.path.append(str(ROOT))
+sys.path.append(str(ROOT / "tests/support"))
