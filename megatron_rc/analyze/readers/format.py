@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.readers.dump import CorruptRows, Group, UnreadableFile, first_line
 from megatron_rc.analyze.readers.json_lines import CODECS, lines, parsed
-from megatron_rc.analyze.readers.parquet_footer import row_groups
 from megatron_rc.analyze.readers.rows import BadRow
 from megatron_rc.analyze.readers.torch_file import first_values
 
@@ -83,7 +82,6 @@ def content_of(file: Path) -> Content:
 
 def _parquet(file: Path) -> Content:
     try:
-        row_groups(file)
         return Content("parquet", frozenset(pq.read_schema(file).names))
     except (pa.ArrowException, OSError, ValueError) as error:
         return Content("parquet", problem=f"{file} is not a whole Parquet file: {first_line(error)}")

@@ -12,7 +12,6 @@ from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.readers.dump import CHUNK_TOKENS, CorruptRows, Group, UnreadableFile, first_line
 from megatron_rc.analyze.readers.format import Format
 from megatron_rc.analyze.readers.parquet_columns import LOG_MU, LOG_PI, chunk_of, wanted_columns
-from megatron_rc.analyze.readers.parquet_footer import Declared, row_groups
 
 MAX_GROUP_BYTES = 4 << 30
 """Bytes of the wanted columns in one row group once decompressed, as its header declares them."""
@@ -31,7 +30,6 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     """
     (file,) = group
     try:
-        declared = row_groups(file)
         opened = pq.ParquetFile(file)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UnreadableFile(f"{file} is not a whole Parquet file: {first_line(error)}") from None
@@ -39,7 +37,7 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
         names = wanted_columns(opened.schema_arrow, file)
         waiting: list[pa.RecordBatch] = []
         row = tokens = 0
-        for batch in _batches(opened, names, declared, file):
+        for batch in _batches(opened, names, file):
             if isinstance(batch, UnreadableFile):
                 yield from chunk_of(waiting, file, row, corrupt)
                 raise batch
@@ -54,21 +52,25 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
 FORMAT = Format("parquet", "megatron-rc Parquet", "parquet", (frozenset({LOG_PI, LOG_MU}),), read)
 
 
-def _batches(
-    opened: pq.ParquetFile, names: list[str], declared: list[Declared], file: Path
-) -> Iterator[pa.RecordBatch | UnreadableFile]:
+def _batches(opened: pq.ParquetFile, names: list[str], file: Path) -> Iterator[pa.RecordBatch | UnreadableFile]:
     """Yield the rows of a file in order, and last the reason if they cannot be read to the end."""
-    for number, group in enumerate(declared):
-        size = sum(group.size.get(name, 0) for name in names)
-        values = max(group.values.get(name, 0) for name in names)
-        if size > MAX_GROUP_BYTES or values > MAX_GROUP_VALUES:
-            yield UnreadableFile(
-                f"{file}: row group {number} declares {size} bytes and {values} values; at most {MAX_GROUP_BYTES} and "
-                f"{MAX_GROUP_VALUES} are read; write smaller row groups"
-            )
-            return
-        rows = min(MAX_ROWS, max(1, CHUNK_TOKENS * group.rows // max(1, values)))
+    leaves = [i for i, path in enumerate(opened.reader.column_paths) if path[0] in names]
+    for number in range(opened.num_row_groups):
         try:
+            # Arrow ends the process when it is asked about a damaged column, but makes no reader of one and says why;
+            # a batch of no rows makes the readers and decodes nothing
+            next(opened.reader.iter_batches(0, row_groups=[number], column_indices=leaves), None)
+            group = opened.metadata.row_group(number)
+            columns = [group.column(leaf) for leaf in leaves]
+            size = sum(column.total_uncompressed_size for column in columns)
+            values = max(column.num_values for column in columns)
+            if size > MAX_GROUP_BYTES or values > MAX_GROUP_VALUES:
+                yield UnreadableFile(
+                    f"{file}: row group {number} declares {size} bytes and {values} values; at most {MAX_GROUP_BYTES} "
+                    f"and {MAX_GROUP_VALUES} are read; write smaller row groups"
+                )
+                return
+            rows = min(MAX_ROWS, max(1, CHUNK_TOKENS * group.num_rows // max(1, values)))
             yield from opened.iter_batches(rows, row_groups=[number], columns=names)
         except (pa.ArrowException, OSError) as error:
             yield UnreadableFile(f"{file}: row group {number} is damaged: {first_line(error)}")

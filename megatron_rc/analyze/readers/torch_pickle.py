@@ -1,0 +1,235 @@
+"""What the pickle of a file of ``torch.save`` may hold: plain values, tensors, their storages and OrderedDict.
+
+Any other class or function is refused by name. Python's own unpickler reads it in place of the one in C, because here
+each instruction can be counted, and those that cost without end can be left out.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_INSTRUCTIONS = 5_000_000
+"""Limit on instructions: a tensor takes about 30, a run of numbers one. Reading this many takes seconds."""
+
+MAX_DIMENSIONS = 64
+"""Dimensions of a tensor, as many as NumPy has."""
+
+DTYPES: dict[str, Any] = {
+    "DoubleStorage": np.float64,
+    "FloatStorage": np.float32,
+    "HalfStorage": np.float16,
+    "BFloat16Storage": np.uint16,
+    "LongStorage": np.int64,
+    "IntStorage": np.int32,
+    "ShortStorage": np.int16,
+    "CharStorage": np.int8,
+    "ByteStorage": np.uint8,
+    "BoolStorage": np.uint8,
+}
+"""Element types by the storage class of torch; of bfloat16, its 16 bits."""
+
+NUMPY = {
+    *((f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+    *(("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")),
+}
+"""Module and name of what a pickle makes arrays and numbers of NumPy from."""
+
+
+class Sealed:
+    """What a pickle may hold and not change: pickle's BUILD would otherwise set fields behind their checks."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("a tensor is changed after it was made")
+
+
+@dataclass(frozen=True)
+class StorageType(Sealed):
+    name: str
+
+
+@dataclass(frozen=True)
+class Storage(Sealed):
+    """One entry of raw bytes."""
+
+    elements: Callable[[Storage], NDArray[Any]]
+    """Reads its elements from the file."""
+    key: str
+    name: str
+    size: int
+    """Elements."""
+
+
+@dataclass(frozen=True)
+class Tensor(Sealed):
+    """A view of a storage, read when it is asked for.
+
+    Raises:
+        pickle.UnpicklingError: the view does not lie within its storage.
+    """
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Both in elements."""
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.strides) or len(self.shape) > MAX_DIMENSIONS:
+            raise pickle.UnpicklingError("a tensor has a shape that is no shape")
+        if any(type(value) is not int or value < 0 for value in (self.offset, *self.shape, *self.strides)):
+            raise pickle.UnpicklingError("a tensor has a shape that is no shape")
+        count = math.prod(self.shape)
+        last = self.offset + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        if count and (count > self.storage.size or last >= self.storage.size):
+            raise pickle.UnpicklingError("a tensor is larger than its storage")
+
+    def numpy(self) -> NDArray[Any]:
+        """The values, of the tensor's type; bfloat16 as fp32, flags as 0 and 1."""
+        if not math.prod(self.shape):
+            return np.zeros(self.shape, dtype=np.float32)
+        elements = self.storage.elements(self.storage)[self.offset :]
+        steps = tuple(stride * elements.itemsize for stride in self.strides)
+        view = np.lib.stride_tricks.as_strided(elements, self.shape, steps, writeable=False)
+        if self.storage.name == "BFloat16Storage":
+            return (view.astype(np.uint32) << 16).view(np.float32)
+        return view.astype(view.dtype.newbyteorder("="))
+
+
+class Unread(Sealed):
+    """What stands for an array of NumPy, and for what the pickle makes it from: nothing of it is kept."""
+
+    def __call__(self, first: Any = None, second: Any = None, third: Any = None) -> Unread:
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep nothing."""
+
+
+class Ordered(Sealed, dict[Any, Any]):
+    """What stands for OrderedDict: a dictionary keeps its order, too."""
+
+
+class NewOrdered(Sealed):
+    """What the pickle calls for each OrderedDict; its items come later."""
+
+    def __call__(self) -> Ordered:
+        return Ordered()
+
+
+class RebuildTensor(Sealed):
+    """What the pickle calls for each tensor instead of torch's own function.
+
+    The number of arguments is fixed: a tuple of a million, shared by a million calls, would be copied by each of them.
+    """
+
+    def __call__(
+        self, storage: Any, offset: Any, shape: Any, strides: Any, grad: Any = None, hooks: Any = None, more: Any = None
+    ) -> Tensor:
+        if not isinstance(storage, Storage) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
+            raise pickle.UnpicklingError("a tensor is not described as torch.save does")
+        return Tensor(storage, offset, shape, strides)
+
+
+class Refused(pickle.UnpicklingError):
+    """The pickle asks for a class or function that is not on the list."""
+
+
+class Fixed(tuple[Any, ...]):
+    """A tuple that is no key: hashing one that is made of shared tuples takes 2^depth steps."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        raise pickle.UnpicklingError("a key of a dictionary is neither a number nor a text")
+
+
+class Unpickler(pickle._Unpickler):
+    """Reads one pickle.
+
+    Args:
+        elements: reads the elements of a storage.
+        skip_numpy: give Unread for every value of NumPy; these are refused otherwise.
+    """
+
+    def __init__(
+        self, raw: memoryview, elements: Callable[[Storage], NDArray[Any]], *, skip_numpy: bool = False
+    ) -> None:
+        self._raw, self._stream = raw, io.BytesIO(raw)
+        super().__init__(self._stream)
+        self._elements, self._skip_numpy = elements, skip_numpy
+        self.dispatch = Counted(_INSTRUCTIONS)  # type: ignore[misc]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return RebuildTensor()
+        if module == "torch" and name in DTYPES:
+            return StorageType(name)
+        if (module, name) == ("collections", "OrderedDict"):
+            return NewOrdered()
+        if self._skip_numpy and (module, name) in NUMPY:
+            return Unread()
+        raise Refused(
+            f"data.pkl asks for {module!r:.80}.{name!r:.80}, which is no tensor; only tensors, numbers, texts, lists "
+            "and dictionaries are read"
+        )
+
+    def persistent_load(self, pid: Any) -> Storage:
+        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[1], StorageType):
+            raise pickle.UnpicklingError("a storage is not described as torch.save does")
+        _, kind, key, _, size = pid
+        if not isinstance(key, str) or type(size) is not int or size < 0:
+            raise pickle.UnpicklingError("a storage is not described as torch.save does")
+        return Storage(self._elements, key, kind.name, size)
+
+    def load_numbers(self) -> None:
+        """Numbers one after the other, as the lists of a dump hold them by the million: C reads them as one list."""
+        run = _NUMBERS.match(self._raw, self._stream.tell() - 1)
+        if run is None:
+            raise EOFError
+        self._stream.seek(run.end())
+        self.stack.extend(pickle.loads(pickle.MARK + run[0] + pickle.LIST + pickle.STOP))
+
+
+class Counted(dict[int, Callable[[pickle._Unpickler], None]]):
+    """Instructions by their code, of which MAX_INSTRUCTIONS may be looked up."""
+
+    count = 0
+
+    def __getitem__(self, code: int) -> Callable[[pickle._Unpickler], None]:
+        self.count += 1
+        if self.count > MAX_INSTRUCTIONS:
+            raise pickle.UnpicklingError(f"it has more than {MAX_INSTRUCTIONS} instructions")
+        return super().__getitem__(code)
+
+
+_NUMBERS = re.compile(rb"(?:G.{8}|J.{4}|M..|K.){1,65536}", re.DOTALL)
+
+
+def _fixed(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    def load_fixed(self: Any) -> None:
+        load(self)
+        self.stack[-1] = Fixed(self.stack[-1])
+
+    return load_fixed
+
+
+_INSTRUCTIONS = pickle._Unpickler.dispatch | {
+    **dict.fromkeys((ord(code) for code in "GJMK"), Unpickler.load_numbers),
+    # the length of a frame: its instructions are read as if they stood outside of one
+    pickle.FRAME[0]: lambda self: self.read(8),
+}
+for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+    _INSTRUCTIONS[_code[0]] = _fixed(_INSTRUCTIONS[_code[0]])
+for _code in (pickle.INT, pickle.LONG, pickle.LONG4, pickle.BYTEARRAY8):
+    # numbers of any length, each use of which as a key hashes all of it, and bytes that are allocated before they are
+    # read; torch.save writes none of them
+    del _INSTRUCTIONS[_code[0]]
