@@ -1,9 +1,8 @@
-"""Write what documents say of `megatron-rc analyze` from its code: docs/rules/RC*.md and parts of docs/analyze.md.
+"""Write what docs/analyze.md says of `megatron-rc analyze` from its code.
 
     python benchmarks/diagnosis/analyze_docs.py
 
-A page of a rule is that of the package with a picture where docs/images/rules/ has one. In docs/analyze.md the lines
-between `<!-- NAME: ... -->` and `<!-- end of NAME -->` are replaced.
+The lines between `<!-- NAME: ... -->` and `<!-- end of NAME -->` are replaced.
 """
 
 from __future__ import annotations
@@ -17,17 +16,11 @@ from rich.console import Console
 
 from megatron_rc.analyze import columns, gate, terminal
 from megatron_rc.analyze.diagnosis import diagnose_dump
-from megatron_rc.analyze.rules import CODES
-from megatron_rc.analyze.rules.rule import Page
 
 ROOT = Path(__file__).parents[2]
 ANALYZE = ROOT / "docs/analyze.md"
 WIDTH = 118
 """Columns of a printed report."""
-CAPTION = (
-    "*A dump of a small model with this trap, beside the same model in bf16 without any: "
-    "`benchmarks/diagnosis/confusion.py`.*"
-)
 NUMBERS = {
     "k3": "mean k3",
     "sigma": "noise of a logit that would give this gap",
@@ -44,16 +37,6 @@ NUMBERS = {
     "corrupt": "rows that could not be read",
 }
 """Meaning of each number that a gate knows."""
-
-
-def rule_page(code: str) -> str:
-    """The page of a rule in docs/rules/."""
-    text = Page(code).text
-    name = f"images/rules/{code}.svg"
-    if not (ROOT / "docs" / name).exists():
-        return text
-    heading, _, rest = text.partition("\n\n")
-    return f"{heading}\n\n![{Page(code).title}](../{name})\n\n{CAPTION}\n\n{rest}"
 
 
 def column_tables() -> str:
@@ -104,8 +87,6 @@ def analyze_page(text: str) -> str:
 
 
 def main() -> None:
-    for code in sorted(CODES):
-        (ROOT / f"docs/rules/{code}.md").write_text(rule_page(code), encoding="utf-8")
     ANALYZE.write_text(analyze_page(ANALYZE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

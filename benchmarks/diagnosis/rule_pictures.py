@@ -2,7 +2,6 @@
 
 python benchmarks/diagnosis/confusion.py --server     # makes the dumps
 python benchmarks/diagnosis/rule_pictures.py          # draws them
-make docs                                   # puts the pictures into the pages of the rules
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/analyze.md and docs/rules/ say what the code does."""
+"""docs/analyze.md says what the code does."""
 
 from __future__ import annotations
 

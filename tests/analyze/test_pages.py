@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
+import types
 from pathlib import Path
 
 import pytest
 
-from megatron_rc.analyze import evidence
 from megatron_rc.analyze.alignment import LAGS
 from megatron_rc.analyze.commands import explain
+from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.factors import FACTORS
-from megatron_rc.analyze.rules import CODES, alignment, benign, counts, honest, location, maps
+from megatron_rc.analyze.rules import CODES, RULES, benign, location
 from megatron_rc.analyze.rules.rule import HOSTS, Page
 from megatron_rc.analyze.significance import LARGEST_SHARE
-from megatron_rc.analyze.sums import ZERO_BELOW
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = [
@@ -24,56 +24,38 @@ SECTIONS = [
     "Fix",
     "Seen in",
 ]
-TITLES = {
-    "RC101": "Temperatures differ",
-    "RC102": "Log-probs renormalised over kept ids on one side",
-    "RC103": "Sampling that the logs do not show",
-    "RC104": "Log-probs logged before the temperature",
-    "RC106": "The trainer gives probability to ids that do not exist",
-    "RC201": "Log-probs shifted against each other",
-    "RC203": "Dummy log-probs of 0.0",
-    "RC205": "The two sides see different prompts",
-    "RC301": "Stale prefix cache",
-    "RC303": "One server with other weights",
-    "RC404": "Expert shift",
-    "RC501": "Numerics",
-    "RC502": "Staleness of the policy",
+UNSAID = {
+    "RC301": {location.FRESH, location.MOSTLY_CACHED},
+    "RC501": {benign.UNSURE, benign.FEWEST_UNSURE, benign.LEAST_EXPLAINED},
 }
-LEVEL = evidence.Evidence.significant.__defaults__[0]  # type: ignore[index]
-THRESHOLDS = {
-    "RC101": {LEVEL, maps.LEAST_EXPLAINED, maps.TIMES_REGRESSION, maps.LEAST_SIZE, *maps.CONFIDENT},
-    "RC102": {LEVEL, honest.FIRST_ORDER, honest.RATIO_FLOOR, honest.CERTAIN},
-    "RC103": {LEVEL, honest.SURPRISE_FLOOR},
-    "RC104": {LEVEL, honest.SIGN_FLOOR, honest.RATIO_FLOOR, honest.LEAST_SIGN},
-    "RC106": {LEVEL, honest.FIRST_ORDER, honest.RATIO_FLOOR, honest.CERTAIN},
-    "RC201": {LEVEL, alignment.LEAST_GAIN, max(LAGS)},
-    "RC203": {counts.FEWEST, ZERO_BELOW},
-    "RC205": {LEVEL, location.LEAST_EXPLAINED, location.TIMES_OTHERS},
-    "RC301": {LEVEL, location.CACHE_EXPLAINED, location.TIMES_OTHERS},
-    "RC303": {LEVEL, location.LEAST_EXPLAINED, location.TIMES_OTHERS},
-    "RC404": {LEVEL, benign.LEAST_EXPLAINED},
-    "RC501": {benign.LARGEST_SIGMA, benign.LARGEST_TYPICAL},
-    "RC502": {LEVEL},
-}
-"""Constants that a page must name."""
-LITERALS = {"RC106": {10, 0.02}, "RC301": {0.3}, "RC502": {0.3}}
-"""Bounds that the code of a rule writes out."""
+"""Constants that a page describes in words: tenths, what typical means, and the thresholds of RC404."""
 BOUND = re.compile(
     r"(?:at least|below|above|within|from|to|or|by|up to|more than|of at least) (-?\d[\d.]*(?:e-?\d+)?)(?![\w/])"
 )
+
+
+def numbers_of(function: types.FunctionType) -> tuple[set[float], set[float]]:
+    """The constants that a rule names, and the numbers that it writes out, with those of the functions it calls."""
+    named, written = set(), set()
+    codes = [function.__code__, *(c for c in function.__code__.co_consts if isinstance(c, types.CodeType))]
+    for name in [name for code in codes for name in code.co_names]:
+        value = function.__globals__.get(name)
+        if name == "significant":
+            named |= set(Evidence.significant.__defaults__)
+        elif isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
+            named, written = (old | new for old, new in zip((named, written), numbers_of(value), strict=True))
+        elif name.isupper() and isinstance(value, (int, float, tuple)):
+            named |= set(value) if isinstance(value, tuple) else {value}
+    return named, written | {c for code in codes for c in code.co_consts if isinstance(c, (int, float))}
 
 
 @pytest.mark.parametrize("code", sorted(CODES))
 class TestPage:
     def test_every_section_is_there_in_order(self, code: str) -> None:
         page = Page(code)
+        assert page.text.startswith(f"# {code}: {page.title}\n\n") and page.title
         assert re.findall(r"^## (.*)$", page.text, re.MULTILINE) == SECTIONS
         assert all(page.section(title) for title in SECTIONS)
-
-    def test_the_heading_is_the_title(self, code: str) -> None:
-        page = Page(code)
-        assert page.text.startswith(f"# {code}: {TITLES[code]}\n\n")
-        assert page.title == TITLES[code]
 
     def test_the_experiment_fits_into_the_terminal(self, code: str) -> None:
         experiment = Page(code).experiment
@@ -98,19 +80,24 @@ class TestPage:
     def test_thresholds_are_those_of_the_code(self, code: str) -> None:
         text = Page(code).section("How it is decided")
         numbers = {float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w])", text)}
-        assert THRESHOLDS[code] <= numbers
+        named, written = numbers_of(next(rule.judge for rule in RULES if code in rule.codes))
+        assert named - UNSAID.get(code, set()) <= numbers
         bounds = {float(number.rstrip(".")) for number in BOUND.findall(" ".join(text.split()))}
-        assert bounds - {0, 1, 100 * LARGEST_SHARE} <= THRESHOLDS[code] | LITERALS.get(code, set())
+        assert bounds - {0, 1, 100 * LARGEST_SHARE, max(LAGS)} <= named | written
 
 
-def test_the_table_of_rules_links_every_page() -> None:
+def test_the_table_of_rules_links_every_page_and_shows_every_picture() -> None:
     table = (ROOT / "docs/rules/index.md").read_text(encoding="utf-8")
-    linked = re.findall(r"^\| \[(RC\d+)\]\((RC\d+)\.md\) \| (.*?) \| yes \|$", table, re.MULTILINE)
+    pages = "../../megatron_rc/analyze/rules/pages"
+    linked = re.findall(rf"^\| \[(RC\d+)\]\({re.escape(pages)}/(RC\d+)\.md\) \| (.*?) \| yes \|$", table, re.MULTILINE)
     waiting = re.findall(r"^\| (RC\d+) \| .* \| not yet \|$", table, re.MULTILINE)
-    assert {code: title for code, _, title in linked} == TITLES
+    assert {code: title for code, _, title in linked} == {code: Page(code).title for code in CODES}
     assert all(code == page for code, page, _ in linked)
     assert len(linked) + len(waiting) == table.count("\n| ") - 2
     assert not CODES & set(waiting)
+    pictures = re.findall(r"^!\[(.*)\]\(\.\./images/rules/(RC\d+)\.svg\)$", table, re.MULTILINE)
+    assert [title for title, _ in pictures] == [f"{code}: {Page(code).title}" for _, code in pictures]
+    assert {code for _, code in pictures} == {path.stem for path in (ROOT / "docs/images/rules").glob("*.svg")} == CODES
 
 
 def test_a_page_in_a_pipe_is_the_file(capsys: pytest.CaptureFixture[str]) -> None:
