@@ -10,8 +10,9 @@ import numpy as np
 
 from collapse.claims import counted
 from collapse.rows import UNSEEN
+from gradients.lead_lag_runs import Curves, lead_lag_of_runs, rise_gap
 from gradients.steps import EXACT_ARM, Step
-from megatron_rc.analyze.lead_lag_runs import Curves, lead_lag_of_runs, rise_gap
+from megatron_rc.analyze.lead_lag import LAGS
 from megatron_rc.jobs.describe import table
 
 LAG = 16
@@ -96,12 +97,12 @@ def _order(steps: Sequence[Step]) -> str:
     lines = []
     for field, (name, falls) in SIGNALS.items():
         curves = [curves_of(run, field) for run in runs_of(steps, UNCORRECTED).values()]
-        seen, gap = lead_lag_of_runs(field, curves), rise_gap(field, curves, falls=falls)
+        seen, gap = lead_lag_of_runs(curves), rise_gap(curves, falls=falls)
         strongest, place, half = "", "", "it moves in no run"
         if seen is not None:
-            at = seen.correlations.index(max(seen.correlations, key=abs))
-            strongest = f"{seen.correlations[at]:+.2f} [{seen.low[at]:+.2f}, {seen.high[at]:+.2f}]"
-            place = f"{seen.lag:+d} steps [{seen.lag_low:+.0f}, {seen.lag_high:+.0f}]"
+            mean, low, high = (values[LAGS.index(seen.lag[0])] for values in seen.correlations)
+            strongest = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
+            place = "{:+d} steps [{:+.0f}, {:+.0f}]".format(*seen.lag)
         if gap is not None:
             interval = f" [{gap.low:+.0f}, {gap.high:+.0f}]" if gap.runs > 1 else ""
             half = f"{gap.gap:+.0f} steps{interval}, in {counted(gap.runs, 'run')}"
