@@ -15,17 +15,38 @@ Assignments = Annotated[
 ]
 
 
+def _gone(value: list[str]) -> None:
+    if value:
+        where = (
+            "launch/train.sbatch and launch/train_sglang.sbatch start several under Slurm, which knows their addresses"
+        )
+        raise ValueError(f"megatron-rc starts one machine and takes no addresses of others; {where} (docs/launch.md)")
+
+
+OtherMachines = Annotated[
+    list[str],
+    typer.Option(
+        "--host", "--node-rank", "--master-addr", "--master-port", "--rdzv-endpoint", hidden=True, callback=_gone
+    ),
+]
+
+
 def plan(
     recipe: Recipe,
     assignments: Assignments = [],  # noqa: B006 - typer reads the defaults
-    host: Annotated[list[str], typer.Option(help="Address of a node, in order; repeatable.")] = [],  # noqa: B006
+    shell: Annotated[bool, typer.Option("--shell", help="Print the layout as variables of bash instead.")] = False,
+    other_machines: OtherMachines = [],  # noqa: B006
 ) -> None:
-    """Check a job's layout on its cluster, estimate the memory of its GPUs, and print each node's commands."""
-    from megatron_rc import settings
-    from megatron_rc.cluster.launch import print_plan
-    from megatron_rc.cluster.layout import Options
+    """Check a job's layout on its cluster, estimate the memory of its GPUs, and print the commands that start it."""
+    from megatron_rc import settings as job_settings
+    from megatron_rc.cluster.layout import Options, shell_variables
+    from megatron_rc.cluster.plan import make_plan, print_plan
 
-    print_plan(settings.load(recipe, assignments), Options(recipe=recipe, assignments=assignments, hosts=host))
+    settings = job_settings.load(recipe, assignments)
+    if not shell:
+        return print_plan(settings, Options(recipe=recipe, assignments=assignments))
+    make_plan(settings).check_memory()
+    print(shell_variables(settings))
 
 
 def launch(
@@ -34,30 +55,23 @@ def launch(
         list[str], typer.Argument(metavar="-- FLAGS", help="Flags of SGLang for every server, after --.")
     ] = [],  # noqa: B006
     assignments: Assignments = [],  # noqa: B006
-    nodes: Annotated[int | None, typer.Option(envvar="NNODES", help="Machines: cluster.nodes.")] = None,
+    nodes: Annotated[int | None, typer.Option(envvar="NNODES", help="Machines: cluster.nodes; 1 can start.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs per machine: cluster.gpus_per_node.")] = None,
     serve_gpus: Annotated[int | None, typer.Option(help="GPUs that serve, the last ones: cluster.serve_gpus.")] = None,
     server_tp: Annotated[int | None, typer.Option(help="GPUs that share one server: cluster.server_tp.")] = None,
-    node_rank: Annotated[int | None, typer.Option(envvar="NODE_RANK", help="Number of this machine, from 0.")] = None,
-    master_addr: Annotated[str | None, typer.Option(envvar="MASTER_ADDR", help="Address of node 0.")] = None,
-    master_port: Annotated[
-        int, typer.Option(envvar="MASTER_PORT", help="Port of torchrun on node 0; the next one is used, too.")
-    ] = 29500,
-    rdzv_endpoint: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="torchrun's c10d rendezvous on node 0, in their place.")
-    ] = None,
-    timeout: Annotated[int, typer.Option(help="Seconds to wait for a server, and for the other nodes.")] = 1800,
-    server_port: Annotated[int, typer.Option(help="Port of a node's first server; 0: free ports.")] = 30000,
+    timeout: Annotated[int, typer.Option(help="Seconds to wait for a server.")] = 1800,
+    server_port: Annotated[int, typer.Option(help="Port of the first server; 0: free ports.")] = 30000,
     server_python: Annotated[str, typer.Option(envvar="SGLANG_PYTHON", help="Python with SGLang.")] = "python3",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew, deleting the earlier run in OUTPUT.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start from scratch and delete the run in OUTPUT.")] = False,
     dump: Annotated[bool, typer.Option("--dump", help="Write every training batch to OUTPUT/dump.")] = False,
     doctor: Annotated[bool, typer.Option(help="Check the servers against the job before it trains.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, estimate and print; start nothing.")] = False,
+    other_machines: OtherMachines = [],  # noqa: B006
 ) -> None:
-    """Start this machine's part of a job: its SGLang servers and its trainer processes, which end together.
+    """Start a job on this machine: its SGLang servers and its trainer processes, which end together.
 
-    Run it on every node, or once inside a Slurm job. The first GPUs of the cluster train, the last ones serve;
-    docs/launch.md.
+    The first GPUs train, the last ones serve. Several machines are started by Slurm with the templates
+    launch/train.sbatch and launch/train_sglang.sbatch; docs/launch.md.
     """
     from megatron_rc.cluster import launch as launching
     from megatron_rc.cluster.layout import Options
@@ -65,10 +79,8 @@ def launch(
     cluster = {"nodes": nodes, "gpus_per_node": gpus_per_node, "serve_gpus": serve_gpus, "server_tp": server_tp}
     changes = [f"cluster.{name}={value}" for name, value in cluster.items() if value is not None]
     options = Options(
-        recipe=recipe, assignments=[*changes, *assignments], words=sys.argv[2:], node_rank=node_rank,
-        master_addr=master_addr, master_port=master_port, rdzv_endpoint=rdzv_endpoint, timeout=timeout,
-        server_port=server_port, server_python=server_python, server_flags=server_flags, fresh=fresh, dump=dump,
-        doctor=doctor,
+        recipe=recipe, assignments=[*changes, *assignments], timeout=timeout, server_port=server_port,
+        server_python=server_python, server_flags=server_flags, fresh=fresh, dump=dump, doctor=doctor,
     )  # fmt: skip
     launching.launch(options, dry_run=dry_run)
 
@@ -99,6 +111,9 @@ def serve(
     stop_with: Annotated[
         int | None, typer.Option(metavar="PID", help="Stop the server when process PID ends, however it ends.")
     ] = None,
+    report_to: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Tell the trainer that gathers there when it answers.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and start nothing.")] = False,
 ) -> None:
     """Serve a model with SGLang and what rollout correction needs; stays until Ctrl-C, which stops all it started.
@@ -122,4 +137,7 @@ def serve(
     command = server.serving_command(model, python=python, host=host, port=port, tensor=tp, cpu=cpu, flags=flags)
     if dry_run:
         return print("env PYTHONSAFEPATH=1", shlex.join(command))
-    server.serve(command, host=host, port=port, log=log, timeout=timeout, background=background, stop_with=stop_with)
+    server.serve(
+        command, host=host, port=port, log=log, timeout=timeout, background=background, stop_with=stop_with,
+        report_to=report_to,
+    )  # fmt: skip

@@ -1,78 +1,128 @@
-"""`megatron-rc launch`: the same command on every node, its place in a Slurm job, and its dry run."""
+"""`megatron-rc launch`: the servers and the trainer of a job on one machine, which end together."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shlex
+import shutil
 import subprocess
-import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
 
 from megatron_rc import settings as job_settings
-from megatron_rc.cluster import node
-from megatron_rc.cluster.layout import Options
+from megatron_rc.cluster import layout, processes, server
+from megatron_rc.cluster.layout import Command, Options, Server
 from megatron_rc.cluster.processes import say
 from megatron_rc.settings import JobSettings
 
+GRACE = 30.0
+"""Seconds that the trainer has to end before it is killed."""
+
 
 def launch(options: Options, *, dry_run: bool = False) -> None:
-    """Start this node's part of a job and stay until it ends, or print what would start; errors are ValueErrors."""
-    if options.rdzv_endpoint:
-        host, colon, port = options.rdzv_endpoint.rpartition(":")
-        if not (host and colon and port.isdigit()):
-            raise ValueError(f"--rdzv-endpoint takes HOST:PORT, got {options.rdzv_endpoint!r}")
-        options = replace(options, master_addr=host, master_port=int(port))
+    """Start a job and stay until it ends, or print what would start; raises ValueError saying why it could not."""
     settings = job_settings.load(options.recipe, options.assignments)
-    nodes = settings.cluster.nodes
-    if nodes > 1 and "SLURM_JOB_ID" in os.environ and options.node_rank is None:
-        options = _in_slurm(options, nodes, dry_run)
-    if dry_run:
-        return print_plan(settings, options)
-    if nodes == 1 and not settings.cluster.serve_gpus:
-        node.become_the_trainer(settings, options)
-    say("checking the layout")
+    cluster = settings.cluster
     # transformers, which fills in the fields of a model, takes seconds to import
+    if dry_run:
+        from megatron_rc.cluster.plan import print_plan
+
+        return print_plan(settings, options)
+    if cluster.nodes > 1:
+        where = "a template of launch/, submitted by sbatch, starts several (docs/launch.md); --dry-run prints how"
+        raise ValueError(f"megatron-rc launch starts one machine, and cluster.nodes is {cluster.nodes}: {where}")
+    options = replace(options, visible=visible_gpus(cluster.gpus_per_node))
+    if not cluster.serve_gpus:
+        become_the_trainer(settings, options)
+    say("checking the layout")
     from megatron_rc.cluster.plan import make_plan
 
     make_plan(settings)
-    node.run(settings, options)
+    run(settings, options)
 
 
-def print_plan(settings: JobSettings, options: Options) -> None:
-    """Print a job's layout, memory and commands; raises ValueError when it cannot be divided or does not fit."""
-    from megatron_rc.cluster.plan import describe, make_plan
-
-    nodes, plan = settings.cluster.nodes, make_plan(settings)
-    hosts = options.hosts or [options.master_addr or "node0", *(f"node{rank}" for rank in range(1, nodes))]
-    if len(hosts) != nodes:
-        raise ValueError(f"--host must name all of the {nodes} nodes or none, got {len(hosts)}")
-    print(describe(plan, replace(options, hosts=hosts)))
-    if nodes > 1 and options.words:
-        print("\non every node, unless Slurm does it:")
-        rest = [word for word in options.words if word != "--dry-run"]
-        for rank in range(nodes):
-            place = ["--node-rank", str(rank), "--master-addr", hosts[0]]
-            print(f"  {shlex.join(['megatron-rc', 'launch', *place, *rest])}")
-    plan.check_memory()
+def visible_gpus(wanted: int) -> list[str]:
+    """CUDA's names of ``wanted`` GPUs of this machine; empty where it has none, and the trainer computes on the CPU."""
+    names: list[str] = []
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        names = [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
+    elif shutil.which("nvidia-smi"):
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+        names = [str(number) for number in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
+    if names and len(names) < wanted:
+        raise ValueError(f"this node shows {len(names)} GPUs, cluster.gpus_per_node is {wanted}")
+    return names[:wanted]
 
 
-def _in_slurm(options: Options, nodes: int, dry_run: bool) -> Options:
-    """Become the Slurm step with one task per node, or take this task's place from Slurm."""
-    environment = os.environ
-    size = int(environment.get("SLURM_JOB_NUM_NODES", environment.get("SLURM_NNODES", "1")))
-    if size != nodes:
-        raise ValueError(f"the Slurm job has {size} nodes, cluster.nodes is {nodes}")
-    nodelist = environment.get("SLURM_JOB_NODELIST", "")
-    named = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True)
-    hosts = named.stdout.split()
-    if named.returncode or not hosts:
-        raise ValueError(f"scontrol does not name the nodes of the Slurm job: {named.stderr.strip()}")
-    options = replace(options, hosts=hosts, master_addr=options.master_addr or hosts[0])
-    if environment.get("SLURM_STEP_NUM_TASKS") == str(nodes):
-        return replace(options, node_rank=int(environment["SLURM_PROCID"]))
-    step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-    step += [sys.executable, "-m", "megatron_rc", "launch", *options.words]
-    if dry_run:
-        print(f"inside this Slurm job: {shlex.join(step)}\n")
-        return options
-    os.execvp(step[0], step)
+def become_the_trainer(settings: JobSettings, options: Options) -> NoReturn:
+    """Without servers, nothing but torchrun is needed: this process becomes it."""
+    command = layout.trainer_of(settings, options, [])
+    os.execvpe(command.words[0], command.words, _trainer_environment(command))
+
+
+def run(settings: JobSettings, options: Options) -> None:
+    """Warm up, serve, check the servers, train, and end everything together."""
+    if (path := settings.model.hf_path) and not (Path(path) / "config.json").is_file():
+        raise ValueError(f"model.hf_path={path} has no config.json on this node; download the checkpoint there")
+    servers = layout.servers_of(settings, options)
+    urls = [one.url for one in servers]
+    warm, warm_up = layout.warm_folder(settings), layout.warm_up_of(settings, options)
+    doctor = layout.doctor_of(settings, options, urls)
+    processes.exit_on_signals()
+    if warm_up and (options.fresh or not Path(f"{warm}/hf/config.json").is_file()):
+        say(f"warming up, into {warm}")
+        train(warm_up)
+    say(f"starting {len(servers)} servers")
+    with serving(servers):
+        if doctor and subprocess.run(doctor.words, env=processes.child_environment()).returncode:
+            why = "the servers and the job do not go together; each error above names its fix"
+            raise ValueError(f"{why} (--no-doctor skips the check)")
+        train(layout.trainer_of(settings, options, urls))
+
+
+@contextlib.contextmanager
+def serving(servers: Sequence[Server]) -> Iterator[None]:
+    """Start the servers, all at once, and wait until they answer; they end with this block, and with this process."""
+    starting = []
+    try:
+        for one in servers:
+            words = [*one.command.words, "--background", "--stop-with", str(os.getpid())]
+            environment = processes.child_environment() | one.command.environment
+            starting.append(subprocess.Popen(words, env=environment))
+        for one, starter in zip(servers, starting, strict=True):
+            if starter.wait():
+                raise ValueError(f"the server {one.url} did not start; its own message stands above")
+        yield
+    finally:
+        processes.ignore_signals()
+        for starter in starting:
+            if starter.poll() is None:
+                starter.terminate()
+        for starter in starting:
+            starter.wait()
+        running = [Path(one.log) for one in servers if server.pid_file(Path(one.log)).exists()]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(server.stop, running))
+
+
+def train(command: Command) -> None:
+    """Run torchrun until it ends; whatever ends this process ends it, too. Raises ValueError when it fails."""
+    trainer = subprocess.Popen(command.words, env=_trainer_environment(command), start_new_session=True)
+    processes.start_keeper(trainer.pid, [os.getpid()], GRACE)
+    try:
+        status = trainer.wait()
+    except SystemExit:
+        processes.ignore_signals()
+        processes.end_group(trainer.pid, GRACE)  # torchrun passes it on to its workers
+        raise
+    if status:
+        raise ValueError("the trainer failed; its own error stands above the launcher's traceback")
+
+
+def _trainer_environment(command: Command) -> dict[str, str]:
+    # Megatron orders its communication before its matrix products by the second
+    defaults = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return processes.child_environment(**defaults) | command.environment

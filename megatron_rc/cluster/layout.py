@@ -1,4 +1,4 @@
-"""Which GPUs of a cluster train and which serve, and the commands that start both."""
+"""Which GPUs of a cluster train and which serve, and the commands that start both on one machine."""
 
 from __future__ import annotations
 
@@ -15,51 +15,35 @@ from megatron_rc.models.config import DTYPES
 from megatron_rc.settings import ClusterSettings, JobSettings
 
 PORT_STEP = 10
-"""Between two servers of a node: each takes a few ports beside its own."""
+"""Between two servers of a machine: each also takes a few ports above its own."""
 
 
-class Node(NamedTuple):
-    """A machine whose GPUs 0 to training - 1 train; the others serve."""
+def nodes_of(cluster: ClusterSettings) -> list[range]:
+    """The GPUs of every machine that train, which come first; the others serve.
 
-    training: int
-    gpus: int
-    server_tp: int
-
-    @property
-    def serving(self) -> int:
-        return self.gpus - self.training
-
-    @property
-    def servers(self) -> list[range]:
-        """The GPUs of every server."""
-        return [range(g, g + self.server_tp) for g in range(self.training, self.gpus, self.server_tp)]
-
-
-def nodes_of(cluster: ClusterSettings) -> list[Node]:
-    """The machines of a cluster; raises ValueError when the GPUs that serve on one cannot be divided into servers."""
+    Raises ValueError when the GPUs that serve cannot be divided into servers, or when one of several machines would do
+    both: a Slurm job gives whole machines to each.
+    """
     size, train_gpus = cluster.gpus_per_node, cluster.nodes * cluster.gpus_per_node - cluster.serve_gpus
-    nodes = []
-    for rank in range(cluster.nodes):
-        node = Node(min(size, max(0, train_gpus - rank * size)), size, cluster.server_tp)
-        if node.serving % cluster.server_tp:
-            got = f"{cluster.server_tp} and {node.serving} on node {rank}"
+    if cluster.nodes > 1 and cluster.serve_gpus % size:
+        got = f"{cluster.serve_gpus} and {size}"
+        raise ValueError(
+            f"with several nodes, cluster.serve_gpus must be a multiple of cluster.gpus_per_node, got {got}"
+        )
+    nodes = [range(min(size, max(0, train_gpus - rank * size))) for rank in range(cluster.nodes)]
+    for rank, training in enumerate(nodes):
+        if (serving := size - len(training)) % cluster.server_tp:
+            got = f"{cluster.server_tp} and {serving} on node {rank}"
             raise ValueError(f"cluster.server_tp must divide the GPUs that serve on a node, got {got}")
-        nodes.append(node)
     return nodes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `megatron-rc launch`, which --help explains; then, what a node finds out."""
+    """The options of `megatron-rc launch`, which --help explains."""
 
     recipe: Path
     assignments: Sequence[str] = ()
-    words: Sequence[str] = ()
-    """The command line after `megatron-rc launch`, for the other nodes."""
-    node_rank: int | None = None
-    master_addr: str | None = None
-    master_port: int = 29500
-    rdzv_endpoint: str | None = None
     timeout: int = 1800
     server_port: int = 30000
     server_python: str = "python3"
@@ -68,10 +52,12 @@ class Options:
     dump: bool = False
     doctor: bool = True
 
-    hosts: Sequence[str] = ()
-    """An address of every node."""
     visible: Sequence[str] | None = None
-    """CUDA's names of the GPUs of this node, in order; empty: it has none; None: 0, 1, ..."""
+    """CUDA's names of this machine's GPUs, in order; empty: it has none; None: 0, 1, ..."""
+
+    @property
+    def sets(self) -> list[str]:
+        return _repeated("--set", self.assignments)
 
     def sees(self, numbers: Sequence[int]) -> dict[str, str]:
         """The environment of a process that may use these GPUs alone."""
@@ -93,20 +79,39 @@ class Server(NamedTuple):
     command: Command
 
 
-def servers_of(settings: JobSettings, rank: int, options: Options) -> list[Server]:
-    """The servers of node ``rank``."""
-    cluster, host, servers = settings.cluster, options.hosts[rank], []
-    for number, gpus in enumerate(nodes_of(cluster)[rank].servers):
+def server_flags_of(settings: JobSettings) -> list[str]:
+    """The options of `megatron-rc serve` that a job asks for."""
+    cluster, dtype = settings.cluster, DTYPES[settings.train.dtype].name
+    share = f"{cluster.server_share:g}"
+    return ["--dtype", dtype, "--mem-fraction-static", share, *shlex.split(cluster.server_flags)]
+
+
+def servers_of(settings: JobSettings, options: Options) -> list[Server]:
+    """The servers of a job on one machine."""
+    cluster, servers = settings.cluster, []
+    first = cluster.gpus_per_node - cluster.serve_gpus
+    for number, gpu in enumerate(range(first, cluster.gpus_per_node, cluster.server_tp)):
         port = str(options.server_port + PORT_STEP * number if options.server_port else free_port())
-        log = f"{settings.output}/logs/sglang-node{rank}-{port}.log"
+        log = f"{settings.output}/logs/sglang-{port}.log"
         words = [
             *(sys.executable, "-m", "megatron_rc", "serve", _served_model(settings), "--python", options.server_python),
-            *("--tp", str(len(gpus)), "--host", host, "--port", port, "--log", log, "--timeout", str(options.timeout)),
-            *("--dtype", DTYPES[settings.train.dtype].name, "--mem-fraction-static", f"{cluster.server_share:g}"),
-            *(*shlex.split(cluster.server_flags), *options.server_flags),
+            *("--tp", str(cluster.server_tp), "--port", port, "--log", log, "--timeout", str(options.timeout)),
+            *(*server_flags_of(settings), *options.server_flags),
         ]
-        servers.append(Server(f"http://{host}:{port}", log, Command(options.sees(gpus), words)))
+        sees = options.sees(range(gpu, gpu + cluster.server_tp))
+        servers.append(Server(f"http://127.0.0.1:{port}", log, Command(sees, words)))
     return servers
+
+
+def shell_variables(settings: JobSettings) -> str:
+    """The layout as assignments of bash, for the templates of Slurm."""
+    cluster, nodes = settings.cluster, nodes_of(settings.cluster)
+    train_nodes = sum(len(training) > 0 for training in nodes)
+    words = {"model": settings.model.hf_path or "", "output": settings.output}
+    numbers = {"nodes": len(nodes), "train_nodes": train_nodes, "gpus": cluster.gpus_per_node}
+    lines = [f"{name}={value}" for name, value in {**numbers, "server_tp": cluster.server_tp}.items()]
+    lines += [f"{name}={shlex.quote(value)}" for name, value in words.items()]
+    return "\n".join([*lines, f"server_flags=({shlex.join(server_flags_of(settings))})"])
 
 
 def warm_folder(settings: JobSettings) -> str | None:
@@ -123,7 +128,7 @@ def warm_up_of(settings: JobSettings, options: Options) -> Command | None:
     warm = warm_folder(settings)
     changes = [f"output={json.dumps(warm)}", "train.steps=0"]
     changes += ["rollout.engine=hf", "rollout.sglang.capture_routes=false"]
-    return _torchrun(settings.cluster, 0, options, changes) if warm else None
+    return _torchrun(settings.cluster, options, changes) if warm else None
 
 
 def doctor_of(settings: JobSettings, options: Options, urls: Sequence[str]) -> Command | None:
@@ -131,36 +136,27 @@ def doctor_of(settings: JobSettings, options: Options, urls: Sequence[str]) -> C
     if not urls or not options.doctor:
         return None
     words = [sys.executable, "-m", "megatron_rc", "doctor", "--config", str(options.recipe)]
-    words += ["--hf-path", _served_model(settings), *_repeated("--set", options.assignments)]
+    words += ["--hf-path", _served_model(settings), *options.sets]
     return Command({}, [*words, *_repeated("--sglang", urls)])
 
 
-def trainer_of(settings: JobSettings, rank: int, options: Options, urls: Sequence[str]) -> Command | None:
-    """torchrun of node ``rank``, or None when nothing trains there; without ``urls``, those of the settings stay."""
+def trainer_of(settings: JobSettings, options: Options, urls: Sequence[str]) -> Command:
+    """torchrun on one machine; without ``urls``, those of the settings stay."""
     changes = [f"rollout.sglang.urls=[{', '.join(urls)}]"] if urls else []
     if warm_folder(settings):
         changes += [f"model.hf_path={json.dumps(_served_model(settings))}", "warmup.steps=0"]
-    return _torchrun(settings.cluster, rank, options, changes)
+    return _torchrun(settings.cluster, options, changes)
 
 
-def _torchrun(cluster: ClusterSettings, rank: int, options: Options, changes: Sequence[str]) -> Command | None:
-    nodes = nodes_of(cluster)
-    count = nodes[rank].training
-    if not count:
-        return None
-    if options.rdzv_endpoint:  # it numbers the nodes itself
-        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", options.rdzv_endpoint, "--rdzv-id", options.recipe.stem]
-    elif cluster.nodes == 1:
-        meet = ["--standalone", "--local-addr", "127.0.0.1"]
-    else:
-        meet = ["--master-addr", options.hosts[0], "--master-port", str(options.master_port), "--node-rank", str(rank)]
+def _torchrun(cluster: ClusterSettings, options: Options, changes: Sequence[str]) -> Command:
+    (gpus,) = nodes_of(cluster)
     words = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(sum(node.training > 0 for node in nodes))),
-        *("--nproc-per-node", str(count), *meet, "-m", "megatron_rc", "train", str(options.recipe)),
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(len(gpus))),
+        *("--standalone", "--local-addr", "127.0.0.1", "-m", "megatron_rc", "train", str(options.recipe)),
         *(name for name, wanted in (("--fresh", options.fresh), ("--dump", options.dump)) if wanted),
         *_repeated("--set", [*options.assignments, *changes]),
     ]
-    return Command(options.sees(range(count)), words)
+    return Command(options.sees(gpus), words)
 
 
 def _repeated(option: str, values: Sequence[str]) -> list[str]:

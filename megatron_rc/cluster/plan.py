@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.cluster import layout, memory, step_time
-from megatron_rc.cluster.layout import Node, Options
+from megatron_rc.cluster import layout, memory
+from megatron_rc.cluster.layout import Command, Options
 from megatron_rc.models.config import hf_config_dict, moe_layers
 from megatron_rc.models.layout import check_model, check_processes
 from megatron_rc.settings import JobSettings, ModelSettings
@@ -24,12 +24,8 @@ class Plan:
     hf: dict[str, Any] = field(repr=False)
 
     @property
-    def nodes(self) -> list[Node]:
-        return layout.nodes_of(self.settings.cluster)
-
-    @property
     def train_gpus(self) -> int:
-        return sum(node.training for node in self.nodes)
+        return sum(map(len, layout.nodes_of(self.settings.cluster)))
 
     @property
     def data_size(self) -> int:
@@ -72,29 +68,6 @@ class Plan:
         tensor, gpu, share = cluster.server_tp, round(cluster.gpu_memory * memory.GIB), cluster.server_share
         return memory.server_memory(self.hf, dtype, tensor=tensor, gpu=gpu, share=share)
 
-    def step(self) -> step_time.Step:
-        """What one step does when every response is longest."""
-        rollout, train, cluster = self.settings.rollout, self.settings.train, self.settings.cluster
-        three_policy, linear = self.settings.correction.old == "recompute", train.head == "linear"
-        silent = three_policy + (self.settings.loss.kl_coef > 0)
-        return step_time.Step(
-            hf=self.hf,
-            parallel=self.settings.parallel,
-            train_gpus=self.train_gpus,
-            servers=cluster.serve_gpus // cluster.server_tp,
-            server=self.server_memory(),
-            server_tp=cluster.server_tp,
-            sequences=rollout.prompts_per_step * rollout.samples_per_prompt,
-            prompt=self.longest_prompt,
-            response=rollout.max_new_tokens,
-            tokens=self.micro_batch[0],
-            passes=(silent, 1),
-            optimizer_steps=train.mini_batches_per_rollout,
-            leaves_out=linear,
-            recomputed=linear and not three_policy,
-            dtype=train.dtype,
-        )
-
     def check_memory(self) -> None:
         """Raises ValueError when the estimate says that the job does not fit."""
         cluster = self.settings.cluster
@@ -122,9 +95,9 @@ def make_plan(settings: JobSettings) -> Plan:
         raise ValueError("model.hf_path must name a checkpoint on every node, for the servers to start from")
     check_processes(parallel, plan.train_gpus)
     check_model(hf, parallel)
-    for rank, node in enumerate(plan.nodes):
-        if node.training % parallel.tensor:
-            got = f"{parallel.tensor} and {node.training} on node {rank}"
+    for rank, training in enumerate(layout.nodes_of(cluster)):
+        if len(training) % parallel.tensor:
+            got = f"{parallel.tensor} and {len(training)} on node {rank}"
             raise ValueError(f"parallel.tensor must divide the GPUs that train on a node, got {got}")
     if serving:
         _check_server(hf, cluster.server_tp)
@@ -157,29 +130,41 @@ def _hf_config(model: ModelSettings) -> dict[str, Any]:
     return stored
 
 
+def print_plan(settings: JobSettings, options: Options) -> None:
+    """Print a job's layout, memory and commands; raises ValueError when it cannot be divided or does not fit."""
+    plan = make_plan(settings)
+    print(describe(plan, options))
+    plan.check_memory()
+
+
 def describe(plan: Plan, options: Options) -> str:
-    """The text of a dry run: the layout, GiB per GPU, and each node's commands."""
-    settings = plan.settings
-    lines = [*_layout_lines(plan, options), "", *_memory_lines(plan)]
-    if settings.cluster.serve_gpus:
+    """The text of a dry run: the layout, GiB per GPU, and the commands that start the job."""
+    cluster = plan.settings.cluster
+    lines = [*_layout_lines(plan), "", *_memory_lines(plan)]
+    if cluster.serve_gpus:
         lines += ["", *_server_lines(plan)]
-    if settings.rollout.engine == "sglang":
-        # what the embedded engine samples for is small, and runs where there is no such card
-        lines += ["", *_time_lines(plan)]
-    every = [layout.servers_of(settings, rank, options) for rank in range(settings.cluster.nodes)]
-    urls = [server.url for servers in every for server in servers]
-    for rank, servers in enumerate(every):
-        commands = [*(server.command for server in servers), layout.trainer_of(settings, rank, options, urls)]
-        if rank == 0:
-            commands.insert(0, layout.warm_up_of(settings, options))
-            commands.insert(-1, layout.doctor_of(settings, options, urls))
-        lines += ["", f"node {rank} ({options.hosts[rank]}) starts:"]
-        for environment, words in filter(None, commands):
-            lines.append("  " + " ".join([*(f"{k}={v}" for k, v in environment.items()), shlex.join(words)]))
+    if plan.settings.rollout.engine == "sglang":
+        lines += ["", _saved_line(plan)]
+    lines += ["", "starts:" if cluster.nodes == 1 else "starts in a Slurm job:"]
+    for environment, words in _commands(plan.settings, options):
+        lines.append("  " + " ".join([*(f"{k}={v}" for k, v in environment.items()), shlex.join(words)]))
     return "\n".join(lines)
 
 
-def _layout_lines(plan: Plan, options: Options) -> list[str]:
+def _commands(settings: JobSettings, options: Options) -> list[Command]:
+    cluster = settings.cluster
+    if cluster.nodes > 1:
+        template = f"launch/train{'_sglang' * (cluster.serve_gpus > 0)}.sbatch"
+        words = ["sbatch", f"--nodes={cluster.nodes}", f"--gpus-per-node={cluster.gpus_per_node}", template]
+        return [Command({}, [*words, str(options.recipe), *options.sets])]
+    servers = layout.servers_of(settings, options)
+    urls = [server.url for server in servers]
+    warm_up, doctor = layout.warm_up_of(settings, options), layout.doctor_of(settings, options, urls)
+    commands = [warm_up, *(server.command for server in servers), doctor, layout.trainer_of(settings, options, urls)]
+    return [command for command in commands if command]
+
+
+def _layout_lines(plan: Plan) -> list[str]:
     hf, parallel, rollout = plan.hf, plan.settings.parallel, plan.settings.rollout
     tokens, micro_batches = plan.micro_batch
     model = Path(plan.settings.model.hf_path or "random weights").name
@@ -192,12 +177,13 @@ def _layout_lines(plan: Plan, options: Options) -> list[str]:
         f"{plan.longest_prompt:,} and a response of at most {rollout.max_new_tokens:,} tokens",
         f"          at most {micro_batches} micro-batches of at most {tokens:,} tokens per optimizer step and rank",
     ]
-    for rank, node in enumerate(plan.nodes):
-        uses = [f"GPUs {_span(range(node.training))} train"] if node.training else []
-        if node.serving:
-            count, span = len(node.servers), _span(range(node.training, node.gpus))
-            uses.append(f"GPUs {span} serve ({count} server{'s' * (count > 1)} of {node.server_tp})")
-        lines.append(f"node {rank:<4} {options.hosts[rank]}: {', '.join(uses)}")
+    gpus = range(plan.settings.cluster.gpus_per_node)
+    for rank, training in enumerate(layout.nodes_of(plan.settings.cluster)):
+        uses = [f"GPUs {_span(training)} train"] if training else []
+        if serving := gpus[len(training) :]:
+            count, size = len(serving) // plan.settings.cluster.server_tp, plan.settings.cluster.server_tp
+            uses.append(f"GPUs {_span(serving)} serve ({count} server{'s' * (count > 1)} of {size})")
+        lines.append(f"node {rank:<4} {', '.join(uses)}")
     return lines
 
 
@@ -222,7 +208,8 @@ def _memory_lines(plan: Plan) -> list[str]:
 
 def _server_lines(plan: Plan) -> list[str]:
     server, rollout, cluster = plan.server_memory(), plan.settings.rollout, plan.settings.cluster
-    wanted = -(-rollout.prompts_per_step * rollout.samples_per_prompt // sum(len(node.servers) for node in plan.nodes))
+    servers = cluster.serve_gpus // cluster.server_tp
+    wanted = -(-rollout.prompts_per_step * rollout.samples_per_prompt // servers)
     sequences = (
         f"{server.tokens // plan.longest} longest sequences at once of the {wanted} that a step sends to a server"
     )
@@ -233,18 +220,6 @@ def _server_lines(plan: Plan) -> list[str]:
         _row("weights", server.weights),
         _row("cache", server.kv_cache, note=room),
         _row("together", server.weights + server.kv_cache, note=share),
-    ]
-
-
-def _time_lines(plan: Plan) -> list[str]:
-    step, card = plan.step(), step_time.card_of(plan.settings.cluster.gpu_memory)
-    seconds = step_time.step_seconds(step, step_time.Ceilings.of(card))
-    together = sum(seconds.values())
-    return [
-        f"predicted seconds of a step of longest responses, every part at the ceiling of an {card.name}; not measured",
-        *(f"  {name:<20}{value:10.3f}{100 * value / together:8.2f} %" for name, value in seconds.items()),
-        f"  {'together':<20}{together:10.3f}",
-        _saved_line(plan),
     ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -55,32 +56,28 @@ def started_at(process: int) -> str | None:
 
     With the number of the process it names one process for ever: numbers are used again.
     """
-    fields = _stat(process)
-    return None if not fields or fields[0] == "Z" else fields[19]
-
-
-def group_lives(group: int) -> bool:
-    """Whether any process of a group still runs; a process that ended and was not waited for does not."""
-    fields = (_stat(int(path.name)) for path in Path("/proc").glob("[0-9]*"))
-    return any(f and int(f[2]) == group and f[0] != "Z" for f in fields)
-
-
-def _stat(process: int) -> list[str]:
-    """The fields of /proc/PROCESS/stat from the state on; empty when there is no such process."""
     try:
         # the command's name, in parentheses, may hold anything
-        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return []
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+def wait_for_one(processes: Sequence[int], timeout: float | None = None) -> None:
+    """Wait until one of the processes has ended, or ``timeout`` seconds have passed."""
+    with contextlib.ExitStack() as stack, contextlib.suppress(ProcessLookupError):
+        watched = [os.pidfd_open(process) for process in processes]
+        for descriptor in watched:
+            stack.callback(os.close, descriptor)
+        select.select(watched, [], [], timeout)
 
 
 def end_group(group: int, grace: float) -> None:
-    """End a process group: ask, wait up to ``grace`` seconds, then kill what is left."""
+    """End a process group: ask, give its leader ``grace`` seconds, then kill what is left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGTERM)
-        deadline = time.monotonic() + grace
-        while group_lives(group) and time.monotonic() < deadline:
-            time.sleep(0.2)
+        wait_for_one([group], grace)
         os.killpg(group, signal.SIGKILL)
 
 
@@ -89,14 +86,13 @@ def start_keeper(group: int, watched: Sequence[int], grace: float) -> subprocess
 
     The keeper outlives whoever starts it, and ends when the leader of the group does.
     """
-    known = [f"{process}:{started_at(process) or 'ended'}" for process in (group, *watched)]
-    command, none = [sys.executable, "-I", __file__, str(grace), *known], subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=none, stdout=none, stderr=none, start_new_session=True)
+    command, none = [sys.executable, "-I", __file__, str(grace), str(group)], subprocess.DEVNULL
+    words = [*command, *map(str, watched)]
+    return subprocess.Popen(words, stdin=none, stdout=none, stderr=none, start_new_session=True)
 
 
 if __name__ == "__main__":
     ignore_signals()
-    processes = [(int(number), start) for number, _, start in (word.partition(":") for word in sys.argv[2:])]
-    while all(started_at(number) == start for number, start in processes):
-        time.sleep(0.5)
-    end_group(processes[0][0], float(sys.argv[1]))
+    grace, (group, *owners) = float(sys.argv[1]), map(int, sys.argv[2:])
+    wait_for_one([group, *owners])
+    end_group(group, grace)

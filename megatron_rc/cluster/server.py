@@ -16,7 +16,7 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT
 from typing import NoReturn
 
-from megatron_rc.cluster import processes
+from megatron_rc.cluster import addresses, processes
 from megatron_rc.cluster.processes import end_group, say, started_at
 from megatron_rc.schema.files import read_json
 
@@ -97,6 +97,7 @@ def serve(
     timeout: float,
     background: bool = False,
     stop_with: int | None = None,
+    report_to: str | None = None,
     grace: float = GRACE,
 ) -> None:
     """Start ``command`` and stay until it ends; whatever ends this process, the server and all it started end, too.
@@ -105,6 +106,7 @@ def serve(
         timeout: seconds that the server has to answer.
         background: return as soon as the server answers, and leave it running; `stop` ends it.
         stop_with: a process that the server must not outlive.
+        report_to: HOST:PORT where a trainer gathers the addresses of its servers.
 
     Raises:
         ValueError: the port is taken, or the server ended or did not answer in time.
@@ -128,6 +130,8 @@ def serve(
         say(f"starting the server, process {group}, log {log}")
         _wait_until_it_answers(server, asked, port, log, timeout)
         say(f"serving at http://{asked}:{port}, process {group}, log {log}")
+        if report_to:
+            addresses.report(f"http://{asked}:{port}", report_to, timeout)
         if background:
             if owners:
                 processes.start_keeper(group, owners, grace)

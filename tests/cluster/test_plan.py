@@ -13,7 +13,8 @@ from tiny_models import DENSE, KINDS, MOE
 
 from megatron_rc import settings
 from megatron_rc.cluster import memory
-from megatron_rc.cluster.plan import Plan, make_plan
+from megatron_rc.cluster.layout import Options
+from megatron_rc.cluster.plan import Plan, describe, make_plan
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.settings import JobSettings, LossSettings, ModelSettings, ParallelSettings, TrainSettings
@@ -207,6 +208,21 @@ def test_terms_that_depend_on_settings() -> None:
     # without rows to reduce, a step is what peaks
     little = dataclasses.replace(base, activations=0, logits=0, backward=0)
     assert little.total == base.resident + base.step
+
+
+def test_the_linear_head_keeps_one_chunk_of_logits() -> None:
+    kept, linear = recipe("qwen3_4b_2x8"), recipe("qwen3_4b_2x8", "train.head=linear")
+    columns, rows = 76_032, 10_240
+    found = [plan.trainer_memory()[0].logits for plan in (kept, linear)]
+    # a chunk of 4,096 tokens takes less than 640 MiB
+    assert found[1] == 4096 * columns * 2 + rows * (2 * 2 * 2560 + 64)
+    few = recipe("qwen3_4b_2x8", "train.head=linear", "train.head_chunk=2560", "train.head_logits_dtype=fp32")
+    # a chunk in fp32 and its gradient in bf16; less than that would leave the gradient of the weight
+    assert few.trainer_memory()[0].logits == 2560 * columns * (4 + 2) + rows * (2 * 2 * 2560 + 64)
+    saved = f"{(found[0] - found[1]) / 2**30:.1f} GiB of the last stage's logits"
+    for plan, verb in ((kept, "would save"), (linear, "saves")):
+        text = describe(plan, Options(recipe=RECIPES / "qwen3_4b_2x8.yaml", hosts=["a", "b"]))
+        assert f"train.head=linear {verb} {saved}" in text
 
 
 def test_micro_batches_of_a_step() -> None:
