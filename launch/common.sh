@@ -168,13 +168,3 @@ train_recipe() {
     [[ -f "$out/report.html" ]] || die "the run ended without $out/report.html"
     say "trained in $((SECONDS - started)) s; open $out/report.html in a browser"
 }
-
-# launch_recipe NAME OPTIONS...: this node's part of launch/recipes/NAME.yaml, with the packages of $PYTHON.
-launch_recipe() {
-    local recipe="$ROOT/launch/recipes/$1.yaml" python="${PYTHON:-python3}"
-    shift
-    export PYTHONSAFEPATH=1
-    "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("megatron_rc") is None)' 2>/dev/null ||
-        die "$python has no megatron_rc; install this repository there (pip install -c constraints-gpu.txt -e '.[train,sglang]'), or name another interpreter with PYTHON=/path/to/python"
-    exec "$python" -m megatron_rc launch "$recipe" "$@"
-}

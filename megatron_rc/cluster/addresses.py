@@ -1,7 +1,7 @@
 """How the servers of a Slurm job reach its trainer: each writes its address into a torch TCPStore.
 
-As a program, `python -m megatron_rc.cluster.addresses HOST:PORT COUNT SECONDS` is the trainer's side: it holds the store
-at HOST:PORT until COUNT servers have reported, and prints their addresses, one per line.
+As a program, `python -m megatron_rc.cluster.addresses HOST:PORT COUNT SECONDS` is the trainer's side: it holds the
+store at HOST:PORT until COUNT servers have reported, and prints their addresses, one per line.
 """
 
 from __future__ import annotations

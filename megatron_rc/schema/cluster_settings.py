@@ -10,10 +10,10 @@ from megatron_rc.schema.limits import check_at_least, check_positive
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
     """Equal machines whose GPUs are counted through: the first ones train, the last ones serve. Read by `megatron-rc
-    launch` and `megatron-rc plan`; without GPUs, processes take their place."""
+    launch`, `megatron-rc plan` and the templates of Slurm; without GPUs, processes take their place."""
 
     nodes: int = 1
-    """Machines."""
+    """Machines; of several, each either trains or serves. `megatron-rc launch` starts one, launch/*.sbatch several."""
     gpus_per_node: int = 8
     """GPUs per machine."""
     serve_gpus: int = 0

@@ -221,7 +221,7 @@ def test_the_linear_head_keeps_one_chunk_of_logits() -> None:
     assert few.trainer_memory()[0].logits == 2560 * columns * (4 + 2) + rows * (2 * 2 * 2560 + 64)
     saved = f"{(found[0] - found[1]) / 2**30:.1f} GiB of the last stage's logits"
     for plan, verb in ((kept, "would save"), (linear, "saves")):
-        text = describe(plan, Options(recipe=RECIPES / "qwen3_4b_2x8.yaml", hosts=["a", "b"]))
+        text = describe(plan, Options(recipe=RECIPES / "qwen3_4b_2x8.yaml"))
         assert f"train.head=linear {verb} {saved}" in text
 
 
@@ -239,15 +239,28 @@ def test_micro_batches_of_a_step() -> None:
         ((), {"serve_gpus": 16}, "cluster: serve_gpus must leave at least one of the 16 GPUs to the trainer, got 16"),
         ((), {"nodes": 0}, "cluster: nodes must be >= 1, got 0"),
         ((), {"server_tp": 3}, "cluster.server_tp must divide the GPUs that serve on a node, got 3 and 8 on node 1"),
-        ((), {"serve_gpus": 9}, "parallel.tensor * parallel.pipeline = 2 must divide the number of processes, got 7"),
+        (
+            (),
+            {"serve_gpus": 4},
+            "with several nodes, cluster.serve_gpus must be a multiple of cluster.gpus_per_node, got 4 ",
+        ),
+        (
+            (),
+            {"nodes": 1, "serve_gpus": 1},
+            "parallel.tensor * parallel.pipeline = 2 must divide the number of processes, got 7",
+        ),
         ((), {"serve_gpus": 4, "nodes": 1, "gpu_memory": 0}, "cluster: gpu_memory must be > 0, got 0"),
-        (("parallel.tensor=5",), {"serve_gpus": 6}, "num_attention_heads must be divisible by parallel.tensor"),
+        (
+            ("parallel.tensor=5",),
+            {"nodes": 1, "serve_gpus": 3},
+            "num_attention_heads must be divisible by parallel.tensor",
+        ),
         (("parallel.tensor=16",), {"serve_gpus": 0}, "num_key_value_heads must be divisible by parallel.tensor"),
         (("parallel.pipeline=8",), {"serve_gpus": 0}, "num_hidden_layers must be divisible by parallel.pipeline"),
         (("parallel.expert=2",), {}, "parallel.expert=2 needs a model with experts, this one has none"),
         (
             ("parallel.tensor=4",),
-            {"gpus_per_node": 6, "serve_gpus": 4},
+            {"nodes": 4, "gpus_per_node": 6, "serve_gpus": 12},
             "parallel.tensor must divide the GPUs that train on a node, got 4 and 6 on node 0",
         ),
         (("rollout.max_new_tokens=40000",), {}, "rollout.max_new_tokens=40000 after a prompt of 2048 tokens is longer"),
@@ -279,7 +292,7 @@ def test_experts_and_heads_of_the_mixture_are_checked_too() -> None:
     with pytest.raises(ValueError, match="parallel.expert=8 must divide the processes of a pipeline stage, got 4"):
         recipe(name, "parallel.expert=8")
     with pytest.raises(ValueError, match="num_experts must be divisible by parallel.expert, got 128 and 3"):
-        recipe(name, "parallel.expert=3", "parallel.pipeline=1", serve_gpus=10, server_tp=1)
+        recipe(name, "parallel.expert=3", "parallel.pipeline=1", nodes=1, serve_gpus=2, server_tp=1)
 
 
 def test_a_job_that_does_not_fit_is_refused() -> None:

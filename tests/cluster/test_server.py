@@ -7,12 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from process_groups import members, nothing_is_left
 
+from megatron_rc.cluster import addresses
 from megatron_rc.cluster.server import CPU_FLAGS, free_port
 
 VERB = (sys.executable, "-m", "megatron_rc", "serve")
@@ -47,7 +49,7 @@ from megatron_rc.cluster.server import serve
 command = [sys.executable, "{folder}/quick.py", "{behaviour}", "{port}"]
 try:
     serve(command, host="127.0.0.1", port={port}, log=Path("{folder}/server.log"), timeout={timeout}, grace=1,
-          background={background}, stop_with={stop_with})
+          background={background}, stop_with={stop_with}, report_to={report_to!r})
 except ValueError as error:
     sys.exit(str(error))
 """
@@ -57,12 +59,14 @@ class Manager:
     """A process that serves with the quick server."""
 
     def __init__(
-        self, folder: Path, behaviour: str = "serves", background: bool = False, stop_with: int | None = None
-    ) -> None:
+        self, folder: Path, behaviour: str = "serves", background: bool = False, stop_with: int | None = None,
+        report_to: str | None = None,
+    ) -> None:  # fmt: skip
         self.folder, self.port = folder, free_port()
         (folder / "quick.py").write_text(QUICK_SERVER)
         code = START.format(
             port=self.port, folder=folder, background=background, stop_with=stop_with, behaviour=behaviour,
+            report_to=report_to,
             timeout=3 if behaviour == "never ready" else 30,
         )  # fmt: skip
         self.process = subprocess.Popen(
@@ -152,6 +156,31 @@ def test_a_background_server_ends_with_the_process_it_is_bound_to(tmp_path: Path
     owner.kill()
     owner.wait()
     assert nothing_is_left(group)
+
+
+def test_a_server_reports_its_address_to_the_trainer_that_waits(tmp_path: Path) -> None:
+    trainer = f"127.0.0.1:{free_port()}"
+    manager = Manager(tmp_path, report_to=trainer)
+    other = threading.Thread(target=addresses.report, args=("http://a:1", trainer, 60))
+    other.start()
+    command = [sys.executable, "-m", "megatron_rc.cluster.addresses", trainer, "2", "60"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.stdout.splitlines() == [f"http://127.0.0.1:{manager.port}", "http://a:1"], run.stderr
+    other.join()
+    manager.process.terminate()
+    manager.ended()
+
+
+def test_sides_that_do_not_meet_say_so_in_one_sentence() -> None:
+    trainer = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ValueError, match=f"no trainer waited at {trainer} for the address of a server within 0.2 s"):
+        addresses.report("http://a:1", trainer, 0.2)
+    with pytest.raises(ValueError, match=f"0 of 2 servers reported to {trainer} within 0.2 s; the logs of the others"):
+        addresses.gather(trainer, 2, 0.2)
+    with socket.create_server(("", 0)) as taken, pytest.raises(ValueError, match="or its port is taken"):
+        addresses.gather(f"127.0.0.1:{taken.getsockname()[1]}", 1, 0.2)
+    with pytest.raises(ValueError, match="the address of a trainer is HOST:PORT, got 'node0'"):
+        addresses.report("http://a:1", "node0", 0.2)
 
 
 def test_a_server_that_dies_is_explained_by_the_end_of_its_log(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEXT = (".py", ".md", ".sh", ".yaml", ".yml", ".toml")
+TEXT = (".py", ".md", ".sh", ".sbatch", ".yaml", ".yml", ".toml")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # plural nouns that are no verbs, and what they are counted by
 COUNTED = (

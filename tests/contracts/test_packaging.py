@@ -100,12 +100,12 @@ def test_a_real_triton_kernels_wins_and_without_one_launched_children_find_none(
 
 
 def test_every_launch_script_sets_the_environment_of_its_children() -> None:
-    scripts = [p for p in (ROOT / "launch").rglob("*.sh") if p.name != "common.sh"]
+    scripts = [p for p in (ROOT / "launch").rglob("*.*") if p.suffix in (".sh", ".sbatch") and p.name != "common.sh"]
     assert len(scripts) >= 9
     for script in scripts:
         text = script.read_text()
         assert "set -euo pipefail" in text, script.name
-        sets = r"^\s*(prepare|child_environment|launch_recipe|export PYTHONSAFEPATH=1)\b"
+        sets = r"^\s*(prepare|child_environment|export PYTHONSAFEPATH=1)\b"
         assert re.search(sets, text, re.MULTILINE), script.name
 
 
