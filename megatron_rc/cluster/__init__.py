@@ -1,1 +1,1 @@
-"""How jobs and servers are placed on machines, started and ended."""
+"""The layout of a job on its machines, and how servers and a job on one machine are started and ended."""

@@ -42,7 +42,7 @@ def gather(trainer: str, count: int, timeout: float) -> list[str]:
     """The addresses of ``count`` servers, sorted; raises ValueError unless all report within ``timeout`` seconds."""
     from torch.distributed import DistError
 
-    deadline, urls = time.monotonic() + timeout, []
+    deadline, urls = time.monotonic() + timeout, list[str]()
     try:
         store = _store(trainer, timeout, is_master=True)
     except DistError:

@@ -59,6 +59,10 @@ class Options:
     def sets(self) -> list[str]:
         return _repeated("--set", self.assignments)
 
+    @property
+    def train_options(self) -> list[str]:
+        return [name for name, wanted in (("--fresh", self.fresh), ("--dump", self.dump)) if wanted]
+
     def sees(self, numbers: Sequence[int]) -> dict[str, str]:
         """The environment of a process that may use these GPUs alone."""
         if self.visible is None:
@@ -153,8 +157,7 @@ def _torchrun(cluster: ClusterSettings, options: Options, changes: Sequence[str]
     words = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(len(gpus))),
         *("--standalone", "--local-addr", "127.0.0.1", "-m", "megatron_rc", "train", str(options.recipe)),
-        *(name for name, wanted in (("--fresh", options.fresh), ("--dump", options.dump)) if wanted),
-        *_repeated("--set", [*options.assignments, *changes]),
+        *(*options.train_options, *options.sets, *_repeated("--set", changes)),
     ]
     return Command(options.sees(gpus), words)
 

@@ -156,7 +156,10 @@ def _commands(settings: JobSettings, options: Options) -> list[Command]:
     if cluster.nodes > 1:
         template = f"launch/train{'_sglang' * (cluster.serve_gpus > 0)}.sbatch"
         words = ["sbatch", f"--nodes={cluster.nodes}", f"--gpus-per-node={cluster.gpus_per_node}", template]
-        return [Command({}, [*words, str(options.recipe), *options.sets])]
+        train = {"TRAIN_OPTIONS": shlex.quote(" ".join(options.train_options))} if options.train_options else {}
+        flags = shlex.join([*shlex.split(cluster.server_flags), *options.server_flags])
+        serve = ["--set", f"cluster.server_flags={flags}"] if options.server_flags else []
+        return [Command(train, [*words, str(options.recipe), *options.sets, *serve])]
     servers = layout.servers_of(settings, options)
     urls = [server.url for server in servers]
     warm_up, doctor = layout.warm_up_of(settings, options), layout.doctor_of(settings, options, urls)

@@ -86,8 +86,14 @@ def test_a_layout_is_checked_without_importing_megatron() -> None:
 def test_the_document_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     said = printed(capsys, given())
     assert said[: said.index("\n  peak = ")] in (ROOT / "docs/launch.md").read_text()
-    said = printed(capsys, given("cluster.serve_gpus=0"))
-    assert said.splitlines()[-1].startswith("  sbatch --nodes=2 --gpus-per-node=8 launch/train.sbatch")
+
+
+def test_a_dry_run_of_several_machines_prints_what_slurm_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    last = printed(capsys, given("cluster.serve_gpus=0", fresh=True, dump=True)).splitlines()[-1]
+    assert last.startswith("  TRAIN_OPTIONS='--fresh --dump' sbatch --nodes=2 --gpus-per-node=8 launch/train.sbatch ")
+    words = shlex.split(printed(capsys, given(server_flags=["--log-level", "debug"])).splitlines()[-1])
+    assert words[:4] == ["sbatch", "--nodes=2", "--gpus-per-node=8", "launch/train_sglang.sbatch"]
+    assert words[4:] == [str(RECIPE), "--set", "cluster.server_flags=--log-level debug"]
 
 
 def test_plan_prints_the_same_and_refuses_what_does_not_fit() -> None:
