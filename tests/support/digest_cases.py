@@ -1,4 +1,4 @@
-"""The results of one checkout, computed in a process of its own: python digest_cases.py torch|triton FILE.
+"""The results of one checkout, computed in a process of its own: python digest_cases.py torch|triton FILE [AREA ...].
 
 The package and the helper kernel_calls are those that PYTHONPATH names.
 """
@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).parent))  # behind the helpers of the checkout that is looked at
+sys.path.insert(0, str(Path(__file__).parent))
 from digest_tree import Results, call, choices, find, kernel_calls, label, product
+
+del sys.path[0]  # kernel_calls, and what it imports, are those of the checkout that is looked at
 
 DTYPES = (torch.float32, torch.bfloat16)
 BOUNDS = {
@@ -115,13 +117,14 @@ def corrections(out: Results, backend: str) -> None:
     """What stands beside weight and rejections, and the padded layout."""
     kind, levels, (tokens, options, _) = find("RolloutCorrection"), choices(find("Weight"), "level"), batch()
     for settings in product(
-        level=levels, normalize=choices(kind, "normalize"), old=choices(kind, "old"), log_ratio_bound=[1.0, 20.0],
-        gated=[False, True],
-    ):  # fmt: skip
+        level=levels, normalize=choices(kind, "normalize"), log_ratio_bound=[1.0, 20.0], gated=[False, True]
+    ):
         case = f"corrections/{label(settings)}"
         settings["weight"] = {"level": settings.pop("level"), "upper": 1.3}
         settings["reject"] = [STANDARDIZED] * settings.pop("gated")
         out.case(case, correct, settings, backend, **tokens, **options)
+    for settings in product(old=choices(kind, "old"), normalize=choices(kind, "normalize")):
+        out.case(f"corrections/{label(settings)}", correct, settings, backend, **tokens, **options)
     known = torch.tensor(0.07, dtype=torch.float64)
     out.case("corrections/mean_k3", correct, {"reject": [STANDARDIZED]}, backend, **tokens, **options, mean_k3=known)
     padded = {name: value[:24].view(3, 8) for name, value in batch((8, 8, 8), corrupt=False)[0].items()}
@@ -324,7 +327,7 @@ WITHOUT_BACKEND = (scales, advantages, learning_rates)
 AREAS = (presets, weights, rejections, corrections, metrics, losses, logits, heads, kernel_calls)
 
 
-def main(backend: str, path: str) -> None:
+def main(backend: str, path: str, *only: str) -> None:
     import megatron_rc
 
     out, interpreter = Results(), contextlib.nullcontext()
@@ -337,8 +340,9 @@ def main(backend: str, path: str) -> None:
             interpreter = interpreter_that_remembers()
     with interpreter:
         for area in (*AREAS, *WITHOUT_BACKEND) if backend == "torch" else AREAS:
-            area(out, backend)
-            print(f"{backend}: {area.__name__}, {len(out)} results, {time.process_time():.0f} s", file=sys.stderr)
+            if not only or area.__name__ in only:
+                area(out, backend)
+                print(f"{backend}: {area.__name__}, {len(out)} results, {time.process_time():.0f} s", file=sys.stderr)
     Path(path).write_text(json.dumps({"package": str(Path(megatron_rc.__file__).resolve()), "results": out}))
 
 
