@@ -51,15 +51,16 @@ def batch(
     mask = torch.rand(n, generator=generator) < 0.8
     positions = torch.cat([*map(torch.arange, (*lengths, 3))])
     if corrupt:
-        mask[[2, 23, 25, 30]] = True
-        train[[2, 23, 25, 30]] = torch.tensor([-math.inf, math.nan, -1.0, -40.0])
-        rollout[25] = math.inf
+        mask[[2, 4, 8, 23, 25, 30]] = True
+        # two log-ratios on bounds, which are inclusive, between those that are corrupt or far away
+        train[[2, 4, 8, 23, 25, 30]] = torch.tensor([-math.inf, math.log(1.2), math.log(1.3), math.nan, -1.0, -40.0])
+        rollout[[4, 8, 25]] = torch.tensor([0.0, 0.0, math.inf])
     options = {
         "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
         "segment_ids": positions // 4,
         "num_segments": max(lengths) // 4 + 1,
         "advantages": torch.randn(n, generator=generator),
-        "statistics": {"surprise": torch.randn(n, generator=generator)},
+        "statistics": {"surprise": torch.randn(n, generator=generator).round(decimals=1)},
     }
     tokens = {"train_logprobs": train.to(dtype), "rollout_logprobs": rollout.to(dtype), "loss_mask": mask}
     versions = {"lags": (positions * 7 % 20).to(torch.int32), "sampling_logprobs": sampling.to(dtype)}
@@ -157,8 +158,7 @@ def scales(out: Results, backend: str) -> None:
         "packed": {"loss_mask": mask, "kept_mask": kept, "cu_seqlens": options["cu_seqlens"]},
         "padded": {"loss_mask": mask[:40].view(5, 8), "kept_mask": kept[:40].view(5, 8)},
     }
-    fields = {name: choices(kind, name) for name in ("aggregation", "denominator")}
-    for settings in product(layout=layouts, **fields):
+    for settings in product(layout=layouts, **{name: choices(kind, name) for name in ("aggregation", "denominator")}):
         case, tensors = f"scale/{label(settings)}", layouts[settings.pop("layout")]
         more = {"max_length": 12} if settings["aggregation"].endswith("norm") else {}
         out.case(case, call, find("loss_scale"), **tensors, **settings, **more)
@@ -236,8 +236,8 @@ def logits(out: Results, backend: str) -> None:
         for width in [90] if settings["inplace"] else [90, 33_000]:
             out.case(f"logits/{width} {label(settings)}", logprobs, settings, width)
     given = rows({"entropy": None, "support": True, "per_row": True}, 6, 90)
-    asked = {"logits": torch.randn(6, 90, generator=seeded(2)), "with_kept_mass": True, "with_varentropy": True}
-    given = {name: value for name, value in given.items() if name != "with_entropy"} | asked
+    given |= {"logits": torch.randn(6, 90, generator=seeded(2)), "with_kept_mass": True, "with_varentropy": True}
+    given.pop("with_entropy")
     out.case("logits/distribution", call, find("vocab_parallel_distribution"), **given, backend=backend)
 
 
@@ -252,8 +252,8 @@ def heads(out: Results, backend: str) -> None:
 def head(settings: dict[str, Any], backend: str) -> dict[str, Any]:
     tokens, options, _ = batch((6, 0, 5), corrupt=False)
     n, width = len(tokens["loss_mask"]), 70
-    both = torch.randn(n + width, 16, generator=seeded(7)).to(settings["dtype"])
-    hidden, weight = (part.clone().requires_grad_() for part in both.split([n, width]))
+    both = torch.randn(n + width, 16, generator=seeded(7)).to(settings["dtype"]).split([n, width])
+    hidden, weight = (part.clone().requires_grad_() for part in both)
     given = {"hidden": hidden, "weight": weight, "backend": backend, **rows(settings, n, width)}
     given |= {name: settings[name] for name in ("chunk", "logits_dtype")}
     if settings["rows"]:
