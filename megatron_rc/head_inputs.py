@@ -1,7 +1,8 @@
-"""The checked arguments of the fused head, and the way of tokens into it and out of it."""
+"""The checked arguments of the fused head, its logits chunk by chunk, and the way of tokens into it and out of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +13,11 @@ from torch.autograd.function import once_differentiable
 from megatron_rc.backend import debug_checks
 from megatron_rc.batch import Support
 from megatron_rc.collectives import all_gather_into, is_alone, reduce_scatter_into
-from megatron_rc.logprobs import check_rows
+from megatron_rc.fused import backend_module
+from megatron_rc.gradient import check_wide_products, product_into
+from megatron_rc.logprobs import check_rows, shard_rows, shard_widths, softmax_of_rows
+from megatron_rc.reference.rows import Merged, Rows
 from megatron_rc.schema.head_options import HeadOptions
-from megatron_rc.wide_matmul import check_wide_products
 
 _LARGEST_CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 4096, 1024, 640 * 2**20
 
@@ -79,6 +82,59 @@ def default_chunk(widths: tuple[int, ...], dtype: torch.dtype) -> int:
     while chunk > _SMALLEST_CHUNK and chunk * max(widths) * dtype.itemsize > _CHUNK_BYTES:
         chunk //= 2
     return chunk
+
+
+class ChunkedHead(NamedTuple):
+    """How hidden states become log-probs, chunk by chunk: all but the two tensors that have a gradient."""
+
+    rows: Rows
+    computed: Any
+    """`rows` of a backend."""
+    cut: Any
+    """`linear_head` of a backend."""
+    tp_group: dist.ProcessGroup | None
+    chunk: int
+    logits_dtype: torch.dtype
+    with_entropy: bool
+
+    def chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Rows, Tensor]]:
+        """(tokens, their rows, their logits) of every chunk; the next one overwrites the logits."""
+        tokens = len(hidden)
+        logits = hidden.new_empty(min(self.chunk, tokens), len(weight), dtype=self.logits_dtype)
+        spans = [slice(first, min(first + self.chunk, tokens)) for first in range(0, max(1, tokens), self.chunk)]
+        for span, own in zip(spans, self.cut.cut_rows(self.rows, spans), strict=True):
+            part = logits[: span.stop - span.start]
+            product_into(part, hidden[span], weight.mT)
+            yield span, own, part
+
+    def softmax(self, logits: Tensor, rows: Rows) -> Merged:
+        return softmax_of_rows(logits, rows, self.computed, self.tp_group, with_entropy=self.with_entropy)
+
+
+def chunked_head(
+    given: HeadInputs,
+    vocab_size: int | None,
+    with_entropy: bool,
+    chunk: int | None,
+    logits_dtype: torch.dtype | None,
+    backend: str,
+) -> ChunkedHead:
+    """The head for checked arguments.
+
+    Raises:
+        ValueError: as `linear_logprobs`.
+    """
+    hidden, weight = given.hidden, given.weight
+    check_head(given, chunk, logits_dtype)
+    logits_dtype = logits_dtype or hidden.dtype
+    computed, cut = (backend_module(name, backend, hidden=hidden) for name in ("rows", "linear_head"))
+    widths = shard_widths(len(weight), weight.device, given.tp_group, vocab_size)
+    rows = shard_rows(given.targets, given.temperature, given.mask, given.support, vocab_size, widths, given.tp_group)
+    if given.rows is not None:
+        rows = cut.select_rows(rows, given.rows)
+    return ChunkedHead(
+        rows, computed, cut, given.tp_group, chunk or default_chunk(widths, logits_dtype), logits_dtype, with_entropy
+    )
 
 
 def of_chunks(options: HeadOptions) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.alarm import check_k3
+from megatron_rc.alarms import check_k3
 from megatron_rc.collectives import all_reduced
 from megatron_rc.measured_upper import UNITS, least_error
 from megatron_rc.reference.sums import Parts, Statistics, square_of

@@ -15,8 +15,8 @@ from collapse.facts import EXACT, facts_of
 from collapse.rows import SIGNALS, Point, Row
 from gradients.lead_lag_runs import WINDOW, half_way
 from megatron_rc import settings as job_settings
+from megatron_rc.alarms import horizon
 from megatron_rc.analyze.diagnosis import diagnose_dump
-from megatron_rc.horizon import horizon
 from megatron_rc.jobs import verdicts
 from megatron_rc.jobs.grid import Cell, finished, load
 from megatron_rc.report.endpoints import METRIC, Endpoints

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron_rc.schema.errors import one_line
+from megatron_rc.schema import one_line
 from megatron_rc.tasks import Demonstration, Prompt, Task
 from megatron_rc.tasks.reward import load_reward, score
 

@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
-from megatron_rc.schema.errors import one_line
+from megatron_rc.schema import one_line
 
 RewardFunction = Callable[[str, str, str], Any]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron_rc.alarms import ClipPullWarning, LostBatchWarning
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import RolloutEngine
-from megatron_rc.horizon import LostBatchWarning
 from megatron_rc.lr_scale import LRScale, Signals
 from megatron_rc.settings import JobSettings
 from megatron_rc.tasks import Task
@@ -28,7 +28,6 @@ from megatron_rc.training.step.reinforce import StepResult, reinforce_step
 from megatron_rc.training.step.routing import Routing, check_routing
 from megatron_rc.training.step.sampling import Request, SampledBatch, Sampler
 from megatron_rc.training.step.supervised import demonstration_batch, supervised_step
-from megatron_rc.training.two_policies import ClipPullWarning
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 import torch
 from correction_book import by_the_book, case
 
-from megatron_rc import alarm
+from megatron_rc import alarms
 from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
 from megatron_rc.correction import correct, pair_metrics
 from megatron_rc.metrics import METRICS, SHARES, MetricSums
@@ -199,7 +199,7 @@ def test_the_check_refuses_policies_further_apart_than_max_k3() -> None:
 def test_a_large_k3_is_warned_of_once_where_no_bound_is_set(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alarm, "_warned", set())
+    monkeypatch.setattr(alarms, "_warned", set())
     near, far = (pair_metrics(*case([99], gap=gap).arguments, sequences=False) for gap in (0.2, 0.9))
     near.check()
     far.check(max_k3=9.0)

@@ -94,6 +94,7 @@ TRAPPED = [
 ]  # fmt: skip
 
 
+@pytest.mark.host("verl", "nemo-rl", proof="stand-in", feature="doctor knows its flags")
 @pytest.mark.parametrize(("host", "check", "text", "status", "sentence"), TRAPPED)
 def test_a_trap_is_found_and_has_a_fix(host: str, check: str, text: str, status: str, sentence: str) -> None:
     finding = traps(host, text)[check]

@@ -97,6 +97,9 @@ TRAPPED = [
 ]
 
 
+@pytest.mark.host(
+    "slime", "miles", "megatron-lm", "megatron-training", proof="stand-in", feature="doctor knows its flags"
+)
 @pytest.mark.parametrize(("host", "check", "flags", "status", "sentence"), TRAPPED)
 def test_a_trap_is_found_and_has_a_fix(host: str, check: str, flags: str, status: str, sentence: str) -> None:
     finding = traps(host, flags)[check]

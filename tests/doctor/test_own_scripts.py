@@ -56,6 +56,7 @@ def with_enable(text: str, folder: Path) -> str:
     return text.replace("train.py", f"train.py --custom-config-path {folder}/rc.yaml {ENABLE}")
 
 
+@pytest.mark.host("slime", proof="own code", feature="no error of doctor in its own script with our lines")
 @pytest.mark.parametrize(("name", "warnings"), [("run-qwen3-4B.sh", set()), ("run-qwen3-30B-A3B.sh", {"moe-replay"})])
 def test_two_flags_more_make_a_script_of_slime_a_corrected_one(name: str, warnings: set[str], tmp_path: Path) -> None:
     own = script("SLIME_DIR", f"scripts/{name}")
@@ -67,6 +68,7 @@ def test_two_flags_more_make_a_script_of_slime_a_corrected_one(name: str, warnin
     assert found("slime", Flags.of_file(tmp_path / name)) == {"error": set(), "warning": warnings}
 
 
+@pytest.mark.host("miles", proof="own code", feature="no error of doctor in its own script with our lines")
 @pytest.mark.parametrize(
     ("name", "model", "warnings"),
     [("qwen3-4b-fp8", "qwen3-4B", set()), ("qwen3-30b-a3b-fp8-two-nodes", "qwen3-30B-A3B", {"moe-replay"})],
@@ -89,6 +91,7 @@ def test_two_flags_more_make_a_script_of_miles_a_corrected_one(
     assert undecided("miles", flags) == set()
 
 
+@pytest.mark.host("megatron-lm", proof="own code", feature="no error of doctor in its own script with our lines")
 @pytest.mark.parametrize(
     ("model", "warnings", "open_checks"),
     [(None, set(), {"gathered-logits"}), ("qwen3_4b", set(), set()), ("qwen3_30b_a3b_moe", {"router-dtype"}, set())],
@@ -110,6 +113,7 @@ def test_words_before_train_rl_make_the_command_of_megatron_lm_a_corrected_one(
     assert undecided("megatron-lm", flags) == open_checks
 
 
+@pytest.mark.host("megatron-training", proof="own code", feature="no error of doctor in its own script with our lines")
 @pytest.mark.parametrize(
     ("name", "warnings"),
     [("gpt3/train_gpt3_175b_distributed", set()), ("mixtral/train_mixtral_8x7b_distributed", {"router-dtype"})],
@@ -120,6 +124,7 @@ def test_a_script_of_pretrain_has_no_flag_that_stands_in_the_way_of_the_patch(na
     assert found("megatron-training", flags, 6) == {"error": set(), "warning": warnings}
 
 
+@pytest.mark.host("verl", proof="own code", feature="no error of doctor in its own script with our lines")
 @pytest.mark.parametrize(
     ("name", "warnings"),
     [("qwen3_8b_megatron", set()), ("qwen3_30b_a3b_megatron", {"moe-replay"}), ("deepseek_v4_veomni", set())],
@@ -133,6 +138,7 @@ def test_one_variable_makes_a_script_of_verl_a_corrected_one(
     assert found("verl", flags) == {"error": set(), "warning": warnings}
 
 
+@pytest.mark.host("nemo-rl", proof="own code", feature="no error of doctor in its own script with our lines")
 @pytest.mark.parametrize("name", ["1B", "8B_megatron", "8B_megatron_fp8", "70B_megatron_fp8"])
 def test_words_before_the_script_make_a_configuration_of_nemo_rl_a_corrected_one(name: str) -> None:
     own = script("NEMO_RL_DIR", f"{NEMO}{name}.yaml")

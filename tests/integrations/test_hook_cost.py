@@ -10,6 +10,7 @@ from hosts.slime.single import alone
 from megatron_rc.integrations import slime
 
 
+@pytest.mark.host("slime", "miles", proof="stand-in", feature="correction none leaves the loss bit-identical")
 @pytest.mark.parametrize("host", ["slime", "miles"])
 def test_correction_none_returns_the_very_bits_of_slimes_loss(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alone(monkeypatch)

@@ -79,6 +79,7 @@ BATCH = cases.rollout(0)
 MASK = BATCH.mask.bool()
 
 
+@pytest.mark.host("prime-rl", proof="stand-in", feature="loss and gradient of a correction")
 def test_prime_rl_gets_minus_w_a_log_pi_of_one_sequence(file: Any) -> None:
     corrected = file("rc_loss.py")["corrected"]
     for row, weights in ((0, None), (3, torch.full((12,), 0.5))):
@@ -93,6 +94,7 @@ def test_prime_rl_gets_minus_w_a_log_pi_of_one_sequence(file: Any) -> None:
         torch.testing.assert_close(out.metrics["rc/k3"], (log_ratio.expm1() - log_ratio).mean())
 
 
+@pytest.mark.host("skyrl", proof="stand-in", feature="loss and gradient of a correction")
 def test_skyrl_gets_its_own_loss_of_weighted_advantages(file: Any) -> None:
     corrected = file("rc_skyrl.py")["registry"]["megatron_rc"]
     current = BATCH.current.clone().requires_grad_()
@@ -107,6 +109,7 @@ def test_skyrl_gets_its_own_loss_of_weighted_advantages(file: Any) -> None:
     assert metrics["rc/k3"] > 0 and metrics["clip_ratio"] == 0 and config.policy_loss_type == "megatron_rc"
 
 
+@pytest.mark.host("trl", proof="stand-in", feature="loss and gradient of a correction")
 def test_trl_gets_our_weights_of_the_generation_batch(file: Any) -> None:
     trainer = file("rc_trl.py")["CorrectedGRPOTrainer"]()
     logps = {"old_per_token_logps": BATCH.old, "sampling_per_token_logps": BATCH.rollout}

@@ -12,6 +12,7 @@ from hosts.losses.files import answers
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
+@pytest.mark.host("prime-rl", proof="own code", feature="loss and gradient of a correction")
 def test_prime_rl_has_the_gradient_of_its_default_loss_where_no_weight_is_truncated(tmp_path: Path) -> None:
     found = answers("prime_rl", tmp_path)
     own, ours = found["own"], found["token-tis"]
@@ -22,6 +23,8 @@ def test_prime_rl_has_the_gradient_of_its_default_loss_where_no_weight_is_trunca
         assert found[name]["gradient"] != own["gradient"] and math.isfinite(found[name]["loss"])
 
 
+@pytest.mark.host("skyrl", proof="own code", feature="loss and gradient of a correction")
+@pytest.mark.host("skyrl", proof="own code", feature="correction none leaves the loss bit-identical")
 def test_skyrl_has_the_loss_of_its_own_corrections(tmp_path: Path) -> None:
     for name, found in answers("skyrl", tmp_path).items():
         own, ours = found["own"], found["ours"]
@@ -35,6 +38,7 @@ def test_skyrl_has_the_loss_of_its_own_corrections(tmp_path: Path) -> None:
             assert ours["loss"] == own["loss"] and ours["gradient"] == own["gradient"]
 
 
+@pytest.mark.host("trl", proof="own code", feature="loss and gradient of a correction")
 def test_trl_trains_as_with_its_own_correction_and_logs_ours(tmp_path: Path) -> None:
     found = answers("trl", tmp_path)
     for case in ("token", "sequence", "none"):

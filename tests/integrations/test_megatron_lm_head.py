@@ -95,19 +95,20 @@ def of_heads(rank: int, layout: dict[str, int]) -> dict[str, Any]:
 @contextmanager
 def products_into(rows: list[int]) -> Iterator[None]:
     """Within the block, lists the rows of every product that makes logits in linear_logprobs."""
-    from megatron_rc import head_chunks
+    from megatron_rc import head_inputs
 
-    original = head_chunks.product_into
+    original = head_inputs.product_into
 
     def counted(out: Any, left: Any, right: Any) -> None:
         rows.append(len(left))
         original(out, left, right)
 
-    head_chunks.product_into = counted
+    head_inputs.product_into = counted
     yield
-    head_chunks.product_into = original
+    head_inputs.product_into = original
 
 
+@pytest.mark.host("megatron-lm", proof="stand-in", feature="log-probs without logits in memory")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_logprobs_and_gradients_without_logits_are_those_with_logits(layout: dict[str, int]) -> None:
     for rank in run_ranks(2, of_heads, layout):

@@ -61,6 +61,7 @@ def judged() -> list[dict[str, Any]]:
     return run_ranks(1, weights_by_epoch, CUTS, correction, SEGMENTS)[0]  # type: ignore[no-any-return]
 
 
+@pytest.mark.host("megatron-lm", proof="stand-in", feature="bounds by lag")
 @pytest.mark.parametrize("cut", range(len(CUTS)), ids=["rows of 1", "rows of 4", "packed"])
 def test_the_correction_of_the_batch_judges_every_token_by_its_lag(judged: list[dict[str, Any]], cut: int) -> None:
     made = [one for group in rollouts() for one in group]

@@ -42,12 +42,15 @@ def test_every_symbol_is_there_with_its_signature(host: SimpleNamespace) -> None
     assert [found.problem for found in inspect_symbols(HOST)] == [None] * len(HOST.symbols)
 
 
+@pytest.mark.host("megatron-lm", proof="own code", feature="symbols where they are expected")
 def test_the_real_tree_has_the_signatures_and_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(sources.tree())
     assert [found.problem for found in inspect_symbols(HOST)] == [None] * len(HOST.symbols)
     assert HOST.read_version() == "0.20.0"
 
 
+@pytest.mark.host("megatron-lm", proof="own code", feature="everything is given back")
+@pytest.mark.host("megatron-lm", proof="stand-in", feature="everything is given back")
 def test_every_name_is_replaced_and_restored_exactly(host: SimpleNamespace) -> None:
     before = names(host)
     with patch("megatron-lm", correction=RolloutCorrection(), head="linear"):
@@ -148,6 +151,8 @@ def test_without_correction_loss_and_gradient_are_the_hosts(host: SimpleNamespac
     torch.testing.assert_close(found, expected, rtol=2e-7, atol=0)
 
 
+@pytest.mark.host("megatron-lm", proof="own code", feature="loss and gradient of a correction")
+@pytest.mark.host("megatron-lm", proof="stand-in", feature="loss and gradient of a correction")
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("seed", range(3))
 def test_token_truncation_is_the_hosts_own_option(host: SimpleNamespace, layout: str, seed: int) -> None:
@@ -160,6 +165,8 @@ def test_token_truncation_is_the_hosts_own_option(host: SimpleNamespace, layout:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.host("megatron-lm", proof="own code", feature="corrupt log-probs leave the gradient finite")
+@pytest.mark.host("megatron-lm", proof="stand-in", feature="corrupt log-probs leave the gradient finite")
 def test_a_rejected_token_keeps_its_kl_and_entropy_terms_and_nothing_else(host: SimpleNamespace) -> None:
     current = torch.tensor([[-2.0, -0.5]], requires_grad=True)
     old, reference = torch.tensor([[math.nan, -0.5]]), torch.tensor([[-2.2, -0.5]])
@@ -175,6 +182,8 @@ def test_a_rejected_token_keeps_its_kl_and_entropy_terms_and_nothing_else(host: 
     assert current.grad[0, 0].item() == pytest.approx(0.1 * (1 - math.exp(-0.2)) - 0.05 * math.exp(-2))
 
 
+@pytest.mark.host("megatron-lm", proof="own code", feature="two policies (`old: rollout`)")
+@pytest.mark.host("megatron-lm", proof="stand-in", feature="two policies (`old: rollout`)")
 def test_two_policies_use_pi_over_mu_as_the_ratio_and_drop_what_the_gate_refuses(host: SimpleNamespace) -> None:
     # log pi/mu by sequence: 0.1, -0.1 | 1.0, 1.0: the second has a geometric mean of e, above 2
     rollout = torch.tensor([[-1.0, -1.0], [-2.0, -2.0]])

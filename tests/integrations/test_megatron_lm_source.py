@@ -104,6 +104,7 @@ def test_a_step_without_logits_is_that_with_logits(split: str) -> None:
         same(found[f"head{packed}"], found[f"truncation{packed}"])
 
 
+@pytest.mark.host("megatron-lm", proof="own code", feature="data-parallel ranks")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("split", SPLITS)
 def test_packing_and_data_parallelism_do_not_change_the_step(split: str) -> None:
@@ -130,6 +131,7 @@ def test_two_rows_per_micro_batch_are_the_step_of_one() -> None:
         same(found[name], results("TP1")[name])
 
 
+@pytest.mark.host("megatron-lm", proof="own code", feature="tensor-parallel ranks")
 @pytest.mark.timeout(900)
 def test_no_patched_case_gathers_the_vocabulary() -> None:
     for name, found in results("TP2").items():

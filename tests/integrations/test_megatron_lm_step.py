@@ -74,6 +74,7 @@ def ranks(count: int) -> list[dict[str, Any]]:
         return run_ranks(2, run, cuts, settings, folders, TEMPERATURES)
 
 
+@pytest.mark.host("megatron-lm", proof="stand-in", feature="data-parallel ranks")
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_step_is_that_of_the_whole_batch_however_it_is_cut(count: int) -> None:
     gradient, metrics = by_hand(CORRECTION)
@@ -96,6 +97,7 @@ def test_a_correction_that_drops_most_of_the_tokens_warns_once_in_ten_rollout_ba
         assert re.match(r"the correction drops (9\d|100)% of the tokens: k3 is .* use a weight|.*look at", sentence)
 
 
+@pytest.mark.host("megatron-lm", proof="stand-in", feature="tensor-parallel ranks")
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_logprobs_come_from_sharded_logits_at_the_sampling_temperature(temperature: float) -> None:
     tokens = torch.randint(0, VOCABULARY, (3, WIDTH), generator=torch.Generator().manual_seed(7))

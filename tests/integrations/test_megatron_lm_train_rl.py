@@ -21,6 +21,7 @@ def sampled() -> Run:
     return run(Path(mkdtemp()) / "sampled", ["--bf16", IS_CORRECTION], patch=patch)
 
 
+@pytest.mark.host("megatron-lm", proof="own code", feature="its own program trains on CPU, with our metrics and decay")
 def test_three_steps_with_its_own_engine_log_our_metrics_and_the_decayed_rate() -> None:
     found = sampled()
     assert re.search(r"^megatron-lm 0\.20\.0.*, patched$", found.output, re.MULTILINE)
@@ -32,6 +33,7 @@ def test_three_steps_with_its_own_engine_log_our_metrics_and_the_decayed_rate() 
     assert found.scalars["learning-rate"] == pytest.approx([5e-4, 2.5e-4, 1.25e-4])
 
 
+@pytest.mark.host("megatron-lm", proof="own code", feature="correction none leaves the loss bit-identical")
 @pytest.mark.parametrize("packing", [[], ["--rl-use-sequence-packing"]], ids=["rows", "packed"])
 def test_with_correction_none_its_loss_is_bit_identical_on_recorded_rollouts(packing: list[str]) -> None:
     recorded, folder = sampled().folder, Path(mkdtemp())

@@ -49,6 +49,7 @@ def test_metrics_are_pooled_over_micro_batches_and_not_averaged(training: Any) -
     assert log["rc/response_length"] == 2
 
 
+@pytest.mark.host("megatron-training", proof="stand-in", feature="loss and gradient of a correction")
 def test_the_loss_function_gets_the_weights_of_the_patch_and_one_without_it(training: Any) -> None:
     steps = [[batch(math.log(5), -LN2)]]
     with patch(HOST, correction=TIS):
@@ -59,6 +60,7 @@ def test_the_loss_function_gets_the_weights_of_the_patch_and_one_without_it(trai
     assert log == {"pg loss": 1.0}
 
 
+@pytest.mark.host("megatron-training", proof="stand-in", feature="correction none leaves the loss bit-identical")
 def test_measuring_alone_leaves_the_loss_as_it_is(training: Any) -> None:
     steps = [[batch(0.7, -0.2), batch(1.3)]]
     ((alone,), _, _) = train(training, steps)
@@ -120,6 +122,7 @@ def test_evaluation_is_corrected_and_not_counted(training: Any) -> None:
     assert log["rc/rho_max"] == 1 and seen.rollouts == 2
 
 
+@pytest.mark.host("megatron-training", proof="stand-in", feature="everything is given back")
 def test_the_patch_is_nested_and_undone_exactly(training: Any) -> None:
     before = dict(vars(training))
     shared = decay()
@@ -152,6 +155,7 @@ def test_a_step_that_the_host_itself_has_replaced_stays(training: Any) -> None:
     assert optimizer.step is optimizer.own and optimizer.used == [1e-3]
 
 
+@pytest.mark.host("megatron-training", proof="stand-in", feature="length decay: resume")
 def test_the_host_s_checkpoint_carries_the_decay(training: Any) -> None:
     steps = [[batch(0.0)]] * 6
     with patch(HOST, lr_decay=decay(period=2)):
@@ -304,6 +308,7 @@ def _step(data: list[Any], forward: Any, gate: LRGate | None = None) -> Step:
     return Step(log, optimizer.used, length, "")
 
 
+@pytest.mark.host("megatron-training", proof="stand-in", feature="data-parallel ranks")
 def test_every_layout_pools_to_the_same_metrics_and_rate_or_refuses_on_all_ranks() -> None:
     expected = _step([batch(*gaps, lengths=lengths) for gaps, lengths in SEQUENCES], forward_step).log
     ranks = run_ranks(2, _rank)

@@ -36,6 +36,7 @@ def unpacked() -> Iterator[dict[str, Path]]:
         yield folders
 
 
+@pytest.mark.host("megatron-training", proof="own code", feature="symbols where they are expected")
 def test_the_wheels_have_the_signatures_of_the_table(unpacked: dict[str, Path]) -> None:
     for version, folder in unpacked.items():
         host = megatron_training.host(version)

@@ -73,6 +73,7 @@ def policy_of(correction: RolloutCorrection | None, rule: Any = None, settings: 
         yield module("algorithms.grpo").setup(settings or config(), None, None, None, policy_factory=None)
 
 
+@pytest.mark.host("nemo-rl", proof="stand-in", feature="everything is given back")
 def test_only_setup_is_replaced_and_it_is_given_back() -> None:
     with patch("nemo-rl", correction=TIS) as patched:
         assert "once this process imports them: nemo_rl.algorithms.grpo.setup" in patched.report()
@@ -163,6 +164,8 @@ def test_what_a_run_does_not_need_is_not_refused(correction: Any, changes: dict[
         assert policy.megatron_rc.used
 
 
+@pytest.mark.host("nemo-rl", proof="refused", feature="two policies (`old: rollout`)")
+@pytest.mark.host("nemo-rl", proof="refused", feature="bounds by lag")
 @pytest.mark.parametrize(
     ("correction", "rule", "sentence"),
     [
@@ -210,6 +213,7 @@ def test_workers_get_weighted_advantages_and_the_driver_keeps_its_own() -> None:
     assert sum(metrics["rc/ess_token_final"]) < 1 and all(len(metrics[name]) == 1 for name in metrics if "rc/" in name)
 
 
+@pytest.mark.host("nemo-rl", proof="stand-in", feature="turns as units (`level: segment`)")
 def test_turns_are_the_runs_of_the_token_mask() -> None:
     data, _ = cases.rollout()
     with policy_of(RolloutCorrection(Weight("segment", "truncate", upper=1.05))) as policy:
@@ -232,6 +236,7 @@ def test_an_update_that_fails_leaves_the_data_as_they_were() -> None:
     assert failing["advantages"] is advantages
 
 
+@pytest.mark.host("nemo-rl", proof="stand-in", feature="correction none leaves the loss bit-identical")
 def test_with_correction_none_advantages_are_the_hosts_bit_for_bit() -> None:
     data, _ = cases.rollout()
     with policy_of(RolloutCorrection()) as policy:
@@ -239,6 +244,7 @@ def test_with_correction_none_advantages_are_the_hosts_bit_for_bit() -> None:
     assert torch.equal(policy.seen[0]["data"]["advantages"], data["advantages"])
 
 
+@pytest.mark.host("nemo-rl", proof="stand-in", feature="corrupt log-probs leave the gradient finite")
 @pytest.mark.parametrize("where", ["prev_logprobs", "generation_logprobs"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_corrupt_token_gets_weight_0_and_finite_logprobs(where: str, value: float) -> None:
@@ -289,6 +295,7 @@ def test_an_evaluation_is_left_alone_and_data_of_another_loss_are_refused() -> N
             policy.train(data, loss_fn())
 
 
+@pytest.mark.host("nemo-rl", proof="stand-in", feature="length decay: resume")
 def test_the_decay_steps_before_the_update_and_resumes_from_the_schedulers_own_state() -> None:
     data, _ = cases.rollout()
 

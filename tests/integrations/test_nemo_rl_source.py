@@ -40,6 +40,7 @@ def weighted(name: str, data: dict[str, Any]) -> dict[str, Any]:
     return given[0]
 
 
+@pytest.mark.host("nemo-rl", proof="recorded", feature="loss and gradient of a correction")
 @pytest.mark.parametrize("name", cases.CASES)
 def test_loss_and_gradient_are_those_of_the_correction_of_nemo_rl(name: str) -> None:
     data, current = cases.rollout()
@@ -49,6 +50,7 @@ def test_loss_and_gradient_are_those_of_the_correction_of_nemo_rl(name: str) -> 
     torch.testing.assert_close(gradient, torch.tensor(theirs["gradient"]).double(), rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.host("nemo-rl", proof="own code", feature="loss and gradient of a correction")
 @real
 @pytest.mark.parametrize("name", cases.CASES)
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -124,6 +126,7 @@ def test_the_asynchronous_trainer_trains_on_what_the_patch_corrects_with_its_dem
     assert results["all_mb_metrics"]["rc/k3"][0] > 0 and demanded.use_importance_sampling_correction
 
 
+@pytest.mark.host("nemo-rl", proof="own code", feature="symbols where they are expected")
 @real
 def test_the_tree_has_every_symbol_as_it_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(sources.ROOT))

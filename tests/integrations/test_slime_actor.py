@@ -11,6 +11,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 OURS = "megatron_rc.integrations.slime"
 
 
+@pytest.mark.host("slime", proof="own code", feature="correction none leaves the loss bit-identical")
 def test_with_correction_none_loss_and_gradient_norm_are_slimes_bit_for_bit(tmp_path: Path) -> None:
     hooks = ["--custom-megatron-init-path", f"{OURS}.check", "--use-tis", "--custom-tis-function-path", f"{OURS}.tis"]
     alone = run(tmp_path / "alone", [])
@@ -21,6 +22,7 @@ def test_with_correction_none_loss_and_gradient_norm_are_slimes_bit_for_bit(tmp_
         assert 0 < ours["train/rc/k3"] < 0.1 and ours["train/rc/weight"] == 1
 
 
+@pytest.mark.host("slime", proof="own code", feature="its own program trains on CPU, with our metrics and decay")
 def test_one_flag_logs_our_metrics_weights_the_loss_and_decays_the_rate(tmp_path: Path) -> None:
     settings = "megatron_rc: {correction: {preset: token-tis, weight: {upper: 0.5}}, lr_decay: {decay_period: 1}}"
     steps = run(tmp_path / "enabled", ["--custom-megatron-init-path", f"{OURS}.enable"], settings)

@@ -15,7 +15,7 @@ from hosts.slime.single import alone
 from torch import Tensor
 
 from megatron_rc import RolloutCorrection, correct
-from megatron_rc.horizon import LostBatchWarning
+from megatron_rc.alarms import LostBatchWarning
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime import rollout_hook
 

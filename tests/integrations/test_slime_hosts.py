@@ -104,6 +104,7 @@ def test_no_module_has_the_name_of_a_hook() -> None:
     assert {*HOOKS} == {*slime.__all__}
 
 
+@pytest.mark.host("slime", "miles", proof="own code", feature="symbols where they are expected")
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_real_sources_have_the_symbols(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(real(host)))

@@ -53,6 +53,7 @@ def test_rejected_tokens_keep_their_entropy_and_kl_terms_and_the_denominator() -
     )
 
 
+@pytest.mark.host("slime", "miles", proof="stand-in", feature="corrupt log-probs leave the gradient finite")
 @pytest.mark.parametrize("host", ["slime", "miles"])
 def test_a_corrupt_rollout_logprob_leaves_the_gradient_finite(host: str) -> None:
     whole = rollout(22)
@@ -156,6 +157,7 @@ def test_under_top_p_policy_and_entropy_live_on_the_kept_ids() -> None:
         run(whole, arguments(rollout_top_p=0.9))
 
 
+@pytest.mark.host("slime", proof="stand-in", feature="two policies (`old: rollout`)")
 def test_a_gate_on_current_over_mu_drops_responses_of_negative_advantage_only() -> None:
     whole = rollout(26)
     batch = micro_batch(whole)

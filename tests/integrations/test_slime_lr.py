@@ -230,6 +230,7 @@ def test_a_checkpoint_with_the_state_loads_without_the_rule() -> None:
     assert plain.scheduler.num_steps == run.scheduler.num_steps == 4
 
 
+@pytest.mark.host("slime", proof="stand-in", feature="length decay: resume")
 @pytest.mark.parametrize("stop", [1, 57, 150])
 def test_a_resumed_run_has_the_same_rates(stop: int, tmp_path: Path) -> None:
     lengths = curve()
@@ -249,6 +250,7 @@ def test_a_resumed_run_has_the_same_rates(stop: int, tmp_path: Path) -> None:
     assert [p.name for p in Path(second).iterdir()] == [STATE_FILE]
 
 
+@pytest.mark.host("miles", proof="stand-in", feature="length decay: resume")
 def test_a_resumed_run_whose_lengths_come_from_the_loss_misses_one_of_them_and_no_more(tmp_path: Path) -> None:
     lengths, stop = curve(), 56
     seen = [None, *map(float, lengths[:-1])]

@@ -37,6 +37,8 @@ def close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.host("slime", proof="recorded", feature="loss and gradient of a correction")
+@pytest.mark.host("miles", proof="stand-in", feature="two policies (`old: rollout`)")
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_are_those_of_slime_on_one_rank(results: Results, label: str, name: str) -> None:
@@ -60,6 +62,7 @@ def test_loss_and_gradient_are_those_of_slime_on_one_rank(results: Results, labe
             close(sum(parts) if label.startswith("cp2") else parts[0], expected["log"][key])
 
 
+@pytest.mark.host("slime", "miles", proof="stand-in", feature="tensor-parallel ranks")
 @of_each_host
 def test_tensor_parallel_ranks_hold_the_same_bits(results: Results, padded: str) -> None:
     for name in CASES:
@@ -77,6 +80,7 @@ def whose(results: Results, host: str) -> Iterator[tuple[str, dict[str, Any], di
                 yield name, rank["ours", label, name], theirs
 
 
+@pytest.mark.host("slime", "miles", proof="own code", feature="loss and gradient of a correction")
 @pytest.mark.parametrize("host", sources.VARIABLES)
 def test_every_rank_has_the_loss_of_the_hosts_own_source(results: Results, host: str) -> None:
     pairs = list(whose(results, host))
@@ -128,6 +132,7 @@ def on_rank(values: Tensor, rank: int, padded: str = "") -> Tensor:
     return torch.cat([part[here] for part, here in zip(values.split(samples.responses), held_here, strict=True)])
 
 
+@pytest.mark.host("slime", "miles", proof="stand-in", feature="turns as units (`level: segment`)")
 @of_each_host
 @pytest.mark.parametrize("unit", UNITS)
 def test_units_that_context_parallelism_cuts_have_one_weight(results: Results, unit: str, padded: str) -> None:
@@ -138,6 +143,7 @@ def test_units_that_context_parallelism_cuts_have_one_weight(results: Results, u
         close(found["hooks", f"cp2{padded}", ""][unit], on_rank(weights, rank, padded))
 
 
+@pytest.mark.host("slime", proof="stand-in", feature="data-parallel ranks")
 def test_rollout_data_normalises_and_pools_over_data_and_context_parallel_ranks(results: Results) -> None:
     corrected, advantages = by_hand(BATCH_MEAN)
     weighted, pooled = corrected.weights * advantages, corrected.metrics.values()
@@ -163,6 +169,7 @@ def test_the_mean_length_is_that_of_the_samples_of_all_ranks(results: Results) -
         assert found["hooks", "dp2", ""]["length"] == (30, pytest.approx(2 / 3), None, None, None)
 
 
+@pytest.mark.host("miles", proof="stand-in", feature="data-parallel ranks")
 def test_the_mean_length_of_micro_batches_is_that_of_all_ranks_on_miles(results: Results) -> None:
     for found in results:
         lengths = [found["hooks", f"{layout} padded", ""]["length"].length for layout in ("tp2", "cp2", "dp2")]

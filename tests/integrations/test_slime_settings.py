@@ -151,6 +151,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.host("slime", "miles", proof="refused", feature="bounds by lag")
 @pytest.mark.parametrize(("hooks", "key", "changes", "sentence"), REFUSED)
 def test_what_a_hook_cannot_do_is_refused_with_the_flag_to_change(
     hooks: tuple[str, ...], key: Any, changes: dict[str, Any], sentence: str

@@ -95,6 +95,7 @@ def _whole(parts: list[Answer], sequence_parallel: bool) -> Answer:
     return parts[0]._replace(by_hidden=rows, by_weight=torch.cat([part.by_weight for part in parts]))
 
 
+@pytest.mark.host("verl", proof="own code", feature="log-probs without logits in memory")
 @either
 @pytest.mark.parametrize("layout", own_head.LAYOUTS, ids=str)
 def test_log_probs_entropy_and_gradients_are_those_of_all_logits_in_fp64(source: str, layout: tuple[int, bool]) -> None:
@@ -110,6 +111,7 @@ def test_log_probs_entropy_and_gradients_are_those_of_all_logits_in_fp64(source:
                 assert (value.double() - expected).norm() <= allowed * expected.norm(), (name, dtype)
 
 
+@pytest.mark.host("verl", proof="recorded", feature="log-probs without logits in memory")
 def test_they_are_what_the_kernel_of_verl_was_recorded_to_answer() -> None:
     found = recorded(_found("stand-in", (1, False), torch.float32)[0][0])
     assert found.keys() == RECORDED.keys()

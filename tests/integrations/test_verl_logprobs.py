@@ -84,6 +84,8 @@ def _ranks(tree: str | None) -> list[dict[bool, dict[str, Any]]]:
     return run_ranks(RANKS, _rank, tree)
 
 
+@pytest.mark.host("verl", proof="own code", feature="tensor-parallel ranks")
+@pytest.mark.host("verl", proof="stand-in", feature="tensor-parallel ranks")
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("source", ["stand-in", "verl"])
 def test_log_probs_entropy_and_gradient_are_verls_with_one_collective(source: str, with_entropy: bool) -> None:

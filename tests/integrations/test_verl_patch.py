@@ -92,6 +92,7 @@ print(json.dumps(get_ppo_ray_runtime_env()["env_vars"]))
 # -- replacing and undoing
 
 
+@pytest.mark.host("verl", proof="stand-in", feature="everything is given back")
 def test_functions_are_replaced_as_their_modules_arrive_and_all_are_given_back() -> None:
     module("verl.utils.config")
     with patch("verl", correction=RolloutCorrection.preset("token-tis"), lr_decay=LengthDecaySettings()) as ours:
@@ -127,6 +128,7 @@ def test_a_patch_in_this_process_refuses_a_rule_that_no_other_process_could_be_g
         patch("verl", lr_decay=LengthDecayLR(1e-3))
 
 
+@pytest.mark.host("verl", proof="stand-in", feature="symbols where they are expected")
 def test_every_symbol_of_the_stand_in_is_where_the_patch_expects_it() -> None:
     assert find_module("verl") is not None and host.HOST.read_version() == "0.10.0.dev"
 
@@ -134,6 +136,7 @@ def test_every_symbol_of_the_stand_in_is_where_the_patch_expects_it() -> None:
 # -- refusals
 
 
+@pytest.mark.host("verl", proof="refused", feature="bounds by lag")
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -234,6 +237,7 @@ def test_padding_rows_count_nowhere() -> None:
     assert not other["rollout_is_weights"][6:].any()
 
 
+@pytest.mark.host("verl", proof="stand-in", feature="turns as units (`level: segment`)")
 def test_turns_are_the_runs_of_the_response_mask() -> None:
     batch = cases.rollout(0)
     batch.rollout[0] = batch.old[0]

@@ -37,6 +37,7 @@ def corrected(name: str, batch: cases.Rollout) -> tuple[torch.Tensor, dict[str, 
     return data.batch["rollout_is_weights"], metrics
 
 
+@pytest.mark.host("verl", proof="own code", feature="symbols where they are expected")
 def test_the_tree_has_every_symbol_as_it_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     if not os.environ.get("VERL_DIR"):
         pytest.skip("VERL_DIR names no source tree of verl")
@@ -44,6 +45,8 @@ def test_the_tree_has_every_symbol_as_it_is_expected(monkeypatch: pytest.MonkeyP
     assert [found.problem for found in inspect_symbols(HOST)] == [None] * len(HOST.symbols)
 
 
+@pytest.mark.host("verl", proof="own code", feature="loss and gradient of a correction")
+@pytest.mark.host("verl", proof="recorded", feature="loss and gradient of a correction")
 @either
 @pytest.mark.parametrize("name", cases.CASES)
 def test_weights_kept_tokens_and_metrics_are_those_of_verl(source: str, name: str) -> None:
@@ -123,6 +126,7 @@ def test_a_nan_makes_the_loss_of_verl_nan_and_leaves_ours_finite(corrupt: str) -
     torch.testing.assert_close(torch.tensor(ours["gradient"]).double(), gradient, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.host("verl", proof="own code", feature="its own program trains on CPU, with our metrics and decay")
 @real
 @pytest.mark.timeout(900)
 def test_the_training_worker_of_verl_decays_once_per_update_and_resumes_where_it_stopped() -> None:

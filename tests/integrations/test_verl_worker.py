@@ -32,6 +32,7 @@ def test_the_loss_refuses_to_run_without_the_weights_of_the_trainer_process() ->
         loss_of(batch, batch.old, None, 1)
 
 
+@pytest.mark.host("verl", proof="stand-in", feature="correction none leaves the loss bit-identical")
 def test_with_correction_none_the_loss_is_the_hosts_bit_for_bit() -> None:
     batch = cases.rollout(0)
     with patched("{correction: none}"):
@@ -42,6 +43,7 @@ def test_with_correction_none_the_loss_is_the_hosts_bit_for_bit() -> None:
     assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1])
 
 
+@pytest.mark.host("verl", proof="stand-in", feature="corrupt log-probs leave the gradient finite")
 @pytest.mark.parametrize("corrupt", ["old", "current"])
 def test_a_rejected_token_with_a_nan_adds_nothing_to_loss_and_gradient(corrupt: str) -> None:
     batch, clean = cases.rollout(0), cases.rollout(0)
@@ -53,6 +55,7 @@ def test_a_rejected_token_with_a_nan_adds_nothing_to_loss_and_gradient(corrupt: 
     assert ours[0] == expected[0] and torch.equal(ours[1], expected[1])
 
 
+@pytest.mark.host("verl", proof="stand-in", feature="two policies (`old: rollout`)")
 @pytest.mark.parametrize("surrogate", ["ppo", "reinforce"])
 def test_two_policy_loss_metrics_and_denominator_do_not_depend_on_the_cut(surrogate: str) -> None:
     batch = cases.rollout(2)
@@ -124,6 +127,7 @@ def rates(made: Any, batches: list[dict[str, Any]]) -> list[float]:
     return [made.train_mini_batch(data)["metrics"]["lr"][0] for data in batches]
 
 
+@pytest.mark.host("verl", proof="stand-in", feature="length decay: resume")
 def test_the_decay_steps_before_the_update_and_resumes_from_the_schedulers_own_state() -> None:
     batches = [batch_of(2, 4)] * 6
     with patched("{lr_decay: {decay_period: 2}}"):
@@ -185,6 +189,7 @@ def _rank(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
         return metrics, session.attached.rule.state_dict()
 
 
+@pytest.mark.host("verl", proof="stand-in", feature="data-parallel ranks")
 def test_two_data_parallel_ranks_pool_lengths_and_metrics() -> None:
     batch = cases.rollout(2)
     (first, lengths), (second, same) = run_ranks(2, _rank)

@@ -11,9 +11,9 @@ from jobs import settings_file, started
 from warm_models import TASK, warm_model
 
 from megatron_rc import schema
+from megatron_rc.alarms import ClipPullWarning
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings import JobSettings
-from megatron_rc.training.two_policies import ClipPullWarning
 
 CLIPPED = {"updates": 1.0, "clip_low": 0.04, "clip_high": 0.03}
 

@@ -12,8 +12,7 @@ from kernel_rows_data import small_blocks
 from launches import count_launches
 from logprobs_truth import random_support, unchecked
 
-from megatron_rc.linear_distribution import linear_distribution
-from megatron_rc.linear_head import linear_logprobs, linear_policy_loss
+from megatron_rc.linear_head import linear_distribution, linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs import vocab_parallel_distribution
 
 pytestmark = pytest.mark.kernel

@@ -9,7 +9,7 @@ import torch
 from head_case import Case, distance, head_case
 from logprobs_truth import random_support
 
-from megatron_rc.linear_distribution import linear_distribution
+from megatron_rc.linear_head import linear_distribution
 from megatron_rc.logprobs import vocab_parallel_distribution
 
 WANTED = {"with_kept_mass": True, "with_varentropy": True}

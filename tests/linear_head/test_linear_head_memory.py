@@ -11,7 +11,6 @@ import torch
 from head_case import Case, head_case, with_main_grad
 from peak_memory import peak_bytes
 
-from megatron_rc import wide_matmul
 from megatron_rc.linear_head import linear_logprobs, linear_policy_loss
 from megatron_rc.reference import rows as reference_rows
 
@@ -52,7 +51,7 @@ def test_the_peak_is_a_chunk_or_a_gradient_of_the_weight_and_not_both(
     form: str, dtype: torch.dtype, shape: Shape, home: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference_rows, "_CHUNK_ELEMENTS", VOCABULARY)
-    monkeypatch.setattr(wide_matmul, "_BLOCK_ELEMENTS", VOCABULARY)
+    monkeypatch.setattr("megatron_rc.gradient._BLOCK_ELEMENTS", VOCABULARY)
     case, size = head_case(dtype, TOKENS, shape.width, VOCABULARY), dtype.itemsize
     leaves = case.leaves() if home == "own" else with_main_grad(case, torch.float32)
     options = {"rows": case.batch["loss_mask"].nonzero()[:, 0]} if home == "main_grad, rows" else {}

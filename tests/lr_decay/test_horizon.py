@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrection, correct
+from megatron_rc.alarms import LostBatchWarning, horizon, lost_batch, predicted_ess
 from megatron_rc.config import Rejection, Weight
-from megatron_rc.horizon import LostBatchWarning, horizon, lost_batch, predicted_ess
 
 K3 = 2e-3
 TOKEN = RolloutCorrection.preset("token-tis")

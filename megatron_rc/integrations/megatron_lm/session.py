@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron_rc.alarms import LostBatchWarning
 from megatron_rc.config import STATISTICS, RolloutCorrection
-from megatron_rc.horizon import LostBatchWarning
 from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
 from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
 from megatron_rc.integrations.symbols import Function

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_rc.alarms import LostBatchWarning
 from megatron_rc.config import RolloutCorrection
-from megatron_rc.horizon import LostBatchWarning
 from megatron_rc.integrations import megatron_training
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, refuse
 from megatron_rc.integrations.log_names import prefixed, warn, worth_logging

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rc import schema
+from megatron_rc.alarms import LostBatchWarning
 from megatron_rc.config import STATISTICS, RolloutCorrection
-from megatron_rc.horizon import LostBatchWarning
 from megatron_rc.integrations.scheduler_rule import LRRule
 from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.lr_gate import LRGateSettings

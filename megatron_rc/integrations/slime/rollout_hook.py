@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_rc.horizon import LostBatchWarning
+from megatron_rc.alarms import LostBatchWarning
 from megatron_rc.integrations.log_names import prefixed, warn
 from megatron_rc.integrations.slime.flag_rules import MILES_ROLLOUT_DATA, settings_for
 from megatron_rc.integrations.slime.layout import Parallel, layout_of, parallel

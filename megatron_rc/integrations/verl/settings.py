@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_rc import schema
+from megatron_rc.alarms import LostBatchWarning
 from megatron_rc.config import STATISTICS, Denominator, RolloutCorrection, Surrogate
-from megatron_rc.horizon import LostBatchWarning
 from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.lr_decay import LengthDecaySettings

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.advantages import ADVANTAGES, equal_reward_groups, expand_to_tokens
+from megatron_rc.alarms import horizon, predicted_ess
 from megatron_rc.batch import TokenBatch
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
-from megatron_rc.horizon import horizon, predicted_ess
 from megatron_rc.loss import loss_scale
 from megatron_rc.lr_scale import LRScale
 from megatron_rc.measured_upper import FIRST

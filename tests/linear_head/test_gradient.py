@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_rc import head_inputs
+from megatron_rc.gradient import check_wide_products
 from megatron_rc.linear_head import linear_logprobs
-from megatron_rc.wide_matmul import check_wide_products
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 

@@ -1,20 +1,48 @@
-"""The horizon 1 / (2 k3): how long responses may be for products of ratios, and the warning where they are longer."""
+"""What a job warns of: policies too far apart, a correction that leaves little of a batch, a clip that pulls."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_rc.config import RolloutCorrection
+    from megatron_rc.settings import JobSettings
 
+WARN_ABOVE = 0.1
+"""nats; the largest |KL| that verl's documentation of its rollout correction calls healthy."""
 MOST_DROPPED = 0.5
 """Share of the tokens above which a correction has dropped most of a rollout."""
 LEAST_ESS = 0.1
 """Effective sample size, as a share, below which a few products of ratios decide the step."""
 SILENCE = 10
 """Rollouts between two warnings."""
+MOST_CLIPPED = 0.05
+"""Share of the tokens of a fresh rollout above which the pull is no rounding."""
+_logger = logging.getLogger(__name__)
+_warned: set[str] = set()
+
+
+def check_k3(name: str, k3: float, max_k3: float | None) -> None:
+    """Refuse a k3 above ``max_k3``; without such a bound, warn of one above `WARN_ABOVE`, once per process and name.
+
+    Raises:
+        ValueError: k3 > max_k3.
+    """
+    if max_k3 is None:
+        if k3 > WARN_ABOVE and name not in _warned:
+            _warned.add(name)
+            _logger.warning(
+                "%s is %.3g, above %.3g: trainer and sampler are far apart, and a correction may hide a bug; "
+                "megatron-rc analyze says why, and max_k3 in the correction stops such a job",
+                name,
+                k3,
+                WARN_ABOVE,
+            )
+    elif k3 > max_k3:
+        raise ValueError(f"{name} must be <= max_k3, {max_k3!r}, got {k3:.3g}: trainer and sampler are too far apart")
 
 
 def horizon(k3: float) -> float:
@@ -88,3 +116,30 @@ class LostBatchWarning:
         sentence = lost_batch(values, correction, prefix)
         self._last = self._last if sentence is None else self._rollouts
         return sentence
+
+
+class ClipPullWarning:
+    """Says once that the clip of ``correction.old: rollout`` acts although the trainer has not moved since it sampled.
+
+    The ratio is pi / mu then, and the weights are the same: what leaves the bounds of the clip is mismatch. The clip
+    takes the gradient from good tokens above mu and from bad ones below it, whatever the reward says.
+    """
+
+    def __init__(self, settings: JobSettings) -> None:
+        fresh = settings.rollout.staleness == 0 and settings.train.asynchronous == 0
+        self._watches = settings.correction.old == "rollout" and fresh
+
+    def see(self, metrics: Mapping[str, Any]) -> str | None:
+        """Take the metrics of a step; returns what to warn of, if anything."""
+        # the second update of a rollout compares weights that have moved
+        if not self._watches or metrics.get("updates") != 1.0:
+            return None
+        clipped = sum(metrics.get(name, math.nan) for name in ("clip_low", "clip_high"))
+        if not clipped > MOST_CLIPPED:
+            return None
+        self._watches = False
+        return (
+            f"the clip acts on {clipped:.0%} of the tokens of fresh rollouts (clip_low + clip_high): with "
+            "correction.old: rollout it pulls the policy towards the sampler, without end where that is off at every "
+            "sync; correction.old: recompute with the preset seq-tis does not (docs/methods.md, Two policies)"
+        )
