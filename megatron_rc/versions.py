@@ -163,7 +163,7 @@ MODULES_OF_EXTRA = {
     "report": ("matplotlib", "tensorboard"),
     "math": ("math_verify",),
 }
-"""Extra of setup.py -> modules whose absence it mends. A module that several extras bring is named under the first."""
+"""Extra -> modules whose absence it mends. A module that several extras bring is named under the first."""
 
 
 class MissingExtra(ImportError):

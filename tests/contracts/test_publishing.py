@@ -43,7 +43,7 @@ def workflow(name: str) -> dict[str, Any]:
 def test_continuous_integration_runs_the_test_command_and_installs_on_every_python() -> None:
     jobs = workflow("ci.yml")["jobs"]
     assert {"run": "bash .ci/run"} in jobs["test"]["steps"]
-    pythons_of_metadata = re.findall(r"Python :: (3\.\d+)", (ROOT / "setup.py").read_text())
+    pythons_of_metadata = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
     assert jobs["light-core"]["strategy"]["matrix"]["python"] == pythons_of_metadata
     assert (ROOT / ".ci/run").is_file()
 
