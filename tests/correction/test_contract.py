@@ -180,14 +180,25 @@ def test_a_batch_without_loss_tokens_is_legal(name: str, lengths: list[int]) -> 
     corrected.metrics.check()
 
 
-def test_merged_micro_batches_equal_the_whole_for_every_cut() -> None:
+@pytest.mark.parametrize(
+    "weight",
+    [
+        Weight("sequence", "mask", 0.7, 2.0),
+        Weight("segment", "mask", 0.8, 1.3, growth="sqrt_lag"),
+        Weight(upper=1.3, staleness_upper=1.2),
+    ],
+)
+def test_merged_micro_batches_equal_the_whole_for_every_cut(weight: Weight) -> None:
     lengths = [3, 0, 5, 2, 6, 4]
     batch = case(lengths, gap=0.5)
     batch.train[batch.mask.nonzero()[0]] = NAN
-    correction = RolloutCorrection(
-        Weight("sequence", "mask", 0.7, 2.0), (Rejection("surprise", "segment", "max", upper=1.0),)
-    )
-    whole = correct(*batch.arguments, correction=correction, **batch.options).metrics.values()
+    correction = RolloutCorrection(weight, (Rejection("surprise", "segment", "max", upper=1.0),))
+    columns = {
+        "lags": torch.arange(20) % 7,
+        "sampling_logprobs": batch.rollout + 0.3 * torch.randn(20, generator=torch.Generator().manual_seed(5)),
+    }
+    columns = columns if weight.staleness_upper else {"lags": columns["lags"]}
+    whole = correct(*batch.arguments, correction=correction, **batch.options, **columns).metrics.values()
     for cuts in itertools.combinations(range(7), 2):
         parts = []
         for a, b in itertools.pairwise((0, *cuts, 6)):
@@ -199,6 +210,7 @@ def test_merged_micro_batches_equal_the_whole_for_every_cut() -> None:
                     cu_seqlens=batch.cu_seqlens[a : b + 1] - batch.cu_seqlens[a],
                     advantages=batch.advantages[a:b],
                     statistics={"surprise": batch.statistics["surprise"][rows]},
+                    **{name: column[rows] for name, column in columns.items()},
                 ).metrics
             )
         merged = parts[0].merge(parts[1]).merge(parts[2]).values()

@@ -91,21 +91,6 @@ def test_lags_alone_change_no_weight_and_split_the_metrics_into_bins_that_have_t
         assert pooled == pytest.approx(values[metric], rel=1e-9)
 
 
-def test_micro_batches_merge_to_the_metrics_of_the_whole() -> None:
-    batch = stale([12, 8, 7, 30])
-    correction = RolloutCorrection(Weight("segment", "mask", 0.8, 1.3, growth="sqrt_lag"))
-    whole = correct(*batch.arguments, correction=correction, **batch.options).metrics.values()
-    assert batch.lags is not None
-    parts = [
-        correct(
-            *(x[a:b] for x in batch.arguments), correction=correction, cu_seqlens=torch.tensor([0, cut, b - a]),
-            lags=batch.lags[a:b],
-        ).metrics
-        for a, b, cut in ((0, 20, 12), (20, 57, 7))
-    ]  # fmt: skip
-    assert parts[0].merge(parts[1]).values() == pytest.approx(whole, rel=1e-9, abs=1e-12)
-
-
 @pytest.mark.parametrize(
     "correction",
     [

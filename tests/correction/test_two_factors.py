@@ -109,17 +109,3 @@ def test_it_is_refused_without_the_log_probs_of_the_version_that_sampled() -> No
     correction = RolloutCorrection(Weight(staleness_upper=2.0))
     with pytest.raises(ValueError, match="sampling_logprobs must be given for a weight with staleness_upper: log"):
         correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens)
-
-
-def test_micro_batches_merge_to_the_metrics_of_the_whole() -> None:
-    batch = case([12, 8, 7, 30], gap=0.4)
-    sampling, weight = sampled(batch), Weight(upper=1.3, staleness_upper=1.2)
-    whole = run(batch, weight, sampling).metrics.values()
-    parts = [
-        run(
-            Case(*(x[a:b] for x in batch.arguments), torch.tensor([0, cut, b - a]), batch.advantages[:2]),
-            weight, sampling[a:b],
-        ).metrics
-        for a, b, cut in ((0, 20, 12), (20, 57, 7))
-    ]  # fmt: skip
-    assert parts[0].merge(parts[1]).values() == pytest.approx(whole, rel=1e-9, abs=1e-12)

@@ -17,7 +17,6 @@ from hosts.nemo_rl import cases, sources
 from hosts.nemo_rl.schedules import scheduler
 
 from megatron_rc import Rejection, RolloutCorrection, Weight, patch
-from megatron_rc.integrations import nemo_rl
 from megatron_rc.integrations.nemo_rl import session as sessions
 from megatron_rc.integrations.run_script import patch_settings, run_script
 from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
@@ -342,11 +341,3 @@ def test_a_host_that_builds_its_optimizer_elsewhere_is_refused_by_its_worker() -
     del module("models.megatron.setup").setup_optimizer
     with pytest.raises(ValueError, match=r"setup_optimizer is missing"), policy_of(None, DECAY):
         pass
-
-
-def test_the_page_has_every_replaced_symbol_and_every_intended_difference() -> None:
-    text = " ".join((Path(__file__).parents[2] / "docs/hosts/nemo_rl.md").read_text().split())
-    for symbol in nemo_rl.SYMBOLS:
-        assert f"`{symbol.path}`" in text, symbol.path
-    for difference in nemo_rl.HOST.differences:
-        assert difference in text, difference

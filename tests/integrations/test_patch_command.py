@@ -18,7 +18,7 @@ from megatron_rc import RolloutCorrection
 from megatron_rc.cli import app
 from megatron_rc.integrations import hosts
 from megatron_rc.integrations.hosts import HOSTS
-from megatron_rc.integrations.megatron_lm import DIFFERENCES, HOST
+from megatron_rc.integrations.megatron_lm import HOST
 from megatron_rc.integrations.run_script import PatchSettings, patch_settings, run_script
 from megatron_rc.integrations.run_script import recipe as recipe_of
 from megatron_rc.integrations.symbols import Host, Symbol
@@ -168,14 +168,15 @@ def test_the_recipe_in_python_runs_and_undoes_itself(script: Path, monkeypatch: 
     assert sys.modules["plain_host"].loss() == "host"
 
 
-def test_the_docs_have_every_symbol_and_every_intended_difference() -> None:
-    text = " ".join(DOCS.split())
-    for symbol in HOST.symbols:
-        assert f"`{symbol.name}`" in text, symbol.name
-    for difference in DIFFERENCES:
+@pytest.mark.parametrize("name", ["megatron-lm", "nemo-rl"])
+def test_the_docs_have_every_symbol_and_every_intended_difference(name: str) -> None:
+    text, host = " ".join(PAGES[name.replace("-", "_")].split()), HOSTS[name]
+    for symbol in host.symbols:
+        assert f"`{symbol.name if name == 'megatron-lm' else symbol.path}`" in text, symbol.path
+    for difference in host.differences:
         assert difference in text, difference
-    for name in HOSTS:
-        assert f'patch("{name}"' in PAGES["index"], name
+    for known in HOSTS:
+        assert f'patch("{known}"' in PAGES["index"], known
 
 
 def test_the_report_in_the_docs_is_the_one_that_is_printed() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from hosts.verl import own_head, own_logits, sources, stand_in
+from hosts.verl import own_head, own_logits, sources
 from hosts.verl.head_job import Answer, Case, answers, case, recorded, truth
 from hosts.verl.stand_in import CONFIG, module, patched
+from hosts.verl.stand_in import stub as stub
 
 from megatron_rc import RolloutCorrection, patch
 from megatron_rc.integrations.verl import head
@@ -28,13 +28,6 @@ MODEL = {"use_fused_kernels": True, "use_remove_padding": True, "mtp": {"enable"
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 """Largest relative distance of a gradient; that of log-probs is 2e-6 in both."""
 either = pytest.mark.parametrize("source", ["stand-in", "verl"])
-
-
-@pytest.fixture(autouse=True)
-def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(sources.STUB)
-    with stand_in.fresh():
-        yield
 
 
 def _tree(source: str) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -12,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from hosts.verl import own_logits, sources, stand_in
+from hosts.verl import own_logits, sources
 from hosts.verl.stand_in import CONFIG, module, patched
+from hosts.verl.stand_in import stub as stub
 
 from megatron_rc.integrations.verl.refusals import refuse
 from megatron_rc.integrations.verl.settings import prepare, read
@@ -26,13 +26,6 @@ PLAIN = {
     **dict.fromkeys(("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"), False),
     **dict.fromkeys(("logits_processor_func", "batch", "data_format")),
 }
-
-
-@pytest.fixture(autouse=True)
-def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(sources.STUB)
-    with stand_in.fresh():
-        yield
 
 
 def _answer(processor: Any, rank: int, with_entropy: bool) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hosts.verl import cases, sources, stand_in
+from hosts.verl import cases, sources
 from hosts.verl.stand_in import CONFIG, PPO, V0, V1, corrected, module, nested, patched
+from hosts.verl.stand_in import stub as stub
 
 from megatron_rc import RolloutCorrection, patch
 from megatron_rc.integrations import verl as host
@@ -20,13 +20,6 @@ from megatron_rc.integrations.verl.refusals import refuse, refuse_rollout_correc
 from megatron_rc.integrations.verl.settings import prepare, read
 from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
 from megatron_rc.versions import find_module
-
-
-@pytest.fixture(autouse=True)
-def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(sources.STUB)
-    with stand_in.fresh():
-        yield
 
 
 def process(code: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,18 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from hosts.verl import cases, sources, stand_in
+from hosts.verl import cases, sources
 from hosts.verl.stand_in import PPO, corrected, loss_of, module, nested, patched
+from hosts.verl.stand_in import stub as stub
 
 from megatron_rc.integrations.verl import driver
 from megatron_rc.surge import SurgeDetector
-
-
-@pytest.fixture(autouse=True)
-def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(sources.STUB)
-    with stand_in.fresh():
-        yield
 
 
 def test_the_loss_refuses_to_run_without_the_weights_of_the_trainer_process() -> None:

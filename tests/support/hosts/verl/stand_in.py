@@ -10,8 +10,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-from hosts.verl import cases
+from hosts.verl import cases, sources
 
 from megatron_rc.integrations import verl as host
 from megatron_rc.integrations.installed import INSTALLED
@@ -40,6 +41,14 @@ def fresh() -> Iterator[None]:
     forget()
     yield
     forget()
+
+
+@pytest.fixture(autouse=True)
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For a test file that imports it: the stand-in on sys.path, and nothing of verl loaded."""
+    monkeypatch.syspath_prepend(sources.STUB)
+    with fresh():
+        yield
 
 
 @contextmanager
