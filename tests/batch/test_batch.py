@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from context_slice import context_slice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,7 +88,7 @@ def test_select_equals_building_the_batch_from_the_selected_samples(seed, order)
 @settings(max_examples=30, deadline=None)
 def test_context_slices_partition_the_rows_and_keep_segment_ids_ascending(seed, size):
     whole = random_batch(seed)
-    parts = [whole.context_slice(size, rank) for rank in range(size)]
+    parts = [context_slice(whole, size, rank) for rank in range(size)]
     assert sum(p.num_tokens for p in parts) == whole.num_tokens
     for name in ("tokens", "segment_ids"):
         together = torch.cat([getattr(p, name) for p in parts])

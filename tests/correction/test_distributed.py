@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from context_slice import context_slice
 from correction_book import Case, case
 from distributed import run_ranks
 from torch import Tensor
@@ -120,14 +121,14 @@ def context_parallel(rank: int, cp: int, dp: int) -> list[Answer]:
     cp_groups = [dist.new_group(list(range(d * cp, (d + 1) * cp))) for d in range(dp)]
     dp_groups = [dist.new_group(list(range(c, dp * cp, cp))) for c in range(cp)]
     sequences = list(range(rank // cp, len(LENGTHS), dp))
-    local = as_token_batch(whole_batch()).select(sequences).context_slice(cp, rank % cp)
+    local = context_slice(as_token_batch(whole_batch()).select(sequences), cp, rank % cp)
     groups = dp_groups[rank % cp], cp_groups[rank // cp]
     return [answer(local, sequences, i, *groups) for i in range(len(CORRECTIONS))]
 
 
 def pair_over_context_parallel(rank: int, size: int) -> dict[str, float]:
     batch = whole_batch()
-    local = as_token_batch(batch).context_slice(size, rank)
+    local = context_slice(as_token_batch(batch), size, rank)
     arguments = batch.train[local.tokens], local.rollout_logprobs, local.loss_mask
     pair = pair_metrics(*arguments, cu_seqlens=local.cu_seqlens, cp_group=dist.group.WORLD)
     return pair.all_reduce(dist.group.WORLD).values()
@@ -138,7 +139,7 @@ def collectives_of_context_parallelism(rank: int, size: int) -> list[str]:
     called: list[str] = []
     originals: dict[str, Any] = {n: getattr(dist, n) for n in (GATHER, "all_reduce")}
     batch = whole_batch()
-    local = as_token_batch(batch).context_slice(size, rank)
+    local = context_slice(as_token_batch(batch), size, rank)
     arguments = batch.train[local.tokens], local.rollout_logprobs, local.loss_mask
     options: dict[str, Any] = {"cu_seqlens": local.cu_seqlens, "cp_group": dist.group.WORLD}
     for name, original in originals.items():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from context_slice import context_slice
 from correction_book import by_the_book, case, gapped
 from enumeration import Batch, World
 from torch import Tensor
@@ -135,6 +136,6 @@ def test_positions_count_loss_tokens_and_survive_slicing_and_selection() -> None
     )  # fmt: skip
     assert batch.positions is not None
     assert batch.positions[mask].tolist() == [0, 1, 2, 0, 1]
-    for part in (batch.select([1, 0]), *(batch.context_slice(2, rank) for rank in (0, 1))):
+    for part in (batch.select([1, 0]), *(context_slice(batch, 2, rank) for rank in (0, 1))):
         assert part.positions is not None
         assert torch.equal(part.positions, batch.positions[part.tokens])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from context_slice import context_slice
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
@@ -136,7 +137,7 @@ def test_without_padding_the_rows_are_those_of_the_token_batch(size: int) -> Non
     batch.tokens = torch.arange(batch.num_tokens)
     for rank in range(size):
         rows = local_rows(batch.lengths, context_size=size, context_rank=rank)
-        assert torch.equal(rows, batch.context_slice(size, rank).tokens)
+        assert torch.equal(rows, context_slice(batch, size, rank).tokens)
 
 
 def test_the_last_token_of_a_sequence_gets_distinct_experts_and_dense_layers_are_left_out() -> None:
