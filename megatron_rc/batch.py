@@ -182,20 +182,6 @@ class TokenBatch:
         segment_ids, num_segments = segments(loss_mask, self.cu_seqlens)
         return dataclasses.replace(self, loss_mask=loss_mask, segment_ids=segment_ids, num_segments=num_segments)
 
-    def context_slice(self, size: int, rank: int) -> TokenBatch:
-        """The rows of context-parallel rank ``rank`` of ``size``: chunks rank and 2*size-1-rank of every sequence.
-
-        Every rank keeps all sequences in the same order; segment_ids are those of whole sequences.
-        """
-        rows, lengths, start = [], [], 0
-        for n in self.lengths:
-            edges = [start + n * c // (2 * size) for c in range(2 * size + 1)]
-            picked = [torch.arange(edges[c], edges[c + 1]) for c in (rank, 2 * size - 1 - rank)]
-            rows += picked
-            lengths.append(sum(len(p) for p in picked))
-            start += n
-        return self._take(torch.cat(rows).to(self.tokens.device), tuple(lengths))
-
     def to(self, device: torch.device) -> TokenBatch:
         moved: Any = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor | Support)}
         return dataclasses.replace(self, **moved)

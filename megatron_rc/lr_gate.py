@@ -12,6 +12,7 @@ from megatron_rc.schema.limits import check_at_least, check_one_of, check_positi
 
 if TYPE_CHECKING:
     from megatron_rc.config import RolloutCorrection
+    from megatron_rc.lr_decay import LengthDecaySettings
 
 Signal = Literal["ess", "k3", "length", "grad_cosine"]
 Rule = Literal["scale", "halve"]
@@ -227,6 +228,15 @@ class LRGateSettings:
 
     def build(self, initial_lr: float) -> LRGate:
         return LRGate(initial_lr, **vars(self))
+
+
+class HasLRRule:
+    """Settings that have lr_decay and lr_gate, of which `check_lr_rules` allows one."""
+
+    @property
+    def lr_rule(self: Any) -> LengthDecaySettings | LRGateSettings | None:
+        """What scales the learning rate on top of its schedule."""
+        return self.lr_decay if self.lr_gate is None else self.lr_gate
 
 
 def check_lr_rules(

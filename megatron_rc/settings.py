@@ -16,7 +16,7 @@ from megatron_rc.advantages import ADVANTAGES
 from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surrogate, check_clipping
 from megatron_rc.engine import HiddenSampling, SamplingParams
 from megatron_rc.lr_decay import LengthDecaySettings
-from megatron_rc.lr_gate import LRGateSettings, check_lr_rules
+from megatron_rc.lr_gate import HasLRRule, LRGateSettings, check_lr_rules
 from megatron_rc.report.sinks import LogSettings
 from megatron_rc.schema.cluster_settings import ClusterSettings
 from megatron_rc.schema.dump_settings import DumpSettings
@@ -285,7 +285,7 @@ class TrainSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSettings:
+class JobSettings(HasLRRule):
     name: str = "run"
     """Title of the display and the report."""
     output: str = "runs/run"
@@ -311,11 +311,6 @@ class JobSettings:
         check_lr_rules(self.lr_decay, self.lr_gate, self.correction)
         if self.train.eval_weights == "trained" and self.rollout.engine != "hf":
             raise ValueError(f"train.eval_weights must be 'served' when rollout.engine is {self.rollout.engine!r}")
-
-    @property
-    def lr_rule(self) -> LengthDecaySettings | LRGateSettings | None:
-        """What scales the learning rate on top of its schedule."""
-        return self.lr_decay if self.lr_gate is None else self.lr_gate
 
 
 def load(path_or_text: str | Path, assignments: Iterable[str] = ()) -> JobSettings:

@@ -129,8 +129,13 @@ def check_core(found: str | None) -> None:
 
 
 def megatron_core_version() -> str | None:
-    """MAJOR.MINOR.PATCH and the pre-release that Python would import, without importing it; None where it is absent."""
-    spec = find_module("megatron.core.package_info")
+    """The version that Python would import, with the pre-release; None where it is absent."""
+    return stated_version("megatron.core.package_info")
+
+
+def stated_version(module: str) -> str | None:
+    """MAJOR.MINOR.PATCH and PRE_RELEASE in a module that is not imported; None where they are absent."""
+    spec = find_module(module)
     if spec is None or spec.origin is None:
         return None
     constants: dict[str, object] = {
@@ -140,8 +145,8 @@ def megatron_core_version() -> str | None:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    release = ".".join(str(constants[part]) for part in ("MAJOR", "MINOR", "PATCH"))
-    return f"{release}{constants.get('PRE_RELEASE', '')}"
+    numbers = [constants.get(part) for part in ("MAJOR", "MINOR", "PATCH")]
+    return None if None in numbers else ".".join(map(str, numbers)) + str(constants.get("PRE_RELEASE", ""))
 
 
 def find_module(name: str) -> ModuleSpec | None:

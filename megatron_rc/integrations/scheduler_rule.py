@@ -15,6 +15,18 @@ LRRule = LRScale | LengthDecaySettings | LRGateSettings
 _logger = logging.getLogger(__name__)
 
 
+def settings_of(lr_rule: LRRule | None, where: str) -> dict[str, Any]:
+    """The rule under its name in the settings of a host whose trainer runs in other processes; empty for none.
+
+    Raises:
+        ValueError: the rule is an object and not its settings, which alone can go ``where``.
+    """
+    if isinstance(lr_rule, LRScale):
+        name = {"lr_decay": "LengthDecaySettings", "lr_gate": "LRGateSettings"}[lr_rule.metrics_prefix]
+        raise ValueError(f"{lr_rule.metrics_prefix} must be {name}, which go {where}, got {lr_rule!r}")
+    return {} if lr_rule is None else {"lr_gate" if isinstance(lr_rule, LRGateSettings) else "lr_decay": lr_rule}
+
+
 class SchedulerRule:
     """A length decay or gate attached to a scheduler that was just built, before the host loads its checkpoint into it.
 

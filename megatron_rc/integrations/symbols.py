@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,7 +114,8 @@ def replaced_by(
 ) -> Callable[[Function, Any], Function | None]:
     """`Symbol.make` for the function ``name`` of ``module``, which takes (original, session, *what the host passes).
 
-    The module is imported when a host is patched, because a table of symbols must not load torch.
+    What the host passes to a method begins with its object. The module is imported when a host is patched, because a
+    table of symbols must not load torch.
 
     Args:
         when: whether a session needs the replacement.
@@ -122,25 +123,6 @@ def replaced_by(
 
     def make(original: Function, session: Any) -> Function | None:
         return partial(getattr(import_module(module), name), original, session) if when(session) else None
-
-    return make
-
-
-def method_replaced_by(
-    module: str, name: str, *, when: Callable[[Any], bool] = lambda session: True
-) -> Callable[[Function, Any], Function | None]:
-    """`Symbol.make` for a method: as `replaced_by`, bound to its object, with the attributes of the original."""
-
-    def make(original: Function, session: Any) -> Function | None:
-        if not when(session):
-            return None
-        ours = getattr(import_module(module), name)
-
-        @wraps(original)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return ours(original, session, self, *args, **kwargs)
-
-        return method
 
     return make
 

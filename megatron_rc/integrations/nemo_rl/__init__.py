@@ -14,36 +14,18 @@ docs/hosts/nemo_rl.md has the recipe. A run without a rule of the learning rate 
 
 from __future__ import annotations
 
-import ast
+from functools import partial
 from importlib import import_module
-from pathlib import Path
 
 from megatron_rc.integrations.nemo_rl.flag_rules import DEFAULTS, RULES
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
-from megatron_rc.versions import NEMO_RL, find_module
+from megatron_rc.versions import NEMO_RL, stated_version
 
 OURS = __name__
 GRPO = "nemo_rl.algorithms.grpo"
 POLICY = "nemo_rl.models.policy.lm_policy"
 WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 _SETUP = "master_config, tokenizer, dataset, val_dataset, processor=None"
-
-
-def _version() -> str | None:
-    """MAJOR.MINOR.PATCH that the host states in its own folder."""
-    found = find_module("nemo_rl.package_info")
-    if found is None or found.origin is None:
-        return None
-    parts: dict[str, object] = {}
-    for node in ast.parse(Path(found.origin).read_bytes()).body:
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.targets[0], ast.Name)
-        ):
-            parts[node.targets[0].id] = node.value.value
-    numbers = [parts.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
-    return None if None in numbers else ".".join(map(str, numbers)) + str(parts.get("PRE_RELEASE", ""))
 
 
 def _called(module: str, name: str, parameters: str, summary: str) -> Symbol:
@@ -95,7 +77,7 @@ HOST = Host(
     module=GRPO,
     symbols=SYMBOLS,
     versions=NEMO_RL,
-    read_version=_version,
+    read_version=partial(stated_version, "nemo_rl.package_info"),
     prepare=lambda correction, lr_rule: import_module(f"{OURS}.session").prepare(correction, lr_rule),
     release=lambda session: session.release(),
     tested="commit 7ea279abfbeb (0.6.0)",

@@ -10,10 +10,9 @@ from typing import Any
 from megatron_rc import schema
 from megatron_rc.alarms import LostBatchWarning
 from megatron_rc.config import STATISTICS, RolloutCorrection
-from megatron_rc.integrations.scheduler_rule import LRRule
+from megatron_rc.integrations.scheduler_rule import LRRule, settings_of
 from megatron_rc.lr_decay import LengthDecaySettings
-from megatron_rc.lr_gate import LRGateSettings
-from megatron_rc.lr_scale import LRScale
+from megatron_rc.lr_gate import HasLRRule, LRGateSettings
 
 KEY = "megatron_rc"
 """Key of the policy's configuration that hands the rule to the workers."""
@@ -24,18 +23,11 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings:
+class WorkerSettings(HasLRRule):
     """What a worker is given under `KEY`."""
 
     lr_decay: LengthDecaySettings | None = None
     lr_gate: LRGateSettings | None = None
-
-    @property
-    def lr_rule(self) -> LengthDecaySettings | LRGateSettings:
-        """What decides the learning rate."""
-        rule = self.lr_decay or self.lr_gate
-        assert rule is not None
-        return rule
 
 
 @dataclass
@@ -43,7 +35,7 @@ class Session:
     """The state of one patch."""
 
     correction: RolloutCorrection | None
-    lr_rule: LengthDecaySettings | LRGateSettings | None
+    lr_rule: LRRule | None
     lost_batch: LostBatchWarning = field(default_factory=LostBatchWarning)
     used: bool = False
     """Whether GRPO's setup has run with this patch."""
@@ -55,9 +47,7 @@ class Session:
 
     def worker_settings(self) -> dict[str, Any]:
         """The rule as plain values, which Ray hands to workers."""
-        if isinstance(self.lr_rule, LRGateSettings):
-            return schema.to_dict(WorkerSettings(lr_gate=self.lr_rule))
-        return schema.to_dict(WorkerSettings(lr_decay=self.lr_rule))
+        return schema.to_dict(WorkerSettings(**settings_of(self.lr_rule, "to other processes")))
 
     def release(self) -> None:
         """Take our worker off the host's table; say so where the script never came to GRPO's setup."""
@@ -74,9 +64,7 @@ def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Ses
     Raises:
         ValueError: GRPO of NeMo-RL cannot honour the settings, whatever its configuration.
     """
-    if isinstance(lr_rule, LRScale):
-        name = {"lr_decay": "LengthDecaySettings", "lr_gate": "LRGateSettings"}[lr_rule.metrics_prefix]
-        raise ValueError(f"{lr_rule.metrics_prefix} must be {name}, which go to other processes, got {lr_rule!r}")
+    settings_of(lr_rule, "to other processes")
     if correction is not None:
         if correction.old != "recompute":
             raise ValueError(

@@ -10,13 +10,11 @@ from pathlib import Path
 
 from megatron_rc import schema
 from megatron_rc.config import RolloutCorrection
-from megatron_rc.integrations.scheduler_rule import LRRule
+from megatron_rc.integrations.scheduler_rule import LRRule, settings_of
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_RULES, RULES
 from megatron_rc.integrations.slime.hook_choice import hooks_for
 from megatron_rc.integrations.slime.settings import KEY, flag
 from megatron_rc.integrations.symbols import Host, Recipe, Symbol
-from megatron_rc.lr_gate import LRGateSettings
-from megatron_rc.lr_scale import LRScale
 from megatron_rc.versions import find_module
 
 _DIFFERENCES = (
@@ -70,13 +68,10 @@ def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, whol
     Raises:
         ValueError: no hook of the host can do it.
     """
-    if isinstance(lr_rule, LRScale):
-        settings = {"lr_decay": "LengthDecaySettings", "lr_gate": "LRGateSettings"}[lr_rule.metrics_prefix]
-        raise ValueError(f"{lr_rule.metrics_prefix} must be {settings}, which go into a YAML file, got {lr_rule!r}")
-    hooks_for(correction or RolloutCorrection(), lr_rule, whole_rollouts=whole_rollouts)
+    rule = settings_of(lr_rule, "into a YAML file")
+    hooks_for(correction or RolloutCorrection(), next(iter(rule.values()), None), whole_rollouts=whole_rollouts)
     fields: dict[str, object] = {} if correction is None else {"correction": correction.to_dict()}
-    if lr_rule is not None:
-        fields["lr_gate" if isinstance(lr_rule, LRGateSettings) else "lr_decay"] = schema.to_dict(lr_rule)
+    fields |= {name: schema.to_dict(each) for name, each in rule.items()}
     return Recipe(["--custom-config-path rc.yaml", flag("enable")], {KEY: fields})
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from megatron_rc import schema
 from megatron_rc.config import Aggregation, RolloutCorrection
 from megatron_rc.lr_decay import LengthDecaySettings
-from megatron_rc.lr_gate import LRGateSettings, check_lr_rules
+from megatron_rc.lr_gate import HasLRRule, LRGateSettings, check_lr_rules
 
 KEY = "megatron_rc"
 ROUTE_SHIFT = "route_shift"
@@ -30,7 +30,7 @@ HOOKS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlimeSettings:
+class SlimeSettings(HasLRRule):
     """The fields of the key megatron_rc; examples/slime_rc.yaml has them all."""
 
     correction: RolloutCorrection = field(default_factory=RolloutCorrection)
@@ -58,11 +58,6 @@ class SlimeSettings:
         if self.lr_decay_start < 0:
             raise ValueError(f"lr_decay_start must be >= 0, got {self.lr_decay_start!r}")
         check_lr_rules(self.lr_decay, self.lr_gate, self.correction)
-
-    @property
-    def lr_rule(self) -> LengthDecaySettings | LRGateSettings | None:
-        """What decides the learning rate."""
-        return self.lr_decay if self.lr_gate is None else self.lr_gate
 
 
 def read(args: Namespace) -> SlimeSettings:

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron_rc.integrations.symbols import Host, Symbol, method_replaced_by, replaced_by
+from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
 from megatron_rc.integrations.verl.flag_rules import DEFAULTS, RULES
 from megatron_rc.versions import VERL, find_module
 
@@ -65,29 +65,29 @@ SYMBOLS = (
     ),
     Symbol(
         V1, "PPOTrainer._update_actor", "self, batch, metrics",
-        method_replaced_by(f"{OURS}.driver", "update_actor_v1", when=lambda session: session.watches_update),
+        replaced_by(f"{OURS}.driver", "update_actor_v1", when=lambda session: session.watches_update),
         "takes rejected tokens out of the update for denominator kept; proves that the workers step the learning rate",
     ),
     Symbol(
         V0, "RayPPOTrainer._update_actor", "self, batch",
-        method_replaced_by(f"{OURS}.driver", "update_actor_v0", when=lambda session: session.watches_update),
+        replaced_by(f"{OURS}.driver", "update_actor_v0", when=lambda session: session.watches_update),
         "the same for trainer.use_v1=False",
     ),
     Symbol(
         "verl.workers.engine_workers", "TrainingWorker.train_mini_batch", "self, data",
-        method_replaced_by(f"{OURS}.worker", "train_mini_batch", when=lambda session: session.in_workers),
+        replaced_by(f"{OURS}.worker", "train_mini_batch", when=lambda session: session.in_workers),
         "steps the rule of the learning rate before an update; pools the metrics of the loss after it",
     ),
     Symbol(
         "verl.workers.engine.megatron.transformer_impl", "MegatronEngine._build_lr_scheduler", "self",
-        method_replaced_by(f"{OURS}.worker", "build_lr_scheduler", when=lambda session: session.lr_rule is not None),
+        replaced_by(f"{OURS}.worker", "build_lr_scheduler", when=lambda session: session.lr_rule is not None),
         "attaches the rule of the learning rate and keeps its state in the checkpoint",
     ),
     Symbol(
         "verl.workers.engine.megatron.transformer_impl", "MegatronEngineWithLMHead._lm_head_logits_processor",
         "self, logits, label, temperature, *, calculate_sum_pi_squared, calculate_entropy, distillation_use_topk, "
         "distillation_only, logits_processor_func, batch, data_format",
-        method_replaced_by(
+        replaced_by(
             f"{OURS}.logprobs", "lm_head_logits_processor",
             when=lambda session: session.settings.vocab_parallel_logprobs,
         ),
@@ -95,7 +95,7 @@ SYMBOLS = (
     ),
     Symbol(
         "verl.workers.engine.megatron.transformer_impl", "MegatronEngine._maybe_enable_fused_kernels", "self",
-        method_replaced_by(f"{OURS}.head", "enable_fused_kernels", when=_without_logits),
+        replaced_by(f"{OURS}.head", "enable_fused_kernels", when=_without_logits),
         "refuses models and settings whose log-probs would not come from the fused head",
     ),
     Symbol(

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 from megatron_rc import schema
 from megatron_rc.alarms import LostBatchWarning
 from megatron_rc.config import STATISTICS, Denominator, RolloutCorrection, Surrogate
-from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
+from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule, settings_of
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.lr_decay import LengthDecaySettings
-from megatron_rc.lr_gate import LRGateSettings, check_lr_rules
-from megatron_rc.lr_scale import LRScale
+from megatron_rc.lr_gate import HasLRRule, LRGateSettings, check_lr_rules
 from megatron_rc.schema.head_options import LINEAR, LOGITS, Head, HeadOptions
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ _HANDED_ON = (VARIABLE, MODULES, "VERL_USE_EXTERNAL_PLUGINS")
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerlSettings:
+class VerlSettings(HasLRRule):
     """The fields of MEGATRON_RC_CONFIG."""
 
     correction: RolloutCorrection | None = None
@@ -62,11 +61,6 @@ class VerlSettings:
         check_lr_rules(self.lr_decay, self.lr_gate, self.correction)
         if self.inner in (LOSS_MODE, "bypass_mode"):
             raise ValueError(f"inner must be a loss_mode of verl that takes weights, got {self.inner!r}")
-
-    @property
-    def lr_rule(self) -> LengthDecaySettings | LRGateSettings | None:
-        """What decides the learning rate."""
-        return self.lr_decay if self.lr_gate is None else self.lr_gate
 
     def as_text(self) -> str:
         """One line of YAML, which `read` reads back."""
@@ -148,12 +142,7 @@ def prepare(
 def _settings(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions) -> VerlSettings:
     if head not in (LOGITS, LINEAR):
         raise ValueError(f"head_chunk and head_logits_dtype must be null with verl, whose kernel has fp32, got {head}")
-    if isinstance(lr_rule, LRScale):
-        name = {"lr_decay": "LengthDecaySettings", "lr_gate": "LRGateSettings"}[lr_rule.metrics_prefix]
-        raise ValueError(f"{lr_rule.metrics_prefix} must be {name}, which go to other processes, got {lr_rule!r}")
-    if isinstance(lr_rule, LRGateSettings):
-        return VerlSettings(correction=correction, lr_gate=lr_rule, head=head.head)
-    return VerlSettings(correction=correction, lr_decay=lr_rule, head=head.head)
+    return VerlSettings(correction=correction, head=head.head, **settings_of(lr_rule, "to other processes"))
 
 
 def _check(settings: VerlSettings) -> None:

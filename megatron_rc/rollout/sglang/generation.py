@@ -37,22 +37,8 @@ class Response:
 
     def end(self, discarded: str | None = None, detail: str = "", output_ids: list[int] | None = None) -> None:
         assert self.sample is None
-        piece = self.piece
-        self.sample = Sample(
-            prompt_ids=list(self.prompt_ids),
-            output_ids=piece.output_ids if output_ids is None else output_ids,
-            logprobs=piece.logprobs,
-            finish_reason=piece.finish_reason,
-            weight_versions=piece.weight_versions,
-            support=piece.support,
-            routes=piece.routes,
-            retractions=piece.retractions,
-            server=piece.server,
-            syncs=piece.syncs,
-            cached_tokens=piece.cached_tokens,
-            discarded=discarded,
-            discarded_detail=detail,
-        )
+        drawn = vars(self.piece) if output_ids is None else {**vars(self.piece), "output_ids": output_ids}
+        self.sample = Sample(list(self.prompt_ids), **drawn, discarded=discarded, discarded_detail=detail)
 
 
 @dataclass
