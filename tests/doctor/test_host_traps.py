@@ -165,7 +165,7 @@ FREE = [
     (LM, f"{RL} --moe-router-fusion --recompute-granularity full --mtp-num-layers 1 --num-experts 8", {"router-dtype"}),
     (LM, f"{RL} --num-experts 8 --moe-router-dtype fp32 --rl-default-top-p 1 --rl-default-top-k 0", set()),
     (LM, f"{PATCHED} --rl-use-sequence-packing --tensor-model-parallel-size 8", set()),
-    (LM, f"{PATCHED} --rl-default-temperature 0.7 {PROCESSED}", set()),
+    (LM, f"{PATCHED} --rl-default-temperature 0.7 {PROCESSED} --rl-default-top-p 1", set()),
     (LM, f"{RL} --cuda-graph-impl full_iteration --no-rl-partial-rollouts", set()),
     (TRAINING, f"{REPLAY} --recompute-granularity selective", set()),
     ("slime", f"--use-tis {TIS} --rollout-top-p 0.95 --rollout-temperature 0.8", set()),

@@ -175,31 +175,14 @@ def arguments(**changes: Any) -> Namespace:
     return Namespace(**{**values, **changes})
 
 
-@pytest.mark.parametrize(
-    ("changes", "flag"),
-    [
-        ({"perform_rl_step": False}, "--perform-rl-step"),
-        ({"rl_inference_logprobs_is_correction": False}, "--rl-inference-logprobs-is-correction"),
-        ({"rl_importance_sampling_truncation_coef": 2.0}, "--rl-importance-sampling-truncation-coef"),
-        ({"rl_default_top_p": 0.9}, "--rl-default-top-p"),
-        ({"rl_default_top_k": 20}, "--rl-default-top-k"),
-        ({"rl_default_temperature": 0.7}, "--inference-dynamic-batching-logprobs-mode processed_logprobs"),
-        ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl full_iteration"),
-    ],
-)
-def test_flags_that_cannot_be_honoured_are_named_before_the_model_is_built(changes: dict[str, Any], flag: str) -> None:
+def test_flags_that_cannot_be_honoured_are_named_before_the_model_is_built() -> None:
     with sources.imported(sources.STUB) as host:
         from megatron.training import global_vars
 
-        global_vars.args = arguments(**changes)
+        global_vars.args = arguments(perform_rl_step=False)
         setup, own = session.setup_model_and_optimizer, host.training.setup_model_and_optimizer
-        with pytest.raises(ValueError, match=flag):
+        with pytest.raises(ValueError, match="--perform-rl-step"):
             setup(own, session.Session(RolloutCorrection(), None), None, lambda: pytest.fail("the model was built"))
-
-
-def test_a_temperature_with_processed_logprobs_and_top_p_of_1_are_honoured() -> None:
-    fine = {"rl_default_temperature": 0.7, "inference_dynamic_batching_logprobs_mode": "processed_logprobs"}
-    check_arguments(arguments(**fine, rl_default_top_p=1), RolloutCorrection())
 
 
 def test_a_length_decay_alone_does_not_ask_for_rollout_logprobs() -> None:
@@ -224,24 +207,26 @@ def test_a_correction_that_the_host_cannot_honour_is_refused(correction: Rollout
         HOST.prepare(correction, None)
 
 
+def rates(state: session.Session, signals: list[Signals]) -> tuple[list[float], Any, OptimizerParamScheduler]:
+    """Learning rates after rollout batches whose correction measured these signals; optimizer and scheduler."""
+    with sources.imported(sources.STUB) as host:
+        make = ATTACHES_RULE.make(host.training.get_optimizer_param_scheduler, state)
+        (prepare,) = (symbol.make for symbol in HOST.symbols if symbol.name == "prepare_data_for_update")
+        assert make is not None and prepare is not None
+        optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))]}], lr=1.0)
+        scheduler, found = make(optimizer), []
+        for measured in signals:
+            state.signals = measured
+            prepare(lambda rollouts: (iter(()), None, {}), state)(rollouts=rollouts())
+            found.append(optimizer.param_groups[0]["lr"])
+    return found, optimizer, scheduler
+
+
 def test_the_length_decay_takes_the_mean_length_of_the_batch_once_a_rollout_and_lets_go_of_the_scheduler() -> None:
     decay = LengthDecayLR(1e-3, decay_period=2)
     state = session.Session(None, decay)
-    with sources.imported(sources.STUB) as host:
-        make = ATTACHES_RULE.make(host.training.get_optimizer_param_scheduler, state)
-        assert make is not None
-        parameter = torch.nn.Parameter(torch.ones(1))
-        optimizer = torch.optim.SGD([{"params": [parameter]}], lr=1.0)
-        scheduler: OptimizerParamScheduler = make(optimizer)
-        prepare = HOST.symbols[[symbol.name for symbol in HOST.symbols].index("prepare_data_for_update")].make(
-            lambda rollouts: (iter(()), None, {}), state
-        )
-        assert prepare is not None
-        rates = []
-        for _ in range(4):
-            prepare(rollouts=rollouts())
-            rates.append(optimizer.param_groups[0]["lr"])
-    assert rates == [1e-3, 5e-4, 5e-4, 2.5e-4]
+    found, optimizer, scheduler = rates(state, [Signals()] * 4)
+    assert found == [1e-3, 5e-4, 5e-4, 2.5e-4]
     assert decay.detector.measured == 4
     saved = scheduler.state_dict()
     HOST.release(state)
@@ -251,21 +236,8 @@ def test_the_length_decay_takes_the_mean_length_of_the_batch_once_a_rollout_and_
 
 def test_the_gate_takes_what_the_correction_of_the_batch_measured() -> None:
     state = session.Session(None, LRGate(1e-3))
-    with sources.imported(sources.STUB) as host:
-        make = ATTACHES_RULE.make(host.training.get_optimizer_param_scheduler, state)
-        assert make is not None
-        optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))]}], lr=1.0)
-        make(optimizer)
-        prepare = HOST.symbols[[symbol.name for symbol in HOST.symbols].index("prepare_data_for_update")].make(
-            lambda rollouts: (iter(()), None, {}), state
-        )
-        assert prepare is not None
-        rates = []
-        for ess in (0.125, 0.9):
-            state.signals = Signals(ess=ess)
-            prepare(rollouts=rollouts())
-            rates.append(optimizer.param_groups[0]["lr"])
-    assert rates == pytest.approx([5e-4, 1e-3])
+    found, *_ = rates(state, [Signals(ess=0.125), Signals(ess=0.9)])
+    assert found == pytest.approx([5e-4, 1e-3])
     HOST.release(state)
 
 
