@@ -34,4 +34,4 @@ def test_a_file_whose_interpreted_tests_are_marked_elsewhere_is_refused(tmp_path
     path = f"{tmp_path}:{ROOT}/tests/support:{ROOT}"
     run = collected("-p", "suite", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, tmp_path, PYTHONPATH=path)
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "test_hidden.py holds interpreted tests and must say mark.interpreter" in run.stderr
+    assert "test_hidden.py holds interpreted tests and must say mark.interpreter or mark.kernel" in run.stderr

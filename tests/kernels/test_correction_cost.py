@@ -8,7 +8,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_correction_data import SEGMENTS, assert_agrees, batch_of, small_blocks
+from kernel_calls import EVERY_LEVEL
+from kernel_correction_data import SEGMENTS, assert_agrees, batch_of, padded, small_blocks
 from launches import count_launches, recorded_launches
 from traffic import counted_traffic
 
@@ -32,14 +33,17 @@ COUNTED: dict[str, tuple[RolloutCorrection, dict[str, Any], int]] = {
     "a measured bound": (MEASURED, {"measured_upper": 2.0}, 3),
     "log-probs by the version that sampled": (PRESETS["token-tis"].correction, {"sampling_logprobs": True}, 4),
     "turns, and normalised": (SEGMENTS, {}, 5),
+    "every level": (EVERY_LEVEL, {}, 5),
 }
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("in_rows", [False, True])
 @pytest.mark.parametrize("name", COUNTED)
-def test_a_correction_is_three_launches_and_few_more_for_what_needs_them(name: str) -> None:
+def test_a_correction_is_three_launches_and_few_more_for_what_needs_them(name: str, in_rows: bool) -> None:
     correction, options, launches = COUNTED[name]
-    batch = batch_of([9, 0, 30], sampling="sampling_logprobs" in options)
+    batch = batch_of([13, 13, 13] if in_rows else [9, 0, 30], sampling="sampling_logprobs" in options)
+    batch = padded(batch, 3) if in_rows else batch
     call = {"correction": correction, "cu_seqlens": batch.cu_seqlens, "backend": "triton", **options, **batch.options}
     asked = count_launches(lambda: correct(*batch.arguments, **call))
     assert asked.total == launches and not asked.waits and not asked.collectives, asked

@@ -18,7 +18,6 @@ from kernel_correction_data import SEGMENTS, assert_agrees, batch_of
 from kernel_rows_data import Problem, assert_kernels_are_as_exact_as_pytorch
 from on_device import MadeByTests
 from policy_loss_data import evaluate, tokens
-from route_sets import random_routes
 from support_rows import assert_equals_truth, case
 from torch import Tensor
 from torch.overrides import _pop_mode_temporarily
@@ -26,11 +25,9 @@ from torch.overrides import _pop_mode_temporarily
 from megatron_rc.batch import Support
 from megatron_rc.config import PRESETS, RolloutCorrection
 from megatron_rc.correction import correct
-from megatron_rc.kernels.compare_routes import compare_routes_fwd
 from megatron_rc.linear_head import linear_logprobs
 from megatron_rc.logprobs import vocab_parallel_logprobs
 from megatron_rc.loss import policy_loss
-from megatron_rc.reference.routes import compare_routes
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_debug_checks")]
 
@@ -270,19 +267,3 @@ def test_a_head_over_a_real_vocabulary(vocabulary: int, fused: bool) -> None:
     head = head._replace(hidden=head.hidden * 0.25)
     found = by_head(head, fused=fused, chunk=128, backend="triton", temperature=0.8)
     assert max(map(distance, found, exact(head, temperature=0.8))) <= 1e-5
-
-
-def test_routes_of_more_ids_than_an_integer_counts() -> None:
-    last, layers, k = 1000, 48, 8
-    count = 2**31 // (layers * k) + last
-    if torch.cuda.mem_get_info()[0] < 4 * count * layers * k + 2**32:
-        pytest.skip("needs 12 GiB of free memory")
-    near = [part.short() for part in random_routes((last, layers, k), experts=64)]
-    far = [torch.arange(k, dtype=torch.int16).expand(count, layers, k).contiguous() for _ in near]
-    for whole, part in zip(far, near, strict=True):
-        whole[-last:] = part
-    found, truth = compare_routes_fwd(*far), compare_routes(*near, None)
-    assert torch.equal(found[0], truth.overlap + (count - last) * k)
-    assert torch.equal(found[1], truth.differing_tokens)
-    assert torch.equal(found[2][-last:], truth.first_differing_layer)
-    assert torch.equal(found[3][-last:], truth.differing_layers)

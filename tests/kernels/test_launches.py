@@ -11,7 +11,7 @@ from kernel_calls import EVERY_LEVEL
 from launches import Launches, count_launches
 
 from megatron_rc.backend import set_debug_checks
-from megatron_rc.config import PRESETS, RolloutCorrection
+from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
 from megatron_rc.logprobs import vocab_parallel_logprobs
 from megatron_rc.loss import policy_loss
@@ -24,22 +24,6 @@ pytestmark = pytest.mark.interpreter
 def _as_outside_of_tests(no_debug_checks: None) -> None:
     # filling torch.empty with NaN is for tests of values
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("correction", [EVERY_LEVEL, *(preset.correction for preset in PRESETS.values())])
-@pytest.mark.parametrize("padded", [False, True])
-def test_correct_launches_at_most_4_kernels_one_more_to_normalise_and_two_for_a_mean_k3(
-    correction: RolloutCorrection, padded: bool
-) -> None:
-    batch = case([9, 9, 9] if padded else [9, 0, 12, 4])
-    arguments, options = list(batch.arguments), batch.options
-    if padded:
-        arguments, options["cu_seqlens"] = [x.view(3, 9) for x in arguments], None
-        options["statistics"] = {name: x.view(3, 9) for name, x in options["statistics"].items()}
-    asked = count_launches(lambda: correct(*arguments, correction=correction, backend="triton", **options))
-    pooled = any(gate.statistic == "standardized" for gate in correction.reject)
-    assert asked.total <= 4 + (correction.normalize == "batch") + 2 * pooled, asked
-    assert asked.kernels and not asked.waits and not asked.collectives
 
 
 def test_the_number_of_launches_does_not_depend_on_the_data() -> None:

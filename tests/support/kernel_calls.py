@@ -187,13 +187,15 @@ def update(size: Size, seed: int) -> Prepared:
     generator, batch = _generator(seed), case(list(size.lengths), seed=seed)
     n = sum(size.lengths)
     leaf = torch.randn(n, size.vocabulary, generator=generator).bfloat16().requires_grad_()
-    targets = torch.randint(size.vocabulary, (n,), generator=generator)
+    targets = torch.randint(size.vocabulary - 5, (n,), generator=generator)
     advantages, temperature = torch.randn(n, generator=generator), torch.rand(n, generator=generator) + 0.5
     old = batch.train.nan_to_num()
-    softmax: dict[str, Any] = {"temperature": temperature, "mask": batch.mask, "with_entropy": True}
+    softmax: dict[str, Any] = {"temperature": temperature, "mask": batch.mask, "vocab_size": size.vocabulary - 5}
 
     def run(backend: str) -> Answer:
-        current, entropy = vocab_parallel_logprobs(leaf * 1, targets, inplace_backward=True, backend=backend, **softmax)
+        current, entropy = vocab_parallel_logprobs(
+            leaf * 1, targets, with_entropy=True, inplace_backward=True, backend=backend, **softmax
+        )
         chosen = RolloutCorrection.preset("token-tis")
         given = correct(*batch.arguments, correction=chosen, backend=backend, **batch.options)
         scale = loss_scale(batch.mask, given.mask, cu_seqlens=batch.cu_seqlens)
