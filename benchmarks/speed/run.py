@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -126,17 +127,17 @@ def run(work: list[Case], store: Store, meter: Meter, seconds: float) -> None:
 
 
 def stage(store: Store, name: str, command: list[str]) -> int:
-    """Runs a command and writes down how it ended, and the last line that it said."""
-    begun, last = time.perf_counter(), ""
+    """Runs a command and writes down how it ended, and the last lines that it said."""
+    begun, last = time.perf_counter(), deque[str](maxlen=3)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         print(line, end="", flush=True)
-        last = line.strip() or last
-    found: dict[str, Any] = {"status": process.wait(), "seconds": round(time.perf_counter() - begun), "said": last}
-    store.setdefault("stages", {})[name] = found
+        last.extend([line.strip()] if line.strip() else [])
+    status, seconds = process.wait(), round(time.perf_counter() - begun)
+    store.setdefault("stages", {})[name] = {"status": status, "seconds": seconds, "said": "; ".join(last)}
     store.save()
-    return int(found["status"])
+    return status
 
 
 def faster(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -245,8 +245,8 @@ def test_a_wrong_kernel_is_seen(meter: Meter, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_stage_is_run_and_written_down(tmp_path: Path) -> None:
     kept = store(tmp_path)
-    assert run.stage(kept, "tests", [sys.executable, "-c", "print('4 passed\\n'); raise SystemExit(3)"]) == 3
-    assert store(tmp_path)["stages"]["tests"] | {"seconds": 0} == {"status": 3, "seconds": 0, "said": "4 passed"}
+    assert run.stage(kept, "tests", [sys.executable, "-c", "print('.\\n4 passed\\n'); raise SystemExit(3)"]) == 3
+    assert store(tmp_path)["stages"]["tests"] | {"seconds": 0} == {"status": 3, "seconds": 0, "said": ".; 4 passed"}
 
 
 @pytest.mark.full
