@@ -97,12 +97,12 @@ class Meter:
         return {name: figures | timed.get(name, {}) for name, figures in found.items()}
 
     def interleaved(self, calls: Mapping[str, Call], failed: Failed, seconds: float = 0.4) -> dict[str, Figures]:
-        """Medians of every phase, by turns: `<phase>_us`, `<phase>_spread` ((q3 - q1) / median), `<phase>_host_us`.
+        """Medians per phase, by turns: `<phase>_us`, `<phase>_host_us`, and the spread of both, (q3 - q1) / median.
 
         One call per provider, then the next round; a provider gets 7 to 50 rounds, by `seconds`. One that raises keeps
         what it was timed at before, and the others go on.
         """
-        taken: dict[str, list[dict[str, tuple[float, float]]]] = {name: [] for name in calls}
+        taken: dict[str, list[Figures]] = {name: [] for name in calls}
         left = dict.fromkeys(calls, 1)
         while any(left.values()):
             for name in [name for name, rounds in left.items() if rounds]:
@@ -115,14 +115,14 @@ class Meter:
                     continue
                 left[name] -= 1
                 if len(taken[name]) == 1:
-                    once = sum(device for device, _ in taken[name][0].values())
+                    once = sum(taken[name][0][f"{phase}_us"] for phase in calls[name].phases)
                     left[name] = int(min(50, max(7, 1e6 * seconds / once)))
         return {name: medians(times) for name, times in taken.items() if len(times) > 1}
 
-    def once(self, call: Call) -> dict[str, tuple[float, float]]:
+    def once(self, call: Call) -> Figures:
         """Microseconds of every phase, with other data in the L2 cache: on the device, and until it returned."""
         call.prepare()
-        events, host = {}, {}
+        events, figures = {}, Figures()
         for name, phase in call.phases.items():
             events[name] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             # reading leaves nothing in the cache that would have to be written back while the clock runs
@@ -131,13 +131,14 @@ class Meter:
             if not call.waits:
                 torch.cuda._sleep(_HEAD_START)
             events[name][0].record()
-            start = time.perf_counter()
+            begun = time.perf_counter()
             phase()
-            host[name] = 1e6 * (time.perf_counter() - start)
+            figures[f"{name}_host_us"] = 1e6 * (time.perf_counter() - begun)
             events[name][1].record()
         torch.cuda.synchronize()
-        device = {name: 1e3 * start.elapsed_time(end) for name, (start, end) in events.items()}
-        return {name: (host[name] if call.waits else device[name], host[name]) for name in host}
+        for name, (start, end) in events.items():
+            figures[f"{name}_us"] = figures[f"{name}_host_us"] if call.waits else 1e3 * start.elapsed_time(end)
+        return figures
 
     def graph(self, call: Call) -> Figures:
         """Device time of one replay of the call as a CUDA graph."""
@@ -156,12 +157,11 @@ class Meter:
         return {"graph_us": medians([self.once(replay) for _ in range(50)])["graph_us"]}
 
 
-def medians(taken: list[dict[str, tuple[float, float]]]) -> Figures:
+def medians(taken: list[Figures]) -> Figures:
     figures: Figures = {}
     for name in taken[0]:
-        low, middle, high = statistics.quantiles([one[name][0] for one in taken], n=4)
-        figures |= {f"{name}_us": middle, f"{name}_spread": (high - low) / middle}
-        figures[f"{name}_host_us"] = statistics.median(one[name][1] for one in taken)
+        low, middle, high = statistics.quantiles([one[name] for one in taken], n=4)
+        figures |= {name: middle, f"{name.removesuffix('_us')}_spread": (high - low) / middle}
     return figures
 
 

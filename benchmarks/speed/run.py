@@ -140,15 +140,6 @@ def stage(store: Store, name: str, command: list[str]) -> int:
     return status
 
 
-def faster(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """The interpreter without its most repeated work; like the counters this needs pytest."""
-    if device.type == "cuda":
-        return contextlib.nullcontext()
-    from fast_interpreter import interpreter_that_remembers
-
-    return interpreter_that_remembers()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="toy sizes on CPU in the interpreter; nothing is timed")
@@ -160,6 +151,9 @@ def main() -> None:
     parser.add_argument("--without", action="append", default=[], help="a peer that is left out; may be repeated")
     parser.add_argument("--stage", nargs=argparse.REMAINDER, help="NAME COMMAND: run it and write down how it ended")
     asked = parser.parse_args()
+    if asked.smoke:
+        # like the counters it needs pytest
+        from fast_interpreter import interpreter_that_remembers
     if asked.smoke != triton.knobs.runtime.interpret:
         raise SystemExit("--smoke runs the kernels in Triton's interpreter: set TRITON_INTERPRET=1, for it alone")
     if not asked.smoke and not torch.cuda.is_available():
@@ -187,7 +181,7 @@ def main() -> None:
         print("\n".join(launch_lines(store["sweep"])))
         return
     store["peers"] = {peer.name: peer.version for peer in peers.present} | peers.absent
-    with faster(device):
+    with interpreter_that_remembers() if asked.smoke else contextlib.nullcontext():
         run([case for case in table if asked.only in case.name], store, meter, 60 * asked.minutes)
     print(f"wrote {store.path}; python benchmarks/speed/report.py prints it")
     if wrong := report.wrong(store):
