@@ -35,8 +35,7 @@ class Change(NamedTuple):
     """Mean of the values from the change before this one."""
     after: float
     """Mean of the values up to the next change."""
-    test: int
-    """Index of its p-value in the tests of ``Changes``."""
+    p: float
 
 
 class Changes(NamedTuple):
@@ -45,22 +44,6 @@ class Changes(NamedTuple):
     """Slope per step where the series changes, but a straight line describes it better than jumps do."""
     tests: tuple[float, ...]
     """P-values of all splits that were tried, of points or not; the first is that of the whole series."""
-
-
-class _Law(NamedTuple):
-    """The statistic of series without jumps."""
-
-    values: Floats
-    """Rising."""
-    start: float
-    """Where the tail begins."""
-    mean: float
-    """Mean excess over it."""
-
-    def p(self, seen: float) -> float:
-        if seen > self.start:
-            return float(TAIL * np.exp((self.start - seen) / self.mean))
-        return float((1 + self.values.size - np.searchsorted(self.values, seen)) / (1 + self.values.size))
 
 
 def find_changes(values: Floats, level: float) -> Changes:
@@ -72,7 +55,7 @@ def find_changes(values: Floats, level: float) -> Changes:
     p-value is that of the largest t in simulated autoregressive series without jumps, which are treated alike. At the
     end the levels must describe the series better than a straight line, by Schwarz's criterion (BIC).
     """
-    found: dict[int, int] = {}
+    found: dict[int, float] = {}
     tests: list[float] = []
     waiting = [(0, values.size)]
     while waiting and len(found) < MOST:
@@ -82,13 +65,13 @@ def find_changes(values: Floats, level: float) -> Changes:
         index, p = start + split[0], split[1]
         tests.append(p)
         if p < level:
-            found[index] = len(tests) - 1
+            found[index] = p
             waiting += [(start, index), (index, end)]
     edges = [0, *sorted(found), values.size]
-    means = [float(values[a:b].mean()) for a, b in itertools.pairwise(edges)]
     if found and (slope := _better_line(values, edges)) is not None:
         return Changes((), slope, tuple(tests))
-    points = (Change(index, means[i], means[i + 1], found[index]) for i, index in enumerate(sorted(found)))
+    means = [float(values[a:b].mean()) for a, b in itertools.pairwise(edges)]
+    points = (Change(i, *pair, found[i]) for i, pair in zip(sorted(found), itertools.pairwise(means), strict=True))
     return Changes(tuple(points), None, tuple(tests))
 
 
@@ -100,7 +83,15 @@ def _split(values: Floats) -> tuple[int, float] | None:
     (seen,), (index,) = _largest(values[None])
     size = min((size for size in SIZES if size >= n), default=SIZES[-1])
     scaled = float(_tail_scale(seen, size))
-    return int(index), max(law.p(scaled) for law in _laws(size))
+    return int(index), max(_p(scaled, law) for law in _laws(size))
+
+
+def _p(seen: float, law: Floats) -> float:
+    """Share of the simulated statistics, rising, that are at least as large; an exponential is fitted to their tail."""
+    tail = law[int((1 - TAIL) * SIMULATED) :]
+    if seen > tail[0]:
+        return float(TAIL * np.exp((tail[0] - seen) / (tail.mean() - tail[0])))
+    return float((1 + SIMULATED - np.searchsorted(law, seen)) / (1 + SIMULATED))
 
 
 def _tail_scale(t: Floats, n: int) -> Floats:
@@ -110,17 +101,15 @@ def _tail_scale(t: Floats, n: int) -> Floats:
 
 
 @functools.cache
-def _laws(n: int) -> tuple[_Law, ...]:
-    """The statistic of simulated series [n], by memory."""
+def _laws(n: int) -> tuple[Floats, ...]:
+    """By memory, the statistics of simulated series [n] without jumps, rising."""
     laws = []
     for memory in MEMORIES:
         steps = np.random.default_rng(n).standard_normal((SIMULATED, n))
         steps[:, 1:] *= np.sqrt(1 - memory**2)
         for t in range(1, n):
             steps[:, t] += memory * steps[:, t - 1]
-        values = np.sort(_tail_scale(_largest(steps)[0], n))
-        tail = values[int((1 - TAIL) * SIMULATED) :]
-        laws.append(_Law(values, float(tail[0]), float(tail.mean() - tail[0])))
+        laws.append(np.sort(_tail_scale(_largest(steps)[0], n)))
     return tuple(laws)
 
 

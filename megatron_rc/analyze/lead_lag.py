@@ -79,12 +79,10 @@ def _surprises(values: Floats, memory: int) -> Floats:
 def _normal_scores(values: Floats) -> Floats:
     """Values of the standard normal law at the ranks of ``values``; equal values get the mean rank."""
     order, inverse, count = np.unique(values, return_inverse=True, return_counts=True)[0:3]
-    ranks = (np.cumsum(count) - (count + 1) / 2)[inverse]
-    return _normal_quantile((ranks + 1) / (values.size + 1)) if order.size > 1 else np.zeros(values.size)
-
-
-def _normal_quantile(shares: Floats) -> Floats:
-    return np.array([NormalDist().inv_cdf(share) for share in shares.tolist()])
+    if order.size == 1:
+        return np.zeros(values.size)
+    shares = (np.cumsum(count) - (count - 1) / 2) / (values.size + 1)
+    return np.array([NormalDist().inv_cdf(share) for share in shares.tolist()])[inverse]
 
 
 def _correlations(one: Floats, other: Floats) -> Floats:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rc.analyze.changes import MOST, Change, find_changes
+from megatron_rc.analyze.changes import MOST, find_changes
 from megatron_rc.analyze.lead_lag import LeadLag, lead_lag
 from megatron_rc.analyze.significance import Test
 from megatron_rc.analyze.steps import Step
@@ -73,16 +73,16 @@ class Timeline(NamedTuple):
     lead_lag: tuple[LeadLag, ...]
     """k3 against gradient norm, reward, entropy and length, as far as known and long enough."""
     surge: Surge
-    jump_tests: tuple[int, ...]
-    """The test of each jump, by its index in ``tests``."""
     tests: tuple[Test, ...]
     """All tests that were made: of the splits that were tried, with a jump or without, and of each pair of series."""
 
     def corrected(self, adjusted: Mapping[str, float]) -> Timeline:
         """With the p-values of jumps and pairs as ``adjusted`` has them by the name of the test."""
-        jumps = (j._replace(p=adjusted[self.tests[t].name]) for j, t in zip(self.jumps, self.jump_tests, strict=True))
-        pairs = (pair._replace(p=adjusted[_pair_test(pair).name]) for pair in self.lead_lag)
-        return self._replace(jumps=tuple(jumps), lead_lag=tuple(pairs))
+        p = {test.p: adjusted[test.name] for test in self.tests}  # Holm's correction keeps equal p-values equal
+        return self._replace(
+            jumps=tuple(jump._replace(p=p[jump.p]) for jump in self.jumps),
+            lead_lag=tuple(pair._replace(p=p[pair.p]) for pair in self.lead_lag),
+        )
 
 
 def timeline(steps: Sequence[Step], logged: Logged, other_tests: int = 0) -> Timeline | None:
@@ -96,35 +96,30 @@ def timeline(steps: Sequence[Step], logged: Logged, other_tests: int = 0) -> Tim
     """
     if len(steps) < FEWEST_STEPS:
         return None
-    series = {
-        "k3": tuple(s.k3 for s in steps),
-        "sigma": tuple(s.sigma for s in steps),
-        "ess": tuple(s.ess for s in steps),
-        "length": tuple(s.mean_length for s in steps),
-        "z_rho": tuple(s.z_rho for s in steps),
-    }
-    own = {"reward": tuple(s.reward for s in steps), "entropy": tuple(s.entropy for s in steps)}
+    names = {"k3": "k3", "sigma": "sigma", "ess": "ess", "length": "mean_length", "z_rho": "z_rho"}
+    series = {name: tuple(getattr(s, key) for s in steps) for name, key in names.items()}
     for name in LOGGED:
+        own = tuple(getattr(s, name, math.nan) for s in steps)
         of_log = tuple(logged.get(name, {}).get(s.step, math.nan) for s in steps)
-        values = next((v for v in (own.get(name, ()), of_log) if any(map(math.isfinite, v))), None)
+        values = next((v for v in (own, of_log) if any(map(math.isfinite, v))), None)
         if values is not None:
             series[name] = values
     log_k3 = np.log(np.maximum(series["k3"], SMALLEST_K3))
-    pairs = _lead_lags(log_k3, series)
+    others = [name for name in (*LOGGED, "length") if name in series]
+    pairs = [pair for name in others if (pair := lead_lag(name, log_k3, np.array(series[name]))) is not None]
     # two splits follow each jump, so that no more than these are ever tried
-    most = other_tests + len(pairs) + 2 * MOST + 1
-    changes = find_changes(log_k3, JUMP_LEVEL / most)
-    splits = tuple(Test(f"jump of k3, split {i}", _deviate(p), p) for i, p in enumerate(changes.tests))
+    changes = find_changes(log_k3, JUMP_LEVEL / (other_tests + len(pairs) + 2 * MOST + 1))
+    p_values = {f"jump of k3, split {i}": p for i, p in enumerate(changes.tests)}
+    p_values |= {f"k3 with {pair.other}": pair.p for pair in pairs}
     return Timeline(
         steps=tuple(steps),
         series=series,
         missing={name: need for name, need in NEEDS.items() if name not in series},
-        jumps=tuple(_jump(steps, change, changes.tests[change.test]) for change in changes.points),
+        jumps=tuple(Jump(steps[c.begins].step, math.exp(c.before), math.exp(c.after), c.p) for c in changes.points),
         drift=None if changes.drift is None else math.exp(changes.drift),
-        lead_lag=pairs,
+        lead_lag=tuple(pairs),
         surge=_surge(steps),
-        jump_tests=tuple(change.test for change in changes.points),
-        tests=(*splits, *map(_pair_test, pairs)),
+        tests=tuple(Test(name, _deviate(p), p) for name, p in p_values.items()),
     )
 
 
@@ -150,23 +145,9 @@ def logged_beside(path: Path) -> dict[str, dict[int, float]]:
     }
 
 
-def _jump(steps: Sequence[Step], change: Change, p: float) -> Jump:
-    return Jump(steps[change.begins].step, math.exp(change.before), math.exp(change.after), p)
-
-
-def _pair_test(pair: LeadLag) -> Test:
-    return Test(f"k3 with {pair.other}", _deviate(pair.p), pair.p)
-
-
 def _deviate(p: float) -> float:
     """The standard normal deviate that has the upper tail ``p``."""
     return -NormalDist().inv_cdf(min(max(p, 1e-300), 1 - 1e-16))
-
-
-def _lead_lags(log_k3: np.ndarray, series: Mapping[str, tuple[float, ...]]) -> tuple[LeadLag, ...]:
-    names = [name for name in ("grad_norm", "reward", "entropy", "length") if name in series]
-    found = (lead_lag(name, log_k3, np.array(series[name])) for name in names)
-    return tuple(result for result in found if result is not None)
 
 
 def _surge(steps: Sequence[Step]) -> Surge:
