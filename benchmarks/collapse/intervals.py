@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -97,6 +98,11 @@ def log_rank(first: Sequence[Life], second: Sequence[Life]) -> LogRank:
     The statistic is that of `scipy.stats.logrank`, O - E of the first group: O collapses, of which E are expected. Its
     p here is exact, because groups are small.
     """
+    return _log_rank(tuple(first), tuple(second))
+
+
+@functools.cache
+def _log_rank(first: tuple[Life, ...], second: tuple[Life, ...]) -> LogRank:
     both = [*first, *second]
     steps, unseen = _columns(both)
     ends = np.unique(steps[~unseen])

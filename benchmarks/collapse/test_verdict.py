@@ -33,7 +33,8 @@ from megatron_rc.analyze.covered import LAB, Covered
 from megatron_rc.jobs import grid as grids
 from megatron_rc.report.endpoints import outcome
 
-pytestmark = pytest.mark.full
+# drawing all figures and dealing out all runs takes minutes on a loaded machine
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "launch/recipes/collapse"
 STATEMENT = page.statement()

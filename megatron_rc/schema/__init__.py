@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
 import os
 import typing
 from pathlib import Path
@@ -35,9 +36,18 @@ def from_dict(cls: type[T], data: Any, *, assignments: typing.Iterable[str] = ()
             set_field(data, assignment)
     data = _expanded(cls, data, where)
     try:
-        return pydantic.TypeAdapter(cls).validate_python(data)
+        validated: T = _adapter(cls).validate_python(data)
+        return validated
     except pydantic.ValidationError as error:
         raise ValueError(_one_sentence(error, where)) from None
+
+
+@functools.cache
+def _adapter(cls: type) -> Any:
+    # kept, because it takes longer to build than all that it validates
+    import pydantic
+
+    return pydantic.TypeAdapter(cls)
 
 
 def to_dict(value: Any) -> dict[str, Any]:

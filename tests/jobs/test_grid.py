@@ -87,10 +87,9 @@ def test_a_grid_trains_every_cell_once_from_one_warm_up_and_loses_nothing_to_a_c
 
 
 def test_a_launcher_starts_the_jobs_of_a_grid_and_a_cell_that_fails_names_its_log(tmp_path: Path) -> None:
-    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 1"
     job = {**JOB, "model": {"config": MOE}, "warmup": {"steps": 0}, "moe": {"record": True}}
     axes = {"replay": {"R3": {"moe.replay": "R3"}, "R2": {"moe.replay": "R2", "correction": {"old": "current"}}}}
-    data = {"job": job, "axes": axes, "output": str(tmp_path / "out"), "launcher": torchrun}
+    data = {"job": job, "axes": axes, "output": str(tmp_path / "out"), "launcher": sys.executable}
     ((status, said),) = run_together([["grid", str(settings_file(tmp_path, data))]], tmp_path)
     assert status == 2 and f"R2 seed 1: the job failed; {tmp_path}/out/R2/seed-1/log.txt says why" in said
     assert "correction.old must be 'recompute'" in (tmp_path / "out/R2/seed-1/log.txt").read_text()
