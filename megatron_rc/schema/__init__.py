@@ -36,7 +36,7 @@ def from_dict(cls: type[T], data: Any, *, assignments: typing.Iterable[str] = ()
             set_field(data, assignment)
     data = _expanded(cls, data, where)
     try:
-        validated: T = _adapter(cls).validate_python(data)
+        validated: T = _adapter(typing.cast(Any, cls)).validate_python(data)
         return validated
     except pydantic.ValidationError as error:
         raise ValueError(_one_sentence(error, where)) from None
