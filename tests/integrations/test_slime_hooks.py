@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hosts.slime.host import Rollout, arguments, micro_batch, rollout, sum_of_sample_mean
+from hosts.slime.host import MILES, Rollout, arguments, micro_batch, rollout, sum_of_sample_mean
 from hosts.slime.single import alone
 from torch import Tensor
 
@@ -143,6 +143,24 @@ def test_tis_only_reports_under_get_mismatch_metrics_or_where_the_advantages_are
         loss, _, metrics = tis(args, train, sampled, [[1, 1]])
         assert loss.tolist() == [1.0, 2.0]
         torch.testing.assert_close(metrics["rc/k1"], torch.tensor([-2 * LOG2, 0.0]))
+
+
+@pytest.mark.host("slime", "miles", proof="stand-in", feature="correction none leaves the loss bit-identical")
+@pytest.mark.parametrize("host", ["slime", "miles"])
+def test_correction_none_returns_the_very_bits_of_slimes_loss(host: str) -> None:
+    whole, padded = rollout(5), 13 if host == "miles" else None
+    batch = micro_batch(whole, padded=padded)
+    names = ["loss_masks", "total_lengths", "response_lengths", "rollout_log_probs"] + ["max_seq_lens"] * bool(padded)
+    given = {"train_log_probs": batch["log_probs"], **{name: batch[name] for name in names}}
+    pg_loss = torch.randn(sum(whole.responses), generator=torch.Generator().manual_seed(0)).requires_grad_()
+    layout = {**MILES, "qkv_format": "bshd"} if padded else {}
+    args = arguments(use_tis=True, megatron_rc={"correction": "none"}, **layout)
+    hooked, masks, _ = slime.tis(args, pg_loss=pg_loss, **given)
+    reduce, total = sum_of_sample_mean(whole, padded=padded), sum(whole.responses)
+    assert masks is batch["loss_masks"] and len(hooked) == total
+    own, ours = reduce(pg_loss), reduce(hooked)
+    assert torch.equal(own, ours)
+    assert torch.equal(torch.autograd.grad(own, pg_loss)[0], torch.autograd.grad(ours, pg_loss)[0])
 
 
 def test_missing_rollout_logprobs_are_refused_with_the_flag_that_records_them() -> None:
