@@ -1,0 +1,18 @@
+"""The mutants of tests/support/mutants.txt fit this tree, so that they can be run."""
+
+from __future__ import annotations
+
+import pytest
+from mutants import Mutant, find, mutants, mutated
+
+
+def test_there_are_a_hundred() -> None:
+    assert [mutant.number for mutant in mutants()] == list(range(1, 101))
+
+
+@pytest.mark.parametrize("mutant", mutants(), ids=lambda mutant: f"{mutant.number:03}-{mutant.name}")
+def test_each_changes_one_line_and_compiles(mutant: Mutant) -> None:
+    """After a move, the mutant finds its line by itself; after a rename or a rewrite, mutants.txt says the new one."""
+    path, line = find(mutant)
+    assert mutant.old != mutant.new
+    compile(mutated(path, line, mutant.new), str(path), "exec")
