@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -54,92 +55,38 @@ def refuse(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     return printed.err
 
 
-def truncated(folder: Path) -> Path:
-    path = dump(folder)
-    path.write_bytes(path.read_bytes()[:-200])
-    return path
+NO_LISTS = pa.array([], pa.list_(pa.float64()))
+UNUSABLE: dict[str, dict[str, Any]] = {
+    "no rows": {"old_logprobs": NO_LISTS, "rollout_logprobs": NO_LISTS, "step": None},
+    "texts": {"old_logprobs": [["a"] * LENGTH] * RESPONSES},
+    "no lists": {"old_logprobs": [1.0] * RESPONSES, "rollout_logprobs": [1.0] * RESPONSES},
+    "only NaN": {"old_logprobs": [[float("nan")] * LENGTH] * RESPONSES},
+    "other lengths": {"old_logprobs": [[-1.0] * (LENGTH - 1)] * RESPONSES},
+    "one side": {"rollout_logprobs": None},
+}
 
 
-def cut_in_the_middle(folder: Path) -> Path:
-    """The end is whole, the data in front of it are overwritten."""
-    path = dump(folder)
-    data = bytearray(path.read_bytes())
-    data[4:400] = bytes(396)
-    path.write_bytes(data)
-    return path
+@pytest.mark.parametrize("changes", UNUSABLE.values(), ids=UNUSABLE)
+def test_a_dump_without_a_usable_response_is_one_sentence(changes: Any, tmp_path: Path, monkeypatch, capsys) -> None:
+    refuse(dump(tmp_path, **changes), monkeypatch=monkeypatch, capsys=capsys)
 
 
-def empty_file(folder: Path) -> Path:
-    path = folder / "dump.parquet"
-    path.touch()
-    return path
+DAMAGED: dict[str, Callable[[bytes], bytes]] = {
+    "truncated.parquet": lambda whole: whole[:-200],
+    "cut-in-the-middle.parquet": lambda whole: whole[:4] + bytes(396) + whole[400:],
+    "empty.parquet": lambda whole: b"",
+    "noise.parquet": lambda whole: b"PAR1" + np.random.default_rng(1).bytes(5000) + b"PAR1",
+    "broken.jsonl": lambda whole: b'{"old_logprobs": [1, 2\n\xff\xfe\n',
+}
 
 
-def empty_folder(folder: Path) -> Path:
-    return folder
-
-
-def absent(folder: Path) -> Path:
-    return folder / "nothing.parquet"
-
-
-def no_rows(folder: Path) -> Path:
-    lists = pa.array([], pa.list_(pa.float64()))
-    return dump(folder, old_logprobs=lists, rollout_logprobs=lists, step=None)
-
-
-def text_in_the_place_of_numbers(folder: Path) -> Path:
-    return dump(folder, old_logprobs=[["a"] * LENGTH] * RESPONSES)
-
-
-def numbers_in_the_place_of_lists(folder: Path) -> Path:
-    return dump(folder, old_logprobs=[1.0] * RESPONSES, rollout_logprobs=[1.0] * RESPONSES)
-
-
-def only_nan(folder: Path) -> Path:
-    return dump(folder, old_logprobs=[[float("nan")] * LENGTH] * RESPONSES)
-
-
-def mismatched_everywhere(folder: Path) -> Path:
-    return dump(folder, old_logprobs=[[-1.0] * (LENGTH - 1)] * RESPONSES)
-
-
-def one_list_missing(folder: Path) -> Path:
-    return dump(folder, rollout_logprobs=None)
-
-
-def noise(folder: Path) -> Path:
-    path = folder / "dump.parquet"
-    path.write_bytes(b"PAR1" + np.random.default_rng(1).bytes(5000) + b"PAR1")
-    return path
-
-
-def broken_lines(folder: Path) -> Path:
-    path = folder / "dump.jsonl"
-    path.write_bytes(b'{"old_logprobs": [1, 2\n\xff\xfe\n')
-    return path
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        truncated,
-        cut_in_the_middle,
-        empty_file,
-        empty_folder,
-        absent,
-        no_rows,
-        text_in_the_place_of_numbers,
-        numbers_in_the_place_of_lists,
-        only_nan,
-        mismatched_everywhere,
-        one_list_missing,
-        noise,
-        broken_lines,
-    ],
-)
-def test_a_dump_without_a_usable_response_is_one_sentence(make: Any, tmp_path: Path, monkeypatch, capsys) -> None:
-    refuse(make(tmp_path), monkeypatch=monkeypatch, capsys=capsys)
+@pytest.mark.parametrize("name", [*DAMAGED, "", "nothing.parquet"])
+def test_a_file_that_is_no_dump_is_one_sentence(name: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Also an empty folder, and a file that does not exist."""
+    if name in DAMAGED:
+        (tmp_path / "whole").mkdir()
+        (tmp_path / name).write_bytes(DAMAGED[name](dump(tmp_path / "whole").read_bytes()))
+    refuse(tmp_path / name, monkeypatch=monkeypatch, capsys=capsys)
 
 
 @pytest.mark.parametrize(

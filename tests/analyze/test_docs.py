@@ -73,10 +73,10 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
     for trap in ("padded vocabulary", "one stale server", "stale cache"):
         corrupt = CorruptRows()
         corrupt.add("a row")
-        chunk = TRAPS[trap][1](world(1))
+        chunk = TRAPS[trap][1](world(1, sequences=96))
         chunk.log_mu[0] = float("nan")
         reward = np.arange(chunk.num_sequences) % 2.0
-        columns = {"reward": reward, "advantage": reward - 0.5, "step": np.arange(chunk.num_sequences) // 6}
+        columns = {"reward": reward, "advantage": reward - 0.5, "step": np.arange(chunk.num_sequences) // 4}
         chunk = dataclasses.replace(chunk, sequences={**chunk.sequences, **columns})
         diagnosis = diagnosis_of([chunk], "dump", "arrays", corrupt, ignored=["a file"], ignore=["RC404"])
         seen |= set(keys(json.loads(output.to_json(diagnosis, what_if=True))))

@@ -8,10 +8,8 @@ from simulated_dumps import TRAPS, honest, log_softmax, padded_vocabulary, world
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.diagnosis import diagnosis_of
-from megatron_rc.analyze.honesty import honesty
 from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules.rule import Level
-from megatron_rc.analyze.sums import Sums, sequence_sums, total
 
 BENIGN = {"RC404", "RC501", "RC502"}
 
@@ -39,22 +37,6 @@ def test_codes_that_one_rule_tells_apart_are_selected_and_ignored_one_by_one() -
     assert answered[("RC106",), ()] == ["RC106"]
     assert answered[("RC102",), ()] == []
     assert "RC106" not in answered[(), ("RC106",)]
-
-
-def test_honest_batches_reject_as_often_as_the_level_says() -> None:
-    """5 % of 1,000 batches, within 4 standard errors, for both tests of the panel."""
-    batches, rejected = 1000, np.zeros(2)
-    for seed in range(batches):
-        random = np.random.default_rng(seed)
-        logits = random.normal(size=(600, 24)) * np.exp(random.normal(size=(600, 1)))
-        pi, mu = log_softmax(logits), log_softmax(logits + 0.2 * random.normal(size=logits.shape))
-        ids, rows = np.argmax(mu + random.gumbel(size=mu.shape), axis=1), np.arange(600)
-        chunk = Chunk(pi[rows, ids], mu[rows, ids], np.arange(31) * 20, {"entropy": -(np.exp(pi) * pi).sum(axis=1)})
-        panel = honesty(Sums(total(sequence_sums(chunk))))
-        assert panel.z_surprise is not None
-        rejected += [abs(panel.z_ratio.z) > 1.96, abs(panel.z_surprise.z) > 1.96]
-    error = 4 * np.sqrt(0.05 * 0.95 / batches)
-    assert (np.abs(rejected / batches - 0.05) < error).all(), rejected / batches
 
 
 def test_a_hidden_top_p_of_99_percent_is_seen_in_one_batch_of_30_thousand_tokens() -> None:
