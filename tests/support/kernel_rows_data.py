@@ -152,3 +152,15 @@ def _same_memory_layout(values: Tensor) -> Tensor:
     storage = values.untyped_storage().clone()
     copy = torch.empty(0, dtype=values.dtype).set_(storage, values.storage_offset(), values.shape, values.stride())
     return copy
+
+
+def random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def problem_of(logits: Tensor, targets: Tensor, **options: Any) -> Problem:
+    generator = torch.Generator().manual_seed(7)
+    options = {name: v.to(logits.device) if isinstance(v, Tensor) else v for name, v in options.items()}
+    return Problem(
+        logits, targets, options, random(tuple(targets.shape), generator), random(tuple(targets.shape), generator)
+    )
