@@ -4,7 +4,7 @@
 
 Both run under the interpreter that runs this file, with its torch, triton and megatron-core. Every difference is
 printed with its name and size, then a table of the areas; the status is 1 if a difference is not excepted. It takes
-about five minutes on two quiet cores, and four more with --quickstart.
+eight minutes of processor time, half of that on two quiet cores, and two more with --quickstart.
 """
 
 from __future__ import annotations
