@@ -160,6 +160,8 @@ class Unpickler(pickle._Unpickler):
         skip_numpy: give Unread for every value of NumPy; these are refused otherwise.
     """
 
+    stack: list[Any]
+
     def __init__(
         self, raw: memoryview, elements: Callable[[Storage], NDArray[Any]], *, skip_numpy: bool = False
     ) -> None:
@@ -199,12 +201,12 @@ class Unpickler(pickle._Unpickler):
         self.stack.extend(pickle.loads(pickle.MARK + run[0] + pickle.LIST + pickle.STOP))  # type: ignore[attr-defined]
 
 
-class Counted(dict[int, Callable[[pickle._Unpickler], None]]):
+class Counted(dict[int, Callable[[Any], Any]]):
     """Instructions by their code, of which MAX_INSTRUCTIONS may be looked up."""
 
     count = 0
 
-    def __getitem__(self, code: int) -> Callable[[pickle._Unpickler], None]:
+    def __getitem__(self, code: int) -> Callable[[Any], Any]:
         self.count += 1
         if self.count > MAX_INSTRUCTIONS:
             raise pickle.UnpicklingError(f"it has more than {MAX_INSTRUCTIONS} instructions")
@@ -222,7 +224,8 @@ def _fixed(load: Callable[[Any], None]) -> Callable[[Any], None]:
     return load_fixed
 
 
-_INSTRUCTIONS = pickle._Unpickler.dispatch | {
+_INSTRUCTIONS: dict[int, Callable[[Any], Any]] = {
+    **pickle._Unpickler.dispatch,
     **dict.fromkeys((ord(code) for code in "GJMK"), Unpickler.load_numbers),
     # the length of a frame: its instructions are read as if they stood outside of one
     pickle.FRAME[0]: lambda self: self.read(8),
