@@ -168,7 +168,7 @@ class Unpickler(pickle._Unpickler):
         self._raw, self._stream = raw, io.BytesIO(raw)
         super().__init__(self._stream)
         self._elements, self._skip_numpy = elements, skip_numpy
-        self.dispatch = Counted(_INSTRUCTIONS)  # type: ignore[assignment, arg-type, misc]
+        self.dispatch = Counted(_INSTRUCTIONS)  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -198,7 +198,7 @@ class Unpickler(pickle._Unpickler):
         if run is None:
             raise EOFError
         self._stream.seek(run.end())
-        self.stack.extend(pickle.loads(pickle.MARK + run[0] + pickle.LIST + pickle.STOP))  # type: ignore[attr-defined]
+        self.stack.extend(pickle.loads(pickle.MARK + run[0] + pickle.LIST + pickle.STOP))
 
 
 class Counted(dict[int, Callable[[Any], Any]]):
