@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -46,17 +45,13 @@ class Loopback:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.jobs = folder, list[subprocess.Popen[str]]()
-        path = f"{self._stand_ins()}:{os.environ['PATH']}"
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin/srun").symlink_to(Path(__file__).with_name("srun"))
+        (folder / "bin/scontrol").write_text("#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.2\\n'\n")
+        (folder / "bin/scontrol").chmod(0o755)
+        path = f"{folder}/bin:{os.environ['PATH']}"
         job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "127.0.0.[1-2]"}
         self.environment = environment(**job, PATH=path, TEST_FOLDER=str(folder), PORT=str(free_port()))
-
-    def _stand_ins(self) -> Path:
-        (self.folder / "bin").mkdir(parents=True)
-        srun = f'exec {sys.executable} {Path(__file__).parent}/loopback_srun.py "$@"'
-        for name, does in {"srun": srun, "scontrol": r"printf '127.0.0.1\n127.0.0.2\n'"}.items():
-            (self.folder / "bin" / name).write_text(f"#!/bin/sh\n{does}\n")
-            (self.folder / "bin" / name).chmod(0o755)
-        return self.folder / "bin"
 
     def submit(self, template: Path, *words: object, **extra: str) -> subprocess.Popen[str]:
         """A job that runs; `ended` says what it wrote."""
@@ -135,7 +130,12 @@ class Slurm(Loopback):
         return ["sbatch", "--wait", "--gpus-per-node=0", *said, str(template)]
 
     def close(self) -> None:
+        # a daemon that ends before its steps leaves processes behind that wait for it
+        subprocess.run(["scancel", f"--user={getpass.getuser()}"], env=self.environment)
         super().close()
+        asked, deadline = ["squeue", "--noheader"], time.monotonic() + 60
+        while subprocess.run(asked, env=self.environment, capture_output=True).stdout and time.monotonic() < deadline:
+            time.sleep(0.2)
         for daemon in reversed(self.daemons):
             daemon.terminate()
             daemon.wait(60)
