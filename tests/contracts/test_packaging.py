@@ -149,11 +149,6 @@ def test_constraints_pin_every_requirement_to_an_accepted_version(metadata: Mess
     assert {n: v for n, v in cpu.items() if n in gpu} == gpu
 
 
-def test_no_file_is_longer_than_350_lines() -> None:
-    long = {str(p.relative_to(ROOT)): n for p in python_files() if (n := len(p.read_text().splitlines())) > 350}
-    assert long == {}
-
-
 def test_no_conftest_or_package_file_shadows_megatron() -> None:
     assert not (ROOT / "conftest.py").exists()
     # the stub hosts are megatron in processes of their own

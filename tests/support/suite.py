@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ import torch
 from built_wheel import checkout as checkout
 from built_wheel import metadata as metadata
 from built_wheel import wheel as wheel
+from ceilings import SECONDS
 from hypothesis import settings
 from on_device import CARD, DEVICE, INTERPRETED, MadeByTests
 from tested_kernels import TestedKernels
@@ -76,6 +79,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             )
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
     items[:] = [item for item in items if runs(item)]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name the folders whose tests took half as long again as they should."""
+    seconds: Counter[str] = Counter()
+    for report in (one for kind in terminalreporter.stats.values() for one in kind):
+        if isinstance(report, pytest.TestReport):
+            seconds["/".join(report.nodeid.split("/")[:2])] += report.duration
+    for folder in sorted(SECONDS.keys() & seconds.keys()):
+        if seconds[folder] > 1.5 * (usual := SECONDS[folder][INTERPRETED]):
+            terminalreporter.write_line(f"{folder} took {seconds[folder]:.0f} s, and {usual:.0f} s on two quiet cores")
 
 
 @pytest.hookimpl(trylast=True)
