@@ -53,7 +53,8 @@ def test_the_constraints_pin_what_the_first_row_says() -> None:
 def test_the_test_command_prepares_what_the_table_says() -> None:
     (wheels,) = re.findall(r"^\s*prepare_megatron_training (.+)$", script("test.sh"), re.MULTILINE)
     assert wheels.replace(" ", ", ") in [row.core for row in TESTED]
-    (older,) = set(re.findall(r"\d+\.\d+\.\d+", script("test.sh").partition("prepare_triton")[2]))
+    (prepared,) = re.findall(r"prepare_triton (\S+)", script("test.sh"))
+    (older,) = {prepared, *re.findall(r"(?:triton-|== )(\d+\.\d+\.\d+)", script("test.sh"))}
     assert older in [row.triton for row in TESTED]
 
 

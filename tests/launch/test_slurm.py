@@ -171,7 +171,8 @@ def test_whatever_ends_a_side_ends_the_other_in_one_sentence(loopback: Loopback)
 
 
 def test_a_node_that_fails_ends_the_others_in_one_sentence(loopback: Loopback) -> None:
-    fails = f"[ $SLURMD_NODENAME = {NODES[0]} ] || exit 3; exec sleep 60"
+    both = f"[ $(wc -l < {loopback.folder}/trains) = 2 ]"
+    fails = f"until {both}; do sleep 0.1; done; [ $SLURMD_NODENAME = {NODES[0]} ] || exit 3; exec sleep 60"
     status, said = submitted(loopback, PLAIN, "--set", "cluster.serve_gpus=0", trains=fails)
     assert status == 1 and A_NODE_FAILED in said.splitlines(), said
     assert [words[0] for words in asked(loopback, "trains")] == list(NODES)
