@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 
 import aot
@@ -13,12 +12,6 @@ import sass
 from resources import FILE, LOOPS, loops_of_rows
 
 FORWARD, BACKWARD = "row_statistics_fwd_kernel", "row_gradient_bwd_kernel"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_afresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with aot.fresh_cache(tmp_path_factory.mktemp("triton")):
-        yield
 
 
 @pytest.mark.parametrize("columns", LOOPS)

@@ -193,7 +193,7 @@ def _hip_resources(assembly: str) -> tuple[int, int]:
 
 @contextmanager
 def fresh_cache(folder: Path) -> Iterator[None]:
-    """Nothing compiled before counts."""
+    """Nothing counts that was compiled before, but by a test that was given the same folder."""
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(folder)
         yield
@@ -206,11 +206,11 @@ def capture() -> Capture:
     return captured(every_call)
 
 
-def resources(name: str, target: str, step: int = 1) -> list[tuple[Source, Resources]]:
-    """Resources of every different specialisation of one kernel, or of every ``step``-th one, each compiled once."""
+def resources(name: str, target: str, *, natural_alone: bool = False) -> list[tuple[Source, Resources]]:
+    """Resources of every different specialisation of one kernel, or of those that calls ask for themselves."""
     unique: dict[str, Source] = {}
     for launch in capture().launches:
         if launch.name == name:
-            for source in specialised(launch, target):
+            for source in [natural(launch, target)] if natural_alone else specialised(launch, target):
                 unique.setdefault(source.key, source)
-    return [(source, compiled(source)) for source in list(unique.values())[::step]]
+    return [(source, compiled(source)) for source in unique.values()]

@@ -60,7 +60,8 @@ class Call:
 
 SMALL = Size(13, 70, (7, 0, 6))
 WIDE = Size(4, 151_936, (1500, 700, 0, 900))
-ON_A_CARD = Size(256, 151_936, (1100, 0, 40, 4))
+ON_A_CARD = Size(256, 98_304, (1100, 0, 40, 4))
+"""Rows as wide as those of WIDE for the launch table, cut into shards that are, too: the same kernels."""
 
 EVERY_LEVEL = RolloutCorrection(
     Weight("segment", "clip", 0.5, 2.0),

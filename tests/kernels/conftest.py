@@ -1,0 +1,22 @@
+"""What the tests of kernels share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from on_device import CARD, INTERPRETED
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _compiled_once_per_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing compiled before a run counts; what one test has compiled, another need not, in any process of the run."""
+    if INTERPRETED or CARD:
+        yield
+        return
+    from aot import fresh_cache
+
+    base = tmp_path_factory.getbasetemp()
+    with fresh_cache((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "triton"):
+        yield
