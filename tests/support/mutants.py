@@ -18,6 +18,7 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("mutants.txt")
-MOST_TESTS, MOST_SECONDS = 100, 60
+MOST_TESTS, MOST_SECONDS = 40, 60
 """Tests per mutant, and how long they may have taken together in the coverage run."""
 LIMIT = 600
 """Seconds until the tests of a mutant are stopped."""
@@ -126,10 +127,15 @@ class Covered:
         reports = [json.loads(row) for file in data.glob("tests-*.jsonl") for row in file.read_text().splitlines()]
         self.interpreted = {report["test"]: report["interpreted"] for report in reports}
         self._failed = {report["test"] for report in reports if report["outcome"] != "passed"}
+        with contextlib.closing(sqlite3.connect(data / "combined")) as database:
+            query = "select context, count(distinct file_id) from arc join context on id = context_id group by context"
+            files = dict(database.execute(query).fetchall())
         self._seconds: Counter[str] = Counter()
+        self._files: dict[str, int] = {}
         self._users: dict[str, set[str]] = defaultdict(set)
         for report in reports:
             self._seconds[report["test"]] += report["seconds"]
+            self._files[report["test"]] = sum(files.get(name, 0) for name in (report["test"], *report["fixtures"]))
             for name in (report["test"], *report["fixtures"]):
                 self._users[name].add(report["test"])
 
@@ -141,7 +147,7 @@ class Covered:
         return {line: set().union(*(self._users.get(name, ()) for name in names)) for line, names in contexts.items()}
 
     def of(self, path: Path, line: int, name: str) -> list[str]:
-        """Tests that may notice another line: one of each test function, the fastest first, then the rest alike."""
+        """Tests that may notice another line: one per function first, and those first that run few files and fast."""
         tests, text = self.by_line(path), path.read_text().splitlines()
         lines, function = next(one for one in definitions(path)[name] if line in one[0])
         if function:
@@ -156,9 +162,9 @@ class Covered:
             str(file.relative_to(ROOT)) for file in ROOT.glob("tests/**/test_*.py") if SERVERS in file.read_text()
         }
         known = [t for t in self._seconds if t not in self._failed and t.split("::")[0] not in served]
-        ordered = sorted(known, key=lambda test: (self._seconds[test], test))
-        fastest = {test.split("[")[0]: test for test in reversed(ordered) if test in ran}
-        tiers = [set(fastest.values()), ran, {test for test in ordered if test.split("::")[0] in files}]
+        ordered = sorted(known, key=lambda test: (self._files[test], self._seconds[test], test))
+        of_function = {test.split("[")[0]: test for test in reversed(ordered) if test in ran}
+        tiers = [set(of_function.values()), ran, {test for test in ordered if test.split("::")[0] in files}]
         chosen: list[str] = []
         for test in dict.fromkeys(test for tier in tiers for test in ordered if test in tier):
             if len(chosen) < MOST_TESTS and sum(self._seconds[one] for one in [*chosen, test]) <= MOST_SECONDS:
