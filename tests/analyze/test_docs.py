@@ -17,7 +17,7 @@ from simulated_dumps import TRAPS, world
 from megatron_rc.analyze import gate, output, timeline
 from megatron_rc.analyze.diagnosis import diagnosis_of
 from megatron_rc.analyze.readers.dump import CorruptRows
-from megatron_rc.analyze.rules import CODES, RULES
+from megatron_rc.analyze.rules import RULES
 from megatron_rc.analyze.rules.rule import Page
 
 ROOT = Path(__file__).parents[2]
@@ -61,10 +61,6 @@ def keys(value: Any, name: str = "") -> Iterator[str]:
             yield from keys(item, f"{name}[]")
     else:
         yield name
-
-
-def test_every_rule_has_a_picture() -> None:
-    assert {path.stem for path in (ROOT / "docs/images/rules").glob("*.svg")} == CODES
 
 
 def test_every_key_of_the_json_is_explained_and_no_other() -> None:

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_rows_data import (
-    BLOCK,
-    Problem,
-    problem_of,
-    small_blocks,
-    solve,
-    solve_exactly,
-)
+from kernel_rows_data import BLOCK, Problem, problem_of, small_blocks, solve, solve_exactly
 from logprobs_truth import errors_of_close_logits, random_logits
 from on_device import assert_same
 from torch import Tensor
