@@ -99,7 +99,7 @@ def test_a_cpu_server_on_the_second_node_feeds_the_first_and_ends_with_it(nodes:
         cluster={"nodes": 2, "gpus_per_node": 1, "serve_gpus": 1, "server_share": 0.3, "server_flags": "--cpu"},
     )
     port = free_port()
-    servers = {"SGLANG_PYTHON": f"{LAUNCH}/sglang_cpu/python.sh", "SERVER_PORT": str(port), "TIMEOUT": "240"}
+    servers = {"SGLANG_PYTHON": f"{LAUNCH}/sglang_cpu/python.sh", "SERVER_PORT": str(port), "TIMEOUT": "900"}
     status, said = nodes.ended(nodes.submit(SGLANG, config, **servers))
     assert (status, trained_steps(tmp_path)) == (0, [1, 2]), said
     assert f"serving at http://{NODES[1]}:{port}" in said
