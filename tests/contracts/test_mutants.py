@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
-from mutants import Mutant, find, mutants, mutated
+from mutants import Mutant, find, mutants, mutated, run_tests
 
 
 def test_there_are_a_hundred() -> None:
@@ -16,3 +18,7 @@ def test_each_changes_one_line_and_compiles(mutant: Mutant) -> None:
     path, line = find(mutant)
     assert mutant.old != mutant.new
     compile(mutated(path, line, mutant.new), str(path), "exec")
+
+
+def test_a_test_that_is_gone_is_an_error_and_lets_no_mutant_survive() -> None:
+    assert run_tests([f"{__file__}::test_that_is_gone"], dict(os.environ)) == {"": "error"}

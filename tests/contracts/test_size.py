@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from ceilings import FILE_LINES, GENERATED, LINES, WORDS
+from ceilings import GENERATED, LINES, WORDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +26,7 @@ def test_an_area_has_no_more_lines_of_python_than_its_ceiling(area: str) -> None
 
 def test_no_file_is_longer_than_one_idea() -> None:
     lines = {path: path.read_bytes().count(b"\n") for path in listed("*.py")}
-    assert {str(path): n for path, n in lines.items() if n > FILE_LINES} == {}
+    assert {str(path): n for path, n in lines.items() if n > 350} == {}
 
 
 def test_the_documents_have_no_more_words_than_their_ceiling() -> None:

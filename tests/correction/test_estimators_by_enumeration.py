@@ -9,18 +9,13 @@ from typing import Any
 import pytest
 import torch
 from correction_book import Case, by_the_book
-from enumeration import Batch, World
+from enumeration import WORLDS, Batch, World
 from torch import Tensor
 
 from megatron_rc.advantages import expand_to_tokens, grpo_advantages, rloo_advantages
 from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
 
 INF = float("inf")
-WORLDS = {
-    "fixed length": World(3, stops=False),
-    "early stop": World(4, stops=True, seed=1),
-    "two turns": World(4, stops=False, turn=2, seed=2),
-}
 
 
 @pytest.fixture(scope="module", params=WORLDS)

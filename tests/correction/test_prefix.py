@@ -10,7 +10,7 @@ import pytest
 import torch
 from context_slice import context_slice
 from correction_book import by_the_book, case, gapped
-from enumeration import Batch, World
+from enumeration import WORLDS, Batch, World
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch, segments
@@ -19,11 +19,6 @@ from megatron_rc.correction import correct
 from megatron_rc.engine import SamplingParams
 
 UNBOUNDED = RolloutCorrection(Weight("prefix", upper=math.inf))
-WORLDS = {
-    "fixed length": World(3, stops=False),
-    "early stop": World(4, stops=True, seed=1),
-    "two turns": World(4, stops=False, turn=2, seed=2),
-}
 
 
 @pytest.fixture(scope="module", params=WORLDS)

@@ -195,3 +195,10 @@ class Result:
     """The same by current log-prob, before scale."""
     metrics: MetricSums
     loss_metrics: MetricSums
+
+
+WORLDS = {
+    "fixed length": World(3, stops=False),
+    "early stop": World(4, stops=True, seed=1),
+    "two turns": World(4, stops=False, turn=2, seed=2),
+}

@@ -200,14 +200,13 @@ def run_tests(tests: list[str], environment: dict[str, str], *options: str) -> d
             # whatever the tests started and a mutant kept from ending
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        return {
-            f"{case.get('classname')}::{case.get('name')}": "timeout"
-            if "Timeout" in found.get("message", "")
-            else found.tag
-            for case in cases
-            for found in case
-            if found.tag in ("failure", "error")
-        }
+        bad = {}
+        for case, found in ((one, found) for one in cases for found in one):
+            if found.tag in ("failure", "error"):
+                kind = "timeout" if "Timeout" in found.get("message", "") else found.tag
+                bad[f"{case.get('classname')}::{case.get('name')}"] = kind
+        # from 2 on, pytest has not run what it was asked to: a test is gone, for one
+        return bad if bad or process.returncode < 2 else {"": "error"}
 
 
 def judge(covered: Covered, mutant: Mutant, environment: dict[str, str]) -> str:
