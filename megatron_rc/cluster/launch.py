@@ -111,12 +111,13 @@ def serving(servers: Sequence[Server]) -> Iterator[None]:
 def train(command: Command) -> None:
     """Run torchrun until it ends; whatever ends this process ends it, too. Raises ValueError when it fails."""
     trainer = subprocess.Popen(command.words, env=_trainer_environment(command), start_new_session=True)
-    processes.start_keeper(trainer.pid, [os.getpid()], GRACE)
+    leader = processes.Process.now(trainer.pid)
+    processes.start_keeper(leader, [processes.Process.now(os.getpid())], GRACE)
     try:
         status = trainer.wait()
     except SystemExit:
         processes.ignore_signals()
-        processes.end_group(trainer.pid, GRACE)  # torchrun passes it on to its workers
+        processes.end_group(leader, GRACE)  # torchrun passes it on to its workers
         raise
     if status:
         raise ValueError("the trainer failed; its own error stands above the launcher's traceback")

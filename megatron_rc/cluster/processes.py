@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -52,10 +52,7 @@ def ignore_signals() -> None:
 
 
 def started_at(process: int) -> str | None:
-    """When a process started, in clock ticks since boot; None when it has ended.
-
-    With the number of the process it names one process for ever: numbers are used again.
-    """
+    """When a process started, in clock ticks since boot; None when it has ended."""
     try:
         # the command's name, in parentheses, may hold anything
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
@@ -64,35 +61,54 @@ def started_at(process: int) -> str | None:
     return None if fields[0] == "Z" else fields[19]
 
 
-def wait_for_one(processes: Sequence[int], timeout: float | None = None) -> None:
+class Process(NamedTuple):
+    """One process: its number, which another process gets after its end, and when it started."""
+
+    number: int
+    start: str | None
+
+    @classmethod
+    def now(cls, number: int) -> Process:
+        return cls(number, started_at(number))
+
+    def runs(self) -> bool:
+        return self.start is not None and started_at(self.number) == self.start
+
+
+def wait_for_one(processes: Sequence[Process], timeout: float | None = None) -> None:
     """Wait until one of the processes has ended, or ``timeout`` seconds have passed."""
     with contextlib.ExitStack() as stack, contextlib.suppress(ProcessLookupError):
-        watched = [os.pidfd_open(process) for process in processes]
+        watched = [os.pidfd_open(process.number) for process in processes]
         for descriptor in watched:
             stack.callback(os.close, descriptor)
-        select.select(watched, [], [], timeout)
+        if all(process.runs() for process in processes):
+            select.select(watched, [], [], timeout)
 
 
-def end_group(group: int, grace: float) -> None:
+def end_group(leader: Process, grace: float) -> None:
     """End a process group: ask, give its leader ``grace`` seconds, then kill what is left."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGTERM)
-        wait_for_one([group], grace)
-        os.killpg(group, signal.SIGKILL)
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        # the number of a group is free when all of it has ended: by now it may be a stranger's
+        if started_at(leader.number) in (leader.start, None):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(leader.number, sent)
+        if sent is signal.SIGTERM:
+            wait_for_one([leader], grace)
 
 
-def start_keeper(group: int, watched: Sequence[int], grace: float) -> subprocess.Popen[bytes]:
-    """Start a process that ends ``group`` as soon as one of the ``watched`` processes ends, however it ends.
+def start_keeper(leader: Process, watched: Sequence[Process], grace: float) -> subprocess.Popen[bytes]:
+    """Start a process that ends the group of ``leader`` as soon as one of the ``watched`` processes ends, however.
 
     The keeper outlives whoever starts it, and ends when the leader of the group does.
     """
-    command, none = [sys.executable, "-I", __file__, str(grace), str(group)], subprocess.DEVNULL
-    words = [*command, *map(str, watched)]
+    known = [f"{process.number}:{process.start or ''}" for process in (leader, *watched)]
+    words, none = [sys.executable, "-I", __file__, str(grace), *known], subprocess.DEVNULL
     return subprocess.Popen(words, stdin=none, stdout=none, stderr=none, start_new_session=True)
 
 
 if __name__ == "__main__":
     ignore_signals()
-    grace, (group, *owners) = float(sys.argv[1]), map(int, sys.argv[2:])
-    wait_for_one([group, *owners])
-    end_group(group, grace)
+    parts = (word.partition(":") for word in sys.argv[2:])
+    kept = [Process(int(number), start or None) for number, _, start in parts]
+    wait_for_one(kept)
+    end_group(kept[0], float(sys.argv[1]))

@@ -17,7 +17,7 @@ from subprocess import DEVNULL, STDOUT
 from typing import NoReturn
 
 from megatron_rc.cluster import addresses, processes
-from megatron_rc.cluster.processes import end_group, say, started_at
+from megatron_rc.cluster.processes import Process, end_group, say
 from megatron_rc.schema.files import read_json
 
 GRACE = 20.0
@@ -116,7 +116,7 @@ def serve(
     with contextlib.suppress(OSError), socket.create_connection((asked, port), timeout=5):
         raise ValueError(f"something serves port {port} already; --port takes another number")
     log.parent.mkdir(parents=True, exist_ok=True)
-    group = None
+    leader = None
     processes.exit_on_signals()
     try:
         with open(log, "w") as output:
@@ -124,27 +124,27 @@ def serve(
             server = subprocess.Popen(
                 command, env=_environment(), stdin=DEVNULL, stdout=output, stderr=STDOUT, start_new_session=True
             )
-        group = server.pid
-        owners = [stop_with] if stop_with else []
-        keeper = processes.start_keeper(group, [os.getpid(), *owners], grace)
-        say(f"starting the server, process {group}, log {log}")
+        leader = Process.now(server.pid)
+        owners = [Process.now(stop_with)] if stop_with else []
+        keeper = processes.start_keeper(leader, [Process.now(os.getpid()), *owners], grace)
+        say(f"starting the server, process {server.pid}, log {log}")
         _wait_until_it_answers(server, asked, port, log, timeout)
-        say(f"serving at http://{asked}:{port}, process {group}, log {log}")
+        say(f"serving at http://{asked}:{port}, process {server.pid}, log {log}")
         if report_to:
             addresses.report(f"http://{asked}:{port}", report_to, timeout)
         if background:
             if owners:
-                processes.start_keeper(group, owners, grace)
+                processes.start_keeper(leader, owners, grace)
             keeper.kill()
-            pid_file(log).write_text(f"{group} {started_at(group)}\n")
-            group = None
+            pid_file(log).write_text(f"{leader.number} {leader.start}\n")
+            leader = None
             return
         server.wait()
         _explain("the server ended by itself", log)
     finally:
         processes.ignore_signals()
-        if group is not None:
-            end_group(group, grace)
+        if leader is not None:
+            end_group(leader, grace)
 
 
 def _wait_until_it_answers(server: subprocess.Popen[bytes], host: str, port: int, log: Path, timeout: float) -> None:
@@ -191,8 +191,8 @@ def stop(log: Path, grace: float = GRACE) -> None:
         number, start = file.read_text().split()
     except FileNotFoundError:
         raise ValueError(f"no server to stop: {file}, which --background writes, does not exist") from None
-    if started_at(int(number)) == start:
-        end_group(int(number), grace)
+    if (leader := Process(int(number), start)).runs():
+        end_group(leader, grace)
         say(f"stopped the server, process {number}")
     else:
         say(f"the server, process {number}, had ended already")

@@ -15,6 +15,7 @@ import pytest
 from process_groups import members, nothing_is_left
 
 from megatron_rc.cluster import addresses
+from megatron_rc.cluster.processes import Process, start_keeper
 from megatron_rc.cluster.server import CPU_FLAGS, free_port
 
 VERB = (sys.executable, "-m", "megatron_rc", "serve")
@@ -145,6 +146,17 @@ def test_stop_leaves_a_process_alone_that_only_has_the_number_of_the_server(tmp_
     assert "had ended already" in done.stdout
     assert innocent.poll() is None
     innocent.kill()
+
+
+def test_a_keeper_leaves_a_process_alone_that_only_has_the_number_of_its_group() -> None:
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as innocent:
+        owner, mine = Process.now(os.getpid()), Process.now(innocent.pid)
+        for stranger in (Process(innocent.pid, "12345"), Process(innocent.pid, None)):
+            assert start_keeper(stranger, [owner], 0.1).wait(60) == 0
+            assert innocent.poll() is None
+        # one whose own owner has ended ends it
+        assert start_keeper(mine, [Process(owner.number, "12345")], 0.1).wait(60) == 0
+        assert innocent.wait(60) == -signal.SIGTERM
 
 
 def test_a_background_server_ends_with_the_process_it_is_bound_to(tmp_path: Path) -> None:

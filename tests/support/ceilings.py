@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LINES = {"megatron_rc": 40_350, "triton_kernels": 3_150, "tests": 47_050, "benchmarks": 8_840, "": 99_999}
+LINES = {"megatron_rc": 40_360, "triton_kernels": 3_150, "tests": 47_000, "benchmarks": 8_840, "": 99_999}
 """Lines of Python below each folder and ("") in all. They are to fall to 38,500, 3,150, 43,500, 8,200 and 94,000."""
 
 WORDS = 60_000
