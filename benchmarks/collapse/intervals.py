@@ -29,7 +29,7 @@ class Interval(NamedTuple):
 
 
 def share(hits: int, runs: int) -> Interval:
-    """Share of runs with its binomial interval, each side of which misses the truth at most half of the time allowed.
+    """Share of runs with its binomial interval; each side misses the truth at most half of the time allowed.
 
     Source: Clopper and Pearson (1934), The use of confidence or fiducial limits.
     """
@@ -95,7 +95,7 @@ def survival(lives: Sequence[Life]) -> list[tuple[int, float]]:
 def log_rank(first: Sequence[Life], second: Sequence[Life]) -> LogRank:
     """Test that two groups of runs collapse at the same rate.
 
-    The statistic is that of `scipy.stats.logrank`, O - E of the first group: O collapses, of which E are expected. Its
+    The statistic is that of `scipy.stats.logrank`, O - E of the first group: O collapses were seen and E expected. Its
     p here is exact, because groups are small.
     """
     return _log_rank(tuple(first), tuple(second))

@@ -20,7 +20,7 @@ COMPARISON = Comparison(
 
 
 def three(uncorrected: float, seed: int = 1) -> list[ComparedRun]:
-    """Runs of which two end at 90 % and 80 %, and one at ``uncorrected``."""
+    """Three runs: two end at 90 % and 80 %, one at ``uncorrected``."""
     accuracy = {"fresh": (0.4, 0.9, 0.9, 0.9), "none": (0.99, *[uncorrected] * 3), "seq-tis": (0.4, 0.8, 0.8, 0.8)}
     return [ComparedRun(choice, seed, (0, 10, 20, 30), each, 0.1, 0.5, 0.25) for choice, each in accuracy.items()]
 

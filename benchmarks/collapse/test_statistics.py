@@ -35,7 +35,7 @@ def test_log_rank_of_the_patients_of_freireich() -> None:
     result = log_rank(lives(DRUG), lives(PLACEBO))
     assert result.expected == pytest.approx(19.25, abs=0.01)
     assert result.p < 2e-4
-    # the published chi-squared, of which the p of large groups follows
+    # the published chi-squared, which gives the p of large groups
     steps, seen = (np.array([pair[place] for pair in [*DRUG, *PLACEBO]]) for place in (0, 1))
     first, second = (stats.CensoredData.right_censored(steps[p], seen[p] == 0) for p in (slice(21), slice(21, None)))
     assert stats.logrank(first, second).statistic ** 2 == pytest.approx(16.79, abs=0.01)

@@ -166,7 +166,7 @@ def loss(tokens: int, meter: Meter) -> dict[str, Call]:
 
 
 def routes(tokens: int, layers: int, k: int, meter: Meter, experts: int = 128) -> dict[str, Call]:
-    """`compare_routes` of int16 ids of which a few differ."""
+    """`compare_routes` of int16 ids; a few of them differ."""
     from megatron_rc.fused import backend_module
 
     # k distinct experts: an odd step never meets itself among a power of two of them

@@ -38,6 +38,6 @@ class Covered(NamedTuple):
 
 
 LAB = Covered(depth=3.4, length=(6.7, 7.1), vocabulary=16)
-"""The arms with a correction in benchmarks/collapse/results of which no run failed, with five seeds or more and
+"""The arms with a correction in benchmarks/collapse/results that have no failed run, with five seeds or more and
 learning rates up to 3e-4, without controls; rounded outwards. A run that fails opens a gap of its own, runs that
 correct nothing reach farther, and where some seeds of an arm hold and others fail, a correction does not hold."""

@@ -17,13 +17,7 @@ from megatron_rc.analyze.rules.rule import HOSTS, Page
 from megatron_rc.analyze.significance import LARGEST_SHARE
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = [
-    "How it is decided",
-    "What else looks like this",
-    "The experiment that decides",
-    "Fix",
-    "Seen in",
-]
+SECTIONS = ["How it is decided", "What else looks like this", "The experiment that decides", "Fix", "Seen in"]
 UNSAID = {
     "RC301": {location.FRESH, location.MOSTLY_CACHED},
     "RC501": {benign.UNSURE, benign.FEWEST_UNSURE, benign.LEAST_EXPLAINED},

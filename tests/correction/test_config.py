@@ -57,10 +57,7 @@ from megatron_rc.correction import correct
         (lambda: Weight(mode="mask", lower=2.0, upper=2.0), "upper must be > lower"),
         (lambda: Weight(mode="mask", lower=-1.0), "lower must be > 0 for a ratio, got lower=-1.0"),
         (lambda: Weight(growth="linear"), "growth must be one of 'none', 'sqrt_position', 'sqrt_lag', got 'l"),
-        (
-            lambda: Weight(growth="sqrt_position"),
-            "level must be 'prefix' when growth is 'sqrt_position', got level=",
-        ),
+        (lambda: Weight(growth="sqrt_position"), "level must be 'prefix' when growth is 'sqrt_position', got level="),
         (lambda: Weight("prefix", growth="sqrt_lag"), "level must not be 'prefix' for bounds that depend on lags"),
         (lambda: Weight(growth="sqrt_lag", upper_by_lag=((0, 2.0),)), "upper_by_lag must be empty when growth is"),
         (lambda: Weight(mode="mask", lower=0.5, upper=None, upper_by_lag=((0, 2.0),)), "upper must be set with upper_"),
@@ -69,10 +66,7 @@ from megatron_rc.correction import correct
         (lambda: Weight(upper_by_lag=((0, 0.0),)), "upper must be > 0 for a ratio, got upper=0.0"),
         (lambda: Weight(mode="clip", lower=0.5, upper_by_lag=((0, 0.4),)), "upper must be > lower"),
         (lambda: Weight(staleness_upper=0.0), "staleness_upper must be > 0 for a ratio, got 0.0"),
-        (
-            lambda: Weight("sequence", staleness_upper=2.0),
-            "level must be 'token' when staleness_upper is set, got",
-        ),
+        (lambda: Weight("sequence", staleness_upper=2.0), "level must be 'token' when staleness_upper is set, got"),
         (lambda: Weight(growth="sqrt_lag", staleness_upper=2.0), "staleness_upper must be None for an upper that is m"),
         (lambda: Rejection(), "lower or upper must be set for the rejection on 'ratio'"),
         (lambda: Rejection(lower=0.0), "lower must be > 0 for a ratio"),

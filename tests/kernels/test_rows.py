@@ -143,12 +143,7 @@ def test_columns_that_pad_a_block_add_nothing(width: int, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize(
     ("shape", "strides", "block"),
-    [
-        ((3, 40), (FAR, 1), BLOCK),
-        ((3, 2, 40), (FAR, 40, 1), BLOCK),
-        ((3, 3), (7, FAR), 4),
-        ((3, 3), (7, FAR), 1),
-    ],
+    [((3, 40), (FAR, 1), BLOCK), ((3, 2, 40), (FAR, 40, 1), BLOCK), ((3, 3), (7, FAR), 4), ((3, 3), (7, FAR), 1)],
     ids=["rows", "pages", "columns of one block", "columns of several"],
 )
 def test_addresses_are_computed_in_64_bits(shape: tuple[int, ...], strides: tuple[int, ...], block: int) -> None:

@@ -8,15 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logprobs_truth import (
-    INF,
-    errors_of_close_logits,
-    logprobs_of,
-    random_logits,
-    random_support,
-    truth,
-    unchecked,
-)
+from logprobs_truth import INF, errors_of_close_logits, logprobs_of, random_logits, random_support, truth, unchecked
 from torch import Tensor
 
 from megatron_rc.batch import Support

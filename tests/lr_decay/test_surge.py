@@ -6,16 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from length_curves import (
-    QUIET,
-    capped,
-    length_curves,
-    noisy,
-    quiet_curves,
-    rollouts,
-    share_within,
-    surge_steps,
-)
+from length_curves import QUIET, capped, length_curves, noisy, quiet_curves, rollouts, share_within, surge_steps
 from length_rates import algorithm_1, jump, rates
 
 from megatron_rc import LengthDecayLR, SurgeDetector

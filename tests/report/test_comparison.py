@@ -34,7 +34,7 @@ def run_of(choice: str, *accuracy: float, seed: int = 1) -> ComparedRun:
 
 
 def three(uncorrected: float, *, seed: int = 1) -> list[ComparedRun]:
-    """Runs of which two end at 90 % and 80 %, and one at ``uncorrected``."""
+    """Three runs: two end at 90 % and 80 %, one at ``uncorrected``."""
     return [
         run_of("fresh", 0.4, 0.5, 0.85, 0.9, 0.95, seed=seed),
         run_of("none", 0.4, 0.99, uncorrected - 0.1, uncorrected, uncorrected + 0.1, seed=seed),

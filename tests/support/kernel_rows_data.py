@@ -71,12 +71,7 @@ def solve(problem: Problem, backend: str) -> Solution:
     found: list[Tensor] = []
     logits.register_hook(lambda gradient: found.append(gradient))
     lp, entropy = vocab_parallel_logprobs(
-        logits,
-        problem.targets,
-        with_entropy=True,
-        backend=backend,
-        inplace_backward=problem.inplace,
-        **problem.options,
+        logits, problem.targets, with_entropy=True, backend=backend, inplace_backward=problem.inplace, **problem.options
     )
     used = [(lp, problem.up), (entropy, problem.up_entropy)]
     torch.autograd.backward(*zip(*((y, up) for y, up in used if up is not None), strict=True))

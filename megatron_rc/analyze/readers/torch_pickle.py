@@ -202,7 +202,7 @@ class Unpickler(pickle._Unpickler):
 
 
 class Counted(dict[int, Callable[[Any], Any]]):
-    """Instructions by their code, of which MAX_INSTRUCTIONS may be looked up."""
+    """Instructions by their code; at most MAX_INSTRUCTIONS look-ups are allowed."""
 
     count = 0
 
