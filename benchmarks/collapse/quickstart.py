@@ -22,14 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/
 
 from collapse.runs import PLAIN, load
 from megatron_rc.jobs import grid as grids
-from megatron_rc.report.comparison import (
-    ComparedRun,
-    Comparison,
-    ends,
-    read_compared,
-    read_rows,
-    write_rows,
-)
+from megatron_rc.report.comparison import ComparedRun, Comparison, ends, read_compared, read_rows, write_rows
 from megatron_rc.report.comparison_picture import draw_comparison
 from megatron_rc.report.log import read_metrics
 

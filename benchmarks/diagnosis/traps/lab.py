@@ -91,10 +91,7 @@ class Lab:
         """The dump of some samples; ``scoring``: of ``score``."""
         scores = score(model or self.trainer, samples, **scoring)
         count = len(samples)
-        tokens = {
-            "entropy": scores.entropy,
-            "token_id": np.concatenate([s.output_ids for s in samples]),
-        }
+        tokens = {"entropy": scores.entropy, "token_id": np.concatenate([s.output_ids for s in samples])}
         if scores.routes is not None:
             tokens["routes_shifted"] = shifted_experts(scores.routes, samples)
         order = np.arange(count)
