@@ -9,17 +9,13 @@ from collections.abc import Mapping, Sequence
 
 from collapse.intervals import mean
 from collapse.rows import Row
-from collapse.runs import PLAIN, TUNING, Arm, Results, by_arm, is_exact
+from collapse.runs import PLAIN, Arm, Results, by_arm, is_exact
 from megatron_rc.jobs.describe import table
 
 REFERENCE = "seq-tis"
 """Method that all others are compared with, seed by seed."""
 HEADINGS = ("method", "seeds", "final accuracy", "lowest seed", f"points above {REFERENCE}, same seeds", "failed",
             "fell", "tokens dropped", "gradient norm")  # fmt: skip
-CAPTION = (
-    "Is a correction a smaller learning rate in disguise? Mean final accuracy, and runs that failed, at every learning "
-    f"rate. Bold is the rate at which the seeds from {TUNING} on, which are counted nowhere else, end highest."
-)
 
 
 def ranking(results: Results) -> tuple[str, str]:

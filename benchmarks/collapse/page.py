@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from collapse import checks, methods, page_runs
+from collapse import checks, page_runs
 from collapse.claims import (
     BY_CASE,
     CANNOT_TELL,
@@ -19,18 +21,18 @@ from collapse.claims import (
     Claim,
     answers,
     counted,
-    span,
     verdict,
 )
 from collapse.drawings import draw
 from collapse.figure_data import FigureSettings, Picture, pictures
-from collapse.methods import REFERENCE, ranking
-from collapse.page_runs import hours, item, paragraph
-from collapse.runs import Results
+from collapse.methods import REFERENCE, ranking, rates
+from collapse.page_runs import filled, hours
+from collapse.rows import UNSEEN
+from collapse.runs import TUNING, Results
 from megatron_rc import schema
 from megatron_rc.jobs.describe import table
 
-CLAIMS = Path(__file__).with_name("claims.yaml")
+CLAIMS, TEMPLATE = (Path(__file__).with_name(name) for name in ("claims.yaml", "page.md"))
 IMAGES = "images/collapse"
 """Folder of the figures, seen from docs/."""
 
@@ -69,107 +71,63 @@ def write(results: Results, docs: Path, path: Path = CLAIMS) -> None:
 
 
 def text(results: Results, said: Statement) -> str:
-    """The page, without touching a file."""
-    given = [(claim, answers(claim, results)) for claim in said.claims]
-    first, *others = [
-        "\n".join(_figure(figure, picture, results)) for figure in said.figures for picture in pictures(figure, results)
-    ] or [""]
-    parts = [
-        *_introduction(results),
-        *_summary(given),
-        first,
-        *(part for claim, each in given for part in _claim(claim, each)),
-        *_ranking(results),
-        *_rates(results),
-        *_not_reproduced(given),
-        "## Figures\n",
-        *others,
-        *page_runs.runs(results),
-        *_method(results, given),
-        *_checks(results),
-        *_limits(results),
+    """The page, without touching a file: the blocks of page.md with their fields filled in.
+
+    A field that stands alone is a block of its own, left out where it is empty; a section with a field that is None
+    is left out whole.
+    """
+    fields = _fields(results, said)
+    kept = [
+        section
+        for section in re.split(r"\n\n(?=## )", TEMPLATE.read_text().strip())
+        if all(fields[name] is not None for name in re.findall(r"{(\w+)", section))
     ]
-    return "\n".join(parts)
+    filled = (_block(block, fields) for block in "\n\n".join(kept).split("\n\n"))
+    return "\n\n".join(filter(None, filled)) + "\n"
 
 
-def _introduction(results: Results) -> Iterator[str]:
-    yield "# Collapse: what a lab of small runs saw\n"
-    yield paragraph(
-        "A sampler whose probabilities differ from the trainer's can ruin a run of reinforcement learning. This page",
-        f"says when it did in {len(results.rows)} runs of small models, what saved them, and what only seemed to. T is",
-        "the mean length of a response and T* = 1 / (2 k3) the horizon, the length at which the product of the ratios",
-        "of a response becomes noise. What *fell*, *collapsed* and *failed* mean was [stated before the",
-        "runs](#endpoints-stated-before-the-runs). What models of this size cannot say stands [at the",
-        "end](#what-models-of-this-size-cannot-say).",
-    )
-    yield paragraph(
-        "Printed by `python benchmarks/collapse/verdict.py --docs` from the committed runs in",
-        "`benchmarks/collapse/results/` and the claims in `benchmarks/collapse/claims.yaml`.",
-        "No answer on this page is written by hand.",
-    )
+def _block(block: str, fields: Mapping[str, Any]) -> str:
+    if alone := re.fullmatch(r"{(\w+)}", block):
+        return str(fields[alone[1]]).strip("\n")
+    items = [part.format(**fields) for part in re.split(r"\n(?=\* )", block)]
+    return "\n".join(filled(item, "  " if item.startswith("* ") else "") for item in items)
 
 
-def _ranking(results: Results) -> Iterator[str]:
-    where, lines = ranking(results)
-    if lines:
-        yield "## Every method at the same gap\n"
-        yield paragraph(
-            f"All that was run at one setting ({where}), the one that ends highest first. Seeds differ by more than",
-            "many methods do, and some methods have fewer of them: what compares them is the difference from",
-            f"{REFERENCE} at the same seeds, in points with Student's 90 % interval. A control has a line of its own.",
-        )
-        yield lines
+def _fields(results: Results, said: Statement) -> dict[str, Any]:
+    given = [(claim, answers(claim, results)) for claim in said.claims]
+    figures = ["\n".join(_figure(f, picture, results)) for f in said.figures for picture in pictures(f, results)]
+    ranking_gap, ranked = ranking(results)
+    enough = sum(answer.enough for _, each in given for answer in each)
+    return {
+        "count": len(results.rows),
+        "summary": _summary(given),
+        "first_figure": "".join(figures[:1]),
+        "claims": "\n".join(part for claim, each in given for part in _claim(claim, each)),
+        "ranking_gap": ranking_gap,
+        "reference": REFERENCE,
+        "ranking": ranked or None,
+        "tuning": TUNING,
+        "rates": rates(results) or None,
+        "not_reproduced": _not_reproduced(given),
+        "figures": "\n".join(figures[1:]),
+        **page_runs.fields(results),
+        "unseen": UNSEEN,
+        **{"supports": SUPPORTS, "contradicts": CONTRADICTS, "cannot_tell": CANNOT_TELL},
+        **{"in_part": IN_PART.strip(), "by_case": BY_CASE, "p_limit": P_LIMIT},
+        "points": {name: 100 * least for name, least in MATTERS.items()},
+        "factor": 10 ** MATTERS["k3_early"],
+        **{"enough": enough, "by_chance": enough / 20},
+        "failing_exact_runs": "; ".join(checks.failing_exact_runs(results)) or "none",
+        "falls_with_strength": "; ".join(checks.falls_with_strength(results)) or "none",
+    }
 
 
-def _rates(results: Results) -> Iterator[str]:
-    if lines := methods.rates(results):
-        yield "## Each method at its own learning rate\n"
-        yield paragraph(methods.CAPTION)
-        yield lines
-
-
-def _method(results: Results, given: Sequence[tuple[Claim, list[Answer]]]) -> Iterator[str]:
-    yield "## Endpoints, stated before the runs\n"
-    yield from page_runs.rules(results)
-    yield "## How an answer follows\n"
-    yield paragraph(
-        "Every comparison is between two arms that differ only in what it names. Intervals cover 90 %: that of a",
-        "share is Clopper and Pearson's, that of the difference of two shares Newcombe's, that of a mean difference",
-        "over seeds Student's, that of a median the one from order statistics.",
-    )
-    yield item(
-        f"**{SUPPORTS}**: the interval lies wholly on the side of the claim; of the time to collapse, log-rank",
-        f"p < {P_LIMIT:g} by permutation.",
-    )
-    yield item(
-        f"**{CONTRADICTS}**: it lies wholly on the other side, or excludes every difference that matters:",
-        f"{100 * MATTERS['share']:.0f} points of a share of runs, {100 * MATTERS['final']:.0f} points of final",
-        f"accuracy, a factor of {10 ** MATTERS['k3_early']:.0f} of k3.",
-    )
-    yield item(f"**{CANNOT_TELL}**: anything else, fewer seeds than the claim asks for, or no runs.") + "\n"
-    yield paragraph(
-        "A claim is supported when each of its questions is, in one case at least, and no case contradicts it; while",
-        f"some are open, the answer holds *{IN_PART.strip()}*. If one comparison supports what another contradicts,",
-        f"the claim *{BY_CASE}*. A claim that something can happen needs one comparison that supports it, and is",
-        "contradicted by all those together that have enough seeds, unless one with fewer seeds leans to it. Controls,",
-        "and what is shown for comparison, count for no claim. The comparisons are not adjusted for their number:",
-        _decided(given),
-        "A run that learns too little has failed, too, without ever having fallen.",
-    )
-
-
-def _decided(given: Sequence[tuple[Claim, list[Answer]]]) -> str:
-    known = sum(answer.enough for _, each in given for answer in each)
-    return f"of the {known} with enough seeds, about {known / 20:.0f} err on either side by chance alone."
-
-
-def _summary(given: Sequence[tuple[Claim, list[Answer]]]) -> Iterator[str]:
-    yield "## The claims\n"
+def _summary(given: Sequence[tuple[Claim, list[Answer]]]) -> str:
     rows = [
         [f"[{claim.letter}](#{_anchor(claim)})", claim.claim, f"**{verdict(claim, each)}**", _decisive(each)]
         for claim, each in given
     ]
-    yield table(("", "claim", "answer", "the comparisons that decide it"), rows)
+    return table(("", "claim", "answer", "the comparisons that decide it"), rows)
 
 
 def _decisive(given: Sequence[Answer]) -> str:
@@ -223,46 +181,15 @@ def _figure(figure: FigureSettings, picture: Picture, results: Results) -> Itera
     stages = sorted({results.stage_of(row) for row in picture.runs})
     commands = ", ".join(f"`megatron-rc grid launch/recipes/collapse/{stage}.yaml`" for stage in stages)
     runs = f"{len(picture.runs)} runs, {hours(picture.runs)}: {commands}."
-    yield paragraph(*filter(None, (f"*{title}.*", figure.note, runs)))
+    yield filled(" ".join(filter(None, (f"*{title}.*", figure.note, runs)))) + "\n"
 
 
-def _not_reproduced(given: Sequence[tuple[Claim, list[Answer]]]) -> Iterator[str]:
-    yield "## What did not reproduce\n"
+def _not_reproduced(given: Sequence[tuple[Claim, list[Answer]]]) -> str:
     against = [
         [f"({claim.letter})", each.question, each.why, each.depth]
         for claim, answered in given
         for each in answered
         if each.answer == CONTRADICTS and verdict(claim, answered) != SUPPORTS
     ]
-    if against:
-        yield table(("claim", "comparison", "what the runs say, 90 % interval", "T / T*"), against)
-    else:
-        yield "No comparison contradicts its claim.\n"
-
-
-def _checks(results: Results) -> Iterator[str]:
-    yield "## Checks of the lab itself\n"
-    for title, problems in (
-        ("runs of the exact sampler that fell, collapsed or failed", checks.failing_exact_runs(results)),
-        (
-            "mechanisms that fail less often where they are stronger (Fisher's exact test, one-sided, p < 0.05)",
-            checks.falls_with_strength(results),
-        ),
-    ):
-        yield item(f"{title}: {'; '.join(problems) or 'none'}.")
-    yield ""
-
-
-def _limits(results: Results) -> Iterator[str]:
-    rows = results.rows
-    yield "## What models of this size cannot say\n"
-    yield paragraph(
-        f"The vocabularies here have {span([row.vocabulary for row in rows])} tokens, mean responses",
-        f"{span([row.length for row in rows])} tokens, runs {span([row.steps for row in rows])} steps, and",
-        f"T / T* spans {span([row.depth_seen for row in rows])}. Large models have vocabularies of a hundred thousand",
-        "tokens, whose tail is where two engines differ most, responses of thousands of tokens, and many layers and",
-        "experts whose kernels round differently; noise on weights stands in for that here, and need not have its",
-        "structure. What needs a long horizon, thousands of updates, an open task or a GPU's kernels can be absent",
-        "here and real there, and what saves a run here can fail there. The answers hold within the ranges above;",
-        "outside them this page says nothing.",
-    )
+    heads = ("claim", "comparison", "what the runs say, 90 % interval", "T / T*")
+    return table(heads, against) if against else "No comparison contradicts its claim."

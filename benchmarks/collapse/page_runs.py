@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from collapse.claims import CANNOT_TELL, span
 from collapse.rows import UNSEEN, Row
-from collapse.runs import PLAIN, TUNING, Results, by_arm
+from collapse.runs import PLAIN, Results, by_arm
 from megatron_rc.jobs.describe import table
 from megatron_rc.report.endpoints import Endpoints
 
@@ -19,12 +20,10 @@ MEASURED = ("k3_early", "sigma", "depth", "mismatch_k3", "staleness_k3")
 EVENTS = ("fell", "collapsed", "failed")
 
 
-def paragraph(*parts: str) -> str:
-    return textwrap.fill(" ".join(parts), 118, break_long_words=False, break_on_hyphens=False) + "\n"
-
-
-def item(*parts: str) -> str:
-    return textwrap.fill(f"* {' '.join(parts)}", 118, subsequent_indent="  ", break_on_hyphens=False)
+def filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(
+        " ".join(text.split()), 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def hours(rows: Sequence[Row]) -> str:
@@ -32,37 +31,37 @@ def hours(rows: Sequence[Row]) -> str:
     return f"{seconds / 3600:.1f} process-hours" if seconds >= 3600 else f"{seconds / 60:.0f} process-minutes"
 
 
-def runs(results: Results) -> Iterator[str]:
+def fields(results: Results) -> dict[str, Any]:
+    """What page.md says of the runs."""
     rows = results.rows
-    stages = ", ".join(f"`{stage}`" for stage in sorted({results.stage_of(row) for row in rows}))
-    yield "## The runs\n"
-    yield paragraph(
-        f"{len(rows)} runs took {hours(rows)}. `bash launch/collapse_lab.sh` runs them by stages",
-        f"({stages}), whose recipes are in `launch/recipes/collapse/`. Seeds from {TUNING} on are for choosing",
-        "settings, and are left out here. Runs of the same task differ only in the seed and in what an arm names:",
-    )
-    yield table(
-        ("task", "vocabulary", "runs", "seeds", "mean response length T", "T / T*", "k3, first quarter"),
-        [_world(label, [row for row in rows if row.world == world]) for world, label in results.worlds().items()],
-    )
-    yield from _plan(results)
-    yield "How large a gap each mechanism opens, in runs that correct nothing; medians over runs:\n"
-    yield mechanisms(results)
-    yield paragraph(
-        "k3 (nats per token), T / T* and the standard deviation of a token's log-ratio, sqrt(2 k3) if it is Gaussian,",
-        "are those of the first quarter of the steps; mismatch and staleness are the two parts of k3 over all steps,",
-        "by the trainer's log-probs at the version that sampled; the gradient norm is that before clipping. Below",
-        f"{UNSEEN:g} k3 is rounding, and is written as 0.",
-    )
+    served = sum(row.evaluated == "served" for row in rows)
+    whose = f"In {served} runs the sampler's weights answered, in the others the trainer's."
+    heads = ("task", "vocabulary", "runs", "seeds", "mean response length T", "T / T*", "k3, first quarter")
+    worlds = results.worlds().items()
+    return {
+        "hours": hours(rows),
+        "stages": _listed({results.stage_of(row) for row in rows}),
+        "worlds": table(heads, [_world(label, [r for r in rows if r.world == world]) for world, label in worlds]),
+        "plan": _plan(results),
+        "mechanisms": mechanisms(results),
+        "rules": _rules(results),
+        "answers": min(row.answers for row in rows),
+        "evaluated": whose if served else "The trainer's own weights answered.",
+        **{
+            name: span([getattr(row, name) for row in rows]) for name in ("vocabulary", "length", "steps", "depth_seen")
+        },
+    }
 
 
-def _plan(results: Results) -> Iterator[str]:
+def _listed(stages: Iterable[str]) -> str:
+    return ", ".join(f"`{stage}`" for stage in sorted(stages))
+
+
+def _plan(results: Results) -> str:
     left = {stage: counts for stage, counts in results.progress().items() if counts[0] < counts[1]}
-    if left:
-        listed = ", ".join(f"`{stage}` {done} of {planned} runs" for stage, (done, planned) in left.items())
-        yield paragraph(
-            f"The plan is larger than what has been run: {listed}. What is missing answers *{CANNOT_TELL}*."
-        )
+    listed = ", ".join(f"`{stage}` {done} of {planned} runs" for stage, (done, planned) in left.items())
+    said = f"The plan is larger than what has been run: {listed}. What is missing answers *{CANNOT_TELL}*."
+    return filled(said) if left else ""
 
 
 def _world(label: str, rows: Sequence[Row]) -> list[str]:
@@ -77,17 +76,10 @@ def _world(label: str, rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def rules(results: Results) -> Iterator[str]:
+def _rules(results: Results) -> str:
     used = {row.stage: _rule(results.rules.get(row.stage, Endpoints())) for row in results.rows}
-    for rule in dict.fromkeys(used.values()):
-        stages = ", ".join(f"`{stage}`" for stage in sorted(used) if used[stage] == rule)
-        yield item(f"{stages}: {rule}")
-    least = min(row.answers for row in results.rows)
-    served = sum(row.evaluated == "served" for row in results.rows)
-    whose = f"In {served} runs the sampler's weights answered, in the others the trainer's."
-    yield "\n" + paragraph(
-        f"Every evaluation has {least:,} answers or more.", whose if served else "The trainer's own weights answered."
-    )
+    rules = {rule: _listed(stage for stage in used if used[stage] == rule) for rule in used.values()}
+    return "\n".join(filled(f"* {stages}: {rule}", "  ") for rule, stages in rules.items())
 
 
 def _rule(rules: Endpoints) -> str:
