@@ -6,10 +6,9 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from gradients.consecutive import LAG, arms_of, runs_of
-from gradients.picture import SHOWN
+from gradients.picture import SHOWN, style
 from gradients.steps import EXACT_ARM, Step
 
 BLOCK = 10
@@ -41,8 +40,11 @@ def draw(steps: Sequence[Step], path: Path) -> Path:
         over_depth.plot(depths, [cosine for *_, cosine in late], color=color, marker=marker, ls="", ms=4, alpha=0.75)
     over_time.axvline(LAG, color="#9aa5b4", lw=0.8, ls=":")
     over_depth.set_xscale("log")
-    _style(over_time, "step", "cosine of the gradients of a step and the one before")
-    _style(over_depth, f"T / T* (at the left edge: {LEAST:g} or less)", "the same, by the gap of the rollouts")
+    style(over_time, "cosine of the gradients of a step and the one before")
+    style(over_depth, "the same, by the gap of the rollouts")
+    for axes, label in ((over_time, "step"), (over_depth, f"T / T* (at the left edge: {LEAST:g} or less)")):
+        axes.set_xlabel(label, fontsize=9, color="#5d6878")
+        axes.axhline(0, color="#9aa5b4", lw=0.8)
     over_time.set_ylim(-0.3, 0.85)
     over_time.legend(fontsize=9, frameon=False)
     figure.savefig(path, dpi=110)
@@ -55,19 +57,5 @@ def _blocks(run: Sequence[Step]) -> Iterator[Point]:
         block = run[first : first + BLOCK]
         cosines = [step.cosine for step in block if not math.isnan(step.cosine)]
         depths = [step.horizon_ratio for step in block if not math.isnan(step.k3)]
-        yield (
-            block[-1].step,
-            statistics.median(depths) if depths else math.nan,
-            statistics.fmean(cosines) if cosines else math.nan,
-        )
-
-
-def _style(axes: Any, label: str, title: str) -> None:
-    axes.set_title(title, fontsize=11, loc="left", fontweight="bold", color="#1b2330")
-    axes.set_xlabel(label, fontsize=9, color="#5d6878")
-    axes.axhline(0, color="#9aa5b4", lw=0.8)
-    axes.grid(axis="y", color="#e4e8ee", lw=0.8)
-    axes.tick_params(labelsize=9, colors="#5d6878")
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+        depth = statistics.median(depths) if depths else math.nan
+        yield block[-1].step, depth, statistics.fmean(cosines) if cosines else math.nan

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradients.collect import ESTIMATORS, Bench
 from gradients.moments import Moments, Products, jackknife_error
-from gradients.rows import Row
+from gradients.rows import MEASURED, Row
 
 DIRECTIONS = 2
 """Gradients of single batches along which the curvature is measured."""
@@ -83,12 +83,6 @@ def _row(
     def mean(records: Sequence[dict[str, float]], *names: str) -> float:
         return statistics.fmean(next(r[n] for n in names if n in r) for r in records)
 
-    def relative(value: float) -> float:
-        return value / exact.exact
-
-    def progress(moments: Moments) -> float:
-        return moments.progress(exact)
-
     return Row(
         seed=bench.job.settings.train.seed,
         step=bench.job.progress.step,
@@ -97,22 +91,20 @@ def _row(
         k3=mean(pair or metrics, "old/k3"),
         length=mean(metrics, "response_length/mean"),
         dropped=mean(metrics, "old/masked_token", "current/masked_token"),
-        cosine=found.cosine,
-        cosine_error=products.error(lambda m: m.cosine),
-        norm_ratio=found.norm_ratio,
-        norm_ratio_error=products.error(lambda m: m.norm_ratio),
-        squared_bias=relative(found.squared_bias),
-        squared_bias_error=products.error(lambda m: m.squared_bias / m.exact),
-        variance=relative(found.variance),
-        variance_error=products.error(lambda m: m.variance / m.exact),
-        progress=progress(found),
-        progress_error=products.error(progress),
-        a=a,
-        b=b,
-        c=c,
-        lr=truth.lr,
-        curvature=truth.curvature,
+        **{field: _measured(field, found, exact, exact) for field in MEASURED},
+        **{
+            f"{field}_error": products.error(lambda m, field=field: _measured(field, m, m, exact)) for field in MEASURED
+        },
+        **{"a": a, "b": b, "c": c, "lr": truth.lr, "curvature": truth.curvature},
         curvature_error=truth.curvature_error,
         exact_norm=max(exact.exact, 0.0) ** 0.5,
         halves_cosine=truth.halves_cosine,
     )
+
+
+def _measured(field: str, moments: Moments, scale: Moments, exact: Moments) -> float:
+    """A field of MEASURED: squares as shares of ||g*||^2 of ``scale``, progress as that of exact rollouts."""
+    if field == "progress":
+        return moments.progress(exact)
+    value: float = getattr(moments, field)
+    return value / scale.exact if field in ("squared_bias", "variance") else value

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from gradients.consecutive import section
-from gradients.rows import Z90, Row
+from gradients.rows import MEASURED, Z90, Row
 from gradients.steps import Step
 from megatron_rc.jobs.describe import table
 
@@ -21,48 +21,23 @@ def page(rows: Sequence[Row], steps: Sequence[Step]) -> str:
 def all_rows(rows: Sequence[Row]) -> str:
     """One line per row."""
     heads = ("step", "lag", "k3", "estimator", "cosine", "norm ratio", "bias²", "variance", "dropped", "A", "B", "C")
-    return table(
-        (*heads, "best progress"),
-        [
-            [
-                str(r.step),
-                str(r.lag),
-                f"{r.k3:.2g}",
-                f"`{r.estimator}`",
-                _between(r.cosine, r.cosine_error),
-                _between(r.norm_ratio, r.norm_ratio_error),
-                _between(r.squared_bias, r.squared_bias_error),
-                _between(r.variance, r.variance_error),
-                f"{r.dropped:.1%}",
-                *(f"{term:.2g}" for term in (r.a, r.b, r.c)),
-                _between(r.progress, r.progress_error),
-            ]
-            for r in rows
-        ],
-    )
+    lines = []
+    for r in rows:
+        *most, progress = [_between(getattr(r, name), getattr(r, f"{name}_error")) for name in MEASURED]
+        terms = [f"{r.dropped:.1%}", *(f"{term:.2g}" for term in (r.a, r.b, r.c))]
+        lines.append([f"{r.step}", f"{r.lag}", f"{r.k3:.2g}", f"`{r.estimator}`", *most, *terms, progress])
+    return table((*heads, "best progress"), lines)
 
 
 def _checkpoints(rows: Sequence[Row]) -> str:
     """What is known of g* and the rollouts at each checkpoint."""
     heads = ("step", "lag", "k3", "T / T*", "tokens", "‖g*‖", "cosine of its halves", "η", "L")
-    places = {(r.step, r.lag): r for r in rows if r.lag}
-    return table(
-        heads,
-        [
-            [
-                str(r.step),
-                str(r.lag),
-                f"{r.k3:.2g}",
-                f"{r.horizon_ratio:.2g}",
-                f"{r.length:.1f}",
-                f"{r.exact_norm:.2f}",
-                f"{r.halves_cosine:.2f}",
-                f"{r.lr:.2g}",
-                f"{r.curvature:.2g} ± {Z90 * r.curvature_error:.1g}",
-            ]
-            for r in places.values()
-        ],
-    )
+    lines = []
+    for r in {(r.step, r.lag): r for r in rows if r.lag}.values():
+        gap = [f"{r.step}", f"{r.lag}", f"{r.k3:.2g}", f"{r.horizon_ratio:.2g}", f"{r.length:.1f}"]
+        exact = [f"{r.exact_norm:.2f}", f"{r.halves_cosine:.2f}", f"{r.lr:.2g}"]
+        lines.append([*gap, *exact, f"{r.curvature:.2g} ± {Z90 * r.curvature_error:.1g}"])
+    return table(heads, lines)
 
 
 def _glance(rows: Sequence[Row]) -> str:

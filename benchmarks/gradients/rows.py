@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 Z90 = 1.645
 """Standard errors on either side of a 90 % interval."""
+MEASURED = ("cosine", "norm_ratio", "squared_bias", "variance", "progress")
+"""Fields of Row that have a standard error beside them."""
 Kind = typing.TypeVar("Kind", bound=tuple[Any, ...])
 """A NamedTuple."""
 
