@@ -40,18 +40,19 @@ def dump_files(folder: Path, seed: int, *, only: list[str], with_server: bool) -
         file = file_of(folder, seed, name)
         if any(text in name for text in only):
             if not file.exists():
+                assert trap.make is not None
                 started = time.perf_counter()
                 write(trap.make(lab), file)
                 print(f"seed {seed}: {name} made in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
             result[name] = trap, file
     if not with_server:
         return result
-    files = {n: file_of(folder, seed, n) for n in server.ANSWERS if any(text in n for text in only)}
+    files = {n: file_of(folder, seed, n) for n in server.TRAPS if any(text in n for text in only)}
     if not all(file.exists() for file in files.values()):
         for name, planted in server.dumps(lab):
             print(f"seed {seed}: {name} made", file=sys.stderr, flush=True)
             write(planted, file_of(folder, seed, name))
-    return result | {name: (server.trap(name), file) for name, file in files.items()}
+    return result | {name: (server.TRAPS[name], file) for name, file in files.items()}
 
 
 def main() -> None:

@@ -33,26 +33,27 @@ Draw = Callable[[Axes, Evidence, Evidence], None]
 
 def by_probability(axes: Axes, healthy: Evidence, sick: Evidence) -> None:
     """Mean l over the probability that the sampler logged."""
-    for name, evidence in (("healthy", healthy), ("sick", sick)):
-        profile = evidence.profiles["log_mu"]
-        drawn = profile.count >= FEWEST
-        axes.plot(_probabilities(profile.bins)[drawn], profile.log_ratio[drawn], ".-", color=COLOURS[name], label=name)
+    _over_probability(axes, "log_ratio", {"healthy": healthy, "sick": sick})
     axes.axhline(0, color="black", linewidth=0.5)
     axes.set(xlabel="probability that the sampler logged", ylabel="mean log-ratio l, nats")
 
 
 def noise(axes: Axes, healthy: Evidence, sick: Evidence) -> None:
     """Mean |l| over the logged probability, which noise on logits makes proportional to 1 - p."""
-    for name, evidence in (("healthy", healthy), ("sick", sick)):
-        profile = evidence.profiles["log_mu"]
-        drawn = profile.count >= FEWEST
-        label = "bf16" if name == "healthy" else "fp8 weights"
-        axes.plot(_probabilities(profile.bins)[drawn], profile.size[drawn], ".-", color=COLOURS[name], label=label)
+    _over_probability(axes, "size", {"bf16": healthy, "fp8 weights": sick})
     axes.set(xlabel="probability that the sampler logged", ylabel="mean |l|, nats")
 
 
+def _over_probability(axes: Axes, value: str, labelled: dict[str, Evidence]) -> None:
+    for (label, evidence), colour in zip(labelled.items(), COLOURS.values(), strict=True):
+        profile = evidence.profiles["log_mu"]
+        drawn = profile.count >= FEWEST
+        probabilities, values = _probabilities(profile.bins), getattr(profile, value)
+        axes.plot(probabilities[drawn], values[drawn], ".-", color=colour, label=label)
+
+
 def honesty(axes: Axes, healthy: Evidence, sick: Evidence) -> None:
-    for shift, (name, evidence) in zip((-0.2, 0.2), (("healthy", healthy), ("sick", sick)), strict=True):
+    for shift, name, evidence in ((-0.2, "healthy", healthy), (0.2, "sick", sick)):
         whole = evidence.whole
         values = [whole.z_ratio.z, whole.z_surprise.z if whole.z_surprise else 0.0]
         axes.bar(np.arange(2) + shift, values, 0.4, color=COLOURS[name], label=name)
@@ -62,11 +63,9 @@ def honesty(axes: Axes, healthy: Evidence, sick: Evidence) -> None:
 
 
 def lags(axes: Axes, healthy: Evidence, sick: Evidence) -> None:
-    for shift, (name, evidence) in zip((-0.2, 0.2), (("healthy", healthy), ("sick", sick)), strict=True):
-        correlations = evidence.lag_correlations
-        axes.bar(
-            np.array(list(correlations)) + shift, list(correlations.values()), 0.4, color=COLOURS[name], label=name
-        )
+    for shift, name, evidence in ((-0.2, "healthy", healthy), (0.2, "sick", sick)):
+        places, values = (np.array(list(each)) for each in zip(*evidence.lag_correlations.items(), strict=True))
+        axes.bar(places + shift, values, 0.4, color=COLOURS[name], label=name)
     axes.set(xlabel="tokens between the two log-probs", ylabel="correlation of log π and log μ")
 
 

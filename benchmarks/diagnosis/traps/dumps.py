@@ -40,19 +40,15 @@ class Planted:
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
     def chunk(self) -> Chunk:
-        return Chunk(
-            self.log_pi.astype(np.float64), self.log_mu.astype(np.float64), self.offsets, self.tokens, self.sequences
-        )
+        log_pi, log_mu = self.log_pi.astype(np.float64), self.log_mu.astype(np.float64)
+        return Chunk(log_pi, log_mu, self.offsets, self.tokens, self.sequences)
 
     def with_columns(self, **columns: Any) -> Planted:
         """With more columns, [N] or [S]."""
         arrays = {name: np.asarray(values) for name, values in columns.items()}
         tokens = {name: a for name, a in arrays.items() if a.size == self.log_pi.size}
-        return replace(
-            self,
-            tokens={**self.tokens, **tokens},
-            sequences={**self.sequences, **{name: a for name, a in arrays.items() if name not in tokens}},
-        )
+        sequences = {name: a for name, a in arrays.items() if name not in tokens}
+        return replace(self, tokens=self.tokens | tokens, sequences=self.sequences | sequences)
 
     def select(self, keep: np.ndarray) -> Planted:
         """The sequences with ``keep`` [S]."""
@@ -88,9 +84,9 @@ def write(planted: Planted, file: Path, *, without: Sequence[str] = (), bits: in
         if values.dtype.kind == "f":
             floats.append(f"{name}.list.element")
             values = (values if bits is None else _coarse(values, bits)).astype(np.float32)
-        columns[name] = pa.ListArray.from_arrays(
-            offsets, pa.array(values if values.dtype == np.float32 else values.astype(np.int32))
-        )
+        else:
+            values = values.astype(np.int32)
+        columns[name] = pa.ListArray.from_arrays(offsets, pa.array(values))
     columns |= {name: pa.array(values) for name, values in planted.sequences.items() if name not in without}
     file.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(

@@ -26,7 +26,8 @@ class Trap(NamedTuple):
     """Code of the rule that must answer."""
     level: str
     """Level of its verdict."""
-    make: Callable[[Lab], Planted]
+    make: Callable[[Lab], Planted] | None = None
+    """None: a server makes it together with others."""
 
 
 def hidden(**settings: float) -> Callable[[Lab], Planted]:
@@ -63,13 +64,10 @@ def one_stale_server(lab: Lab) -> Planted:
 def policy_lag(lab: Lab) -> Planted:
     """Every response has weights that are up to four updates old, as its columns say."""
     by_version = [lab.sample(weights=weights) for weights in lab.dense.versions]
-    order = np.arange(len(lab.healthy))
-    versions = order // 2 % VERSIONS
-    samples: list[Sample] = [by_version[v][i] for i, v in zip(order, versions, strict=True)]
-    planted = lab.dump(samples)
-    return planted.with_columns(
-        version=np.repeat(versions, planted.lengths), trainer_version=np.full(order.size, VERSIONS - 1)
-    )
+    versions = np.arange(len(lab.healthy)) // 2 % VERSIONS
+    planted = lab.dump([by_version[version][i] for i, version in enumerate(versions)])
+    own = np.repeat(versions, planted.lengths)
+    return planted.with_columns(version=own, trainer_version=np.full(versions.size, VERSIONS - 1))
 
 
 def expert_flips(lab: Lab) -> Planted:
@@ -94,12 +92,11 @@ def zero_filled(lab: Lab) -> Planted:
 
 def forced_end(lab: Lab) -> Planted:
     """The host ended every response that reached its limit with an id of its own, logged as 0.0."""
-    cut = [sample.finish_reason == "length" for sample in lab.healthy]
-    samples = [
-        replace(s, output_ids=[*s.output_ids[:-1], END], logprobs=[*s.logprobs[:-1], 0.0]) if c else s
-        for s, c in zip(lab.healthy, cut, strict=True)
-    ]
-    return lab.dump(samples)
+
+    def ended(s: Sample) -> Sample:
+        return replace(s, output_ids=[*s.output_ids[:-1], END], logprobs=[*s.logprobs[:-1], 0.0])
+
+    return lab.dump([ended(s) if s.finish_reason == "length" else s for s in lab.healthy])
 
 
 TRAPS: dict[str, Trap] = {

@@ -37,26 +37,17 @@ FLAGS = (
 SERVE = Path(__file__).parents[3] / "launch/sglang_cpu/serve.sh"
 ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
 """The server logs before the temperature: the same where a request asks for 1, and what hides a temperature else."""
-ANSWERS = {
-    "server: healthy": ("RC501", "numerics"),
-    "server: hidden temperature 0.9": ("RC103", "BUG"),
-    "server: top-p 0.95, full logs": ("RC103", "BUG"),
-    "server: top-p 0.95, renormalised logs": ("RC102", "BUG"),
-    "server: stale server": ("RC303", "BUG"),
-    "server: stale prefix cache": ("RC301", "BUG"),
-    "server: retracted requests": ("RC501", "numerics"),
-    "server: wrong conversion": ("RC501", "suspect"),
+TRAPS = {
+    "server: healthy": Trap("real server", "RC501", "numerics"),
+    "server: hidden temperature 0.9": Trap("real server", "RC103", "BUG"),
+    "server: top-p 0.95, full logs": Trap("real server", "RC103", "BUG"),
+    "server: top-p 0.95, renormalised logs": Trap("real server", "RC102", "BUG"),
+    "server: stale server": Trap("real server", "RC303", "BUG"),
+    "server: stale prefix cache": Trap("real server", "RC301", "BUG"),
+    "server: retracted requests": Trap("real server", "RC501", "numerics"),
+    "server: wrong conversion": Trap("real server", "RC501", "suspect"),
 }
-"""Code and level of the answer to each dump of ``dumps``."""
-
-
-def trap(name: str) -> Trap:
-    """The trap of this name; its dump is made together with all others."""
-
-    def make(lab: Lab) -> Planted:
-        return dict(dumps(lab))[name]
-
-    return Trap("real server", *ANSWERS[name], make)
+"""Those of ``dumps``, which makes them all together."""
 
 
 def dumps(lab: Lab) -> Iterator[tuple[str, Planted]]:
