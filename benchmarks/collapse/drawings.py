@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from collapse.claims import counted
 from collapse.figure_data import Data, FigureSettings, digest
@@ -88,10 +91,8 @@ def _curves(canvas: Any, data: Data) -> None:
 
 def _strength(canvas: Any, data: Data) -> None:
     """Failures by k3; mechanisms that do not show in k3 stand beside it, one strength after the other."""
-    styles = {
-        label: {"color": COLORS[n % len(COLORS)], "fmt": MARKERS[n % len(MARKERS)]}
-        for n, label in enumerate(data["series"])
-    }
+    looks = zip(data["series"], itertools.cycle(COLORS), itertools.cycle(MARKERS), strict=False)
+    styles = {label: {"color": color, "fmt": marker} for label, color, marker in looks}
     unseen = [(label, point) for label, points in data["series"].items() for point in points if point["k3"] < UNSEEN]
     canvas.set_size_inches(WIDTH, 5.2 if unseen else 4.4)
     beside, axes = canvas.subplots(1, 2, sharey=True, width_ratios=[max(1, len(unseen)), 14])
@@ -107,9 +108,8 @@ def _strength(canvas: Any, data: Data) -> None:
                           textcoords="offset points", fontsize=8, color=styles[label]["color"])  # fmt: skip
     for place, (label, point) in enumerate(unseen):
         _shares(beside, [place], [point], **styles[label])
-    beside.set_xticks(
-        range(len(unseen)), [_short(label, point["strength"]) for label, point in unseen], rotation=90, fontsize=8
-    )
+    names = [_short(label, point["strength"]) for label, point in unseen]
+    beside.set_xticks(range(len(unseen)), names, rotation=90, fontsize=8)
     beside.set_xlabel(f"k3 below {UNSEEN:g}", fontsize=10, color=SOFT)
     beside.set_visible(bool(unseen))
     axes.tick_params(labelleft=not unseen)
@@ -129,30 +129,23 @@ def _short(label: str, strength: str) -> str:
 
 
 def _shares(axes: Any, x: list[float], points: list[Data], **style: Any) -> None:
-    shares = [point["share"] for point in points]
-    bars = [[value - low for value, low, _ in shares], [high - value for value, _, high in shares]]
-    axes.errorbar(x, [share[0] for share in shares], yerr=bars, lw=1.4, ms=6, capsize=3, elinewidth=1,
-                  **{"ls": "none"} | style)  # fmt: skip
+    values, low, high = zip(*(point["share"] for point in points), strict=True) if points else ((), (), ())
+    bars = np.subtract(values, low), np.subtract(high, values)
+    axes.errorbar(x, values, yerr=bars, lw=1.4, ms=6, capsize=3, elinewidth=1, **{"ls": "none"} | style)
 
 
 def _survival(canvas: Any, data: Data) -> None:
-    canvas.set_size_inches(WIDTH, 4.2)
-    axes = canvas.add_subplot()
-    style_axes(axes)
+    axes = _single(canvas, 4.2)
     for number, (label, series) in enumerate(data["series"].items()):
         color = COLORS[number % len(COLORS)]
-        steps, shares = [0.0], [1.0]
-        for step, share in series["curve"]:
-            steps.append(step)
-            shares.append(share)
-        steps.append(series["end"])
-        shares.append(shares[-1])
+        steps, shares = map(list, zip([0.0, 1.0], *series["curve"], strict=True))
         # curves of arms that all live would hide one another
         shift = 0.006 * number
         test = "" if series["p"] is None else f", log-rank p {series['p']:.2g}"
         name = f"{label} ({counted(series['runs'], 'run')}{test})"
         dashes = "-" if number < len(COLORS) else (0, (3, 1.5))
-        axes.plot(steps, [share - shift for share in shares], drawstyle="steps-post", color=color, lw=2, ls=dashes,
+        heights = [share - shift for share in [*shares, shares[-1]]]
+        axes.plot([*steps, series["end"]], heights, drawstyle="steps-post", color=color, lw=2, ls=dashes,
                   label=name)  # fmt: skip
     axes.set_ylim(-0.05, 1.03)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
@@ -191,20 +184,11 @@ def _diagram(canvas: Any, data: Data) -> None:
 
 
 def _controls(canvas: Any, data: Data) -> None:
-    canvas.set_size_inches(WIDTH, 0.42 * len(data["series"]) + 1.5)
-    axes = canvas.add_subplot()
-    style_axes(axes)
+    axes = _single(canvas, 0.42 * len(data["series"]) + 1.5)
     labels = list(data["series"])
     rows: list[tuple[float, tuple[str, str, str]]] = [(-1.0, ("failed", "gradient\nnorm", "tokens\ndropped"))]
     for place, series in enumerate(data["series"].values()):
-        color = COLORS[1] if series["control"] else COLORS[0]
-        finals = series["finals"]
-        heights = [place + 0.1 * ((seed % 3) - 1) for seed in range(len(finals))]
-        axes.scatter(finals, heights, color=color, s=18, alpha=0.7, linewidths=0)
-        if series["mean"]:
-            mean, low, high = series["mean"]
-            axes.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="|", color=INK, ms=13, mew=2, capsize=0,
-                          elinewidth=2)  # fmt: skip
+        _scattered(axes, place, series["finals"], series["mean"], COLORS[1] if series["control"] else COLORS[0])
         failures = f"{series['failed']} of {series['runs']}" if series["runs"] else "unknown"
         norm = "" if series["grad_norm"] is None else f"{series['grad_norm']:.2f}"
         dropped = f"{series['dropped']:.1%}" if series["dropped"] else ""
@@ -220,6 +204,23 @@ def _controls(canvas: Any, data: Data) -> None:
     axes.set_xlabel("mean of the last evaluations: seeds, their mean and its 90 % interval", fontsize=10, color=SOFT)
 
 
+def _single(canvas: Any, height: float) -> Any:
+    canvas.set_size_inches(WIDTH, height)
+    axes = canvas.add_subplot()
+    style_axes(axes)
+    return axes
+
+
+def _scattered(axes: Any, place: int, values: list[float], middle: list[float] | None, color: str) -> None:
+    """Values around a place of the y axis, with their middle and its interval."""
+    heights = [place + 0.1 * ((number % 3) - 1) for number in range(len(values))]
+    axes.scatter(values, heights, color=color, s=18, alpha=0.7, linewidths=0)
+    if middle:
+        value, low, high = middle
+        error = [[value - low], [high - value]]
+        axes.errorbar(value, place, xerr=error, fmt="|", color=INK, ms=13, mew=2, capsize=0, elinewidth=2)
+
+
 def _order(canvas: Any, data: Data) -> None:
     canvas.set_size_inches(WIDTH, 4.2)
     left, right = canvas.subplots(1, 2, width_ratios=(1, 1.15))
@@ -227,13 +228,8 @@ def _order(canvas: Any, data: Data) -> None:
         style_axes(axes)
     names = list(data["gaps"])
     for place, name in enumerate(names):
-        gaps, color = data["gaps"][name], COLORS[list(NAMES).index(name) % len(COLORS)]
-        heights = [place + 0.1 * ((run % 3) - 1) for run in range(len(gaps["gaps"]))]
-        left.scatter(gaps["gaps"], heights, color=color, s=18, alpha=0.7, linewidths=0)
-        if gaps["median"]:
-            median, low, high = gaps["median"]
-            left.errorbar(median, place, xerr=[[median - low], [high - median]], fmt="|", color=INK, ms=13, mew=2,
-                          elinewidth=2)  # fmt: skip
+        gaps = data["gaps"][name]
+        _scattered(left, place, gaps["gaps"], gaps["median"], COLORS[list(NAMES).index(name) % len(COLORS)])
     left.axvline(0, color=SOFT, lw=1, ls=(0, (4, 2)))
     left.set_yticks(range(len(names)), [NAMES[name] for name in names], fontsize=9.5, color=INK)
     left.set_ylim(len(names) - 0.5, -0.5)
@@ -245,9 +241,9 @@ def _order(canvas: Any, data: Data) -> None:
         values = [value for _, value in curve]
         low, high = min(values), max(values)
         scaled = [(value - low) / (high - low) if high > low else 0.5 for value in values]
-        color = INK if name == "accuracy" else COLORS[list(NAMES).index(name) % len(COLORS)]
-        right.plot([offset for offset, _ in curve], scaled, color=color, lw=2.4 if name == "accuracy" else 1.6,
-                   ls="--" if name == "accuracy" else "-", label=NAMES[name])  # fmt: skip
+        look = {"color": COLORS[list(NAMES).index(name) % len(COLORS)], "lw": 1.6}
+        look = {"color": INK, "lw": 2.4, "ls": "--"} if name == "accuracy" else look
+        right.plot([offset for offset, _ in curve], scaled, label=NAMES[name], **look)
     right.axvline(0, color=SOFT, lw=1, ls=(0, (4, 2)))
     right.set_yticks([0, 1], ["lowest", "highest"], fontsize=9)
     right.set_xlabel(f"steps from the fall, means of {counted(data['runs'], 'run')}", fontsize=9.5, color=SOFT)
