@@ -5,23 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rc.analyze.readers import jsonl, miles, nemo_rl, parquet, prime_rl, prime_rl_traces, slime, verl
 from megatron_rc.analyze.readers.dump import Dump, printable
 from megatron_rc.analyze.readers.format import Content, Format, content_of
 
-FORMATS: tuple[Format, ...] = (
-    parquet.FORMAT,
-    jsonl.FORMAT,
-    nemo_rl.FORMAT,
-    prime_rl.FORMAT,
-    prime_rl_traces.FORMAT,
-    slime.FORMAT,
-    miles.FORMAT,
-    verl.FORMAT,
-)
+READERS = (parquet, jsonl, nemo_rl, prime_rl, prime_rl_traces, slime, miles, verl)
+FORMATS: tuple[Format, ...] = tuple(reader.FORMAT for reader in READERS)
 """In the order in which they are preferred where a folder holds several."""
 MAX_FILES = 200_000
 """Files that are looked at below a folder."""
@@ -45,7 +36,12 @@ def open_dump(path: str | Path, format: str | None = None) -> Dump:
         raise ValueError(f"{path} is an empty folder; give a dump file or a folder of them")
     contents = {file: content_of(file) for file in files}
     chosen = _named(format) if format else _best(contents, path)
-    fitting = [file for file, content in contents.items() if _belongs(content, chosen)]
+    # damaged files of its container are counted
+    fitting = [
+        file
+        for file, content in contents.items()
+        if chosen.fits(content) or (content.container == chosen.container and content.problem)
+    ]
     if not fitting:
         raise ValueError(f"{path} holds no file of the format {chosen.name!r}")
     beside = [file for file, content in contents.items() if chosen.has_beside(content) and not _known(content)]
@@ -69,11 +65,6 @@ def _best(contents: dict[Path, Content], path: Path) -> Format:
         if content.problem:
             raise ValueError(content.problem)
     raise ValueError(f"{path} holds no dump; known formats: {', '.join(known.title for known in FORMATS)}")
-
-
-def _belongs(content: Content, chosen: Format) -> bool:
-    """True for files of the format, and for damaged ones of its container, which are counted."""
-    return chosen.fits(content) or (content.container == chosen.container and bool(content.problem))
 
 
 def _known(content: Content) -> Format | None:
@@ -100,21 +91,14 @@ def _ignored(contents: dict[Path, Content], read: set[Path]) -> list[str]:
 
 def _files_below(folder: Path) -> list[Path]:
     """Files below a folder, hidden ones left out, numbers in their names in the order of numbers."""
-    files = []
-    for file in _walk(folder):
-        files.append(file)
+    files: list[Path] = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        shown = (Path(root, name) for name in names if not name.startswith("."))
+        files += filter(Path.is_file, shown)
         if len(files) > MAX_FILES:
             raise ValueError(f"{folder} holds more than {MAX_FILES} files; give the folder of the dump itself")
     return sorted(files, key=_natural)
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in names:
-            file = Path(root, name)
-            if not name.startswith(".") and file.is_file():
-                yield file
 
 
 def _natural(file: Path) -> list[str | int]:

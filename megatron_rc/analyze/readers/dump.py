@@ -75,11 +75,6 @@ class Dump:
     def files(self) -> list[Path]:
         return [file for group in self.groups for file in group]
 
-    @property
-    def size(self) -> int:
-        """Bytes on disk."""
-        return sum(file.stat().st_size for file in self.files)
-
     def chunks(self, progress: Callable[[int], None] = lambda done: None) -> Iterator[Chunk]:
         """Yield the chunks of all files; ``progress`` is called with the bytes of each group of files once it is read.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -87,16 +88,15 @@ def read_rows(
         schema: Arrow types of the values that ``row_of`` reads, as the host writes them.
     """
 
-    def rows() -> Iterator[tuple[str, Row | BadRow]]:
+    def of_line(line: bytes) -> Row:
+        return row_of(parsed(line))
+
+    def rows() -> Iterator[tuple[str, Callable[[], Row]]]:
         for numbers, block in _blocks(file):
             records = arrow_records(block, schema)
             for index, number in enumerate(numbers):
-                row: Row | BadRow
-                try:
-                    row = row_of(parsed(block[index]) if records is None else records[index])
-                except BadRow as error:
-                    row = error
-                yield f"{file}, line {number}", row
+                read = partial(of_line, block[index]) if records is None else partial(row_of, records[index])
+                yield f"{file}, line {number}", read
 
     return packed(rows(), corrupt)
 

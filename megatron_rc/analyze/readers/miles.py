@@ -7,7 +7,8 @@ what ``--dump-details`` or ``--save-debug-rollout-data`` wrote of it before trai
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,21 +94,14 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     before = rollout_data.read(
         group, [((None, rank.key(index)), rank.value("tokens", index)) for rank, index in named], corrupt
     )
-    return (yield from rows.packed(_rows(ranks, before), corrupt))
+    yield from rows.packed(_rows(ranks, before), corrupt)
 
 
-FORMAT = Format(
-    "miles",
-    "miles train data",
-    "torch",
-    (frozenset({"rollout_id", "rank", "rollout_data"}),),
-    read,
-    groups,
-    rollout_data.NAMES,
-)
+SHOWS = frozenset({"rollout_id", "rank", "rollout_data"})
+FORMAT = Format("miles", "miles train data", "torch", (SHOWS,), read, groups, rollout_data.NAMES)
 
 
-def _rows(ranks: list[Rank], before: RolloutData | None) -> Iterator[tuple[str, rows.Row | rows.BadRow]]:
+def _rows(ranks: list[Rank], before: RolloutData | None) -> Iterator[tuple[str, Callable[[], rows.Row]]]:
     places: dict[Any, list[Place]] = {}
     for number, rank in enumerate(ranks):
         for index in range(rank.size):
@@ -115,12 +109,7 @@ def _rows(ranks: list[Rank], before: RolloutData | None) -> Iterator[tuple[str, 
             places.setdefault(key if isinstance(key, int | str) else (number, index), []).append((number, index))
     for own in places.values():
         number, index = own[0]
-        row: rows.Row | rows.BadRow
-        try:
-            row = _row(ranks, own, before)
-        except (rows.BadRow, UnreadableFile) as error:
-            row = rows.BadRow(str(error))
-        yield f"{ranks[number].file}, sample {index}", row
+        yield f"{ranks[number].file}, sample {index}", partial(_row, ranks, own, before)
 
 
 def _row(ranks: list[Rank], places: list[Place], before: RolloutData | None) -> rows.Row:

@@ -51,31 +51,28 @@ def row_of(record: dict[str, Any], step: int | None) -> rows.Row:
     mask = rows.flags(single(record.get(MASK)), MASK)
     if not log_pi.size == log_mu.size == mask.size:
         raise rows.BadRow(f"{LOG_PI}, {LOG_MU} and {MASK} have {log_pi.size}, {log_mu.size} and {mask.size} values")
-    trained = np.flatnonzero(mask)
-    start, end = (int(trained[0]), int(trained[-1]) + 1) if trained.size else (0, 0)
+    span = rows.trained_span(mask)
     counted = rows.flags(record.get("sample_loss_mask", [1]), "sample_loss_mask")
-    tokens: dict[str, Any] = {"loss_mask": mask[start:end] & bool(counted.all())}
-    sequence: dict[str, Any] = {"prompt_length": start}
+    tokens: dict[str, Any] = {"loss_mask": mask[span] & bool(counted.all())}
+    sequence: dict[str, Any] = {"prompt_length": span.start}
     if record.get("token_ids") is not None:
         ids = rows.whole_numbers(single(record["token_ids"]), "token_ids")
-        if ids.size != mask.size:
-            raise rows.BadRow(f"token_ids has {ids.size} values, {MASK} has {mask.size}")
-        tokens["token_id"] = ids[start:end]
+        rows.check_sizes({"token_ids": ids}, mask.size, f"{MASK} has")
+        tokens["token_id"] = ids[span]
     if record.get("advantages") is not None:
         advantages = rows.numbers(single(record["advantages"], lists=False), "advantages")
-        if advantages.size == mask.size:
-            tokens["advantage"] = advantages[start:end]
-        elif advantages.size == 1:
+        if advantages.size == 1 != mask.size:
             sequence["advantage"] = advantages[0]
         else:
-            raise rows.BadRow(f"advantages has {advantages.size} values, {MASK} has {mask.size}")
+            rows.check_sizes({"advantages": advantages}, mask.size, f"{MASK} has")
+            tokens["advantage"] = advantages[span]
     # rewards are those before dynamic sampling filtered them, and then belong to other rows
     reward = record.get("filtered_rewards", record.get("rewards"))
     if reward is not None:
         sequence["reward"] = single(reward)
     if step is not None:
         sequence["step"] = step
-    return rows.Row(log_pi[start:end], log_mu[start:end], tokens, sequence)
+    return rows.Row(log_pi[span], log_mu[span], tokens, sequence)
 
 
 def single(value: Any, *, lists: bool = True) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from megatron_rc.analyze.chunk import Chunk
@@ -43,20 +42,14 @@ def row_of(record: dict[str, Any]) -> rows.Row:
     columns = {name: rows.numbers(record[key], key) for name, key in TOKENS.items() if record.get(key) is not None}
     if record.get("token_ids") is not None:
         columns["token_id"] = rows.whole_numbers(record["token_ids"], "token_ids")
-    for name, values in {LOG_PI: log_pi, LOG_MU: log_mu, **columns}.items():
-        if values.size != mask.size:
-            raise rows.BadRow(f"{name} has {values.size} values, {MASK} has {mask.size}")
+    rows.check_sizes({LOG_PI: log_pi, LOG_MU: log_mu, **columns}, mask.size, f"{MASK} has")
     # tokens of the cross-entropy or the reference term alone have no log-prob of the sampler
     weights = record.get("rl_weights")
     if weights is not None:
         weights = rows.numbers(weights, "rl_weights")
         # null stands for the weight 1 of every token
         mask = mask & (weights != 0) if weights.size == mask.size else mask
-    trained = np.flatnonzero(mask)
-    start, end = (int(trained[0]), int(trained[-1]) + 1) if trained.size else (0, 0)
-    sequence: dict[str, Any] = {"prompt_length": start}
-    for name, key in SEQUENCE.items():
-        if record.get(key) is not None:
-            sequence[name] = record[key]
-    tokens = {name: values[start:end] for name, values in columns.items()}
-    return rows.Row(log_pi[start:end], log_mu[start:end], {**tokens, "loss_mask": mask[start:end]}, sequence)
+    span = rows.trained_span(mask)
+    known = {name: record[key] for name, key in SEQUENCE.items() if record.get(key) is not None}
+    tokens = {name: values[span] for name, values in {**columns, "loss_mask": mask}.items()}
+    return rows.Row(log_pi[span], log_mu[span], tokens, {"prompt_length": span.start, **known})

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,19 +42,13 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
             )
         for path in streams:
             try:
-                yield from rows.packed(_rows(path, notes), corrupt)
+                yield from rows.packed(_rows(path, notes, corrupt), corrupt)
             except UnreadableFile as error:
                 corrupt.add_file(str(error))
 
 
-FORMAT = Format(
-    "prime-rl-traces",
-    "prime-rl trace stream",
-    "jsonl",
-    (frozenset({"traces"}), frozenset({"trace_id", "branches"})),
-    read,
-    groups,
-)
+SHOWS = (frozenset({"traces"}), frozenset({"trace_id", "branches"}))
+FORMAT = Format("prime-rl-traces", "prime-rl trace stream", "jsonl", SHOWS, read, groups)
 
 
 class Note(NamedTuple):
@@ -86,10 +81,8 @@ class Annotations:
                 raise rows.BadRow("branches must be a list of objects with an index")
             values = {name: rows.log_probs(branch[name], name) for name in STREAMS if branch.get(name) is not None}
             if LOG_PI in values:
-                if ENTROPY in values and values[ENTROPY].size != values[LOG_PI].size:
-                    raise rows.BadRow(
-                        f"{ENTROPY} has {values[ENTROPY].size} values, {LOG_PI} has {values[LOG_PI].size}"
-                    )
+                if ENTROPY in values:
+                    rows.check_sizes({ENTROPY: values[ENTROPY]}, values[LOG_PI].size, f"{LOG_PI} has")
                 # the entropy of an earlier pass does not belong to these log-probs
                 self._notes[ENTROPY].pop((trace, branch["index"]), None)
             for name, stream in values.items():
@@ -144,36 +137,33 @@ def _is_annotations(path: Path, notes: Annotations, corrupt: CorruptRows) -> boo
     return found
 
 
-def _rows(path: Path, notes: Annotations) -> Iterator[tuple[str, rows.Row | rows.BadRow]]:
+def _rows(path: Path, notes: Annotations, corrupt: CorruptRows) -> Iterator[tuple[str, Callable[[], rows.Row]]]:
     for number, line in enumerate(lines(path), 1):
         if not line.strip():
             continue
+        place = f"{path}, line {number}"
         try:
             episode = parsed(line)
             traces = episode.get("traces") or []
             if not isinstance(traces, list) or not all(isinstance(trace, dict) for trace in traces):
                 raise rows.BadRow("traces must be a list of objects")
         except rows.BadRow as error:
-            yield f"{path}, line {number}", error
+            corrupt.add(f"{place}: {error}")
             continue
         for trace in traces:
-            for row in _branches(trace, episode, notes):
-                yield f"{path}, line {number}", row
+            nodes, name = trace.get("nodes"), trace.get("id")
+            if isinstance(name, str) and isinstance(nodes, list) and all(isinstance(node, dict) for node in nodes):
+                for index, leaf in enumerate(_leaves(nodes)):
+                    if LOG_PI in (note := notes.of(name, index)):
+                        yield place, partial(_branch, trace, episode, leaf, note, notes.step(name))
+            else:
+                corrupt.add(f"{place}: a trace must have an id and a list of nodes")
 
 
-def _branches(trace: dict[str, Any], episode: dict[str, Any], notes: Annotations) -> Iterator[rows.Row | rows.BadRow]:
-    nodes, name = trace.get("nodes"), trace.get("id")
-    if not isinstance(name, str) or not isinstance(nodes, list) or not all(isinstance(node, dict) for node in nodes):
-        yield rows.BadRow("a trace must have an id and a list of nodes")
-        return
-    for index, leaf in enumerate(_leaves(nodes)):
-        note = notes.of(name, index)
-        if LOG_PI not in note:
-            continue
-        try:
-            yield _row(_path(nodes, leaf), note, {**_sequence(trace, episode), **notes.step(name)})
-        except rows.BadRow as error:
-            yield error
+def _branch(
+    trace: dict[str, Any], episode: dict[str, Any], leaf: int, note: dict[str, Floats], step: dict[str, int]
+) -> rows.Row:
+    return _row(_path(trace["nodes"], leaf), note, {**_sequence(trace, episode), **step})
 
 
 def _leaves(nodes: list[dict[str, Any]]) -> list[int]:
@@ -212,18 +202,15 @@ def _row(path: list[dict[str, Any]], note: dict[str, Floats], sequence: dict[str
     log_mu = np.full(ids.size, np.nan)
     log_mu[sampled] = logged
     mask = sampled[: log_pi.size] & ~np.isnan(log_pi)
-    trained = np.flatnonzero(mask)
-    start, end = (int(trained[0]), int(trained[-1]) + 1) if trained.size else (0, 0)
-    tokens: dict[str, Any] = {"loss_mask": mask[start:end], "token_id": ids[start:end]}
+    span = rows.trained_span(mask)
+    tokens: dict[str, Any] = {"loss_mask": mask[span], "token_id": ids[span]}
     if ENTROPY in note:
-        tokens["entropy"] = note[ENTROPY][start:end]
+        tokens["entropy"] = note[ENTROPY][span]
     if ADVANTAGE in note:
-        if note[ADVANTAGE].size != ids.size:
-            raise rows.BadRow(f"{ADVANTAGE} has {note[ADVANTAGE].size} values, token_ids has {ids.size}")
-        tokens["advantage"] = note[ADVANTAGE][start:end]
-    turn = np.repeat(np.arange(len(path)), [len(node.get("token_ids") or []) for node in path])[start:end]
-    tokens["turn"] = turn
-    return rows.Row(log_pi[start:end], log_mu[start:end], tokens, {"prompt_length": start, **sequence})
+        rows.check_sizes({ADVANTAGE: note[ADVANTAGE]}, ids.size, "token_ids has")
+        tokens["advantage"] = note[ADVANTAGE][span]
+    tokens["turn"] = np.repeat(np.arange(len(path)), [len(node.get("token_ids") or []) for node in path])[span]
+    return rows.Row(log_pi[span], log_mu[span], tokens, {"prompt_length": span.start, **sequence})
 
 
 def _sequence(trace: dict[str, Any], episode: dict[str, Any]) -> dict[str, Any]:

@@ -36,9 +36,7 @@ class Row:
     """Single values by their name in SEQUENCE_COLUMNS."""
 
     def __post_init__(self) -> None:
-        for name, values in {"log mu": self.log_mu, **self.tokens}.items():
-            if values.size != self.log_pi.size:
-                raise BadRow(f"{name} has {values.size} values, log pi has {self.log_pi.size}")
+        check_sizes({"log mu": self.log_mu, **self.tokens}, self.log_pi.size, "log pi has")
         for name, values in self.tokens.items():
             self.tokens[name] = values.astype(bool) if TOKEN_COLUMNS[name].kind == "flag" else values
         for name, value in self.sequence.items():
@@ -153,20 +151,23 @@ def checked(chunk: Chunk, where: Callable[[int], str], corrupt: CorruptRows) -> 
     return chunk.select_sequences(~bad) if bad.any() else chunk
 
 
-def packed(rows: Iterable[tuple[str, Row | BadRow]], corrupt: CorruptRows) -> Iterator[Chunk]:
+def packed(rows: Iterable[tuple[str, Callable[[], Row]]], corrupt: CorruptRows) -> Iterator[Chunk]:
     """Yield rows as chunks of about CHUNK_TOKENS, those before the damage of a file included.
 
     Args:
-        rows: each with its file and number for the sentence about it; a BadRow is counted and left out.
+        rows: what reads each, with its file and number for the sentence about it; a damaged one is counted and left
+            out.
     """
     places: list[str] = []
     waiting: list[Row] = []
     tokens = 0
     unreadable = None
     try:
-        for place, row in rows:
-            if isinstance(row, BadRow):
-                corrupt.add(f"{place}: {row}")
+        for place, read in rows:
+            try:
+                row = read()
+            except (BadRow, UnreadableFile) as error:
+                corrupt.add(f"{place}: {error}")
                 continue
             places.append(place)
             waiting.append(row)
@@ -179,6 +180,19 @@ def packed(rows: Iterable[tuple[str, Row | BadRow]], corrupt: CorruptRows) -> It
     yield from _chunk(waiting, places, corrupt)
     if unreadable:
         raise unreadable
+
+
+def check_sizes(columns: Mapping[str, NDArray[Any]], size: int, says: str) -> None:
+    """Raise BadRow for a column of another size, which ``says`` names the source of."""
+    for name, values in columns.items():
+        if values.size != size:
+            raise BadRow(f"{name} has {values.size} values, {says} {size}")
+
+
+def trained_span(mask: NDArray[np.bool_]) -> slice:
+    """From the first token with loss to the last one; empty without any."""
+    trained = np.flatnonzero(mask)
+    return slice(int(trained[0]), int(trained[-1]) + 1) if trained.size else slice(0, 0)
 
 
 def _chunk(rows: list[Row], places: list[str], corrupt: CorruptRows) -> Iterator[Chunk]:

@@ -6,6 +6,7 @@ What ``--dump-details`` or ``--save-debug-rollout-data`` wrote of the same sampl
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,28 +46,12 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     before = rollout_data.read(
         group, [((s.get("rollout_position"), s.get("sample_index")), s.get("tokens")) for s in dicts], corrupt
     )
-
-    def each() -> Iterator[tuple[str, rows.Row | rows.BadRow]]:
-        for number, sample in enumerate(samples):
-            row: rows.Row | rows.BadRow
-            try:
-                row = _row(sample, saved, packs, before)
-            except (rows.BadRow, UnreadableFile) as error:
-                row = rows.BadRow(str(error))
-            yield f"{file}, sample {number}", row
-
-    return (yield from rows.packed(each(), corrupt))
+    reads = (partial(_row, sample, saved, packs, before) for sample in samples)
+    yield from rows.packed(((f"{file}, sample {number}", read) for number, read in enumerate(reads)), corrupt)
 
 
-FORMAT = Format(
-    "slime",
-    "slime train data",
-    "torch",
-    (frozenset({"format_version", "rollout_id", "samples"}),),
-    read,
-    groups,
-    rollout_data.NAMES,
-)
+SHOWS = frozenset({"format_version", "rollout_id", "samples"})
+FORMAT = Format("slime", "slime train data", "torch", (SHOWS,), read, groups, rollout_data.NAMES)
 
 
 def _row(sample: Any, saved: dict[str, Any], packs: dict[int, int], before: RolloutData | None) -> rows.Row:

@@ -21,16 +21,8 @@ PER_TOKEN = {"loss_mask": "loss_masks", "entropy": "entropy", "advantage": "adva
 FINISH_REASONS = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "failed"}
 """By the status of a sample before training."""
 
-READ = (
-    LOG_PI,
-    LOG_MU,
-    *PER_TOKEN.values(),
-    "tokens",
-    "response_lengths",
-    "total_lengths",
-    "truncated",
-    "weight_versions",
-)
+READ = (LOG_PI, LOG_MU, *PER_TOKEN.values(), "tokens", "response_lengths", "total_lengths", "truncated",
+        "weight_versions")  # fmt: skip
 """Columns that are read from disk."""
 
 
@@ -49,12 +41,9 @@ def row_of(sample: Mapping[str, Any], known: Mapping[str, Any], before: Mapping[
     tokens = {n: (rows.flags if n == "loss_mask" else rows.numbers)(v, PER_TOKEN[n]) for n, v in columns.items()}
     if values.get("tokens") is not None:
         ids = rows.whole_numbers(values["tokens"], "tokens")
-        if ids.size != total:
-            raise rows.BadRow(f"tokens has {ids.size} values, total_lengths says {total}")
+        rows.check_sizes({"tokens": ids}, total, "total_lengths says")
         tokens["token_id"] = ids[total - response :]
-    for name, column in {LOG_PI: log_pi, LOG_MU: log_mu, **tokens}.items():
-        if column.size != response:
-            raise rows.BadRow(f"{name} has {column.size} values, response_lengths says {response}")
+    rows.check_sizes({LOG_PI: log_pi, LOG_MU: log_mu, **tokens}, response, "response_lengths says")
     if total < response:
         raise rows.BadRow(f"total_lengths says {total}, response_lengths says {response}")
     versions = values.get("weight_versions")

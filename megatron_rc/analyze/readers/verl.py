@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,38 +29,28 @@ def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     count = length_of(saved.get(MASK)) if type(saved) is dict else None
     if count is None or any(length_of(saved.get(name)) != count for name in (LOG_PI, LOG_MU)):
         raise UnreadableFile(f"{file} must hold {LOG_PI}, {LOG_MU} and {MASK} with one row per response")
-    return (yield from rows.packed(_rows(saved, count, file), corrupt))
+    names = [name for name in (LOG_PI, LOG_MU, MASK, IDS, ENTROPY) if length_of(saved.get(name)) == count]
+    reads = ((f"{file}, row {index}", partial(_row, saved, names, index)) for index in range(count))
+    yield from rows.packed(reads, corrupt)
 
 
 FORMAT = Format("verl", "verl dump of the hook", "torch", (frozenset({LOG_PI, LOG_MU, MASK}),), read)
 
 
-def _rows(saved: dict[str, Any], count: int, file: Path) -> Iterator[tuple[str, rows.Row | rows.BadRow]]:
-    names = [name for name in (LOG_PI, LOG_MU, MASK, IDS, ENTROPY) if length_of(saved.get(name)) == count]
-    for index in range(count):
-        row: rows.Row | rows.BadRow
-        try:
-            row = row_of({name: value_of(item_of(saved[name], index)) for name in names}, saved.get("step"))
-        except (rows.BadRow, UnreadableFile) as error:
-            row = rows.BadRow(str(error))
-        yield f"{file}, row {index}", row
+def _row(saved: dict[str, Any], names: list[str], index: int) -> rows.Row:
+    return row_of({name: value_of(item_of(saved[name], index)) for name in names}, saved.get("step"))
 
 
 def row_of(values: dict[str, Any], step: Any) -> rows.Row:
     """The response of a row, up to its last token with loss."""
     mask = rows.flags(values[MASK], MASK)
     end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
-    columns: dict[str, Any] = {
-        LOG_PI: rows.log_probs(values[LOG_PI], LOG_PI),
-        LOG_MU: rows.log_probs(values[LOG_MU], LOG_MU),
-    }
+    columns: dict[str, Any] = {name: rows.log_probs(values[name], name) for name in (LOG_PI, LOG_MU)}
     if IDS in values:
         columns["token_id"] = rows.whole_numbers(values[IDS], IDS)
     if ENTROPY in values:
         columns["entropy"] = rows.numbers(values[ENTROPY], ENTROPY)
-    for name, column in columns.items():
-        if column.size != mask.size:
-            raise rows.BadRow(f"{name} has {column.size} values, {MASK} has {mask.size}")
-        columns[name] = column[:end]
-    log_pi, log_mu = columns.pop(LOG_PI), columns.pop(LOG_MU)
-    return rows.Row(log_pi, log_mu, {**columns, "loss_mask": mask[:end]}, {} if step is None else {"step": step})
+    rows.check_sizes(columns, mask.size, f"{MASK} has")
+    log_pi, log_mu, *others = (column[:end] for column in columns.values())
+    tokens = dict(zip([*columns][2:], others, strict=True))
+    return rows.Row(log_pi, log_mu, {**tokens, "loss_mask": mask[:end]}, {} if step is None else {"step": step})
