@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.significance import Test, normal_p
 
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
+
+
+def at_lag(one: NDArray[Any], other: NDArray[Any], lag: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The pairs of ``one`` [N] at t and ``other`` [N] at t + lag."""
+    early, late = slice(0, max(0, one.size - abs(lag))), slice(abs(lag), None)
+    return (one[early], other[late]) if lag >= 0 else (one[late], other[early])
 
 
 class LagSums:
@@ -25,15 +33,10 @@ class LagSums:
         """Add the loss tokens of a chunk."""
         positions = chunk.tokens["position"]
         for lag in LAGS:
-            size = max(0, chunk.log_pi.size - abs(lag))
-            early, late = slice(0, size), slice(abs(lag), abs(lag) + size)
-            neighbours = (chunk.sequence_of[early] == chunk.sequence_of[late]) & (
-                positions[late] - positions[early] == abs(lag)
-            )
-            pi, mu = (
-                (chunk.log_pi[early], chunk.log_mu[late]) if lag >= 0 else (chunk.log_pi[late], chunk.log_mu[early])
-            )
-            usable = neighbours & np.isfinite(pi)
+            pi, mu = at_lag(chunk.log_pi, chunk.log_mu, lag)
+            one, other = at_lag(chunk.sequence_of, chunk.sequence_of, lag)
+            before, after = at_lag(positions, positions, lag)
+            usable = (one == other) & (after - before == lag) & np.isfinite(pi)
             x, y = pi[usable], mu[usable]
             self._sums[lag] += [x.size, x.sum(), y.sum(), x @ x, y @ y, x @ y]
 

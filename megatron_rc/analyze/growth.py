@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rc.analyze.chunk import Chunk, Floats
+from megatron_rc.analyze.sums import WeightSums
 
 LENGTHS = 2 ** np.arange(31)
 """Lengths at which the running sum of log-ratios is looked at."""
@@ -37,8 +38,7 @@ class GrowthSums:
 
     def __init__(self) -> None:
         self._moments = np.zeros((LENGTHS.size, 3))
-        self._unit = -math.inf
-        self._weights = np.zeros(2)
+        self._weights = WeightSums()
         self._lengths: dict[int, int] = {}
         self._k3 = 0.0
 
@@ -59,11 +59,7 @@ class GrowthSums:
         filled = lengths > 0
         whole = running[chunk.cu_seqlens[1:]][filled] - running[start][filled]
         if whole.size:
-            unit = max(self._unit, float(whole.max()))
-            scale = math.exp(self._unit - unit)
-            weights = np.exp(whole - unit)
-            self._weights = self._weights * [scale, scale**2] + [weights.sum(), weights @ weights]
-            self._unit = unit
+            self._weights.add(whole)
             for length, count in zip(*np.unique(lengths[filled], return_counts=True), strict=True):
                 self._lengths[int(length)] = self._lengths.get(int(length), 0) + int(count)
             self._k3 += float(chunk.k3.sum())
@@ -81,16 +77,15 @@ class GrowthSums:
                 np.polyfit(np.log(lengths[usable]), np.log(deviations[usable]), 1, w=np.sqrt(count[enough][usable]))[0]
             )
         sequences, tokens = sum(self._lengths.values()), sum(t * c for t, c in self._lengths.items())
-        mean = self._k3 / tokens if tokens else 0.0
-        growths = np.array([[c, 2 * t * mean] for t, c in self._lengths.items()]) if tokens else np.zeros((0, 2))
-        predicted = (
-            sequences / float((growths[:, 0] * np.exp(np.minimum(growths[:, 1], 700))).sum()) if tokens else math.nan
-        )
+        mean, predicted = self._k3 / tokens if tokens else 0.0, math.nan
+        if tokens:
+            counts, growths = np.array([[c, 2 * t * mean] for t, c in self._lengths.items()]).T
+            predicted = sequences / float((counts * np.exp(np.minimum(growths, 700))).sum())
         return Growth(
             lengths=lengths,
             deviations=deviations,
             exponent=exponent,
-            ess=float(self._weights[0] ** 2 / (self._weights[1] * sequences)) if sequences else math.nan,
+            ess=self._weights.ess(sequences) if sequences else math.nan,
             ess_predicted=predicted,
             horizon=1 / (2 * mean) if mean else math.inf,
             cone=2 * np.sqrt(2 * mean * lengths),

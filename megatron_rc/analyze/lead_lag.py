@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_rc.analyze.alignment import at_lag
 from megatron_rc.analyze.chunk import Floats
 from megatron_rc.analyze.significance import normal_p
 
@@ -87,11 +88,9 @@ def _normal_scores(values: Floats) -> Floats:
 
 def _correlations(one: Floats, other: Floats) -> Floats:
     """[len(LAGS)] correlation of ``one`` [n] at t with ``other`` [n] at t + lag."""
-    n, result = other.size, []
+    result = []
     for lag in LAGS:
-        early, late = slice(0, n - abs(lag)), slice(abs(lag), n)
-        x, y = (one[early], other[late]) if lag >= 0 else (one[late], other[early])
-        x, y = x - x.mean(), y - y.mean()
+        x, y = (values - values.mean() for values in at_lag(one, other, lag))
         spread = float(np.sqrt((x @ x) * (y @ y)))
         result.append(float(x @ y) / spread if spread > 0 else 0.0)
     return np.array(result)

@@ -48,10 +48,7 @@ def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False)
         ],
         "not_run": diagnosis.judgement.not_run,
         "not_judged": diagnosis.judgement.not_judged,
-        "outcome_filter": {
-            **dataclasses.asdict(evidence.outcome_filter),
-            "filtered": evidence.outcome_filter.filtered,
-        },
+        "outcome_filter": {**dataclasses.asdict(evidence.outcome_filter), "filtered": evidence.outcome_filter.filtered},
         "honesty": _panel(evidence, evidence.whole),
         "by_step": {str(step): _panel(evidence, panel) for step, panel in evidence.by_step.items()},
         "by_server": {names.get(name, name): _panel(evidence, panel) for name, panel in evidence.by_server.items()},
@@ -80,26 +77,21 @@ def to_json(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False)
 
 def junit(outcomes: list[Outcome]) -> str:
     """The conditions of a gate as a JUnit test suite."""
-    failed = [outcome for outcome in outcomes if not outcome.holds]
-    suite = ElementTree.Element(
-        "testsuite", name="megatron-rc analyze", tests=str(len(outcomes)), failures=str(len(failed))
-    )
+    failed, tests = str(sum(not outcome.holds for outcome in outcomes)), str(len(outcomes))
+    suite = ElementTree.Element("testsuite", name="megatron-rc analyze", tests=tests, failures=failed)
     for outcome in outcomes:
         case = ElementTree.SubElement(suite, "testcase", name=outcome.condition, classname="megatron_rc.analyze")
         if not outcome.holds:
-            ElementTree.SubElement(case, "failure", message=_printable(outcome.sentence))
+            # without the control characters that XML forbids
+            ElementTree.SubElement(case, "failure", message="".join(filter(str.isprintable, outcome.sentence)))
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
 
 
 def github(outcomes: list[Outcome]) -> str:
     """The failed conditions of a gate as workflow commands of GitHub Actions, one per line."""
-    escapes = {"%": "%25", "\r": "%0D", "\n": "%0A"}
-    lines = []
-    for outcome in outcomes:
-        if not outcome.holds:
-            text = "".join(escapes.get(character, character) for character in outcome.sentence)
-            lines.append(f"::error title=megatron-rc analyze::{text}\n")
-    return "".join(lines)
+    escapes = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
+    failed = (outcome.sentence.translate(escapes) for outcome in outcomes if not outcome.holds)
+    return "".join(f"::error title=megatron-rc analyze::{text}\n" for text in failed)
 
 
 def _panel(evidence: Evidence, panel: Honesty) -> dict[str, Any]:
@@ -148,8 +140,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _printable(text: str) -> str:
-    """Without the control characters that XML forbids."""
-    return "".join(character for character in text if character.isprintable())

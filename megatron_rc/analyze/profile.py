@@ -60,7 +60,7 @@ class ProfileSums:
         values = (None, chunk.log_ratio, np.square(chunk.log_ratio), np.abs(chunk.log_ratio), chunk.k3)
         if self.factor.of_sequences:
             codes = codes[chunk.sequence_of]
-        names, inverse = np.unique(codes, return_inverse=True) if codes.dtype.kind not in "iu" else _small(codes)
+        names, inverse = _unique(codes)
         sums = np.stack([np.bincount(inverse, weights=v, minlength=names.size) for v in values], axis=1)
         for name, row in zip(names.tolist(), sums, strict=True):
             if row[0]:
@@ -70,16 +70,8 @@ class ProfileSums:
         bins = sorted(self._rows, key=lambda value: (str(type(value)), value))
         rows = np.stack([self._rows[name] for name in bins])
         count, log_ratio, squares, size, k3 = rows.T
-        return Profile(
-            self.factor,
-            bins,
-            count,
-            log_ratio / count,
-            size / count,
-            k3 / count,
-            explained_share(count, size, float(squares.sum())),
-            explained_by_means(count, log_ratio, squares),
-        )
+        explained = explained_share(count, size, float(squares.sum())), explained_by_means(count, log_ratio, squares)
+        return Profile(self.factor, bins, count, log_ratio / count, size / count, k3 / count, *explained)
 
 
 def explained_share(count: Floats, total: Floats, squares: float) -> float:
@@ -138,10 +130,9 @@ class Permutations:
         """
         chunk, tokens = self.chunk, values(self.chunk)
         codes = factor.codes(chunk)
-        if not factor.of_sequences and bool((codes == codes[chunk.cu_seqlens[:-1]][chunk.sequence_of]).all()):
+        of_sequences = factor.of_sequences
+        if not of_sequences and bool((codes == codes[chunk.cu_seqlens[:-1]][chunk.sequence_of]).all()):
             codes, of_sequences = codes[chunk.cu_seqlens[:-1]], True
-        else:
-            of_sequences = factor.of_sequences
         weights = chunk.lengths.astype(np.float64) if of_sequences else np.ones(tokens.size)
         sums = np.add.reduceat(tokens, chunk.cu_seqlens[:-1]) if of_sequences else tokens
         orders = self._of_sequences if of_sequences else self._inside
@@ -182,10 +173,11 @@ def gamma_deviate(value: float, mean: float, variance: float) -> float:
     return ((max(value, 0.0) / mean) ** (1 / 3) - (1 - spread**2)) / spread
 
 
-def _small(codes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """As np.unique with the inverse, without sorting, where the range of the codes is small."""
-    low, high = (int(codes.min()), int(codes.max())) if codes.size else (0, 0)
-    if high - low > 4 * codes.size + 1000:
-        names, inverse = np.unique(codes, return_inverse=True)
-        return names, inverse
-    return np.arange(low, high + 1), codes - low
+def _unique(codes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """As np.unique with the inverse, without sorting, where the codes are integers in a small range."""
+    if codes.dtype.kind in "iu":
+        low, high = (int(codes.min()), int(codes.max())) if codes.size else (0, 0)
+        if high - low <= 4 * codes.size + 1000:
+            return np.arange(low, high + 1), codes - low
+    names, inverse = np.unique(codes, return_inverse=True)
+    return names, inverse

@@ -22,12 +22,9 @@ class Reservoir:
         self._kept: list[Chunk] = []
         self._keys: list[np.ndarray] = []
         self._limit = 1.0
-        self.sequences = 0
-        """Sequences that were offered."""
 
     def add(self, chunk: Chunk) -> None:
         keys = self._random.random(chunk.num_sequences)
-        self.sequences += chunk.num_sequences
         keep = keys < self._limit
         if keep.any():
             self._kept.append(chunk.select_sequences(keep))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_rc.analyze.chunk import Chunk, Floats
-from megatron_rc.analyze.sums import FIELDS
+from megatron_rc.analyze.sums import FIELDS, WeightSums
 
 MOMENTS = ("sequences", "tokens", "k3", "k1_squared", "uncertainty")
 """Sums whose products over sequences are kept, too: "k1_squared" is sum l^2, "uncertainty" sum (1 - pi)^2."""
@@ -62,15 +62,7 @@ class _Row:
         self.plain = np.zeros(len(_PLAIN))
         self.entropy = self.reward = 0.0
         self.rewards = 0
-        self.unit = -math.inf
-        self.weights = np.zeros(2)
-
-    def add_weights(self, log_weights: Floats) -> None:
-        """Add e^w and e^(2 w) in a unit that cannot overflow."""
-        unit = max(self.unit, float(log_weights.max()))
-        weights, scale = np.exp(log_weights - unit), math.exp(self.unit - unit)
-        self.weights = self.weights * [scale, scale**2] + [weights.sum(), weights @ weights]
-        self.unit = unit
+        self.weights = WeightSums()
 
 
 class StepSums:
@@ -102,7 +94,7 @@ class StepSums:
             row.entropy += float(entropy[members].sum())
             known = reward[members][np.isfinite(reward[members])]
             row.reward, row.rewards = row.reward + float(known.sum()), row.rewards + known.size
-            row.add_weights(values[:, FIELDS.index("log_ratio")])
+            row.weights.add(values[:, FIELDS.index("log_ratio")])
 
     def steps(self) -> tuple[Step, ...]:
         """The steps that have loss tokens, rising."""
@@ -119,7 +111,7 @@ def _step(name: int, row: _Row) -> Step:
         k3=moments.k3 / moments.tokens,
         sigma=math.sqrt(moments.k1_squared / moments.uncertainty) if moments.uncertainty else 0.0,
         mean_length=moments.tokens / moments.sequences,
-        ess=float(row.weights[0] ** 2 / (row.weights[1] * moments.sequences)),
+        ess=row.weights.ess(moments.sequences),
         z_rho=excess / math.sqrt(squared) if squared else 0.0,
         entropy=row.entropy / moments.tokens,
         reward=row.reward / row.rewards if row.rewards else math.nan,

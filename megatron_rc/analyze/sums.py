@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -14,24 +15,9 @@ ZERO_BELOW = -0.7
 """nats; a sampler that logs exactly 0 where the trainer gives less than this (p < 0.5) logged no probability: where
 top-p keeps a single id, that id has a larger one."""
 
-_SUMMED = (
-    "tokens",
-    "sequences",
-    "log_ratio",
-    "k1_squared",
-    "abs_log_ratio",
-    "k3",
-    "k3_squared",
-    "excess",
-    "excess_squared",
-    "surprise",
-    "surprise_squared",
-    "ratio_with_entropy",
-    "uncertainty",
-    "exact_zeros",
-    "impossible_zeros",
-    "exact",
-)
+_SUMMED = ("tokens", "sequences", "log_ratio", "k1_squared", "abs_log_ratio", "k3", "k3_squared", "excess",
+           "excess_squared", "surprise", "surprise_squared", "ratio_with_entropy", "uncertainty", "exact_zeros",
+           "impossible_zeros", "exact")  # fmt: skip
 _LARGEST = ("excess_squared_max", "surprise_squared_max", "k1_squared_max", "k3_squared_max")
 FIELDS = _SUMMED + _LARGEST
 _INDEX = {name: index for index, name in enumerate(FIELDS)}
@@ -85,11 +71,30 @@ def sequence_sums(chunk: Chunk) -> Floats:
     return result
 
 
+class WeightSums:
+    """Sums of weights and of their squares, in a unit that cannot overflow."""
+
+    def __init__(self) -> None:
+        self._unit = -math.inf
+        self._sums = np.zeros(2)
+
+    def add(self, log_weights: Floats) -> None:
+        """Add e^w and e^(2 w) of at least one weight."""
+        unit = max(self._unit, float(log_weights.max()))
+        weights, scale = np.exp(log_weights - unit), math.exp(self._unit - unit)
+        self._sums = self._sums * [scale, scale**2] + [weights.sum(), weights @ weights]
+        self._unit = unit
+
+    def ess(self, count: float) -> float:
+        """Effective share of ``count`` weights: (sum W)^2 / (count sum W^2)."""
+        return float(self._sums[0] ** 2 / (self._sums[1] * count))
+
+
 class Sums:
     """The sums of one set of tokens, by name."""
 
-    def __init__(self, row: Floats | None = None) -> None:
-        self.row = np.zeros(len(FIELDS)) if row is None else row
+    def __init__(self, row: Floats) -> None:
+        self.row = row
 
     def __getattr__(self, name: str) -> float:
         if name not in _INDEX:
@@ -98,7 +103,7 @@ class Sums:
 
     def mean(self, name: str) -> float:
         """Mean over the tokens; NaN without any."""
-        return getattr(self, name) / self.tokens if self.tokens else float("nan")
+        return getattr(self, name) / self.tokens if self.tokens else math.nan
 
 
 class KeyedSums:
@@ -121,9 +126,6 @@ class KeyedSums:
         """Sums by value of the column, in the order of the values."""
         for name in sorted(self._rows, key=lambda value: (str(type(value)), value)):
             yield name, Sums(self._rows[name])
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
 
 def total(rows: Floats) -> Floats:

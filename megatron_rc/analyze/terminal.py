@@ -106,25 +106,23 @@ def _show_verdicts(diagnosis: Diagnosis, console: Console, host: str, share: boo
 
 def _show_numbers(diagnosis: Diagnosis, console: Console) -> None:
     evidence = diagnosis.evidence
-    honesty = Table(box=None, padding=(0, 2, 0, 0), show_header=False, title="Honesty", title_justify="left")
-    for line in words.honesty_lines(evidence, evidence.whole):
-        honesty.add_row(*map(escape, line))
-    console.print()
-    console.print(honesty)
-    size = Table(box=None, padding=(0, 2, 0, 0), show_header=False, title="Size", title_justify="left")
-    for name, text in words.size_lines(evidence):
-        size.add_row(name, escape(text))
+    size = words.size_lines(evidence)
     if diagnosis.timeline is not None and (course := words.course(diagnosis.decomposition, diagnosis.timeline)):
-        size.add_row("course", escape(course))
-    console.print(size)
-    factors = Table(box=None, padding=(0, 2, 0, 0), show_header=False, title="Who explains |l|", title_justify="left")
-    ranked = sorted(evidence.profiles.values(), key=lambda profile: -profile.explained)
-    for profile in ranked[:TOP_FACTORS]:
-        name = next(name for name, other in evidence.profiles.items() if other is profile)
-        test = evidence.factor_tests.get(name)
-        p = words.probability(evidence.adjusted.get(test.name)) if test else "one value"
-        factors.add_row(profile.factor.title, f"{profile.explained:.1%}", "█" * round(BAR * profile.explained), p)
-    console.print(factors)
+        size.append(("course", course))
+    factors = [
+        (title, f"{explained:.1%}", "█" * round(BAR * explained), p)
+        for title, explained, p, _ in words.factor_lines(evidence)[:TOP_FACTORS]
+    ]
+    console.print()
+    for title, lines in (
+        ("Honesty", words.honesty_lines(evidence, evidence.whole)),
+        ("Size", size),
+        ("Who explains |l|", factors),
+    ):
+        shown = Table(box=None, padding=(0, 2, 0, 0), show_header=False, title=title, title_justify="left")
+        for line in lines:
+            shown.add_row(*map(escape, line))
+        console.print(shown)
 
 
 def _show_rest(diagnosis: Diagnosis, console: Console, share: bool) -> None:

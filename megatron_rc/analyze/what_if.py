@@ -196,43 +196,32 @@ class _Measures:
         self._of_sequence = sequence_ratio(chunk)[chunk.sequence_of]
 
     def row(self, name: str, method: RolloutCorrection, weights: Floats, mask: Flags) -> WhatIf:
-        kept = self._kept(mask, np.ones_like(mask))
-        by_length = [self._kept(mask, quarter) for quarter in self._quarters]
-        by_correct = None
+        def kept(group: Flags) -> Kept:
+            return Kept.of(mask, group, self.chunk)
+
+        every, by_length = kept(np.ones_like(mask)), [kept(quarter) for quarter in self._quarters]
+        by_correct = by_sign = removed = None
         if self.chunk.has("reward"):
             correct = self.chunk.per_token("reward") > CORRECT_FROM
-            by_correct = {"correct": self._kept(mask, correct), "wrong": self._kept(mask, ~correct)}
+            by_correct = {"correct": kept(correct), "wrong": kept(~correct)}
+        if self.chunk.has("advantage"):
+            by_sign = {"positive": kept(self._advantage > 0), "negative": kept(self._advantage < 0)}
+            size = np.abs(self._advantage)
+            removed = float(size[~mask].sum() / size.sum()) if size.any() else None
         squares = np.square(weights).sum()
         return WhatIf(
             name=name,
-            kept_tokens=kept.tokens,
-            kept_sequences=kept.sequences,
+            kept_tokens=every.tokens,
+            kept_sequences=every.sequences,
             by_length=by_length,
-            by_sign=self._by_sign(mask),
+            by_sign=by_sign,
             by_correct=by_correct,
-            advantage_removed=self._removed(mask),
+            advantage_removed=removed,
             ess=float(weights.sum() ** 2 / (weights.size * squares)) if squares else 0.0,
             bias=self._bias(method, weights),
             cosine=self._cosine(weights),
             warnings=_warnings(by_length, by_correct),
         )
-
-    def _kept(self, mask: Flags, group: Flags) -> Kept:
-        return Kept.of(mask, group, self.chunk)
-
-    def _by_sign(self, mask: Flags) -> dict[str, Kept] | None:
-        if not self.chunk.has("advantage"):
-            return None
-        return {
-            "positive": self._kept(mask, self._advantage > 0),
-            "negative": self._kept(mask, self._advantage < 0),
-        }
-
-    def _removed(self, mask: Flags) -> float | None:
-        size = np.abs(self._advantage)
-        if not self.chunk.has("advantage") or not size.any():
-            return None
-        return float(size[~mask].sum() / size.sum())
 
     def _bias(self, method: RolloutCorrection, weights: Floats) -> float:
         if method.weight is None or method.weight.level != "sequence":

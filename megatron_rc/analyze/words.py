@@ -83,22 +83,16 @@ def honesty_lines(evidence: Evidence, panel: Honesty) -> list[tuple[str, str, st
             return "not run"
         return test.undecided if test.p is None else honesty_probability(evidence, test)
 
-    lines = [
+    surprise = "-" if panel.z_surprise is None else f"{panel.z_surprise.z:+.1f}"
+    zeros = f"of the tokens; {panel.impossible_zeros:.2%} where the trainer gives less than one half"
+    return [
         ("z_rho", f"{panel.z_ratio.z:+.1f}", p(panel.z_ratio), _mean_ratio(evidence, panel)),
-        (
-            "z_W",
-            "-" if panel.z_surprise is None else f"{panel.z_surprise.z:+.1f}",
-            p(panel.z_surprise),
-            _surprise(panel),
-        ),
+        ("z_W", surprise, p(panel.z_surprise), _surprise(panel)),
         ("mean l", f"{panel.mean_log_ratio:+.1e}", p(panel.z_log_ratio), "nats; above 0 is impossible for honest logs"),
+        ("kappa", f"{panel.kappa:.2f} +- {panel.kappa_error:.2f}", "", _kappa(panel)),
+        ("log mu = 0", f"{panel.exact_zeros:.2%}", "", zeros),
+        ("equal", f"{panel.exact:.2%}", "", "of the tokens have both log-probs equal bit for bit"),
     ]
-    kappa = f"{panel.kappa:.2f} +- {panel.kappa_error:.2f}"
-    lines.append(("kappa", kappa, "", _kappa(panel)))
-    zeros = f"{panel.impossible_zeros:.2%} where the trainer gives less than one half"
-    lines.append(("log mu = 0", f"{panel.exact_zeros:.2%}", "", f"of the tokens; {zeros}"))
-    lines.append(("equal", f"{panel.exact:.2%}", "", "of the tokens have both log-probs equal bit for bit"))
-    return lines
 
 
 def size_lines(evidence: Evidence) -> list[tuple[str, str]]:
@@ -115,6 +109,16 @@ def size_lines(evidence: Evidence) -> list[tuple[str, str]]:
         ("k-hat", f"{number(tail[0])} of tokens, {number(tail[1])} of sequences; {trusted}"),
         ("growth", f"sd of the sum of l grows as t^{number(growth.exponent)}: 0.5 noise, 1 an offset, 0 a transient"),
     ]
+
+
+def factor_lines(evidence: Evidence) -> list[tuple[str, float, str, int]]:
+    """(title, share of the variance of |l|, p-value, values) of each factor, the one that explains most first."""
+    lines = []
+    for name, profile in sorted(evidence.profiles.items(), key=lambda item: -item[1].explained):
+        test = evidence.factor_tests.get(name)
+        p = probability(evidence.adjusted.get(test.name)) if test else "one value"
+        lines.append((profile.factor.title, profile.explained, p, len(profile.bins)))
+    return lines
 
 
 def what_if_cells(row: WhatIf) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from megatron_rc.analyze import words
@@ -148,18 +148,11 @@ def not_judged(diagnosis: Diagnosis, share: bool) -> str:
         needed = {
             code: "; ".join(f"{name} ({meaning(name)})" for name in names) for code, names in judgement.not_run.items()
         }
-        rows = [(code, Cell(Page(code).title, "name"), Cell(text, "words")) for code, text in needed.items()]
-        parts.append(table(rows, head=("not run", "rule", "columns that are missing")))
+        parts.append(_rules(needed, ("not run", "rule", "columns that are missing")))
     if judgement.not_judged:
-        mended = [
-            (
-                code,
-                Cell(Page(code).title, "name"),
-                Cell(f"{bug} changes what it reads and must be mended first", "words"),
-            )
-            for code, bug in judgement.not_judged.items()
-        ]
-        parts.append(table(mended, head=("not judged", "rule", "why")))
+        bugs = judgement.not_judged.items()
+        why = {code: f"{bug} changes what it reads and must be mended first" for code, bug in bugs}
+        parts.append(_rules(why, ("not judged", "rule", "why")))
     if reason := diagnosis.evidence.outcome_filter.not_run:
         parts.append(f"<p>Not checked whether responses were filtered by outcome: {escape(reason)}.</p>")
     if not share:
@@ -172,6 +165,11 @@ def not_judged(diagnosis: Diagnosis, share: bool) -> str:
         "nothing is listed here: a rule that was not run has excluded nothing.",
         wide=True,
     ).html()
+
+
+def _rules(why: Mapping[str, str], head: Sequence[str]) -> str:
+    rows = [(code, Cell(Page(code).title, "name"), Cell(text, "words")) for code, text in why.items()]
+    return table(rows, head=head)
 
 
 def _text(text: str) -> str:

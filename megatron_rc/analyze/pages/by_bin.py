@@ -126,12 +126,10 @@ def by_lag(evidence: Evidence) -> str:
 
 def who_explains(evidence: Evidence) -> str:
     """A bar per factor."""
-    rows: list[list[str | Cell]] = []
-    for name, profile in sorted(evidence.profiles.items(), key=lambda item: -item[1].explained):
-        test = evidence.factor_tests.get(name)
-        p = words.probability(evidence.adjusted.get(test.name)) if test else "one value"
-        bar = Cell("", "room", profile.explained)
-        rows.append([profile.factor.title, f"{profile.explained:.1%}", bar, p, f"{len(profile.bins):,}"])
+    rows: list[list[str | Cell]] = [
+        [title, f"{explained:.1%}", Cell("", "room", explained), p, f"{values:,}"]
+        for title, explained, p, values in words.factor_lines(evidence)
+    ]
     return Card(
         "Who explains |l|?",
         table(rows, head=("factor", "of its variance", "", "", "values")),

@@ -16,13 +16,7 @@ _BEGINNING = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">' + O
 """Every page begins so; nothing else is overwritten."""
 
 
-def write(
-    diagnosis: Diagnosis,
-    path: str | Path,
-    *,
-    share: bool = False,
-    what_if: bool = False,
-) -> Path:
+def write(diagnosis: Diagnosis, path: str | Path, *, share: bool = False, what_if: bool = False) -> Path:
     """Write the page of a diagnosis.
 
     Args:

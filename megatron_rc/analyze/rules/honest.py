@@ -33,35 +33,23 @@ def truncated_or_leaking(evidence: Evidence) -> Verdict | None:
     seen = f"the sampler can draw only {whole.mean_ratio:.2%} of the trainer's probability (kappa {whole.kappa:.1f})"
     truncated = _ends_at_certainty(evidence)
     if truncated is None:
-        return Verdict(
-            "RC102",
-            Level.SUSPECT,
+        text = (
             f"{seen}: either its log-probs were renormalised by top-p, top-k or min-p, or the trainer's softmax runs "
-            "over more ids (padded vocabulary)",
-            numbers,
-            p,
-            share,
-            one_of=("RC102", "RC106"),
+            "over more ids (padded vocabulary)"
         )
+        return Verdict("RC102", Level.SUSPECT, text, numbers, p, share, one_of=("RC102", "RC106"))
     if truncated:
-        return Verdict(
-            "RC102",
-            Level.BUG,
+        text = (
             f"{seen}, and logs exactly 0 where the trainer is not certain: its log-probs were renormalised by top-p, "
-            "top-k or min-p, the trainer's were not",
-            numbers,
-            p,
-            share,
+            "top-k or min-p, the trainer's were not"
         )
-    return Verdict(
-        "RC106",
-        Level.BUG,
+        return Verdict("RC102", Level.BUG, text, numbers, p, share)
+    leaked = 1 / whole.mean_ratio - 1
+    text = (
         f"{seen}, most where the trainer is unsure and nowhere where it is certain: its softmax runs over ids that do "
-        f"not exist (padded vocabulary), which take {1 / whole.mean_ratio - 1:.2%} as much as the real ones",
-        {**numbers, "leaked_mass": 1 / whole.mean_ratio - 1},
-        p,
-        share,
+        f"not exist (padded vocabulary), which take {leaked:.2%} as much as the real ones"
     )
+    return Verdict("RC106", Level.BUG, text, {**numbers, "leaked_mass": leaked}, p, share)
 
 
 def raw_logs(evidence: Evidence) -> Verdict | None:

@@ -27,10 +27,11 @@ def one_server(evidence: Evidence) -> Verdict | None:
     if len(profile.bins) < 2 or not evidence.significant(evidence.factor_tests.get("server")):
         return None
     worst = int(profile.k3.argmax())
-    others = _k3_of_others(profile, worst)
+    elsewhere = np.arange(len(profile.bins)) != worst
+    others = _mean_k3(profile, elsewhere)
     if profile.k3[worst] < TIMES_OTHERS * others or profile.explained < LEAST_EXPLAINED:
         return None
-    share = _excess_share(evidence, profile, np.arange(len(profile.bins)) == worst, others)
+    share = _excess_share(evidence, profile, ~elsewhere, others)
     return Verdict(
         "RC303",
         Level.BUG,
@@ -49,18 +50,16 @@ def stale_cache(evidence: Evidence) -> Verdict | None:
     fresh, used = tenths <= FRESH, tenths >= MOSTLY_CACHED
     if not (fresh.any() and used.any()) or not evidence.significant(evidence.factor_tests.get("cached")):
         return None
-    k3_fresh, k3 = (float(np.average(cached.k3[part], weights=cached.count[part])) for part in (fresh, used))
+    k3_fresh, k3 = (_mean_k3(cached, part) for part in (fresh, used))
     if k3 < TIMES_OTHERS * k3_fresh or cached.explained < CACHE_EXPLAINED:
         return None
     grows = len(syncs.bins) > 2 and np.corrcoef(np.arange(len(syncs.bins)), syncs.k3)[0, 1] > 0.3
     sentence = f"responses whose prompt came from the prefix cache have k3 {k3:.1e}, the others {k3_fresh:.1e}"
+    growing = ", and it grows with the syncs since the server started: the cache holds keys and values of old weights"
     return Verdict(
         "RC301",
         Level.BUG if grows else Level.SUSPECT,
-        f"{sentence}, and it grows with the syncs since the server started: the cache holds keys and values of old "
-        "weights"
-        if grows
-        else f"{sentence}: the cache may hold keys and values of old weights",
+        sentence + (growing if grows else ": the cache may hold keys and values of old weights"),
         {"k3_cached": k3, "k3_fresh": k3_fresh, "explained": cached.explained},
         evidence.adjusted[evidence.factor_tests["cached"].name],
         _excess_share(evidence, cached, used, k3_fresh),
@@ -77,7 +76,7 @@ def other_prompt(evidence: Evidence) -> Verdict | None:
     start, rest = ~half & (np.cumsum(profile.count) < profile.count.sum() / 8), half
     if not start.any():
         return None
-    first, later = (float(np.average(profile.k3[part], weights=profile.count[part])) for part in (start, rest))
+    first, later = (_mean_k3(profile, part) for part in (start, rest))
     if first < TIMES_OTHERS * later:
         return None
     return Verdict(
@@ -91,9 +90,8 @@ def other_prompt(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _k3_of_others(profile: Profile, index: int) -> float:
-    others = np.arange(len(profile.bins)) != index
-    return float(np.average(profile.k3[others], weights=profile.count[others]))
+def _mean_k3(profile: Profile, bins: np.ndarray) -> float:
+    return float(np.average(profile.k3[bins], weights=profile.count[bins]))
 
 
 def _excess_share(evidence: Evidence, profile: Profile, bins: np.ndarray, floor: float) -> float:
