@@ -97,25 +97,16 @@ class Chunk:
 
     def select(self, keep: NDArray[np.bool_]) -> Chunk:
         """The tokens with ``keep`` [N]; all sequences stay, some of them perhaps empty."""
-        counts = np.concatenate([[0], np.cumsum(keep)])
-        return Chunk(
-            self.log_pi[keep],
-            self.log_mu[keep],
-            counts[self.cu_seqlens],
-            {name: values[keep] for name, values in self.tokens.items()},
-            self.sequences,
-        )
+        offsets = np.concatenate([[0], np.cumsum(keep)])[self.cu_seqlens]
+        tokens = {name: values[keep] for name, values in self.tokens.items()}
+        return Chunk(self.log_pi[keep], self.log_mu[keep], offsets, tokens, self.sequences)
 
     def select_sequences(self, keep: NDArray[np.bool_]) -> Chunk:
         """The sequences with ``keep`` [S]."""
         kept = self.select(keep[self.sequence_of])
-        return Chunk(
-            kept.log_pi,
-            kept.log_mu,
-            np.concatenate([[0], np.cumsum(self.lengths[keep])]),
-            kept.tokens,
-            {name: values[keep] for name, values in self.sequences.items()},
-        )
+        offsets = np.concatenate([[0], np.cumsum(self.lengths[keep])])
+        sequences = {name: values[keep] for name, values in self.sequences.items()}
+        return Chunk(kept.log_pi, kept.log_mu, offsets, kept.tokens, sequences)
 
 
 def loss_tokens(chunk: Chunk) -> Chunk:

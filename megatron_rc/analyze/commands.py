@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
-
-if TYPE_CHECKING:
-    from megatron_rc.analyze.diagnosis import Diagnosis
 
 CODES = "Codes such as RC203, between commas."
 
@@ -66,12 +65,10 @@ def analyze(
         pages.refuse_foreign(html)
     terminal.check_host(host)
     shown = Console(highlight=False)
-    diagnosis = _with_progress(
-        dump,
-        lambda progress: diagnose_dump(
+    with _progress_bar(dump) as progress:
+        diagnosis = diagnose_dump(
             dump, format=dump_format or None, select=_codes(select), ignore=_codes(ignore), progress=progress
-        ),
-    )
+        )
     if as_json:
         print(output.to_json(diagnosis, share=share, what_if=what_if is not False))
     elif gate_format == "text":
@@ -99,8 +96,9 @@ def _codes(text: str) -> list[str]:
     return [code.strip().upper() for code in text.split(",") if code.strip()]
 
 
-def _with_progress(dump: Path, run: Callable[[Callable[[int], None]], Diagnosis]) -> Diagnosis:
-    """Run an analysis under a progress bar on stderr, which only a terminal shows."""
+@contextmanager
+def _progress_bar(dump: Path) -> Iterator[Callable[[int], None]]:
+    """Advances a bar on stderr, which only a terminal shows, by the bytes that are done."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
@@ -110,7 +108,7 @@ def _with_progress(dump: Path, run: Callable[[Callable[[int], None]], Diagnosis]
     columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=size)
-        return run(lambda done: progress.advance(task, done))
+        yield partial(progress.advance, task)
 
 
 def explain(code: Annotated[str, typer.Argument(help="Code of a rule, such as RC203.")]) -> None:

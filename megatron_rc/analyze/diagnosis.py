@@ -46,8 +46,7 @@ class Diagnosis:
     @property
     def level(self) -> Level:
         """The gravest level of the verdicts."""
-        levels = {verdict.level for verdict in self.verdicts}
-        return next((level for level in Level if level in levels), Level.NUMERICS)
+        return min((verdict.level for verdict in self.verdicts), key=[*Level].index, default=Level.NUMERICS)
 
     @cached_property
     def decomposition(self) -> Decomposition | None:

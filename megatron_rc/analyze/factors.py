@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rc.analyze.chunk import Chunk, Integers
-
-Codes = NDArray[np.int64]
+from megatron_rc.analyze.chunk import Chunk
 
 LOG_MU_EDGES = -np.concatenate([np.geomspace(20, 0.02, 30), [0.005, 0.001, 1e-4, 1e-5, 1e-6]])
 """nats, rising: fine where tokens are likely, because half of all tokens have a log-prob above -0.01."""
@@ -58,9 +56,9 @@ def log_mu_label(code: int) -> str:
     return f"{low} to {high}"
 
 
-def from_end(chunk: Chunk) -> Integers:
+def from_end(chunk: Chunk) -> NDArray[np.int64]:
     """[N] tokens that follow in the sequence."""
-    return np.repeat(chunk.lengths, chunk.lengths) - 1 - chunk.index
+    return chunk.lengths[chunk.sequence_of] - 1 - chunk.index
 
 
 def repeated(chunk: Chunk) -> NDArray[np.int64]:
@@ -101,12 +99,12 @@ FACTORS = {
     "position": Factor("position in the response", (), lambda c: octave(c.tokens["position"]), octave_label),
     "from_end": Factor("tokens before the end", (), lambda c: octave(from_end(c)), octave_label),
     "token_id": Factor("token id", ("token_id",), lambda c: c.tokens["token_id"] % MAX_TOKEN_IDS),
-    "repeated": Factor("id seen before", ("token_id",), lambda c: repeated(c), ("first", "repeated").__getitem__),
+    "repeated": Factor("id seen before", ("token_id",), repeated, ("first", "repeated").__getitem__),
     "turn_start": Factor("tokens since the turn began", ("turn",), lambda c: since_switch(c, "turn"), octave_label),
     "version_switch": Factor(
         "tokens since the weights changed", ("version",), lambda c: since_switch(c, "version"), octave_label
     ),
-    "lag": Factor("updates since sampling", ("version", "trainer_version"), lambda c: lag(c)),
+    "lag": Factor("updates since sampling", ("version", "trainer_version"), lag),
     "routes": Factor(
         "experts shifted", ("routes_shifted",), lambda c: np.ceil(10 * c.tokens["routes_shifted"]).astype(np.int64)
     ),
@@ -117,7 +115,7 @@ FACTORS = {
     "cached": Factor(
         "cached share of the prompt",
         ("cached_tokens", "prompt_length"),
-        lambda c: cached_share(c),
+        cached_share,
         lambda tenths: f"{10 * tenths} %",
         True,
     ),

@@ -55,10 +55,7 @@ def lead_lag(name: str, k3: Floats, other: Floats) -> LeadLag | None:
 
 
 def surprise_correlations(k3: Floats, other: Floats) -> tuple[Floats, Floats] | None:
-    """([len(LAGS)] correlation of the surprises of `lead_lag` at each lag, [len(LAGS)] degrees of freedom of each).
-
-    None with fewer than FEWEST steps that have both values, or for a constant series.
-    """
+    """Correlation of the surprises and its degrees of freedom at each of LAGS; None also for a constant series."""
     both = np.isfinite(k3) & np.isfinite(other)
     if both.sum() < FEWEST or np.ptp(k3[both]) == 0 or np.ptp(other[both]) == 0:
         return None

@@ -85,13 +85,10 @@ class OutcomeSums:
         if self._first is None and rewards:
             self._first = rewards[0]
         for step, group, reward in zip(steps, groups, rewards, strict=True):
-            counts = self._groups.get((step, group))
-            if counts is None:
-                if len(self._groups) == MOST_GROUPS:
-                    continue
-                counts = self._groups[step, group] = [0, 0]
-            counts[0] += 1
-            counts[1] += reward == self._first
+            if (step, group) in self._groups or len(self._groups) < MOST_GROUPS:
+                counts = self._groups.setdefault((step, group), [0, 0])
+                counts[0] += 1
+                counts[1] += reward == self._first
 
     def outcome_filter(self, columns: frozenset[str]) -> OutcomeFilter:
         """What they say, of a dump whose files all have ``columns``."""

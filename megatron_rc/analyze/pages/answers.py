@@ -10,7 +10,7 @@ from megatron_rc.analyze.columns import meaning
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.honesty import Honesty
-from megatron_rc.analyze.pages.card import Card, Cell, folded, table
+from megatron_rc.analyze.pages.card import Cell, card, folded, table
 from megatron_rc.analyze.rules.rule import DOUBTS, Page, Verdict
 from megatron_rc.analyze.significance import Test
 from megatron_rc.analyze.what_if import Missing, WhatIf
@@ -69,14 +69,14 @@ def honesty(evidence: Evidence, share: bool) -> str:
     for title, panels in (("step", steps), ("server", servers)):
         if len(panels) > 1:
             inside += folded(f"By {title}", _panels(evidence, title, panels))
-    return Card(
+    return card(
         "Honesty",
         inside,
         "These numbers say whether the logged distribution is the one that drew the tokens; the p-values are corrected "
         "for the number of tests in this report.",
         "z_rho and z_W within 4, kappa near 1, mean l below 0, no log-prob of exactly 0 that the trainer doubts.",
         wide=True,
-    ).html()
+    )
 
 
 def _panels(evidence: Evidence, title: str, panels: Mapping[str, Honesty]) -> str:
@@ -98,13 +98,13 @@ def _panels(evidence: Evidence, title: str, panels: Mapping[str, Honesty]) -> st
 def gap(evidence: Evidence) -> str:
     """The numbers that say how large the gap is."""
     inside = table((name, Cell(text, "words")) for name, text in words.size_lines(evidence))
-    return Card(
+    return card(
         "How large the gap is",
         inside,
         "Six numbers that compare with other runs; sigma does not depend on entropy or length.",
         "T* above the length of the responses, k-hat below 0.7, growth near 0.5.",
         wide=True,
-    ).html()
+    )
 
 
 def what_if(diagnosis: Diagnosis, computed: bool) -> str:
@@ -114,13 +114,13 @@ def what_if(diagnosis: Diagnosis, computed: bool) -> str:
     text = f"<p><em>{escape(advice.headline)}</em> {escape(advice.reason)}</p>"
     title = "What a correction would do"
     if isinstance(shown, Missing):
-        return Card(title, f"{text}<p>{escape(shown.sentence)}</p>", wide=True).html()
+        return card(title, f"{text}<p>{escape(shown.sentence)}</p>", wide=True)
     rows = [_method(row) for row in sorted(shown.rows, key=lambda row: row.name != advice.method)]
     skipped = "".join(
         f"<p>Not computed: {name} needs {escape(', '.join(columns))}.</p>" for name, columns in shown.not_run.items()
     )
     gaps = f"<p>{escape(reason)}</p>" if (reason := words.what_if_gaps(shown, with_signs=True)) else ""
-    return Card(
+    return card(
         title,
         text + table(rows, head=METHOD_HEAD) + gaps + skipped,
         f"Every correction on {shown.tokens:,} tokens of this dump: percent kept of the tokens, of the answers, of "
@@ -130,7 +130,7 @@ def what_if(diagnosis: Diagnosis, computed: bool) -> str:
         "more than half of a quarter by length.",
         "a method that keeps nearly all answers of every length, with a high ESS and a cosine near 1.",
         wide=True,
-    ).html()
+    )
 
 
 def _method(row: WhatIf) -> list[str | Cell]:
@@ -158,13 +158,13 @@ def not_judged(diagnosis: Diagnosis, share: bool) -> str:
     if not share:
         # these sentences name files
         parts += [f"<p>{escape(sentence)}</p>" for sentence in (*diagnosis.corrupt.first, *diagnosis.ignored)]
-    return Card(
+    return card(
         "Rules that said nothing, because they could not",
         "".join(parts),
         words.left_out(diagnosis) or "No response was left out.",
         "nothing is listed here: a rule that was not run has excluded nothing.",
         wide=True,
-    ).html()
+    )
 
 
 def _rules(why: Mapping[str, str], head: Sequence[str]) -> str:

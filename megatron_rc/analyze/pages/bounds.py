@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_rc.analyze.bound import GRID
 from megatron_rc.analyze.diagnosis import Diagnosis
-from megatron_rc.analyze.pages.card import Card
+from megatron_rc.analyze.pages.card import card
 from megatron_rc.report.axes import tight_log_axis
 from megatron_rc.report.curves import Series
 from megatron_rc.report.svg import Line, Shape, chart
@@ -46,7 +46,7 @@ def error_of_bound(diagnosis: Diagnosis) -> str:
         clipped=True,
     )
     chosen = ", ".join(f"{bound.upper:g} for {NAMES[level]}" for level, bound in bounds.items())
-    return Card(
+    return card(
         "Which bound C?",
         drawn,
         "MSE(C) of one step, (mean (rho - C)+ |A|)^2 + Var(min(rho, C) A) / n, of weights of tokens and of whole "
@@ -55,4 +55,4 @@ def error_of_bound(diagnosis: Diagnosis) -> str:
         "flat, so that C does not matter; one that falls to the right wants a larger C, one that rises a smaller C.",
         "squared advantage",
         legend=[(COLOURS[level], f"MSE, {NAMES[level]}") for level in bounds],
-    ).html()
+    )

@@ -12,7 +12,7 @@ from megatron_rc.analyze import words
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import HEAT_EDGES, Evidence
 from megatron_rc.analyze.factors import LOG_MU_EDGES, octave_start
-from megatron_rc.analyze.pages.card import Card, Cell, table
+from megatron_rc.analyze.pages.card import Cell, card, table
 from megatron_rc.analyze.profile import Profile
 from megatron_rc.report.axes import linear_axis, tight_log_axis
 from megatron_rc.report.curves import Series
@@ -46,14 +46,14 @@ def likelihood_map(diagnosis: Diagnosis) -> str:
             shapes.append(Line(steps.tolist(), _tempered(steps, temperature, others).tolist(), "c0 dashed"))
         legend.append(("c0", f"temperature of the sampler over the trainer's: {', '.join(map(str, TEMPERATURES))}"))
         meaning = " A dashed curve is roughly what one quotient of the temperatures does; 0.7 is the flattest."
-    return Card(
+    return card(
         "Log-probs of trainer and sampler",
         chart(shapes, axis, axis, title="log pi against log mu", across="log mu, nats", clipped=True),
         f"Tokens by the log-prob of the sampler (across) and of the trainer (up); dark red is most of them.{meaning}",
         "a narrow stripe on the line, a little wider for rare tokens.",
         "log pi, nats",
         legend=legend,
-    ).html()
+    )
 
 
 def by_log_mu(evidence: Evidence) -> str:
@@ -80,11 +80,8 @@ def by_log_mu(evidence: Evidence) -> str:
 
 def by_position(evidence: Evidence, name: str = "position", title: str = "By position in the response") -> str:
     """Mean l and |l| by a factor that counts tokens."""
-    profile = evidence.profiles.get(name)
-    if profile is None:
-        return ""
-    shown = [i for i, _ in enumerate(profile.bins) if profile.count[i] >= FEWEST]
-    if len(shown) < 2:
+    profile, shown = _drawn(evidence, name)
+    if profile is None or len(shown) < 2:
         return ""
     return _profile_card(
         profile,
@@ -101,8 +98,7 @@ def by_position(evidence: Evidence, name: str = "position", title: str = "By pos
 
 def by_lag(evidence: Evidence) -> str:
     """k3 by the updates between sampling and scoring; empty without the versions, or with a single lag."""
-    profile = evidence.profiles.get("lag")
-    shown = [] if profile is None else [i for i, _ in enumerate(profile.bins) if profile.count[i] >= FEWEST]
+    profile, shown = _drawn(evidence, "lag")
     if profile is None or len(shown) < 2:
         return ""
     lags, k3 = [float(profile.bins[i]) for i in shown], [float(profile.k3[i]) for i in shown]
@@ -114,14 +110,20 @@ def by_lag(evidence: Evidence) -> str:
         across="updates since sampling",
         hover=[Series("k3", lags, k3), Series("tokens", lags, [float(profile.count[i]) for i in shown])],
     )
-    return Card(
+    return card(
         "By version lag",
         drawn,
         "k3 of the tokens by the updates between the weights that drew them and those that scored them. A small policy "
         "step makes it grow with the lag, up to its square; tokens of lag 0 show the engines alone.",
         "low at 0, and a curve that bends upward; one that is flat says that the versions are wrong, or do not matter.",
         "nats per token",
-    ).html()
+    )
+
+
+def _drawn(evidence: Evidence, name: str) -> tuple[Profile | None, list[int]]:
+    """The profile of a factor, and its bins that are drawn; None and none without its columns."""
+    profile = evidence.profiles.get(name)
+    return profile, [] if profile is None else np.flatnonzero(profile.count >= FEWEST).tolist()
 
 
 def who_explains(evidence: Evidence) -> str:
@@ -130,14 +132,14 @@ def who_explains(evidence: Evidence) -> str:
         [title, f"{explained:.1%}", Cell("", "room", explained), p, f"{values:,}"]
         for title, explained, p, values in words.factor_lines(evidence)
     ]
-    return Card(
+    return card(
         "Who explains |l|?",
         table(rows, head=("factor", "of its variance", "", "", "values")),
         "The share of the variance of |l| that lies between the values of each column, less what as many random groups "
         "would have; the p-value permutes responses, or tokens inside their response.",
         "the logged log-prob leads, because rare tokens are noisier; all others are near zero.",
         wide=True,
-    ).html()
+    )
 
 
 def _profile_card(
@@ -166,7 +168,7 @@ def _profile_card(
     hover = [Series("mean |l|", rounded, size), Series("mean l", rounded, mean)]
     vertical = linear_axis(min(values), max(values))
     drawn = chart(shapes, horizontal, vertical, title=title, across=across, hover=hover)
-    return Card(title, drawn, meaning, healthy, "nats", legend=legend).html()
+    return card(title, drawn, meaning, healthy, "nats", legend=legend)
 
 
 def _others(profile: Profile) -> float:

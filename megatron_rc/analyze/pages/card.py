@@ -43,28 +43,24 @@ class Cell:
     """Length of a bar in the place of the text, from 0 to 1."""
 
 
-@dataclass(frozen=True)
-class Card:
-    title: str
-    inside: str
-    """HTML."""
-    meaning: str = ""
-    """What to see, as plain text."""
-    healthy: str = ""
-    """What it looks like when nothing is wrong, as plain text."""
-    unit: str = ""
-    wide: bool = False
-    legend: Sequence[tuple[str, str]] = ()
-    """(class of a colour, plain text)."""
-
-    def html(self) -> str:
-        small = f" <small>{escape(self.unit)}</small>" if self.unit else ""
-        shown = "".join(f'<span><i class="{kind}"></i>{escape(text)}</span>' for kind, text in self.legend)
-        legend = f'<div class="legend">{shown}</div>' if shown else ""
-        healthy = f" <em>Healthy: {escape(self.healthy)}</em>" if self.healthy else ""
-        sentence = f"<p>{escape(self.meaning)}{healthy}</p>" if self.meaning else ""
-        start = '<article class="wide">' if self.wide else "<article>"
-        return f"{start}<h2>{escape(self.title)}{small}</h2>{self.inside}{legend}{sentence}</article>"
+def card(
+    title: str,
+    inside: str,
+    meaning: str = "",
+    healthy: str = "",
+    unit: str = "",
+    *,
+    wide: bool = False,
+    legend: Sequence[tuple[str, str]] = (),
+) -> str:
+    """HTML of a card: ``inside`` is HTML, all else plain text; ``legend`` has the class of a colour and its text."""
+    small = f" <small>{escape(unit)}</small>" if unit else ""
+    shown = "".join(f'<span><i class="{kind}"></i>{escape(text)}</span>' for kind, text in legend)
+    shown = f'<div class="legend">{shown}</div>' if shown else ""
+    ending = f" <em>Healthy: {escape(healthy)}</em>" if healthy else ""
+    sentence = f"<p>{escape(meaning)}{ending}</p>" if meaning else ""
+    start = '<article class="wide">' if wide else "<article>"
+    return f"{start}<h2>{escape(title)}{small}</h2>{inside}{shown}{sentence}</article>"
 
 
 def table(rows: Iterable[Sequence[str | Cell]], *, head: Sequence[str] = ()) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from megatron_rc.analyze import words
 from megatron_rc.analyze.chunk import Chunk, Floats
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.pages.card import Card
+from megatron_rc.analyze.pages.card import card
 from megatron_rc.analyze.tail import LIMIT, Tail
 from megatron_rc.report.axes import linear_axis, tight_log_axis
 from megatron_rc.report.curves import Mark, Series
@@ -56,7 +56,7 @@ def running_sums(evidence: Evidence) -> str:
         clipped=True,
     )
     outside = [float((np.abs(s - at) > w).mean()) for s, at, w in zip(sums, lean, width, strict=True)]
-    return Card(
+    return card(
         "Is the sum of log-ratios noise?",
         drawn,
         f"The sum of l up to each token: {DRAWN} responses (thin), all of the sample (blue: median, quartiles, 5 % and "
@@ -65,7 +65,7 @@ def running_sums(evidence: Evidence) -> str:
         "about 5 % are outside, and the fan widens like a square root; one that opens straight or bends is not noise.",
         "nats",
         legend=[("c2", "cone of noise"), ("c0", "responses")],
-    ).html()
+    )
 
 
 def rank_size(evidence: Evidence) -> str:
@@ -85,7 +85,7 @@ def rank_size(evidence: Evidence) -> str:
         hover=series,
     )
     k = ", ".join(f"{words.number(tail.k)} of {name}" for name, tail in tails.items())
-    return Card(
+    return card(
         "The largest weights",
         drawn,
         f"The log-weights of the tail from the largest down; the slope to the left is k-hat: {k}. Above {LIMIT} the "
@@ -93,7 +93,7 @@ def rank_size(evidence: Evidence) -> str:
         f"flat lines, k-hat below {LIMIT}.",
         "nats",
         legend=[(f"c{index}", s.label) for index, s in enumerate(series)],
-    ).html()
+    )
 
 
 def effective_size(evidence: Evidence) -> str:
@@ -117,7 +117,7 @@ def effective_size(evidence: Evidence) -> str:
         hover=[Series("measured", steps, measured), Series("predicted", steps, predicted)],
     )
     reach = "without end" if math.isinf(horizon) else f"{horizon:,.0f} tokens"
-    return Card(
+    return card(
         "How much of a batch is left under sequence weights",
         drawn,
         "The effective share of the responses if their weight is the product of the first T ratios, against "
@@ -126,7 +126,7 @@ def effective_size(evidence: Evidence) -> str:
         "responses.",
         "ESS as a share",
         legend=[("c0", "measured"), ("soft", "predicted by k3")],
-    ).html()
+    )
 
 
 def _longest(sample: Chunk) -> int:

@@ -9,7 +9,7 @@ from megatron_rc.analyze import words
 from megatron_rc.analyze.decomposition import between
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.pages.card import Card
+from megatron_rc.analyze.pages.card import card
 from megatron_rc.report.axes import linear_axis, tight_log_axis
 from megatron_rc.report.curves import Mark, Series
 from megatron_rc.report.heat_map import heat_map
@@ -31,17 +31,18 @@ def servers(evidence: Evidence, share: bool) -> str:
     if len(cells) < 2:
         return ""
     names, steps = sorted({name for name, _ in cells}), sorted({step for _, step in cells})
-    values = [[_log10(cells.get((name, step), math.nan)) for step in steps] for name in names]
+    logs = {cell: math.log10(k3) if k3 > 0 else math.nan for cell, k3 in cells.items()}
+    values = [[logs.get((name, step), math.nan) for step in steps] for name in names]
     labels = [str(i) for i in range(len(names))] if share else short_names([str(name) for name in names])
     shown = HeatMap("k3 by server and step", "", "", values, labels, [str(step) for step in steps], "server", "step")
-    return Card(
+    return card(
         shown.title,
         heat_map(shown, least_span=LEAST_SPAN),
         "A row that is darker is a server with other weights or another kernel; a column is a step at which all of "
         "them were off; a row that darkens and then starts anew was restarted.",
         "one colour.",
         "log10 of nats per token",
-    ).html()
+    )
 
 
 def over_steps(diagnosis: Diagnosis) -> str:
@@ -49,20 +50,21 @@ def over_steps(diagnosis: Diagnosis) -> str:
     steps = [step for step in diagnosis.evidence.steps if step.k3 > 0]
     if len(steps) < 2:
         return ""
-    line = diagnosis.timeline
-    jumps = [] if line is None else [Mark(jump.step, "jump") for jump in line.jumps]
-    surge = [] if line is None or line.surge.step is None else [Mark(line.surge.step, "surge")]
+    marks = []
+    if (line := diagnosis.timeline) is not None:
+        marks = [Mark(jump.step, "jump") for jump in line.jumps]
+        marks += [] if line.surge.step is None else [Mark(line.surge.step, "surge")]
     series = [Series("k3", [step.step for step in steps], [step.k3 for step in steps])]
     found = diagnosis.decomposition
     change = "" if found is None else f"; {words.growth(found)}"
-    return Card(
+    return card(
         "k3 over steps",
-        line_chart(series, title="k3 over steps", logarithmic=True, marks=[*jumps, *surge]),
+        line_chart(series, title="k3 over steps", logarithmic=True, marks=marks),
         f"The gap of each step{change}.",
         "flat; a slow rise with the entropy is the policy, a rise of sigma is the engine or the weights, a fall at a "
         "restart is a cache.",
         "nats per token",
-    ).html()
+    )
 
 
 def split(diagnosis: Diagnosis) -> str:
@@ -90,7 +92,7 @@ def split(diagnosis: Diagnosis) -> str:
         hover=shown,
     )
     of = words.steps_of(first.before.first_step, first.before.last_step)
-    return Card(
+    return card(
         "Engine, policy or length?",
         drawn,
         f"The gap of each step against {of}, as factors: k3 is multiplied by engine (sigma^2: kernels and weights), "
@@ -98,11 +100,7 @@ def split(diagnosis: Diagnosis) -> str:
         "response by length, too.",
         "engine and tail at 1; entropy follows the policy, length the responses.",
         legend=[(f"c{i}", each.label) for i, each in enumerate(series)],
-    ).html()
-
-
-def _log10(value: float) -> float:
-    return math.log10(value) if value > 0 else math.nan
+    )
 
 
 def short_names(names: list[str]) -> list[str]:

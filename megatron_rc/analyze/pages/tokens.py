@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.pages.card import Card, Cell, table
+from megatron_rc.analyze.pages.card import Cell, card, table
 
 TOP = 20
 BEFORE, AFTER = 3, 2
@@ -19,9 +19,8 @@ def top_tokens(evidence: Evidence, share: bool) -> str:
     size = np.abs(sample.log_ratio)
     top = np.argsort(-size, kind="stable")[:TOP]
     ids = "token_id" in sample.tokens and not share
-    head = ["", "step", "place", "l", "log mu", "log pi", "l before", "l after"]
-    head += ["server"] if (server := "server" in sample.sequences and not share) else []
-    head += ["ids"] if ids else []
+    server = "server" in sample.sequences and not share
+    head = ["", "step", "place", "l", "log mu", "log pi", "l before", "l after", *["server"] * server, *["ids"] * ids]
     rows: list[list[str | Cell]] = []
     for rank, token in enumerate(top.tolist(), start=1):
         sequence = int(sample.sequence_of[token])
@@ -32,14 +31,14 @@ def top_tokens(evidence: Evidence, share: bool) -> str:
         row += [str(sample.sequences["server"][sequence])] if server else []
         row += [_context(sample, token, sequence)] if ids else []
         rows.append(row)
-    return Card(
+    return card(
         "Tokens of the largest |l|",
         table(rows, head=head),
         "Where the two sides differ most, with the log-ratios of the tokens before and after. Look for what they "
         "share: one id, one place, one server, or neighbours that are off as well.",
         "rare tokens (log mu of -2 and below) at scattered places, with calm neighbours.",
         wide=True,
-    ).html()
+    )
 
 
 def _place(sample: Chunk, token: int, sequence: int) -> str:

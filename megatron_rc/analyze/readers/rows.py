@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -136,8 +136,7 @@ def checked(chunk: Chunk, where: Callable[[int], str], corrupt: CorruptRows) -> 
     """
     gaps = {n for n, v in chunk.sequences.items() if v.dtype.kind == "f" and not np.isfinite(v).all()}
     if gaps:
-        kept = {name: values for name, values in chunk.sequences.items() if name not in gaps}
-        chunk = Chunk(chunk.log_pi, chunk.log_mu, chunk.cu_seqlens, chunk.tokens, kept)
+        chunk = replace(chunk, sequences={n: v for n, v in chunk.sequences.items() if n not in gaps})
     counts = chunk.tokens.get("loss_mask", np.ones(chunk.log_pi.size, dtype=bool))
     bad = np.zeros(chunk.num_sequences, dtype=bool)
     for name, values in chunk.tokens.items():
