@@ -130,10 +130,8 @@ def _largest(rows: Floats) -> tuple[Floats, np.ndarray]:
 
 
 def _gain(sums: Floats, start: np.ndarray, end: np.ndarray) -> tuple[Floats, np.ndarray]:
-    """[R] what the best split of [start, end) takes off the sum of squares, 0 if that is too short, and the split.
-
-    Args:
-        sums: [R, n + 1] sums of the values before each index.
+    """[R] what the best split of [start, end) takes off the sum of squares, 0 if that is too short, and the split;
+    ``sums`` [R, n + 1] are those of the values before each index.
     """
     index, rows = np.arange(sums.shape[1]), np.arange(sums.shape[0])
     left, right = index - start[:, None], end[:, None] - index

@@ -147,13 +147,9 @@ class Gathering:
         self._reservoir.add(chunk.select_sequences(chunk.lengths > 0))
 
     def evidence(self, logged: Logged = MappingProxyType({})) -> Evidence:
-        """What was measured.
+        """What was measured; ``logged``: series of the run's log, which the course compares with k3.
 
-        Args:
-            logged: series of the run's log, which the course compares with k3.
-
-        Raises:
-            ValueError: there was no loss token with two log-probs.
+        Raises ValueError where there was no loss token with two log-probs.
         """
         sums = Sums(self._sums)
         whole = honesty(sums)

@@ -39,14 +39,10 @@ class Outcome:
 
 
 def check(diagnosis: Diagnosis, gate: str) -> list[Outcome]:
-    """Whether each condition holds.
+    """Whether each condition holds; ValueError for one that cannot be read or that these data do not have.
 
-    Args:
-        gate: conditions between commas. ``k3<1e-3`` compares a number; ``RC2=none`` forbids bugs, suspects and
-            undecided answers of the rules whose codes begin so, ``RC=none`` of all.
-
-    Raises:
-        ValueError: a condition that cannot be read, an unknown number, or one that these data do not have.
+    ``gate``: conditions between commas. ``k3<1e-3`` compares a number; ``RC2=none`` forbids bugs, suspects and
+    undecided answers of the rules whose codes begin so, ``RC=none`` of all.
     """
     conditions = [part.strip() for part in gate.split(",") if part.strip()]
     if not conditions:

@@ -43,11 +43,7 @@ class GrowthSums:
         self._k3 = 0.0
 
     def add(self, chunk: Chunk) -> Floats:
-        """Add the loss tokens of a chunk.
-
-        Returns:
-            [S'] log-ratios of its sequences that are not empty.
-        """
+        """Add the loss tokens of a chunk; returns [S'] log-ratios of its sequences that are not empty."""
         running = np.concatenate([[0.0], np.cumsum(chunk.log_ratio)])
         start, lengths = chunk.cu_seqlens[:-1], chunk.lengths
         for index, length in enumerate(LENGTHS):

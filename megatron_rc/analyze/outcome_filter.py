@@ -108,11 +108,7 @@ class OutcomeSums:
 
 
 def _log_chance(size: int, right: Floats) -> float:
-    """Logarithm of the largest probability that no group of ``size`` is uniform, given the groups next to it.
-
-    Args:
-        right: right responses of each group.
-    """
+    """Logarithm of the largest probability that no group of ``size`` is uniform, given the groups next to it."""
     ends = [right] if size < 5 else [right, size - right]
     return sum(_log_none_at(size, int((end == 1).sum()), int((end == 2).sum())) for end in ends)
 

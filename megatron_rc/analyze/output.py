@@ -23,9 +23,8 @@ SCHEMA_VERSION = 1
 def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False) -> dict[str, Any]:
     """The diagnosis in numbers; docs/analyze.md says what each key means.
 
-    Args:
-        share: leave out what may name people, machines or text: path, names of servers, groups, token ids.
-        what_if: compute what each correction would do; else the key what_if is null.
+    ``share`` leaves out what may name people, machines or text: path, names of servers, groups, token ids. ``what_if``
+    computes what each correction would do; else the key what_if is null.
     """
     evidence = diagnosis.evidence
     names = {name: f"server {index}" for index, name in enumerate(evidence.by_server)} if share else {}

@@ -77,10 +77,7 @@ class ProfileSums:
 def explained_share(count: Floats, total: Floats, squares: float) -> float:
     """epsilon^2: eta^2 = between / (between + within) corrected for the number of bins, at least 0.
 
-    Args:
-        count: [B] values per bin.
-        total: [B] their sums.
-        squares: sum of all squared values.
+    ``count`` [B] values per bin with the sums ``total`` [B]; ``squares`` is the sum of all squared values.
     """
     n, bins = float(count.sum()), count.size
     mean = float(total.sum()) ** 2 / n
@@ -95,12 +92,8 @@ def explained_by_means(count: Floats, total: Floats, squares: Floats) -> float:
     """sum_b n_b mean_b^2 / sum of squares, where n_b mean_b^2 is estimated as (total_b^2 - squares_b) / (n_b - 1).
 
     That has no bias whatever the variance of a bin, and a bin of one value says nothing: rare tokens have a large
-    log-ratio and few neighbours in their bin.
-
-    Args:
-        count: [B] values per bin.
-        total: [B] their sums.
-        squares: [B] sums of their squares.
+    log-ratio and few neighbours in their bin. ``count``, ``total``, ``squares``: [B] values per bin, their sums, and
+    those of their squares.
     """
     several = count > 1
     means = ((total[several] ** 2 - squares[several]) / (count[several] - 1)).sum()

@@ -126,11 +126,7 @@ class Recommendation:
         }
 
     def write(self, path: Path) -> None:
-        """Write the YAML that `megatron-rc train` and the patches accept.
-
-        Raises:
-            ValueError: a bug comes first, or the folder of ``path`` does not exist.
-        """
+        """Write the YAML that `megatron-rc train` and the patches accept; ValueError where a bug comes first."""
         if self.correction is None:
             codes = " and ".join(self.first)
             raise ValueError(f"{path} is not written: a correction would hide a bug, fix {codes} first")

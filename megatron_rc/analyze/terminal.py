@@ -39,9 +39,8 @@ def check_host(host: str) -> None:
 def show(diagnosis: Diagnosis, *, console: Console, host: str = "", share: bool = False) -> None:
     """Print a diagnosis, 40 lines at most on 110 columns.
 
-    Args:
-        host: print the fixes for this codebase, too.
-        share: leave out the path, and sentences that may name servers and ids.
+    ``host``: print the fixes for this codebase, too. ``share``: leave out the path, and sentences that may name servers
+    and ids.
     """
     if diagnosis.hidden_sampling_possible:
         console.print(f"[yellow]{words.NO_ENTROPY}[/]")

@@ -109,8 +109,7 @@ class Missing:
 def what_if(evidence: Evidence, methods: Mapping[str, RolloutCorrection] | None = None) -> WhatIfTable | Missing:
     """What each method does to a sample of the sequences; the same dump always gives the same table.
 
-    Args:
-        methods: corrections by name; None: every preset.
+    ``methods``: corrections by name; None: every preset.
     """
     if methods is None:
         methods = {name: preset.correction for name, preset in PRESETS.items()}

@@ -135,11 +135,7 @@ def what_if_cells(row: WhatIf) -> tuple[str, ...]:
 
 
 def what_if_gaps(table: WhatIfTable, *, with_signs: bool) -> str:
-    """Why cells of the table of corrections hold a dash; empty where none does.
-
-    Args:
-        with_signs: the table shows columns of advantages.
-    """
+    """Why cells of the table of corrections hold a dash, if any does; ``with_signs``: it shows those of advantages."""
     rows, reasons = table.rows, []
     by_correct = rows[0].by_correct if rows else None
     if rows and by_correct is None:

@@ -108,8 +108,7 @@ def serve(
         stop_with: a process that the server must not outlive.
         report_to: HOST:PORT where a trainer gathers the addresses of its servers.
 
-    Raises:
-        ValueError: the port is taken, or the server ended or did not answer in time.
+    Raises ValueError where the port is taken, or the server ended or did not answer in time.
     """
     # a server that listens everywhere is asked on this machine
     asked = "127.0.0.1" if host == "0.0.0.0" else host

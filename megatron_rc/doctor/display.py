@@ -18,12 +18,9 @@ ORDER = tuple(STYLES)
 
 
 def show(subject: str, findings: Sequence[Finding], *, console: Console) -> None:
-    """Print mismatches, gravest first, then undecided checks, then good ones.
+    """Print mismatches of a subject, gravest first, then undecided checks, then good ones.
 
     A terminal gets a table, anything else one or two plain lines per finding.
-
-    Args:
-        subject: the thing that was checked, such as "SGLang server http://127.0.0.1:30000".
     """
     console.print(f"{subject}: {summary(findings)}", markup=False, soft_wrap=True)
     decided = sorted((f for f in findings if f.decided and f.status != "good"), key=lambda f: ORDER.index(f.status))

@@ -43,8 +43,7 @@ def load(path: Path, *, seeds: str = "", output: str = "", assignments: Sequence
 def cells(grid: GridSettings, only: Mapping[str, Sequence[str]] | None = None) -> list[Cell]:
     """The cells of a grid, each once, group by group; ``only`` keeps those of the choices that it names.
 
-    Raises:
-        ValueError: ``only`` names an axis or a choice that the grid lacks, or a job's settings are wrong.
+    Raises ValueError where it names an axis or a choice that the grid lacks, or a job's settings are wrong.
     """
     out: dict[Path, Cell] = {}
     steps: dict[Path, int] = {}

@@ -25,11 +25,7 @@ def answers_per_evaluation(settings: JobSettings) -> int:
 
 
 def check(rules: Endpoints, jobs: Mapping[str, JobSettings]) -> None:
-    """Refuse jobs, by name, whose evaluations are too small or too few for the rules.
-
-    Raises:
-        ValueError: one sentence that names the job and the setting.
-    """
+    """Refuse jobs, by name, whose evaluations are too small or too few; ValueError names the job and the setting."""
     known: dict[str, int] = {}
     for name, settings in jobs.items():
         train = settings.train

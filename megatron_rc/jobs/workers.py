@@ -46,15 +46,9 @@ def run_in_workers(
 ) -> Failures:
     """Call ``run`` in several processes at once; print a line per evaluation of what they train.
 
-    Args:
-        run: trains the cells that no other process works on, and returns those that failed.
-        give_up_minutes: end all processes if the first steps of a cell predict that all cells take longer.
-
-    Returns:
-        The failures of all processes, and those of processes that returned nothing.
-
-    Raises:
-        TooSlow: the prediction, in one sentence.
+    ``run`` trains the cells that no other process works on, and returns those that failed. This returns the failures of
+    all, and the processes that returned nothing. It raises TooSlow, and ends them all, if the first steps of a cell
+    predict that all cells take more than ``give_up_minutes``.
     """
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]

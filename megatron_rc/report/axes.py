@@ -25,11 +25,7 @@ class Axis(NamedTuple):
 
 
 def linear_axis(low: float, high: float, *, whole: bool = False) -> Axis:
-    """An axis over [low, high] with 4 to 8 round ticks.
-
-    Args:
-        whole: place ticks at integers only, and end the axis where the data end.
-    """
+    """An axis over [low, high] with 4 to 8 round ticks; ``whole``: at integers only, and ending where the data end."""
     size = max(abs(low), abs(high))
     if high - low <= max(1e-12 * size, TINY):
         margin = abs(high) / 10

@@ -74,11 +74,7 @@ class ComparedRun(NamedTuple):
 
 
 def read_compared(choice: str, seed: int, records: Sequence[Mapping[str, Any]]) -> ComparedRun:
-    """The run with these records of its metrics.jsonl.
-
-    Raises:
-        ValueError: no step was evaluated.
-    """
+    """The run with these records of its metrics.jsonl; ValueError where no step was evaluated."""
     rl = [record for record in records if phase_of(record) == "rl"]
     evaluated = [(int(r["step"]), value) for r in rl if (value := value_of(r, panels.ACCURACY)) is not None]
     if not evaluated:

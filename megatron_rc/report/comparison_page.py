@@ -36,14 +36,12 @@ def write_comparison(
 ) -> Path | None:
     """Write report.html, and comparison.png if matplotlib is installed, for the seeds that have all three runs.
 
+    Returns the path of report.html, or None where no seed has them.
+
     Args:
-        runs: finished runs.
-        records: of the same runs.
+        runs, records: finished runs, and their records.
         rows: runs whose range is drawn behind them.
         folder: where the folders of the runs lie, as CHOICE/seed-N.
-
-    Returns:
-        The path of report.html; None: no seed has all three runs.
     """
     seeds = list(ends(runs, comparison))
     live = [run for run in runs if run.seed in seeds and run.choice in comparison.choices]

@@ -15,11 +15,9 @@ LINE = 0.055
 def draw_comparison(
     comparison: Comparison, runs: Sequence[ComparedRun], rows: Sequence[ComparedRun], path: Path
 ) -> Path:
-    """Draw held-out accuracy over the steps: the mean of the seeds of ``runs``, each seed as a thin line, and the
-    range of ``rows`` behind them. The title of several seeds says how many of them separated.
-
-    Args:
-        path: its ending says the format, such as .png or .svg.
+    """Draw held-out accuracy over the steps: the mean of the seeds of ``runs``, each seed as a thin line, and the range
+    of ``rows`` behind them. The title of several seeds says how many of them separated. The ending of ``path`` says the
+    format, such as .png or .svg.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

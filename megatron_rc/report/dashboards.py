@@ -57,11 +57,7 @@ class Dashboards:
         self._retry_at: dict[str, float] = {}
 
     def start(self, phase: str) -> None:
-        """Open the runs of ``phase``, so that a user's mistake shows before the training starts.
-
-        Raises:
-            ValueError: a service cannot be reached or refuses the run.
-        """
+        """Open the runs of ``phase``; a user's mistake shows before the training starts, as a ValueError."""
         self._change_phase(phase)
         for service in self._projects:
             try:

@@ -90,11 +90,8 @@ class Display:
             self.message(f"{self._phase_name} {self._phase_done}/{self._phase_total}")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show a finished step.
-
-        Args:
-            step: its number within its phase; 0 is the state before reinforcement learning.
-            metrics: its record; without a ``phase`` it belongs to "rl".
+        """Show a finished step: its number within its phase, where 0 is the state before reinforcement learning, and
+        its record; one without a ``phase`` belongs to "rl".
         """
         warming_up = phase_of(metrics) == "warmup" or value_of(metrics, panels.CROSS_ENTROPY) is not None
         shown = [(row, value) for row in ROWS if (value := value_of(metrics, row.curve)) is not None]

@@ -28,8 +28,7 @@ _SIGNED: Colours = (0x1F, 0x5F, 0xA8), (0xF4, 0xF4, 0xF4), (0x8C, 0x1D, 0x40)
 def heat_map(shown: HeatMap, *, least_span: float = 0.0) -> str:
     """An SVG element; rows run from top to bottom, and cells without a measurement are blank.
 
-    Args:
-        least_span: the scale spans at least this, so that colours do not blow up differences that mean nothing.
+    The scale spans at least ``least_span``, so that colours do not blow up differences that mean nothing.
     """
     cells, columns = merged(shown.cells, shown.columns)
     finite = [value for row in cells for value in row if math.isfinite(value)]

@@ -25,20 +25,15 @@ def write_report(
     fingerprint: Mapping[str, Any] | None = None,
     title: str | None = None,
 ) -> Path:
-    """Write the report of a run, whether or not it has finished.
+    """Write the report of a run, whether or not it has finished; returns its path.
 
     Args:
         source: the output folder of a job, its metrics.jsonl, or records as `read_metrics` returns them.
         path: the HTML file to write; None: report.html in the folder.
-        settings: shown as a table; None: settings.yaml of the folder, if there is one.
-        fingerprint: shown as a table; None: fingerprint.json of the folder, if there is one.
+        settings, fingerprint: shown as tables; None: settings.yaml and fingerprint.json of the folder, if there.
         title: heading of the page; None: the name of the job.
 
-    Returns:
-        The path written.
-
-    Raises:
-        ValueError: there are no metrics, or neither ``source`` nor ``path`` says where to write.
+    Raises ValueError where there are no metrics, or neither ``source`` nor ``path`` says where to write.
     """
     folder = None
     if isinstance(source, str | Path):

@@ -36,11 +36,8 @@ class MetricsLog:
         self._replace(records)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one step.
-
-        Args:
-            record: ``step``, ``phase`` (default: rl) and metrics, each a number or a list of numbers; NaN and
-                infinities are stored as null.
+        """Append one step: ``step``, ``phase`` (default: rl) and metrics, each a number or a list of numbers; NaN and
+        infinities are stored as null.
         """
         position = _position(record)
         if self._last is not None and position <= self._last:
@@ -78,13 +75,9 @@ class MetricsLog:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read the records of a metrics.jsonl; a last line that a crash has torn is left out.
+    """Read the records of a metrics.jsonl, or of the one in a folder; a last line that a crash has torn is left out.
 
-    Args:
-        path: the file, or the folder that holds it.
-
-    Raises:
-        ValueError: no such file, or a line before the last that is not a JSON object.
+    Raises ValueError for a file that is not there, and for an earlier line that is not a JSON object.
     """
     file = Path(path)
     if file.is_dir():

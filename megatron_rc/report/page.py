@@ -119,8 +119,7 @@ def document(title: str, body: str, *, head: str = "", style: str = "") -> str:
 
     Args:
         title: plain text.
-        body: HTML of what is inside ``main``.
-        head: HTML that is placed in the head, behind the declaration of the encoding.
+        body, head: HTML inside ``main``, and in the head, behind the declaration of the encoding.
         style: rules that follow the style sheet.
     """
     return (

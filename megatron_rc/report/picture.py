@@ -16,17 +16,9 @@ TEXT, SOFT, GRID = "#1b2330", "#5d6878", "#e4e8ee"
 
 
 def write_curves_png(folder: str | Path, path: str | Path) -> Path:
-    """Draw the panels marked ``in_picture`` of the run in ``folder``.
+    """Draw the panels marked ``in_picture`` of a run, given as its output folder or metrics.jsonl, into a PNG.
 
-    Args:
-        folder: output folder of a job, or its metrics.jsonl.
-        path: the PNG to write.
-
-    Returns:
-        The path written.
-
-    Raises:
-        ValueError: matplotlib is not installed, or the run has no metrics or none that the picture shows.
+    Raises ValueError where matplotlib is not installed, or the run has no metric that the picture shows.
     """
     try:
         from matplotlib.figure import Figure

@@ -10,11 +10,7 @@ VIEW = "Rollout correction"
 
 
 def wandb_view(entity: str, project: str) -> Any:
-    """The view, not yet saved: one section per phase and one for expert shift, with the panels of the report.
-
-    Raises:
-        ValueError: wandb-workspaces is not installed.
-    """
+    """The view, not yet saved: one section per phase and one for expert shift, with the panels of the report."""
     try:
         import wandb_workspaces.reports.v2 as charts
         import wandb_workspaces.workspaces as views
@@ -42,11 +38,7 @@ def wandb_view(entity: str, project: str) -> Any:
 
 
 def save_wandb_view(place: str) -> str:
-    """Save the view in ENTITY/PROJECT under the account of `wandb login`; returns its address.
-
-    Raises:
-        ValueError: ``place`` has another form, or a package is missing.
-    """
+    """Save the view in ENTITY/PROJECT under the account of `wandb login`; returns its address."""
     entity, slash, project = place.partition("/")
     if not (entity and slash and project) or "/" in project:
         raise ValueError(f"the project must be given as ENTITY/PROJECT, got {place!r}")

@@ -53,11 +53,7 @@ class Row(NamedTuple):
 
 
 class JsonlTask(Task):
-    """Prompts and answers of a file, scored by the user's function.
-
-    Raises:
-        ValueError: one sentence that names the option, or the file and line.
-    """
+    """Prompts and answers of a file, scored by the user's function; ValueError names the option, or file and line."""
 
     def __init__(self, options: JsonlOptions, tokenizer: str | None = None) -> None:
         """``tokenizer``: folder of the tokenizer if ``options.tokenizer`` is None."""

@@ -32,15 +32,10 @@ BUILDERS: dict[TaskKind, Callable[[Any, str | None], Task]] = {
 def build_task(
     kind: TaskKind, options: Mapping[str, Any] | None = None, *, seed: int = 1, tokenizer: str | None = None
 ) -> Task:
-    """Build the task ``kind`` with ``options``.
+    """Build the task ``kind`` with ``options``, fields of the dataclass that `OPTIONS` has for it.
 
-    Args:
-        options: fields of the dataclass that `OPTIONS` has for the kind.
-        seed: used when ``options`` has no seed.
-        tokenizer: folder of the checkpoint, used by jsonl when ``options`` has no tokenizer.
-
-    Raises:
-        ValueError: one sentence that names the field, and the nearest known name if the field is unknown.
+    ``seed`` and ``tokenizer``, the folder of the checkpoint, are used when the options have none. Raises ValueError,
+    which names the field, and the nearest known name if the field is unknown.
     """
     if kind not in OPTIONS:
         raise ValueError(f"task.kind: unknown task {kind!r}{schema.nearest(kind, OPTIONS)}")

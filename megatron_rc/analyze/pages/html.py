@@ -17,18 +17,13 @@ _BEGINNING = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">' + O
 
 
 def write(diagnosis: Diagnosis, path: str | Path, *, share: bool = False, what_if: bool = False) -> Path:
-    """Write the page of a diagnosis.
+    """Write the page of a diagnosis to a file, where an earlier page may be; returns its path.
 
     Args:
-        path: the file; an earlier page there is overwritten.
         share: leave out what may name people, machines or text: path, names of servers, finish reasons, ids.
         what_if: also compute what each correction would do, which takes seconds and torch.
 
-    Returns:
-        The path written.
-
-    Raises:
-        ValueError: the file cannot be written, or is not a page of an analysis.
+    Raises ValueError where the file cannot be written, or is not a page of an analysis.
     """
     path = Path(path)
     refuse_foreign(path)

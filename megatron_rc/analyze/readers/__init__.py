@@ -19,14 +19,10 @@ MAX_FILES = 200_000
 
 
 def open_dump(path: str | Path, format: str | None = None) -> Dump:
-    """The dump at a path: a file, or a folder of files, whatever their names.
+    """The dump at a path: a file, or a folder of files with everything below it, whatever their names.
 
-    Args:
-        path: a folder is searched with everything below it.
-        format: name of the format; None looks into the files.
-
-    Raises:
-        ValueError: nothing is there, the format is unknown, or no file has a known one.
+    ``format`` names a format; None looks into the files. Raises ValueError where nothing is there, the format is
+    unknown, or no file has a known one.
     """
     path = Path(path)
     if not path.exists():

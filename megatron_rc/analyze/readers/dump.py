@@ -78,8 +78,7 @@ class Dump:
     def chunks(self, progress: Callable[[int], None] = lambda done: None) -> Iterator[Chunk]:
         """Yield the chunks of all files; ``progress`` is called with the bytes of each group of files once it is read.
 
-        Raises:
-            ValueError: no file holds a single whole row; the message says why the first one failed.
+        Raises ValueError, which says why the first file failed, where none holds a single whole row.
         """
         empty = True
         for group in self.groups:

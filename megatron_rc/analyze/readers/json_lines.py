@@ -28,11 +28,7 @@ CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 def lines(file: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, empty ones included.
-
-    Raises:
-        UnreadableFile: the compressed stream is damaged, or a line is longer than MAX_LINE.
-    """
+    """Yield the lines of a file, empty ones included; UnreadableFile for a damaged stream or a line beyond MAX_LINE."""
     try:
         with file.open("rb") as opened:
             head = opened.read(4)
@@ -64,11 +60,7 @@ def _bounded_lines(stream: BinaryIO, file: Path) -> Iterator[bytes]:
 
 
 def parsed(line: bytes) -> dict[str, Any]:
-    """The object of a line.
-
-    Raises:
-        BadRow: the line is not one whole JSON object.
-    """
+    """The object of a line; BadRow unless it is one whole JSON object."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -81,11 +73,8 @@ def parsed(line: bytes) -> dict[str, Any]:
 def read_rows(
     file: Path, corrupt: CorruptRows, row_of: Callable[[dict[str, Any]], Row], schema: Schema
 ) -> Iterator[Chunk]:
-    """Yield the chunks of a file.
-
-    Args:
-        row_of: makes a row of the object of a line.
-        schema: Arrow types of the values that ``row_of`` reads, as the host writes them.
+    """Yield the chunks of a file: ``row_of`` makes a row of the object of a line, ``schema`` has the Arrow types of the
+    values that it reads, as the host writes them.
     """
 
     def of_line(line: bytes) -> Row:
@@ -127,9 +116,7 @@ def _blocks(file: Path) -> Iterator[tuple[list[int], list[bytes]]]:
 def arrow_records(block: list[bytes], schema: Schema) -> list[dict[str, Any]] | None:
     """The objects of some lines as Arrow reads them, many times as fast as Python, with a list as an array.
 
-    Returns:
-        None where a value has another type than in the schema, or a line is damaged; Python then reads line by line and
-        says what is wrong.
+    None where a value has another type than in the schema, or a line is damaged: Python then says what is wrong.
     """
     text = b"\n".join(block)
     reading = pj.ReadOptions(use_threads=False, block_size=len(text) + 1)
@@ -151,8 +138,7 @@ def arrow_records(block: list[bytes], schema: Schema) -> list[dict[str, Any]] | 
 def _items(column: pa.Array) -> Sequence[Any]:
     """One value per row: arrays of lists of numbers, also of those that stand in a list of one; else as Python has it.
 
-    Raises:
-        ValueError: null or several lists in place of a list, or a number so large that Arrow makes it infinite.
+    Raises ValueError for null or several lists, and for a number so large that Arrow makes it infinite.
     """
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if column.null_count:

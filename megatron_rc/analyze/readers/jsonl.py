@@ -61,11 +61,7 @@ KINDS = {"flag": rows.flags, "id": rows.whole_numbers}
 
 
 def versions(spans: Any, length: int) -> NDArray[np.int64]:
-    """[T] version of each token from its spans.
-
-    Raises:
-        BadRow: the spans do not cover the tokens one after the other.
-    """
+    """[T] version of each token from its spans; BadRow unless they cover the tokens one after the other."""
     parts, end = [], 0
     for span in spans if isinstance(spans, list) else [None]:
         if not isinstance(span, dict) or any(type(span.get(name)) is not int for name in SPAN):

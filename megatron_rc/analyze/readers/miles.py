@@ -40,11 +40,7 @@ def groups(files: list[Path]) -> list[Group]:
 
 
 class Rank:
-    """What one rank wrote.
-
-    Raises:
-        UnreadableFile: not a whole file of train data.
-    """
+    """What one rank wrote; UnreadableFile unless it is a whole file of train data."""
 
     def __init__(self, file: Path) -> None:
         saved = TorchFile(file).load()
@@ -72,11 +68,7 @@ class Rank:
 
 
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
-    """Yield the chunks of one rollout.
-
-    Raises:
-        UnreadableFile: no rank has both lists of log-probs, or samples of several ranks have no number.
-    """
+    """Yield the chunks of one rollout; UnreadableFile without log-probs, or numbers of the samples of several ranks."""
     ranks: list[Rank] = []
     for file in group:
         if len(group) > 1 and rollout_data.is_rollout_data(file):

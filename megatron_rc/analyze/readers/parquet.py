@@ -24,9 +24,8 @@ MAX_ROWS = 512
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
     """Yield the chunks of one file.
 
-    Raises:
-        UnreadableFile: not whole, not Parquet, without the two lists of log-probs, with a column of another type than
-            docs/dump.md says, or with a row group beyond the bounds.
+    Raises UnreadableFile for one that is not whole, lacks log-probs, has a column of another type than docs/dump.md
+    says, or a row group beyond the bounds.
     """
     (file,) = group
     try:

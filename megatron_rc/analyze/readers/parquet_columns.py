@@ -29,11 +29,7 @@ TOKENS = {LOG_PI: "number", LOG_MU: "number"} | {
 
 
 def wanted_columns(schema: pa.Schema, file: Path) -> list[str]:
-    """Names of the columns that an analysis reads.
-
-    Raises:
-        UnreadableFile: a column is missing, is there twice, or has a type that it cannot have.
-    """
+    """Names of the columns that an analysis reads; UnreadableFile for a missing, double or wrong one."""
     known = [*TOKENS, *SEQUENCE_COLUMNS, VERSIONS, PROMPT]
     names = [name for name in dict.fromkeys(known) if name in schema.names]
     for needed in (LOG_PI, LOG_MU):

@@ -68,11 +68,7 @@ class Annotations:
         self._end = 0
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add the branches of a record; a later one replaces an earlier one.
-
-        Raises:
-            BadRow: not such a record.
-        """
+        """Add the branches of a record, in place of those of an earlier one; BadRow unless it is such a record."""
         trace, branches, info = record.get("trace_id"), record.get("branches"), record.get("info")
         if not isinstance(trace, str) or not isinstance(branches, list):
             raise rows.BadRow("trace_id must be a text and branches a list")
@@ -172,11 +168,7 @@ def _leaves(nodes: list[dict[str, Any]]) -> list[int]:
 
 
 def _path(nodes: list[dict[str, Any]], leaf: int) -> list[dict[str, Any]]:
-    """The messages of a branch from the first to the last.
-
-    Raises:
-        BadRow: the parents form a circle, or one is missing.
-    """
+    """The messages of a branch from the first to the last; BadRow where parents form a circle, or one is missing."""
     path, at = [], leaf
     while True:
         path.append(nodes[at])

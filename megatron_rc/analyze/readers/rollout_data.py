@@ -72,11 +72,7 @@ def _shared(file: Path, other: Path) -> int:
 
 
 class RolloutData:
-    """The samples of one rollout.
-
-    Raises:
-        UnreadableFile: not a whole file of samples.
-    """
+    """The samples of one rollout; UnreadableFile unless the file holds them whole."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -106,10 +102,8 @@ Name = tuple[Any, Any]
 def read(group: Group, samples: Iterable[tuple[Name, Any]], corrupt: CorruptRows) -> RolloutData | None:
     """The samples of the rollout, where a file of them stands last in a group.
 
-    Samples that are not those of the train data are counted as a file that cannot be read, and left out.
-
-    Args:
-        samples: each training sample: its name, and its token ids.
+    ``samples``: name and token ids of each training sample. Other samples than those of the train data are counted as a
+    file that cannot be read, and left out.
     """
     if len(group) < 2 or not is_rollout_data(group[-1]):
         return None

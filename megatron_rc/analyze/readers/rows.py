@@ -44,11 +44,7 @@ class Row:
 
 
 def numbers(values: Any, name: str) -> NDArray[Any]:
-    """[T] numbers of a list, NaN for null.
-
-    Raises:
-        BadRow: not a list of numbers.
-    """
+    """[T] numbers of a list, NaN for null; BadRow for anything else."""
     if isinstance(values, list | tuple) and set(map(type, values)) <= NUMBERS:
         try:
             values = np.array(values) if None not in values else np.array(values, dtype=np.float64)
@@ -68,11 +64,7 @@ def log_probs(values: Any, name: str) -> Floats:
 
 
 def whole_numbers(values: Any, name: str) -> NDArray[np.int64]:
-    """[T] integers of a list.
-
-    Raises:
-        BadRow: not a list of integers.
-    """
+    """[T] integers of a list; BadRow for anything else."""
     array = numbers(values, name)
     if not array.size or array.dtype.kind in "iu":
         return array.astype(np.int64)
@@ -82,11 +74,7 @@ def whole_numbers(values: Any, name: str) -> NDArray[np.int64]:
 
 
 def flags(values: Any, name: str) -> NDArray[np.bool_]:
-    """[T] flags of a list of booleans or numbers, of which 0 is False.
-
-    Raises:
-        BadRow: not such a list, or with null.
-    """
+    """[T] flags of a list of booleans or numbers, of which 0 is False; BadRow for anything else, and for null."""
     array = numbers(values, name)
     if array.dtype.kind == "f" and np.isnan(array).any():
         raise BadRow(f"{name} must be a list of flags")
@@ -94,11 +82,7 @@ def flags(values: Any, name: str) -> NDArray[np.bool_]:
 
 
 def size(value: Any, name: str) -> int:
-    """A count.
-
-    Raises:
-        BadRow: not a whole number of at least 0.
-    """
+    """A count; BadRow unless it is a whole number of at least 0."""
     if not _is_number(value) or not 0 <= value < 2**53 or value != int(value):
         raise BadRow(f"{name} must be a whole number")
     return int(value)
@@ -129,10 +113,8 @@ def one_value(value: Any, name: str, kind: str) -> Any:
 def checked(chunk: Chunk, where: Callable[[int], str], corrupt: CorruptRows) -> Chunk:
     """A chunk without the rows whose loss tokens lack a value, and without columns of sequences that lack one.
 
-    Log-probs stay as they are: damage to them is evidence.
-
-    Args:
-        where: names the row with a number in the chunk, for the sentence about it.
+    Log-probs stay as they are: damage to them is evidence. ``where`` names a row, by its number in the chunk, for the
+    sentence about it.
     """
     gaps = {n for n, v in chunk.sequences.items() if v.dtype.kind == "f" and not np.isfinite(v).all()}
     if gaps:
@@ -153,9 +135,7 @@ def checked(chunk: Chunk, where: Callable[[int], str], corrupt: CorruptRows) -> 
 def packed(rows: Iterable[tuple[str, Callable[[], Row]]], corrupt: CorruptRows) -> Iterator[Chunk]:
     """Yield rows as chunks of about CHUNK_TOKENS, those before the damage of a file included.
 
-    Args:
-        rows: what reads each, with its file and number for the sentence about it; a damaged one is counted and left
-            out.
+    ``rows``: file and number of each, and what reads it; a damaged row is counted and left out.
     """
     places: list[str] = []
     waiting: list[Row] = []

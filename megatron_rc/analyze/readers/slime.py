@@ -28,11 +28,7 @@ def groups(files: list[Path]) -> list[Group]:
 
 
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
-    """Yield the chunks of one file of train data.
-
-    Raises:
-        UnreadableFile: not a whole file of format version 2, or without log-probs.
-    """
+    """Yield the chunks of one file; UnreadableFile unless it is whole, of format version 2, and has log-probs."""
     file = group[0]
     saved = TorchFile(file).load()
     if type(saved) is not dict or saved.get("format_version") != VERSION or type(saved.get("samples")) is not list:

@@ -28,11 +28,7 @@ START = 4096
 
 
 class TorchFile:
-    """One file, mapped into memory.
-
-    Raises:
-        UnreadableFile: not a whole file of ``torch.save``, or one that holds more than data.
-    """
+    """One file, mapped into memory; UnreadableFile unless it is a whole one of ``torch.save`` that holds only data."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,10 +103,8 @@ class TorchFile:
 def first_values(path: Path) -> list[str | int]:
     """Texts and integers at the start of what was saved, in order: its first keys among them.
 
-    torch.save writes the pickle first, so that a folder of many files is known without their tables of contents.
-
-    Raises:
-        UnreadableFile: not a file of ``torch.save``.
+    torch.save writes the pickle first, so that a folder of many files is known without their tables of contents. Raises
+    UnreadableFile for a file of another kind.
     """
     with path.open("rb") as opened:
         head = opened.read(START)

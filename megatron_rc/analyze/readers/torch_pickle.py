@@ -70,11 +70,7 @@ class Storage(Sealed):
 
 @dataclass(frozen=True)
 class Tensor(Sealed):
-    """A view of a storage, read when it is asked for.
-
-    Raises:
-        pickle.UnpicklingError: the view does not lie within its storage.
-    """
+    """A view of a storage, read when it is asked for; UnpicklingError unless it lies within the storage."""
 
     storage: Storage
     offset: int
@@ -153,11 +149,8 @@ class Fixed(tuple[Any, ...]):
 
 
 class Unpickler(pickle._Unpickler):
-    """Reads one pickle.
-
-    Args:
-        elements: reads the elements of a storage.
-        skip_numpy: give Unread for every value of NumPy; these are refused otherwise.
+    """Reads one pickle; ``elements`` reads those of a storage, ``skip_numpy`` gives Unread for every value of NumPy,
+    which is refused otherwise.
     """
 
     stack: list[Any]

@@ -27,12 +27,7 @@ READ = (LOG_PI, LOG_MU, *PER_TOKEN.values(), "tokens", "response_lengths", "tota
 
 
 def row_of(sample: Mapping[str, Any], known: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> rows.Row:
-    """The response of a sample.
-
-    Args:
-        known: columns of the sequence that stand elsewhere in the file.
-        before: the sample before training.
-    """
+    """The response of a sample, with columns that stand elsewhere in the file, and of the sample before training."""
     # routes and images may be many times as large as all of these
     values = {name: value_of(sample[name]) for name in READ if name in sample}
     response, total = (rows.size(values.get(name), name) for name in ("response_lengths", "total_lengths"))

@@ -19,11 +19,7 @@ IDS, ENTROPY = "responses", "entropy"
 
 
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
-    """Yield the chunks of one file.
-
-    Raises:
-        UnreadableFile: not a whole file of the hook.
-    """
+    """Yield the chunks of one file; UnreadableFile unless it is a whole one of the hook."""
     (file,) = group
     saved = TorchFile(file).load()
     count = length_of(saved.get(MASK)) if type(saved) is dict else None

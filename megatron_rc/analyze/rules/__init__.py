@@ -48,15 +48,7 @@ class Judgement(NamedTuple):
 
 
 def judge(evidence: Evidence, *, select: Collection[str] = (), ignore: Collection[str] = ()) -> Judgement:
-    """What the rules say.
-
-    Args:
-        select: codes of the only rules to judge; empty: all.
-        ignore: codes of rules to leave out.
-
-    Raises:
-        ValueError: an unknown code.
-    """
+    """What the rules say: all, or those of the codes ``select``, but ``ignore``; ValueError for an unknown code."""
     for code in (*select, *ignore):
         if code not in CODES:
             raise ValueError(f"unknown rule {code!r}; known: {', '.join(sorted(CODES))}")

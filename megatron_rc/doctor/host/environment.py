@@ -20,11 +20,8 @@ PRESENCE: Registry[HostFacts] = Registry("presence")
 def examine_hosts(names: Sequence[str], words: Sequence[str], flags_file: Path | None) -> dict[str, list[Finding]]:
     """Findings about this Python and about each named host (without names: every known one), by subject.
 
-    Args:
-        words: flags of the only named host, instead of ``flags_file``.
-
-    Raises:
-        ValueError: a host is unknown, or the flags are unreadable, given twice, or not for exactly one host.
+    ``words``: flags of the only named host, instead of ``flags_file``. Raises ValueError where a host is unknown, or
+    the flags are unreadable, given twice, or not for exactly one host.
     """
     if words and flags_file:
         raise ValueError("flags must be given after -- or with --flags-file, not both")

@@ -42,11 +42,7 @@ class Script:
 
 
 def read_script(path: Path) -> Script:
-    """The command in a launch script, or all words of a file that starts no program.
-
-    Raises:
-        ValueError: a quote is not closed.
-    """
+    """The command in a launch script, or all words of a file that starts no program; ValueError for an open quote."""
     script = Script([path.resolve()])
     commands = _commands(path)
     _run(script, commands)

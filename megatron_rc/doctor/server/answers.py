@@ -14,8 +14,7 @@ UNTESTED = "Serve with a tested SGLang version and without plugins that rewrite 
 def damage_of(probe: ProbeAnswer, *reasons: str) -> DamagedAnswer | None:
     """Why the parser refuses the answer; None when it accepts it.
 
-    Raises:
-        Undecided: it refuses the answer for another reason than ``reasons``, or there is no answer.
+    Raises Undecided where it refuses it for another reason than ``reasons``, or there is no answer.
     """
     try:
         probe.piece()

@@ -170,15 +170,9 @@ def eos_ids(*configs: Mapping[str, Any] | None) -> set[int]:
 
 
 def read_trainer(config: Path | None, hf_path: str | None, assignments: Sequence[str] = ()) -> TrainerFacts:
-    """Facts from the trainer's YAML and model directory.
+    """Facts from the trainer's YAML, in which ``assignments`` change fields, and its model directory.
 
-    Args:
-        config: the YAML of `megatron-rc train`; None: no settings are known.
-        hf_path: model directory; None: that of the YAML.
-        assignments: key=value changes of the YAML.
-
-    Raises:
-        ValueError: the trainer would refuse a setting, the model or the task.
+    Raises ValueError where the trainer would refuse a setting, the model or the task.
     """
     if config is None:
         if hf_path is None:

@@ -31,8 +31,7 @@ _ANY_VOCABULARY = 1 << 31
 def read_servers(urls: Sequence[str], timeout_s: float) -> list[ServerFacts]:
     """Facts about each server at ``urls`` or behind a router there; ``timeout_s`` is the limit for one request.
 
-    Raises:
-        ValueError: a server cannot be reached, or does not answer as an SGLang server does.
+    Raises ValueError where a server cannot be reached, or does not answer as an SGLang server does.
     """
     pool = Pool(urls, concurrency=1, timeout_s=timeout_s)
     try:

@@ -46,12 +46,7 @@ def _swept(asked: float) -> list[float]:
 def examine_probes(
     served: ServerFacts, rescore: Rescore, vocab_size: int, temperature: float, timeout_s: float
 ) -> list[Finding]:
-    """Findings of all probes of one server.
-
-    Args:
-        rescore: the trainer.
-        temperature: of the job.
-    """
+    """Findings of all probes of one server; ``rescore`` is the trainer, ``temperature`` that of the job."""
     asked = SWEPT_TEMPERATURE if temperature == 1 else temperature
     try:
         scores = measure(served, rescore, vocab_size, asked, _swept(asked), timeout_s)

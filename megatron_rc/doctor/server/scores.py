@@ -67,18 +67,15 @@ def measure(
     temperatures: Sequence[float],
     timeout_s: float,
 ) -> Scores:
-    """Sample from the server and score the tokens again, by its prefill and by the trainer.
+    """Sample from the server and score the tokens again, by its prefill and by the trainer, ``rescore``.
 
     Args:
-        rescore: the trainer.
         vocab_size: of the trainer.
         asked_temperature: of a second sample, which only the server's decoding and the trainer score.
         temperatures: by which the trainer divides its logits for the second sample.
         timeout_s: for one answer.
 
-    Raises:
-        Undecided: the server refuses a request, or answers with something that cannot be compared.
-        ValueError: the server is gone.
+    Raises Undecided where the server answers with something that cannot be compared, ValueError where it is gone.
     """
     with _asking(served, vocab_size, timeout_s) as (client, prompts):
         drawn = client.sample(prompts, 1.0)

@@ -77,11 +77,7 @@ def examine_syncs(
 def measure(served: ServerFacts, trainer: TrainerFacts, model: TrainerModel, syncs: int, timeout_s: float) -> Course:
     """Sync the weights of ``model`` to a server ``syncs`` times, and score fresh responses before and after each.
 
-    The server keeps the name that its weights had.
-
-    Raises:
-        Undecided: the server refuses a request, or answers with something that cannot be compared.
-        ValueError: the server did not take the weights.
+    The server keeps the name that its weights had. Errors are those of ``scores.measure``.
     """
 
     def gap() -> Logprobs:

@@ -44,9 +44,7 @@ class TrainerModel:
     ) -> list[Logprobs]:
         """Log-probs, fp32, of the tokens from position ``start`` on, sequence after sequence, at each temperature.
 
-        Args:
-            sequences: all of one length.
-            micro_batch: sequences per forward pass.
+        All ``sequences`` have one length; a forward pass takes ``micro_batch`` of them.
         """
         cuts = range(0, len(sequences), micro_batch)
         rows = [self._logprobs(sequences[i : i + micro_batch], start, temperatures) for i in cuts]

@@ -67,12 +67,9 @@ class Sink(Protocol):
 
 
 def requested(log: LogSettings) -> dict[str, str]:
-    """The services that the settings ask for, each with its project.
+    """The services that the settings ask for, each with its project; ValueError where a package is not installed.
 
     TensorBoard, which has no projects, is used if it is installed, unless the setting is false.
-
-    Raises:
-        ValueError: the package of a service is not installed.
     """
     projects = {}
     for field, service in SERVICES.items():
