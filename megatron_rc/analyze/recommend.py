@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,10 @@ class Recommendation:
     """None while a bug comes first."""
     first: tuple[str, ...]
     """Rules that answered BUG: what they name comes before any correction."""
-    suspects: tuple[str, ...]
-    """Rules that answered suspect or undecided."""
     untested: tuple[str, ...]
     """What of the dump lies outside the ranges of the collapse lab's runs with a correction; empty inside."""
+    suspects: tuple[str, ...]
+    """Rules that answered suspect or undecided."""
     trusted: bool
     """Whether the tail of the weights of sequences can be trusted; never with fewer than 25 sequences."""
     kl: float
@@ -110,20 +110,11 @@ class Recommendation:
 
     def to_dict(self) -> dict[str, Any]:
         """The recommendation in numbers, as plain values."""
-        return {
-            "method": self.method,
-            "sentence": f"{self.headline} {self.reason}".strip(),
-            "correction": None if self.correction is None else self.correction.to_dict(),
-            "first": list(self.first),
-            "untested": list(self.untested),
-            "suspects": list(self.suspects),
-            "kl": self.kl,
-            "variation": self.variation,
-            "variation_interval": list(self.variation_interval),
-            "upper_interval": None if self.upper_interval is None else list(self.upper_interval),
-            "agreement": self.agreement,
-            "bounds": {name: bound.to_dict() for name, bound in self.bounds.items()},
-        }
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "trusted"}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+        plain["correction"] = None if self.correction is None else self.correction.to_dict()
+        plain["bounds"] = {name: bound.to_dict() for name, bound in self.bounds.items()}
+        return {"method": self.method, "sentence": f"{self.headline} {self.reason}".strip(), **plain}
 
     def write(self, path: Path) -> None:
         """Write the YAML that `megatron-rc train` and the patches accept; ValueError where a bug comes first."""

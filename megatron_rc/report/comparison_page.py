@@ -12,7 +12,7 @@ from megatron_rc.report.axes import linear_axis
 from megatron_rc.report.comparison import ComparedRun, Comparison, ends, range_of, sentences
 from megatron_rc.report.context import flattened, load_context
 from megatron_rc.report.curves import Series, series
-from megatron_rc.report.page import details, document
+from megatron_rc.report.page import card, details, document, legend, tile
 from megatron_rc.report.panels import ESS, GRAD_NORM, K3, PANELS, Curve, Panel
 from megatron_rc.report.svg import Band, Line, Shape, chart, line_chart
 
@@ -84,7 +84,7 @@ def _page(
     return document(
         title,
         f"<header><h1>{escape(title)}</h1><p>Three runs from one checkpoint. {escape(_machine(live[0], folder))}</p>"
-        f'</header><section class="lead"><article>{figure}</article>'
+        f'</header><section class="lead">{figure}'
         f"<aside>{_tiles(comparison, live)}{said}{links}</aside></section>"
         f'<section class="panels">{cards}</section>{_settings(comparison, seeds[0], folder)}',
         style=STYLE,
@@ -106,21 +106,14 @@ def _figure(comparison: Comparison, live: Sequence[ComparedRun], rows: Sequence[
         hover.append(Series(comparison.label(choice), mean.steps, _percent(mean.mean)))
         shapes.append(Line(mean.steps, hover[-1].values, f"c{number} mean", dots=True))
     last = max(run.steps[-1] for run in [*live, *rows])
-    drawn = chart(
-        shapes,
-        linear_axis(0, last, whole=True),
-        linear_axis(0, 100),
-        title=heading(comparison, live),
-        across="step",
-        hover=hover,
-    )
-    legend = "".join(f'<span><i class="c{i}"></i>{escape(line.label)}</span>' for i, line in enumerate(hover))
+    axes = linear_axis(0, last, whole=True), linear_axis(0, 100)
+    drawn = chart(shapes, *axes, title=heading(comparison, live), across="step", hover=hover)
     meaning = f"Mean reward on problems that are never trained on{answering}."
     if several:
         meaning += " Thin lines: single seeds; thick lines: their mean."
     if rows:
         meaning += f" Shaded: lowest to highest of {len({run.seed for run in rows})} seeds that were run before."
-    return f'<h2>Held-out accuracy <small>%</small></h2>{drawn}<div class="legend">{legend}</div><p>{meaning}</p>'
+    return card("Held-out accuracy", "%", drawn + legend(line.label for line in hover), meaning)
 
 
 def _percent(shares: Sequence[float]) -> list[float]:
@@ -131,21 +124,16 @@ def _answering(run: ComparedRun, folder: Path) -> str:
     """Whose answers are judged, as the settings of a run say."""
     settings, _ = load_context(folder / run.choice / f"seed-{run.seed}")
     weights = dict(flattened(settings)).get("train.eval_weights")
-    return {"trained": ", answered by the trained weights themselves", "served": ", answered by the sampler"}.get(
-        str(weights), ""
-    )
+    answered = {"trained": ", answered by the trained weights themselves", "served": ", answered by the sampler"}
+    return answered.get(str(weights), "")
 
 
 def _tiles(comparison: Comparison, live: Sequence[ComparedRun]) -> str:
     found = [*ends(live, comparison).values()]
-    tiles = []
+    note, tiles = f"mean of the last {comparison.window} evaluations", []
     for number, choice in enumerate(comparison.choices):
         end = sum(values[number] for values in found) / len(found)
-        note = f"mean of the last {comparison.window} evaluations"
-        tiles.append(
-            f'<div class="tile"><b><i class="swatch c{number}"></i>{end:.0%}</b>'
-            f"<span>{escape(comparison.label(choice))}</span><small>{note}</small></div>"
-        )
+        tiles.append(tile(f'<i class="swatch c{number}"></i>{end:.0%}', comparison.label(choice), note))
     return "".join(tiles)
 
 
@@ -161,12 +149,9 @@ def _card(comparison: Comparison, live: Sequence[ComparedRun], records: Records,
     ]
     if len(lines) < len(comparison.choices):
         return ""
-    legend = "".join(f'<span><i class="c{i}"></i>{escape(line.label)}</span>' for i, line in enumerate(lines))
     drawn = line_chart(lines, title=panel.title, logarithmic=panel.logarithmic, noisy=panel.noisy)
-    return (
-        f"<article><h2>{escape(panel.title)} <small>{escape(panel.unit)}</small></h2>{drawn}"
-        f'<div class="legend">{legend}</div><p>{escape(panel.meaning)} Seed {seed}.</p></article>'
-    )
+    inside = drawn + legend(line.label for line in lines)
+    return card(panel.title, panel.unit, inside, f"{escape(panel.meaning)} Seed {seed}.")
 
 
 def _machine(run: ComparedRun, folder: Path) -> str:

@@ -11,9 +11,9 @@ from megatron_rc.report.context import flattened, load_context
 from megatron_rc.report.curves import Mark, Series, headlines, marks, series
 from megatron_rc.report.heat_map import heat_map
 from megatron_rc.report.log import read_metrics
-from megatron_rc.report.page import details, document
+from megatron_rc.report.page import card, details, document, legend, tile
 from megatron_rc.report.panels import PANELS, ROUTE_PANELS, Panel
-from megatron_rc.report.route_maps import HeatMap, heat_maps, measured_routes
+from megatron_rc.report.route_maps import heat_maps, measured_routes
 from megatron_rc.report.svg import line_chart
 
 
@@ -62,12 +62,10 @@ def _page(
     drawn = [(panel, curves) for panel in panels if (curves := series(records, panel))]
     measured = [panel for panel, _ in drawn]
     absent = [panel.title for panel in panels if panel not in measured]
-    tiles = "".join(
-        f'<div class="tile"><b>{escape(h.value)}</b><span>{escape(h.label)}</span><small>{escape(h.note)}</small></div>'
-        for h in headlines(records)
-    )
+    tiles = "".join(tile(escape(shown.value), shown.label, shown.note) for shown in headlines(records))
     marked = marks(records)
     note = f'<p class="note">Not measured in this run: {escape(", ".join(absent))}.</p>' if absent else ""
+    maps = "".join(card(m.title, m.unit, heat_map(m), escape(m.meaning)) for m in heat_maps(records))
     where = ", ".join(str(fingerprint[key]) for key in ("device", "cpu") if key in fingerprint)
     return document(
         f"{name}: rollout correction report",
@@ -75,24 +73,14 @@ def _page(
         f"<p>Reinforcement learning with rollout correction. {escape(where)}</p></header>"
         f'<section class="tiles">{tiles}</section>'
         f'<section class="panels">{"".join(_card(*pair, marked) for pair in drawn)}'
-        f"{''.join(map(_map_card, heat_maps(records)))}</section>{note}"
+        f"{maps}</section>{note}"
         f"{details('Settings', dict(flattened(settings)))}{details('Machine and versions', fingerprint)}",
     )
 
 
 def _card(panel: Panel, curves: Sequence[Series], marked: Sequence[Mark]) -> str:
-    legend = "".join(f'<span><i class="c{i}"></i>{escape(s.label)}</span>' for i, s in enumerate(curves))
     shown = marked if panel.marked else ()
     chart = line_chart(curves, title=panel.title, logarithmic=panel.logarithmic, noisy=panel.noisy, marks=shown)
-    return (
-        f"<article><h2>{escape(panel.title)} <small>{escape(panel.unit)}</small></h2>{chart}"
-        f'<div class="legend">{legend if len(curves) > 1 else ""}</div>'
-        f"<p>{escape(panel.meaning)} <em>Healthy: {escape(panel.healthy)}</em></p></article>"
-    )
-
-
-def _map_card(shown: HeatMap) -> str:
-    return (
-        f"<article><h2>{escape(shown.title)} <small>{escape(shown.unit)}</small></h2>{heat_map(shown)}"
-        f"<p>{escape(shown.meaning)}</p></article>"
-    )
+    names = legend(curve.label for curve in curves if len(curves) > 1)
+    sentence = f"{escape(panel.meaning)} <em>Healthy: {escape(panel.healthy)}</em>"
+    return card(panel.title, panel.unit, chart + names, sentence)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
@@ -128,6 +128,22 @@ def document(title: str, body: str, *, head: str = "", style: str = "") -> str:
         f"<title>{escape(title)}</title><style>{STYLE}{style}</style></head><body><main>"
         f"{body}</main><script>{SCRIPT}</script></body></html>\n"
     )
+
+
+def card(title: str, unit: str, inside: str, sentence: str) -> str:
+    """A panel: HTML under a heading, and HTML of what it means."""
+    return f"<article><h2>{escape(title)} <small>{escape(unit)}</small></h2>{inside}<p>{sentence}</p></article>"
+
+
+def legend(names: Iterable[str]) -> str:
+    """The names of curves, in the order of their colours."""
+    shown = "".join(f'<span><i class="c{i}"></i>{escape(name)}</span>' for i, name in enumerate(names))
+    return f'<div class="legend">{shown}</div>'
+
+
+def tile(value: str, label: str, note: str) -> str:
+    """HTML of a value, with what it is."""
+    return f'<div class="tile"><b>{value}</b><span>{escape(label)}</span><small>{escape(note)}</small></div>'
 
 
 def details(title: str, rows: Mapping[str, Any]) -> str:

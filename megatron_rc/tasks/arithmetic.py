@@ -49,9 +49,8 @@ class ArithmeticOptions:
 class ArithmeticTask(GeneratedTask[list[int]]):
     """Problems such as ``47+38-5=``, lists of terms; the answer is the last number before the stop token."""
 
-    def __init__(self, options: ArithmeticOptions | None = None) -> None:
-        self.options = options or ArithmeticOptions()
-        super().__init__(ALPHABET, seed=self.options.seed, held_out=self.options.held_out)
+    alphabet = ALPHABET
+    options: ArithmeticOptions
 
     def draw(self, rng: random.Random) -> list[int]:
         levels = self.options.levels

@@ -66,9 +66,11 @@ class CalculatorTask(GeneratedTask[list[int]]):
     answer and the stop token.
     """
 
-    def __init__(self, options: CalculatorOptions | None = None) -> None:
-        self.options = options or CalculatorOptions()
-        super().__init__(ALPHABET, seed=self.options.seed, held_out=self.options.held_out)
+    alphabet = ALPHABET
+    options: CalculatorOptions
+
+    def __init__(self, options: CalculatorOptions, tokenizer: str | None = None) -> None:
+        super().__init__(options)
         self.stop_token_ids = (*self.stop_token_ids, *ALPHABET.encode(CALL_END))
         self.max_turns, self.max_turn_tokens = self.options.max_turns, self.options.max_turn_tokens
 

@@ -63,9 +63,8 @@ class CopyProblem(NamedTuple):
 class CopyTask(GeneratedTask[CopyProblem]):
     """``64kdbahc`` is continued by ``63kdbahc`` and so on down to ``00kdbahc``, and the stop token."""
 
-    def __init__(self, options: CopyOptions | None = None) -> None:
-        self.options = options or CopyOptions()
-        super().__init__(ALPHABET, seed=self.options.seed, held_out=self.options.held_out)
+    alphabet = ALPHABET
+    options: CopyOptions
 
     def draw(self, rng: random.Random) -> CopyProblem:
         options = self.options

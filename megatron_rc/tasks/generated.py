@@ -7,7 +7,7 @@ import itertools
 import random
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from megatron_rc.tasks import Demonstration, Prompt, Task
 
@@ -34,17 +34,20 @@ class Alphabet:
 
 
 class GeneratedTask(Task, Generic[Problem]):
-    """A task that draws its problems at random.
+    """A task that draws its problems at random, and needs no tokenizer.
 
     A hash of its text decides whether a problem is held out, so the split is the same for every seed.
     """
 
-    def __init__(self, alphabet: Alphabet, *, seed: int, held_out: int) -> None:
-        """Draw ``held_out`` different held-out problems; raises ValueError where the options allow too few."""
-        self.alphabet, self._seed = alphabet, seed
-        self.vocab_size = alphabet.size
-        self.stop_token_ids: tuple[int, ...] = (alphabet.stop,)
-        self._held_out = self._draw_held_out(held_out)
+    alphabet: Alphabet
+    options: Any
+
+    def __init__(self, options: Any, tokenizer: str | None = None) -> None:
+        """Draw the held-out problems, all different; raises ValueError where the options allow too few."""
+        self.options = options
+        self.vocab_size = self.alphabet.size
+        self.stop_token_ids: tuple[int, ...] = (self.alphabet.stop,)
+        self._held_out = self._draw_held_out(options.held_out)
 
     @abstractmethod
     def draw(self, rng: random.Random) -> Problem:
@@ -86,13 +89,13 @@ class GeneratedTask(Task, Generic[Problem]):
         return Demonstration(encode(self.text(problem)), response, None if all(mask) else mask)
 
     def _training_problem(self, stream: str, index: int) -> tuple[Problem, random.Random]:
-        rng = random.Random(f"{self._seed}/{stream}/{index}")
+        rng = random.Random(f"{self.options.seed}/{stream}/{index}")
         return next(problem for problem in self._drawn(rng) if not is_held_out(self.text(problem))), rng
 
     def _draw_held_out(self, wanted: int) -> list[Problem]:
         problems = dict[str, Problem]()
         # options that allow few problems soon repeat them; 400 draws per problem reach nearly all of them
-        for problem in itertools.islice(self._drawn(random.Random(f"{self._seed}/held-out")), 400 * wanted + 1):
+        for problem in itertools.islice(self._drawn(random.Random(f"{self.options.seed}/held-out")), 400 * wanted + 1):
             if is_held_out(self.text(problem)):
                 problems.setdefault(self.text(problem), problem)
             if len(problems) == wanted:

@@ -1,8 +1,8 @@
-"""The kinds of task that a YAML file can name; a new kind is an entry in each table of this file."""
+"""The kinds of task that a YAML file can name; a new kind is a name and an entry of the table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from megatron_rc import schema
@@ -13,20 +13,14 @@ from megatron_rc.tasks.copying import CopyOptions, CopyTask
 from megatron_rc.tasks.jsonl import JsonlOptions, JsonlTask
 
 TaskKind = Literal["arithmetic", "copy", "calculator", "jsonl"]
-OPTIONS: dict[TaskKind, Any] = {
-    "arithmetic": ArithmeticOptions,
-    "copy": CopyOptions,
-    "calculator": CalculatorOptions,
-    "jsonl": JsonlOptions,
+TASKS: dict[TaskKind, tuple[Any, type[Any]]] = {
+    "arithmetic": (ArithmeticOptions, ArithmeticTask),
+    "copy": (CopyOptions, CopyTask),
+    "calculator": (CalculatorOptions, CalculatorTask),
+    "jsonl": (JsonlOptions, JsonlTask),
 }
-"""Maps each kind of task to the dataclass of its options."""
-BUILDERS: dict[TaskKind, Callable[[Any, str | None], Task]] = {
-    "arithmetic": lambda options, tokenizer: ArithmeticTask(options),
-    "copy": lambda options, tokenizer: CopyTask(options),
-    "calculator": lambda options, tokenizer: CalculatorTask(options),
-    "jsonl": JsonlTask,
-}
-"""Maps each kind of task to what makes it of its options and the folder of the checkpoint's tokenizer."""
+"""Maps each kind of task to the dataclass of its options, and to the class of the task."""
+OPTIONS = {kind: options for kind, (options, _) in TASKS.items()}
 
 
 def build_task(
@@ -40,4 +34,5 @@ def build_task(
     if kind not in OPTIONS:
         raise ValueError(f"task.kind: unknown task {kind!r}{schema.nearest(kind, OPTIONS)}")
     checked = schema.from_dict(OPTIONS[kind], {"seed": seed, **(options or {})}, where="task.options")
-    return BUILDERS[kind](checked, tokenizer)
+    task: Task = TASKS[kind][1](checked, tokenizer)
+    return task

@@ -15,14 +15,8 @@ from megatron_rc.integrations.symbols import Host, Inspected, inspect_symbols
 from megatron_rc.versions import find_module, megatron_core_version
 
 GIVE_FLAGS = "Give them after --, or in a file with --flags-file."
-DISTRIBUTIONS = {
-    "torch": "torch",
-    "triton": "triton",
-    "transformer_engine": "transformer-engine",
-    "apex": "apex",
-    "flash_attn": "flash-attn",
-}
-"""Module -> package that installs it."""
+LIBRARIES = ("torch", "triton", "transformer_engine", "apex", "flash_attn")
+"""Modules, each of the package of its name that installs it."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +26,7 @@ class Environment:
     megatron_core: str | None
     """Its version; None if it cannot be imported."""
     libraries: Mapping[str, str | None]
-    """Version by module of `DISTRIBUTIONS`: "unknown" without metadata, None if the module is missing."""
+    """Version by module of `LIBRARIES`: "unknown" without metadata, None if the module is missing."""
     apex_kernels: bool
     """The compiled module of NVIDIA Apex exists; the package of that name on PyPI has none."""
 
@@ -71,7 +65,7 @@ class HostFacts:
 def read_environment() -> Environment:
     return Environment(
         megatron_core_version(),
-        {module: _version(module, name) for module, name in DISTRIBUTIONS.items()},
+        {module: _version(module) for module in LIBRARIES},
         apex_kernels=find_module("amp_C") is not None,
     )
 
@@ -97,10 +91,10 @@ def _unmade_helpers() -> str | None:
     return None if (folder / "Makefile").is_file() else str(folder)
 
 
-def _version(module: str, distribution: str) -> str | None:
+def _version(module: str) -> str | None:
     if find_module(module) is None:
         return None
     try:
-        return version(distribution)
+        return version(module)
     except PackageNotFoundError:
         return "unknown"

@@ -114,15 +114,12 @@ def _assign(script: Script, found: re.Match[str], doubtful: bool) -> None:
         script.variables.pop(name, None)
     elif doubtful:
         script.candidates.setdefault(name, []).extend([*words, *maybe])
-    elif plus:
-        script.variables[name] = script.variables.get(name, []) + words
+    else:
+        if not plus:
+            script.candidates.pop(name, None)
+        script.variables[name] = (script.variables.get(name, []) if plus else []) + words
         if maybe:
             script.candidates.setdefault(name, []).extend(maybe)
-    else:
-        script.variables[name] = words
-        script.candidates.pop(name, None)
-        if maybe:
-            script.candidates[name] = maybe
 
 
 def _expand(script: Script, words: list[str], split: bool = True) -> tuple[list[str], list[str]]:
