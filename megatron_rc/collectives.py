@@ -8,13 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Group = dist.ProcessGroup | None
+"""Ranks that communicate; None: this process alone."""
 
-def is_alone(group: dist.ProcessGroup | None) -> bool:
+
+def is_alone(group: Group) -> bool:
     """Whether the group has no other rank to communicate with."""
     return group is None or dist.get_world_size(group) == 1
 
 
-def is_first_rank(group: dist.ProcessGroup | None) -> bool:
+def is_first_rank(group: Group) -> bool:
     """Whether this rank reports results that all ranks of the group have."""
     return group is None or dist.get_rank(group) == 0
 
@@ -24,9 +27,7 @@ def is_first_process() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def all_reduced(
-    tensor: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> Tensor:
+def all_reduced(tensor: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """The tensor pooled over a group, in new memory; the tensor itself if there is no other rank."""
     if is_alone(group):
         return tensor
@@ -35,14 +36,14 @@ def all_reduced(
     return pooled
 
 
-def all_gather_into(everyone: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> None:
+def all_gather_into(everyone: Tensor, part: Tensor, group: Group) -> None:
     """Gather one tensor per rank into one that has room for all of them."""
     # newer releases of torch rename all_gather_into_tensor and warn about the old name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(everyone, part, group=group)
 
 
-def reduce_scatter_into(part: Tensor, everyone: Tensor, group: dist.ProcessGroup | None) -> None:
+def reduce_scatter_into(part: Tensor, everyone: Tensor, group: Group) -> None:
     """Add up one tensor per rank, and leave each rank its part of the sum."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(part, everyone, group=group)
@@ -55,9 +56,7 @@ def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return everyone.view(-1, *tensor.shape)
 
 
-def pool_units(
-    sums: Sequence[Tensor], maxima: Sequence[Tensor], group: dist.ProcessGroup | None
-) -> tuple[list[Tensor], list[Tensor]]:
+def pool_units(sums: Sequence[Tensor], maxima: Sequence[Tensor], group: Group) -> tuple[list[Tensor], list[Tensor]]:
     """Complete per-unit sums and maxima over the context-parallel group: one all-gather, merged in rank order."""
     local = [*sums, *maxima]
     if group is None or is_alone(group) or not local:

@@ -11,6 +11,11 @@ from megatron_rc.schema.limits import check_at_least, check_positive
 if TYPE_CHECKING:
     import torch
 
+Prompts = Sequence[Sequence[int]]
+"""Token ids of each prompt."""
+OnFinished = Callable[[int], None] | None
+"""Called with the number of newly finished responses."""
+
 
 @dataclass(frozen=True)
 class HiddenSampling:
@@ -102,7 +107,7 @@ class Sample:
 
 
 def check_request(
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     params: SamplingParams,
     *,
     n: int,
@@ -144,13 +149,7 @@ class RolloutEngine(Protocol):
     weight_version: int
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int,
-        seeds: Sequence[int],
-        on_finished: Callable[[int], None] | None = None,
+        self, prompts: Prompts, params: SamplingParams, *, n: int, seeds: Sequence[int], on_finished: OnFinished = None
     ) -> list[Sample]:
         """Sample ``n`` responses per prompt.
 

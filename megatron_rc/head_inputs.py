@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rc.backend import debug_checks
 from megatron_rc.batch import Support
-from megatron_rc.collectives import all_gather_into, is_alone, reduce_scatter_into
+from megatron_rc.collectives import Group, all_gather_into, is_alone, reduce_scatter_into
 from megatron_rc.fused import backend_module
 from megatron_rc.gradient import check_wide_products, product_into
 from megatron_rc.logprobs import check_rows, shard_rows, shard_widths, softmax_of_rows
@@ -31,7 +31,7 @@ class HeadInputs(NamedTuple):
     """[V_local, H]."""
     targets: Tensor
     """[N]."""
-    tp_group: dist.ProcessGroup | None
+    tp_group: Group
     sequence_parallel: bool
     temperature: float | Tensor
     mask: Tensor | None
@@ -92,7 +92,7 @@ class ChunkedHead(NamedTuple):
     """`rows` of a backend."""
     cut: Any
     """`linear_head` of a backend."""
-    tp_group: dist.ProcessGroup | None
+    tp_group: Group
     chunk: int
     logits_dtype: torch.dtype
     with_entropy: bool

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.backend import debug_checks
-from megatron_rc.collectives import is_alone
+from megatron_rc.collectives import Group, is_alone
 from megatron_rc.config import Unit
 from megatron_rc.plan import Plan
 
@@ -82,11 +82,7 @@ def check_tokens(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Te
 
 
 def check_pair(
-    train_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor | None,
-    cp_group: dist.ProcessGroup | None,
+    train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor | None, cp_group: Group
 ) -> Pair:
     check_tokens(train_logprobs, rollout_logprobs, loss_mask)
     if train_logprobs.dim() == 2:
@@ -109,7 +105,7 @@ def check_pair(
     return pair
 
 
-def check_extras(pair: Pair, plan: Plan, given: Extras, cp_group: dist.ProcessGroup | None) -> Extras:
+def check_extras(pair: Pair, plan: Plan, given: Extras, cp_group: Group) -> Extras:
     """Those of the given inputs that the correction uses."""
     segment_ids, num_segments = given[:2] if "segment" in plan.units else (None, None)
     if "segment" in plan.units:
@@ -128,9 +124,7 @@ def check_extras(pair: Pair, plan: Plan, given: Extras, cp_group: dist.ProcessGr
     return Extras(segment_ids, num_segments, advantages, statistics, given.lags, positions, sampling, mean_k3, unit)
 
 
-def _check_segments(
-    pair: Pair, segment_ids: Tensor | None, num_segments: int | None, cp_group: dist.ProcessGroup | None
-) -> None:
+def _check_segments(pair: Pair, segment_ids: Tensor | None, num_segments: int | None, cp_group: Group) -> None:
     if (segment_ids is None) != (num_segments is None):
         raise ValueError("segment_ids and num_segments must be given together")
     if segment_ids is None or num_segments is None:
@@ -163,9 +157,7 @@ def _needed_advantages(pair: Pair, plan: Plan, advantages: Tensor | None) -> tup
     )
 
 
-def _needed_positions(
-    pair: Pair, plan: Plan, positions: Tensor | None, cp_group: dist.ProcessGroup | None
-) -> Tensor | None:
+def _needed_positions(pair: Pair, plan: Plan, positions: Tensor | None, cp_group: Group) -> Tensor | None:
     if not plan.sums_prefixes or is_alone(cp_group):
         return None
     if positions is None:
@@ -258,7 +250,7 @@ def _check_segment_ids(pair: Pair, segment_ids: Tensor, num_segments: int, *, ov
         )
 
 
-def check_same_on_ranks(must: str, value: int, group: dist.ProcessGroup | None, name: str) -> None:
+def check_same_on_ranks(must: str, value: int, group: Group, name: str) -> None:
     if group is None or dist.get_world_size(group) == 1:
         return
     values: list[int | None] = [None] * dist.get_world_size(group)

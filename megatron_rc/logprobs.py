@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rc.backend import debug_checks
 from megatron_rc.batch import Support
-from megatron_rc.collectives import all_gather_into
+from megatron_rc.collectives import Group, all_gather_into
 from megatron_rc.fused import backend_module
 from megatron_rc.inputs import check_same_on_ranks, check_shape
 from megatron_rc.reference.rows import Merged, Rows, shard_varentropy, sum_in_order
@@ -145,13 +145,7 @@ def vocab_parallel_distribution(
 
 
 def distribution_of_rows(
-    logits: Tensor,
-    rows: Rows,
-    computed: Any,
-    tp_group: dist.ProcessGroup | None,
-    *,
-    with_kept_mass: bool,
-    with_varentropy: bool,
+    logits: Tensor, rows: Rows, computed: Any, tp_group: Group, *, with_kept_mass: bool, with_varentropy: bool
 ) -> Distribution:
     """What the softmax of every row over all shards says; ``computed`` is `rows` of a backend."""
     populations = [rows]
@@ -182,13 +176,7 @@ def distribution_of_rows(
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        rows: Rows,
-        computed: Any,
-        tp_group: dist.ProcessGroup | None,
-        with_entropy: bool,
-        inplace_backward: bool,
+        ctx: Any, logits: Tensor, rows: Rows, computed: Any, tp_group: Group, with_entropy: bool, inplace_backward: bool
     ) -> tuple[Tensor, Tensor | None]:
         merged = softmax_of_rows(logits, rows, computed, tp_group, with_entropy=with_entropy)
         per_row = rows.temperature if isinstance(rows.temperature, Tensor) else None
@@ -216,9 +204,7 @@ class _LogProbs(torch.autograd.Function):
         return out, None, None, None, None, None
 
 
-def softmax_of_rows(
-    logits: Tensor, rows: Rows, computed: Any, tp_group: dist.ProcessGroup | None, *, with_entropy: bool
-) -> Merged:
+def softmax_of_rows(logits: Tensor, rows: Rows, computed: Any, tp_group: Group, *, with_entropy: bool) -> Merged:
     """Softmax of every row over all shards, with one all-gather where there are several."""
     if tp_group is None or tp_group.size() == 1:
         one_shard: Merged = computed.merge_one_shard(logits, rows, with_entropy=with_entropy)
@@ -235,7 +221,7 @@ def shard_rows(
     support: Support | None,
     vocab_size: int | None,
     widths: tuple[int, ...],
-    tp_group: dist.ProcessGroup | None,
+    tp_group: Group,
 ) -> Rows:
     """The rows of this rank's shard among shards of these widths."""
     temperature = temperature if isinstance(temperature, Tensor) else float(temperature)
@@ -253,9 +239,7 @@ def gather_statistics(statistics: Tensor, tp_group: dist.ProcessGroup) -> Tensor
     return gathered.view(tp_group.size(), *statistics.shape)
 
 
-def shard_widths(
-    width: int, device: torch.device, tp_group: dist.ProcessGroup | None, vocab_size: int | None
-) -> tuple[int, ...]:
+def shard_widths(width: int, device: torch.device, tp_group: Group, vocab_size: int | None) -> tuple[int, ...]:
     """Columns of every shard, in rank order."""
     if tp_group is None or tp_group.size() == 1:
         return (width,)
@@ -268,7 +252,7 @@ def shard_widths(
     return known[width, vocab_size]
 
 
-def _shard(widths: tuple[int, ...], tp_group: dist.ProcessGroup | None, vocab_size: int | None) -> tuple[int, int]:
+def _shard(widths: tuple[int, ...], tp_group: Group, vocab_size: int | None) -> tuple[int, int]:
     """(global id of the first local column, local columns below vocab_size)."""
     if vocab_size is not None and not 1 <= vocab_size <= sum(widths):
         raise ValueError(f"vocab_size must be between 1 and the {sum(widths)} ids of all shards, got {vocab_size!r}")
@@ -326,7 +310,7 @@ def check_rows(
             raise ValueError(f"{name} must be on {device}, where {of} are, got {value.device}")
 
 
-def _check_values(rows: Rows, vocab_size: int, tp_group: dist.ProcessGroup | None) -> None:
+def _check_values(rows: Rows, vocab_size: int, tp_group: Group) -> None:
     """The checks that read values from the device."""
     targets = rows.targets
     check_same_on_ranks("the number of rows of logits must be equal", targets.numel(), tp_group, "tp_group")

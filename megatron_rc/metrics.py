@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.alarms import check_k3
-from megatron_rc.collectives import all_reduced
+from megatron_rc.collectives import Group, all_reduced
 from megatron_rc.measured_upper import UNITS, least_error
 from megatron_rc.reference.sums import Parts, Statistics, square_of
 from megatron_rc.weight import MODES
@@ -235,7 +235,7 @@ class MetricSums:
         self._minima = self._minima.join(other._minima, torch.minimum)
         return self
 
-    def all_reduce(self, group: dist.ProcessGroup | None) -> MetricSums:
+    def all_reduce(self, group: Group) -> MetricSums:
         """Pool over a process group (DP x CP, or one after the other) in two collectives. Returns self.
 
         None means no communication; the whole world is `torch.distributed.group.WORLD`. Every rank must hold the same

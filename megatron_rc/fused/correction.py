@@ -7,10 +7,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.collectives import all_reduced, is_alone, is_first_rank, pool_units
+from megatron_rc.collectives import Group, all_reduced, is_alone, is_first_rank, pool_units
 from megatron_rc.inputs import Extras, Pair
 from megatron_rc.kernels.chunks import Tokens
 from megatron_rc.kernels.columns import COUNT, Column, num_sums
@@ -44,7 +43,7 @@ class _KernelPlan(NamedTuple):
 
 
 def correct(
-    pair: Pair, extras: Extras, plan: Plan, dp_group: dist.ProcessGroup | None, cp_group: dist.ProcessGroup | None
+    pair: Pair, extras: Extras, plan: Plan, dp_group: Group, cp_group: Group
 ) -> tuple[Tensor, Tensor, Tensor, Statistics, Tensor | None]:
     """Weights [N], mask [N], bad_sequences [S], statistics and mean k3 of `megatron_rc.correct`."""
     parallel = not is_alone(cp_group)
@@ -93,7 +92,7 @@ def correct(
     return weights, mask, bad_sequences, _statistics(compiled.rows, vector), mean_k3
 
 
-def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup | None, sequences: bool) -> Statistics:
+def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: Group, sequences: bool) -> Statistics:
     """Statistics of `megatron_rc.correction.pair_metrics`."""
     tokens = _tokens(pair, None, ())
     rows, decisions = metric_rows(sequences, None), Decisions(WeightKind(), (), False, float(log_ratio_bound), ())
@@ -110,7 +109,7 @@ def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup
     return _statistics(rows, metric_sums_fwd(tokens, decided.rows, rows))
 
 
-def _mean_k3(units: Tensor, dp_group: dist.ProcessGroup | None) -> Tensor:
+def _mean_k3(units: Tensor, dp_group: Group) -> Tensor:
     """0-d mean of the capped k3, the first column after the sums of l, over all data-parallel ranks."""
     totals = all_reduced(units[_TOKENS : NUM_LOG_RATIO_SUMS + 1].sum(1), dp_group)
     return totals[-1] / totals[0]
@@ -120,7 +119,7 @@ def _statistics(rows: MetricRows, vector: Tensor) -> Statistics:
     return Statistics(rows.sums, rows.maxima, rows.minima, vector)
 
 
-def _carry(pair: Pair, extras: Extras, cp_group: dist.ProcessGroup | None) -> Tensor | None:
+def _carry(pair: Pair, extras: Extras, cp_group: Group) -> Tensor | None:
     """[N] parts of prefixes on other ranks; None where there are no prefixes, or sequences are whole."""
     if extras.positions is None or cp_group is None:
         return None
@@ -167,11 +166,7 @@ def _segment_columns(tokens: Tokens, extras: Extras, columns: tuple[Column, ...]
 
 
 def _pooled(
-    units: Tensor,
-    num_added: int,
-    segments: SegmentParts | None,
-    columns: tuple[Column, ...],
-    cp_group: dist.ProcessGroup | None,
+    units: Tensor, num_added: int, segments: SegmentParts | None, columns: tuple[Column, ...], cp_group: Group
 ) -> tuple[Tensor, SegmentParts | None]:
     """Columns of sequences and final columns of segments, pooled over context-parallel ranks."""
     added, maxima = [units[:num_added]], [units[num_added:]]

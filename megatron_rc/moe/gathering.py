@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rc.collectives import Group
 
-def join_layers(
-    mine: Tensor | None, stages: Sequence[Sequence[int]], rows: Tensor, pipeline: dist.ProcessGroup | None
-) -> Tensor:
+
+def join_layers(mine: Tensor | None, stages: Sequence[Sequence[int]], rows: Tensor, pipeline: Group) -> Tensor:
     """[N, L, ...]: the columns of all stages, in their order; a collective of the pipeline group.
 
     Args:

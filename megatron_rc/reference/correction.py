@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.collectives import all_reduced, is_alone, is_first_rank, pool_units
+from megatron_rc.collectives import Group, all_reduced, is_alone, is_first_rank, pool_units
 from megatron_rc.inputs import Extras, Pair, check_offsets_on_cpu
 from megatron_rc.plan import STALENESS_TRUNCATED, GatePlan, Plan, WeightPlan
 from megatron_rc.reference.factors import LogFactors, factor_statistics, log_factors
@@ -39,7 +38,7 @@ from megatron_rc.reference.sums import (
 
 
 def correct(
-    pair: Pair, extras: Extras, plan: Plan, dp_group: dist.ProcessGroup | None, cp_group: dist.ProcessGroup | None
+    pair: Pair, extras: Extras, plan: Plan, dp_group: Group, cp_group: Group
 ) -> tuple[Tensor, Tensor, Tensor, Statistics, Tensor | None]:
     """Weights [N], mask [N], bad_sequences [S], statistics and mean k3 of `megatron_rc.correct`."""
     check_offsets_on_cpu(pair)
@@ -75,7 +74,7 @@ def correct(
     return weights, mask, sequences.corrupt, statistics, batch.mean_k3
 
 
-def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: dist.ProcessGroup | None, sequences: bool) -> Statistics:
+def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: Group, sequences: bool) -> Statistics:
     """Statistics of `megatron_rc.correction.pair_metrics`."""
     check_offsets_on_cpu(pair)
     ratio, _ = pair_log_ratio(pair)
@@ -174,13 +173,13 @@ class _Batch:
         advantages = self.advantages["token"].double()
         self.sums[f"advantage {unit}"] = gate_reduce(advantages, self.ratio.valid, "sum", self.offsets[unit])
 
-    def complete(self, cp_group: dist.ProcessGroup | None) -> None:
+    def complete(self, cp_group: Group) -> None:
         added, largest = pool_units(list(self.sums.values()), list(self.maxima.values()), cp_group)
         self.sums = dict(zip(self.sums, added, strict=True))
         self.maxima = dict(zip(self.maxima, largest, strict=True))
         self.units = {unit: Units.of(self.sums[unit]) for unit in self.offsets}
 
-    def add_prefixes(self, positions: Tensor | None, cp_group: dist.ProcessGroup | None) -> None:
+    def add_prefixes(self, positions: Tensor | None, cp_group: Group) -> None:
         rows = None if positions is None else positions.reshape(-1)
         where = self.offsets["sequence"], self.of_token["sequence"], rows
         self.prefixes = log_prefixes(self.ratio, *where, cp_group)
@@ -205,7 +204,7 @@ class _Batch:
         return values if unit == "token" else values.index_select(0, self.of_token[unit])
 
 
-def _segments(batch: _Batch, extras: Extras, cp_group: dist.ProcessGroup | None) -> tuple[Tensor, int]:
+def _segments(batch: _Batch, extras: Extras, cp_group: Group) -> tuple[Tensor, int]:
     """The number of the segment of every row [N], ascending, and a bound above all numbers."""
     loss_mask = batch.ratio.loss_mask
     if extras.segment_ids is None or extras.num_segments is None:
@@ -219,9 +218,7 @@ def _segments(batch: _Batch, extras: Extras, cp_group: dist.ProcessGroup | None)
     )
 
 
-def _decide(
-    batch: _Batch, cp_group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, TokenOutcome, dict[str, Tensor]]:
+def _decide(batch: _Batch, cp_group: Group) -> tuple[Tensor, Tensor, TokenOutcome, dict[str, Tensor]]:
     """Weights and mask [N] before normalisation, their sums, and the sequences [S] beyond bounds on sequences."""
     (unit, value, flags), ratio = _weights(batch), batch.ratio
     flags += [_Flags(g.name, g.gate.level, _outside(batch, g), drops=True) for g in batch.plan.gates]
@@ -262,7 +259,7 @@ def _outside(batch: _Batch, planned: GatePlan) -> Tensor:
     return beyond & ((batch.sums[f"advantage {gate.level}"] if of_units is None else of_units) < 0)
 
 
-def _mean_k3(batch: _Batch, dp_group: dist.ProcessGroup | None) -> Tensor | None:
+def _mean_k3(batch: _Batch, dp_group: Group) -> Tensor | None:
     """0-d mean of the capped k3 over all data-parallel ranks; NaN without a token."""
     if batch.plan.standardized is None:
         return None

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.collectives import gathered
+from megatron_rc.collectives import Group, gathered
 from megatron_rc.reference.log_ratio import LogRatio
 from megatron_rc.reference.segments import segment_reduce, unit_sums
 
@@ -25,7 +25,7 @@ def prefix_sums(values: Tensor, offsets: Tensor, of_token: Tensor) -> Tensor:
 
 
 def log_prefixes(
-    ratio: LogRatio, offsets: Tensor, of_token: Tensor, positions: Tensor | None, cp_group: dist.ProcessGroup | None
+    ratio: LogRatio, offsets: Tensor, of_token: Tensor, positions: Tensor | None, cp_group: Group
 ) -> Tensor:
     """[N] fp64 sums of l; positions [N] where the ranks of cp_group share sequences."""
     sums = prefix_sums(ratio.value.double(), offsets, of_token)

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.collectives import all_reduced, pool_units
+from megatron_rc.collectives import Group, all_reduced, pool_units
 from megatron_rc.reference.log_ratio import LogRatio
 from megatron_rc.reference.segments import unit_sums
 
@@ -122,12 +121,7 @@ class TokenOutcome(NamedTuple):
 
     @classmethod
     def of_tokens(
-        cls,
-        weights: Tensor,
-        mask: Tensor,
-        judged: Mapping[str, Tensor],
-        offsets: Tensor,
-        cp_group: dist.ProcessGroup | None,
+        cls, weights: Tensor, mask: Tensor, judged: Mapping[str, Tensor], offsets: Tensor, cp_group: Group
     ) -> TokenOutcome:
         """From weights and mask [N], and the tokens [N] beyond each bound."""
         exact = weights.double()
@@ -137,7 +131,7 @@ class TokenOutcome(NamedTuple):
         judged_tokens = dict(zip(judged, outside, strict=True))
         return cls(weight, square, kept, kept > 0, judged_tokens, smallest, largest(weights))
 
-    def scale_to_mean_one(self, dp_group: dist.ProcessGroup | None) -> Tensor:
+    def scale_to_mean_one(self, dp_group: Group) -> Tensor:
         """0-d: kept tokens / sum of weights over all data-parallel ranks; 1 if no weight is left."""
         total, kept = all_reduced(torch.stack([self.weight, self.kept]).sum(1), dp_group).unbind()
         return torch.where(total > 0, kept / total, torch.ones_like(total))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from megatron_rc.dump import sample_of
-from megatron_rc.engine import RolloutEngine, Sample, SamplingParams, check_request
+from megatron_rc.engine import OnFinished, Prompts, RolloutEngine, Sample, SamplingParams, check_request
 from megatron_rc.schema.dump import dump_files, has_tokens, read_dump
 
 
@@ -43,13 +43,7 @@ class ReplayEngine(RolloutEngine):
         self._records: dict[int, dict[str, Any]] = {}
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int,
-        seeds: Sequence[int],
-        on_finished: Callable[[int], None] | None = None,
+        self, prompts: Prompts, params: SamplingParams, *, n: int, seeds: Sequence[int], on_finished: OnFinished = None
     ) -> list[Sample]:
         """The recorded responses of ``seeds``.
 

@@ -14,7 +14,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
+from megatron_rc.engine import OnFinished, Prompts, RolloutEngine, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,13 +101,7 @@ class WorkerEngine(RolloutEngine):
         return int(self._process.pid)
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int,
-        seeds: Sequence[int],
-        on_finished: Callable[[int], None] | None = None,
+        self, prompts: Prompts, params: SamplingParams, *, n: int, seeds: Sequence[int], on_finished: OnFinished = None
     ) -> list[Sample]:
         """Sample ``n`` responses per prompt; the contract is RolloutEngine.generate.
 
@@ -161,7 +155,7 @@ class WorkerEngine(RolloutEngine):
         except OSError:
             raise ValueError(self._end()) from None
 
-    def _answer(self, on_finished: Callable[[int], None] | None = None) -> Any:
+    def _answer(self, on_finished: OnFinished = None) -> Any:
         while True:
             try:
                 message = _receive(self._pipe)

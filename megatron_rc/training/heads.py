@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,25 +26,48 @@ from megatron_rc.training.step.loss_terms import LossTerms
 from megatron_rc.training.step.microbatches import MicroBatch
 
 
-class Head(Protocol):
-    """Reads the answer of the model to one micro-batch of n tokens, whose loss_mask is the mask."""
+class Head(ABC):
+    """Reads the answer of the model to one micro-batch of n tokens, whose loss_mask is the mask.
 
-    @contextmanager
-    def answering(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    The answer may have rows of padding behind the n tokens.
+    """
+
+    _logprobs_of: Callable[..., Tensor | tuple[Tensor, Tensor]]
+    _distribution_of: Callable[..., Distribution]
+
+    def __init__(self, tensor: dist.ProcessGroup, vocab_size: int, backend: str) -> None:
+        self._tensor, self._backend = tensor, backend
+        self._common: dict[str, Any] = {"tp_group": tensor, "vocab_size": vocab_size, "backend": backend}
+
+    @abstractmethod
+    def answering(self, chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
         """Within the block the model answers what this head reads."""
 
-    def logprobs(self, answer: Tensor, micro: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """([n], [n]) fp32, nats, with gradient; no entropy unless asked for."""
-
+    @abstractmethod
     def policy_loss(
         self, answer: Tensor, micro: MicroBatch, terms: LossTerms, upstream: Tensor
     ) -> tuple[PolicyLoss, Tensor]:
         """The loss, whose gradient in backward will be ``upstream``, 0-d; and log-probs [n] without gradient."""
 
+    @abstractmethod
+    def _arguments(self, answer: Tensor, micro: MicroBatch) -> dict[str, Any]:
+        """Those of both functions of the head."""
+
+    def logprobs(self, answer: Tensor, micro: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """([n], [n]) fp32, nats, with gradient; no entropy unless asked for."""
+        result = self._logprobs_of(**self._arguments(answer, micro), with_entropy=with_entropy)
+        logprobs, entropy = result if isinstance(result, tuple) else (result, None)
+        tokens = micro.batch.num_tokens
+        return logprobs[:tokens], None if entropy is None else entropy[:tokens]
+
     def distribution(
         self, answer: Tensor, micro: MicroBatch, *, with_kept_mass: bool, with_varentropy: bool
     ) -> Distribution:
         """[n] fp32 each, without gradient."""
+        options = {"with_kept_mass": with_kept_mass, "with_varentropy": with_varentropy}
+        described = self._distribution_of(**self._arguments(answer, micro), **options)
+        tokens = micro.batch.num_tokens
+        return Distribution(*(None if part is None else part[:tokens] for part in described))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -65,22 +90,15 @@ class Answer:
         return self.head.policy_loss(self.values, self.micro, terms, self.upstream)
 
 
-class LogitsHead:
-    """Reads logits [1, n, V_local], behind which rows of padding may follow."""
+class LogitsHead(Head):
+    """Reads logits [1, n, V_local]."""
 
-    def __init__(self, tensor: dist.ProcessGroup, vocab_size: int, backend: str) -> None:
-        self._tensor, self._vocab_size, self._backend = tensor, vocab_size, backend
+    # the output layer does not need its logits for backward
+    _logprobs_of = staticmethod(partial(vocab_parallel_logprobs, inplace_backward=True))
+    _distribution_of = staticmethod(vocab_parallel_distribution)
 
-    @contextmanager
-    def answering(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-        yield
-
-    def logprobs(self, answer: Tensor, micro: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        # the output layer does not need its logits for backward
-        result = vocab_parallel_logprobs(
-            **self._arguments(answer, micro.batch), with_entropy=with_entropy, inplace_backward=True
-        )
-        return _without_padding(result, micro.batch)
+    def answering(self, chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def policy_loss(
         self, answer: Tensor, micro: MicroBatch, terms: LossTerms, upstream: Tensor
@@ -88,31 +106,19 @@ class LogitsHead:
         current, entropy = self.logprobs(answer, micro, with_entropy=terms.with_entropy)
         return terms.loss_of(current, entropy, self._backend), current.detach()
 
-    def distribution(
-        self, answer: Tensor, micro: MicroBatch, *, with_kept_mass: bool, with_varentropy: bool
-    ) -> Distribution:
-        options: dict[str, Any] = {"with_kept_mass": with_kept_mass, "with_varentropy": with_varentropy}
-        described = vocab_parallel_distribution(**self._arguments(answer, micro.batch), **options)
-        return _own_part(described, micro.batch)
-
-    def _arguments(self, answer: Tensor, batch: TokenBatch) -> dict[str, Any]:
+    def _arguments(self, answer: Tensor, micro: MicroBatch) -> dict[str, Any]:
         logits = answer.squeeze(0)
-        return {
-            "logits": logits,
-            "tp_group": self._tensor,
-            "temperature": batch.sampling.temperature,
-            "vocab_size": self._vocab_size,
-            "backend": self._backend,
-            **_padded(batch, len(logits)),
-        }
+        return {"logits": logits, **self._common, **_of_rows(micro.batch, len(logits))}
 
 
-class LinearHead:
-    """Reads hidden states [1, n, H], or this rank's part of them and of the rows of padding behind them."""
+class LinearHead(Head):
+    """Reads hidden states [1, n, H], or this rank's part of them and of the rows of padding."""
+
+    _logprobs_of, _distribution_of = staticmethod(linear_logprobs), staticmethod(linear_distribution)
 
     def __init__(self, tensor: dist.ProcessGroup, vocab_size: int, backend: str, options: HeadOptions) -> None:
-        self._tensor, self._vocab_size, self._backend = tensor, vocab_size, backend
-        self._of_chunks = of_chunks(options)
+        super().__init__(tensor, vocab_size, backend)
+        self._common |= of_chunks(options)
         self._of_model: OutputHead | None = None
 
     @contextmanager
@@ -123,10 +129,6 @@ class LinearHead:
                 check_wide_products(self._of_model.weight.dtype, self._of_model.weight.device)
             yield
 
-    def logprobs(self, answer: Tensor, micro: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        result = linear_logprobs(**self._arguments(answer, micro), with_entropy=with_entropy)
-        return _without_padding(result, micro.batch)
-
     def policy_loss(
         self, answer: Tensor, micro: MicroBatch, terms: LossTerms, upstream: Tensor
     ) -> tuple[PolicyLoss, Tensor]:
@@ -135,32 +137,15 @@ class LinearHead:
         result = linear_policy_loss(**arguments, **of_loss, with_entropy=terms.with_entropy, upstream=upstream)
         return PolicyLoss(result.loss, result.metrics), result.logprobs[: micro.batch.num_tokens]
 
-    def distribution(
-        self, answer: Tensor, micro: MicroBatch, *, with_kept_mass: bool, with_varentropy: bool
-    ) -> Distribution:
-        options: dict[str, Any] = {"with_kept_mass": with_kept_mass, "with_varentropy": with_varentropy}
-        described = linear_distribution(**self._arguments(answer, micro), **options)
-        return _own_part(described, micro.batch)
-
     def _arguments(self, answer: Tensor, micro: MicroBatch) -> dict[str, Any]:
         assert self._of_model is not None
-        batch, head, hidden = micro.batch, self._of_model, answer.squeeze(0)
+        head, hidden = self._of_model, answer.squeeze(0)
         ranks = dist.get_world_size(self._tensor) if head.sequence_parallel else 1
-        return {
-            "hidden": hidden,
-            "weight": head.weight,
-            "tp_group": self._tensor,
-            "sequence_parallel": head.sequence_parallel,
-            "temperature": batch.sampling.temperature,
-            "vocab_size": self._vocab_size,
-            "rows": micro.loss_rows,
-            "backend": self._backend,
-            **self._of_chunks,
-            **_padded(batch, ranks * len(hidden)),
-        }
+        of_head = {"hidden": hidden, "weight": head.weight, "sequence_parallel": head.sequence_parallel}
+        return of_head | self._common | {"rows": micro.loss_rows} | _of_rows(micro.batch, ranks * len(hidden))
 
 
-def _padded(batch: TokenBatch, rows: int) -> dict[str, Any]:
+def _of_rows(batch: TokenBatch, rows: int) -> dict[str, Any]:
     """What a batch knows of its rows, and of rows behind them that do not count.
 
     It is padded to the rows of the answer because a slice of logits would get its gradient in new memory, and that
@@ -171,16 +156,7 @@ def _padded(batch: TokenBatch, rows: int) -> dict[str, Any]:
         targets, mask = F.pad(targets, (0, short)), F.pad(mask, (0, short))
         if support is not None:
             support = Support(support.ids, torch.cat([support.offsets, support.offsets[-1:].expand(short)]))
-    return {"targets": targets, "mask": mask, "support": support}
-
-
-def _without_padding(result: Tensor | tuple[Tensor, Tensor], batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
-    logprobs, entropy = result if isinstance(result, tuple) else (result, None)
-    return logprobs[: batch.num_tokens], None if entropy is None else entropy[: batch.num_tokens]
-
-
-def _own_part(described: Distribution, batch: TokenBatch) -> Distribution:
-    return Distribution(*(None if part is None else part[: batch.num_tokens] for part in described))  # type: ignore[arg-type]
+    return {"targets": targets, "mask": mask, "support": support, "temperature": batch.sampling.temperature}
 
 
 def head_of(options: HeadOptions, tensor: dist.ProcessGroup, vocab_size: int, backend: str) -> Head:

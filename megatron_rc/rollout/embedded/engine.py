@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 
-from megatron_rc.engine import HiddenSampling, RolloutEngine, Sample, SamplingParams, check_request
+from megatron_rc.engine import HiddenSampling, OnFinished, Prompts, RolloutEngine, Sample, SamplingParams, check_request
 from megatron_rc.models.config import DTYPES, torch_dtype
 from megatron_rc.rollout.embedded.model import build_model, weight_slots
 from megatron_rc.rollout.embedded.routes import RouteCapture
@@ -64,13 +64,7 @@ class HFEngine(RolloutEngine):
         self._routes = RouteCapture(self._model) if return_routes else None
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int,
-        seeds: Sequence[int],
-        on_finished: Callable[[int], None] | None = None,
+        self, prompts: Prompts, params: SamplingParams, *, n: int, seeds: Sequence[int], on_finished: OnFinished = None
     ) -> list[Sample]:
         """Sample ``n`` responses per prompt; the contract is RolloutEngine.generate.
 
@@ -122,11 +116,7 @@ class HFEngine(RolloutEngine):
         del self._model
 
     def _decode(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        seeds: Sequence[int],
-        on_finished: Callable[[int], None] | None,
+        self, prompts: Prompts, params: SamplingParams, seeds: Sequence[int], on_finished: OnFinished
     ) -> list[Sample]:
         rows, steps, device = len(prompts), params.max_new_tokens, self.device
         cache = DynamicCache(config=self._model.config)
@@ -168,9 +158,7 @@ class HFEngine(RolloutEngine):
                 self._routes.keep(live, prompt_width + step)
         return self._samples(prompts, params, tokens, logprobs, support)
 
-    def _prefill(
-        self, prompts: Sequence[Sequence[int]], steps: int, cache: DynamicCache
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _prefill(self, prompts: Prompts, steps: int, cache: DynamicCache) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the distinct prompts, left-padded, and spread them over the rows that share them.
 
         Returns:
@@ -201,12 +189,7 @@ class HFEngine(RolloutEngine):
         return self._model(input_ids=ids, position_ids=positions, attention_mask=mask, **own).logits[:, -1]
 
     def _samples(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        tokens: Tensor,
-        logprobs: Tensor,
-        support: list[list[Tensor]],
+        self, prompts: Prompts, params: SamplingParams, tokens: Tensor, logprobs: Tensor, support: list[list[Tensor]]
     ) -> list[Sample]:
         samples = []
         stops, width = set(params.stop_token_ids), max(map(len, prompts))

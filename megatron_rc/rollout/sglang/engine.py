@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rc.engine import RolloutEngine, Sample, SamplingParams, check_request
+from megatron_rc.engine import OnFinished, Prompts, RolloutEngine, Sample, SamplingParams, check_request
 from megatron_rc.rollout.sglang.generation import Response, Run
 from megatron_rc.rollout.sglang.http import Server
 from megatron_rc.rollout.sglang.pool import Pool
@@ -83,13 +83,7 @@ class SGLangEngine(RolloutEngine):
                 raise ValueError(f"{server.url}: {problem}; {fix[0].lower()}{fix[1:].rstrip('.')}")
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int,
-        seeds: Sequence[int],
-        on_finished: Callable[[int], None] | None = None,
+        self, prompts: Prompts, params: SamplingParams, *, n: int, seeds: Sequence[int], on_finished: OnFinished = None
     ) -> list[Sample]:
         """Sample ``n`` responses per prompt; the contract is RolloutEngine.generate.
 

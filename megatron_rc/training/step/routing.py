@@ -204,7 +204,7 @@ class StepRoutes:
         if other is None or not routing.settings.record or not routing.groups.last_stage:
             return None
         assert recorded is not None
-        ratio, positions, backend = logprobs - before, response_positions(batch), routing.backend
+        ratio, positions, backend = logprobs - before, batch.positions, routing.backend
         return expert_shift(recorded, other, batch.loss_mask, log_ratio=ratio, positions=positions, backend=backend)
 
     def _replayed(self, share: TokenBatch, rows: slice) -> MetricSums:
@@ -220,11 +220,3 @@ class StepRoutes:
         replayed = (real.sum(), real.new_tensor(len(real), dtype=torch.int64))
         disagreement = (live.differing_tokens.sum(), decisions)
         return MetricSums.of_means({"replay/share": replayed, "replay/disagreement": disagreement})
-
-
-def response_positions(batch: TokenBatch) -> Tensor:
-    """[N] int64: loss tokens of the sequence before each row."""
-    before = batch.loss_mask.cumsum(0) - batch.loss_mask.long()
-    starts = batch.cu_seqlens[:-1].long().clamp(max=max(0, batch.num_tokens - 1))
-    lengths = batch.cu_seqlens.diff().long()
-    return before - before[starts].repeat_interleave(lengths, output_size=batch.num_tokens)

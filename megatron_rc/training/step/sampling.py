@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
+from megatron_rc.engine import OnFinished, RolloutEngine, Sample, SamplingParams
 from megatron_rc.tasks import Prompt, Task
 from megatron_rc.training import emulation
 from megatron_rc.training.groups import Groups, SharedError
@@ -89,7 +89,7 @@ class Sampler:
         return sum(rewards) / len(rewards)
 
     def sample(
-        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], on_finished: Callable[[int], None] | None = None
+        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], on_finished: OnFinished = None
     ) -> SampledBatch:
         """Sample and score ``n`` responses per prompt, each with its own of the ``seeds``.
 
@@ -107,9 +107,7 @@ class Sampler:
         numbers = range(request.first * request.n, (request.first + request.prompts) * request.n)
         return [seed_of(self.seed, "rollout", number) for number in numbers]
 
-    def _part(
-        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], on_finished: Callable[[int], None] | None = None
-    ) -> Part:
+    def _part(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], on_finished: OnFinished = None) -> Part:
         rank, world = self.groups.rank, self.groups.world_size
         first, last = (len(prompts) * r // world for r in (rank, rank + 1))
         share = prompts[first:last]

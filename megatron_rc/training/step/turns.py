@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
+from megatron_rc.engine import OnFinished, RolloutEngine, Sample, SamplingParams
 from megatron_rc.tasks import Prompt, Task
 from megatron_rc.training.step.seeds import seed_of
 
@@ -20,7 +20,7 @@ def respond(
     *,
     n: int,
     seeds: Sequence[int],
-    on_finished: Callable[[int], None] | None = None,
+    on_finished: OnFinished = None,
 ) -> list[Sample]:
     """Sample ``n`` responses per prompt, in as many turns as ``task`` wants; the contract is RolloutEngine.generate.
 
