@@ -26,11 +26,7 @@ _warned: set[str] = set()
 
 
 def check_k3(name: str, k3: float, max_k3: float | None) -> None:
-    """Refuse a k3 above ``max_k3``; without such a bound, warn of one above `WARN_ABOVE`, once per process and name.
-
-    Raises:
-        ValueError: k3 > max_k3.
-    """
+    """Refuse a k3 above ``max_k3``; without such a bound, warn of one above `WARN_ABOVE`, once per process and name."""
     if max_k3 is None:
         if k3 > WARN_ABOVE and name not in _warned:
             _warned.add(name)
@@ -73,11 +69,7 @@ def lost_batch(values: Mapping[str, Any], correction: RolloutCorrection, prefix:
     """One sentence about a correction that leaves little of a rollout, and what would leave more; None: it does not.
 
     That is a correction that drops more than half of the tokens, or a weight that is a product over the response or
-    has no upper bound, with an effective sample size below a tenth.
-
-    Args:
-        values: pooled values of `MetricSums`.
-        prefix: of their names, such as "old/".
+    has no upper bound, with an effective sample size below a tenth. ``prefix`` begins the names of the ``values``.
     """
     weight, found = correction.weight, []
     dropped = values.get(f"{prefix}masked_token", math.nan)

@@ -195,11 +195,7 @@ _SEQUENCE_FIELDS = ("rewards", "groups", "advantages", "truncated")
 
 
 def segments(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, int]:
-    """Number the contiguous runs of loss_mask = 1 inside each sequence.
-
-    Args:
-        loss_mask: [N] bool, packed, whole sequences.
-        cu_seqlens: [S + 1] int32.
+    """Number the contiguous runs of loss_mask [N] = 1 inside each sequence of cu_seqlens [S + 1].
 
     Returns:
         ([N] int32 ascending ids; rows outside a run have the id of the run before them, or 0), number of runs.
@@ -216,12 +212,7 @@ def _positions(loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def first_tokens(loss_mask: Tensor, offsets: Tensor) -> Tensor:
-    """[N] bool: the first token of every contiguous run of loss_mask = 1 inside a sequence.
-
-    Args:
-        loss_mask: [N] bool, packed.
-        offsets: [S + 1] integers, row where each sequence starts.
-    """
+    """[N] bool: the first token of every run of loss_mask [N] = 1 inside a sequence, which start at offsets [S + 1]."""
     starts = torch.zeros(len(loss_mask) + 1, dtype=torch.bool, device=loss_mask.device)
     starts = starts.index_fill(0, offsets.long(), True)[:-1]
     return loss_mask & (starts | ~loss_mask.roll(1))

@@ -131,11 +131,7 @@ class RolloutCorrection:
             )
 
     def check_surrogate(self, surrogate: Surrogate) -> None:
-        """Refuse to multiply a ratio that already is pi / mu by pi / mu again.
-
-        Raises:
-            ValueError: `surrogate` is unknown, or is "ppo" together with old="rollout" and a weight.
-        """
+        """Refuse to multiply a ratio that already is pi / mu by pi / mu again: old "rollout", a weight and "ppo"."""
         check_one_of("surrogate", surrogate, Surrogate)
         if surrogate == "ppo" and self.old == "rollout" and self.weight is not None:
             raise ValueError(
@@ -144,11 +140,7 @@ class RolloutCorrection:
             )
 
     def check_one_micro_batch(self, caller: str) -> None:
-        """Refuse what needs a number of the whole batch, for a ``caller`` that sees one micro-batch at a time.
-
-        Raises:
-            ValueError: a rejection on "standardized", or a weight with upper "measured".
-        """
+        """Refuse "standardized" and a measured upper, for a ``caller`` that sees one micro-batch at a time."""
         self.check_keeps_upper(caller)
         if any(gate.statistic == STANDARDIZED for gate in self.reject):
             raise ValueError(
@@ -157,20 +149,12 @@ class RolloutCorrection:
             )
 
     def check_keeps_upper(self, caller: str) -> None:
-        """Refuse a measured bound, for a ``caller`` that keeps none from one rollout to the next.
-
-        Raises:
-            ValueError: a weight with upper "measured".
-        """
+        """Refuse a measured upper, for a ``caller`` that keeps none from one rollout to the next."""
         if self.weight is not None and self.weight.upper == "measured":
             raise ValueError(f"upper must be a number in {caller}, which keeps no bound that earlier rollouts measured")
 
     def check_without_versions(self, caller: str) -> None:
-        """Refuse what depends on the version that sampled a token, for a ``caller`` that does not pass it on.
-
-        Raises:
-            ValueError: a gate on lag, or a weight with growth "sqrt_lag", upper_by_lag or staleness_upper.
-        """
+        """Refuse what reads lags, and staleness_upper, for a ``caller`` that knows no version of the sampler."""
         self.check_without_sampling_logprobs(caller)
         names = ["lag" for gate in self.reject if gate.statistic == "lag"]
         if self.weight is not None:
@@ -179,11 +163,7 @@ class RolloutCorrection:
             raise ValueError(f"{names[0]} must not be used in {caller}, which knows no version of the sampler")
 
     def check_without_sampling_logprobs(self, caller: str) -> None:
-        """Refuse what needs log-probs by the version that sampled, for a ``caller`` that keeps no such weights.
-
-        Raises:
-            ValueError: a weight with staleness_upper.
-        """
+        """Refuse staleness_upper, for a ``caller`` that has no log-probs by the version that sampled."""
         if self.weight is not None and self.weight.staleness_upper is not None:
             why = "which has no log-probs by the weights that sampled"
             raise ValueError(f"staleness_upper must not be used in {caller}, {why}")

@@ -12,11 +12,7 @@ _BLOCK_ELEMENTS = 2**22
 
 
 def check_wide_products(dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a device on which this torch cannot multiply factors of ``dtype`` into fp32.
-
-    Raises:
-        ValueError: bf16 or fp16 on a GPU, and a torch that is too old.
-    """
+    """Refuse a GPU on which this torch is too old to multiply factors of ``dtype``, bf16 or fp16, into fp32."""
     if device.type == "cuda" and dtype.itemsize < 4 and is_older(torch.__version__, TORCH_WIDE_PRODUCTS):
         raise ValueError(
             f"the linear head needs torch {TORCH_WIDE_PRODUCTS} or newer for {dtype} on a GPU, "

@@ -119,11 +119,7 @@ def chunked_head(
     logits_dtype: torch.dtype | None,
     backend: str,
 ) -> ChunkedHead:
-    """The head for checked arguments.
-
-    Raises:
-        ValueError: as `linear_logprobs`.
-    """
+    """The head for checked arguments; raises as `linear_logprobs`."""
     hidden, weight = given.hidden, given.weight
     check_head(given, chunk, logits_dtype)
     logits_dtype = logits_dtype or hidden.dtype

@@ -200,11 +200,7 @@ def _needed_statistics(shape: torch.Size, plan: Plan, statistics: Mapping[str, T
 
 
 def check_offsets_on_cpu(pair: Pair) -> None:
-    """Refuse offsets beyond the tokens where nobody has to wait for a device to see them.
-
-    Raises:
-        ValueError: cu_seqlens lies on the CPU, and does not ascend within 0 and the number of tokens.
-    """
+    """Refuse cu_seqlens that do not ascend within the tokens, where nobody has to wait for a device to see them."""
     if pair.cu_seqlens is not None and pair.cu_seqlens.device.type == "cpu":
         _check_offsets(pair.cu_seqlens, len(pair.loss_mask))
 

@@ -175,15 +175,9 @@ class LengthDecayLR(LRScale):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """State after the rollouts so far, exact in JSON, without the arguments of the constructor."""
         return self.detector.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``, as `state_dict` returned it, with the arguments of this object.
-
-        Raises:
-            ValueError: the state has other fields.
-        """
         self.detector.load_state_dict(state)
         self._refresh()
 

@@ -163,11 +163,6 @@ class LRGate(LRScale):
         return {name.lstrip("_"): getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``, as `state_dict` returned it, with the arguments of this object.
-
-        Raises:
-            ValueError: the state has other fields.
-        """
         if state.keys() != self.state_dict().keys():
             raise ValueError(f"state must have the fields {list(self.state_dict())}, got {list(state)}")
         vars(self).update((name, state[name.lstrip("_")]) for name in _STATE)
@@ -209,10 +204,9 @@ class LRGateSettings:
             raise ValueError(f"floor must be between 0 and 1, got {self.floor!r}")
         if self.target is None and self.signal not in _DEFAULT_TARGET:
             raise ValueError(f"target must be given for signal {self.signal!r}")
-        good = self.target is None or {
-            "ess": 0 < self.target <= 1,
-            "grad_cosine": -1 < self.target < 1,
-        }.get(self.signal, 0 < self.target < math.inf)
+        good = self.target is None or {"ess": 0 < self.target <= 1, "grad_cosine": -1 < self.target < 1}.get(
+            self.signal, 0 < self.target < math.inf
+        )
         if not good:
             raise ValueError(f"target is out of the range of signal {self.signal!r}, got {self.target!r}")
 
@@ -242,11 +236,7 @@ class HasLRRule:
 def check_lr_rules(
     lr_decay: object | None, lr_gate: LRGate | LRGateSettings | None, correction: RolloutCorrection | None
 ) -> None:
-    """Refuse two rules for one learning rate, and a gate whose signal nobody measures or cannot change.
-
-    Raises:
-        ValueError: one sentence.
-    """
+    """Refuse two rules for one learning rate, and a gate whose signal nobody measures or cannot change."""
     if lr_gate is None:
         return
     if lr_decay is not None:

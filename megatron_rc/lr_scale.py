@@ -74,7 +74,11 @@ class LRScale(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``, as `state_dict` returned it, with the arguments of this object."""
+        """Continue from ``state``, as `state_dict` returned it, with the arguments of this object.
+
+        Raises:
+            ValueError: the state has other fields.
+        """
 
     @property
     def lr(self) -> float:

@@ -200,12 +200,7 @@ class MetricSums:
 
     @classmethod
     def of_sums(cls, sums: Mapping[str, Tensor], metrics: Mapping[str, Metric]) -> MetricSums:
-        """Sums of any shape, and what is made of them once they are pooled.
-
-        Args:
-            sums: name -> tensor; a name that `METRICS` has not.
-            metrics: name -> the metric, a number or a list.
-        """
+        """Sums of any shape, by names that `METRICS` has not, and the metrics made of them once they are pooled."""
         self = cls()
         entries = [_Entry("", name, tuple(value.shape)) for name, value in sums.items()]
         self._sums = _Named(entries, torch.cat([value.reshape(-1).double() for value in sums.values()]))
@@ -307,8 +302,6 @@ class MetricSums:
 
 
 class _Entry(NamedTuple):
-    """One statistic, or a list of them."""
-
     prefix: str
     name: str
     shape: tuple[int, ...] = ()

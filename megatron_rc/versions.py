@@ -63,11 +63,7 @@ VERL = ("0.9", "0.10")
 NEMO_RL = ("0.6",)
 """Releases of NeMo-RL that `patch("nemo-rl")` knows."""
 
-PYTHON_OF_HOST = {
-    "megatron-lm": Range("3.12", "3.14"),
-    "verl": Range("3.10", "3.12"),
-    "nemo-rl": Range("3.13", "3.13"),
-}
+PYTHON_OF_HOST = {"megatron-lm": Range("3.12", "3.14"), "verl": Range("3.10", "3.12"), "nemo-rl": Range("3.13", "3.13")}
 """Host -> the Pythons that its own metadata take, where this package runs on others, too."""
 
 TRITON = Range("3.5", "3.9")
@@ -116,14 +112,7 @@ def matrix() -> Iterator[tuple[str, ...]]:
 
 
 def check_core(found: str | None) -> None:
-    """Refuse a megatron-core that is too old for the trainer.
-
-    Args:
-        found: its version; None, where it cannot be read, is left to the import.
-
-    Raises:
-        ValueError: it is older than the oldest of `MEGATRON_CORE`.
-    """
+    """Refuse a megatron-core that is too old for the trainer; None, an unreadable version, is left to the import."""
     if found is not None and is_older(found, MEGATRON_CORE[0]):
         raise ValueError(f"megatron-rc needs megatron-core {MEGATRON_CORE[0]} or newer, found {found}")
 

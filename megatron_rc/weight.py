@@ -119,11 +119,7 @@ class Weight:
         return self.growth != "none" or self.reads_lags
 
     def check_log_ratio_bound(self, log_ratio_bound: float) -> None:
-        """Refuse a clamp of log-ratios that would cut weights inside their bounds.
-
-        Raises:
-            ValueError: a finite bound of the weight lies beyond e^log_ratio_bound or e^-log_ratio_bound.
-        """
+        """Refuse a clamp of log-ratios that would cut weights inside their finite bounds."""
         uppers = [("upper", upper) for upper in (self.upper, *(upper for _, upper in self.upper_by_lag))]
         for name, bound in [("lower", self.lower), *uppers, ("staleness_upper", self.staleness_upper)]:
             # a measured bound is found among clamped log-ratios

@@ -187,12 +187,7 @@ def _pooled(
 
 @lru_cache
 def _kernel_plan(plan: Plan, advantages: str, known: tuple[str, ...]) -> _KernelPlan:
-    """The kernels' view of a plan.
-
-    Args:
-        advantages: the unit that has one advantage, "token" or "sequence".
-        known: names of the rows behind the statistics of the user.
-    """
+    """The kernels' view of a plan; ``known`` are the names of the rows behind the statistics of the user."""
     sources = {name: len(plan.statistics) + index for index, name in enumerate(known)}
     columns: dict[str, list[Column]] = {"token": [], "sequence": [], "segment": []}
     weight, correction = plan.weight, plan.correction

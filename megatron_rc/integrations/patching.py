@@ -74,11 +74,7 @@ def patch(
 def patch_host(
     target: Host, correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions = LOGITS
 ) -> Patch:
-    """`patch` for a host that is at hand.
-
-    Raises:
-        ValueError: as `patch`.
-    """
+    """`patch` for a host that is at hand."""
     if head.head not in target.heads:
         allowed = " or ".join(map(repr, target.heads))
         raise ValueError(f"head must be {allowed} with host {target.name!r}, got {head.head!r}")

@@ -16,13 +16,10 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, frozenset, part
 
 
 def rebind(functions: Mapping[Any, Any]) -> tuple[str, ...]:
-    """Put other functions in the place of some, wherever a loaded module holds them.
+    """Put other functions, the values of ``functions``, in the place of its keys, wherever a loaded module holds those.
 
     That is under every name of a module and of the classes that it defines, and one level into the dicts, lists,
     tuples, sets and partials of these names.
-
-    Args:
-        functions: function -> the one that takes its place.
 
     Returns:
         Names of what holds a function and cannot be changed: tuples, sets and partials.

@@ -60,11 +60,7 @@ class SchedulerRule:
             _logger.warning("rollout %d: %s", self.rule.rollouts, sentence)
 
     def undo(self) -> None:
-        """Give the scheduler its own learning rate, state_dict and load_state_dict back.
-
-        Raises:
-            ValueError: as `LRScale.detach`.
-        """
+        """Give the scheduler its own learning rate, state_dict and load_state_dict back; raises as `LRScale.detach`."""
         self.rule.detach(self._scheduler)
         for name in _METHODS:
             del vars(self._scheduler)[name]

@@ -138,11 +138,7 @@ class Inspected(NamedTuple):
 
 
 def inspect_symbols(host: Host) -> list[Inspected]:
-    """Read the def line of every symbol of a host from its files; nothing is imported and nothing replaced.
-
-    Returns:
-        One Inspected per symbol, in the order of `host.symbols`.
-    """
+    """Read the def line of every symbol of a host from its files, in order; nothing is imported, nothing replaced."""
     return [_inspect(symbol) for symbol in host.symbols]
 
 

@@ -28,17 +28,10 @@ class RouteComparison(NamedTuple):
 
 
 def compare_routes(a: Tensor, b: Tensor, mask: Tensor | None = None) -> RouteComparison:
-    """Where the expert sets of two engines differ: |A & B| and A != B, by layer and by token.
+    """Where the expert sets of two engines differ, as `megatron_rc.moe.compare.compare_routes` explains it.
 
-    The mean of |A & B| / K over tokens is overlap / (K counted_tokens).
-
-    Args:
-        a, b: [N, L, K] expert ids, int16, int32 or int64, each of its own dtype and strides; distinct in a row, in any
-            order; negative ids mean no expert and belong to no set, so a row without any equals another such row and
-            differs from one with an expert.
-        mask: [N]; tokens with 0 do not count in the sums over tokens. None: all count.
-
-    Source: the set overlap and the differing layers of a token as in arXiv 2510.11370.
+    A row without any expert equals another such row and differs from one with an expert. The mean of |A & B| / K over
+    tokens is overlap / (K counted_tokens). Both tables may have a dtype and strides of their own.
     """
     tokens, layers, _ = a.shape
     counted = torch.ones(tokens, dtype=torch.bool, device=a.device) if mask is None else mask != 0

@@ -110,11 +110,7 @@ def dump_files(path: str | Path) -> list[Path]:
 
 
 def read_dump(path: str | Path) -> Iterator[list[dict[str, Any]]]:
-    """Yield each step as its list of records, one dictionary per sequence with the columns of SCHEMA as keys.
-
-    Raises:
-        ValueError: as ``dump_files``.
-    """
+    """Yield each step as its list of records, dictionaries with the columns of SCHEMA; raises as ``dump_files``."""
     for file in dump_files(path):
         present = set(pq.read_schema(file).names)
         absent = dict.fromkeys(OPTIONAL - present)

@@ -261,7 +261,6 @@ class Job:
         return sampled, result
 
     def _serve(self) -> None:
-        """Give the engine the present weights."""
         version = self.progress.weight_version
         if self.sampling_weights:
             self.sampling_weights.keep(version)

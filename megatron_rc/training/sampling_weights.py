@@ -87,9 +87,7 @@ class OlderVersions(NamedTuple):
 
     @classmethod
     def of(cls, batch: TokenBatch, trained: int | None, kept: SamplingWeights | None) -> OlderVersions:
-        """Args:
-        trained: version of the weights that are trained; None: all samples are theirs.
-        """
+        """``trained``: version of the weights that are trained; None: all samples are theirs."""
         if trained is None:
             return cls(0, [], None)
         sampled_by = batch.weight_versions[batch.loss_mask]

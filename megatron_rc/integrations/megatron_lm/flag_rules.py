@@ -111,11 +111,7 @@ RULES = (
 
 
 def check_arguments(args: Namespace, correction: RolloutCorrection | None) -> None:
-    """Refuse arguments of the host under which the patch cannot work.
-
-    Raises:
-        ValueError: one sentence that names the flag to change.
-    """
+    """Refuse arguments of the host under which the patch cannot work."""
     # a length decay alone needs rollouts, and leaves their log-probs to the host
     own_rules = RULES if correction is not None else (SAMPLES_ROLLOUTS,)
     refuse((*MEGATRON_RULES, *own_rules), args, DEFAULTS, host="megatron-lm")

@@ -86,11 +86,7 @@ class Session(HoldsRule):
 
 
 def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions = LOGITS) -> Session:
-    """A new session.
-
-    Raises:
-        ValueError: megatron/rl cannot honour the correction, whatever its flags.
-    """
+    """A new session; ValueError for a correction that megatron/rl cannot honour, whatever its flags."""
     if correction is not None:
         correction.check_surrogate("ppo")
         if correction.old == "current":

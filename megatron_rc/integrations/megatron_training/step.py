@@ -41,11 +41,7 @@ class PatchState(HoldsRule):
 
 
 def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> PatchState:
-    """The state of a new patch.
-
-    Raises:
-        ValueError: a loss function of one micro-batch cannot honour the correction.
-    """
+    """The state of a new patch; ValueError for a correction that a loss function of one micro-batch cannot honour."""
     correction = correction or RolloutCorrection()
     correction.check_keeps_upper("host 'megatron-training'")
     correction.check_without_versions("host 'megatron-training'")

@@ -9,15 +9,7 @@ from megatron_rc.integrations.symbols import Function
 
 
 def refuse(session: Session, config: Any) -> None:
-    """Stop a run at the first key that the patch cannot work with.
-
-    Args:
-        session: the patch.
-        config: the host's MasterConfig.
-
-    Raises:
-        ValueError: one sentence that names the key to change.
-    """
+    """Refuse a configuration (MasterConfig) that the patch cannot work with, by the first key that must change."""
     if _value(config, "data_plane.enabled"):
         raise ValueError(
             "data_plane.enabled must be false in a patched run: with it no rollout lies on the process that runs the "
@@ -70,11 +62,7 @@ def demanded(config: Any) -> bool:
 
 
 def refuse_trainer(original: Function, session: Session, *args: Any, **kwargs: Any) -> NoReturn:
-    """In place of the setup of a trainer that the patch does not correct.
-
-    Raises:
-        ValueError: always.
-    """
+    """In place of the setup of a trainer that the patch does not correct: it always raises ValueError."""
     raise ValueError(
         f"nemo-rl is corrected in examples/run_grpo.py and scripts like it, not in {original.__module__}: drop "
         "`megatron_rc patch`, or run GRPO with data_plane.enabled=false"

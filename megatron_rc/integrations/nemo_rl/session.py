@@ -59,11 +59,7 @@ class Session:
 
 
 def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Session:
-    """A new session.
-
-    Raises:
-        ValueError: GRPO of NeMo-RL cannot honour the settings, whatever its configuration.
-    """
+    """A new session; ValueError for settings that GRPO of NeMo-RL cannot honour, whatever its configuration."""
     settings_of(lr_rule, "to other processes")
     if correction is not None:
         if correction.old != "recompute":

@@ -18,11 +18,7 @@ from megatron_rc.lr_scale import Signals
 
 
 class MegatronPolicyWorkerWithRule(HoldsRule, MegatronPolicyWorkerImpl):
-    """The host's worker, whose scheduler has the rule before a checkpoint is loaded into it.
-
-    Raises:
-        ValueError: this version of the host builds its optimizer elsewhere.
-    """
+    """The host's worker, whose scheduler has the rule before a checkpoint is loaded into it."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.lr_rule = schema.from_dict(WorkerSettings, config[KEY], where=KEY).lr_rule

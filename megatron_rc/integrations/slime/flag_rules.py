@@ -194,11 +194,7 @@ def check(args: Namespace) -> None:
 
 
 def settings_for(hook: str, args: Namespace) -> SlimeSettings:
-    """The settings of a run, after refusing what this hook cannot do: `check` may not be set.
-
-    Raises:
-        ValueError: one sentence naming what to change.
-    """
+    """The settings of a run, after refusing what this hook cannot do, with what to change: `check` may not be set."""
     settings = read(args)
     refuse(HOOK_RULES[hook], args, DEFAULTS)
     return settings

@@ -60,14 +60,7 @@ def _version(name: str) -> str | None:
 
 
 def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, whole_rollouts: bool) -> Recipe:
-    """Flags and YAML for a correction and a rule of the learning rate.
-
-    Args:
-        whole_rollouts: whether the host has a hook that sees a whole rollout before its update; slime has one.
-
-    Raises:
-        ValueError: no hook of the host can do it.
-    """
+    """Flags and YAML for a correction and a rule of the learning rate; raises as `hooks_for`."""
     rule = settings_of(lr_rule, "into a YAML file")
     hooks_for(correction or RolloutCorrection(), next(iter(rule.values()), None), whole_rollouts=whole_rollouts)
     fields: dict[str, object] = {} if correction is None else {"correction": correction.to_dict()}

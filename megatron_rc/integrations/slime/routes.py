@@ -98,14 +98,7 @@ class RouteWatch:
         self._watching = False
 
     def whole(self, ranks: Parallel, micro_batches: Sequence[Sequence[int]], layouts: Sequence[Layout]) -> Routes:
-        """The routes of all response tokens, samples in the rollout's order; a collective of the model's processes.
-
-        What was seen is forgotten.
-
-        Args:
-            micro_batches: numbers of the samples of every micro-batch of the pass.
-            layouts: their layouts.
-        """
+        """All response tokens' routes, in the rollout's order, which are then forgotten; a collective of the model."""
         self.end()
         counts = [count for layout in layouts for count in layout.counts]
         order = sorted(range(len(counts)), key=[sample for batch in micro_batches for sample in batch].__getitem__)

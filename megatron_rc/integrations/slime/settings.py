@@ -61,11 +61,7 @@ class SlimeSettings(HasLRRule):
 
 
 def read(args: Namespace) -> SlimeSettings:
-    """The settings of a run; the host adds every key of its YAML file to its arguments.
-
-    Raises:
-        ValueError: no such key, or a wrong field, named.
-    """
+    """The settings of a run, whose key the host adds to its arguments; ValueError names a wrong field."""
     section = getattr(args, KEY, None)
     if not isinstance(section, dict):
         raise ValueError(f"{KEY} must be a mapping in the YAML file of --custom-config-path, got {section!r}")

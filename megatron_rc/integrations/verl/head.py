@@ -97,10 +97,6 @@ def _linear_cross_entropy(
         hidden: [N, 1, H], or [N / ranks, 1, H].
         weight: [V_local, H].
         labels: [1, N] int64, global ids.
-        temperature, reduction, tp_group: as verl passes them.
-
-    Raises:
-        ValueError: another reduction than "none", or several rows that are not packed into one.
     """
     if reduction != "none":
         raise ValueError(f"reduction must be 'none' with head: linear, got {reduction!r}")

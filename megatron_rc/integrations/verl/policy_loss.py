@@ -48,14 +48,6 @@ def _policy_loss(corrected: Function, state: VerlPatch, inner: Function, *args: 
 def corrected_by_the_driver(state: VerlPatch, inner: Function, given: Given) -> Answer:
     """The loss `inner` times the weights of the trainer process; a rejected token with a NaN log-prob adds nothing.
 
-    Args:
-        state: the patch.
-        inner: a policy loss of verl.
-        given: what verl passes to it.
-
-    Returns:
-        (loss, metrics), as `inner`.
-
     Raises:
         ValueError: the correction acts, and the trainer process has not computed its weights.
     """
@@ -76,10 +68,7 @@ def corrected_by_the_worker(state: VerlPatch, inner: Function, given: Given) -> 
 
     Sequences are whole in a micro-batch, so every gate sees its unit whole, however verl cuts the batch. Rejected
     tokens add nothing and stay in the denominator, which verl counted before. With surrogate reinforce the loss is
-    -w A log pi, aggregated as verl aggregates.
-
-    Args, Returns:
-        As `corrected_by_the_driver`; old_log_prob is log mu, and metrics come from the worker after the update.
+    -w A log pi, aggregated as verl aggregates. Metrics come from the worker after the update.
     """
     from verl.trainer.ppo.core_algos import agg_loss
 

@@ -22,15 +22,7 @@ def validate_config(original: Function, state: VerlPatch, config: Any, *args: An
 
 
 def refuse(state: VerlPatch, config: Any) -> None:
-    """Refuse a configuration under which the settings would not act, or would act twice.
-
-    Args:
-        state: the patch.
-        config: verl's, nested mappings such as OmegaConf's.
-
-    Raises:
-        ValueError: one sentence that names the override to change.
-    """
+    """Refuse a configuration of verl under which the settings would not act, or would act twice."""
     strategy = _value(config, f"{_ACTOR}.strategy")
     if state.lr_rule is not None and strategy != "megatron":
         raise ValueError(
@@ -76,15 +68,7 @@ def _refuse_linear_head(config: Any, strategy: str | None) -> None:
 
 
 def refuse_rollout_correction(state: VerlPatch, section: Any) -> None:
-    """Refuse verl's own rollout correction beside ours.
-
-    Args:
-        state: the patch.
-        section: algorithm.rollout_correction.
-
-    Raises:
-        ValueError: as `refuse`.
-    """
+    """Refuse verl's own rollout correction, the section algorithm.rollout_correction, beside ours."""
     if section is None:
         raise ValueError(f"{_CORRECTION} must not be null: verl then never calls the correction")
     for name in ("rollout_is", "rollout_rs"):

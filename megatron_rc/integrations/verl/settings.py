@@ -68,11 +68,7 @@ class VerlSettings(HasLRRule):
 
 
 def read(text: str) -> VerlSettings:
-    """Settings from a YAML file or its text.
-
-    Raises:
-        ValueError: no such file, or a wrong field, named.
-    """
+    """Settings from a YAML file or its text; ValueError names a wrong field."""
     return schema.from_dict(VerlSettings, schema.load_yaml(text), where=VARIABLE)
 
 

@@ -66,11 +66,7 @@ class HFEngine(RolloutEngine):
     def generate(
         self, prompts: Prompts, params: SamplingParams, *, n: int, seeds: Sequence[int], on_finished: OnFinished = None
     ) -> list[Sample]:
-        """Sample ``n`` responses per prompt; the contract is RolloutEngine.generate.
-
-        Raises:
-            ValueError: what ``check_request`` refuses.
-        """
+        """Sample ``n`` responses per prompt; the contract is RolloutEngine.generate."""
         config = self._model.config
         check_request(
             prompts, params, n=n, seeds=seeds, vocabulary=config.vocab_size, context=config.max_position_embeddings

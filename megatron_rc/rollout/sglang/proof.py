@@ -29,10 +29,7 @@ class Delivery:
     """Names, shapes and sums of the weights of one update, which must hold the tensors of the one before."""
 
     def __init__(self, before: Delivery | None) -> None:
-        """
-        Args:
-            before: the last update that servers accepted.
-        """
+        """``before``: the last update that servers accepted."""
         self.shapes: dict[str, torch.Size] = {}
         self._sums: list[Tensor] = []
         self._expected = before.shapes if before else {}

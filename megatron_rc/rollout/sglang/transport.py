@@ -19,10 +19,6 @@ class Transport(ABC):
     """Fields of /server_info that must be 1: numbers of parts of a server, of which it reaches only one."""
 
     def __init__(self, settings: SGLangSettings, hf_config: Mapping[str, Any]) -> None:
-        """
-        Args:
-            hf_config: content of config.json.
-        """
         self._settings, self._hf_config = settings, hf_config
 
     def refusal(self, info: Mapping[str, Any]) -> str | None:

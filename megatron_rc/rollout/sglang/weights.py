@@ -65,12 +65,7 @@ TRANSPORTS: dict[SyncTransport, Callable[[SGLangSettings, Mapping[str, Any]], Tr
 def weight_sync(
     settings: SGLangSettings, hf_config: Mapping[str, Any], probe: Callable[[list[int]], list[float]] | None = None
 ) -> WeightSync:
-    """The transport that ``settings`` name, with nothing sent yet.
-
-    Args:
-        hf_config: content of the servers' config.json.
-        probe: see ``WeightSync``.
-    """
+    """The transport that ``settings`` name, for servers with this config.json, with nothing sent yet."""
     transport = TRANSPORTS[settings.weight_sync](settings, hf_config)
     return WeightSync(transport, hf_config, settings.timeout_s, probe)
 

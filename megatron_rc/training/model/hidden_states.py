@@ -87,11 +87,7 @@ def _answer(*, hidden_states: Tensor, **others: Any) -> Tensor:
 
 
 def check_product(gpt: Any) -> None:
-    """Refuse a GPTModel with an output layer whose logits are not hidden @ weight^T, or that defers their gradient.
-
-    Raises:
-        ValueError: as `hidden_states`.
-    """
+    """Refuse a GPTModel with an output layer whose logits are not hidden @ weight^T, or that defers their gradient."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     layer = gpt.output_layer

@@ -76,7 +76,6 @@ def controlled(
 
 
 def _units(correction: RolloutCorrection) -> frozenset[str]:
-    """The units that share a weight or are dropped as a whole."""
     return frozenset(Plan.of(correction).units)
 
 

@@ -25,9 +25,7 @@ def response_lengths(batch: TokenBatch) -> Tensor:
 def rollout_metrics(batch: TokenBatch, lengths: Tensor, equal: Sequence[bool]) -> dict[str, float]:
     """Rewards, response lengths and, where a response has several turns, their number.
 
-    Args:
-        lengths: [S], as `response_lengths`.
-        equal: [S], whether all rewards of a sequence's group are equal.
+    ``lengths`` are those of `response_lengths`; ``equal``: whether all rewards of a sequence's group are equal.
     """
     assert batch.rewards is not None and batch.truncated is not None
     metrics = {

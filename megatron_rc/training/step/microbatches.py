@@ -19,11 +19,7 @@ from megatron_rc.training.groups import Groups
 
 
 def mini_batches(groups: Sequence[int], count: int) -> list[list[int]]:
-    """Split sequence numbers into ``count`` parts of whole groups, or as many as there are groups, in order and even.
-
-    Args:
-        groups: group id of each sequence; the sequences of a group are adjacent.
-    """
+    """Split sequence numbers into ``count`` even parts of whole adjacent ``groups``, or as many as there are groups."""
     members: dict[int, list[int]] = {}
     for sequence, group in enumerate(groups):
         members.setdefault(group, []).append(sequence)

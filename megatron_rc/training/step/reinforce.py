@@ -314,7 +314,6 @@ class _Step:
         return result, sums.merge(replayed)
 
     def _extras(self, batch: TokenBatch, rows: slice) -> MicroExtras:
-        """Tensors of the update on ``batch``, which are these rows of the share."""
         extras = self.routes.extras(rows) if self.routes else NO_EXTRAS
         extras = extras._replace(advantages=self.advantages[rows])
         kept = batch.loss_mask

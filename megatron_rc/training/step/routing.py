@@ -102,11 +102,7 @@ class Routing:
         return take_rows(ids, self.rows(len(ids), self.tensor_rank), self.shape)
 
     def gathered(self, schedule: RoutedSchedule, sizes: Sequence[int], names: Sequence[str]) -> RouteTable:
-        """The recorded fields ``names`` of all micro-batches and layers, on every process of the model; a collective.
-
-        Args:
-            sizes: tokens of each micro-batch.
-        """
+        """The fields ``names`` of micro-batches of ``sizes`` tokens and all layers, on every process; a collective."""
         here = schedule.table() if any(self.chunks) else None
         parts = {}
         for name in names:
