@@ -90,13 +90,8 @@ class DumpWriter:
             os.close(os.open(unfinished, os.O_CREAT | os.O_EXCL, mode=0o600))
             # a dictionary of values makes files of random numbers larger, and takes most of the time; nothing that
             # reads a dump looks for smallest and largest values
-            pq.write_table(
-                table,
-                unfinished,
-                compression="zstd",
-                use_dictionary=["finish_reason", "server"],
-                write_statistics=False,
-            )
+            few: Any = {"use_dictionary": ["finish_reason", "server"], "write_statistics": False}
+            pq.write_table(table, unfinished, compression="zstd", **few)
         return path
 
 

@@ -207,16 +207,8 @@ def linear_policy_loss(
     if entropy_coef and not with_entropy:
         raise ValueError(f"with_entropy must be True when entropy_coef is {entropy_coef!r}")
     # targets stand for the log-probs and the entropy, which have their shape
-    inputs = LossInputs(
-        targets,
-        old_logprobs,
-        advantages,
-        corrected.weights,
-        corrected.mask,
-        scale,
-        reference_logprobs,
-        targets if with_entropy else None,
-    )
+    weights, kept, entropies = corrected.weights, corrected.mask, targets if with_entropy else None
+    inputs = LossInputs(targets, old_logprobs, advantages, weights, kept, scale, reference_logprobs, entropies)
     options = LossOptions(
         surrogate, clip_lower, clip_upper, dual_clip, kl_coef, entropy_coef, corrected.correction.log_ratio_bound
     )

@@ -143,16 +143,8 @@ def policy_loss(
     Source: PPO (arXiv 1707.06347); dual clip (arXiv 1912.09729); clip-higher (DAPO, arXiv 2503.14476);
         the ratio in K (DeepSeek-V3.2).
     """
-    inputs = LossInputs(
-        current_logprobs,
-        old_logprobs,
-        advantages,
-        corrected.weights,
-        corrected.mask,
-        scale,
-        reference_logprobs,
-        entropy,
-    )
+    weights, mask = corrected.weights, corrected.mask
+    inputs = LossInputs(current_logprobs, old_logprobs, advantages, weights, mask, scale, reference_logprobs, entropy)
     options = LossOptions(
         surrogate, clip_lower, clip_upper, dual_clip, kl_coef, entropy_coef, corrected.correction.log_ratio_bound
     )

@@ -232,12 +232,8 @@ def _kernel_plan(plan: Plan, advantages: str, known: tuple[str, ...]) -> _Kernel
             kind = kind._replace(log_staleness=math.log(weight.weight.staleness_upper))
         if weight.weight.varies:
             of_unit = -1 if weight.unit == "token" else place(weight.unit, _lag_of_unit(plan))
-            kind = kind._replace(
-                growth=weight.weight.growth,
-                log_lower=weight.log_lower,
-                log_uppers=weight.log_uppers,
-                lag_column=of_unit,
-            )
+            kind = kind._replace(log_lower=weight.log_lower, log_uppers=weight.log_uppers, lag_column=of_unit)
+            kind = kind._replace(growth=weight.weight.growth)
         if plan.measures_upper:
             of_advantages = place("sequence", _ADVANTAGES if sums_advantages else None)
             kind = kind._replace(measures_upper=advantages, advantage_column=of_advantages)

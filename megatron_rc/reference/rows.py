@@ -199,13 +199,7 @@ def row_gradient(
 
 
 def support_statistics(
-    values: Tensor,
-    is_target: Tensor,
-    rows: Tensor,
-    offsets: Tensor,
-    temperature: float | Tensor,
-    *,
-    with_entropy: bool,
+    values: Tensor, is_target: Tensor, rows: Tensor, offsets: Tensor, temperature: float | Tensor, *, with_entropy: bool
 ) -> Tensor:
     """[4, N] row_statistics over the kept ids of every row only.
 

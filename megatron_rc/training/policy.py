@@ -241,12 +241,7 @@ class Policy:
         return scaled.reshape(()) / micro_batches * self._loss_factor(micro_batches)
 
     def _run(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        read: ReadAnswer,
-        *,
-        forward_only: bool,
-        around: Around | None,
+        self, micro_batches: Sequence[MicroBatch], read: ReadAnswer, *, forward_only: bool, around: Around | None
     ) -> list[Any]:
         for chunk in self.chunks:
             chunk.train(not forward_only)

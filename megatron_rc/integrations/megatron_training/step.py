@@ -138,11 +138,8 @@ class TrainingStep:
         except ValueError as corrupt:
             return _Report(str(corrupt))
         self._log(prefixed(worth_logging(values)))
-        warn(
-            self._state.lost_batch.see(values, self._state.correction),
-            group,
-            parallel_state.get_tensor_model_parallel_group(),
-        )
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        warn(self._state.lost_batch.see(values, self._state.correction), group, tp_group)
         mean_length = total / measured if measured else values["response_length"]
         share = truncated / judged if judged else math.nan
         signals = mismatch_signals(values, self._state.correction)

@@ -16,7 +16,7 @@ from megatron_rc.integrations.slime.layout import Layout, Parallel, layout_of, p
 from megatron_rc.integrations.slime.logged import logged, route_shift
 from megatron_rc.integrations.slime.reducer import reducer
 from megatron_rc.integrations.slime.settings import SlimeSettings, in_advantages, names
-from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens, measuring
+from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens, correct_tokens, measuring
 from megatron_rc.logprobs import vocab_parallel_logprobs
 from megatron_rc.loss import policy_loss
 
@@ -54,11 +54,8 @@ def loss(
     rollout = layout.joined("rollout_log_probs", batch.get("rollout_log_probs"), NO_ROLLOUT_LOGPROBS)
     old: Tensor | None = rollout if correction.old == "rollout" else None
     if correction.old == "recompute":
-        old = layout.joined(
-            "log_probs",
-            batch.get("log_probs"),
-            "--compute-advantages-and-returns must be on, and --skip-actor-forward-only off",
-        )
+        remedy = "--compute-advantages-and-returns must be on, and --skip-actor-forward-only off"
+        old = layout.joined("log_probs", batch.get("log_probs"), remedy)
     advantages = torch.cat([*batch["advantages"]])
     loss_mask = layout.local(batch["loss_masks"]).bool()
 
@@ -66,7 +63,8 @@ def loss(
     train = current.detach() if correction.old != "recompute" or old is None else old
     applied = measuring(correction) if in_advantages(args, settings) else correction
     shift = route_shift(args, settings, layout)
-    corrected = correct_tokens(layout, ranks, train, rollout, batch["loss_masks"], applied, advantages, shift)
+    tokens = HostTokens(layout, ranks, train, rollout, batch["loss_masks"])
+    corrected = correct_tokens(tokens, applied, advantages, shift)
     reduce = sum_of_sample_mean
     if names(args, "pg_loss_reducer"):
         reduce = reducer(args, *lengths, batch["loss_masks"])
@@ -77,7 +75,7 @@ def loss(
 
     # a masked row may hold anything, and 0 times NaN is NaN
     log_ratio = torch.where(loss_mask, (current - (train if old is None else old)).detach(), 0)
-    metrics = logged(layout, ranks, train, rollout, batch["loss_masks"], corrected, shift)
+    metrics = logged(tokens, corrected, shift)
     metrics["train_rollout_logprob_abs_diff"] = metrics[PREFIX + "k1"].abs()
     ratio, bounds = log_ratio.exp(), (1 - args.eps_clip, 1 + args.eps_clip_high)
     metrics["pg_clipfrac"] = ((advantages > 0) & (ratio > bounds[1]) | (advantages < 0) & (ratio < bounds[0])).float()

@@ -14,7 +14,7 @@ from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P, set
 from megatron_rc.integrations.slime.layout import Layout, layout_of, parallel
 from megatron_rc.integrations.slime.logged import logged, route_shift
 from megatron_rc.integrations.slime.settings import flag, in_advantages, judges_advantages
-from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens, measuring
+from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens, correct_tokens, measuring
 
 
 def tis(
@@ -73,15 +73,15 @@ def tis(
     correction = settings.correction if weigh else measuring(settings.correction)
     shift = route_shift(args, settings, layout)
     judged = _handed_over(layout, "advantages", advantages) if judges_advantages(correction) else None
-    corrected = correct_tokens(layout, ranks, train, rollout, loss_masks, correction, judged, shift)
-    metrics = logged(layout, ranks, train, rollout, loss_masks, corrected, shift)
+    tokens = HostTokens(layout, ranks, train, rollout, loss_masks)
+    corrected = correct_tokens(tokens, correction, judged, shift)
+    metrics = logged(tokens, corrected, shift)
     if weigh:
         # more than a product: 0 times an infinite loss is NaN
         pg_loss = torch.where(corrected.mask, pg_loss * corrected.weights, 0)
         if parallel_state is None:
-            counted = layout.local(loss_masks).bool()
             usable = train.isfinite() & rollout.isfinite() if two_policies else train.isfinite()
-            pg_loss = torch.where(counted & ~usable, torch.nan, pg_loss)
+            pg_loss = torch.where(tokens.loss_mask & ~usable, torch.nan, pg_loss)
     return pg_loss, loss_masks, metrics
 
 

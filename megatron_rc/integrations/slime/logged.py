@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,34 +10,25 @@ from torch import Tensor
 from megatron_rc.correction import Corrected
 from megatron_rc.integrations.log_names import prefixed
 from megatron_rc.integrations.slime.known_names import known_names
-from megatron_rc.integrations.slime.layout import Layout, Parallel
+from megatron_rc.integrations.slime.layout import Layout
 from megatron_rc.integrations.slime.routes import WATCH
 from megatron_rc.integrations.slime.settings import SlimeSettings, names
-from megatron_rc.integrations.slime.tokens import token_metrics
+from megatron_rc.integrations.slime.tokens import HostTokens, token_metrics
 
 LR_METRICS: dict[str, float] = {}
 """Metrics of the rule of the learning rate for the rollout that is trained on; before_train_step writes them."""
 
 
-def logged(
-    layout: Layout,
-    ranks: Parallel,
-    train_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    loss_masks: Sequence[Tensor],
-    corrected: Corrected,
-    shift: Tensor | None,
-) -> dict[str, Tensor]:
+def logged(tokens: HostTokens, corrected: Corrected, shift: Tensor | None) -> dict[str, Tensor]:
     """Name -> [N] fp32, detached: `prefixed` `token_metrics`, `known_names`, and one constant per metric of the rule.
 
     With a route shift: route_shift, and route_tokens_touched, 1 where it is not 0, both prefixed.
     The mean of a constant is the constant where every sample has a loss token.
     """
-    loss_mask = layout.local(loss_masks).bool()
-    metrics = token_metrics(train_logprobs, rollout_logprobs, loss_mask, corrected)
+    loss_mask, metrics = tokens.loss_mask, token_metrics(tokens, corrected)
     if shift is not None:
         metrics |= {"route_shift": shift * loss_mask, "route_tokens_touched": ((shift > 0) & loss_mask).float()}
-    known = known_names(layout, ranks, train_logprobs, rollout_logprobs, loss_mask, corrected.correction)
+    known = known_names(tokens, corrected.correction)
     rule = {name: torch.full_like(metrics["k1"], value) for name, value in LR_METRICS.items()}
     return prefixed(metrics) | known | rule
 

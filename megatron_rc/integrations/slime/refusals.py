@@ -119,6 +119,7 @@ _MAX_K3 = FlagRule(
     "megatron_rc.correction.max_k3 must be unset in a hook that sees one micro-batch, which is less than the batch",
     f"Leave it out, or add slime's {flag('rollout_data')}, which sees the whole rollout (miles has no such hook).",
 )  # fmt: skip
+_ONE_MICRO_BATCH = (_BATCH_MEAN, _MAX_K3, _MEAN_K3)
 
 HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
     "tis": (
@@ -134,9 +135,7 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
             "tis-double-ratio", lambda args: _double_ratio(args) != "", _double_ratio,
             "Set megatron_rc.correction.weight to null, or old to 'recompute'.",
         ),
-        _BATCH_MEAN,
-        _MAX_K3,
-        _MEAN_K3,
+        *_ONE_MICRO_BATCH,
         FlagRule(
             "tis-advantages", lambda args: _sees_one_micro_batch(args) and lacks_advantages(args),
             "megatron_rc.correction must not reject by when='negative_advantage' in tis, which sees no advantages of "
@@ -146,9 +145,7 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
     ),
     "loss": (
         *_ALWAYS,
-        _BATCH_MEAN,
-        _MAX_K3,
-        _MEAN_K3,
+        *_ONE_MICRO_BATCH,
         FlagRule(
             "loss-double-ratio", lambda args: _double_ratio(args) != "", _double_ratio,
             "Set megatron_rc.correction.weight to null, or old to 'recompute'.",

@@ -14,7 +14,7 @@ from megatron_rc.integrations.slime.flag_rules import MILES_ROLLOUT_DATA, settin
 from megatron_rc.integrations.slime.layout import Parallel, layout_of, parallel
 from megatron_rc.integrations.slime.routes import WATCH, Routes
 from megatron_rc.integrations.slime.settings import in_advantages
-from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, correct_tokens
+from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens, correct_tokens
 from megatron_rc.lr_gate import mismatch_signals
 from megatron_rc.moe.shift import expert_shift
 
@@ -59,7 +59,8 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
         loss_mask, gap = layout.local(masks).bool(), train - rollout
         shift = expert_shift(*routes, loss_mask, log_ratio=gap, positions=positions, log_ratio_bound=bound)
     shifted = None if shift is None else shift.route_shift
-    corrected = correct_tokens(layout, ranks, train, rollout, masks, settings.correction, advantages, shifted)
+    tokens = HostTokens(layout, ranks, train, rollout, masks)
+    corrected = correct_tokens(tokens, settings.correction, advantages, shifted)
     if shift is not None:
         corrected.metrics.merge(shift.sums)
     corrected.metrics.all_reduce(ranks.dp_cp_group)

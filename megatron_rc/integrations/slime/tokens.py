@@ -17,24 +17,39 @@ from megatron_rc.integrations.slime.layout import Layout, Parallel
 from megatron_rc.integrations.slime.settings import ROUTE_SHIFT
 from megatron_rc.lr_scale import Signals
 from megatron_rc.plan import Plan
-from megatron_rc.reference.log_ratio import log_ratio
+from megatron_rc.reference.log_ratio import LogRatio, log_ratio
 
 NO_ROLLOUT_LOGPROBS = (
     "the function of --custom-generate-function-path must set Sample.rollout_log_probs (the default one does)"
 )
 
 
+class HostTokens(NamedTuple):
+    """The response tokens of this rank in a micro-batch or a rollout, and their log-probs, [N] each."""
+
+    layout: Layout
+    ranks: Parallel
+    train_logprobs: Tensor
+    rollout_logprobs: Tensor
+    loss_masks: Sequence[Tensor]
+    """Of whole responses."""
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """[N] bool."""
+        return self.layout.local(self.loss_masks).bool()
+
+    @property
+    def log_ratio(self) -> LogRatio:
+        """l = log pi - log mu, without gradient."""
+        return log_ratio(self.train_logprobs.detach(), self.rollout_logprobs, self.loss_mask)
+
+
 def correct_tokens(
-    layout: Layout,
-    ranks: Parallel,
-    train_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    loss_masks: Sequence[Tensor],
-    correction: RolloutCorrection,
-    advantages: Tensor | None,
-    route_shift: Tensor | None = None,
+    tokens: HostTokens, correction: RolloutCorrection, advantages: Tensor | None, route_shift: Tensor | None = None
 ) -> Corrected:
-    """`correct` on the host's layout: tensors are [N] of this rank, ``loss_masks`` whole responses."""
+    """`correct` on the host's layout."""
+    layout, ranks, train_logprobs, rollout_logprobs, loss_masks = tokens
     # all context-parallel ranks run the same micro-batches, as the host's own gathers in the loss need
     cp_group = ranks.cp_group if ranks.cp_size > 1 else None
     segment_ids, num_segments, positions = None, None, None
@@ -45,7 +60,7 @@ def correct_tokens(
     return correct(
         train_logprobs,
         rollout_logprobs,
-        layout.local(loss_masks).bool(),
+        tokens.loss_mask,
         correction=correction,
         cu_seqlens=layout.cu_seqlens(train_logprobs.device),
         segment_ids=segment_ids,
@@ -63,17 +78,14 @@ def measuring(correction: RolloutCorrection) -> RolloutCorrection:
     return dataclasses.replace(correction, weight=None, reject=(), normalize="none")
 
 
-def token_metrics(
-    train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, corrected: Corrected
-) -> dict[str, Tensor]:
+def token_metrics(tokens: HostTokens, corrected: Corrected) -> dict[str, Tensor]:
     """Name -> [N] fp32, detached: metrics per token, which the host averages as it does its own.
 
     With l = log pi - log mu clamped to log_ratio_bound: k1 = -l, k3 = e^l - 1 - l, chi2_token = (e^l - 1)^2, the final
     weight, its square (ESS = mean^2 / mean of squares) and 1 where a token no longer counts. They are 0 at corrupt
     tokens, whose share is nonfinite_share.
     """
-    ratio = log_ratio(train_logprobs.detach(), rollout_logprobs, loss_mask)
-    bound = corrected.correction.log_ratio_bound
+    ratio, bound = tokens.log_ratio, corrected.correction.log_ratio_bound
     ell = ratio.value.clamp(-bound, bound)
     return {
         "k1": -ell,
@@ -82,7 +94,7 @@ def token_metrics(
         "weight": corrected.weights.clone(),
         "weight_squared": corrected.weights.square(),
         "masked_token": (ratio.valid & ~corrected.mask).float(),
-        "nonfinite_share": (loss_mask & ~ratio.valid).float(),
+        "nonfinite_share": (ratio.loss_mask & ~ratio.valid).float(),
     }
 
 

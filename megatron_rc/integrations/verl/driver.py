@@ -46,12 +46,8 @@ def correct_rollout(original: Function, state: VerlPatch, batch: Any, rollout_co
     """
     refuse_rollout_correction(state, rollout_corr_config)
     data = batch.batch
-    corrected = correct(
-        data["old_log_probs"].float(),
-        data["rollout_log_probs"].float(),
-        data["response_mask"].bool(),
-        correction=state.correction,
-    )
+    train, rollout = data["old_log_probs"].float(), data["rollout_log_probs"].float()
+    corrected = correct(train, rollout, data["response_mask"].bool(), correction=state.correction)
     if state.acts:
         data[WEIGHTS] = corrected.weights
     return batch, checked_metrics(state, corrected.metrics)

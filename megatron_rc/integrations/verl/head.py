@@ -68,13 +68,8 @@ def _with_our_head(original: FunctionType, sequence_parallel: bool) -> Function:
     missing = [name for name in names if name not in original.__code__.co_names]
     if missing:
         raise ValueError(f"{original.__name__} of verl must call {missing[0]}, which head: linear replaces")
-    copy = FunctionType(
-        original.__code__,
-        {**original.__globals__, **names},
-        original.__name__,
-        original.__defaults__,
-        original.__closure__,
-    )
+    known = {**original.__globals__, **names}
+    copy = FunctionType(original.__code__, known, original.__name__, original.__defaults__, original.__closure__)
     copy.__kwdefaults__ = original.__kwdefaults__
     return copy
 

@@ -72,13 +72,8 @@ def corrected_by_the_worker(state: VerlPatch, inner: Function, given: Given) -> 
     """
     from verl.trainer.ppo.core_algos import agg_loss
 
-    corrected = correct(
-        given.log_prob.detach(),
-        given.old_log_prob,
-        given.response_mask,
-        correction=state.correction,
-        advantages=given.advantages,
-    )
+    train, rollout, mask = given.log_prob.detach(), given.old_log_prob, given.response_mask
+    corrected = correct(train, rollout, mask, correction=state.correction, advantages=given.advantages)
     state.sums = [state.sums[0].merge(corrected.metrics) if state.sums else corrected.metrics]
     old, current = _finite(given.old_log_prob, given.log_prob, corrected.mask)
     if state.settings.surrogate == "ppo":

@@ -163,18 +163,9 @@ def reinforce_step(
     three_policy = correction.old == "recompute"
     share = share_of(batch, [*parts, dropped] if dropped and three_policy else parts, train, policy.groups)
     routes = routing.start(share.batch) if routing else None
+    kept = older if splits else None
     passes = _Step(
-        policy,
-        correction,
-        loss,
-        max_nonfinite_share,
-        share,
-        version,
-        older if splits else None,
-        measured_upper,
-        routes,
-        rate,
-        take_step,
+        policy, correction, loss, max_nonfinite_share, share, version, kept, measured_upper, routes, rate, take_step
     )
     if three_policy:
         metrics |= passes.old_pass(with_kept_mass=with_kept_mass, with_varentropy=with_varentropy)
