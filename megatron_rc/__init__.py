@@ -48,27 +48,20 @@ __all__ = [
     "vocab_parallel_logprobs",
 ]
 
-_MODULE_OF = {
-    "Corrected": "correction",
-    "LRGate": "lr_gate",
-    "LengthDecayLR": "lr_decay",
-    "LinearPolicyLoss": "linear_head",
-    "MetricSums": "metrics",
-    "Patch": "integrations.patching",
-    "PolicyLoss": "loss",
-    "Rejection": "config",
-    "RolloutCorrection": "config",
-    "SurgeDetector": "surge",
-    "Weight": "config",
-    "correct": "correction",
-    "hidden_states": "training.model.hidden_states",
-    "linear_logprobs": "linear_head",
-    "linear_policy_loss": "linear_head",
-    "loss_scale": "loss",
-    "patch": "integrations.patching",
-    "policy_loss": "loss",
-    "vocab_parallel_logprobs": "logprobs",
+_NAMES_IN = {
+    "config": ("Rejection", "RolloutCorrection", "Weight"),
+    "correction": ("Corrected", "correct"),
+    "integrations.patching": ("Patch", "patch"),
+    "linear_head": ("LinearPolicyLoss", "linear_logprobs", "linear_policy_loss"),
+    "logprobs": ("vocab_parallel_logprobs",),
+    "loss": ("PolicyLoss", "loss_scale", "policy_loss"),
+    "lr_decay": ("LengthDecayLR",),
+    "lr_gate": ("LRGate",),
+    "metrics": ("MetricSums",),
+    "surge": ("SurgeDetector",),
+    "training.model.hidden_states": ("hidden_states",),
 }
+_MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

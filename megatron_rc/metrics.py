@@ -73,6 +73,10 @@ def divergence(total: Callable[[Sums], float], *, formula: str) -> Metric:
     return Metric(formula, lambda s: quotient(max(0.0, total(s)), s["tokens"]), needs="rho_log_ratio")
 
 
+def _corrupt(s: Sums) -> float:
+    return float(s["loss_tokens"] - s["tokens"])
+
+
 def _correlation(s: Sums) -> float:
     n = s["tokens"]
     spreads = [n * s[square_of(x)] - s[x] ** 2 for x in "pq"]
@@ -129,13 +133,9 @@ METRICS: dict[str, Metric] = {
     "prob_correlation": Metric("Pearson correlation of p and q over tokens", _correlation, needs="p_q"),
     "clamped_token": mean("clamped", over="tokens", formula="share of tokens with |l| > log_ratio_bound"),
     "clamped_seq": mean("seq_clamped", over="sequences", formula="share of sequences with |sum_t l| > log_ratio_bound"),
-    "nonfinite_count": Metric(
-        "loss tokens with a corrupt log-prob", lambda s: s["loss_tokens"] - s["tokens"], needs="loss_tokens"
-    ),
+    "nonfinite_count": Metric("loss tokens with a corrupt log-prob", _corrupt, needs="loss_tokens"),
     "nonfinite_share": Metric(
-        "corrupt loss tokens / loss tokens",
-        lambda s: quotient(s["loss_tokens"] - s["tokens"], s["loss_tokens"]),
-        needs="loss_tokens",
+        "corrupt loss tokens / loss tokens", lambda s: quotient(_corrupt(s), s["loss_tokens"]), needs="loss_tokens"
     ),
     "bad_sequences": Metric("sequences with a corrupt token", lambda s: s["bad_sequences"], needs="bad_sequences"),
     "response_length": Metric(
@@ -156,9 +156,7 @@ METRICS: dict[str, Metric] = {
         "share of tokens that no longer count", lambda s: 1 - quotient(s["kept"], s["tokens"]), needs="kept"
     ),
     "masked_seq": Metric(
-        "share of sequences without a kept token",
-        lambda s: 1 - quotient(s["kept_sequences"], s["sequences"]),
-        needs="kept",
+        "share of sequences without a kept token", lambda s: 1 - quotient(s["kept_sequences"], s["sequences"]), "kept"
     ),
 }
 """Metrics of fixed name. l = log pi - log mu, rho = e^l, rho(y) = exp sum_t l; logs are clamped before exp."""

@@ -60,12 +60,9 @@ class Head(ABC):
         tokens = micro.batch.num_tokens
         return logprobs[:tokens], None if entropy is None else entropy[:tokens]
 
-    def distribution(
-        self, answer: Tensor, micro: MicroBatch, *, with_kept_mass: bool, with_varentropy: bool
-    ) -> Distribution:
-        """[n] fp32 each, without gradient."""
-        options = {"with_kept_mass": with_kept_mass, "with_varentropy": with_varentropy}
-        described = self._distribution_of(**self._arguments(answer, micro), **options)
+    def distribution(self, answer: Tensor, micro: MicroBatch, **columns: bool) -> Distribution:
+        """[n] fp32 each, without gradient; ``columns`` are those of `vocab_parallel_distribution`."""
+        described = self._distribution_of(**self._arguments(answer, micro), **columns)
         tokens = micro.batch.num_tokens
         return Distribution(*(None if part is None else part[:tokens] for part in described))  # type: ignore[arg-type]
 

@@ -152,19 +152,15 @@ class Policy:
         return described.logprobs, described.entropy
 
     def distribution(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        with_kept_mass: bool = False,
-        with_varentropy: bool = False,
-        around: Around | None = None,
+        self, micro_batches: Sequence[MicroBatch], *, around: Around | None = None, **columns: bool
     ) -> Distribution:
-        """What the present weights say of every token, [N] fp32 each; empty before the last pipeline stage."""
+        """What the present weights say of every token, [N] fp32 each; empty before the last pipeline stage.
+
+        ``columns``: with_kept_mass and with_varentropy, as in `vocab_parallel_distribution`.
+        """
 
         def read(micro: MicroBatch, answer: Tensor) -> tuple[Tensor, Any]:
-            described = self.head.distribution(
-                answer, micro, with_kept_mass=with_kept_mass, with_varentropy=with_varentropy
-            )
+            described = self.head.distribution(answer, micro, **columns)
             return described.logprobs.new_zeros(()), described
 
         with torch.no_grad():

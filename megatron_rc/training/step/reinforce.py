@@ -212,7 +212,7 @@ class _Step:
     def pooled(self, sums: MetricSums | None) -> dict[str, Any]:
         return pooled(sums, self.policy.groups, self.max_nonfinite_share, self.correction.max_k3)
 
-    def old_pass(self, *, with_kept_mass: bool, with_varentropy: bool) -> dict[str, Any]:
+    def old_pass(self, **columns: bool) -> dict[str, Any]:
         """Compute log pi before the update, and the correction over all local tokens; returns pooled metrics."""
         policy, local, routes = self.policy, self.share.batch, self.routes
         everything = [sequences for part in self.share.micro_batches for sequences in part]
@@ -223,9 +223,7 @@ class _Step:
         if older is not None and sampling is None:
             # before the old pass, whose routes are those that count
             sampling = older.logprobs(micro_batches, local.weight_versions, around)
-        described = policy.distribution(
-            micro_batches, with_kept_mass=with_kept_mass, with_varentropy=with_varentropy, around=around
-        )
+        described = policy.distribution(micro_batches, around=around, **columns)
         old = described.logprobs
         shift = routes.after_old_pass(local, old) if routes else None
         if not policy.groups.last_stage:
