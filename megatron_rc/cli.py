@@ -138,13 +138,9 @@ def grid(
     else:
         choices = {axis: names.split(",") for axis, _, names in (word.partition("=") for word in only)}
         try:
+            budget = Budget(budget_minutes)
             grids.run_and_write_all(
-                chosen,
-                choices,
-                budget=Budget(budget_minutes),
-                only_write=table,
-                workers=workers,
-                give_up_minutes=give_up_minutes,
+                chosen, choices, budget=budget, only_write=table, workers=workers, give_up_minutes=give_up_minutes
             )
         except TooSlow as slow:
             print(f"megatron-rc: {slow}", file=sys.stderr, flush=True)

@@ -86,7 +86,10 @@ def vocab_parallel_logprobs(
 
     Source: online softmax (arXiv 1805.02867) in the shifted form that stays exact for large logits.
     """
-    _check_arguments(logits, targets, temperature, mask, support, inplace_backward)
+    _check_arguments(logits, targets, temperature, mask, support)
+    expanded = (size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True))
+    if inplace_backward and any(expanded):
+        raise ValueError("inplace_backward must be False for logits that overlap in memory (an expanded tensor)")
     computed = backend_module("rows", backend, logits=logits)
     widths = shard_widths(logits.shape[-1], logits.device, tp_group, vocab_size)
     rows = shard_rows(targets, temperature, mask, support, vocab_size, widths, tp_group)
@@ -135,7 +138,7 @@ def vocab_parallel_distribution(
     Raises:
         ValueError: as `vocab_parallel_logprobs`.
     """
-    _check_arguments(logits, targets, temperature, mask, support, inplace_backward=False)
+    _check_arguments(logits, targets, temperature, mask, support)
     computed = backend_module("rows", backend, logits=logits)
     widths = shard_widths(logits.shape[-1], logits.device, tp_group, vocab_size)
     rows = shard_rows(targets, temperature, mask, support, vocab_size, widths, tp_group)
@@ -262,12 +265,7 @@ def _shard(widths: tuple[int, ...], tp_group: Group, vocab_size: int | None) -> 
 
 
 def _check_arguments(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float | Tensor,
-    mask: Tensor | None,
-    support: Support | None,
-    inplace_backward: bool,
+    logits: Tensor, targets: Tensor, temperature: float | Tensor, mask: Tensor | None, support: Support | None
 ) -> None:
     """The checks that do not wait for the device."""
     if logits.dim() not in (2, 3) or not logits.is_floating_point() or logits.shape[-1] == 0:
@@ -275,10 +273,6 @@ def _check_arguments(
             f"logits must be floating point [N, V_local] or [B, T, V_local], got {logits.dtype} {tuple(logits.shape)}"
         )
     check_rows("logits", logits.shape[:-1], logits.device, targets, temperature, mask, support)
-    if inplace_backward and any(
-        size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)
-    ):
-        raise ValueError("inplace_backward must be False for logits that overlap in memory (an expanded tensor)")
 
 
 def check_rows(

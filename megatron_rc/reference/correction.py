@@ -209,13 +209,8 @@ def _segments(batch: _Batch, extras: Extras, cp_group: Group) -> tuple[Tensor, i
     loss_mask = batch.ratio.loss_mask
     if extras.segment_ids is None or extras.num_segments is None:
         return runs_of_mask(loss_mask, batch.offsets["sequence"])
-    return given_segments(
-        loss_mask,
-        batch.of_token["sequence"],
-        extras.segment_ids,
-        extras.num_segments,
-        ids_are_numbers=not is_alone(cp_group),
-    )
+    sequences, numbered = batch.of_token["sequence"], not is_alone(cp_group)
+    return given_segments(loss_mask, sequences, extras.segment_ids, extras.num_segments, ids_are_numbers=numbered)
 
 
 def _decide(batch: _Batch, cp_group: Group) -> tuple[Tensor, Tensor, TokenOutcome, dict[str, Tensor]]:

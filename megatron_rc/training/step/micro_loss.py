@@ -45,15 +45,10 @@ class MicroLoss:
         assert old is not None and extras.weights is not None and extras.mask is not None
         corrected = dataclasses.replace(self.corrected, weights=extras.weights, mask=extras.mask)
         result, current = answer.policy_loss(self._terms(extras, old, corrected))
-        sums = MetricSums()
+        sums, mask, bound = MetricSums(), batch.loss_mask, self.correction.log_ratio_bound
         for prefix, other in (("current/", batch.rollout_logprobs), ("current_old/", old)):
             pair = pair_metrics(
-                current,
-                other,
-                batch.loss_mask,
-                cu_seqlens=batch.cu_seqlens,
-                log_ratio_bound=self.correction.log_ratio_bound,
-                backend=self.backend,
+                current, other, mask, cu_seqlens=batch.cu_seqlens, log_ratio_bound=bound, backend=self.backend
             )
             sums.merge(pair.prefixed(prefix))
         return result.loss, Collected(sums.merge(result.metrics), current)
