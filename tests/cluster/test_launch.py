@@ -159,7 +159,7 @@ FAKE_SGLANG = """
 import argparse, signal
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-signal.alarm(60)
+signal.alarm(900)
 parser = argparse.ArgumentParser()
 parser.add_argument("--port", type=int)
 
@@ -177,7 +177,7 @@ from megatron_rc.cluster.layout import Command, Server
 
 log, url = "{folder}/server.log", "http://127.0.0.1:{port}"
 if sys.argv[1:] == ["trainer"]:
-    signal.alarm(60)
+    signal.alarm(900)
     assert urllib.request.urlopen(url + "/health").status == 200
     print("trainer", os.getpid(), flush=True)
     {behaviour}
@@ -202,8 +202,8 @@ def listens(port: int) -> bool:
     [
         ("pass", None, 0),
         ("sys.exit(3)", None, 1),
-        ("time.sleep(60)", signal.SIGTERM, 128 + signal.SIGTERM),
-        ("time.sleep(60)", signal.SIGKILL, -signal.SIGKILL),
+        ("time.sleep(900)", signal.SIGTERM, 128 + signal.SIGTERM),
+        ("time.sleep(900)", signal.SIGKILL, -signal.SIGKILL),
     ],
     ids=["the trainer is done", "the trainer fails", "stopped", "killed"],
 )
@@ -225,7 +225,7 @@ def test_whatever_ends_a_job_ends_its_server_and_its_trainer(
     assert line, job.communicate()[1]
     if sent:
         job.send_signal(sent)
-    said = job.communicate(timeout=60)[1]
+    said = job.communicate(timeout=600)[1]
     assert job.returncode == status
     assert said.startswith("the trainer failed; its own error stands") is (status == 1), said
     assert nothing_is_left(int(line.split()[1]))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,11 @@ QUICK_SERVER = """
 import signal, subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-signal.alarm(60)
+signal.alarm(900)
 behaviour, port = sys.argv[1], int(sys.argv[2])
 if behaviour == "dies":
     sys.exit("no such kernel")
-deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(900)"
 subprocess.Popen([sys.executable, "-c", deaf])
 
 class Health(BaseHTTPRequestHandler):
@@ -68,7 +69,7 @@ class Manager:
         code = START.format(
             port=self.port, folder=folder, background=background, stop_with=stop_with, behaviour=behaviour,
             report_to=report_to,
-            timeout=3 if behaviour == "never ready" else 30,
+            timeout=3 if behaviour == "never ready" else 600,
         )  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -84,8 +85,16 @@ class Manager:
         raise AssertionError(self.process.communicate()[1])
 
     def ended(self) -> tuple[int, str]:
-        _, stderr = self.process.communicate(timeout=60)
+        _, stderr = self.process.communicate(timeout=600)
         return self.process.returncode, stderr
+
+
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that no test may end by accident, with a group of its own."""
+    with subprocess.Popen(["sleep", "900"], start_new_session=True) as process:
+        yield process
+        process.kill()
 
 
 def serve(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -109,9 +118,8 @@ def dry_run(*words: object) -> list[str]:
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_server_and_its_children_end_with_their_manager_and_nothing_else_does(
-    sent: signal.Signals, tmp_path: Path
+    sent: signal.Signals, tmp_path: Path, bystander: subprocess.Popen[bytes]
 ) -> None:
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     manager = Manager(tmp_path)
     group = manager.until_it_serves()
     assert len(members(group)) == 2
@@ -120,7 +128,6 @@ def test_the_server_and_its_children_end_with_their_manager_and_nothing_else_doe
     assert nothing_is_left(group)
     assert status == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[sent]
     assert bystander.poll() is None
-    bystander.kill()
 
 
 def stop(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -131,7 +138,7 @@ def test_a_background_server_outlives_its_manager_until_it_is_stopped(tmp_path: 
     manager = Manager(tmp_path, background=True)
     group = manager.until_it_serves()
     assert manager.ended()[0] == 0
-    time.sleep(1.5)
+    time.sleep(1.5)  # for whoever would end it
     assert len(members(group)) == 2
     os.kill(members(group)[1], signal.SIGKILL)  # the deaf child, for which the grace of `stop` is long
     assert stop(tmp_path).returncode == 0
@@ -139,43 +146,44 @@ def test_a_background_server_outlives_its_manager_until_it_is_stopped(tmp_path: 
     assert "no server to stop" in stop(tmp_path).stderr
 
 
-def test_stop_leaves_a_process_alone_that_only_has_the_number_of_the_server(tmp_path: Path) -> None:
-    innocent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-    (tmp_path / "server.pid").write_text(f"{innocent.pid} 12345\n")
-    done = stop(tmp_path)
-    assert "had ended already" in done.stdout
-    assert innocent.poll() is None
-    innocent.kill()
+def test_stop_leaves_a_process_alone_that_only_has_the_number_of_the_server(
+    tmp_path: Path, bystander: subprocess.Popen[bytes]
+) -> None:
+    (tmp_path / "server.pid").write_text(f"{bystander.pid} 12345\n")
+    assert "had ended already" in stop(tmp_path).stdout
+    assert bystander.poll() is None
 
 
-def test_a_keeper_leaves_a_process_alone_that_only_has_the_number_of_its_group() -> None:
-    with subprocess.Popen(["sleep", "60"], start_new_session=True) as innocent:
-        owner, mine = Process.now(os.getpid()), Process.now(innocent.pid)
-        for stranger in (Process(innocent.pid, "12345"), Process(innocent.pid, None)):
-            assert start_keeper(stranger, [owner], 0.1).wait(60) == 0
-            assert innocent.poll() is None
-        # one whose own owner has ended ends it
-        assert start_keeper(mine, [Process(owner.number, "12345")], 0.1).wait(60) == 0
-        assert innocent.wait(60) == -signal.SIGTERM
+def test_a_keeper_leaves_a_process_alone_that_only_has_the_number_of_its_group(
+    bystander: subprocess.Popen[bytes],
+) -> None:
+    owner, mine = Process.now(os.getpid()), Process.now(bystander.pid)
+    for stranger in (Process(bystander.pid, "12345"), Process(bystander.pid, None)):
+        assert start_keeper(stranger, [owner], 0.1).wait(600) == 0
+        assert bystander.poll() is None
+    # one whose own owner has ended ends it
+    assert start_keeper(mine, [Process(owner.number, "12345")], 0.1).wait(600) == 0
+    assert bystander.wait(600) == -signal.SIGTERM
 
 
-def test_a_background_server_ends_with_the_process_it_is_bound_to(tmp_path: Path) -> None:
-    owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    manager = Manager(tmp_path, background=True, stop_with=owner.pid)
+def test_a_background_server_ends_with_the_process_it_is_bound_to(
+    tmp_path: Path, bystander: subprocess.Popen[bytes]
+) -> None:
+    manager = Manager(tmp_path, background=True, stop_with=bystander.pid)
     group = manager.until_it_serves()
     manager.ended()
     assert members(group)
-    owner.kill()
-    owner.wait()
+    bystander.kill()
+    bystander.wait()
     assert nothing_is_left(group)
 
 
 def test_a_server_reports_its_address_to_the_trainer_that_waits(tmp_path: Path) -> None:
     trainer = f"127.0.0.1:{free_port()}"
     manager = Manager(tmp_path, report_to=trainer)
-    other = threading.Thread(target=addresses.report, args=("http://a:1", trainer, 60))
+    other = threading.Thread(target=addresses.report, args=("http://a:1", trainer, 600))
     other.start()
-    command = [sys.executable, "-m", "megatron_rc.cluster.addresses", trainer, "2", "60"]
+    command = [sys.executable, "-m", "megatron_rc.cluster.addresses", trainer, "2", "600"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.stdout.splitlines() == [f"http://127.0.0.1:{manager.port}", "http://a:1"], run.stderr
     other.join()

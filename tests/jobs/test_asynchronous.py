@@ -50,7 +50,7 @@ def forked_processes() -> set[int]:
     return children(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
 
 
-def gone(processes: set[int], seconds: float = 60) -> bool:
+def gone(processes: set[int], seconds: float = 600) -> bool:
     deadline = time.monotonic() + seconds
     while processes & forked_processes() and time.monotonic() < deadline:
         time.sleep(0.05)

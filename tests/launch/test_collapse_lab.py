@@ -32,7 +32,7 @@ mkdir -p "$folder" && touch "$folder/table.md"
 
 def lab(*arguments: str, root: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(root / "launch/collapse_lab.sh"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | environment)
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ def loopback(tmp_path: Path) -> Iterator[Loopback]:
 
 
 def submitted(
-    nodes: Loopback, template: Path, *words: str, serves: str = "exec sleep 60", trains: str = ""
+    nodes: Loopback, template: Path, *words: str, serves: str = "exec sleep 900", trains: str = ""
 ) -> tuple[int, str]:
     planned = CliRunner().invoke(app, ["plan", str(RECIPE), *words, "--shell"], catch_exceptions=False)
     (nodes.folder / "layout").write_text(planned.stdout)
@@ -166,13 +166,13 @@ def test_the_template_serves_on_the_last_nodes_checks_and_trains_on_the_first(lo
 def test_whatever_ends_a_side_ends_the_other_in_one_sentence(loopback: Loopback) -> None:
     status, said = submitted(loopback, SGLANG, trains="exit 3")
     assert status == 1 and THE_TRAINER_FAILED in said.splitlines(), said
-    status, said = submitted(loopback, SGLANG, serves="sleep 1; exit 0", trains="exec sleep 60")
+    status, said = submitted(loopback, SGLANG, serves="sleep 1; exit 0", trains="exec sleep 900")
     assert status == 1 and any(line.startswith(A_SERVER_ENDED) for line in said.splitlines()), said
 
 
 def test_a_node_that_fails_ends_the_others_in_one_sentence(loopback: Loopback) -> None:
     both = f"[ $(wc -l < {loopback.folder}/trains) = 2 ]"
-    fails = f"until {both}; do sleep 0.1; done; [ $SLURMD_NODENAME = {NODES[0]} ] || exit 3; exec sleep 60"
+    fails = f"until {both}; do sleep 0.1; done; [ $SLURMD_NODENAME = {NODES[0]} ] || exit 3; exec sleep 900"
     status, said = submitted(loopback, PLAIN, "--set", "cluster.serve_gpus=0", trains=fails)
     assert status == 1 and A_NODE_FAILED in said.splitlines(), said
     assert [words[0] for words in asked(loopback, "trains")] == list(NODES)

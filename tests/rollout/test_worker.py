@@ -109,9 +109,9 @@ def test_closing_ends_a_request_of_another_thread() -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert begun.wait(60)
+    assert begun.wait(600)
     engine.close()
-    thread.join(60)
+    thread.join(600)
     assert said == ["the process of the rollout engine was ended by SIGTERM"]
 
 

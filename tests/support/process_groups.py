@@ -40,7 +40,7 @@ def descendants(process: int) -> dict[int, int]:
     return groups
 
 
-def nothing_is_left(group: int, seconds: float = 60) -> bool:
+def nothing_is_left(group: int, seconds: float = 600) -> bool:
     deadline = time.monotonic() + seconds
     while members(group) and time.monotonic() < deadline:
         time.sleep(0.1)

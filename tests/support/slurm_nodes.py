@@ -138,4 +138,4 @@ class Slurm(Loopback):
             time.sleep(0.2)
         for daemon in reversed(self.daemons):
             daemon.terminate()
-            daemon.wait(60)
+            daemon.wait(600)

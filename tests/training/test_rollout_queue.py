@@ -41,7 +41,7 @@ class Engine:
     def generate(self, prompts: Sequence[Any], params: Any, *, seeds: Sequence[int], **_: Any) -> list[Sample]:
         version = self.version
         self.sampled.append((prompts[0][0] // PROMPTS, version))
-        assert self.may_go_on.wait(60)
+        assert self.may_go_on.wait(600)
         time.sleep(self.duration_s)
         assert self.version == version, "the weights changed within a rollout"
         if self.fails:
@@ -103,7 +103,7 @@ class Loop:
 
     def until_sampled(self, rollouts: int) -> None:
         """Wait until the engine was asked for so many rollouts; it must not be asked for more."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while len(self.engine.sampled) < rollouts and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(0.02)
@@ -209,7 +209,7 @@ def test_an_engine_that_ends_during_a_step_stops_it_before_its_update_and_no_sam
     if meanwhile == "it samples":
         job.engine.check, job.engine.fails = lambda: None, ValueError("the process of the rollout engine was ended")
     job.engine.may_go_on.set()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     with pytest.raises(ValueError, match="^the process of the rollout engine was ended"):
         while time.monotonic() < deadline:
             job.queue.check()
