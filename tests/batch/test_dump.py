@@ -79,10 +79,7 @@ def test_every_column_reads_back_as_it_was_given(tmp_path: Path) -> None:
     assert [r["reward"] for r in records] == [1.0, 0.0, 0.5]
     assert [r["advantage"] for r in records] == [0.5, -0.25, 0.125]
     assert {(r["temperature"], r["top_p"], r["top_k"]) for r in records} == {(0.7, 0.9, -1)}
-    assert records[2]["weight_versions"] == [
-        {"version": 7, "start": 0, "end": 1},
-        {"version": 8, "start": 1, "end": 4},
-    ]
+    assert records[2]["weight_versions"] == [{"version": 7, "start": 0, "end": 1}, {"version": 8, "start": 1, "end": 4}]
     assert [sample_of(r) for r in records] == samples
 
 

@@ -267,11 +267,7 @@ def test_micro_batches_of_a_step() -> None:
         (("rollout.engine=hf",), {}, "cluster.serve_gpus must be 0 when rollout.engine is 'hf', got 8"),
         (("model.hf_path=null",), {}, "model.hf_path must name a checkpoint on every node"),
         (("model.config=null", "model.config={}"), {}, "model.hf_path='checkpoints/Qwen3-4B' has no config.json"),
-        (
-            ("model.config.intermediate_size=9724",),
-            {"server_tp": 8},
-            "intermediate_size must be divisible by cluster",
-        ),
+        (("model.config.intermediate_size=9724",), {"server_tp": 8}, "intermediate_size must be divisible by cluster"),
         (
             ("model.config.num_attention_heads=24", "model.config.num_key_value_heads=6"),
             {"server_tp": 4},

@@ -69,9 +69,7 @@ def test_failures_come_back_and_so_does_the_name_of_a_worker_that_dies() -> None
     assert multiprocessing.active_children() == []
 
 
-def test_a_machine_that_is_too_slow_is_told_at_once_and_no_worker_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_machine_that_is_too_slow_is_told_at_once_and_no_worker_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     progress = Progress([], {}, workers=2)
     monkeypatch.setattr(progress, "predicted_seconds", lambda: 16 * 60.0)
     with pytest.raises(TooSlow, match="the first steps predict 16 minutes, more than the 15 allowed"):

@@ -122,11 +122,7 @@ def outcomes(
 
 
 def _run(
-    arguments: list[str],
-    environment: dict[str, str],
-    folder: Path,
-    written: str,
-    freeze_before: tuple[str, int] | None,
+    arguments: list[str], environment: dict[str, str], folder: Path, written: str, freeze_before: tuple[str, int] | None
 ) -> None:
     os.setsid()
     output = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

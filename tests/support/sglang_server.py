@@ -169,10 +169,7 @@ def _start(
     assert (ROOT / ".venv-sglang/installed").exists(), "run `bash launch/sglang_cpu/install.sh` before these tests"
     command = ["bash", str(SERVE), str(model), "--background", "--port", "0", "--log", str(log), "--timeout", "600"]
     done = subprocess.run(
-        [*command, "--stop-with", str(owner), *flags],
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
+        [*command, "--stop-with", str(owner), *flags], env={**os.environ, **(env or {})}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"serving at (\S+), process (\d+),", done.stdout)

@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rc import schema
 from megatron_rc.batch import TokenBatch
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.correction import Corrected, correct
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.settings import JobSettings
 from megatron_rc.training.step.control import check_data_parallel, controlled
 from megatron_rc.training.step.microbatches import Share
 
@@ -133,23 +131,6 @@ def test_the_mean_weight_keeps_every_token_and_the_sum_of_the_weights(correction
     weights, _, mean, mask = run(correction, "mean-weight", IN_ORDER)
     assert len(set(flat(mean))) == 1 and all(flat(mask))
     assert sum(flat(mean)) == pytest.approx(sum(flat(weights)), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("{correction: token-tis, train: {control: random-mask}}", "'random-mask' for a correction that drops nothing"),
-        ("{correction: none, train: {control: mean-weight}}", "'mean-weight' for a correction without weight and"),
-        ("{correction: {preset: seq-mis, old: rollout}, loss: {surrogate: reinforce}, train: {control: random-mask}}",
-         "train.control must be 'none' when correction.old is 'rollout'"),
-    ],
-)  # fmt: skip
-def test_a_control_that_cannot_act_is_refused(text: str, sentence: str) -> None:
-    from megatron_rc.training.step.reinforce import check_modes
-
-    settings = schema.from_dict(JobSettings, schema.load_yaml(text))
-    with pytest.raises(ValueError, match=sentence):
-        check_modes(settings.correction, settings.loss, settings.train)
 
 
 def test_a_control_of_a_batch_in_parts_is_refused() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from core_wheels import WHEELS, printed_by, unpacked_wheels
 from distributed import run_cases, run_ranks
 from tiny_models import KINDS
 
@@ -230,3 +234,22 @@ def said() -> dict[str, str]:
 )
 def test_what_is_more_than_a_matrix_product_is_refused_by_name(name: str, sentence: str, said: dict[str, str]) -> None:
     assert said[name].startswith(sentence)
+
+
+@pytest.fixture(scope="module")
+def unpacked() -> Iterator[dict[str, Path]]:
+    with unpacked_wheels() as folders:
+        yield folders
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", WHEELS or ["none"])
+def test_other_releases_have_the_log_probs_and_gradients_of_logits(unpacked: dict[str, Path], version: str) -> None:
+    found = json.loads(printed_by("hidden_states_job.py", unpacked[version]).splitlines()[-1])
+    assert found.pop("version") == version
+    if version.startswith("0.17."):
+        assert found.pop("refused").startswith("mtp_num_layers must be None with a megatron-core whose GPTModel takes")
+    assert found.keys() >= {"dense", "tied"} and len(found) == 2 + (not version.startswith("0.17."))
+    for case in found.values():
+        assert case["width"] == 32 and case["of"] >= 14
+        assert case["logprobs"] <= 1e-6 and case["gradients"] <= 1e-6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby
@@ -14,8 +13,7 @@ import pytest
 import torch
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.config import RolloutCorrection, Weight
-from megatron_rc.correction import correct
+from megatron_rc.config import RolloutCorrection
 from megatron_rc.dump import DumpWriter, sample_of
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
 from megatron_rc.lr_decay import LengthDecayLR
@@ -98,26 +96,6 @@ def test_a_long_response_keeps_its_tokens_and_the_mask_of_the_calculators(
     (records,) = read_dump(tmp_path)
     back = [sample_of(record) for record in records]
     assert [(s.output_ids, s.output_mask) for s in back] == [(s.output_ids, s.output_mask) for s in samples]
-
-
-def test_weights_of_turns_are_the_geometric_means_of_their_own_tokens() -> None:
-    samples, batch = answered(task_of(4))
-    noise = 0.3 * torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1))
-    corrected = correct(
-        batch.rollout_logprobs + noise,
-        batch.rollout_logprobs,
-        batch.loss_mask,
-        correction=RolloutCorrection(Weight(level="segment", upper=1.1)),
-        cu_seqlens=batch.cu_seqlens,
-        segment_ids=batch.segment_ids,
-        num_segments=batch.num_segments,
-    )
-    turns = [len(list(part)) for s in samples for drawn, part in groupby(mask_of(s)) if drawn]
-    of_turns = noise[batch.loss_mask].split(turns)
-    expected = [min(math.exp(float(part.mean())), 1.1) for part in of_turns for _ in part]
-    assert len(turns) == 4 * TERMS and len(set(expected)) > 2 * TERMS
-    torch.testing.assert_close(corrected.weights[batch.loss_mask], torch.tensor(expected))
-    assert not corrected.weights[~batch.loss_mask].any()
 
 
 def test_a_surge_of_turns_halves_the_learning_rate() -> None:

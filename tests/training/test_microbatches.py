@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,17 +85,3 @@ def test_rows_with_a_loss_are_listed_for_every_micro_batch_of_the_fused_head() -
             assert sorted(len(rows) for rows in listed if rows is not None) == [0, 1, 1, 2, 5]
             for part, rows in zip(parts, listed, strict=True):
                 assert rows is not None and torch.equal(rows, part.batch.loss_mask.nonzero()[:, 0])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"head_chunk": 256}, "head_chunk must be null with head 'logits', which makes all logits, got 256"),
-        ({"head_logits_dtype": "fp32"}, "head_logits_dtype must be null with head 'logits'"),
-        ({"head": "linear", "head_logits_dtype": "bf16"}, "head_logits_dtype must be 'fp32' or null, got 'bf16'"),
-        ({"head": "linear", "head_chunk": 0}, "head_chunk must be >= 1, got 0"),
-    ],
-)
-def test_settings_of_the_fused_head_are_refused_by_name(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrainSettings(**options)

@@ -21,7 +21,7 @@ from megatron_rc.rollout.worker import WorkerEngine
 from megatron_rc.tasks import Prompt
 from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.groups import SharedError
-from megatron_rc.training.rollout_queue import RolloutQueue, check_asynchronous
+from megatron_rc.training.rollout_queue import RolloutQueue
 from megatron_rc.training.step.sampling import Sampler
 from megatron_rc.training.step.seeds import seed_of
 
@@ -298,24 +298,3 @@ def test_rollouts_drawn_in_another_way_than_the_settings_say_are_sampled_anew(
     resumed = loop(3, resume_from=saved_by_a_full_queue(loop, tmp_path), **changed)
     resumed.until_sampled(4)
     assert [step for step, _ in resumed.engine.sampled] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("section", "fields", "sentence"),
-    [
-        (
-            "rollout",
-            {"engine": "replay", "replay_path": "dump"},
-            "train.asynchronous must be 0 when rollout.engine is 'replay': ",
-        ),
-        ("rollout", {"staleness": 2}, "rollout.staleness must be 0 with train.asynchronous, got 2: "),
-    ],
-)
-def test_what_cannot_be_asynchronous_is_refused_by_name(section: str, fields: dict[str, Any], sentence: str) -> None:
-    for ahead in (0, 1):
-        settings = job_settings.load(str({"train": {"asynchronous": ahead}, section: fields}))
-        if not ahead:
-            check_asynchronous(settings)
-            continue
-        with pytest.raises(ValueError, match=f"^{sentence}"):
-            check_asynchronous(settings)

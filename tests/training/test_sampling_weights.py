@@ -14,12 +14,13 @@ from jobs import DENSE, finished_job, settings_file
 from torch import Tensor
 from warm_models import TASK, warm_model
 
-from megatron_rc import settings as job_settings
 from megatron_rc.batch import TokenBatch
 from megatron_rc.config import RolloutCorrection, Weight
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.schema.dump import read_dump
-from megatron_rc.training.sampling_weights import check_sampling_weights
+from megatron_rc.settings import LossSettings, TrainSettings
+from megatron_rc.training.groups import SharedError
+from megatron_rc.training.step.reinforce import reinforce_step
 
 TRAINED = 2
 """Version that the batch trains; versions 0 to 2 sampled it, two of them within one response."""
@@ -40,12 +41,11 @@ def mixed_batch() -> TokenBatch:
 
 def steps(rank: int, layout: dict[str, int], saved: str, folder: str) -> dict[str, Any] | None:
     """Two updates with all versions kept, then the step on the mixed batch; None before the last pipeline stage."""
-    from megatron_rc.settings import LossSettings, ModelSettings, ParallelSettings, TrainSettings
+    from megatron_rc.settings import ModelSettings, ParallelSettings
     from megatron_rc.training import groups
     from megatron_rc.training.policy import Policy
     from megatron_rc.training.sampling_weights import SamplingWeights
     from megatron_rc.training.step.microbatches import split_rows
-    from megatron_rc.training.step.reinforce import reinforce_step
 
     parallel = ParallelSettings(**layout)
     train = TrainSettings(optimizer="sgd", micro_batches=2, clip_grad=0.0)
@@ -145,24 +145,10 @@ def test_with_equal_engines_all_of_the_gap_of_a_stale_job_is_staleness(
                 assert weight == pytest.approx(min(math.exp(old - mu), STALENESS_UPPER), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        (
-            {"correction": {"old": "current"}},
-            "correction.old must be 'recompute' with train.keep_sampling_weights, got",
-        ),
-        (
-            {"rollout": {"engine": "replay", "replay_path": "dump"}},
-            "train.keep_sampling_weights must be false when rollout.engine is 'replay': ",
-        ),
-    ],
-)
-def test_kept_weights_that_nothing_would_read_are_refused(changed: dict[str, Any], sentence: str) -> None:
-    for keep in (False, True):
-        settings = job_settings.load(str({"train": {"keep_sampling_weights": keep}, **changed}))
-        if not keep:
-            check_sampling_weights(settings)
-            continue
-        with pytest.raises(ValueError, match=f"^{sentence}"):
-            check_sampling_weights(settings)
+def test_stale_samples_without_those_log_probs_are_refused_on_every_process() -> None:
+    samples = [Sample([1], [2, 3], [-1.0, -2.0], "stop", [(4, 0, 2)]) for _ in range(2)]
+    batch = TokenBatch.from_samples(samples, SamplingParams(), rewards=[0.0, 1.0], groups=[0, 0])
+    policy: Any = None
+    options: dict[str, Any] = {"loss": LossSettings(), "train": TrainSettings(), "max_nonfinite_share": 0.0}
+    with pytest.raises(SharedError, match="the batch holds samples of older weights, and neither copies of"):
+        reinforce_step(policy, batch, correction=TWO_FACTORS, version=5, **options)

@@ -10,14 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megatron_rc import settings as job_settings
 from megatron_rc.batch import TokenBatch
 from megatron_rc.dump import DumpWriter
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.rollout.recorded import ReplayEngine
 from megatron_rc.schema.dump import read_dump
 from megatron_rc.schema.dump_settings import DumpSettings
-from megatron_rc.training.kept_steps import StepDump, check_dump
+from megatron_rc.training.kept_steps import StepDump
 
 SAMPLING = SamplingParams(max_new_tokens=4096, top_k=2)
 
@@ -154,25 +153,6 @@ def test_a_file_of_another_writer_is_not_deleted(tmp_path: Path) -> None:
 )
 def test_one_line_says_what_is_written(tmp_path: Path, every_step: bool, settings: DumpSettings, line: str) -> None:
     assert line.format(tmp_path) in StepDump(tmp_path, settings, every_step=every_step).announcement
-
-
-def test_settings_of_the_dump_that_cannot_act_are_refused() -> None:
-    for text, message in {
-        "dump: {keep: 0, tokens: true}": "tokens must be false when keep is 0",
-        "dump: {keep: -1}": "keep must be >= 0",
-        "dump: {max_bytes: 1000}": "max_bytes must be >= 1048576",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            job_settings.load(text)
-    unkept = job_settings.load("dump: {keep: 0, varentropy: true}")
-    check_dump(unkept, every_step=True)
-    with pytest.raises(ValueError, match="dump.kept_mass needs rollout.top_p below 1"):
-        check_dump(job_settings.load("dump: {kept_mass: true}"), every_step=True)
-    with pytest.raises(ValueError, match="dump.varentropy must be false when dump.keep is 0"):
-        check_dump(unkept, every_step=False)
-    with pytest.raises(ValueError, match="dump.varentropy needs correction.old='recompute'"):
-        check_dump(job_settings.load("{correction: {preset: token-tis, old: current}, dump: {varentropy: true}}"),
-                   every_step=True)  # fmt: skip
 
 
 def test_a_step_that_cannot_be_written_is_an_error_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,11 +88,7 @@ def test_importing_the_package_or_the_engine_does_not_import_aiohttp() -> None:
             SamplingParams(top_p=0.9),
             "kept ids only for a finite top_k; set rollout.top_k to a number from 2 to 4096",
         ),
-        (
-            [[3]],
-            SamplingParams(top_k=5000),
-            "top_k=5000 is more than the 4096 kept ids that .*-max-tokens 5000",
-        ),
+        ([[3]], SamplingParams(top_k=5000), "top_k=5000 is more than the 4096 kept ids that .*-max-tokens 5000"),
     ],
 )
 def test_a_request_that_would_harm_or_be_refused_is_not_sent(

@@ -40,10 +40,7 @@ def job(folder: Path, served: str, **changes: Any) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "layout", "sync", "routes"),
-    [
-        pytest.param("dense", "tensor", "tensor", False, marks=pytest.mark.full),
-        ("moe", "expert", "distributed", True),
-    ],
+    [pytest.param("dense", "tensor", "tensor", False, marks=pytest.mark.full), ("moe", "expert", "distributed", True)],
 )
 def test_a_job_trains_on_a_servers_rollouts_and_sends_it_every_version(
     kind: str, layout: str, sync: str, routes: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory

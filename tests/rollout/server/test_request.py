@@ -219,8 +219,7 @@ def test_every_sampling_field_with_another_default_on_some_server_is_stated() ->
 
 
 @pytest.mark.parametrize(
-    ("output", "known"),
-    [([1, 2], [9, 1, 2]), ([1, 37], [9]), ([1, -1], [9]), ([1, "2"], [9]), (None, [9]), ([], [9])],
+    ("output", "known"), [([1, 2], [9, 1, 2]), ([1, 37], [9]), ([1, -1], [9]), ([1, "2"], [9]), (None, [9]), ([], [9])]
 )
 def test_a_damaged_answer_keeps_the_tokens_as_far_as_they_are_tokens(output: Any, known: list[int]) -> None:
     asked = request(drawn=[9])

@@ -113,10 +113,7 @@ def test_after_an_update_the_log_probs_are_those_of_the_new_weights(server, tmp_
 
 @pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
 def test_a_mixture_of_experts_is_updated_expert_by_expert(tmp_path_factory, tmp_path, transport):
-    with (
-        shared_server("moe", tmp_path_factory) as server,
-        Trainer(server, "moe", transport, tmp_path) as trainer,
-    ):
+    with shared_server("moe", tmp_path_factory) as server, Trainer(server, "moe", transport, tmp_path) as trainer:
         for version, seed in [(1, 1), (2, 0)]:
             trainer.sync.probe = trainer.probe(seed)
             trainer.update(seed, version)

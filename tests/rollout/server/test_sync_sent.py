@@ -151,11 +151,7 @@ with FaultySglang() as server:
         text=True,
         cwd=ROOT,
         # a module imported under the limit would leave half a .pyc behind for every later process
-        env={
-            "PYTHONPATH": f"{ROOT / 'tests/support'}:{ROOT}",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        },
+        env={"PYTHONPATH": f"{ROOT / 'tests/support'}:{ROOT}", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
         timeout=600,
     )
     assert "sync_dir=" in done.stdout and "GiB free: " in done.stdout, done.stdout + done.stderr
