@@ -39,7 +39,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wait_for_step(job: Job, output: Path, step: int) -> None:
-    log, deadline = output / "metrics.jsonl", time.monotonic() + 120
+    log, deadline = output / "metrics.jsonl", time.monotonic() + 600
     while not (log.is_file() and any(record["step"] >= step for record in read_metrics(log))):
         assert job.running() and time.monotonic() < deadline
         time.sleep(0.01)

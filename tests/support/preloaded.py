@@ -3,6 +3,7 @@
 # ruff: noqa: E402 - the emulation of CUDA comes before Megatron-Core, as in a job
 from __future__ import annotations
 
+import queue
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,8 @@ from megatron_rc.training import emulation
 quiet_imports()
 emulation.emulate_cuda_on_cpu()
 
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
 import megatron_rc.cli
 import megatron_rc.rollout.embedded.engine
 import megatron_rc.rollout.recorded
@@ -22,6 +25,10 @@ from megatron_rc.models.families import FAMILIES
 for family in FAMILIES.values():
     family.config_class()
     family.model_class()
+
+# Megatron starts a process of 3 s for the queue of a first checkpoint, that only its asynchronous writer needs;
+# jobs that tests start as a user does, `jobs.typed_job`, have that process
+filesystem_async._results_queue = queue.Queue()
 
 # functions of tests/training/test_model.py are pickled as those of tests.training.test_model, but the repository's root
 # stays off sys.path

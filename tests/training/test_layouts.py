@@ -12,7 +12,7 @@ from warm_models import TASK, warm_model
 
 from megatron_rc.schema.dump import read_dump
 
-STEPS = 10
+STEPS = 7
 JOB: dict[str, Any] = {
     "task": TASK,
     "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 6},
@@ -29,7 +29,7 @@ JOB: dict[str, Any] = {
 
 
 class Recording:
-    """Ten steps of the rollouts of a policy that answers some problems, trained by one process."""
+    """Some steps of the rollouts of a policy that answers some problems, trained by one process."""
 
     def __init__(self, folder: Path, hf: Path) -> None:
         self.config = settings_file(folder, JOB)
@@ -92,10 +92,23 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     return Recording(tmp_path_factory.mktemp("moe"), warm_model("moe", tmp_path_factory))
 
 
-def test_the_dump_says_which_rank_trained_on_which_response(dense: Recording):
-    name = "ranks"
-    dense.replay(name, "train.steps=2", "train.micro_batches=1", processes=2)
-    for records in read_dump(dense.folder / name / "dump"):
+DENSE = {
+    "tensor=2": ["parallel.tensor=2"],
+    # of which one micro-batch may hold no token with a loss
+    "pipeline=2, the fused head": ["parallel.pipeline=2", "train.head=linear", "train.micro_batches=7"],
+    "data=2": ["train.micro_batches=1"],
+}
+
+
+@pytest.mark.parametrize("layout", DENSE)
+def test_a_dense_model_trains_the_same_under_every_layout(dense: Recording, layout: str) -> None:
+    dense.assert_same_as_one_process(layout, dense.replay(layout, *DENSE[layout], processes=2))
+    if layout == "data=2":
+        assert_the_dump_says_which_rank_trained_on_which_response(dense.folder / layout / "dump")
+
+
+def assert_the_dump_says_which_rank_trained_on_which_response(dump: Path) -> None:
+    for records in read_dump(dump):
         for rank in (0, 1):
             positions = sorted(r["pack_position"] for r in records if r["train_rank"] == rank)
             # one micro-batch for the update, and one for the responses whose groups had equal rewards
@@ -103,29 +116,16 @@ def test_the_dump_says_which_rank_trained_on_which_response(dense: Recording):
         assert {r["train_rank"] for r in records} == {0, 1}
 
 
-@pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2", "data=2"])
-def test_a_dense_model_trains_the_same_under_every_layout(dense: Recording, layout: str):
-    assignments = [] if layout == "data=2" else [f"parallel.{layout}"]
-    metrics = dense.replay(layout, *assignments, "train.micro_batches=1" if layout == "data=2" else "train.seed=1",
-                           processes=2)  # fmt: skip
-    dense.assert_same_as_one_process(layout, metrics)
+MOE = {
+    "expert=2": ["parallel.expert=2"],
+    "tensor=2 expert=2, the fused head": ["parallel.tensor=2", "parallel.expert=2", "train.head=linear"],
+}
 
 
-@pytest.mark.parametrize("layout", [("expert=2",), ("tensor=2", "expert=2")], ids=" ".join)
-def test_experts_on_two_processes_train_the_same_as_on_one(moe: Recording, layout: tuple[str, ...]):
-    name = "-".join(layout)
-    moe.assert_same_as_one_process(name, moe.replay(name, *(f"parallel.{part}" for part in layout), processes=2))
-
-
-def test_the_fused_head_trains_the_same_as_logits(dense: Recording):
-    """On two tensor-parallel processes, of which one micro-batch may hold no token with a loss."""
-    metrics = dense.replay("fused", "parallel.tensor=2", "train.head=linear", "train.micro_batches=7", processes=2)
-    dense.assert_same_as_one_process("fused", metrics)
-
-
-def test_the_fused_head_trains_the_same_where_ranks_split_the_rows(moe: Recording):
-    metrics = moe.replay("fused", "parallel.tensor=2", "parallel.expert=2", "train.head=linear", processes=2)
-    moe.assert_same_as_one_process("fused", metrics)
+@pytest.mark.parametrize("layout", MOE)
+def test_experts_on_two_processes_train_the_same_as_on_one(moe: Recording, layout: str) -> None:
+    """With the fused head also where ranks split the rows."""
+    moe.assert_same_as_one_process(layout, moe.replay(layout, *MOE[layout], processes=2))
 
 
 @pytest.mark.full
