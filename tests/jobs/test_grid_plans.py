@@ -139,6 +139,11 @@ def test_values_of_the_command_line_change_cells_and_leave_the_warm_up_a_warm_up
     assert cell.steps == 5
     assert (warm.train.steps, warm.warmup.steps, warm.rollout.engine) == (0, 3, "hf")
     assert (run.train.steps, run.warmup.steps, run.rollout.engine) == (5, 0, "sglang")
+    served = ["warmup.steps=0", "model.hf_path=mine", "model.config={}"]
+    without = grid_of(tmp_path / "without", cells=GROUPS[:1], arguments=served)
+    grids._run_cell(without, grids.cells(without)[0])
+    assert trained[tmp_path / "without/exact-none/seed-1"].model.hf_path == "mine"
+    assert not (tmp_path / "without/warm").exists()
 
 
 def test_grids_with_the_same_warm_up_share_it_and_others_are_refused(
