@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from faulty_sglang import FaultySglang
 from faulty_weights import weights_of
@@ -58,3 +60,10 @@ def started(
     stack.callback(job.pool.close)
     stack.callback(job.sync.close)
     return job, *servers
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    """`started`, for the length of a test that imports this fixture."""
+    with ExitStack() as stack:
+        yield partial(started, stack)

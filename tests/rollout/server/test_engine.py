@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from served_truth import CLOSE, Truth
 from sglang_engines import sglang_engine
 from sglang_server import MODELS, SglangServer, checkpoint_weights, shared_server
+from turn_tasks import CALLS, CountingTask
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.training.step.turns import respond, turns_of
 
 PROMPTS = [[3, 4, 5, 6, 7], [9] * 30, [11], [2, 30, 17], [36, 35], [5, 4, 3, 2]]
 EOS = MODELS["dense"]["eos_token_id"]
@@ -171,3 +174,31 @@ def test_the_longest_request_is_the_longest_that_the_server_does_not_cut(server:
             engine.generate([prompt], SamplingParams(max_new_tokens=250), n=1, seeds=[0])
         (sample,) = engine.generate([prompt], SamplingParams(max_new_tokens=249), n=1, seeds=[0])
         assert sample.discarded is None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("truncated", [False, True])
+def test_turns_of_a_server_are_those_of_the_model(server: SglangServer, kind: str, truncated: bool) -> None:
+    task = CountingTask()
+    params = SamplingParams(40, 0.8, *((0.9, 12) if truncated else ()), stop_token_ids=task.stop_token_ids)
+    prompts, truth = task.prompts(0, 12), Truth(kind)
+    with with_model(server, kind) as engine:
+        samples = respond(engine, task, prompts, params, n=4, seeds=range(48))
+    assert {turns_of(sample) for sample in samples} >= {1, 2, 3}
+    for number, sample in enumerate(samples):
+        assert sample.discarded is None, sample.discarded_detail
+        assert sample.prompt_ids == list(prompts[number // 4].token_ids)
+        mask = sample.output_mask or [True] * len(sample.output_ids)
+        gaps = torch.tensor(sample.logprobs).double() - truth.logprobs(sample, 0.8)
+        assert gaps[torch.tensor(mask)].abs().max() < CLOSE
+        assert (sample.support is not None) == truncated
+        if kind == "moe":
+            assert sample.routes is not None and torch.equal(sample.routes, truth.routes(sample))
+        place = 0
+        for by_policy, group in groupby(mask):
+            end = place + len(list(group))
+            if not by_policy:
+                before = sample.output_ids[:place]
+                assert before[-1] in CALLS
+                assert sample.output_ids[place:end] == task.reply(prompts[0], before)
+            place = end

@@ -71,42 +71,38 @@ def test_routes_are_decoded_whatever_the_size_of_an_expert_id(item: type) -> Non
     assert torch.equal(routes, torch.from_numpy(expected))
 
 
+DAMAGES: list[tuple[SamplingParams, RouteShape | None, dict[str, list[str]]]] = [
+    (PLAIN, None, {
+        "length_mismatch": ["extra_logprob", "missing_logprobs"],
+        "phantom_logprob": ["phantom"],
+        "empty_output": ["empty"],
+        "nan_logprob": ["nan", "-inf", "null"],
+        "positive_logprob": ["positive"],
+        "bad_answer": ["text", "other_token", "outside_vocabulary", "prompt_tokens", "completion_tokens", "too_many",
+                       "other_request", "list", "no_meta", "strange_finish", "gap_in_versions"],
+    }),
+    (KEPT, None, {
+        "missing_support": ["no_support"],
+        "support_mismatch": ["short_support", "foreign_support", "repeated_support"],
+    }),
+    (PLAIN, ROUTES, {
+        "missing_routes": ["no_routes"],
+        "routes_bytes": ["short_routes"],
+        "bad_answer": ["wild_routes"],
+        "retracted_with_routes": ["retracted"],
+    }),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("damage", "reason", "params", "with_routes"),
-    [
-        ("extra_logprob", "length_mismatch", PLAIN, False),
-        ("missing_logprobs", "length_mismatch", PLAIN, False),
-        ("phantom", "phantom_logprob", PLAIN, False),
-        ("empty", "empty_output", PLAIN, False),
-        ("nan", "nan_logprob", PLAIN, False),
-        ("-inf", "nan_logprob", PLAIN, False),
-        ("null", "nan_logprob", PLAIN, False),
-        ("text", "bad_answer", PLAIN, False),
-        ("positive", "positive_logprob", PLAIN, False),
-        ("other_token", "bad_answer", PLAIN, False),
-        ("outside_vocabulary", "bad_answer", PLAIN, False),
-        ("prompt_tokens", "bad_answer", PLAIN, False),
-        ("completion_tokens", "bad_answer", PLAIN, False),
-        ("too_many", "bad_answer", PLAIN, False),
-        ("other_request", "bad_answer", PLAIN, False),
-        ("list", "bad_answer", PLAIN, False),
-        ("no_meta", "bad_answer", PLAIN, False),
-        ("strange_finish", "bad_answer", PLAIN, False),
-        ("gap_in_versions", "bad_answer", PLAIN, False),
-        ("no_support", "missing_support", KEPT, False),
-        ("short_support", "support_mismatch", KEPT, False),
-        ("foreign_support", "support_mismatch", KEPT, False),
-        ("repeated_support", "support_mismatch", KEPT, False),
-        ("no_routes", "missing_routes", PLAIN, True),
-        ("short_routes", "routes_bytes", PLAIN, True),
-        ("wild_routes", "bad_answer", PLAIN, True),
-        ("retracted", "retracted_with_routes", PLAIN, True),
-    ],
-)
+    ("params", "routes", "reason", "damage"),
+    [(params, routes, reason, damage)
+     for params, routes, by_reason in DAMAGES for reason, damages in by_reason.items() for damage in damages],
+)  # fmt: skip
 def test_every_damage_is_refused_by_its_name(
-    damage: str, reason: str, params: SamplingParams, with_routes: bool
+    params: SamplingParams, routes: RouteShape | None, reason: str, damage: str
 ) -> None:
-    asked = request(params, routes=ROUTES if with_routes else None)
+    asked = request(params, routes=routes)
     asked.piece(answer(asked))
     assert reason_of(asked, answer(asked, damage)) == reason
 

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
-from sglang_server import MODELS, SglangServer, checkpoint_weights, shared_server
+from served_truth import CLOSE, Truth
+from sglang_server import SglangServer, checkpoint_weights, shared_server
 
+from megatron_rc.engine import Sample
 from megatron_rc.rollout.sglang.pool import Pool
 from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
 from megatron_rc.schema.sglang_settings import SGLangSettings
 
 PROMPT = [3, 4, 5, 6, 7]
-UNROUNDED = 2e-5
-"""fp32 on both sides, nats."""
 
 
 @pytest.fixture
@@ -34,12 +33,12 @@ class Trainer:
     """One server, and models of seeds 0 (what it was started with), 1 and 2."""
 
     def __init__(self, server: SglangServer, kind: str, transport: Any, folder: Path) -> None:
-        self.server, self.kind = server, kind
+        self.server = server
         self.config = json.loads((Path(server.model) / "config.json").read_text())
         self.pool = Pool([server.url], concurrency=4, timeout_s=60)
         settings = SGLangSettings(weight_sync=transport, bucket_bytes=20_000, sync_dir=str(folder), timeout_s=60)
         self.sync = weight_sync(settings, self.config)
-        self.models: dict[int, Any] = {}
+        self.truths = {seed: Truth(kind, seed) for seed in (0, 1, 2)}
 
     def __enter__(self) -> Trainer:
         return self
@@ -48,32 +47,21 @@ class Trainer:
         self.sync.close()
         self.pool.close()
 
-    def model(self, seed: int) -> Any:
-        if seed not in self.models:
-            self.models[seed] = tiny_models.transformers_model(MODELS[self.kind], seed).float().eval()
-        return self.models[seed]
-
     def weights(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        return checkpoint_weights(self.model(seed))
+        return checkpoint_weights(self.truths[seed].model)
 
     def update(self, seed: int, version: int) -> None:
         update_servers(self.pool, self.sync, self.weights(seed), version)
 
     def probe(self, seed: int) -> Any:
-        return lambda prompt: self.logprobs(seed, prompt)[1:]
-
-    def logprobs(self, seed: int, ids: list[int]) -> list[float]:
-        """log p(ids[t] | ids[:t]), and 0 at t = 0."""
-        with torch.no_grad():
-            rows = self.model(seed)(torch.tensor([ids])).logits[0].double().log_softmax(-1)
-        return [0.0, *rows[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()]
+        return lambda prompt: self.truths[seed].logprobs(Sample(prompt[:1], prompt[1:], [], "length")).tolist()
 
     def distance(self, seed: int, answer: Any) -> float:
         """max |server - model of seed| over the output tokens, nats."""
-        expected = self.logprobs(seed, PROMPT + answer["output_ids"])[len(PROMPT) :]
+        expected = self.truths[seed].logprobs(Sample(PROMPT, answer["output_ids"], [], "length"))
         found = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
         assert found
-        return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+        return float((torch.tensor(found).double() - expected).abs().max())
 
     def sampled(self) -> Any:
         return self.server.generate(PROMPT, {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True})
@@ -95,13 +83,13 @@ def counted(trainer: Trainer, path: str) -> list[str]:
 @pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
 def test_after_an_update_the_log_probs_are_those_of_the_new_weights(server, tmp_path, transport):
     with Trainer(server, "dense", transport, tmp_path) as trainer:
-        assert trainer.distance(0, trainer.sampled()) < UNROUNDED
+        assert trainer.distance(0, trainer.sampled()) < CLOSE
         loads = counted(trainer, f"/update_weights_from_{transport}")
         for version, seed in [(1, 1), (2, 2), (3, 2), (4, 0)]:
             trainer.sync.probe = trainer.probe(seed)
             trainer.update(seed, version)
             answer = trainer.sampled()
-            assert trainer.distance(seed, answer) < UNROUNDED
+            assert trainer.distance(seed, answer) < CLOSE
             assert trainer.distance((seed + 1) % 3, answer) > 1e-2, "another model's would pass, too"
             assert answer["meta_info"]["weight_versions"] == [{"version": str(version), "start": 0, "end": 12}]
         if transport == "disk":
@@ -118,11 +106,11 @@ def test_a_mixture_of_experts_is_updated_expert_by_expert(tmp_path_factory, tmp_
             trainer.sync.probe = trainer.probe(seed)
             trainer.update(seed, version)
             answer = trainer.sampled()
-            assert trainer.distance(seed, answer) < UNROUNDED
+            assert trainer.distance(seed, answer) < CLOSE
             assert answer["meta_info"]["weight_version"] == str(version)
         # of one expert alone the server's fused tensor changes
         name = "model.layers.1.mlp.experts.gate_up_proj"
-        trainer.model(0).state_dict()[name][5] += 0.5
+        trainer.truths[0].model.state_dict()[name][5] += 0.5
         trainer.sync.probe = trainer.probe(0)
         trainer.update(0, 3)
 
@@ -174,7 +162,7 @@ def test_requests_during_an_update_end_with_the_versions_that_drew_their_tokens(
         waiting.join()
         (answer,) = held
         assert answer["meta_info"]["weight_versions"] == [{"version": "2", "start": 0, "end": 12}]
-        assert trainer.distance(2, answer) < UNROUNDED
+        assert trainer.distance(2, answer) < CLOSE
         aborted = [a for a in answers if a["meta_info"]["finish_reason"]["type"] == "abort" and a["output_ids"]]
         assert aborted, "requests that run when the update begins end with it"
         for answer in answers:
@@ -182,7 +170,7 @@ def test_requests_during_an_update_end_with_the_versions_that_drew_their_tokens(
                 (span,) = answer["meta_info"]["weight_versions"]
                 assert (span["start"], span["end"]) == (0, len(answer["output_ids"]))
                 assert span["version"] == "1" or answer not in aborted
-                assert trainer.distance(int(span["version"]), answer) < UNROUNDED
+                assert trainer.distance(int(span["version"]), answer) < CLOSE
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
@@ -196,7 +184,7 @@ def test_a_server_that_accepts_half_of_the_tensors_is_found_by_its_checksums_and
         assert server.call("/ready")[0] == 503, "it must not answer with mixed weights"
         trainer.update(1, 2)
         assert trainer.pool.servers[0].out is None
-        assert trainer.distance(1, trainer.sampled()) < UNROUNDED
+        assert trainer.distance(1, trainer.sampled()) < CLOSE
 
 
 def test_a_tensor_that_the_server_holds_under_another_name_is_not_taken_for_sent(server, tmp_path):

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
-from functools import partial
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 from faulty_sglang import PROBE, FaultySglang
 from faulty_weights import probe_logprobs, weights_of
-from sync_jobs import PATH, holds, started
-
-
-@pytest.fixture
-def start() -> Iterator[Any]:
-    with ExitStack() as stack:
-        yield partial(started, stack)
-
+from sync_jobs import PATH, holds
+from sync_jobs import start as start
 
 CONTROL = ("/pause_generation", "/flush_cache", "/weights_checker", "/update_weight_version", PROBE)
 

@@ -6,8 +6,6 @@ import json
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ import pytest
 import torch
 from faulty_sglang import servers_in_processes
 from faulty_weights import weights_of
-from sync_jobs import Job, started
+from sync_jobs import Job
+from sync_jobs import start as start
 
 PATH_GROUP = "/update_weights_from_distributed"
 
@@ -79,12 +78,6 @@ def test_a_server_that_hangs_in_the_group_is_given_up_after_the_timeout(group_jo
     job.update(2, version=2)
     assert job.out[0] is None and job.out[1] is not None and holds_at(good, 2)
     assert time.monotonic() - began < 60, "four calls with a limit of 3 s each, on a machine that may be busy"
-
-
-@pytest.fixture
-def start() -> Iterator[Any]:
-    with ExitStack() as stack:
-        yield partial(started, stack)
 
 
 def test_cuda_servers_and_a_trainer_without_cuda_cannot_form_a_group(start, tmp_path):

@@ -5,29 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 from faulty_weights import weights_of
 from safetensors.torch import load_file
-from sync_jobs import CONFIG, PATH, holds, started
+from sync_jobs import CONFIG, PATH, holds
+from sync_jobs import start as start
 
 from megatron_rc import schema
 from megatron_rc.rollout.sglang.weights import TRANSPORTS, weight_sync
 from megatron_rc.schema.sglang_settings import SGLangSettings, SyncTransport
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def start() -> Iterator[Any]:
-    with ExitStack() as stack:
-        yield partial(started, stack)
 
 
 @pytest.mark.parametrize("transport", PATH)
