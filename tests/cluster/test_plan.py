@@ -250,13 +250,6 @@ def test_micro_batches_of_a_step() -> None:
             "parallel.tensor * parallel.pipeline = 2 must divide the number of processes, got 7",
         ),
         ((), {"serve_gpus": 4, "nodes": 1, "gpu_memory": 0}, "cluster: gpu_memory must be > 0, got 0"),
-        (
-            ("parallel.tensor=5",),
-            {"nodes": 1, "serve_gpus": 3},
-            "num_attention_heads must be divisible by parallel.tensor",
-        ),
-        (("parallel.tensor=16",), {"serve_gpus": 0}, "num_key_value_heads must be divisible by parallel.tensor"),
-        (("parallel.pipeline=8",), {"serve_gpus": 0}, "num_hidden_layers must be divisible by parallel.pipeline"),
         (("parallel.expert=2",), {}, "parallel.expert=2 needs a model with experts, this one has none"),
         (
             ("parallel.tensor=4",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -10,16 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from process_groups import members, nothing_is_left
+from refusals import outcome
 
 from megatron_rc.cluster import addresses
 from megatron_rc.cluster.processes import Process, start_keeper
 from megatron_rc.cluster.server import CPU_FLAGS, free_port
-
-VERB = (sys.executable, "-m", "megatron_rc", "serve")
 
 # starts at once, has a child that does not listen to SIGTERM, and ends by itself if a test fails to end it
 QUICK_SERVER = """
@@ -37,9 +39,6 @@ class Health(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(503 if behaviour == "never ready" else 200)
         self.end_headers()
-
-    def log_message(self, *words):
-        print("asked", flush=True)
 
 HTTPServer(("127.0.0.1", port), Health).serve_forever()
 """
@@ -69,7 +68,7 @@ class Manager:
         code = START.format(
             port=self.port, folder=folder, background=background, stop_with=stop_with, behaviour=behaviour,
             report_to=report_to,
-            timeout=3 if behaviour == "never ready" else 600,
+            timeout=2 if behaviour == "never ready" else 600,
         )  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -97,23 +96,28 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def serve(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "SGLANG_PYTHON"} | environment
-    return subprocess.run([*VERB, *map(str, words)], env=environment, capture_output=True, text=True)
+def serve(*words: object, **environment: str) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of the verb, in this process."""
+    printed = io.StringIO()
+    with mock.patch.dict(os.environ, environment), redirect_stdout(printed):
+        if "SGLANG_PYTHON" not in environment:
+            os.environ.pop("SGLANG_PYTHON", None)
+        status, said = outcome(["serve", *map(str, words)])
+    return status, printed.getvalue(), said
 
 
 def refused(*words: object, **environment: str) -> str:
     """The one sentence with which the verb ends."""
-    run = serve(*words, **environment)
-    assert run.returncode == 2, run.stdout
-    (sentence,) = run.stderr.splitlines()
+    status, printed, said = serve(*words, **environment)
+    assert status == 2, printed
+    (sentence,) = said.splitlines()
     return sentence
 
 
 def dry_run(*words: object) -> list[str]:
-    run = serve(*words, "--dry-run")
-    assert run.returncode == 0, run.stderr
-    return run.stdout.split()
+    status, printed, said = serve(*words, "--dry-run")
+    assert status == 0, said
+    return printed.split()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -130,8 +134,10 @@ def test_the_server_and_its_children_end_with_their_manager_and_nothing_else_doe
     assert bystander.poll() is None
 
 
-def stop(folder: Path) -> subprocess.CompletedProcess[str]:
-    return serve("stop", "--log", folder / "server.log")
+def stopped(folder: Path) -> tuple[int, str]:
+    """Exit status of `serve stop`, and what it says."""
+    status, printed, said = serve("stop", "--log", folder / "server.log")
+    return status, printed + said
 
 
 def test_a_background_server_outlives_its_manager_until_it_is_stopped(tmp_path: Path) -> None:
@@ -141,16 +147,16 @@ def test_a_background_server_outlives_its_manager_until_it_is_stopped(tmp_path: 
     time.sleep(1.5)  # for whoever would end it
     assert len(members(group)) == 2
     os.kill(members(group)[1], signal.SIGKILL)  # the deaf child, for which the grace of `stop` is long
-    assert stop(tmp_path).returncode == 0
+    assert stopped(tmp_path)[0] == 0
     assert nothing_is_left(group)
-    assert "no server to stop" in stop(tmp_path).stderr
+    assert "no server to stop" in stopped(tmp_path)[1]
 
 
 def test_stop_leaves_a_process_alone_that_only_has_the_number_of_the_server(
     tmp_path: Path, bystander: subprocess.Popen[bytes]
 ) -> None:
     (tmp_path / "server.pid").write_text(f"{bystander.pid} 12345\n")
-    assert "had ended already" in stop(tmp_path).stdout
+    assert "had ended already" in stopped(tmp_path)[1]
     assert bystander.poll() is None
 
 
@@ -213,7 +219,7 @@ def test_a_server_that_never_gets_ready_is_stopped(tmp_path: Path) -> None:
     manager = Manager(tmp_path, "never ready")
     status, said = manager.ended()
     assert status == 1
-    assert "asked\n" in said and "did not answer within 3 s" in said
+    assert "did not answer within 2 s" in said
     with socket.socket() as client:
         assert client.connect_ex(("127.0.0.1", manager.port)) != 0
 
@@ -238,8 +244,8 @@ def test_wrong_arguments_are_refused_in_one_sentence(tmp_path: Path) -> None:
     for python in (sys.executable, "/no/such/python"):
         assert f"{python} has no SGLang; install it there" in refused(tmp_path, SGLANG_PYTHON=python)
     for words in (["--port", "many"], ["--port", "-1"], ["--log"]):
-        run = serve(tmp_path, *words)
-        assert run.returncode == 2 and words[0] in run.stderr and "Traceback" not in run.stderr
+        status, _, said = serve(tmp_path, *words)
+        assert status == 2 and words[0] in said and "Traceback" not in said
 
 
 def test_routes_are_asked_for_exactly_where_there_are_experts(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megatron_rc.tasks.calculator import CalculatorOptions, CalculatorTask, careless_terms, result
-from megatron_rc.tasks.registry import build_task
 
 
 def calculator(**options: Any) -> CalculatorTask:
@@ -91,29 +90,3 @@ def test_the_last_turn_counts_whatever_the_calls_were(response: str, reward: flo
     prompt = task._prompt([47, 38, -5])
     assert (prompt.text, prompt.answer) == ("a47b+38c-5:", "80")
     assert task.rewards([prompt], [task.alphabet.encode(response)]) == [reward]
-
-
-def test_calculator_is_a_pure_function_of_seed_and_index_and_trains_on_no_held_out_problem() -> None:
-    task, again, other = calculator(seed=3), calculator(seed=3), calculator(seed=4)
-    assert task.prompts(7, 5) == again.prompts(0, 20)[7:12] != other.prompts(7, 5)
-    assert task.demonstrations(7, 5) == again.demonstrations(0, 20)[7:12]
-    small = {"fewest_terms": 2, "most_terms": 2, "digits": 1}
-    held_out = {p.text for seed in range(3) for p in calculator(seed=seed, held_out=8, **small).eval_prompts()}
-    assert not held_out & {p.text for p in calculator(seed=1, held_out=1, **small).prompts(0, 2000)}
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"fewest_terms": 1}, "2 <= fewest_terms <= most_terms <= 26, got fewest_terms=1 most_terms=6"),
-        ({"fewest_terms": 7}, "fewest_terms <= most_terms"),
-        ({"digits": 7}, r"digits must be in \[1, 6\], got 7"),
-        ({"max_turns": 5}, "max_turns must be >= 6, got 5"),
-        ({"digits": 4, "max_turn_tokens": 10}, "max_turn_tokens must be >= 11, got 10"),
-        ({"held_out": 0}, "held_out must be >= 1, got 0"),
-        ({"terms": 3}, "unknown field 'task.options.terms'"),
-    ],
-)
-def test_a_wrong_calculator_option_is_named(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        build_task("calculator", options)

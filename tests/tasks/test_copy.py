@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megatron_rc.tasks.copying import CopyOptions, CopyProblem, CopyTask
-from megatron_rc.tasks.registry import build_task
 
 
 def copy(**options: Any) -> CopyTask:
@@ -67,32 +66,3 @@ def test_a_careful_teacher_is_right() -> None:
     for shown in task.demonstrations(0, 5):
         text = task.decode(shown.prompt_ids)
         assert task.decode(shown.output_ids) == "".join(f"{n:02d}{text[2:]}" for n in range(63, -1, -1)) + "."
-
-
-def test_copy_is_a_pure_function_of_seed_and_index_and_trains_on_no_held_out_problem() -> None:
-    task, again, other = copy(seed=3), copy(seed=3), copy(seed=4)
-    assert task.prompts(7, 5) == again.prompts(0, 20)[7:12] != other.prompts(7, 5)
-    assert task.demonstrations(7, 2) == again.demonstrations(0, 9)[7:]
-    held_out = {p.text for p in task.eval_prompts()}
-    assert len(held_out) == 64 and not held_out & {p.text for p in task.prompts(0, 2000)}
-    few = {"letters": 1, "fewest_lines": 1, "most_lines": 9}
-    held_out = {p.text for p in copy(held_out=15, **few).eval_prompts()}
-    assert not held_out & {p.text for seed in range(3) for p in copy(held_out=1, seed=seed, **few).prompts(0, 500)}
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"fewest_lines": 0}, "fewest_lines must be >= 1, got 0"),
-        ({"letters": 0}, "letters must be >= 1, got 0"),
-        ({"most_lines": 100}, r"most_lines must be in \[fewest_lines, 99\], got fewest_lines=64 most_lines=100"),
-        ({"most_lines": 63}, r"most_lines must be in \[fewest_lines, 99\]"),
-        ({"alphabet": 21}, r"alphabet must be in \[2, 20\], got 21"),
-        ({"demonstration_error_rate": -0.1}, r"demonstration_error_rate must be in \[0, 1\]"),
-        ({"letters": 1, "alphabet": 2, "held_out": 50}, "held_out=50 is more than the . held-out problems"),
-        ({"lines": 3}, "unknown field 'task.options.lines'"),
-    ],
-)
-def test_a_wrong_copy_option_is_named(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        build_task("copy", options)

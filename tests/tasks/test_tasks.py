@@ -32,20 +32,31 @@ def arithmetic(**options: Any) -> ArithmeticTask:
     return ArithmeticTask(ArithmeticOptions(**options))
 
 
-def test_arithmetic_is_a_pure_function_of_seed_and_index() -> None:
-    first, again, other = arithmetic(seed=3), arithmetic(seed=3), arithmetic(seed=4)
-    assert first.prompts(7, 5) == again.prompts(0, 20)[7:12]
-    assert first.demonstrations(7, 5) == again.demonstrations(0, 20)[7:12]
-    assert first.eval_prompts() == again.eval_prompts()
-    assert first.prompts(0, 20) != other.prompts(0, 20)
-    assert first.eval_prompts() != other.eval_prompts()
+@pytest.mark.parametrize("kind", ["arithmetic", "calculator", "copy"])
+def test_a_task_is_a_pure_function_of_seed_and_index(kind: str) -> None:
+    first, again, other = (build_task(kind, {"seed": seed}) for seed in (3, 3, 4))
+    assert first.prompts(7, 5) == again.prompts(0, 20)[7:12] != other.prompts(7, 5)
+    assert first.demonstrations(7, 2) == again.demonstrations(0, 9)[7:]
+    assert first.eval_prompts() == again.eval_prompts() != other.eval_prompts()
 
 
-def test_no_held_out_problem_of_any_seed_is_ever_trained_on() -> None:
-    held_out = {p.token_ids for seed in range(3) for p in arithmetic(seed=seed).eval_prompts()}
-    task = arithmetic(seed=1)
-    trained = {p.token_ids for p in task.prompts(0, 3000)} | {tuple(d.prompt_ids) for d in task.demonstrations(0, 3000)}
-    assert not held_out & trained
+FEW = {
+    "arithmetic": {},
+    "calculator": {"fewest_terms": 2, "most_terms": 2, "digits": 1, "held_out": 8},
+    "copy": {"letters": 1, "fewest_lines": 1, "most_lines": 9, "held_out": 15},
+}
+"""Options under which the problems of training would meet the held-out ones, were these not left out."""
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_no_held_out_problem_of_any_seed_is_ever_trained_on(kind: str) -> None:
+    def held_out_of(seed: int) -> set[tuple[int, ...]]:
+        return {p.token_ids for p in build_task(kind, {**FEW[kind], "seed": seed}).eval_prompts()}
+
+    task = build_task(kind, {**FEW[kind], "held_out": 1, "seed": 1})
+    trained = {p.token_ids for p in task.prompts(0, 2000)}
+    trained |= {tuple(shown.prompt_ids) for shown in task.demonstrations(0, 2000)}
+    assert not set.union(*map(held_out_of, range(3))) & trained
 
 
 def test_the_held_out_problems_are_an_eighth_and_all_different() -> None:
@@ -145,27 +156,46 @@ def test_responses_vary_in_length_and_lose_their_steps_on_request() -> None:
     assert all(ALPHABET.encode(",")[0] not in response for _, response, _ in short)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
+WRONG_OPTIONS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "arithmetic": [
         ({"levels": {}}, "levels must give at least one level a weight > 0"),
         ({"levels": {"3x1": 0.0}}, "levels must give at least one level a weight > 0"),
         ({"levels": {"3x1": -1.0, "2x1": 2.0}}, "levels: the weight of '3x1' must be >= 0"),
         ({"levels": {"3xl": 1.0}}, "levels: unknown level '3xl'; did you mean '3x"),
+        ({"levels": {"2x1": 1.0}, "held_out": 500}, "held_out=500 is more than the "),
         ({"demonstration_error_rate": 1.5}, "demonstration_error_rate must be in [0, 1], got 1.5"),
         ({"held_out": 0}, "held_out must be >= 1, got 0"),
         ({"held_out": "many"}, "task.options.held_out"),
         ({"levles": {}}, "unknown field 'task.options.levles'; did you mean 'levels'?"),
     ],
+    "calculator": [
+        ({"fewest_terms": 1}, "2 <= fewest_terms <= most_terms <= 26, got fewest_terms=1 most_terms=6"),
+        ({"fewest_terms": 7}, "fewest_terms <= most_terms"),
+        ({"digits": 7}, "digits must be in [1, 6], got 7"),
+        ({"max_turns": 5}, "max_turns must be >= 6, got 5"),
+        ({"digits": 4, "max_turn_tokens": 10}, "max_turn_tokens must be >= 11, got 10"),
+        ({"held_out": 0}, "held_out must be >= 1, got 0"),
+        ({"terms": 3}, "unknown field 'task.options.terms'"),
+    ],
+    "copy": [
+        ({"fewest_lines": 0}, "fewest_lines must be >= 1, got 0"),
+        ({"letters": 0}, "letters must be >= 1, got 0"),
+        ({"most_lines": 100}, "most_lines must be in [fewest_lines, 99], got fewest_lines=64 most_lines=100"),
+        ({"most_lines": 63}, "most_lines must be in [fewest_lines, 99]"),
+        ({"alphabet": 21}, "alphabet must be in [2, 20], got 21"),
+        ({"demonstration_error_rate": -0.1}, "demonstration_error_rate must be in [0, 1]"),
+        ({"letters": 1, "alphabet": 2, "held_out": 50}, "held_out=50 is more than the "),
+        ({"lines": 3}, "unknown field 'task.options.lines'"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "sentence"), [(kind, *row) for kind, rows in WRONG_OPTIONS.items() for row in rows]
 )
-def test_a_wrong_arithmetic_option_is_named(options: dict[str, Any], sentence: str) -> None:
+def test_a_wrong_option_is_named(kind: str, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        build_task("arithmetic", options)
-
-
-def test_more_held_out_problems_than_there_are_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"held_out=500 is more than the \d+ held-out problems"):
-        arithmetic(levels={"2x1": 1.0}, held_out=500)
+        build_task(kind, options)
 
 
 def test_build_task_fills_in_the_seed_of_the_job_and_names_unknown_tasks() -> None:
