@@ -103,18 +103,6 @@ def test_a_dump_without_the_optional_columns_reads_and_replays(tmp_path: Path) -
     assert replayed == [dataclasses.replace(samples[2], **forgotten)]
 
 
-def test_turns_are_counted_within_each_sequence(tmp_path: Path) -> None:
-    masks = [[True, False, False, True, True], [False, True, False], [True]]
-    samples = [
-        Sample([1] * lead, [2] * len(mask), [-1.0] * len(mask), "stop", [(0, 0, len(mask))], output_mask=mask)
-        for lead, mask in zip((1, 3, 2), masks, strict=True)
-    ]
-    batch = TokenBatch.from_samples(samples, SamplingParams(max_new_tokens=5))
-    DumpWriter(tmp_path).write(1, batch, samples=samples, seeds=[1, 2, 3])
-    [records] = read_dump(tmp_path)
-    assert [r["turn"] for r in records] == [[0, 0, 0, 1, 1], [0, 0, 0], [0]]
-
-
 def test_routes_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
     samples = example_samples()
     for sample in samples[:2]:
@@ -229,17 +217,6 @@ def test_replay_returns_the_recorded_samples_by_seed(tmp_path: Path) -> None:
         replayed = engine.generate(prompts, SAMPLING, n=1, seeds=seeds, on_finished=finished.append)
         assert replayed == [samples[2], samples[0]]
     assert finished == [2, 2]
-
-
-def test_a_replayed_batch_is_bitwise_the_recorded_one(tmp_path: Path) -> None:
-    samples = recorded_run(tmp_path)[1]
-    replayed = ReplayEngine(tmp_path).generate([s.prompt_ids for s in samples], SAMPLING, n=1, seeds=[100, 101, 102])
-    recorded, again = (TokenBatch.from_samples(s, SAMPLING) for s in (samples, replayed))
-    for name in ("tokens", "targets", "loss_mask", "rollout_logprobs", "segment_ids", "weight_versions", "truncated"):
-        assert torch.equal(getattr(recorded, name), getattr(again, name)), name
-    assert recorded.support is not None and again.support is not None
-    assert torch.equal(recorded.support.ids, again.support.ids)
-    assert torch.equal(recorded.support.offsets, again.support.offsets)
 
 
 def test_replay_reads_the_whole_export_so_that_gathers_stay_in_step(tmp_path: Path) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
 from jobs import DENSE, MOE, run_together, settings_file, train
 from recordings import timeless
 
-from megatron_rc.lr_decay import LengthDecayLR
 from megatron_rc.report.log import read_metrics
 from megatron_rc.schema.dump import read_dump
 
@@ -39,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     commands = [
         train(warm, folder / "warm"),
         train(config, folder / "whole", "dump.tokens=true"),
-        train(config, folder / "segments", *SEGMENTS, "lr_decay={}"),
+        train(config, folder / "segments", *SEGMENTS),
         train(config, folder / "two steps", "train.steps=2"),
         train(config, folder / "two steps"),  # goes on from its checkpoint
         train(config, folder / "replayed", *replay),
@@ -99,17 +97,6 @@ def test_segments_are_weighted_turn_by_turn(runs: Path) -> None:
             assert all(len(weights) == 1 for weights in by_turn.values())
             seen += len({weight for weights in by_turn.values() for weight in weights}) > 1
     assert seen, "some response has turns of different weights"
-
-
-def test_the_surge_detector_sees_the_tokens_that_the_policy_drew_in_whole_responses(runs: Path) -> None:
-    drawn, everything = LengthDecayLR(1e-3), LengthDecayLR(1e-3)
-    for records, metrics in zip(read_dump(runs / "segments" / "dump"), steps(runs, "segments"), strict=True):
-        truncated = fmean(record["finish_reason"] == "length" for record in records)
-        drawn.step(fmean(sum(record["loss_mask"]) for record in records), truncated)
-        everything.step(fmean(len(record["loss_mask"]) for record in records), truncated)
-        assert metrics["lr_decay/length_ratio"] == pytest.approx(drawn.detector.ratio, rel=1e-6)
-        assert metrics["lr_decay/unmeasured"] == 0 and metrics["lr_decay/scale"] == 1
-    assert drawn.detector.ratio != pytest.approx(everything.detector.ratio, rel=1e-4)
 
 
 def without_evaluation(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from constraints import pins
 from process_groups import descendants, members, nothing_is_left
-from sglang_server import ROOT, SERVE, SglangServer, end_shared_servers, save_checkpoint, shared_server
-
-from megatron_rc.cluster.processes import started_at
+from sglang_server import ROOT, SERVE, SglangServer, save_checkpoint, shared_server
 
 LAUNCH = ROOT / "launch"
 STAND_IN = LAUNCH / "sglang_cpu/stand_in"
@@ -97,24 +92,6 @@ def test_a_shared_server_comes_back_as_it_started(tmp_path_factory: pytest.TempP
 def test_every_process_of_a_real_server_is_in_its_group(moe_server: SglangServer) -> None:
     started = descendants(moe_server.process)
     assert len(started) >= 2 and set(started.values()) == {moe_server.process}
-
-
-def test_a_session_whose_server_has_processes_elsewhere_is_told_so(tmp_path: Path) -> None:
-    script = "sleep 900 & setsid sleep 900 & wait"
-    with subprocess.Popen(["bash", "-c", script], start_new_session=True) as leader:
-        while len(descendants(leader.pid)) < 2 or len(members(leader.pid)) != 2:
-            time.sleep(0.01)
-        (stranger,) = (process for process, group in descendants(leader.pid).items() if group != leader.pid)
-        server = SglangServer("", leader.pid, str(tmp_path / "server.log"), "")
-        (tmp_path / "server.pid").write_text(f"{leader.pid} {started_at(leader.pid)}")
-        (tmp_path / "sglang-moe.json").write_text(json.dumps(asdict(server)))
-        (tmp_path / "sglang-dense.json").write_text("null")
-        try:
-            assert end_shared_servers(tmp_path) == [f"processes [{stranger}] of sglang-moe are not in its group"]
-            assert nothing_is_left(leader.pid)
-        finally:
-            for left in (stranger, *members(leader.pid)):
-                os.kill(left, signal.SIGKILL)
 
 
 @pytest.mark.full

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from process_groups import descendants, members, nothing_is_left
+from process_groups import members, nothing_is_left
 
 from megatron_rc.cluster.server import stop
 
@@ -137,10 +137,6 @@ def end_shared_servers(folder: Path) -> list[str]:
         if known is None:
             continue
         server = SglangServer(**known)
-        started = descendants(server.process)
-        strangers = sorted(process for process, group in started.items() if group != server.process)
-        if strangers:
-            wrong.append(f"processes {strangers} of {state.stem} are not in its group")
         with redirect_stdout(io.StringIO()):
             stop(Path(server.log))
         if not nothing_is_left(server.process):

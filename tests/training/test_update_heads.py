@@ -31,17 +31,14 @@ class Case(NamedTuple):
 
 CASES = [
     Case(),
-    Case("tied"),
     Case(chunk=2),
     Case(old="current", chunk=2),
     Case(dtype="fp16"),
     Case(dtype="fp16", chunk=3, logits_dtype="fp32"),
-    Case(old="current"),
     Case(ranks=2),
     Case(tensor=2, ranks=2),
     Case(pipeline=2, ranks=2),
     # with sequence parallelism, whose ranks split the rows and those of padding
-    Case("moe", tensor=2, expert=2, ranks=2),
     Case("moe", tensor=2, expert=2, ranks=2, chunk=2),
 ]
 

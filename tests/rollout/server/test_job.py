@@ -40,13 +40,17 @@ def job(folder: Path, served: str, **changes: Any) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "layout", "sync", "routes"),
-    [pytest.param("dense", "tensor", "tensor", False, marks=pytest.mark.full), ("moe", "expert", "distributed", True)],
+    [
+        pytest.param("dense", {"tensor": 2}, "tensor", False, marks=pytest.mark.full),
+        ("moe", {"tensor": 2, "expert": 2}, "distributed", True),
+    ],
+    ids=["dense", "moe"],
 )
 def test_a_job_trains_on_a_servers_rollouts_and_sends_it_every_version(
-    kind: str, layout: str, sync: str, routes: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    kind: str, layout: dict[str, int], sync: str, routes: bool, tmp_path: Path, tmp_path_factory: Any
 ) -> None:
     with shared_server(kind, tmp_path_factory) as server:
-        config = job(tmp_path, server.model, parallel={layout: 2})
+        config = job(tmp_path, server.model, parallel=layout)
         chosen = [f"rollout.sglang.urls=['{server.url}']", f"rollout.sglang.weight_sync={sync}"]
         chosen += [f"rollout.sglang.capture_routes={str(routes).lower()}", f"output={tmp_path / 'out'}"]
         arguments = [word for assignment in chosen for word in ("--set", assignment)]
