@@ -26,10 +26,9 @@ class Job:
     """A trainer's side: a pool, a sync, and the seeds of weights sent."""
 
     def __init__(self, urls: list[str], transport: Any, folder: Path, **options: Any) -> None:
-        self.pool = Pool(urls, concurrency=4, timeout_s=10)
-        settings = SGLangSettings(
-            weight_sync=transport, bucket_bytes=600, sync_dir=str(folder), **{"timeout_s": 5.0, **options}
-        )
+        self.pool = Pool(urls, concurrency=4, timeout_s=60)
+        given = {"bucket_bytes": 600, "sync_dir": str(folder), "timeout_s": 60.0, **options}
+        settings = SGLangSettings(weight_sync=transport, **given)
         self.sync = weight_sync(settings, CONFIG)
         self.taken = 0
 
