@@ -49,11 +49,7 @@ def diagnosis(*chunks: Chunk) -> Diagnosis:
 
 @pytest.mark.parametrize(
     ("after", "cause", "share"),
-    [
-        ({"sigma": 0.1}, "engine", 1.0),
-        ({"certainty": 0.3}, "entropy", 1.0),
-        ({"length": 160}, "length", None),
-    ],
+    [({"sigma": 0.1}, "engine", 1.0), ({"certainty": 0.3}, "entropy", 1.0), ({"length": 160}, "length", None)],
 )
 def test_the_growth_is_put_down_to_what_grew(after: dict, cause: str, share: float | None) -> None:
     found = decompose(steps_of(step_chunk(1, 1), step_chunk(2, 1, **after)))

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from length_curves import (
-    length_curves,
-)
+from length_curves import length_curves
 from length_rates import algorithm_1, jump, rates
 
 from megatron_rc import LengthDecayLR, SurgeDetector, schema

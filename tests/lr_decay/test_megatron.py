@@ -181,10 +181,7 @@ JOB: dict[str, Any] = {
     "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 4},
     "train": {"steps": 8, "lr": 1e-3, "lr_warmup_steps": 2, "save_interval": 2, "eval_interval": 100, "save_hf": False},
 }
-TWO_UPDATES = (
-    "train.mini_batches_per_rollout=2",
-    "lr_decay={decay_period: 3, detector: {warmup: 2}}",
-)
+TWO_UPDATES = ("train.mini_batches_per_rollout=2", "lr_decay={decay_period: 3, detector: {warmup: 2}}")
 
 
 GATE = (
