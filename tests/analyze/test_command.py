@@ -92,16 +92,10 @@ def test_a_file_that_is_no_dump_is_one_sentence(name: str, tmp_path: Path, monke
 @pytest.mark.parametrize(
     "options",
     [
-        ("--gate", "speed<1"),
-        ("--gate", "k3<fast"),
-        ("--gate", "k3"),
-        ("--gate", "RC2=some"),
-        ("--gate", ","),
-        ("--gate", "z_W<4"),
-        ("--select", "RC999"),
-        ("--ignore", "203"),
+        ("--gate", "speed<1"), ("--gate", "k3<fast"), ("--gate", "k3"), ("--gate", "RC2=some"), ("--gate", ","),
+        ("--gate", "z_W<4"), ("--select", "RC999"), ("--ignore", "203"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_option_is_one_sentence(options: tuple[str, str], tmp_path: Path, monkeypatch, capsys) -> None:
     refuse(dump(tmp_path), *options, "--gate-format", "junit", monkeypatch=monkeypatch, capsys=capsys)
 

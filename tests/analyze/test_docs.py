@@ -23,23 +23,11 @@ from megatron_rc.analyze.rules.rule import Page
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/analyze.md").read_text(encoding="utf-8")
 BY_VALUE = {
-    "columns": "",
-    "damaged_sequences": ".KIND",
-    "numbers": ".NAME",
-    "not_run": ".CODE",
-    "not_judged": ".CODE",
-    "by_step": ".STEP",
-    "by_server": ".SERVER",
-    "explained": ".FACTOR",
-    "bounds": ".LEVEL",
-    "by_sign": ".SIGN",
-    "by_correct": ".ANSWER",
-    "before": ".KEY",
-    "after": ".KEY",
-    "parts": ".PART",
-    "series": ".SERIES",
+    "columns": "", "damaged_sequences": ".KIND", "numbers": ".NAME", "not_run": ".CODE", "not_judged": ".CODE",
+    "by_step": ".STEP", "by_server": ".SERVER", "explained": ".FACTOR", "bounds": ".LEVEL", "by_sign": ".SIGN",
+    "by_correct": ".ANSWER", "before": ".KEY", "after": ".KEY", "parts": ".PART", "series": ".SERIES",
     "missing": ".SERIES",
-}
+}  # fmt: skip
 """Keys of which the keys below are values of the dump, and the word that the page has for those."""
 
 

@@ -182,19 +182,13 @@ def test_the_floors_in_contributing_are_these() -> None:
         ("megatron_rc/batch.py", "from megatron_rc.loss import policy_loss", "(floor 2) imports megatron_rc.loss"),
         ("megatron_rc/batch.py", "from megatron_rc import loss", "(floor 2) imports megatron_rc.loss"),
         ("megatron_rc/batch.py", "def f():\n    from .cli import main", "(floor 2) imports megatron_rc.cli.main"),
-        (
-            "megatron_rc/batch.py",
-            "if TYPE_CHECKING:\n    x\nelse:\n    import megatron_rc.cli",
-            "imports megatron_rc.cli",
-        ),
+        ("megatron_rc/batch.py", "if TYPE_CHECKING:\n    x\nelse:\n    import megatron_rc.cli",
+         "imports megatron_rc.cli"),
         ("megatron_rc/logprobs.py", "import megatron_rc", "(floor 8) imports megatron_rc (floor 15)"),
         ("megatron_rc/dump.py", "import megatron_rc.metrics", "(floor 4) imports megatron_rc.metrics (floor 6)"),
         ("megatron_rc/dump.py", "import megatron_rc.inputs", "(floor 4) imports megatron_rc.inputs (floor 4)"),
-        (
-            "megatron_rc/moe/a.py",
-            "def f():\n    from megatron_rc import logprobs",
-            "(floor 8) imports megatron_rc.logp",
-        ),
+        ("megatron_rc/moe/a.py", "def f():\n    from megatron_rc import logprobs",
+         "(floor 8) imports megatron_rc.logp"),
         ("megatron_rc/loss.py", "import megatron.core", "imports megatron.core; megatron belongs to"),
         ("megatron_rc/loss.py", "import importlib\nimportlib.import_module('megatron.core')", "imports megatron.core;"),
         ("megatron_rc/training/a.py", "from megatron_rc.rollout.b import c", "never import each other"),
@@ -211,7 +205,7 @@ def test_the_floors_in_contributing_are_these() -> None:
         ("megatron_rc/tasks/__init__.py", "from megatron_rc.tasks.a import b", "is part of a cycle"),
         ("megatron_rc/tasks/__init__.py", "def f():\n    from megatron_rc.tasks import a", "is part of a cycle"),
     ],
-)
+)  # fmt: skip
 def test_a_planted_violation_is_found_and_its_file_named(tmp_path: Path, file: str, source: str, sentence: str) -> None:
     plant(tmp_path, "megatron_rc/tasks/a.py", "from megatron_rc.tasks import Prompt")
     plant(tmp_path, file, source)

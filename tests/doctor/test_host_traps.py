@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from flag_traps import traps
-from hook_traps import DECAY_ON, HOOKS_TRAPPED, LOSS_ON, NORMALISED, OURS
 
 from megatron_rc import RolloutCorrection, schema
 from megatron_rc.doctor.host.flags import Arguments, Flags
@@ -26,7 +25,19 @@ PATCHED = (
     "-m megatron_rc patch --rc-preset token-tis train_rl.py --perform-rl-step --rl-inference-logprobs-is-correction"
 )
 PROCESSED = "--inference-dynamic-batching-logprobs-mode processed_logprobs"
+OURS = "--custom-tis-function-path megatron_rc.integrations.slime.tis"
+TIS_ON = f"--use-tis {OURS}"
+LOSS_ON = f"--loss-type custom_loss {flag('loss')}"
+ROLLOUT_ON = flag("rollout_data")
+REDUCER_ON = flag("pg_loss_reducer")
+DECAY_ON = flag("before_train_step")
+WATCH_ON = flag("before_log_prob")
+WATCHED = f"{WATCH_ON} --use-rollout-routing-replay"
+ROUTES: dict[str, object] = {"routes": True}
+NORMALISED = {"preset": "token-tis", "normalize": "batch"}
 TIS = "--custom-tis-function-path my.tis"
+STAGES = "--num-virtual-stages-per-pipeline-rank 2"
+ENTROPY = "--dump-details details --use-rollout-entropy"
 
 
 def arguments(host: str, flags: str) -> Any:
@@ -42,7 +53,7 @@ TRAPPED = [
     (
         TRAINING,
         "replay-and-recompute",
-        f"{REPLAY} --recompute-granularity=full --num-virtual-stages-per-pipeline-rank 2",
+        f"{REPLAY} --recompute-granularity=full {STAGES}",
         "error",
         "first in, first out",
     ),
@@ -54,13 +65,7 @@ TRAPPED = [
     (LM, "rl-step", "", "error", "no rollout"),
     (LM, "rollout-logprobs", "--perform-rl-step", "error", "do not reach the loss"),
     (LM, "rollout-logprobs", f"{RL} --no-rl-inference-logprobs-is-correction", "error", "do not reach the loss"),
-    (
-        LM,
-        "temperature",
-        f"{RL} --rl-default-temperature 0.7",
-        "error",
-        "sampled at temperature 0.7, while get_logprobs",
-    ),
+    (LM, "temperature", f"{RL} --rl-default-temperature 0.7", "error", "sampled at temperature 0.7, while"),
     (LM, "temperature", f"{PATCHED} --rl-default-temperature 0.7", "error", "raw_logprobs, those at temperature 1"),
     (LM, "top-p-top-k", f"{RL} --rl-default-top-p 0.9", "error", "does not return the ids"),
     (LM, "top-p-top-k", f"{RL} --rl-default-top-k 20", "error", "does not return the ids"),
@@ -82,13 +87,7 @@ TRAPPED = [
     ("slime", "loss-function", "--custom-loss-function-path my.loss", "error", "--loss-type policy_loss"),
     ("slime", "entropy-of-the-dump", "--save-debug-train-data a_{rank}_{rollout_id}.pt", "note", "no entropy"),
     ("miles", "entropy-of-the-dump", "--dump-details details", "note", "no entropy"),
-    (
-        "slime",
-        "entropy-of-the-dump",
-        "--dump-details details --use-rollout-entropy --rollout-top-p 0.9",
-        "warning",
-        "the whole vocabulary",
-    ),
+    ("slime", "entropy-of-the-dump", f"{ENTROPY} --rollout-top-p 0.9", "warning", "the whole vocabulary"),
     ("slime", "quantized-rollouts", "--hf-checkpoint /models/Qwen3-4B-FP8/", "warning", "no correction acts"),
     ("miles", "quantized-rollouts", "--sglang-kv-cache-dtype fp8_e4m3", "warning", "no correction acts"),
     ("slime", "quantized-rollouts", "--sglang-quantization fp8", "warning", "no correction acts"),
@@ -115,6 +114,70 @@ def with_key(folder: Path, flags: str, key: dict[str, object]) -> str:
     config = folder / "rc.yaml"
     config.write_text(schema.dump_yaml({"megatron_rc": key}))
     return f"{flags} --custom-config-path {config}"
+
+
+HOOKS_TRAPPED: list[tuple[str, str, dict[str, object], str]] = [
+    ("hook-train-backend", f"{TIS_ON} --train-backend fsdp", {}, "must be megatron, got fsdp"),
+    ("hook-statistic", TIS_ON, {"correction": {"reject": [{"statistic": "mine", "upper": 1}]}}, "ratio, k2.*'mine'"),
+    ("hook-batch-mean", TIS_ON, {"correction": NORMALISED}, "one micro-batch.*--rollout-data-postprocess-path"),
+    ("hook-batch-mean", LOSS_ON, {"correction": NORMALISED}, "one micro-batch"),
+    ("hook-measured-upper", TIS_ON, {"correction": {"weight": {"upper": "measured"}}}, "keeps no bound"),
+    ("hook-versions", TIS_ON, {"correction": {"weight": {"growth": "sqrt_lag"}}}, "growth must not be used in a hook"),
+    ("hook-mean-k3", TIS_ON, {"correction": "standardized"}, "one micro-batch at a time and has no mean_k3"),
+    ("hook-max-k3", TIS_ON, {"correction": {"preset": "token-tis", "max_k3": 0.3}}, "less than the batch"),
+    ("tis-old", TIS_ON, {"correction": {"old": "current"}}, "got 'current'"),
+    ("tis-old", TIS_ON, {"correction": {"old": "rollout"}}, "'recompute' for tis.*--custom-loss-function-path"),
+    ("tis-double-ratio", f"{TIS_ON} --use-rollout-logprobs", {"correction": {"preset": "token-tis", "old": "rollout"}},
+     "count it twice"),
+    ("tis-advantages", TIS_ON,
+     {"correction": {"reject": [{"statistic": "k3", "upper": 0.1, "when": "negative_advantage"}]}},
+     "sees no advantages.*--custom-loss-function-path"),
+    ("loss-double-ratio", f"{LOSS_ON} --use-rollout-logprobs",
+     {"correction": {"preset": "token-tis", "old": "rollout"}}, "count it twice"),
+    ("loss-estimator", f"{LOSS_ON} --advantage-estimator gspo", {}, "gspo for loss.*--custom-tis-function-path"),
+    ("loss-context-parallel", f"{LOSS_ON} --allgather-cp --context-parallel-size 2", {}, "zigzag"),
+    ("loss-true-on-policy", f"{LOSS_ON} --true-on-policy-mode", {}, "exactly on-policy.*--use-tis"),
+    ("hook-skipped-forward", f"{LOSS_ON} --skip-actor-forward-only", {}, "neither another loss nor a hook"),
+    ("hook-skipped-forward", f"{TIS_ON} {DECAY_ON} --skip-actor-forward-only", {"lr_decay": {"decay_period": 9}},
+     "^--skip-actor-forward-only must be off"),
+    ("rollout-data-logprobs", ROLLOUT_ON, {}, "no log-probs before the update.*--get-mismatch-metrics"),
+    ("lr-decay-released-actors", f"{TIS_ON} {DECAY_ON} --release-train", {"lr_decay": {}},
+     "never decay.*--rollout-data-postprocess-path.*decay_period"),
+    ("loss-opsm", f"{LOSS_ON} --use-opsm", {}, "--use-opsm must be off.*off-policy-sequence-mask"),
+    ("loss-and-tis", f"{LOSS_ON} --use-tis", {}, "--use-tis must be off for loss"),
+    ("loss-old-rollout", f"{LOSS_ON} --use-rollout-logprobs", {}, "got old='recompute'"),
+    ("loss-old-rollout", LOSS_ON, {"correction": {"old": "rollout"}}, "must be set exactly when.*got old='rollout'"),
+    ("loss-old-current", f"{LOSS_ON} --global-batch-size 1 --rollout-batch-size 4", {"correction": {"old": "current"}},
+     "--global-batch-size.*got 4 of them"),
+    ("loss-old-current", f"{LOSS_ON} --num-steps-per-rollout 2", {"correction": {"old": "current"}}, "got 2 of them"),
+    ("loss-reducer", f"{LOSS_ON} --custom-pg-loss-reducer-function-path my.own", {}, "no reducer but its own"),
+    ("reducer-aggregation", REDUCER_ON, {}, "aggregation must be set"),
+    ("reducer-per-token", REDUCER_ON, {"aggregation": "token-mean"}, "got 'token-mean'"),
+    ("reducer-per-token", f"{REDUCER_ON} --calculate-per-token-loss", {"aggregation": "seq-mean-token-sum"},
+     "must be set exactly when megatron_rc.aggregation is 'token-mean'"),
+    ("reducer-padding", f"{REDUCER_ON} --qkv-format bshd --context-parallel-size 2",
+     {"aggregation": "seq-mean-token-sum"}, "must be thd"),
+    ("rollout-data-old", ROLLOUT_ON, {"correction": {"old": "rollout"}}, "runs before the update"),
+    ("rollout-data-ratio", f"{ROLLOUT_ON} --use-rollout-logprobs", {}, "count it twice"),
+    ("rollout-data-tis", f"{ROLLOUT_ON} --use-tis", {}, "already are in the advantages"),
+    ("lr-decay-missing", DECAY_ON, {}, "lr_decay or lr_gate must be set"),
+    ("lr-decay-lengths", DECAY_ON, {"lr_decay": {}}, "no hook sees response lengths"),
+    ("lr-decay-lengths", DECAY_ON, {"lr_gate": {"signal": "length", "target": 9}}, "decay_period must be set"),
+    ("lr-gate-mismatch", f"{DECAY_ON} {TIS_ON}", {"correction": "token-tis", "lr_gate": {}},
+     "must be length with no hook"),
+    ("lr-decay-replicas", f"{DECAY_ON} --indep-dp", {"lr_decay": {"decay_period": 9}}, "share no process group"),
+    *(("correction-unapplied", named, {"correction": "token-tis"}, "needs a hook that applies it; set --use-tis")
+      for named in (flag("check"), OURS, flag("loss"))),
+    ("lr-decay-unstepped", TIS_ON, {"lr_decay": {}}, "needs the hook that steps it; set --custom-megatron-before"),
+    ("routes-off", f"{TIS_ON} {WATCH_ON}", {}, "must be true for before_log_prob"),
+    ("routes-not-replayed", f"{ROLLOUT_ON} {WATCH_ON}", ROUTES, "needs --use-rollout-routing-replay"),
+    ("routes-old", f"{LOSS_ON} {WATCHED}", {**ROUTES, "correction": {"old": "rollout"}}, "got 'rollout'"),
+    ("routes-layout", f"{ROLLOUT_ON} {WATCHED} --qkv-format bshd", ROUTES, "packed zigzag slices"),
+    ("routes-micro-batches", f"{TIS_ON} {WATCHED} --recompute-loss-function", ROUTES, "once, in their order"),
+    ("routes-unread", f"{TIS_ON} {WATCHED}", ROUTES, "needs a hook that compares them"),
+    ("routes-unwatched", f"{ROLLOUT_ON} --use-rollout-routing-replay", ROUTES, "the hook that watches the routers"),
+]  # fmt: skip
+"""Settings that a hook of slime cannot honour: the check that finds them, flags, YAML, a pattern of the sentence."""
 
 
 @pytest.mark.host("slime", "miles", proof="refused", feature="bounds by lag")

@@ -136,12 +136,8 @@ def test_flags_that_were_not_given_leave_their_checks_undecided(stub: Path) -> N
 
 
 LIBRARIES: dict[str, Any] = {
-    "torch": "2.13",
-    "triton": "3.9",
-    "transformer_engine": "2.20",
-    "apex": "0.1",
-    "flash_attn": "2.8",
-}
+    "torch": "2.13", "triton": "3.9", "transformer_engine": "2.20", "apex": "0.1", "flash_attn": "2.8",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -202,12 +198,10 @@ def test_flags_come_from_a_file_or_a_launch_script(stub: Path, tmp_path: Path) -
         (["--host", HOST, "--flags-file", "{folder}/none.sh"], "flags_file must be a file"),
         (["--host", HOST, "--flags-file", "{folder}/open.sh"], "cannot be split into words"),
         (["--host", HOST, "--flags-file", "{folder}/open.sh", "--", "--lr"], "not both"),
-        (
-            ["--host", "megatron-lm", "--", "--rl-default-temperature", "hot"],
-            "--rl-default-temperature must be a number",
-        ),
+        (["--host", "megatron-lm", "--", "--rl-default-temperature", "hot"],
+         "--rl-default-temperature must be a number"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_read_is_one_sentence_and_status_2(arguments: list[str], sentence: str, tmp_path: Path) -> None:
     (tmp_path / "open.sh").write_text("echo 'open")
     status, said = outcome(["doctor", *(a.format(folder=tmp_path) for a in arguments)])

@@ -166,20 +166,14 @@ TIS = RolloutCorrection.preset("token-tis")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"lr_decay": LengthDecaySettings(), "lr_gate": LRGateSettings(), "correction": TIS},
-            "must not be set together",
-        ),
-        (
-            {"lr_gate": LRGateSettings(signal="grad_cosine", target=0.2), "correction": TIS},
-            "pass the cosine to LRGate.step",
-        ),
-        (
-            {"lr_gate": LRGateSettings(), "correction": RolloutCorrection()},
-            "needs a correction with a weight or a rejection",
-        ),
+        ({"lr_decay": LengthDecaySettings(), "lr_gate": LRGateSettings(), "correction": TIS},
+         "must not be set together"),
+        ({"lr_gate": LRGateSettings(signal="grad_cosine", target=0.2), "correction": TIS},
+         "pass the cosine to LRGate.step"),
+        ({"lr_gate": LRGateSettings(), "correction": RolloutCorrection()},
+         "needs a correction with a weight or a rejection"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("where", [JobSettings, PatchSettings, SlimeSettings, patch])
 def test_what_cannot_act_is_refused_wherever_it_is_written(where: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -80,19 +80,11 @@ def test_a_file_with_wrong_bytes_gives_one_sentence(file: Path):
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"\n",
-        b"{}",
-        b"[1]\n",
-        b"null\n",
-        b"\x00" * 64,
-        b"PK\x03\x04",
-        b"PAR1PAR1",
-        b"\x1f\x8b",
+        b"", b"\n", b"{}", b"[1]\n", b"null\n", b"\x00" * 64, b"PK\x03\x04", b"PAR1PAR1", b"\x1f\x8b",
         b"\x28\xb5\x2f\xfd",
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_files_without_a_dump_are_refused_in_one_sentence(name: str, content: bytes, tmp_path: Path):
     (tmp_path / name).write_bytes(content)
     for path in (tmp_path, tmp_path / name):

@@ -42,11 +42,8 @@ def test_a_suitable_server_passes(name: str) -> None:
         ("kept-ids", rollout(top_p=0.9, top_k=8), "up to 4096 per token"),
         ("generation-config", served(generation_config={"temperature": 0.6}), "OpenAI endpoints only"),
         ("experts", lambda _: Facts(server("bad_dense"), trainer(DENSE)), "neither model"),
-        (
-            "routes",
-            lambda _: Facts(server("bad_dense"), trainer(DENSE, {"sglang": {"capture_routes": False}})),
-            "no exp",
-        ),
+        ("routes", lambda _: Facts(server("bad_dense"), trainer(DENSE, {"sglang": {"capture_routes": False}})),
+         "no exp"),
         ("answer-routes", lambda _: Facts(server("bad_dense")), "no experts"),
         ("chunked-prefill", flags(chunked_prefill_size=-1), "off"),
         ("cache-across-updates", flags(disable_radix_cache=True), "no prefix cache"),
@@ -56,7 +53,7 @@ def test_a_suitable_server_passes(name: str) -> None:
         ("answer-accepted", refused_probe("truncated"), "would train on it"),
         ("weight-version", info(weight_version="17"), "'17'"),
     ],
-)
+)  # fmt: skip
 def test_what_is_harmless_passes(name: str, change: Change, found: str) -> None:
     seen = finding(name, change(good()))
     assert seen.status == "good" and found in seen.found

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,29 +73,25 @@ def test_three_sides_that_agree_are_fine(fake: FaultySglang) -> None:
     assert f"{PROMPTS * RESPONSE_TOKENS} tokens" in found["triangle"].found and "100% equal" in found["triangle"].found
 
 
-def test_a_trainer_with_other_weights_is_the_guilty_side(fake: FaultySglang) -> None:
-    found = probed(fake, wrong)["triangle"]
-    assert found.status == "error" and "agrees with itself and not with the trainer" in found.found
-    assert "--hf-path" in found.fix and "decode-prefill 0.0e+00 (100% equal)" in found.found
-
-
-def test_a_decoding_that_logs_something_else_is_the_guilty_side(fake: FaultySglang) -> None:
-    fake.fail("/generate", "other_logprobs")
-    found = probed(fake)["triangle"]
-    assert found.status == "error" and "decoding is wrong" in found.found and "CUDA graphs" in found.fix
-
-
-def test_a_prefill_that_answers_something_else_is_the_guilty_side(fake: FaultySglang) -> None:
-    fake.fail(PROBE, "other_probe")
-    found = probed(fake)
-    assert found["self-shift"].status == "good", "both prefills are equally wrong"
-    assert "prefill is wrong" in found["triangle"].found and "input_token_logprobs" in found["triangle"].fix
-
-
-def test_nothing_but_the_server_is_blamed_when_all_three_differ(fake: FaultySglang) -> None:
-    fake.fail("/generate", "other_logprobs")
-    found = probed(fake, wrong)["triangle"]
-    assert found.status == "error" and "neither decoding nor prefill agrees" in found.found
+@pytest.mark.parametrize(
+    ("fault", "rescore", "sentence", "fix"),
+    [
+        ((), wrong, "agrees with itself and not with the trainer", "--hf-path"),
+        (("/generate", "other_logprobs"), right, "decoding is wrong", "CUDA graphs"),
+        ((PROBE, "other_probe"), right, "prefill is wrong", "input_token_logprobs"),
+        (("/generate", "other_logprobs"), wrong, "neither decoding nor prefill agrees", ""),
+    ],
+)
+def test_the_side_that_the_other_two_contradict_is_the_guilty_one(
+    fake: FaultySglang, fault: tuple[str, ...], rescore: Any, sentence: str, fix: str
+) -> None:
+    if fault:
+        fake.fail(*fault)
+    found = probed(fake, rescore)
+    assert found["triangle"].status == "error"
+    assert sentence in found["triangle"].found and fix in found["triangle"].fix
+    assert fault or "decode-prefill 0.0e+00 (100% equal)" in found["triangle"].found
+    assert found["self-shift"].status == "good", "both prefills are equally right or wrong"
 
 
 def scores(**other: Logprobs) -> Scores:
@@ -123,17 +120,13 @@ def test_a_small_gap_that_no_rounding_explains_is_worth_a_note() -> None:
 
 
 @pytest.mark.parametrize(("noise", "status"), [(0.01, "good"), (0.1, "warning"), (0.3, "error")])
-def test_a_server_whose_answers_depend_on_the_batch_is_named(noise: float, status: str) -> None:
-    shifted = scores().alone + np.random.default_rng(2).normal(0, noise, 1024)
-    assert PROBES["self-shift"].run(scores(together=shifted)).status == status
-
-
-@pytest.mark.parametrize(("noise", "status"), [(0.01, "good"), (0.1, "warning"), (0.3, "error")])
-def test_a_trainer_whose_log_probs_depend_on_the_micro_batch_is_named(noise: float, status: str) -> None:
-    shifted = scores().trainer + np.random.default_rng(2).normal(0, noise, 1024)
-    found = scores(trainer_together=shifted)
-    assert PROBES["trainer-self-shift"].run(found).status == status
-    assert PROBES["self-shift"].run(found).status == "good"
+@pytest.mark.parametrize(("check", "shifts"), [("self-shift", "together"), ("trainer-self-shift", "trainer_together")])
+def test_a_side_whose_log_probs_depend_on_the_batch_is_named_alone(
+    check: str, shifts: str, noise: float, status: str
+) -> None:
+    found = scores(**{shifts: scores().alone + np.random.default_rng(2).normal(0, noise, 1024)})
+    both = {name: PROBES[name].run(found).status for name in ("self-shift", "trainer-self-shift")}
+    assert both == dict.fromkeys(both, "good") | {check: status}
 
 
 def test_what_the_micro_batch_of_the_trainer_shifts_is_no_gap_to_the_server() -> None:
