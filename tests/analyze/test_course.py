@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from simulated_dumps import diagnosed
 
 from megatron_rc.analyze import output, words
 from megatron_rc.analyze.changes import find_changes
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.decomposition import between, decompose
-from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
 from megatron_rc.analyze.lead_lag import FEWEST, lead_lag
-from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.steps import Step, StepSums
 from megatron_rc.analyze.sums import sequence_sums
 from megatron_rc.analyze.timeline import logged_beside, timeline
@@ -41,10 +40,6 @@ def steps_of(*chunks: Chunk) -> tuple[Step, ...]:
     for chunk in chunks:
         sums.add(chunk, sequence_sums(chunk))
     return sums.steps()
-
-
-def diagnosis(*chunks: Chunk) -> Diagnosis:
-    return diagnosis_of(chunks, "made", "arrays", CorruptRows())
 
 
 @pytest.mark.parametrize(
@@ -205,7 +200,7 @@ def test_short_or_constant_series_are_not_compared() -> None:
 
 def test_the_terminal_line_names_growth_cause_and_jump() -> None:
     chunks = [step_chunk(s, 7, sigma=0.05 if s < 18 else 0.1, sequences=40) for s in range(10, 26)]
-    found = diagnosis(*chunks)
+    found = diagnosed(*chunks)
     assert found.timeline is not None
     assert [jump.step for jump in found.timeline.jumps] == [18]
     line = words.course(found.decomposition, found.timeline)
@@ -215,7 +210,7 @@ def test_the_terminal_line_names_growth_cause_and_jump() -> None:
 
 
 def test_p_values_of_the_course_are_corrected_with_those_of_the_report() -> None:
-    found = diagnosis(*[step_chunk(s, 7, sigma=0.05 if s < 18 else 0.3, sequences=30) for s in range(4, 32)])
+    found = diagnosed(*[step_chunk(s, 7, sigma=0.05 if s < 18 else 0.3, sequences=30) for s in range(4, 32)])
     evidence, course = found.evidence, found.timeline
     assert course is not None and evidence.course is not None
     names = {test.name for test in evidence.tests}
@@ -253,9 +248,9 @@ def test_what_is_not_known_is_named() -> None:
 
 
 def test_json_holds_the_course_and_the_decomposition() -> None:
-    found = json.loads(output.to_json(diagnosis(*(step_chunk(s, 7, sequences=12) for s in range(12)))))
+    found = json.loads(output.to_json(diagnosed(*(step_chunk(s, 7, sequences=12) for s in range(12)))))
     assert found["timeline"]["step"] == list(range(12))
     assert len(found["timeline"]["series"]["k3"]) == 12
     assert set(found["decomposition"]["parts"]) == {"engine", "entropy", "tail", "length"}
-    short = json.loads(output.to_json(diagnosis(step_chunk(0, 7))))
+    short = json.loads(output.to_json(diagnosed(step_chunk(0, 7))))
     assert short["timeline"] is None and short["decomposition"] is None

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated_dumps import TRAPS, world
+from simulated_dumps import TRAPS, diagnosed, world
 
 from megatron_rc.analyze import gate, output, timeline
 from megatron_rc.analyze.diagnosis import diagnosis_of
@@ -93,7 +93,7 @@ def test_every_constant_of_a_rule_has_a_reason() -> None:
 
 def test_the_conditions_of_the_page_can_be_read() -> None:
     chunk = TRAPS["honest"][1](world(1))
-    diagnosis = diagnosis_of([chunk], "dump", "arrays", CorruptRows())
+    diagnosis = diagnosed(chunk)
     examples = re.findall(r"--gate '(.+?)'", TEXT)
     assert examples
     for example in examples:

@@ -5,23 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from simulated_dumps import TRAPS, expert_flips, honest, small_honest, stale_weights, world
+from simulated_dumps import TRAPS, diagnosed, expert_flips, honest, levels, small_honest, stale_weights, world
 
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
-from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules import TRIED
 from megatron_rc.analyze.rules.benign import LARGEST_TYPICAL
 from megatron_rc.analyze.rules.maps import LEAST_EXPLAINED
 from megatron_rc.analyze.rules.rule import Level
-
-
-def diagnosed(chunk: Chunk) -> Diagnosis:
-    return diagnosis_of([chunk], "a dump", "arrays", CorruptRows())
-
-
-def levels(diagnosis: Diagnosis) -> dict[str, Level]:
-    return {verdict.code: verdict.level for verdict in diagnosis.verdicts}
 
 
 def test_a_bug_in_fewer_tokens_than_a_rule_was_tried_on_is_only_suspected() -> None:

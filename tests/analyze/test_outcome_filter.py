@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from simulated_dumps import TRAPS, hidden_top_p, honest, renormalised_top_p, world, zero_filled
+from simulated_dumps import TRAPS, diagnosed, hidden_top_p, honest, renormalised_top_p, world, zero_filled
 
 from megatron_rc.analyze import gate, output, terminal
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
+from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.outcome_filter import COLUMNS, LARGEST_CHANCE, OutcomeFilter, OutcomeSums
 from megatron_rc.analyze.pages.html import page
-from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules.rule import Level
 
 ALL = frozenset(COLUMNS)
@@ -140,13 +139,13 @@ def test_rewards_that_say_nothing_are_not_checked(groups: np.ndarray, rewards: n
 
 
 def test_a_dump_without_the_columns_is_not_checked_and_the_report_names_them() -> None:
-    diagnosis = diagnosis_of([honest(world(1, sequences=16))], "dump", "arrays", CorruptRows())
+    diagnosis = diagnosed(honest(world(1, sequences=16)))
     assert diagnosis.evidence.outcome_filter.not_run == "the columns group, reward are missing"
     assert "the columns group, reward are missing" in page(diagnosis)
 
 
-def diagnosed(chunk: Chunk, **columns: Any) -> Diagnosis:
-    return diagnosis_of([replace(chunk, sequences={**chunk.sequences, **columns})], "dump", "arrays", CorruptRows())
+def with_columns(chunk: Chunk, **columns: Any) -> Diagnosis:
+    return diagnosed(replace(chunk, sequences={**chunk.sequences, **columns}))
 
 
 def columns_of(count: int, *, filtered: bool) -> dict[str, np.ndarray]:
@@ -165,7 +164,7 @@ def shown(diagnosis: Diagnosis) -> str:
 @pytest.mark.parametrize("make", [lambda w: hidden_top_p(w, 0.95), lambda w: renormalised_top_p(w, 0.95)])
 def test_a_filter_leaves_hidden_sampling_undecided(make: Any) -> None:
     chunk = make(world(1, sequences=48))
-    before, after = (diagnosed(chunk, **columns_of(48, filtered=filtered)) for filtered in (False, True))
+    before, after = (with_columns(chunk, **columns_of(48, filtered=filtered)) for filtered in (False, True))
     (bug,), (open_,) = before.verdicts, after.verdicts
     assert not before.evidence.outcome_filter.filtered
     assert "iltered by outcome" not in shown(before)
@@ -185,7 +184,7 @@ def test_a_filter_leaves_hidden_sampling_undecided(make: Any) -> None:
 
 def test_a_filter_hides_no_bug_of_rules_that_do_not_see_it_and_accuses_no_honest_dump() -> None:
     filtered = columns_of(48, filtered=True)
-    assert diagnosed(zero_filled(world(1, sequences=48), 1 / 8), **filtered).level is Level.BUG
-    diagnosis = diagnosed(TRAPS["honest"][1](world(1, sequences=48)), **filtered)
+    assert with_columns(zero_filled(world(1, sequences=48), 1 / 8), **filtered).level is Level.BUG
+    diagnosis = with_columns(TRAPS["honest"][1](world(1, sequences=48)), **filtered)
     assert [(verdict.code, verdict.level) for verdict in diagnosis.verdicts] == [("RC501", Level.NUMERICS)]
     assert "Filtered by outcome" in shown(diagnosis)

@@ -12,16 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from html_page import Page
-from simulated_dumps import ONE_EACH, TRAPS, honest, one_stale_server, policy_lag, stale_cache, world
+from simulated_dumps import (
+    ONE_EACH,
+    TRAPS,
+    diagnosed,
+    honest,
+    one_stale_server,
+    policy_lag,
+    stale_cache,
+    world,
+    write_dump,
+)
 from typer.testing import CliRunner
 
 from megatron_rc.analyze import output, words
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
 from megatron_rc.analyze.evidence import Gathering
 from megatron_rc.analyze.pages import html
 from megatron_rc.analyze.pages.steps import short_names
@@ -49,33 +56,14 @@ def named(chunk: Chunk, *, server: str, reason: str, group: str, token: int = 7)
     return replace(chunk, tokens=tokens, sequences={**chunk.sequences, **columns})
 
 
-def diagnosis_for(chunk: Chunk, source: str = "dump") -> Diagnosis:
-    return diagnosis_of([chunk], source, "arrays", CorruptRows())
-
-
 def small(make: Callable[..., Chunk] = honest) -> Chunk:
     return make(world(3, sequences=48))
-
-
-def write_parquet(chunk: Chunk, path: Path) -> Path:
-    rows = list(zip(chunk.cu_seqlens[:-1], chunk.cu_seqlens[1:], strict=True))
-    lists = {
-        "old_logprobs": chunk.log_pi,
-        "rollout_logprobs": chunk.log_mu,
-        "entropy": chunk.tokens["entropy"],
-        "output_ids": chunk.tokens["token_id"],
-    }
-    columns: dict[str, Any] = {name: [values[a:b].tolist() for a, b in rows] for name, values in lists.items()}
-    # a file has whole numbers for its groups
-    whole = {name: values.tolist() for name, values in chunk.sequences.items() if name != "group"}
-    pq.write_table(pa.table(columns | whole), path)
-    return path
 
 
 @pytest.mark.parametrize("name", ONE_EACH)
 def test_the_page_of_every_rule_is_well_formed_small_and_loads_nothing(name: str) -> None:
     code, make = TRAPS[name]
-    text = html.page(diagnosis_for(make(world(1, sequences=32)), name))
+    text = html.page(diagnosed(make(world(1, sequences=32)), source=name))
     page = Page(text)
     assert len(text.encode()) < 1_000_000
     loaded = [attributes.get(key) for _, attributes in page.tags for key in ("src", "href", "srcset", "data", "action")]
@@ -86,7 +74,7 @@ def test_the_page_of_every_rule_is_well_formed_small_and_loads_nothing(name: str
 
 
 def test_the_panels_stand_in_the_order_in_which_they_are_read() -> None:
-    page = Page(html.page(diagnosis_for(named(small(), server="s", reason="stop", group="g"))))
+    page = Page(html.page(diagnosed(named(small(), server="s", reason="stop", group="g"))))
     wanted = [
         "Honesty",
         "How large the gap is",
@@ -109,11 +97,11 @@ def test_the_panels_stand_in_the_order_in_which_they_are_read() -> None:
 
 
 def test_panels_without_their_columns_are_left_out() -> None:
-    text = html.page(diagnosis_for(small()))
+    text = html.page(diagnosed(small()))
     assert "k3 by server and step" not in text and "k3 over steps" not in text
     assert "Without the column entropy" not in text
     bare = replace(small(), tokens={}, sequences={})
-    text = html.page(diagnosis_for(bare))
+    text = html.page(diagnosed(bare))
     sentence = "Without the column entropy, a hidden temperature or top-p cannot be excluded."
     body = text[text.index("<body>") : text.index("</body>") + len("</body>")]
     assert next(filter(None, map(str.strip, Page(body).texts))) == sentence
@@ -125,7 +113,7 @@ def test_tiny_dumps_have_a_page(lengths: tuple[int, ...]) -> None:
     size = sum(lengths)
     for gap in (0.0, 0.1):
         log_mu = -np.linspace(0.1, 1, size)
-        Page(html.page(diagnosis_for(Chunk(log_mu + gap, log_mu, np.concatenate([[0], np.cumsum(lengths)])))))
+        Page(html.page(diagnosed(Chunk(log_mu + gap, log_mu, np.concatenate([[0], np.cumsum(lengths)])))))
 
 
 def test_every_string_of_a_dump_is_escaped() -> None:
@@ -133,7 +121,7 @@ def test_every_string_of_a_dump_is_escaped() -> None:
     worst = np.where(np.char.endswith(chunk.sequences["server"], "2"), SCRIPT, chunk.sequences["server"])
     chunk = replace(chunk, sequences={**chunk.sequences, "server": worst})
     diagnosis = replace(
-        diagnosis_for(chunk, f"/data/{SCRIPT}.parquet"), corrupt=CorruptRows(1, 0, [SCRIPT]), ignored=[SCRIPT]
+        diagnosed(chunk, source=f"/data/{SCRIPT}.parquet"), corrupt=CorruptRows(1, 0, [SCRIPT]), ignored=[SCRIPT]
     )
     text = html.page(diagnosis)
     assert SCRIPT not in text and "alert(1)" in text
@@ -142,14 +130,14 @@ def test_every_string_of_a_dump_is_escaped() -> None:
 
 
 def test_the_same_dump_gives_the_same_bytes() -> None:
-    one, other = (diagnosis_for(small(policy_lag)) for _ in range(2))
+    one, other = (diagnosed(small(policy_lag)) for _ in range(2))
     assert html.page(one) == html.page(other) and output.to_json(one) == output.to_json(other)
 
 
 def test_only_the_script_of_the_page_may_run_and_nothing_may_be_loaded() -> None:
     (policy,) = [
         tag["content"]
-        for tag in Page(html.page(diagnosis_for(small()))).named("meta")
+        for tag in Page(html.page(diagnosed(small()))).named("meta")
         if tag.get("http-equiv") == "Content-Security-Policy"
     ]
     assert policy is not None and policy.startswith("default-src 'none'; img-src data:")
@@ -157,7 +145,7 @@ def test_only_the_script_of_the_page_may_run_and_nothing_may_be_loaded() -> None
 
 
 def test_a_bug_shows_the_experiment_and_the_fix_of_every_codebase() -> None:
-    diagnosis = diagnosis_for(TRAPS["renormalised top-p .95"][1](world(1, sequences=48)))
+    diagnosis = diagnosed(TRAPS["renormalised top-p .95"][1](world(1, sequences=48)))
     texts = Page(html.page(diagnosis)).texts
     (verdict,) = diagnosis.verdicts
     assert f" {verdict.page.experiment}" in texts
@@ -165,7 +153,7 @@ def test_a_bug_shows_the_experiment_and_the_fix_of_every_codebase() -> None:
 
 
 def test_the_table_of_corrections_has_every_method_or_says_what_is_missing() -> None:
-    diagnosis = diagnosis_for(small())
+    diagnosis = diagnosed(small())
     shown = diagnosis.what_if
     assert not isinstance(shown, Missing)
     bad = replace(shown.rows[0], name="wasteful", warnings=["drops 30% of the correct answers"])
@@ -183,7 +171,7 @@ def test_the_table_of_corrections_has_every_method_or_says_what_is_missing() -> 
 
 def test_a_dash_in_the_table_of_corrections_is_explained_once() -> None:
     bare = replace(small(), sequences={})
-    diagnosis = diagnosis_for(bare)
+    diagnosis = diagnosed(bare)
     table = diagnosis.what_if
     assert not isinstance(table, Missing)
     reason = words.what_if_gaps(table, with_signs=True)
@@ -191,7 +179,7 @@ def test_a_dash_in_the_table_of_corrections_is_explained_once() -> None:
     assert html.page(diagnosis, what_if=True).count(reason) == 1
     size = bare.num_sequences
     known = replace(bare, sequences={"reward": np.arange(size) % 2, "advantage": np.arange(size) % 2 - 0.5})
-    assert "column" not in words.what_if_gaps(diagnosis_for(known).what_if, with_signs=True)
+    assert "column" not in words.what_if_gaps(diagnosed(known).what_if, with_signs=True)
 
 
 def hovered(text: str, title: str) -> dict[str, Any]:
@@ -205,7 +193,7 @@ def test_the_gap_of_a_step_is_split_into_what_grew() -> None:
     chunk = named(small(), server="s", reason="stop", group="g")
     noisy = (chunk.sequences["step"] == 1)[chunk.sequence_of]
     chunk = replace(chunk, log_mu=np.where(noisy, chunk.log_pi - 3 * chunk.log_ratio, chunk.log_mu))
-    text = html.page(diagnosis_for(chunk))
+    text = html.page(diagnosed(chunk))
     factors = hovered(text, "what multiplied the gap")
     assert factors["engine"][0] == factors["tail"][0] == 1
     assert factors["engine"][1] == pytest.approx(9, rel=0.3) and factors["length"][1] == pytest.approx(1, rel=0.1)
@@ -217,13 +205,13 @@ def test_the_gap_of_a_step_is_split_into_what_grew() -> None:
 def test_k3_by_version_lag_is_that_of_the_tokens_of_each_lag() -> None:
     chunk = small(policy_lag)
     lag = chunk.per_token("trainer_version") - chunk.tokens["version"]
-    shown = hovered(html.page(diagnosis_for(chunk)), "k3 by version lag")["k3"]
+    shown = hovered(html.page(diagnosed(chunk)), "k3 by version lag")["k3"]
     assert shown == {value: pytest.approx(chunk.k3[lag == value].mean(), rel=1e-4) for value in np.unique(lag)}
-    assert "By version lag" not in html.page(diagnosis_for(small()))
+    assert "By version lag" not in html.page(diagnosed(small()))
 
 
 def test_the_error_of_each_bound_is_that_of_the_recommendation() -> None:
-    diagnosis = diagnosis_for(small())
+    diagnosis = diagnosed(small())
     shown = hovered(html.page(diagnosis), "error of a truncated weight")
     for level, name in (("token", "tokens"), ("sequence", "responses")):
         assert list(shown[name].values()) == pytest.approx(diagnosis.recommendation.bounds[level].error, rel=1e-4)
@@ -259,7 +247,7 @@ def test_what_is_shared_has_no_ids_names_and_paths(make: Callable[..., Chunk], t
     folder = tmp_path / "canary_folder"
     folder.mkdir()
     chunk = named(small(make), server="canary_server", reason="canary_reason", group="canary_group", token=7654321)
-    diagnosis = replace(diagnosis_for(chunk, str(folder / "dump.parquet")), ignored=["canary_folder/notes.txt"])
+    diagnosis = replace(diagnosed(chunk, source=str(folder / "dump.parquet")), ignored=["canary_folder/notes.txt"])
     diagnosis.corrupt.add(f"{folder}: row 3: canary_server")
     for text in (html.page(diagnosis, share=True), output.to_json(diagnosis, share=True)):
         assert not [canary for canary in CANARIES if canary in text]
@@ -273,7 +261,7 @@ def run(*arguments: str | Path) -> Any:
 
 
 def test_the_command_writes_the_page_into_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dump = write_parquet(named(small(), server="s", reason="stop", group="g"), tmp_path / "dump.parquet")
+    dump = write_dump(named(small(), server="s", reason="stop", group="g"), tmp_path / "dump.parquet")
     monkeypatch.chdir(tmp_path)
     done = run(dump)
     assert done.exit_code == 0, done.output
@@ -290,7 +278,7 @@ def test_the_command_writes_the_page_into_the_current_folder(tmp_path: Path, mon
 
 def test_the_command_leaves_a_file_of_someone_else_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    dump = write_parquet(small(), tmp_path / "dump.parquet")
+    dump = write_dump(small(), tmp_path / "dump.parquet")
     mine = tmp_path / "analysis.html"
     mine.write_text("<!DOCTYPE html><html>my thesis</html>")
     done = run(dump)
@@ -306,7 +294,7 @@ def test_the_shared_command_names_nothing(tmp_path: Path) -> None:
     chunk = named(
         small(one_stale_server), server="canary_server", reason="canary_reason", group="canary_group", token=7654321
     )
-    dump, page = write_parquet(chunk, folder / "dump.parquet"), tmp_path / "page.html"
+    dump, page = write_dump(chunk, folder / "dump.parquet"), tmp_path / "page.html"
     done = run(dump, "--share", "--html", page)
     assert done.exit_code == 0, done.output
     printed = "\n".join(done.stdout.splitlines()[:-1])
@@ -341,7 +329,7 @@ def test_a_browser_shows_the_page_without_a_request_or_an_error(tmp_path: Path) 
     _, console, asked = opened(browser, control)
     assert "missing is not defined" in console and "http://canary.invalid/x.png" in asked
     chunk = named(small(one_stale_server), server=SCRIPT, reason="stop", group="g")
-    shown, console, asked = opened(browser, html.write(diagnosis_for(chunk), tmp_path / "page.html"))
+    shown, console, asked = opened(browser, html.write(diagnosed(chunk), tmp_path / "page.html"))
     assert not console and not asked
     # the script of the page has run: it adds a box for the values to every chart
     assert shown.count('class="tip"') >= 6

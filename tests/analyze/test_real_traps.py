@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from simulated_dumps import levels
 
-from megatron_rc.analyze.diagnosis import Diagnosis, diagnose_dump
+from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.analyze.rules.rule import Level
 
 ROOT = Path(__file__).parents[2]
@@ -40,33 +41,29 @@ CAUSES = {"policy-lag": ("RC502", Level.STALENESS), "expert-flips": ("RC404", Le
 TOO_LARGE = ["wrong-conversion-of-one-tensor", "server-wrong-conversion"]
 
 
-def diagnosis_of(name: str) -> Diagnosis:
-    return diagnose_dump(FOLDER / f"{name}.parquet")
-
-
-def levels(diagnosis: Diagnosis) -> dict[str, Level]:
-    return {verdict.code: verdict.level for verdict in diagnosis.verdicts}
+def levels_of(name: str) -> dict[str, Level]:
+    return levels(diagnose_dump(FOLDER / f"{name}.parquet"))
 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_rule_answers_to_its_trap_and_to_no_other(name: str) -> None:
-    assert levels(diagnosis_of(name)) == {BUGS[name]: Level.BUG}
+    assert levels_of(name) == {BUGS[name]: Level.BUG}
 
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_dump_is_numerics(name: str) -> None:
-    assert levels(diagnosis_of(name)) == {"RC501": Level.NUMERICS}
+    assert levels_of(name) == {"RC501": Level.NUMERICS}
 
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_a_benign_cause_is_named_and_is_no_bug(name: str) -> None:
     code, level = CAUSES[name]
-    assert levels(diagnosis_of(name)) == {code: level, "RC501": Level.NUMERICS}
+    assert levels_of(name) == {code: level, "RC501": Level.NUMERICS}
 
 
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_a_gap_beyond_any_rounding_is_suspect_although_no_rule_knows_its_cause(name: str) -> None:
-    assert levels(diagnosis_of(name)) == {"RC501": Level.SUSPECT}
+    assert levels_of(name) == {"RC501": Level.SUSPECT}
 
 
 def test_every_committed_dump_is_judged_here() -> None:

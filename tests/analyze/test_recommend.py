@@ -8,10 +8,8 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from simulated_dumps import TRAPS, renormalised_top_p, world
+from simulated_dumps import TRAPS, diagnosed, renormalised_top_p, world, write_dump
 from typer.testing import CliRunner
 
 from megatron_rc import settings
@@ -19,17 +17,12 @@ from megatron_rc.analyze import diagnose
 from megatron_rc.analyze.bound import CUSTOMARY, GRID, advantages, sequence_terms, token_terms
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.covered import LAB, Covered
-from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
-from megatron_rc.analyze.readers.dump import CorruptRows
+from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.recommend import Recommendation, recommend
 from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.cli import app
 from megatron_rc.config import RolloutCorrection
 from megatron_rc.integrations.run_script import patch_settings
-
-
-def diagnosed(chunk: Chunk) -> Diagnosis:
-    return diagnosis_of([chunk], "a dump", "arrays", CorruptRows())
 
 
 @pytest.fixture(scope="module")
@@ -202,17 +195,8 @@ def test_no_file_is_written_over_a_bug_or_into_no_folder(truncated: Chunk, tmp_p
         noise(0.05).recommendation.write(tmp_path / "none" / "rc.yaml")
 
 
-def dump_file(folder: Path, chunk: Chunk) -> Path:
-    def rows(values: np.ndarray) -> pa.Array:
-        return pa.ListArray.from_arrays(chunk.cu_seqlens.astype(np.int32), values)
-
-    table = pa.table({"old_logprobs": rows(chunk.log_pi), "rollout_logprobs": rows(chunk.log_mu)})
-    pq.write_table(table, folder / "step-000001.parquet")
-    return folder / "step-000001.parquet"
-
-
 def test_the_command_writes_the_file_and_shows_the_table_where_asked(tmp_path: Path) -> None:
-    dump = str(dump_file(tmp_path, noise(0.05).evidence.sample))
+    dump = str(write_dump(noise(0.05).evidence.sample, tmp_path / "dump.parquet"))
     shown = CliRunner().invoke(app, ["analyze", dump, "--no-html", "--rc", str(tmp_path / "rc.yaml")])
     assert shown.exit_code == 0 and "Recommended: token-tis" in shown.output and "geo-mask" not in shown.output
     assert patch_settings(tmp_path / "rc.yaml").correction == noise(0.05).recommendation.correction
@@ -223,7 +207,7 @@ def test_the_command_writes_the_file_and_shows_the_table_where_asked(tmp_path: P
 
 
 def test_a_gate_is_judged_before_the_file_is_refused(truncated: Chunk, tmp_path: Path) -> None:
-    dump = str(dump_file(tmp_path, truncated))
+    dump = str(write_dump(truncated, tmp_path / "dump.parquet"))
     arguments = ["analyze", dump, "--no-html", "--gate", "k3<1", "--rc", str(tmp_path / "rc.yaml")]
     refused = CliRunner().invoke(app, arguments)
     assert "holds" in refused.output and "would hide a bug" in str(refused.exception)

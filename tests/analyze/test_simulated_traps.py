@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulated_dumps import TRAPS, honest, log_softmax, padded_vocabulary, world
+from simulated_dumps import TRAPS, diagnosed, honest, levels, log_softmax, padded_vocabulary, world
 
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.diagnosis import diagnosis_of
-from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules.rule import Level
 
 BENIGN = {"RC404", "RC501", "RC502"}
@@ -17,8 +15,7 @@ BENIGN = {"RC404", "RC501", "RC502"}
 @pytest.mark.parametrize("name", TRAPS)
 def test_a_rule_answers_to_its_trap_and_to_no_other(name: str) -> None:
     code, make = TRAPS[name]
-    diagnosis = diagnosis_of([make(world(1, sequences=96))], name, "arrays", CorruptRows())
-    verdicts = {verdict.code: verdict.level for verdict in diagnosis.verdicts}
+    verdicts = levels(diagnosed(make(world(1, sequences=96))))
     if code in BENIGN:
         assert set(verdicts) == {code, "RC501"}
         assert not {Level.BUG, Level.SUSPECT} & set(verdicts.values())
@@ -28,27 +25,20 @@ def test_a_rule_answers_to_its_trap_and_to_no_other(name: str) -> None:
 
 def test_codes_that_one_rule_tells_apart_are_selected_and_ignored_one_by_one() -> None:
     chunk = padded_vocabulary(world(1, sequences=96), 64)
-    answered = {
-        (select, ignore): [
-            v.code for v in diagnosis_of([chunk], "", "", CorruptRows(), select=select, ignore=ignore).verdicts
-        ]
-        for select, ignore in ((("RC106",), ()), (("RC102",), ()), ((), ("RC106",)))
-    }
-    assert answered[("RC106",), ()] == ["RC106"]
-    assert answered[("RC102",), ()] == []
-    assert "RC106" not in answered[(), ("RC106",)]
+    assert [*levels(diagnosed(chunk, select=("RC106",)))] == ["RC106"]
+    assert [*levels(diagnosed(chunk, select=("RC102",)))] == []
+    assert "RC106" not in levels(diagnosed(chunk, ignore=("RC106",)))
 
 
 def test_a_hidden_top_p_of_99_percent_is_seen_in_one_batch_of_30_thousand_tokens() -> None:
     _, make = TRAPS["hidden top-p .99"]
-    diagnosis = diagnosis_of([make(world(5))], "one batch", "arrays", CorruptRows())
-    assert [verdict.code for verdict in diagnosis.verdicts] == ["RC103"]
+    assert [*levels(diagnosed(make(world(5))))] == ["RC103"]
 
 
 def test_the_order_of_pieces_does_not_change_what_is_measured() -> None:
     chunk = honest(world(2, sequences=48))
     halves = [chunk.select_sequences(np.arange(48) // 7 % 2 == part) for part in (0, 1)]
-    whole, parts = (diagnosis_of(c, "", "", CorruptRows()).evidence for c in ([chunk], halves))
+    whole, parts = (diagnosed(*chunks).evidence for chunks in ([chunk], halves))
     assert parts.whole.z_ratio.z == pytest.approx(whole.whole.z_ratio.z, rel=1e-12)
     assert parts.growth.ess == pytest.approx(whole.growth.ess, rel=1e-9)
     assert parts.token_tail.k == pytest.approx(whole.token_tail.k, rel=1e-9)
@@ -67,5 +57,4 @@ def test_a_rounding_that_each_id_repeats_is_no_temperature() -> None:
     ids = np.argmax(mu[context] + random.gumbel(size=(6000, 16)), axis=1)
     entropy = -(np.exp(pi) * pi).sum(axis=1)[context]
     chunk = Chunk(pi[context, ids], mu[context, ids], np.arange(601) * 10, {"entropy": entropy})
-    verdicts = diagnosis_of([chunk], "repeated rounding", "arrays", CorruptRows()).verdicts
-    assert [verdict.code for verdict in verdicts] == ["RC501"]
+    assert [*levels(diagnosed(chunk))] == ["RC501"]

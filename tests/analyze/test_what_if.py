@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from simulated_dumps import honest, policy_lag, world
+from simulated_dumps import diagnosed, honest, policy_lag, world
 
 from megatron_rc.analyze import diagnose, output, terminal
 from megatron_rc.analyze.chunk import Chunk, Floats
-from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
+from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence, Gathering
-from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.what_if import Kept, Missing, WhatIf, WhatIfTable, what_if
 from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
 from megatron_rc.correction import correct
@@ -291,7 +290,7 @@ def test_the_table_of_a_dump_is_always_the_same(monkeypatch: pytest.MonkeyPatch)
 def diagnosis_with_rewards(chunk: Chunk) -> Diagnosis:
     reward = np.random.default_rng(1).integers(0, 2, chunk.num_sequences).astype(float)
     columns = {**chunk.sequences, "reward": reward, "advantage": reward - reward.mean()}
-    return diagnosis_of([dataclasses.replace(chunk, sequences=columns)], "a dump", "arrays", CorruptRows())
+    return diagnosed(dataclasses.replace(chunk, sequences=columns))
 
 
 def test_json_has_the_table_and_the_recommendation() -> None:

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.diagnosis import Diagnosis, diagnosis_of
+from megatron_rc.analyze.readers.dump import CorruptRows
+from megatron_rc.analyze.rules.rule import Level
 
 VOCABULARY, LENGTH, SEQUENCES = 256, 160, 192
 
@@ -242,3 +248,23 @@ TRAPS: dict[str, tuple[str, Callable[[World], Chunk]]] = {
 """Expected rule and maker of every simulated dump."""
 ONE_EACH = list({code: name for name, (code, _) in reversed(TRAPS.items())}.values())
 """The strongest dump of every rule."""
+
+
+def diagnosed(*chunks: Chunk, source: str = "a dump", **options: Any) -> Diagnosis:
+    return diagnosis_of(chunks, source, "arrays", CorruptRows(), **options)
+
+
+def levels(diagnosis: Diagnosis) -> dict[str, Level]:
+    return {verdict.code: verdict.level for verdict in diagnosis.verdicts}
+
+
+def write_dump(chunk: Chunk, path: Path) -> Path:
+    lists = {"old_logprobs": chunk.log_pi, "rollout_logprobs": chunk.log_mu}
+    names = {"entropy": "entropy", "token_id": "output_ids"}
+    lists |= {names[name]: values for name, values in chunk.tokens.items() if name in names}
+    offsets = chunk.cu_seqlens.astype(np.int32)
+    columns = {name: pa.ListArray.from_arrays(offsets, values) for name, values in lists.items()}
+    # a file has whole numbers for its groups
+    columns |= {name: pa.array(values.tolist()) for name, values in chunk.sequences.items() if name != "group"}
+    pq.write_table(pa.table(columns), path)
+    return path
