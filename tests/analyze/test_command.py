@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from refusals import Ended, run
 
-from megatron_rc import cli
 from megatron_rc.analyze import output
 from megatron_rc.analyze.gate import Outcome
 
@@ -37,22 +37,8 @@ def dump(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def run(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Exit status of the command."""
-    monkeypatch.setattr(sys, "argv", ["megatron-rc", "analyze", "--no-html", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    return int(stopped.value.code or 0)
-
-
-def refuse(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """The sentence with which the command refuses its arguments."""
-    assert run(*arguments, monkeypatch=monkeypatch) == 2
-    printed = capsys.readouterr()
-    assert not printed.out
-    assert "Traceback" not in printed.err
-    assert printed.err.startswith("megatron-rc: error: ") and printed.err.count("\n") == 1, printed.err
-    return printed.err
+def analyze(*arguments: str | Path) -> Ended:
+    return run("analyze", "--no-html", *arguments)
 
 
 NO_LISTS = pa.array([], pa.list_(pa.float64()))
@@ -67,8 +53,8 @@ UNUSABLE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", UNUSABLE.values(), ids=UNUSABLE)
-def test_a_dump_without_a_usable_response_is_one_sentence(changes: Any, tmp_path: Path, monkeypatch, capsys) -> None:
-    refuse(dump(tmp_path, **changes), monkeypatch=monkeypatch, capsys=capsys)
+def test_a_dump_without_a_usable_response_is_one_sentence(changes: Any, tmp_path: Path) -> None:
+    assert (ended := analyze(dump(tmp_path, **changes))).is_refusal(), ended
 
 
 DAMAGED: dict[str, Callable[[bytes], bytes]] = {
@@ -81,12 +67,12 @@ DAMAGED: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("name", [*DAMAGED, "", "nothing.parquet"])
-def test_a_file_that_is_no_dump_is_one_sentence(name: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_file_that_is_no_dump_is_one_sentence(name: str, tmp_path: Path) -> None:
     """Also an empty folder, and a file that does not exist."""
     if name in DAMAGED:
         (tmp_path / "whole").mkdir()
         (tmp_path / name).write_bytes(DAMAGED[name](dump(tmp_path / "whole").read_bytes()))
-    refuse(tmp_path / name, monkeypatch=monkeypatch, capsys=capsys)
+    assert (ended := analyze(tmp_path / name)).is_refusal(), ended
 
 
 @pytest.mark.parametrize(
@@ -96,28 +82,19 @@ def test_a_file_that_is_no_dump_is_one_sentence(name: str, tmp_path: Path, monke
         ("--gate", "z_W<4"), ("--select", "RC999"), ("--ignore", "203"),
     ],
 )  # fmt: skip
-def test_a_wrong_option_is_one_sentence(options: tuple[str, str], tmp_path: Path, monkeypatch, capsys) -> None:
-    refuse(dump(tmp_path), *options, "--gate-format", "junit", monkeypatch=monkeypatch, capsys=capsys)
+def test_a_wrong_option_is_one_sentence(options: tuple[str, str], tmp_path: Path) -> None:
+    assert (ended := analyze(dump(tmp_path), *options, "--gate-format", "junit")).is_refusal(), ended
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_dump_with_random_bytes_changed_is_analyzed_or_refused(
-    seed: int, tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_a_dump_with_random_bytes_changed_is_analyzed_or_refused(seed: int, tmp_path: Path) -> None:
     path, random = dump(tmp_path), np.random.default_rng(seed)
     data = bytearray(path.read_bytes())
     for place in random.integers(0, len(data), 8):
         data[place] = random.integers(256)
     path.write_bytes(data)
-    monkeypatch.setattr(sys, "argv", ["megatron-rc", "analyze", str(path), "--no-html", "--json", "--no-what-if"])
-    try:
-        cli.main()
-    except SystemExit as stopped:
-        assert stopped.code in (0, 2)
-    printed = capsys.readouterr()
-    assert "Traceback" not in printed.err and printed.err.count("\n") <= 1
-    if printed.out:
-        json.loads(printed.out)
+    ended = analyze(path, "--json", "--no-what-if")
+    assert ended.is_refusal() or (ended.status == 0 and json.loads(ended.stdout)), ended
 
 
 @pytest.mark.parametrize(
@@ -133,42 +110,33 @@ def test_a_dump_with_random_bytes_changed_is_analyzed_or_refused(
         {"reward": ["good"] * RESPONSES},
     ],
 )
-def test_odd_columns_are_no_reason_to_stop_or_are_refused(changes: Any, tmp_path: Path, monkeypatch, capsys) -> None:
-    path = dump(tmp_path, **changes)
-    monkeypatch.setattr(sys, "argv", ["megatron-rc", "analyze", str(path), "--no-html"])
-    try:
-        cli.main()
-    except SystemExit as stopped:
-        assert stopped.code in (0, 2)
-    printed = capsys.readouterr()
-    assert "Traceback" not in printed.err and "\x1b[31m" not in printed.out
-    assert bool(printed.out) or printed.err.count("\n") == 1
+def test_odd_columns_are_no_reason_to_stop_or_are_refused(changes: Any, tmp_path: Path) -> None:
+    ended = analyze(dump(tmp_path, **changes))
+    assert ended.is_refusal() or (ended.status == 0 and ended.stdout and "\x1b[31m" not in ended.stdout), ended
 
 
-def test_json_has_null_for_every_number_that_is_not_finite(tmp_path: Path, monkeypatch, capsys) -> None:
-    same = columns()["old_logprobs"]
-    assert run(dump(tmp_path, rollout_logprobs=same), "--json", monkeypatch=monkeypatch) == 0
+def test_json_has_null_for_every_number_that_is_not_finite(tmp_path: Path) -> None:
+    ended = analyze(dump(tmp_path, rollout_logprobs=columns()["old_logprobs"]), "--json")
 
     def refuse_constant(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
 
-    found = json.loads(capsys.readouterr().out, parse_constant=refuse_constant)
+    found = json.loads(ended.stdout, parse_constant=refuse_constant)
     assert found["growth"]["horizon"] is None
-    assert found["honesty"]["exact"] == 1
+    assert ended.status == 0 and found["honesty"]["exact"] == 1
 
 
-def test_the_exit_status_says_whether_the_gate_holds(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_exit_status_says_whether_the_gate_holds(tmp_path: Path) -> None:
     path = dump(tmp_path)
-    assert run(path, "--gate", "k3<1e-2, damaged<=0", monkeypatch=monkeypatch) == 0
-    assert run(path, "--gate", "k3<1e-2, k3<1e-9", monkeypatch=monkeypatch) == 1
-    assert "fails k3<1e-9" in capsys.readouterr().out
+    assert analyze(path, "--gate", "k3<1e-2, damaged<=0").status == 0
+    ended = analyze(path, "--gate", "k3<1e-2, k3<1e-9")
+    assert ended.status == 1 and "fails k3<1e-9" in ended.stdout
 
 
-def test_junit_parses_and_names_the_failure(tmp_path: Path, monkeypatch, capsys) -> None:
-    options = ("--gate", "k3<1e-9, k3<1", "--gate-format", "junit")
-    assert run(dump(tmp_path), *options, monkeypatch=monkeypatch) == 1
-    suite = ElementTree.fromstring(capsys.readouterr().out)
-    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+def test_junit_parses_and_names_the_failure(tmp_path: Path) -> None:
+    ended = analyze(dump(tmp_path), "--gate", "k3<1e-9, k3<1", "--gate-format", "junit")
+    suite = ElementTree.fromstring(ended.stdout)
+    assert (ended.status, suite.get("tests"), suite.get("failures")) == (1, "2", "1")
     failed = [case.get("name") for case in suite if case.find("failure") is not None]
     assert failed == ["k3<1e-9"]
 

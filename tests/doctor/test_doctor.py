@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from doctor_facts import RECORDED, answer, good, server, trainer
-from refusals import outcome
 from rich.console import Console
 
 from megatron_rc import schema
@@ -149,20 +148,3 @@ def test_the_trainer_is_read_from_its_yaml_with_its_longest_prompt(tmp_path: Pat
     changed = read_trainer(config, None, ["rollout.top_k=-1", "task.options.levels={3x1: 1.0}"])
     assert not changed.truncates and changed.longest_prompt == len("6-3+2=")
     assert facts.config["num_experts"] == 8 and facts.stop_token_ids
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--sglang", "http://127.0.0.1:9"], "http://127.0.0.1:9 refuses connections"),
-        (["--sglang", "127.0.0.1:9"], "urls must start with http://"),
-        (["--hf-path", "{folder}"], "has no config.json"),
-        (["--config", "{folder}/none.yaml"], "no such file"),
-        (["--host", "none"], "host must be 'auto'"),
-    ],
-)
-def test_what_cannot_be_read_is_one_sentence_and_status_2(arguments: list[str], sentence: str, tmp_path: Path) -> None:
-    status, said = outcome(["doctor", *(a.format(folder=tmp_path) for a in arguments)])
-    assert status == 2
-    (line,) = said.splitlines()
-    assert sentence in line

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import outcome
+from refusals import run
 
 from megatron_rc.doctor.host.environment import ENVIRONMENT, PRESENCE, check_host, examine_hosts
 from megatron_rc.doctor.host.facts import Environment, HostFacts, read_environment, read_hosts
@@ -46,14 +44,6 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def found(name: str = HOST) -> dict[str, Finding]:
     (facts,) = read_hosts([name], None)
     return {finding.check: finding for finding in check_host(facts)}
-
-
-def run(*arguments: str) -> tuple[int, str]:
-    """Exit status and stdout of doctor."""
-    said = io.StringIO()
-    with redirect_stdout(said):
-        status, errors = outcome(["doctor", *arguments])
-    return status, said.getvalue() + errors
 
 
 def test_a_host_that_suits_the_patch_is_good_and_nothing_of_it_is_imported(stub: Path) -> None:
@@ -167,25 +157,24 @@ def test_this_python_is_read_as_it_is() -> None:
 
 
 def test_doctor_alone_shows_this_python_and_every_host() -> None:
-    status, said = run()
+    status, said, _ = run("doctor")
     assert status == 0
     for subject in ("Python environment", *(f"host {name}" for name in HOSTS)):
         assert f"\n{subject}: " in f"\n{said}"
 
 
 def test_errors_are_status_1_and_json_has_them(stub: Path) -> None:
-    status, said = run("--host", HOST, "--json", "--", "--cuda-graph-impl", "full_iteration")
-    assert status == 1
-    errors = [f["check"] for f in json.loads(said)[f"host {HOST}"] if f["status"] == "error"]
-    assert errors == ["full-iteration-graph"]
-    assert run("--host", HOST, "--", "--cuda-graph-impl", "local")[0] == 0
+    ended = run("doctor", "--host", HOST, "--json", "--", "--cuda-graph-impl", "full_iteration")
+    errors = [f["check"] for f in json.loads(ended.stdout)[f"host {HOST}"] if f["status"] == "error"]
+    assert (ended.status, errors) == (1, ["full-iteration-graph"])
+    assert run("doctor", "--host", HOST, "--", "--cuda-graph-impl", "local").status == 0
 
 
 def test_flags_come_from_a_file_or_a_launch_script(stub: Path, tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     comment = "# not now: --moe-enable-routing-replay --moe-router-fusion"
     script.write_text(f"{comment}\ntorchrun train.py \\\n  --cuda-graph-impl=full_iteration \\\n  $MORE\n")
-    status, said = run("--host", HOST, "--flags-file", str(script))
+    status, said, _ = run("doctor", "--host", HOST, "--flags-file", script)
     assert status == 1 and "error   full-iteration-graph" in said and "flags may hide in $MORE" in said
     assert "not decided: --moe-router-fusion may be set in $MORE" in said
 
@@ -198,16 +187,16 @@ def test_flags_come_from_a_file_or_a_launch_script(stub: Path, tmp_path: Path) -
         (["--host", HOST, "--flags-file", "{folder}/none.sh"], "flags_file must be a file"),
         (["--host", HOST, "--flags-file", "{folder}/open.sh"], "cannot be split into words"),
         (["--host", HOST, "--flags-file", "{folder}/open.sh", "--", "--lr"], "not both"),
-        (["--host", "megatron-lm", "--", "--rl-default-temperature", "hot"],
-         "--rl-default-temperature must be a number"),
+        (["--host", "megatron-lm", "--", "--rl-default-temperature", "hot"], "--rl-default-temperature must be"),
+        (["--sglang", "http://127.0.0.1:9"], "http://127.0.0.1:9 refuses connections"),
+        (["--sglang", "127.0.0.1:9"], "urls must start with http://"),
+        (["--hf-path", "{folder}"], "has no config.json"),
+        (["--config", "{folder}/none.yaml"], "no such file"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_one_sentence_and_status_2(arguments: list[str], sentence: str, tmp_path: Path) -> None:
     (tmp_path / "open.sh").write_text("echo 'open")
-    status, said = outcome(["doctor", *(a.format(folder=tmp_path) for a in arguments)])
-    assert status == 2
-    (line,) = said.splitlines()
-    assert sentence in line
+    assert (ended := run("doctor", *(a.format(folder=tmp_path) for a in arguments))).is_refusal(sentence), ended
 
 
 def test_looking_at_hosts_imports_no_megatron() -> None:

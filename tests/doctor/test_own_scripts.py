@@ -6,16 +6,12 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from flag_traps import traps
 
-from megatron_rc.doctor.host.facts import read_hosts
 from megatron_rc.doctor.host.flags import Flags
-from megatron_rc.doctor.host.traps import flag_checks
-from megatron_rc.doctor.registry import Finding
-from megatron_rc.integrations.hosts import HOSTS
 
 VERL = "examples/grpo_trainer/run_"
 NEMO = "examples/configs/grpo_math_"
@@ -34,7 +30,7 @@ def script(variable: str, name: str) -> Path:
 
 def found(host: str, flags: Flags, at_least: int = 11) -> dict[str, set[str]]:
     """Decided checks that are not good, by status; ``at_least`` so many are decided."""
-    findings = [finding for finding in findings_of(host, flags) if finding.decided]
+    findings = [finding for finding in traps(host, flags).values() if finding.decided]
     assert len(findings) >= at_least
     return {
         status: {finding.check for finding in findings if finding.status == status} for status in ("error", "warning")
@@ -42,12 +38,7 @@ def found(host: str, flags: Flags, at_least: int = 11) -> dict[str, set[str]]:
 
 
 def undecided(host: str, flags: Flags) -> set[str]:
-    return {finding.check for finding in findings_of(host, flags) if not finding.decided}
-
-
-def findings_of(host: str, flags: Flags) -> list[Finding]:
-    (facts,) = read_hosts([host], flags)
-    return flag_checks(HOSTS[host]).run(replace(facts, is_importable=True))
+    return {finding.check for finding in traps(host, flags).values() if not finding.decided}
 
 
 def with_enable(text: str, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""What doctor reads in launch scripts: plain variables are followed, and what a branch decides stays open."""
+"""What doctor reads in flags and launch scripts: plain variables are followed, what a branch decides stays open."""
 
 from __future__ import annotations
 
@@ -116,3 +116,22 @@ def test_a_file_that_sources_another_of_its_own_name_does_not_run_twice(tmp_path
     assert read_script(tmp_path / "run.sh").words[2:] == ["--bf16", "${ALL}"]
     (tmp_path / "common.sh").write_text('ALL="--swiglu"\n')
     assert read_script(tmp_path / "run.sh").words[2:] == ["--bf16", "--swiglu"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--lr 1 --lr 2", 2.0),
+        ("--lr=3", 3.0),
+        ("--lr -4", -4.0),
+        ("torchrun --nproc_per_node 8 train.py --wd 1", 5.0),
+        ("--lr", 5.0),
+    ],
+)
+def test_flags_are_read_as_argparse_reads_them(words: str, expected: float) -> None:
+    assert Arguments(Flags(words.split()), {"lr": 5.0}, None).lr == expected
+
+
+def test_underscores_and_negations_name_the_same_flag() -> None:
+    flags = Flags(["--use_tis", "--rl-partial-rollouts", "--no-rl-partial-rollouts", "--no-x", "--x"])
+    assert "use-tis" in flags and "rl-partial-rollouts" not in flags and "x" in flags

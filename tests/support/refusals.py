@@ -5,18 +5,35 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from typing import NamedTuple
 from unittest import mock
+
+
+class Ended(NamedTuple):
+    status: int
+    stdout: str
+    stderr: str
+
+    def is_refusal(self, sentence: str = "") -> bool:
+        """Whether it ended with one line that has this sentence, and printed nothing else."""
+        says = self.stderr.startswith("megatron-rc: error: ") and sentence in self.stderr
+        return says and self.status == 2 and not self.stdout and self.stderr.count("\n") == 1
+
+
+def run(*arguments: object) -> Ended:
+    from megatron_rc.cli import main
+
+    out, error, status = io.StringIO(), io.StringIO(), 0
+    given = mock.patch.object(sys, "argv", ["megatron-rc", *map(str, arguments)])
+    with given, contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        try:
+            main()
+        except SystemExit as stopped:
+            status = int(stopped.code or 0)
+    return Ended(status, out.getvalue(), error.getvalue())
 
 
 def outcome(arguments: list[str]) -> tuple[int, str]:
     """(exit status, stderr)."""
-    from megatron_rc.cli import main
-
-    said = io.StringIO()
-    status = 0
-    with mock.patch.object(sys, "argv", ["megatron-rc", *arguments]), contextlib.redirect_stderr(said):
-        try:
-            main()
-        except SystemExit as error:
-            status = int(error.code or 0)
-    return status, said.getvalue()
+    ended = run(*arguments)
+    return ended.status, ended.stderr
