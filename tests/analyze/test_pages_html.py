@@ -32,14 +32,14 @@ from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.evidence import Gathering
 from megatron_rc.analyze.pages import html
 from megatron_rc.analyze.pages.steps import short_names
-from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.what_if import Missing
 from megatron_rc.cli import app
 from megatron_rc.report.heat_map import heat_map
 from megatron_rc.report.route_maps import HeatMap
 
-CANARIES = ("canary_server", "canary_reason", "canary_group", "canary_folder", "7654321")
-"""A server, a finish reason, a prompt group, a part of the path, and an id."""
+CANARY = {"server": "canary_server", "reason": "canary_reason", "group": "canary_group", "token": 7654321}
+CANARIES = (*map(str, CANARY.values()), "canary_folder")
+"""A server, a finish reason, a prompt group, an id, and a part of the path."""
 SCRIPT = "<script>alert(1)</script>"
 
 
@@ -76,23 +76,12 @@ def test_the_page_of_every_rule_is_well_formed_small_and_loads_nothing(name: str
 def test_the_panels_stand_in_the_order_in_which_they_are_read() -> None:
     page = Page(html.page(diagnosed(named(small(), server="s", reason="stop", group="g"))))
     wanted = [
-        "Honesty",
-        "How large the gap is",
-        "Log-probs of trainer and sampler",
-        "By logged log-prob",
-        "By position in the response",
-        "Who explains |l|?",
-        "Tokens of the largest |l|",
-        "Is the sum of log-ratios noise?",
-        "k3 by server and step",
-        "The largest weights",
-        "How much of a batch is left under sequence weights",
-        "What a correction would do",
-        "Which bound C?",
-        "k3 over steps",
-        "Engine, policy or length?",
-        "Rules that said nothing, because they could not",
-    ]
+        "Honesty", "How large the gap is", "Log-probs of trainer and sampler", "By logged log-prob",
+        "By position in the response", "Who explains |l|?", "Tokens of the largest |l|",
+        "Is the sum of log-ratios noise?", "k3 by server and step", "The largest weights",
+        "How much of a batch is left under sequence weights", "What a correction would do", "Which bound C?",
+        "k3 over steps", "Engine, policy or length?", "Rules that said nothing, because they could not",
+    ]  # fmt: skip
     assert [text.strip() for text in page.texts if text.strip() in wanted] == wanted
 
 
@@ -120,9 +109,8 @@ def test_every_string_of_a_dump_is_escaped() -> None:
     chunk = named(small(one_stale_server), server=SCRIPT, reason=SCRIPT, group=SCRIPT)
     worst = np.where(np.char.endswith(chunk.sequences["server"], "2"), SCRIPT, chunk.sequences["server"])
     chunk = replace(chunk, sequences={**chunk.sequences, "server": worst})
-    diagnosis = replace(
-        diagnosed(chunk, source=f"/data/{SCRIPT}.parquet"), corrupt=CorruptRows(1, 0, [SCRIPT]), ignored=[SCRIPT]
-    )
+    diagnosis = diagnosed(chunk, source=f"/data/{SCRIPT}.parquet", ignored=[SCRIPT])
+    diagnosis.corrupt.add(SCRIPT)
     text = html.page(diagnosis)
     assert SCRIPT not in text and "alert(1)" in text
     assert "RC303" in [verdict.code for verdict in diagnosis.verdicts]
@@ -243,11 +231,11 @@ def test_colours_do_not_blow_up_small_differences_between_servers() -> None:
 
 
 @pytest.mark.parametrize("make", [one_stale_server, stale_cache, policy_lag])
-def test_what_is_shared_has_no_ids_names_and_paths(make: Callable[..., Chunk], tmp_path: Path) -> None:
-    folder = tmp_path / "canary_folder"
-    folder.mkdir()
-    chunk = named(small(make), server="canary_server", reason="canary_reason", group="canary_group", token=7654321)
-    diagnosis = replace(diagnosed(chunk, source=str(folder / "dump.parquet")), ignored=["canary_folder/notes.txt"])
+def test_what_is_shared_has_no_ids_names_and_paths(make: Callable[..., Chunk]) -> None:
+    folder = "/data/canary_folder"
+    diagnosis = diagnosed(
+        named(small(make), **CANARY), source=f"{folder}/dump.parquet", ignored=[f"{folder}/notes.txt"]
+    )
     diagnosis.corrupt.add(f"{folder}: row 3: canary_server")
     for text in (html.page(diagnosis, share=True), output.to_json(diagnosis, share=True)):
         assert not [canary for canary in CANARIES if canary in text]
@@ -291,10 +279,8 @@ def test_the_command_leaves_a_file_of_someone_else_alone(tmp_path: Path, monkeyp
 def test_the_shared_command_names_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "canary_folder"
     folder.mkdir()
-    chunk = named(
-        small(one_stale_server), server="canary_server", reason="canary_reason", group="canary_group", token=7654321
-    )
-    dump, page = write_dump(chunk, folder / "dump.parquet"), tmp_path / "page.html"
+    dump = write_dump(named(small(one_stale_server), **CANARY), folder / "dump.parquet")
+    page = tmp_path / "page.html"
     done = run(dump, "--share", "--html", page)
     assert done.exit_code == 0, done.output
     printed = "\n".join(done.stdout.splitlines()[:-1])

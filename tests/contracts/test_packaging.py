@@ -123,18 +123,9 @@ def test_the_wheel_names_the_plugin_that_verl_imports(wheel: Path) -> None:
     assert (ROOT / "megatron_rc/integrations/verl/plugin.py").is_file()
 
 
-def test_every_folder_with_a_package_file_is_in_the_wheel(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        inside = set(archive.namelist())
-    folders = {p.parent.relative_to(ROOT).as_posix() for p in (ROOT / "megatron_rc").rglob("__init__.py")}
-    assert len(folders) > 5
-    assert {folder for folder in folders if f"{folder}/__init__.py" not in inside} == set()
-
-
-def test_extras_and_python_are_the_promised_ones(metadata: Message) -> None:
+def test_extras_are_the_promised_ones(metadata: Message) -> None:
     promised = {"train", "sglang", "te", "report", "math", "wandb", "mlflow", "trackio", "dev"}
     assert set(metadata.get_all("Provides-Extra", [])) == promised
-    assert metadata["Requires-Python"] == ">=3.11"
 
 
 def test_constraints_pin_every_requirement_to_an_accepted_version(metadata: Message) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from length_curves import length_curves
-from length_rates import algorithm_1, jump, rates
+from length_curves import algorithm_1, jump, length_curves, rates
 
 from megatron_rc import LengthDecayLR, SurgeDetector, schema
 from megatron_rc.lr_decay import LengthDecaySettings

@@ -6,8 +6,19 @@ import math
 from typing import Any
 
 import pytest
-from length_curves import QUIET, capped, length_curves, noisy, quiet_curves, rollouts, share_within, surge_steps
-from length_rates import algorithm_1, jump, rates
+from length_curves import (
+    QUIET,
+    algorithm_1,
+    capped,
+    jump,
+    length_curves,
+    noisy,
+    quiet_curves,
+    rates,
+    rollouts,
+    share_within,
+    surge_steps,
+)
 
 from megatron_rc import LengthDecayLR, SurgeDetector
 
@@ -163,13 +174,9 @@ def test_rollouts_without_a_length_count_and_do_not_touch_the_search() -> None:
     decay = LengthDecayLR(1.0, decay_period=3)
     assert rates(decay, [None] * 7) == algorithm_1(1.0, 3, 0.1, 7)
     assert decay.metrics() == {
-        "lr_decay/scale": 0.25,
-        "lr_decay/surge_in_warmup": 0.0,
-        "lr_decay/alarm": 0.0,
-        "lr_decay/withdrawn": 0.0,
-        "lr_decay/unmeasured": 7.0,
-        "lr_decay/period": 3.0,
-    }
+        "lr_decay/scale": 0.25, "lr_decay/surge_in_warmup": 0.0, "lr_decay/alarm": 0.0, "lr_decay/withdrawn": 0.0,
+        "lr_decay/unmeasured": 7.0, "lr_decay/period": 3.0,
+    }  # fmt: skip
 
 
 def test_lengths_of_empty_responses_are_lengths() -> None:

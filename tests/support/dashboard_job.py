@@ -13,12 +13,9 @@ from megatron_rc.report.dashboards import Dashboards
 from megatron_rc.report.log import MetricsLog
 
 SECRET = "hunter2"
+URL = f"http://me:{SECRET}@host:30000"
 CONFIG = {
-    "settings": {
-        "train": {"lr": 0.25},
-        "urls": [f"http://me:{SECRET}@host:30000"],
-        "model": {f"f{i}": i for i in range(150)},
-    },
+    "settings": {"train": {"lr": 0.25}, "urls": [URL], "model": {f"f{i}": i for i in range(150)}},
     "machine": {"torch": "9.9"},
 }
 
@@ -30,18 +27,12 @@ def value(step: int) -> float:
 def main(service: str, folder: Path, first: int, last: int, end: str) -> None:
     with MetricsLog(folder) as log:
         log.truncate_after("rl", first - 1)
-        dashboards = Dashboards(
-            folder, {service: "project"}, name="job", config=without_credentials(CONFIG), say=sys.exit
-        )
+        config = without_credentials(CONFIG)
+        dashboards = Dashboards(folder, {service: "project"}, name="job", config=config, say=sys.exit)
         dashboards.start("rl")
         for step in range(first, last + 1):
-            record = {
-                "phase": "rl",
-                "step": step,
-                "old/k3": value(step),
-                "current/route_layers": [0, 1],
-                "none": float("nan"),
-            }
+            record = {"phase": "rl", "step": step, "old/k3": value(step)}
+            record |= {"current/route_layers": [0, 1], "none": float("nan")}
             log.write(record)
             dashboards.write(record)
         if end == "kill":

@@ -1,4 +1,4 @@
-"""Simulated curves of the mean response length, and how well a detector locates their surge."""
+"""Curves of the mean response length, the paper's schedule, and how well a detector locates a surge."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.surge import SurgeDetector
+from megatron_rc import LengthDecayLR, SurgeDetector
 
 
 def length_curves(
@@ -107,3 +107,22 @@ def surge_steps(
 def share_within(found: Sequence[int | None], at: float, distance: float) -> float:
     """Share of the curves whose surge was located at most ``distance`` rollouts from ``at``."""
     return sum(step is not None and abs(step - at) <= distance for step in found) / len(found)
+
+
+def algorithm_1(initial_lr: float, period: int, min_lr_ratio: float, steps: int) -> list[float]:
+    """The paper's loop: learning rates of steps 1 .. steps."""
+    lr, found = initial_lr, []
+    for t in range(1, steps + 1):
+        if t % period == 0:
+            lr = max(lr / 2, min_lr_ratio * initial_lr)
+        found.append(lr)
+    return found
+
+
+def rates(decay: LengthDecayLR, lengths: list[float] | list[None]) -> list[float]:
+    return [decay.step(length) for length in lengths]
+
+
+def jump(at: int, steps: int, low: float = 1000.0, high: float = 3000.0) -> list[float]:
+    """Without noise: ``high`` from rollout ``at`` on. The fast average passes the threshold at the third of them."""
+    return [high if t >= at else low for t in range(1, steps + 1)]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from host_batches import HOST_DUMPS, HOSTS, JSON_LINES, RECORDS, write_json_lines, write_parquet
 from typer.testing import CliRunner
@@ -21,6 +20,7 @@ from megatron_rc.analyze.readers import FORMATS, json_lines, open_dump
 from megatron_rc.analyze.readers import rows as row_packing
 from megatron_rc.cli import app
 
+NEMO_RL, PRIME_RL = "nemo_rl/train_data_step3.jsonl", "prime_rl/token_exports/step_3/rank_0.jsonl"
 NAMES = {"miles_tp": "miles", "nemo_rl": "nemo-rl", "prime_rl": "prime-rl", "prime_rl_traces": "prime-rl-traces"}
 
 
@@ -154,35 +154,33 @@ def test_a_line_that_is_too_long_is_refused_before_it_is_in_memory(
     assert max(peaks) < 3 << 20
 
 
+def changed_lines(source: str, path: Path, edit: Callable[[list[dict[str, Any]]], Any]) -> Path:
+    """The lines of a host with a change, and the folder in which they are."""
+    records = [json.loads(text) for text in (HOST_DUMPS / source).read_text().splitlines()]
+    edit(records)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path.parent
+
+
 def test_a_rewards_list_that_dynamic_sampling_filtered_belongs_to_the_rows(tmp_path: Path):
-    source = HOST_DUMPS / "nemo_rl" / "train_data_step3.jsonl"
-    records = [{**json.loads(text), "filtered_rewards": [9.0]} for text in source.read_text().splitlines()]
-    (tmp_path / "train_data_step12.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (chunk,) = open_dump(tmp_path).chunks()
+    def filter_rewards(records: list[dict[str, Any]]) -> None:
+        for record in records:
+            record["filtered_rewards"] = [9.0]
+
+    (chunk,) = open_dump(changed_lines(NEMO_RL, tmp_path / "train_data_step12.jsonl", filter_rewards)).chunks()
     assert set(chunk.sequences["reward"]) == {9.0} and set(chunk.sequences["step"]) == {12}
 
 
 def test_a_sample_that_nemo_rl_masks_out_has_no_loss_token(tmp_path: Path):
-    source = HOST_DUMPS / "nemo_rl" / "train_data_step3.jsonl"
-    records = [json.loads(text) for text in source.read_text().splitlines()]
-    records[1]["sample_loss_mask"] = [0.0]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert diagnose_dump(tmp_path).evidence.sequences == 5
+    path = changed_lines(NEMO_RL, tmp_path / "x.jsonl", lambda records: records[1].update(sample_loss_mask=[0.0]))
+    assert diagnose_dump(path).evidence.sequences == 5
 
 
 def test_nulls_in_place_of_log_probs_that_are_not_finite_are_damage(tmp_path: Path):
-    source = HOST_DUMPS / "prime_rl" / "token_exports" / "step_3" / "rank_0.jsonl"
-    records = [json.loads(text) for text in source.read_text().splitlines()]
-    place = records[0]["loss_mask"].index(True)
-    records[0]["trainer_logprobs"][place] = None
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert diagnose_dump(tmp_path).evidence.damaged == {"nan": 1}
+    def damage(records: list[dict[str, Any]]) -> None:
+        records[0]["trainer_logprobs"][records[0]["loss_mask"].index(True)] = None
 
-
-def test_a_folder_with_foreign_parquet_is_no_dump(tmp_path: Path):
-    pq.write_table(pa.table({"a": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="holds no dump"):
-        open_dump(tmp_path)
+    assert diagnose_dump(changed_lines(PRIME_RL, tmp_path / "x.jsonl", damage)).evidence.damaged == {"nan": 1}
 
 
 TRACES = HOST_DUMPS / "prime_rl_traces" / "traces"
@@ -280,10 +278,7 @@ def test_a_trace_stream_without_annotations_says_what_is_missing(tmp_path: Path)
         list(open_dump(tmp_path).chunks())
 
 
-JSON_DUMPS = ["nemo_rl/train_data_step3.jsonl", "prime_rl/token_exports/step_3/rank_0.jsonl", "batch.jsonl"]
-
-
-@pytest.mark.parametrize("name", JSON_DUMPS)
+@pytest.mark.parametrize("name", [NEMO_RL, PRIME_RL, "batch.jsonl"])
 def test_lines_that_arrow_reads_and_lines_that_python_reads_are_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
