@@ -232,11 +232,9 @@ def test_colours_do_not_blow_up_small_differences_between_servers() -> None:
 
 @pytest.mark.parametrize("make", [one_stale_server, stale_cache, policy_lag])
 def test_what_is_shared_has_no_ids_names_and_paths(make: Callable[..., Chunk]) -> None:
-    folder = "/data/canary_folder"
-    diagnosis = diagnosed(
-        named(small(make), **CANARY), source=f"{folder}/dump.parquet", ignored=[f"{folder}/notes.txt"]
-    )
-    diagnosis.corrupt.add(f"{folder}: row 3: canary_server")
+    file = "/data/canary_folder/dump.parquet"
+    diagnosis = diagnosed(named(small(make), **CANARY), source=file, ignored=["canary_folder/notes.txt"])
+    diagnosis.corrupt.add(f"{file}: row 3: canary_server")
     for text in (html.page(diagnosis, share=True), output.to_json(diagnosis, share=True)):
         assert not [canary for canary in CANARIES if canary in text]
     # the test could not fail if nothing named them without share

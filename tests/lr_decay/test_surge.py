@@ -5,20 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import length_curves as simulated
 import pytest
-from length_curves import (
-    QUIET,
-    algorithm_1,
-    capped,
-    jump,
-    length_curves,
-    noisy,
-    quiet_curves,
-    rates,
-    rollouts,
-    share_within,
-    surge_steps,
-)
+from length_curves import algorithm_1, jump, length_curves, rates, share_within, surge_steps
 
 from megatron_rc import LengthDecayLR, SurgeDetector
 
@@ -80,16 +69,16 @@ def test_nothing_is_halved_before_the_twelfth_measured_rollout_above_the_thresho
 
 
 def test_a_surge_into_the_length_limit_is_seen_through_the_truncated_share() -> None:
-    mean, truncated = capped(logistic_rise(4000.0, 12000.0, 110), 6000.0)
+    mean, truncated = simulated.capped(logistic_rise(4000.0, 12000.0, 110), 6000.0)
     assert mean.max() / mean.min() < 1.6
-    curves = noisy(mean, 50, seed=6)
+    curves = simulated.noisy(mean, 50, seed=6)
     assert surge_steps(curves) == [None] * 50
     found = surge_steps(curves, truncated.tolist())
     assert all(step is not None and abs(step - 110) <= 5 for step in found)
 
 
 def logistic_rise(low: float, high: float, at: float) -> Any:
-    return low + (high - low) * ((rollouts(400) - at) / 3).sigmoid()
+    return low + (high - low) * ((simulated.rollouts(400) - at) / 3).sigmoid()
 
 
 def test_a_truncated_share_of_zero_changes_no_number() -> None:
@@ -242,9 +231,9 @@ def test_flat_curves_raise_no_alarm() -> None:
     assert surge_steps(length_curves(1000, 400, peak=1000.0, seed=3), confirmation=3) == [None] * 1000
 
 
-@pytest.mark.parametrize("name", QUIET)
+@pytest.mark.parametrize("name", simulated.QUIET)
 def test_quiet_curves_halve_nothing(name: str) -> None:
-    assert surge_steps(quiet_curves(name, 60)) == [None] * 60
+    assert surge_steps(simulated.quiet_curves(name, 60)) == [None] * 60
 
 
 @pytest.mark.parametrize(("at", "first", "last"), [(110, 185, 205), (90, 155, 170)], ids=["4B", "8B"])
