@@ -1,7 +1,5 @@
 """Names of our metrics in the logs of hosts: one file has the prefix, and what a log line has room for."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

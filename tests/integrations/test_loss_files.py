@@ -1,7 +1,5 @@
 """The files of docs/hosts/losses.md on stand-ins of prime-rl, SkyRL and TRL, against weights by hand."""
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Callable

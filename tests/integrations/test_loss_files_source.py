@@ -1,7 +1,5 @@
 """The files of docs/hosts/losses.md in the code of prime-rl, SkyRL and TRL itself, in an environment of their own."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """get_logprobs of the patched megatron-lm without logits, on a real GPTModel whose ranks may split the rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product

@@ -1,7 +1,5 @@
 """Lags of megatron/rl: the epochs of a rollout batch reach the tokens that the correction judges."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

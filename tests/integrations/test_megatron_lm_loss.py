@@ -1,7 +1,5 @@
 """The patched GRPO loss of megatron/rl against the host's own, and what differs by hand; stub and real sources."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

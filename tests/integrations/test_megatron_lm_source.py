@@ -1,7 +1,5 @@
 """Training steps of a real Megatron-LM tree on CPU, its own and patched; MEGATRON_LM_DIR names the tree."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

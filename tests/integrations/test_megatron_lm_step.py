@@ -1,7 +1,5 @@
 """A rollout batch and a training step of the patched megatron-lm: one denominator, sharded logits, the length decay."""
 
-from __future__ import annotations
-
 import math
 import re
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """train_rl.py of Megatron-LM itself: its script, trainer and inference engine on CPU, alone and patched."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

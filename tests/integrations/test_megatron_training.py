@@ -1,7 +1,5 @@
 """The host megatron-training: a stub of its functions around real process groups and the real scheduler."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """What megatron.training tells the rule of the learning rate, and what it says aloud."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

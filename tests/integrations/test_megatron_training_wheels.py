@@ -4,8 +4,6 @@ The wheels are of Python 3.12 and up, so no environment of 3.11 has them install
 that MEGATRON_CORE_WHEELS names, .venv/megatron-training by default.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The script that is pointed at a newer checkout of a host names each symbol that moved, and where to."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

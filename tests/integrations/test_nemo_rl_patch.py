@@ -1,7 +1,5 @@
 """The patch of nemo-rl on a stand-in: what it replaces and refuses, the data of an update, metrics, learning rates."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import sys

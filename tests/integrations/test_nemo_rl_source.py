@@ -1,7 +1,5 @@
 """Loss and gradient against NeMo-RL's own corrections: recorded, or of the tree that NEMO_RL_DIR names."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """megatron-rc patch: the script runs as Python would run it, patched, with its own flags; the recipes of the docs."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

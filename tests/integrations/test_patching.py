@@ -1,7 +1,5 @@
 """patch(): what is replaced, what is refused before anything is, and that undoing leaves no trace."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """A function of a host is replaced under every name that a loaded module has for it, and put back exactly."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """The training process of slime itself on CPU, from its arguments to its log, alone and with the hooks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The hook enable: one flag sets the arguments that name the other hooks, and refuses what it would overwrite."""
 
-from __future__ import annotations
-
 import re
 import sys
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """tis with the current log-probs and advantages that some versions of the hosts hand over: the corrections of loss."""
 
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 from collections.abc import Iterator
@@ -141,8 +139,7 @@ def test_what_tis_cannot_do_is_refused_by_such_a_host_too(
 
 
 @pytest.mark.parametrize(
-    ("sources", "passes"),
-    [([BOTH], True), ([ONE], False), ([], False), ([BOTH, ONE], False), ([BOTH, BOTH], True)],
+    ("sources", "passes"), [([BOTH], True), ([ONE], False), ([], False), ([BOTH, ONE], False), ([BOTH, BOTH], True)]
 )
 def test_settings_pass_where_every_host_that_is_found_hands_both_over(
     sources: list[str], passes: bool, tree: Path

@@ -1,7 +1,5 @@
 """slime's tis, loss, pg_loss_reducer and rollout_data: numbers by hand, and one correction through each of them."""
 
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 from collections.abc import Iterator
@@ -58,11 +56,7 @@ def test_the_names_that_users_of_the_hosts_know_hold_the_hosts_own_numbers() -> 
     # rho = 4, 1, 1/2, and a token without a loss
     train, sampled = [[-1.0, -2.0, -3.0 - LOG2, -1.0]], [[-1.0 - 2 * LOG2, -2.0, -3.0, -9.0]]
     *_, metrics = tis(use_tis("token-tis"), train, sampled, [[1, 1, 1, 0]])
-    expected = {
-        "tis": [4.0, 1.0, 0.5],
-        "tis_abs": [3.0, 0.0, 0.5],
-        "tis_clipfrac": [1.0, 0.0, 0.0],
-    }
+    expected = {"tis": [4.0, 1.0, 0.5], "tis_abs": [3.0, 0.0, 0.5], "tis_clipfrac": [1.0, 0.0, 0.0]}
     assert {name: metrics[name][:3].tolist() for name in expected} == {
         name: pytest.approx(values, abs=1e-5) for name, values in expected.items()
     }

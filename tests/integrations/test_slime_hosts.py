@@ -1,7 +1,5 @@
 """What slime and miles look like from outside: signatures around the hooks, the calls of the hooks, the example."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """The names that slime's own functions log: the numbers of tis and loss are those of the host, in every layout."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Where slime's response tokens lie: against an enumeration of the positions that every rank holds."""
 
-from __future__ import annotations
-
 import random
 import sys
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """slime's loss hook: each thing that it does otherwise than slime's own loss, by hand."""
 
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 from typing import Any

@@ -1,7 +1,5 @@
 """slime's learning rate hook on Megatron's own scheduler: once per rollout, from the lengths that the hooks see."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

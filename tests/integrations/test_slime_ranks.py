@@ -1,7 +1,5 @@
 """slime's and miles's losses on real ranks: tensor parallel, context parallel by zigzag slices, packed and padded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Routes inside slime and miles: the trainer's own choice beside the experts that the host replays."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The key megatron_rc of slime's YAML file, and what a hook refuses, with the flag that changes it."""
 
-from __future__ import annotations
-
 import dataclasses
 from argparse import Namespace
 from collections.abc import Callable

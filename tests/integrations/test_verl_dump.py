@@ -1,7 +1,5 @@
 """The hook for verl, as shipped and as printed in docs/hosts/verl.md, around a stand-in of verl's function."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """head: linear in verl's Megatron workers: verl's own functions with our head, against fp64 and against its kernel."""
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import cache

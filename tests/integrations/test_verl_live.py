@@ -1,7 +1,5 @@
 """The hook for verl inside verl itself, loaded by name as docs/hosts/verl.md says, with a DataProto of verl."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

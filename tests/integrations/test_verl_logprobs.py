@@ -1,7 +1,5 @@
 """vocab_parallel_logprobs in verl's Megatron workers: against verl's own function on two tensor-parallel ranks."""
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import cache

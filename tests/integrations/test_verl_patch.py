@@ -1,7 +1,5 @@
 """The plugin of verl in processes of a stand-in: what it replaces and refuses, and the correction."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

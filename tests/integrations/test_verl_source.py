@@ -1,7 +1,5 @@
 """Weights, losses and learning rates against verl's own functions: recorded, of VERL_DIR, or of an installed verl."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

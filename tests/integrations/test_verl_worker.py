@@ -1,7 +1,5 @@
 """loss_mode=megatron_rc and the learning rate of verl's workers, on a stand-in and Megatron's own scheduler."""
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace

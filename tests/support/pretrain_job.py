@@ -4,8 +4,6 @@
 runs it patched; with ``null`` as its first argument it runs as it stands.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -3,8 +3,6 @@
 A test file that imports `groups` and `training` has process groups of one process, and the stub as a fixture.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator

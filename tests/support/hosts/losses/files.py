@@ -1,7 +1,5 @@
 """The files of docs/hosts/losses.md, and the trees of prime-rl, SkyRL and TRL beside which they run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A packed batch through prime-rl's own compute_loss, with its default loss and with the file of the page."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A micro-batch through losses of SkyRL's registry: its own, which corrects, and the file of the page."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -14,10 +12,7 @@ from megatron_rc import RolloutCorrection
 
 GATE = {"statistic": "ratio", "level": "sequence", "reduce": "mean", "lower": 0.9, "upper": 1.1}
 CASES: dict[str, tuple[dict[str, Any], RolloutCorrection]] = {
-    "token": (
-        {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.0},
-        rc_skyrl.RULE,
-    ),
+    "token": ({"tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.0}, rc_skyrl.RULE),
     "sequence": (
         {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 1.5},
         RolloutCorrection.from_dict({"weight": {"level": "sequence", "upper": 1.5}}),

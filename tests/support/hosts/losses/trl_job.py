@@ -1,7 +1,5 @@
 """Steps of TRL's GRPOTrainer on CPU, its own and the subclass of the page; a rollout function stands for vLLM."""
 
-from __future__ import annotations
-
 import json
 from tempfile import mkdtemp
 from types import SimpleNamespace

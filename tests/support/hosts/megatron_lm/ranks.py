@@ -1,7 +1,5 @@
 """What ranks of the patched megatron-lm do in the tests: log-probs over tensor-parallel ranks, a training step."""
 
-from __future__ import annotations
-
 import logging
 from argparse import Namespace
 from contextlib import nullcontext

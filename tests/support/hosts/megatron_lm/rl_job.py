@@ -9,8 +9,6 @@ RL_JOB_CASES, JSON of name -> Case, runs several in turn, each patched for itsel
 the JSON file that RL_JOB_OUT names.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """The hosts that the tests patch: the stub, and the same functions cut out of a Megatron-LM tree."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os

@@ -1,7 +1,5 @@
 """train_rl.py of a Megatron-LM tree, run as its own script on CPU with a tiny model, in an environment of its own."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Corrections that NeMo-RL and we can both express, batches for them, and its loss without correction in fp64."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

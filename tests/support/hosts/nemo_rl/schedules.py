@@ -1,7 +1,5 @@
 """The scheduler of the learning rate that the next stand-in of a worker gets."""
 
-from __future__ import annotations
-
 import importlib
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

@@ -1,7 +1,5 @@
 """The loss of the real NeMo-RL, from the source tree that NEMO_RL_DIR names; its heavy imports are stubbed."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os

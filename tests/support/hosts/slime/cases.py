@@ -1,7 +1,5 @@
 """Settings of a host's policy loss beside those of ours that must give the same loss and gradient."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 ``SLIME_DIR=<source tree> python tests/support/hosts/slime/excerpt.py slime`` (``MILES_DIR``, ``miles``) prints it.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Written from the layouts alone, by enumerating which rank holds which position of a sequence.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

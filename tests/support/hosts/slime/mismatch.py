@@ -4,8 +4,6 @@
 example's own function, for every response token of the samples of `cases.whole`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -54,10 +52,7 @@ SETTINGS = {
         | {"rs_veto_threshold": 0.6},
     ),
     "geometric": Setting(
-        {
-            "weight": {"level": "geometric", "mode": "mask", "lower": 0.95, "upper": 1.1},
-            "reject": [_gate(0.4, 2.0)],
-        },
+        {"weight": {"level": "geometric", "mode": "mask", "lower": 0.95, "upper": 1.1}, "reject": [_gate(0.4, 2.0)]},
         {"tis_level": "geometric", "tis_mode": "mask", "tis_lower_bound": 0.95, "tis_upper_bound": 1.1}
         | {"use_rs": True, "rs_level": "sequence", "rs_lower_bound": 0.4, "rs_upper_bound": 2.0},
     ),

@@ -1,7 +1,5 @@
 """Routers of a host's model that replay the sampler's experts, over the samples of `cases.whole`."""
 
-from __future__ import annotations
-
 import os
 import sys
 from argparse import Namespace

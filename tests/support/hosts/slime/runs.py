@@ -4,8 +4,6 @@
 one rank.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from argparse import Namespace
@@ -23,11 +21,7 @@ from hosts.slime.host import VOCAB, positions, sum_of_sample_mean
 
 GOLDEN = Path(__file__).parent / "golden.json"
 PADDED = 13
-LAYOUTS = {
-    "tp2": {"tensor_model_parallel_size": 2},
-    "cp2": {"context_parallel_size": 2},
-    "dp2": {},
-}
+LAYOUTS = {"tp2": {"tensor_model_parallel_size": 2}, "cp2": {"context_parallel_size": 2}, "dp2": {}}
 
 
 def differentiated(function: Any, args: Namespace, batch: dict[str, Any], reduce: Any, shard: slice) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """One process without process groups in the place of Megatron's parallel state."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

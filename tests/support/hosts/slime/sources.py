@@ -1,7 +1,5 @@
 """The real slime and miles: their modules imported from a source tree, with what they import and do not use stubbed."""
 
-from __future__ import annotations
-
 import os
 import sys
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Rollouts through the training process of a slime tree on CPU, in the environment of Megatron-LM's own runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

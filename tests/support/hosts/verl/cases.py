@@ -1,7 +1,5 @@
 """Corrections that verl and we can both express, and batches for them, which need no verl."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

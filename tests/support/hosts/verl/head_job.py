@@ -1,7 +1,5 @@
 """Hidden states and a head, sharded over ranks, through functions of verl: what they answer, and the fp64 truth."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 ``python -W ignore jobs.py COMMIT > golden.json`` in such an environment records what the tests compare with elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -9,7 +9,6 @@ writes what every rank answers to `head_job.case`, by (ranks, sequence paralleli
 with elsewhere.
 """
 
-from __future__ import annotations
 import __future__
 
 import ast

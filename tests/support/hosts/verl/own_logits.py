@@ -1,7 +1,5 @@
 """verl's own function from logits to log-probs and entropy, out of the tree that VERL_DIR names."""
 
-from __future__ import annotations
-
 import ast
 import os
 from pathlib import Path

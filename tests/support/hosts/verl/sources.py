@@ -1,7 +1,5 @@
 """The real verl: a source tree that VERL_DIR names, or an installed one, in processes of their own."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

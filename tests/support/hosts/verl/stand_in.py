@@ -1,7 +1,5 @@
 """The stand-in of verl in this process: patched as the plugin patches it, and batches as verl has them."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Workers and configuration of verl, patched; `sources.job` runs a function of this file beside the real verl."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator

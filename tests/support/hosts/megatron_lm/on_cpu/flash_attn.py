@@ -1,7 +1,5 @@
 """Attention over paged keys and values in PyTorch: the two functions of flash-attn that the inference engine calls."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A layer that takes packed sequences without TransformerEngine: `--spec packed_layer layer`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 RECORDED names the folder of that run, where megatron/rl has written them (its LANGRL_LOG_DIR).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

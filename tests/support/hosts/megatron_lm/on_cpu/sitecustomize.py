@@ -3,8 +3,6 @@
 Every process that has this folder on PYTHONPATH imports it at its start. Only processes with RANK get the stand-ins.
 """
 
-from __future__ import annotations
-
 import os
 
 if "RANK" in os.environ:

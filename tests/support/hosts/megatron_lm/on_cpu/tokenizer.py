@@ -1,7 +1,5 @@
 """A tokenizer of letters in the format of Hugging Face: `python tokenizer.py FOLDER`."""
 
-from __future__ import annotations
-
 import string
 import sys
 

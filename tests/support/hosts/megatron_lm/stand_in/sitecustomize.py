@@ -1,7 +1,5 @@
 """What Megatron-LM imports and this machine lacks: Python 3.12's typing.override, and packages of its services."""
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.util

@@ -1,7 +1,5 @@
 """Imports by value, and a forward step in the layouts of train_rl.py."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

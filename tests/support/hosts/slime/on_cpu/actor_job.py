@@ -6,8 +6,6 @@ runs three rollouts through MegatronTrainRayActor.train and writes what slime lo
 has the stand-ins of megatron_lm/on_cpu, and imports slime and the Megatron-LM that slime pins.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

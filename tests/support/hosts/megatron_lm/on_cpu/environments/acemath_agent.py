@@ -1,7 +1,5 @@
 """AceMathAgent, in the name that the registry of megatron/rl expects here."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

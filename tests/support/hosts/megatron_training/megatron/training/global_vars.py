@@ -1,7 +1,5 @@
 """The arguments of the process."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 args = Namespace(cuda_graph_impl="none", moe_enable_routing_replay=False)

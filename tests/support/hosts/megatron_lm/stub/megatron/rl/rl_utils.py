@@ -1,7 +1,5 @@
 """Rollouts to micro-batches, log-probs and the GRPO loss."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Bins of packed sequences."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

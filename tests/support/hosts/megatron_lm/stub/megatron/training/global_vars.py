@@ -1,7 +1,5 @@
 """The arguments of the process."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 args = Namespace(

@@ -1,7 +1,5 @@
 """The functions of training.py that a patch replaces."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
