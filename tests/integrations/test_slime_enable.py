@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 from hosts.slime import sources
-from hosts.slime.host import MILES, arguments
+from hosts.slime.host import MILES, PATH, arguments
 
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.flag_rules import _WithDefaults
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_RULES, RULES
 from megatron_rc.integrations.slime.settings import HOOKS, flag, names
 
-PATH = "megatron_rc.integrations.slime."
 TIS = {"custom_tis_function_path": PATH + "tis"}
 STEP = {"custom_megatron_before_train_step_hook_path": PATH + "before_train_step"}
 DATA = {"rollout_data_postprocess_path": PATH + "rollout_data", "get_mismatch_metrics": True, **TIS}
@@ -129,9 +128,7 @@ def test_doctor_finds_no_mistake_in_the_one_line_recipe() -> None:
 
 @pytest.mark.parametrize("host", ["slime", "miles"])
 def test_the_real_sources_read_what_enable_sets_after_it_or_only_to_refuse(host: str) -> None:
-    folder = sources.folder(host)
-    if folder is None:
-        pytest.skip(f"{sources.VARIABLES[host]} names no source tree of {host}")
+    folder = sources.tree(host)
     reads = re.compile(rf"args\.({'|'.join(SET)})\b")
     readers = {str(p.relative_to(folder)) for p in Path(folder, host).rglob("*.py") if reads.search(p.read_text())}
     early = {path for path in readers if not path.startswith(f"{host}/backends/")}

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from hosts.slime.host import Rollout, arguments, micro_batch, rollout, sum_of_sample_mean
-from hosts.slime.single import alone
+from hosts.slime.host import PATH, Rollout, arguments, clipped, micro_batch, rollout
+from hosts.slime.single import alone, loss_of
 from torch import Tensor
 
 from megatron_rc import RolloutCorrection
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime.handed_over import LOSS_MODULES, hands_over_both
 
-TIS = {"use_tis": True, "custom_tis_function_path": "megatron_rc.integrations.slime.tis"}
+TIS = {"use_tis": True, "custom_tis_function_path": PATH + "tis"}
 BOTH = 'tis_kwargs = {"args": args, "current_log_probs": log_probs, "advantages": batch["advantages"]}\n'
 ONE = 'tis_kwargs = {"args": args}\nadvantages = torch.cat(batch["advantages"])\ncurrent_log_probs = log_probs\n'
 TWO_POLICIES = RolloutCorrection.preset("off-policy-sequence-mask").to_dict()
@@ -51,19 +51,10 @@ def case() -> tuple[Rollout, dict[str, Any]]:
     return whole, {**micro_batch(whole), "advantages": advantages}
 
 
-def by_loss(whole: Rollout, batch: dict[str, Any], args: Namespace) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of the logits of the hook loss."""
-    logits = batch["logits"].clone().requires_grad_()
-    loss, _ = slime.loss(args, batch, logits * 1, sum_of_sample_mean(whole))
-    return loss.detach(), torch.autograd.grad(loss, logits)[0]
-
-
-def by_tis(whole: Rollout, batch: dict[str, Any], args: Namespace, joined: bool) -> tuple[Tensor, Tensor, Tensor]:
+def by_tis(whole: Rollout, batch: dict[str, Any], args: Namespace, joined: bool) -> tuple[float, Tensor, Tensor]:
     """Loss and gradient of the host's own loss with tis, and the shares of tokens that it drops."""
     logits = batch["logits"].clone().requires_grad_()
-    rows = torch.tensor([2, 3, 4, 5, 6, 8, 18, 19, 22, 23, 24, 25, 26, 27, 28, 29])
-    targets = torch.cat([ids[p:] for ids, p in zip(whole.tokens, whole.prompts, strict=True)])
-    current = logits[0].log_softmax(-1)[rows].gather(1, targets[:, None])[:, 0]
+    current = whole.current(logits)
     old = torch.cat(batch["rollout_log_probs" if args.use_rollout_logprobs else "log_probs"])
     ratio, advantages = (current - old).exp(), torch.cat(batch["advantages"])
     more: dict[str, Any] = {"current_log_probs": current, "advantages": advantages}
@@ -71,15 +62,15 @@ def by_tis(whole: Rollout, batch: dict[str, Any], args: Namespace, joined: bool)
         more = {"current_log_probs": current.split(whole.responses), "advantages": batch["advantages"]}
     loss, masks, metrics = slime.tis(
         args,
-        pg_loss=torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.28) * advantages),
+        pg_loss=clipped(ratio, advantages),
         # of another policy: nothing may read them where current / mu is judged
         train_log_probs=[each + int(args.use_rollout_logprobs) for each in batch["log_probs"]],
         **{name: batch[name] for name in GIVEN},
         **more,
     )
     assert masks is batch["loss_masks"]
-    total = sum_of_sample_mean(whole)(loss)
-    return total.detach(), torch.autograd.grad(total, logits)[0], metrics["rc/masked_token"]
+    total = whole.sum_of_sample_mean()(loss)
+    return total.item(), torch.autograd.grad(total, logits)[0], metrics["rc/masked_token"]
 
 
 @pytest.mark.parametrize("joined", [True, False])
@@ -93,9 +84,9 @@ def test_tis_has_the_loss_and_gradient_of_the_hook_loss(
         # every response looks less likely to pi than to mu
         batch["rollout_log_probs"] = [each + 0.8 for each in batch["rollout_log_probs"]]
     settings = {"use_rollout_logprobs": old_is_mu, "megatron_rc": {"correction": correction}}
-    loss, gradient = by_loss(whole, batch, arguments(**settings))
+    loss, _, gradient = loss_of(whole, arguments(**settings), **batch)
     found, found_gradient, dropped = by_tis(whole, batch, arguments(**settings, **TIS), joined)
-    torch.testing.assert_close(found, loss)
+    assert found == pytest.approx(loss, rel=1.3e-6)
     torch.testing.assert_close(found_gradient, gradient)
     positive = torch.cat(batch["advantages"]) > 0
     assert dropped[~positive].any() and not dropped[positive].any()
@@ -118,7 +109,7 @@ def test_a_corrupt_rollout_logprob_of_the_hosts_own_ratio_is_a_nan_in_slimes_los
     batch["rollout_log_probs"][0] = batch["rollout_log_probs"][0].clone()
     batch["rollout_log_probs"][0][0] = math.nan
     args = arguments(use_rollout_logprobs=True, megatron_rc={"correction": TWO_POLICIES}, **TIS)
-    assert by_tis(whole, batch, args, joined=True)[0].isnan()
+    assert math.isnan(by_tis(whole, batch, args, joined=True)[0])
 
 
 REFUSED = [

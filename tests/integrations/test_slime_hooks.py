@@ -8,22 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hosts.slime.host import MILES, Rollout, arguments, micro_batch, rollout, sum_of_sample_mean
-from hosts.slime.single import alone
-from torch import Tensor
+from hosts.slime.host import MILES, PATH, arguments, clipped, micro_batch, rollout
+from hosts.slime.single import alone, loss_of
+from hosts.slime.single import in_one_process as in_one_process
 
 from megatron_rc import RolloutCorrection, correct
 from megatron_rc.alarms import LostBatchWarning
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime import rollout_hook
 
-PATH = "megatron_rc.integrations.slime."
+DATA_HOOK = {"rollout_data_postprocess_path": PATH + "rollout_data"}
 LOG2 = math.log(2)
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone(monkeypatch)
 
 
 @pytest.fixture
@@ -35,17 +30,11 @@ def world() -> Iterator[None]:
 
 def tis(args: Namespace, train: list[list[float]], sampled: Any, masks: list[list[int]], **more: Any) -> Any:
     """The hook with pg_loss 1, 2, 3, ... and prompts of two tokens."""
-    responses = [len(mask) for mask in masks]
-    return slime.tis(
-        args,
-        pg_loss=torch.arange(1.0, sum(responses) + 1),
-        train_log_probs=[torch.tensor(t) for t in train],
-        rollout_log_probs=None if sampled is None else [torch.tensor(t) for t in sampled],
-        loss_masks=[torch.tensor(m) for m in masks],
-        total_lengths=[n + 2 for n in responses],
-        response_lengths=responses,
-        **more,
-    )
+    lengths = [len(mask) for mask in masks]
+    given: dict[str, Any] = {"total_lengths": [n + 2 for n in lengths], "response_lengths": lengths}
+    given |= {"train_log_probs": [*map(torch.tensor, train)], "loss_masks": [*map(torch.tensor, masks)]}
+    given |= {"rollout_log_probs": sampled and [*map(torch.tensor, sampled)]}
+    return slime.tis(args, **{"pg_loss": torch.arange(1.0, sum(lengths) + 1), **given, **more})
 
 
 def use_tis(correction: Any, **changes: Any) -> Namespace:
@@ -89,10 +78,8 @@ def test_tis_rejects_in_the_numerator_and_returns_the_masks_of_all_loss_tokens()
 
 
 def test_tis_drops_a_corrupt_token_and_counts_it_whatever_its_loss_is() -> None:
-    train, sampled = [[-1.0, -1.0]], [[math.nan, -1.0]]
-    responses = {"total_lengths": [4], "response_lengths": [2], "loss_masks": [torch.tensor([1, 1])]}
-    logprobs = {"train_log_probs": [torch.tensor(train[0])], "rollout_log_probs": [torch.tensor(sampled[0])]}
-    loss, _, metrics = slime.tis(use_tis("token-tis"), pg_loss=torch.tensor([math.inf, 3.0]), **logprobs, **responses)
+    given = ([[-1.0, -1.0]], [[math.nan, -1.0]], [[1, 1]])
+    loss, _, metrics = tis(use_tis("token-tis"), *given, pg_loss=torch.tensor([math.inf, 3.0]))
     assert loss.tolist() == [0.0, 3.0]
     assert metrics["rc/nonfinite_share"].tolist() == [1.0, 0.0]
     assert all(values.isfinite().all() for values in metrics.values())
@@ -113,27 +100,17 @@ def test_a_corrupt_trainer_logprob_is_a_nan_in_the_loss_of_tis_and_harmless_afte
     current = torch.cat(data["log_probs"]).clone().requires_grad_()
     data["log_probs"][0][1] = corrupt
     settings = {"correction": "token-tis", "max_nonfinite_share": 0.5}
-    slime.rollout_data(arguments(megatron_rc=settings, rollout_data_postprocess_path=PATH + "rollout_data"), 0, data)
-    ratio, advantages = (current - torch.cat(data["log_probs"])).exp(), torch.cat(data["advantages"])
-    torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.28) * advantages).sum().backward()
+    slime.rollout_data(arguments(megatron_rc=settings, **DATA_HOOK), 0, data)
+    clipped((current - torch.cat(data["log_probs"])).exp(), torch.cat(data["advantages"])).sum().backward()
     # e^-20 where the trainer calls the token impossible
     assert current.grad is not None and current.grad.isfinite().all() and current.grad[1].abs() < 1e-7
     assert (data["rc/nonfinite_share"] > 0) == math.isnan(corrupt)
 
 
-def test_tis_takes_what_other_versions_of_the_hosts_pass() -> None:
-    more = {"current_log_probs": [torch.zeros(1)], "advantages": [torch.ones(1)]}
-    loss, *_ = tis(use_tis("token-tis"), [[-1.0]], [[-1.0 - LOG2]], [[1]], **more)
-    torch.testing.assert_close(loss, torch.tensor([2.0]))
-
-
 def test_tis_only_reports_under_get_mismatch_metrics_or_where_the_advantages_are_weighted() -> None:
     train, sampled = [[-1.0, -1.0]], [[-1.0 - 2 * LOG2, -1.0]]
-    data_hook = {"rollout_data_postprocess_path": PATH + "rollout_data", "custom_tis_function_path": PATH + "tis"}
-    for args in (
-        arguments(get_mismatch_metrics=True, megatron_rc={"correction": "token-tis"}),
-        use_tis("token-tis", **data_hook),
-    ):
+    weighted = use_tis("token-tis", **DATA_HOOK, custom_tis_function_path=PATH + "tis")
+    for args in (arguments(get_mismatch_metrics=True, megatron_rc={"correction": "token-tis"}), weighted):
         loss, _, metrics = tis(args, train, sampled, [[1, 1]])
         assert loss.tolist() == [1.0, 2.0]
         torch.testing.assert_close(metrics["rc/k1"], torch.tensor([-2 * LOG2, 0.0]))
@@ -150,7 +127,7 @@ def test_correction_none_returns_the_very_bits_of_slimes_loss(host: str) -> None
     layout = {**MILES, "qkv_format": "bshd"} if padded else {}
     args = arguments(use_tis=True, megatron_rc={"correction": "none"}, **layout)
     hooked, masks, _ = slime.tis(args, pg_loss=pg_loss, **given)
-    reduce, total = sum_of_sample_mean(whole, padded=padded), sum(whole.responses)
+    reduce, total = whole.sum_of_sample_mean(padded=padded), sum(whole.responses)
     assert masks is batch["loss_masks"] and len(hooked) == total
     own, ours = reduce(pg_loss), reduce(hooked)
     assert torch.equal(own, ours)
@@ -163,12 +140,13 @@ def test_missing_rollout_logprobs_are_refused_with_the_flag_that_records_them() 
     whole = rollout(1)
     batch = {**micro_batch(whole), "rollout_log_probs": None}
     with pytest.raises(ValueError, match="^rollout_log_probs must be in every.*--custom-generate-function-path"):
-        slime.loss(arguments(), batch, batch["logits"], sum_of_sample_mean(whole))
+        slime.loss(arguments(), batch, batch["logits"], whole.sum_of_sample_mean())
 
 
 def test_miles_passes_its_own_arguments_by_keyword_and_records_no_kept_ids() -> None:
     given = ([[-1.0]], [[-1.0 - LOG2]], [[1]])
-    loss, _, _ = tis(use_tis("token-tis", qkv_format="thd"), *given, max_seq_lens=None, parallel_state=object())
+    more = {"current_log_probs": [torch.zeros(1)], "advantages": [torch.ones(1)]}  # of some versions of both hosts
+    loss, _, _ = tis(use_tis("token-tis", qkv_format="thd"), *given, max_seq_lens=None, parallel_state=object(), **more)
     torch.testing.assert_close(loss, torch.tensor([2.0]))
     with pytest.raises(ValueError, match="^--rollout-top-p must be 1 on miles.*got 0.9"):
         tis(use_tis("token-tis", rollout_top_p=0.9), *given, parallel_state=object())
@@ -191,45 +169,30 @@ def test_reducer_divides_by_all_loss_tokens_of_a_response(monkeypatch: pytest.Mo
         assert torch.autograd.grad(value, losses)[0][-1] == 0
 
 
-def host_loss(whole: Rollout, args: Namespace, **given: Any) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Ours on one rank, with the gradient of the logits."""
-    batch = {**micro_batch(whole), **given}
-    logits = batch["logits"].clone().requires_grad_()
-    loss, log = slime.loss(args, batch, logits * 1, sum_of_sample_mean(whole))
-    return loss, log, torch.autograd.grad(loss, logits)[0]
-
-
 CORRECTION = {"preset": "geo-mask-token-tis", "reject": [{"statistic": "ratio", "reduce": "mean", "upper": 1.05}]}
 
 
 def test_one_correction_is_the_same_through_tis_loss_and_rollout_data(world: None) -> None:
     whole = rollout(11)
     batch = micro_batch(whole)
-    weighed, _, gradient = host_loss(whole, arguments(megatron_rc={"correction": CORRECTION}))
+    weighed, _, gradient = loss_of(whole, arguments(megatron_rc={"correction": CORRECTION}))
 
     # the policy-gradient loss of every token, as the host has it before the hook
-    current = torch.cat(batch["log_probs"]).clone()
-    rows = torch.tensor([2, 3, 4, 5, 6, 8, 18, 19, 22, 23, 24, 25, 26, 27, 28, 29])
-    policy = batch["logits"][0].log_softmax(-1)
-    targets = torch.cat([ids[p:] for ids, p in zip(whole.tokens, whole.prompts, strict=True)])
-    ratio = (policy[rows].gather(1, targets[:, None])[:, 0] - current).exp()
-    advantages = torch.cat(batch["advantages"])
-    pg_loss = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.28) * advantages)
+    ratio = (whole.current(batch["logits"]) - torch.cat(batch["log_probs"])).exp()
+    pg_loss = clipped(ratio, torch.cat(batch["advantages"]))
     names = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs")
     hooked, _, metrics = slime.tis(
         use_tis(CORRECTION), pg_loss=pg_loss, train_log_probs=batch["log_probs"], **{n: batch[n] for n in names}
     )
     assert 0 < metrics["rc/masked_token"].sum() < len(pg_loss)
-    torch.testing.assert_close(sum_of_sample_mean(whole)(hooked), weighed.detach())
+    assert whole.sum_of_sample_mean()(hooked).item() == pytest.approx(weighed, rel=1.3e-6)
 
-    args = arguments(megatron_rc={"correction": CORRECTION}, rollout_data_postprocess_path=PATH + "rollout_data")
+    args = arguments(megatron_rc={"correction": CORRECTION}, **DATA_HOOK)
     slime.rollout_data(args, 0, batch)
-    unweighed = torch.maximum(
-        -ratio * torch.cat(batch["advantages"]), -ratio.clamp(0.8, 1.28) * torch.cat(batch["advantages"])
-    )
-    torch.testing.assert_close(sum_of_sample_mean(whole)(unweighed), weighed.detach())
-    again, _, gradient_again = host_loss(whole, args, advantages=batch["advantages"])
-    torch.testing.assert_close(again, weighed)
+    unweighed = clipped(ratio, torch.cat(batch["advantages"]))
+    assert whole.sum_of_sample_mean()(unweighed).item() == pytest.approx(weighed, rel=1.3e-6)
+    again, _, gradient_again = loss_of(whole, args, advantages=batch["advantages"])
+    assert again == pytest.approx(weighed, rel=1.3e-6)
     torch.testing.assert_close(gradient_again, gradient)
 
 
@@ -240,7 +203,7 @@ def test_rollout_data_normalises_over_the_whole_rollout_and_leaves_returns_alone
     data["advantages"] = list(data["returns"])
     gate = {"statistic": "k3", "reduce": "mean", "upper": 0.12, "when": "negative_advantage"}
     settings = {"preset": "token-tis", "normalize": "batch", "reject": [gate]}
-    args = arguments(megatron_rc={"correction": settings}, rollout_data_postprocess_path=PATH + "rollout_data")
+    args = arguments(megatron_rc={"correction": settings}, **DATA_HOOK)
     slime.rollout_data(args, 3, data)
     corrected = correct(
         torch.cat(data["log_probs"]),
@@ -271,9 +234,7 @@ def test_rollout_data_warns_once_in_ten_rollouts_of_a_correction_that_drops_most
 ) -> None:
     monkeypatch.setattr(rollout_hook, "_LOST_BATCH", LostBatchWarning())
     gate = {"statistic": "abs_log_ratio", "level": "token", "upper": 1e-3}
-    args = arguments(
-        megatron_rc={"correction": {"reject": [gate]}}, rollout_data_postprocess_path=PATH + "rollout_data"
-    )
+    args = arguments(megatron_rc={"correction": {"reject": [gate]}}, **DATA_HOOK)
     counts = []
     for number in range(11):
         data = micro_batch(rollout(12))
@@ -286,7 +247,7 @@ def test_rollout_data_warns_once_in_ten_rollouts_of_a_correction_that_drops_most
 
 
 def test_rollout_data_refuses_what_it_has_not_been_given(world: None) -> None:
-    args = arguments(megatron_rc={"correction": "token-tis"}, rollout_data_postprocess_path=PATH + "rollout_data")
+    args = arguments(megatron_rc={"correction": "token-tis"}, **DATA_HOOK)
     with pytest.raises(ValueError, match="^--rollout-data-postprocess-path must be unset on miles"):
         slime.rollout_data(args)
     data = micro_batch(rollout(1))
@@ -299,7 +260,6 @@ def test_rollout_data_refuses_what_it_has_not_been_given(world: None) -> None:
 
 def test_other_pipeline_stages_have_nothing_to_correct(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(monkeypatch, last_stage=False)
-    args = arguments(megatron_rc={"correction": "token-tis"}, rollout_data_postprocess_path=PATH + "rollout_data")
     data: dict[str, Any] = {"total_lengths": [3], "response_lengths": [2], "loss_masks": [torch.tensor([1, 1])]}
-    slime.rollout_data(args, 0, data)
+    slime.rollout_data(arguments(megatron_rc={"correction": "token-tis"}, **DATA_HOOK), 0, data)
     assert data.keys() == {"total_lengths", "response_lengths", "loss_masks"}

@@ -105,15 +105,8 @@ def test_no_module_has_the_name_of_a_hook() -> None:
 @pytest.mark.host("slime", "miles", proof="own code", feature="symbols where they are expected")
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_real_sources_have_the_symbols(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(real(host)))
+    monkeypatch.syspath_prepend(str(sources.tree(host)))
     assert [found.problem for found in inspect_symbols(HOSTS[host])] == [None] * len(HOSTS[host].symbols)
-
-
-def real(host: str) -> Path:
-    folder = sources.folder(host)
-    if folder is None:
-        pytest.skip(f"{sources.VARIABLES[host]} names no source tree of {host}")
-    return folder
 
 
 def calls(path: Path, function: str) -> list[tuple[int, set[str]]]:
@@ -139,7 +132,7 @@ LOSS_FILE = {
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_real_sources_call_the_hooks_as_they_are_defined(host: str) -> None:
-    folder = real(host)
+    folder = sources.tree(host)
     loss_file, trainer = folder / LOSS_FILE[host], folder / f"{host}/backends/megatron_utils"
     called: dict[Callable[..., Any], list[tuple[int, set[str]]]] = {
         slime.tis: [(0, keys_of(loss_file, "tis_kwargs"))],
@@ -162,12 +155,12 @@ def test_the_real_sources_call_the_hooks_as_they_are_defined(host: str) -> None:
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_real_sources_hand_the_loss_what_it_reads(host: str) -> None:
-    model = ast.parse((real(host) / f"{host}/backends/megatron_utils/model.py").read_text())
+    model = ast.parse((sources.tree(host) / f"{host}/backends/megatron_utils/model.py").read_text())
     (step,) = [n for n in ast.walk(model) if isinstance(n, ast.FunctionDef) and n.name == "train_one_step"]
     text = {node.value for node in ast.walk(step) if isinstance(node, ast.Constant)}
     read_by_us = {"total_lengths", "response_lengths", "loss_masks", "log_probs", "ref_log_probs", "advantages"}
     assert read_by_us | {"rollout_log_probs"} <= text
-    loading = (real(host) / f"{host}/utils/arguments.py").read_text()
+    loading = (sources.tree(host) / f"{host}/utils/arguments.py").read_text()
     assert "setattr(args, k, v)" in loading  # every key of the YAML file
 
 

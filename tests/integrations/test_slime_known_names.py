@@ -1,7 +1,7 @@
 """The names that slime's own functions log: the numbers of tis and loss are those of the host, in every layout."""
 
 import os
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from distributed import run_ranks
 from hosts.slime.cases import Case, batch_of, ours, whole
-from hosts.slime.host import held, sum_of_sample_mean
 from hosts.slime.mismatch import SETTINGS, TREES, of_the_host, recorded
 from hosts.slime.single import alone
 from torch import Tensor
@@ -32,9 +31,8 @@ def named(key: str, cp_rank: int = 0, cp_size: int = 1, **given: list[Tensor]) -
     return {name: values for name, values in metrics.items() if name.startswith("mis_")}
 
 
-def equal_on_loss_tokens(
-    found: dict[str, Tensor], expected: dict[str, Tensor], here: Callable[[Tensor], Tensor]
-) -> None:
+def equal_on_loss_tokens(found: dict[str, Tensor], expected: dict[str, Tensor], rank: int = 0, ranks: int = 1) -> None:
+    here = partial(whole().on_rank, cp_rank=rank, cp_size=ranks)
     mask = here(torch.cat(whole().loss_masks)).bool()
     assert found.keys() == expected.keys()
     for name, values in found.items():
@@ -42,14 +40,10 @@ def equal_on_loss_tokens(
         assert not values[~mask].any()
 
 
-def everything(values: Tensor) -> Tensor:
-    return values
-
-
 @pytest.mark.parametrize("key", SETTINGS)
 def test_every_number_is_that_of_slimes_example(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alone(monkeypatch)
-    equal_on_loss_tokens(named(key), recorded()[key], everything)
+    equal_on_loss_tokens(named(key), recorded()[key])
 
 
 @pytest.mark.parametrize("host", TREES)
@@ -60,7 +54,7 @@ def test_every_number_is_that_of_the_example_in_the_hosts_source(
     if not os.environ.get(TREES[host][0]):
         pytest.skip(f"{TREES[host][0]} names no source tree of {host}")
     alone(monkeypatch)
-    equal_on_loss_tokens(named(key), of_the_host(host, key), everything)
+    equal_on_loss_tokens(named(key), of_the_host(host, key))
 
 
 def _work(rank: int) -> dict[str, tuple[dict[str, Tensor], int]]:
@@ -76,25 +70,11 @@ def _work(rank: int) -> dict[str, tuple[dict[str, Tensor], int]]:
 
 
 def test_a_sequence_that_context_parallelism_cuts_has_the_same_numbers() -> None:
-    samples = whole()
-
-    def on_rank(rank: int) -> Callable[[Tensor], Tensor]:
-        rows = [
-            torch.tensor(held(prompt, total, total, rank, 2), dtype=torch.int64)
-            for prompt, total in zip(samples.prompts, samples.totals, strict=True)
-        ]
-
-        def part(values: Tensor) -> Tensor:
-            parts = zip(values.split(samples.responses), rows, strict=True)
-            return torch.cat([each[here] for each, here in parts])
-
-        return part
-
     for rank, results in enumerate(run_ranks(2, _work)):
         for key, (found, all_reduces) in results.items():
             assert 1 <= all_reduces <= 3
             assert found.keys() >= SEQUENCE_LEVEL - ({"mis_is_ratio_max_final"} if key == "metrics alone" else set())
-            equal_on_loss_tokens(found, recorded()[key], on_rank(rank))
+            equal_on_loss_tokens(found, recorded()[key], rank, 2)
 
 
 def test_a_corrupt_or_impossible_token_leaves_every_name_finite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +92,6 @@ def test_the_current_policy_over_the_old_one_is_ois(monkeypatch: pytest.MonkeyPa
     alone(monkeypatch)
     batch, samples = batch_of(Case()), whole()
     shifted = {"log_probs": [each - 0.25 for each in batch["log_probs"]]}
-    reduce = sum_of_sample_mean(samples)
+    reduce = samples.sum_of_sample_mean()
     logs = [slime.loss(ours(Case()), {**batch, **given}, batch["logits"], reduce)[1] for given in ({}, shifted)]
     assert logs[1]["ois"] / logs[0]["ois"] == pytest.approx(torch.tensor(0.25).exp().item(), rel=1e-5)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hosts.slime.host import held, local_masks, micro_batch, positions, rollout
+from hosts.slime.host import local_masks, micro_batch, positions, rollout
 
 from megatron_rc.integrations.slime.layout import Layout, parallel
 
@@ -36,12 +36,10 @@ def test_every_token_is_found_where_the_rank_holds_it(size: int, rank: int, padd
         rows, targets = layout.logits_rows(torch.device("cpu")), layout.targets(whole.tokens)
         found = logits[rows].log_softmax(-1).gather(1, targets[:, None])[:, 0]
         expected = [
-            logits.log_softmax(-1)[prompt - 1 : -1].gather(1, ids[prompt:, None])[:, 0][
-                torch.tensor(held(prompt, len(ids), padded or len(ids), rank, size), dtype=torch.int64)
-            ]
+            logits.log_softmax(-1)[prompt - 1 : -1].gather(1, ids[prompt:, None])[:, 0]
             for logits, ids, prompt in zip(whole.logits, whole.tokens, whole.prompts, strict=True)
         ]
-        assert torch.equal(found, torch.cat(expected))
+        assert torch.equal(found, whole.on_rank(torch.cat(expected), rank, size, padded))
 
 
 def test_the_ranks_of_a_sequence_share_its_tokens_out() -> None:

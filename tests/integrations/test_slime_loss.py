@@ -6,31 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from hosts.slime.host import MILES, VOCAB, Rollout, arguments, micro_batch, rollout, sum_of_sample_mean
-from hosts.slime.single import alone
+from hosts.slime.host import MILES, PATH, ROWS, VOCAB, Rollout, arguments, clipped, micro_batch, rollout
+from hosts.slime.single import in_one_process as in_one_process
+from hosts.slime.single import loss_of as run
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime import custom_loss as slime_loss
 from megatron_rc.logprobs import vocab_parallel_logprobs
-
-PATH = "megatron_rc.integrations.slime."
-ROWS = torch.tensor([2, 3, 4, 5, 6, 8, 18, 19, 22, 23, 24, 25, 26, 27, 28, 29])
-"""Rows of the packed logits of SHAPES that predict response tokens."""
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone(monkeypatch)
-
-
-def run(whole: Rollout, args: Namespace, **given: Any) -> tuple[float, dict[str, float], Tensor]:
-    batch = {**micro_batch(whole), **given}
-    leaf = batch["logits"].clone().requires_grad_()
-    loss, log = slime.loss(args, batch, leaf * 1, sum_of_sample_mean(whole))
-    assert all(value.dim() == 0 and not value.requires_grad for value in log.values())
-    return loss.item(), {name: value.item() for name, value in log.items()}, torch.autograd.grad(loss, leaf)[0]
 
 
 def test_rejected_tokens_keep_their_entropy_and_kl_terms_and_the_denominator() -> None:
@@ -39,16 +23,13 @@ def test_rejected_tokens_keep_their_entropy_and_kl_terms_and_the_denominator() -
     more = {"entropy_coef": 0.5, "use_kl_loss": True, "kl_loss_coef": 0.25, "kl_loss_type": "k2"}
     loss, log, gradient = run(whole, arguments(megatron_rc={"correction": nothing_left}, **more))
     assert log["pg_loss"] == 0
-    logits = micro_batch(whole)["logits"][0][ROWS].double().requires_grad_()
-    targets = torch.cat([ids[p:] for ids, p in zip(whole.tokens, whole.prompts, strict=True)])
-    policy = logits.log_softmax(-1)
-    gap = policy.gather(1, targets[:, None])[:, 0] - torch.cat(whole.values["ref_log_probs"])
+    logits = micro_batch(whole)["logits"].double().requires_grad_()
+    policy = logits[0, ROWS].log_softmax(-1)
+    gap = whole.current(logits) - torch.cat(whole.values["ref_log_probs"])
     terms = -0.5 * -(policy.exp() * policy).sum(-1) + 0.25 * gap.square() / 2
-    expected = sum_of_sample_mean(whole)(terms)
+    expected = whole.sum_of_sample_mean()(terms)
     assert loss == pytest.approx(expected.item(), rel=1e-6)
-    torch.testing.assert_close(
-        gradient[0][ROWS].double(), torch.autograd.grad(expected, logits)[0], rtol=1e-5, atol=1e-7
-    )
+    torch.testing.assert_close(gradient.double(), torch.autograd.grad(expected, logits)[0], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.host("slime", "miles", proof="stand-in", feature="corrupt log-probs leave the gradient finite")
@@ -98,19 +79,14 @@ def test_log_ratios_are_clamped_before_exp() -> None:
 
 def test_temperature_divides_logits_before_both_policies_are_compared() -> None:
     whole = rollout(24)
-    batch = micro_batch(whole)
-    targets = torch.cat([ids[p:] for ids, p in zip(whole.tokens, whole.prompts, strict=True)])
-    cold = (batch["logits"][0][ROWS] / 0.6).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    old = list(cold.split(whole.responses))
+    old = list(whole.current(micro_batch(whole)["logits"] / 0.6).split(whole.responses))
     _, log, _ = run(whole, arguments(rollout_temperature=0.6), log_probs=old, rollout_log_probs=old)
     assert log["ppo_kl"] == pytest.approx(0, abs=1e-6) and log["rc/k3"] == 0
 
 
 def test_low_variance_kl_ends_at_ten() -> None:
     whole = rollout(32)
-    targets = torch.cat([ids[p:] for ids, p in zip(whole.tokens, whole.prompts, strict=True)])
-    current = micro_batch(whole)["logits"][0].log_softmax(-1)[ROWS].gather(1, targets[:, None])[:, 0]
-    reference = list((current + 4).split(whole.responses))
+    reference = list((whole.current(micro_batch(whole)["logits"]) + 4).split(whole.responses))
     for kind, each in (("k3", math.exp(4) - 5), ("low_var_kl", 10.0)):
         args = arguments(use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type=kind)
         loss, log, _ = run(whole, args, ref_log_probs=reference)
@@ -143,13 +119,12 @@ def kept(whole: Rollout, count: int) -> dict[str, list[Tensor]]:
 def test_under_top_p_policy_and_entropy_live_on_the_kept_ids() -> None:
     whole = rollout(25)
     logits = micro_batch(whole)["logits"][0][ROWS].double()
-    targets = torch.cat([ids[p:] for ids, p in zip(whole.tokens, whole.prompts, strict=True)])
-    rows = torch.stack([(targets + k) % VOCAB for k in range(3)], dim=1)
+    rows = torch.stack([(whole.targets + k) % VOCAB for k in range(3)], dim=1)
     policy = logits.gather(1, rows).log_softmax(-1)
     old = list(policy[:, 0].float().split(whole.responses))
     _, log, _ = run(whole, arguments(rollout_top_p=0.9), log_probs=old, rollout_log_probs=old, **kept(whole, 3))
     assert log["ppo_kl"] == pytest.approx(0, abs=1e-6)
-    expected = sum_of_sample_mean(whole)(-(policy.exp() * policy).sum(-1))
+    expected = whole.sum_of_sample_mean()(-(policy.exp() * policy).sum(-1))
     assert log["entropy_loss"] == pytest.approx(expected.item(), rel=1e-5)
     with pytest.raises(ValueError, match="^--rollout-top-p must be 1 where a batch has no kept ids"):
         run(whole, arguments(rollout_top_p=0.9))
@@ -160,9 +135,7 @@ def test_a_gate_on_current_over_mu_drops_responses_of_negative_advantage_only() 
     whole = rollout(26)
     batch = micro_batch(whole)
     # every response looks e times less likely to pi than to mu
-    targets = torch.cat([ids[p:] for ids, p in zip(whole.tokens, whole.prompts, strict=True)])
-    current = batch["logits"][0].log_softmax(-1)[ROWS].gather(1, targets[:, None])[:, 0]
-    sampled = list((current + 1).split(whole.responses))
+    sampled = list((whole.current(batch["logits"]) + 1).split(whole.responses))
     advantages = [torch.full((n,), sign) for n, sign in zip(whole.responses, (1.0, -1.0, -1.0, 1.0), strict=True)]
     # rollout_data, here for the lengths alone, leaves to the loss what only the loss can see
     path = {"rollout_data_postprocess_path": PATH + "rollout_data", "custom_loss_function_path": PATH + "loss"}
@@ -182,14 +155,9 @@ def test_the_policy_gradient_term_alone_goes_through_pg_loss_reducer() -> None:
     summed, log, _ = run(whole, arguments(megatron_rc={"aggregation": "seq-mean-token-sum"}, entropy_coef=0.1, **path))
     plain, own, _ = run(whole, arguments(entropy_coef=0.1))
     per_token = micro_batch(whole)
-    reduced = sum_of_sample_mean(whole, per_token=True)
-    targets = torch.cat([ids[p:] for ids, p in zip(whole.tokens, whole.prompts, strict=True)])
-    ratio = (
-        per_token["logits"][0].log_softmax(-1)[ROWS].gather(1, targets[:, None])[:, 0]
-        - torch.cat(per_token["log_probs"])
-    ).exp()
-    advantages = torch.cat(per_token["advantages"])
-    expected = reduced(torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.28) * advantages)).item()
+    reduced = whole.sum_of_sample_mean(per_token=True)
+    ratio = (whole.current(per_token["logits"]) - torch.cat(per_token["log_probs"])).exp()
+    expected = reduced(clipped(ratio, torch.cat(per_token["advantages"]))).item()
     assert log["pg_loss"] == pytest.approx(expected, rel=1e-5) != own["pg_loss"]
     assert log["entropy_loss"] == own["entropy_loss"]
     assert summed - log["pg_loss"] == pytest.approx(plain - own["pg_loss"], rel=1e-4)
@@ -201,9 +169,8 @@ def test_the_gradient_can_be_written_into_the_logits() -> None:
     batch = micro_batch(whole)
     leaf = batch["logits"].clone().requires_grad_()
     logits = leaf * 1
-    loss, _ = slime.loss(
-        arguments(entropy_coef=0.1, megatron_rc={"inplace_backward": True}), batch, logits, sum_of_sample_mean(whole)
-    )
+    args = arguments(entropy_coef=0.1, megatron_rc={"inplace_backward": True})
+    loss, _ = slime.loss(args, batch, logits, whole.sum_of_sample_mean())
     torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], expected)
     torch.testing.assert_close(logits.detach(), expected)
 
@@ -226,7 +193,7 @@ def test_the_loss_may_be_recomputed_in_backward_and_is_recomputed_once(
     leaf = batch["logits"].clone().requires_grad_()
     forwards.clear()
     # as --recompute-loss-function does in slime (False) and in miles (True)
-    loss, _ = checkpoint(slime.loss, args, batch, leaf, sum_of_sample_mean(whole), use_reentrant=reentrant)
+    loss, _ = checkpoint(slime.loss, args, batch, leaf, whole.sum_of_sample_mean(), use_reentrant=reentrant)
     loss.backward()
     assert loss.item() == expected and leaf.grad is not None and len(forwards) == 2
     torch.testing.assert_close(leaf.grad, gradient)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hosts.slime.host import arguments
+from hosts.slime.host import PATH, arguments
 from hosts.slime.single import alone
 from length_curves import length_curves
 from megatron.core import dist_checkpointing
@@ -25,7 +25,6 @@ from megatron_rc.lr_scale import Signals
 
 LR = 1e-6
 STATE_FILE = "megatron_rc_lr_decay.json"
-PATH = "megatron_rc.integrations.slime."
 DATA_HOOK = {"rollout_data_postprocess_path": PATH + "rollout_data", "get_mismatch_metrics": True}
 TIS = {"custom_tis_function_path": PATH + "tis"}
 

@@ -9,7 +9,6 @@ from distributed import run_ranks
 from hosts.slime import sources
 from hosts.slime.cases import CASES, KNOWN, LOG, whole
 from hosts.slime.excerpt import first_steps
-from hosts.slime.host import held
 from hosts.slime.runs import BATCH_MEAN, PADDED, UNITS, golden, whole_gradient, work
 from torch import Tensor
 
@@ -70,8 +69,7 @@ def test_tensor_parallel_ranks_hold_the_same_bits(results: Results, padded: str)
 
 def whose(results: Results, host: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """(case, ours, the host's own) of every rank and layout."""
-    if not sources.folder(host):
-        pytest.skip(f"{sources.VARIABLES[host]} names no source tree of {host}")
+    sources.tree(host)
     for rank in results:
         for (found, label, name), theirs in rank.items():
             if found == host:
@@ -120,16 +118,6 @@ def by_hand(correction: Any) -> tuple[Corrected, Tensor]:
     return corrected, torch.cat(samples.values["advantages"])
 
 
-def on_rank(values: Tensor, rank: int, padded: str = "") -> Tensor:
-    """The part of one value per response token that a rank of two holds."""
-    samples = whole()
-    lengths = zip(samples.prompts, samples.totals, strict=True)
-    held_here = [
-        torch.tensor(held(prompt, n, PADDED if padded else n, rank, 2), dtype=torch.int64) for prompt, n in lengths
-    ]
-    return torch.cat([part[here] for part, here in zip(values.split(samples.responses), held_here, strict=True)])
-
-
 @pytest.mark.host("slime", "miles", proof="stand-in", feature="turns as units (`level: segment`)")
 @of_each_host
 @pytest.mark.parametrize("unit", UNITS)
@@ -138,7 +126,7 @@ def test_units_that_context_parallelism_cuts_have_one_weight(results: Results, u
     assert len(set(weights.tolist())) > 3
     for rank, found in enumerate(results):
         close(found["hooks", f"tp2{padded}", ""][unit], weights)
-        close(found["hooks", f"cp2{padded}", ""][unit], on_rank(weights, rank, padded))
+        close(found["hooks", f"cp2{padded}", ""][unit], whole().on_rank(weights, rank, 2, PADDED if padded else None))
 
 
 @pytest.mark.host("slime", proof="stand-in", feature="data-parallel ranks")
@@ -148,7 +136,7 @@ def test_rollout_data_normalises_and_pools_over_data_and_context_parallel_ranks(
     first = sum(whole().responses[:2])
     for rank, found in enumerate(results):
         close(found["hooks", "tp2", ""]["advantages"], weighted)
-        close(found["hooks", "cp2", ""]["advantages"], on_rank(weighted, rank))
+        close(found["hooks", "cp2", ""]["advantages"], whole().on_rank(weighted, rank, 2))
         close(found["hooks", "dp2", ""]["advantages"], weighted[:first] if rank == 0 else weighted[first:])
         for layout in ("tp2", "cp2", "dp2"):
             metrics = found["hooks", layout, ""]["metrics"]
@@ -176,8 +164,7 @@ def test_the_mean_length_of_micro_batches_is_that_of_all_ranks_on_miles(results:
 
 @pytest.mark.parametrize("host", sources.VARIABLES)
 def test_the_hosts_own_loss_calls_the_hook_that_enable_has_set_and_logs_what_it_says(host: str) -> None:
-    if not sources.folder(host):
-        pytest.skip(f"{sources.VARIABLES[host]} names no source tree of {host}")
+    sources.tree(host)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
         (logs,) = run_ranks(1, first_steps, host)

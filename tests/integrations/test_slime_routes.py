@@ -1,6 +1,7 @@
 """Routes inside slime and miles: the trainer's own choice beside the experts that the host replays."""
 
 from argparse import Namespace
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from distributed import run_ranks
 from hosts.slime import sources
 from hosts.slime.cases import Case, batch_of, ours, whole
+from hosts.slime.host import PATH
 from hosts.slime.routers import (
     LAYERS,
     MICRO_BATCHES,
@@ -20,7 +22,7 @@ from hosts.slime.routers import (
     chosen,
     of_the_host,
 )  # fmt: skip
-from hosts.slime.single import alone
+from hosts.slime.single import in_one_process as in_one_process
 from torch import Tensor
 
 import megatron_rc.moe.routers  # noqa: F401 - before megatron is taken away
@@ -29,7 +31,6 @@ from megatron_rc.integrations.slime import rollout_hook
 from megatron_rc.integrations.slime.layout import Layout
 from megatron_rc.integrations.slime.routes import RouteWatch, _RouterWatch
 
-PATH = "megatron_rc.integrations.slime."
 WATCHED = {"custom_megatron_before_log_prob_hook_path": PATH + "before_log_prob", "use_rollout_routing_replay": True}
 WHOLE = {**WATCHED, "rollout_data_postprocess_path": PATH + "rollout_data", "get_mismatch_metrics": True}
 STEPPED = {**WATCHED, "custom_megatron_before_train_step_hook_path": PATH + "before_train_step"}
@@ -38,8 +39,7 @@ UPDATE = {**STEPPED, "rollout_data_postprocess_path": None}
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone(monkeypatch)
+def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROUTING_REPLAY_STAGE", "replay_forward")
 
 
@@ -116,33 +116,23 @@ def test_passes_of_other_models_and_the_update_are_not_watched() -> None:
 def updates(args: Namespace, order: list[list[int]]) -> list[dict[str, Tensor]]:
     """What tis logs of the micro-batches of an update."""
     batch, logs = batch_of(Case()), []
-    names = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs")
+    names = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs", "log_probs")
     for samples in order:
-        given = {name: [batch[name][i] for i in samples] for name in (*names, "log_probs")}
+        given = {name: [batch[name][i] for i in samples] for name in names}
         losses = torch.ones(sum(given["response_lengths"]))
-        *_, metrics = slime.tis(
-            args, pg_loss=losses, train_log_probs=given["log_probs"], **{name: given[name] for name in names}
-        )
-        logs.append(metrics)
+        logs.append(slime.tis(args, pg_loss=losses, train_log_probs=given.pop("log_probs"), **given)[2])
     return logs
 
 
 @pytest.mark.parametrize("host", [None, *sources.VARIABLES])
 def test_where_no_hook_sees_a_rollout_tis_logs_the_shift_of_its_micro_batch(host: str | None) -> None:
     args = settings(**UPDATE)
-    if host is None:
-        model = model_of(Rows())
+    replays = nullcontext(by_environment) if host is None else of_the_host(host, sources.tree(host))
+    with pytest.MonkeyPatch.context() as replaying, replays as replay:
+        replaying.setenv("ENABLE_ROUTING_REPLAY", "1")
+        model = model_of(Rows(), replay=replay)
         slime.before_log_prob(args, [model], "")
         Rows().forward(model)
-    else:
-        folder = sources.folder(host)
-        if folder is None:
-            pytest.skip(f"{sources.VARIABLES[host]} names no source tree of {host}")
-        with pytest.MonkeyPatch.context() as replaying, of_the_host(host, folder) as replay:
-            replaying.setenv("ENABLE_ROUTING_REPLAY", "1")
-            model = model_of(Rows(), replay=replay)
-            slime.before_log_prob(args, [model], "")
-            Rows().forward(model)
     slime.before_train_step(args, 0, 0, [model], None, object())
     masks = whole().loss_masks
     for samples, log in zip(MICRO_BATCHES, updates(args, MICRO_BATCHES), strict=True):
@@ -221,13 +211,8 @@ def _work(rank: int) -> dict[str, Any]:
         # the layers of a stage need not be consecutive: chunks of a stage may be interleaved
         layers = ((1, 5), (2,))[rank] if name == "pp2" else LAYERS
         ranks, samples = parallel(), whole()
-        layouts = [
-            Layout.of(
-                [samples.totals[i] for i in batch], [samples.responses[i] for i in batch], None, ranks.cp_rank,
-                ranks.cp_size,
-            )
-            for batch in MICRO_BATCHES
-        ]  # fmt: skip
+        sizes_of = [[[of[i] for i in batch] for of in (samples.totals, samples.responses)] for batch in MICRO_BATCHES]
+        layouts = [Layout.of(*each, None, ranks.cp_rank, ranks.cp_size) for each in sizes_of]
         watches = [RouteWatch(), RouteWatch()]
         for each in watches:
             model = model_of(rows, layers, sequence_parallel=name == "tp2")
@@ -243,17 +228,12 @@ def _work(rank: int) -> dict[str, Any]:
 
 
 def test_every_rank_has_all_layers_of_its_tokens() -> None:
-    from hosts.slime.host import held
-
     samples = whole()
     for rank, results in enumerate(run_ranks(2, _work)):
         assert results.pop("router") == (5, True)
         for name, (tables, per_batch) in results.items():
             cp = (rank, 2) if name == "cp2" else (0, 1)
-            here = [
-                torch.tensor(held(prompt, total, total, *cp), dtype=torch.int64)
-                for prompt, total in zip(samples.prompts, samples.totals, strict=True)
-            ]
+            here = samples.held(*cp)
             for seed, ids in zip((OWN, REPLAYED), tables, strict=True):
                 expected = [
                     routes[prompt - 1 : -1][mine]

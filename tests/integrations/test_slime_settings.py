@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hosts.slime.host import arguments
+from hosts.slime.host import PATH, arguments
 from hosts.slime.single import alone
 
 from megatron_rc import RolloutCorrection
@@ -21,7 +21,6 @@ from megatron_rc.integrations.symbols import Recipe
 from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.lr_gate import LRGateSettings
 
-PATH = "megatron_rc.integrations.slime."
 NEGATIVE = {"reject": [{"statistic": "k3", "upper": 0.1, "when": "negative_advantage"}]}
 
 

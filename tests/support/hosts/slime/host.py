@@ -12,9 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+PATH = "megatron_rc.integrations.slime."
 VOCAB = 12
 SHAPES = ((3, 5), (1, 1), (9, 2), (2, 8))
 """(prompt, response) tokens of four samples; with two ranks, one of them has no response token of the third."""
+ROWS = torch.tensor([2, 3, 4, 5, 6, 8, 18, 19, 22, 23, 24, 25, 26, 27, 28, 29])
+"""Rows of the packed logits of SHAPES that predict response tokens."""
 
 
 def arguments(**changes: Any) -> Namespace:
@@ -64,8 +67,42 @@ class Rollout:
     def responses(self) -> list[int]:
         return [len(mask) for mask in self.loss_masks]
 
+    @property
+    def targets(self) -> Tensor:
+        return torch.cat([ids[prompt:] for ids, prompt in zip(self.tokens, self.prompts, strict=True)])
+
     def denominators(self) -> Tensor:
         return torch.stack([mask.sum() for mask in self.loss_masks]).float()
+
+    def current(self, logits: Tensor) -> Tensor:
+        """Log-probs of the response tokens by packed logits [1, T, VOCAB] of SHAPES."""
+        return logits[0].log_softmax(-1)[ROWS].gather(1, self.targets[:, None])[:, 0]
+
+    def held(self, cp_rank: int, cp_size: int, padded: int | None = None) -> list[Tensor]:
+        """Per sample, the response tokens whose logits a context-parallel rank holds."""
+        samples = zip(self.prompts, self.totals, strict=True)
+        return [
+            torch.tensor(held(prompt, total, padded or total, cp_rank, cp_size), dtype=torch.int64)
+            for prompt, total in samples
+        ]
+
+    def on_rank(self, values: Tensor, cp_rank: int, cp_size: int, padded: int | None = None) -> Tensor:
+        """The part of one value per response token that a context-parallel rank holds."""
+        parts = zip(values.split(self.responses), self.held(cp_rank, cp_size, padded), strict=True)
+        return torch.cat([part[here] for part, here in parts])
+
+    def sum_of_sample_mean(
+        self, cp_rank: int = 0, cp_size: int = 1, *, per_token: bool = False, padded: int | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """The host's reducer: the sum over samples of sum(x mask) / denominator, or of sum(x mask) alone."""
+        masks = local_masks(self, cp_rank, cp_size, padded)
+        divisors = torch.ones(len(masks)) if per_token else self.denominators().clamp(min=1)
+
+        def reduce(x: Tensor) -> Tensor:
+            parts = x.split([len(mask) for mask in masks])
+            return torch.stack([(p * m).sum() / d for p, m, d in zip(parts, masks, divisors, strict=True)]).sum()
+
+        return reduce
 
 
 def rollout(seed: int, shapes: Sequence[tuple[int, int]] = SHAPES, spread: float = 0.4) -> Rollout:
@@ -115,42 +152,19 @@ def micro_batch(whole: Rollout, cp_rank: int = 0, cp_size: int = 1, padded: int 
         filled = torch.cat([logits, torch.full((2 * cp_size * length, VOCAB), 7.0)])
         rows.append(filled[torch.tensor(where)])
     logits = torch.stack(rows) if padded else torch.cat([*rows, torch.full((3, VOCAB), -3.0)])[None]
-    local = {
-        name: [
-            value[torch.tensor(held(prompt, total, length, cp_rank, cp_size), dtype=torch.int64)]
-            for value, prompt, total, length in zip(each, whole.prompts, whole.totals, lengths, strict=True)
-        ]
-        for name, each in whole.values.items()
-    }
-    return {
-        **local,
-        "unconcat_tokens": whole.tokens,
-        "total_lengths": whole.totals,
-        "response_lengths": whole.responses,
-        "loss_masks": whole.loss_masks,
-        "rollout_mask_sums": whole.denominators(),
-        "max_seq_lens": lengths if padded else None,
-        "logits": logits,
-    }
+    here = whole.held(cp_rank, cp_size, padded)
+    local = {name: [value[h] for value, h in zip(each, here, strict=True)] for name, each in whole.values.items()}
+    lengths_of = {"total_lengths": whole.totals, "response_lengths": whole.responses}
+    masks = {"loss_masks": whole.loss_masks, "rollout_mask_sums": whole.denominators()}
+    given = {"unconcat_tokens": whole.tokens, "max_seq_lens": lengths if padded else None, "logits": logits}
+    return {**local, **lengths_of, **masks, **given}
 
 
 def local_masks(whole: Rollout, cp_rank: int, cp_size: int, padded: int | None = None) -> list[Tensor]:
-    samples = zip(whole.loss_masks, whole.prompts, whole.totals, strict=True)
-    return [
-        mask[torch.tensor(held(prompt, total, padded or total, cp_rank, cp_size), dtype=torch.int64)]
-        for mask, prompt, total in samples
-    ]
+    here = whole.held(cp_rank, cp_size, padded)
+    return [mask[tokens] for mask, tokens in zip(whole.loss_masks, here, strict=True)]
 
 
-def sum_of_sample_mean(
-    whole: Rollout, cp_rank: int = 0, cp_size: int = 1, *, per_token: bool = False, padded: int | None = None
-) -> Callable[[Tensor], Tensor]:
-    """The host's reducer: the sum over samples of sum(x mask) / denominator, or of sum(x mask) alone."""
-    masks = local_masks(whole, cp_rank, cp_size, padded)
-    divisors = torch.ones(len(masks)) if per_token else whole.denominators().clamp(min=1)
-
-    def reduce(x: Tensor) -> Tensor:
-        parts = x.split([len(mask) for mask in masks])
-        return torch.stack([(p * m).sum() / d for p, m, d in zip(parts, masks, divisors, strict=True)]).sum()
-
-    return reduce
+def clipped(ratio: Tensor, advantages: Tensor) -> Tensor:
+    """The host's policy-gradient loss of every token."""
+    return torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.28) * advantages)

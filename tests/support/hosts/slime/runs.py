@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from hosts.slime import sources
 from hosts.slime.cases import CASES, KNOWN, LOG, Case, batch_of, hosts_own, ours, whole
-from hosts.slime.host import VOCAB, positions, sum_of_sample_mean
+from hosts.slime.host import VOCAB, positions
 
 GOLDEN = Path(__file__).parent / "golden.json"
 PADDED = 13
@@ -58,9 +58,8 @@ def work(rank: int) -> dict[tuple[str, str, str], dict[str, Any]]:
                 label = layout + (" padded" if padded else "")
                 batch = batch_of(case, cp_rank, cp, padded)
                 changes = {"context_parallel_size": cp, "qkv_format": "bshd" if padded else "thd"}
-                reduce = sum_of_sample_mean(
-                    whole(), cp_rank, cp, per_token="calculate_per_token_loss" in case.both, padded=padded
-                )
+                per_token = "calculate_per_token_loss" in case.both
+                reduce = whole().sum_of_sample_mean(cp_rank, cp, per_token=per_token, padded=padded)
                 found = differentiated(loss, ours(case, **changes), batch, reduce, shard)
                 results["ours", label, name] = found
                 for host, module in real.items():

@@ -1,11 +1,15 @@
-"""One process without process groups in the place of Megatron's parallel state."""
+"""One process without process groups in the place of Megatron's parallel state, and the hook loss in it."""
 
 import sys
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from hosts.slime.host import Rollout, micro_batch
+from torch import Tensor
 
+from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime import custom_loss as slime_loss
 from megatron_rc.integrations.slime import is_weights as slime_tis
 from megatron_rc.integrations.slime import layout as slime_layout
@@ -26,3 +30,18 @@ def alone(monkeypatch: pytest.MonkeyPatch, args: Any = None, **ranks: Any) -> No
     for name in ("megatron", "megatron.training", "megatron.training.global_vars"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["megatron.training.global_vars"].get_args = lambda: args  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test file that imports it."""
+    alone(monkeypatch)
+
+
+def loss_of(whole: Rollout, args: Any, **given: Any) -> tuple[float, dict[str, float], Tensor]:
+    """Loss, log and the gradient of the logits of the hook loss; ``given`` replaces parts of the micro-batch."""
+    batch = {**micro_batch(whole), **given}
+    leaf = batch["logits"].clone().requires_grad_()
+    loss, log = slime.loss(args, batch, leaf * 1, whole.sum_of_sample_mean())
+    assert all(value.dim() == 0 and not value.requires_grad for value in log.values())
+    return loss.item(), {name: value.item() for name, value in log.items()}, torch.autograd.grad(loss, leaf)[0]

@@ -32,6 +32,16 @@ def folder(host: str) -> Path | None:
     return Path(os.environ[VARIABLES[host]]) if os.environ.get(VARIABLES[host]) else None
 
 
+def tree(host: str) -> Path:
+    """The source tree of a host; skips the test where none is named."""
+    import pytest  # which the environments of the hosts may not have
+
+    found = folder(host)
+    if found is None:
+        pytest.skip(f"{VARIABLES[host]} names no source tree of {host}")
+    return found
+
+
 def modules(host: str) -> Namespace:
     """policy_loss_function, reducer(batch, args), tis and set_up() of the real host; for a process of its own."""
     # what is not installed here is looked for last
@@ -42,13 +52,8 @@ def modules(host: str) -> Namespace:
         from slime.backends.megatron_utils import cp_utils, loss
 
         def reducer(batch: dict[str, Any], args: Namespace) -> Any:
-            return cp_utils.get_sum_of_sample_mean(
-                batch["total_lengths"],
-                batch["response_lengths"],
-                batch["loss_masks"],
-                batch["rollout_mask_sums"],
-                args.calculate_per_token_loss,
-            )
+            keys = ("total_lengths", "response_lengths", "loss_masks", "rollout_mask_sums")
+            return cp_utils.get_sum_of_sample_mean(*(batch[key] for key in keys), args.calculate_per_token_loss)
 
         return Namespace(policy_loss=loss.policy_loss_function, reducer=reducer, set_up=lambda: None)
 
@@ -72,14 +77,8 @@ def modules(host: str) -> Namespace:
         parallel.set_parallel_state(parallel.ParallelState(**groups))
 
     def miles_reducer(batch: dict[str, Any], args: Namespace) -> Any:
-        return cp_utils.get_sum_of_sample_mean(
-            batch["total_lengths"],
-            batch["response_lengths"],
-            batch["loss_masks"],
-            args.calculate_per_token_loss,
-            args.qkv_format,
-            batch["max_seq_lens"],
-            denominators=batch["rollout_mask_sums"],
-        )
+        lengths = (batch[key] for key in ("total_lengths", "response_lengths", "loss_masks"))
+        rest = (args.calculate_per_token_loss, args.qkv_format, batch["max_seq_lens"])
+        return cp_utils.get_sum_of_sample_mean(*lengths, *rest, denominators=batch["rollout_mask_sums"])
 
     return Namespace(policy_loss=losses.policy_loss_function, reducer=miles_reducer, set_up=set_up)
