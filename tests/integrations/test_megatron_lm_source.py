@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hosts.megatron_lm import sources
 
+pytestmark = pytest.mark.timeout(900)
 JOB = Path(sources.__file__).parent / "rl_job.py"
 FLAGS = shlex.split("""
 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --max-position-embeddings 24
@@ -28,6 +29,7 @@ GATHERED_VOCABULARY = 32
 TIS = {"correction": {"weight": {"upper": 1.2}}}
 LAGS = {"correction": {"reject": [{"statistic": "lag", "level": "token", "upper": 1}]}}
 PACKED = {"rl_use_sequence_packing": True}
+TWO_POLICIES = {"correction": {"old": "rollout"}, "lr_decay": {"decay_period": 1}}
 NO_WEIGHT, ITS_TIS = {"rl_inference_logprobs_is_correction": False}, {"rl_importance_sampling_truncation_coef": 1.2}
 CASES: dict[str, dict[str, Any]] = {
     # answers of one length: to the host, too, all tokens weigh the same
@@ -47,11 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
     "any length, packed": {"patch": TIS, "args": PACKED, "missing": 1},
     "stale": {"patch": LAGS, "stale": True},
     "stale, packed": {"patch": LAGS, "stale": True, "args": PACKED},
-    "two policies": {"patch": {"correction": {"old": "rollout"}, "lr_decay": {"decay_period": 1}}},
-    "two policies, packed": {
-        "patch": {"correction": {"old": "rollout"}, "lr_decay": {"decay_period": 1}},
-        "args": PACKED,
-    },
+    "two policies": {"patch": TWO_POLICIES},
+    "two policies, packed": {"patch": TWO_POLICIES, "args": PACKED},
 }
 SPLITS = {"TP1": (1, []), "TP2": (2, ["--tensor-model-parallel-size", "2"]), "DP2": (2, [])}
 SPLITS["PP2"] = (2, ["--pipeline-model-parallel-size", "2"])
@@ -83,7 +82,6 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert one["weights"] == pytest.approx(other["weights"], rel=1e-6)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("split", SPLITS)
 def test_patched_training_is_the_hosts_own_where_it_should_be(split: str) -> None:
     found = results(split)
@@ -94,7 +92,6 @@ def test_patched_training_is_the_hosts_own_where_it_should_be(split: str) -> Non
     assert found["truncation"]["weights"] != pytest.approx(found["none"]["weights"], rel=1e-6)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_step_without_logits_is_that_with_logits(split: str) -> None:
     found = results(split)
@@ -103,7 +100,6 @@ def test_a_step_without_logits_is_that_with_logits(split: str) -> None:
 
 
 @pytest.mark.host("megatron-lm", proof="own code", feature="data-parallel ranks")
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("split", SPLITS)
 def test_packing_and_data_parallelism_do_not_change_the_step(split: str) -> None:
     found = results(split)
@@ -121,7 +117,6 @@ def test_packing_and_data_parallelism_do_not_change_the_step(split: str) -> None
     assert [step["lr"] for step in found["two policies"]["steps"]] == [5e-4, 2.5e-4]
 
 
-@pytest.mark.timeout(900)
 def test_two_rows_per_micro_batch_are_the_step_of_one() -> None:
     cases = {name: CASES[name] for name in ("truncation", "any length")}
     found = launch(1, [str(JOB)], ["--micro-batch-size", "2"], cases)
@@ -130,14 +125,12 @@ def test_two_rows_per_micro_batch_are_the_step_of_one() -> None:
 
 
 @pytest.mark.host("megatron-lm", proof="own code", feature="tensor-parallel ranks")
-@pytest.mark.timeout(900)
 def test_no_patched_case_gathers_the_vocabulary() -> None:
     for name, found in results("TP2").items():
         if name != "output":
             assert (GATHERED_VOCABULARY in found["gathered"]) == name.startswith("host"), name
 
 
-@pytest.mark.timeout(900)
 def test_a_bf16_model_has_fp32_logprobs_and_trains() -> None:
     cases = {"any": {"patch": TIS}, "any, packed": {"patch": TIS, "args": PACKED}}
     found = launch(1, [str(JOB)], ["--bf16"], cases)
@@ -147,12 +140,9 @@ def test_a_bf16_model_has_fp32_logprobs_and_trains() -> None:
         assert 0 < step["grad_norm"] < 10
 
 
-@pytest.mark.timeout(900)
 def test_the_command_patches_a_script_that_runs_as_main() -> None:
     options = ["--rc-preset", "token-tis", "--rc-set", "correction.weight.upper=1.2", "--rc-host", "megatron-lm"]
     found = launch(2, ["-m", "megatron_rc", "patch", *options, str(JOB)], SPLITS["TP2"][1])
-    assert (
-        found["output"].startswith("megatron-lm 0.20.0, patched") or "\nmegatron-lm 0.20.0, patched" in found["output"]
-    )
+    assert "megatron-lm 0.20.0, patched" in found["output"].splitlines()
     assert found["alone"]["gathered"] == []
     assert 0 < found["alone"]["steps"][0]["log"]["rc/old/weight_mean"] < 1.2

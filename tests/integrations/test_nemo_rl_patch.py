@@ -13,6 +13,7 @@ import pytest
 import torch
 from hosts.nemo_rl import cases, sources
 from hosts.nemo_rl.schedules import scheduler
+from hosts.nemo_rl.sources import fresh as fresh
 
 from megatron_rc import Rejection, RolloutCorrection, Weight, patch
 from megatron_rc.integrations.nemo_rl import session as sessions
@@ -25,10 +26,8 @@ DECAY = LengthDecaySettings(decay_period=1)
 
 
 @pytest.fixture(autouse=True)
-def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def stub(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(sources.STUB)
-    with sources.fresh():
-        yield
 
 
 def module(name: str) -> Any:
@@ -37,24 +36,14 @@ def module(name: str) -> Any:
 
 def config(**changes: Any) -> Any:
     """A MasterConfig: pydantic models and dictionaries, as the host has them."""
-    values: dict[str, Any] = {
-        "loss_fn.use_importance_sampling_correction": False,
-        "loss_fn.truncated_importance_sampling_type": None,
-        "loss_fn.force_on_policy_ratio": False,
-        "loss_fn.sequence_level_importance_ratios": False,
-        "grpo.async_grpo": SimpleNamespace(enabled=False),
-        **changes,
-    }
-    sections: dict[str, dict[str, Any]] = {"loss_fn": {}, "grpo": {}}
-    for path, value in values.items():
-        section, _, name = path.partition(".")
-        if section in sections:
-            sections[section][name] = value
+    loss = {"use_importance_sampling_correction": False, "truncated_importance_sampling_type": None}
+    loss |= {"force_on_policy_ratio": False, "sequence_level_importance_ratios": False}
     policy = {"megatron_cfg": {"enabled": True}, "generation": {"vllm_cfg": {"precision": "bfloat16"}}}
     return SimpleNamespace(
         policy=policy | changes.get("policy", {}),
         data_plane=changes.get("data_plane"),
-        **{name: SimpleNamespace(**fields) for name, fields in sections.items()},
+        loss_fn=SimpleNamespace(**loss | changes.get("loss_fn", {})),
+        grpo=SimpleNamespace(async_grpo=SimpleNamespace(enabled=changes.get("asynchronous", False))),
     )
 
 
@@ -85,9 +74,7 @@ def test_only_setup_is_replaced_and_it_is_given_back() -> None:
     assert patched.report().startswith("nemo-rl 0.6.0, restored")
 
 
-def test_the_script_is_corrected_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_script_is_corrected_and_says_so(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "its_config", SimpleNamespace(config=config))
     script = tmp_path / "run_grpo.py"
     script.write_text(
@@ -122,7 +109,10 @@ def test_another_signature_is_refused_by_name(tmp_path: Path, monkeypatch: pytes
         patch("nemo-rl", correction=TIS)
 
 
-GSPO = "loss_fn.sequence_level_importance_ratios"
+GSPO = {"loss_fn": {"sequence_level_importance_ratios": True}}
+ON_POLICY = {"loss_fn": {"force_on_policy_ratio": True}}
+CORRECTS = {"loss_fn": {"use_importance_sampling_correction": True}}
+TYPED = {"loss_fn": {"truncated_importance_sampling_type": "tis"}}
 
 
 @pytest.mark.parametrize(
@@ -130,10 +120,10 @@ GSPO = "loss_fn.sequence_level_importance_ratios"
     [
         (TIS, None, {"data_plane": {"enabled": True}}, "data_plane.enabled must be false"),
         (None, DECAY, {"data_plane": {"enabled": True}}, "data_plane.enabled must be false"),
-        (TIS, None, {"loss_fn.force_on_policy_ratio": True}, "loss_fn.force_on_policy_ratio must be false"),
-        (TIS, None, {"loss_fn.truncated_importance_sampling_type": "tis"}, "sampling_type must be null .* got 'tis'"),
-        (TIS, None, {"loss_fn.use_importance_sampling_correction": True}, "pi / mu would be counted twice"),
-        (TIS, None, {GSPO: True}, "weight.level must be 'geometric' .* got 'token'"),
+        (TIS, None, ON_POLICY, "loss_fn.force_on_policy_ratio must be false"),
+        (TIS, None, TYPED, "sampling_type must be null .* got 'tis'"),
+        (TIS, None, CORRECTS, "pi / mu would be counted twice"),
+        (TIS, None, GSPO, "weight.level must be 'geometric' .* got 'token'"),
         (TIS, DECAY, {"policy": {"megatron_cfg": {"enabled": False}}}, "policy.megatron_cfg.enabled must be true"),
         (TIS, DECAY, {"policy": {"quant_cfg": "x.yaml"}}, "policy.quant_cfg must be null"),
     ],
@@ -148,9 +138,9 @@ def test_a_configuration_that_cannot_be_honoured_is_refused_by_name(
 @pytest.mark.parametrize(
     ("correction", "changes"),
     [
-        (None, {"loss_fn.force_on_policy_ratio": True}),
-        (RolloutCorrection(weight=Weight(level="geometric")), {GSPO: True}),
-        (RolloutCorrection(reject=(Rejection(upper=2.0),)), {GSPO: True}),
+        (None, ON_POLICY),
+        (RolloutCorrection(weight=Weight(level="geometric")), GSPO),
+        (RolloutCorrection(reject=(Rejection(upper=2.0),)), GSPO),
         (TIS, {"policy": {"megatron_cfg": {"enabled": False}, "quant_cfg": "x.yaml"}}),
     ],
 )
@@ -225,10 +215,8 @@ def test_turns_are_the_runs_of_the_token_mask() -> None:
 def test_an_update_that_fails_leaves_the_data_as_they_were() -> None:
     data, _ = cases.rollout()
     advantages = data["advantages"]
-    with policy_of(TIS) as policy, pytest.raises(RuntimeError, match="a worker died"):
-        policy.train({**data, "fails": True}, loss_fn())
     failing = {**data, "fails": True}
-    with policy_of(TIS) as policy, pytest.raises(RuntimeError):
+    with policy_of(TIS) as policy, pytest.raises(RuntimeError, match="a worker died"):
         policy.train(failing, loss_fn())
     assert failing["advantages"] is advantages
 
@@ -267,16 +255,9 @@ def test_more_corrupt_tokens_stop_the_run_before_the_update() -> None:
 
 
 def test_the_weight_of_the_host_leaves_the_loss_where_the_host_demands_it() -> None:
-    asynchronous = config(
-        **{"loss_fn.use_importance_sampling_correction": True, "grpo.async_grpo": SimpleNamespace(enabled=True)}
-    )
-    fp8 = config(
-        **{"loss_fn.use_importance_sampling_correction": True},
-        policy={"generation": {"vllm_cfg": {"precision": "fp8"}}},
-    )
-    for settings in (asynchronous, fp8):
+    for demands in ({"asynchronous": True}, {"policy": {"generation": {"vllm_cfg": {"precision": "fp8"}}}}):
         function = loss_fn(corrects=True)
-        with policy_of(TIS, settings=settings) as policy:
+        with policy_of(TIS, settings=config(**CORRECTS, **demands)) as policy:
             policy.train(cases.rollout()[0], function)
         assert policy.seen[0]["loss_fn"].use_importance_sampling_correction is False
         assert function.use_importance_sampling_correction is True, "the host's own object stays"

@@ -2,13 +2,13 @@
 
 import ast
 import json
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hosts.nemo_rl import cases, sources
+from hosts.nemo_rl.sources import fresh as fresh
 
 from megatron_rc.integrations import nemo_rl
 from megatron_rc.integrations.nemo_rl import driver
@@ -17,12 +17,6 @@ from megatron_rc.integrations.symbols import inspect_symbols
 
 GOLDEN = json.loads((sources.HERE / "golden.json").read_text())
 real = pytest.mark.skipif(not sources.ROOT.is_dir(), reason="NEMO_RL_DIR names no source tree of NeMo-RL")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    with sources.fresh():
-        yield
 
 
 def weighted(name: str, data: dict[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,14 @@ from megatron_rc.integrations.verl.settings import prepare
 
 GOLDEN = json.loads((sources.HERE / "golden.json").read_text())
 MISSING = sources.missing()
-real = pytest.mark.skipif(bool(MISSING), reason=f"verl's trainer cannot be imported without {' and '.join(MISSING)}")
-either = pytest.mark.parametrize("source", ["recorded", pytest.param("verl", marks=[real, pytest.mark.timeout(900)])])
+absent = pytest.mark.skipif(bool(MISSING), reason=f"verl's trainer cannot be imported without {' and '.join(MISSING)}")
+either = pytest.mark.parametrize("source", ["recorded", pytest.param("verl", marks=[absent, pytest.mark.timeout(900)])])
 BOTH = "token-tis and seq_mean_k3"
+
+
+def real(test: Any) -> Any:
+    """A test that takes as long as verl takes to be imported."""
+    return absent(pytest.mark.timeout(900)(test))
 
 
 def answers(source: str, job: str) -> dict[str, Any]:
@@ -73,7 +78,6 @@ def test_each_trainer_of_verl_has_one_denominator_and_we_have_both(source: str, 
 
 
 @real
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("denominator", ["original", "kept"])
 def test_v0_and_v1_have_the_same_loss_however_it_is_cut_and_whichever_loss_mode_weighs(denominator: str) -> None:
     batch = cases.rollout(1)
@@ -90,7 +94,6 @@ def test_v0_and_v1_have_the_same_loss_however_it_is_cut_and_whichever_loss_mode_
 
 
 @real
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["ppo", "ppo with a gate", "reinforce"])
 def test_the_bypass_of_verl_is_corrected_in_its_own_loss_function_however_it_is_cut(name: str) -> None:
     batch = cases.rollout(2)
@@ -111,7 +114,6 @@ def test_the_bypass_of_verl_is_corrected_in_its_own_loss_function_however_it_is_
 
 
 @real
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("corrupt", ["rollout", "old"])
 def test_a_nan_makes_the_loss_of_verl_nan_and_leaves_ours_finite(corrupt: str) -> None:
     theirs, ours = (sources.job("corrupt")[f"{corrupt} {whose}"] for whose in ("verl", "ours"))
@@ -126,7 +128,6 @@ def test_a_nan_makes_the_loss_of_verl_nan_and_leaves_ours_finite(corrupt: str) -
 
 @pytest.mark.host("verl", proof="own code", feature="its own program trains on CPU, with our metrics and decay")
 @real
-@pytest.mark.timeout(900)
 def test_the_training_worker_of_verl_decays_once_per_update_and_resumes_where_it_stopped() -> None:
     answer = sources.job("scheduler")
     assert answer["first"] + answer["second"] == answer["whole"]
@@ -141,7 +142,6 @@ def test_the_training_worker_of_verl_decays_once_per_update_and_resumes_where_it
 
 
 @real
-@pytest.mark.timeout(900)
 def test_the_configuration_of_verl_is_accepted_as_it_comes_and_refused_beside_its_own_correction() -> None:
     refusals = list(sources.job("configurations").values())
     assert refusals[:3] == ["", "", ""]
@@ -154,7 +154,6 @@ def test_the_configuration_of_verl_is_accepted_as_it_comes_and_refused_beside_it
 
 
 @real
-@pytest.mark.timeout(900)
 def test_the_entry_point_reaches_the_main_program_of_verl_which_refuses_two_corrections(tmp_path: Path) -> None:
     metadata = tmp_path / "plugin-1.0.dist-info"
     metadata.mkdir()
@@ -188,7 +187,6 @@ print("ANSWER", ray.get(loss.remote()))
 
 
 @real
-@pytest.mark.timeout(900)
 def test_a_ray_process_is_patched_by_what_the_main_process_hands_on() -> None:
     environment = sources.environment(MEGATRON_RC_CONFIG="{correction: token-tis}")
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", RAY], env=environment, capture_output=True, text=True)

@@ -5,11 +5,11 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from hosts.nemo_rl import cases
 from torch import Tensor
@@ -38,9 +38,9 @@ class _Anything(ModuleType):
         return object
 
 
-@contextmanager
+@pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """A block before and after which no module of the host, real or not, and no worker of ours is loaded."""
+    """For a test file that imports it: no module of the host, real or not, and no worker of ours is loaded."""
 
     def forget() -> None:
         ours = "megatron_rc.integrations.nemo_rl.worker"
@@ -53,7 +53,7 @@ def fresh() -> Iterator[None]:
 
 
 def loss_module() -> Any:
-    """nemo_rl.algorithms.loss.loss_functions of the tree; call it in a `fresh` block."""
+    """nemo_rl.algorithms.loss.loss_functions of the tree; for a test with `fresh`."""
     for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
         package = ModuleType(name)
         package.__path__ = [str(ROOT / name.replace(".", "/"))]

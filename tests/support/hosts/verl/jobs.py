@@ -5,16 +5,14 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import cases
 import torch
 import verl
+from hosts.verl import cases
+from hosts.verl.stand_in import patched
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
@@ -26,23 +24,11 @@ from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_to_nested
 
-from megatron_rc.integrations import verl as ours
-from megatron_rc.integrations.installed import INSTALLED
-from megatron_rc.integrations.patching import patch_host
 from megatron_rc.integrations.verl import driver
 from megatron_rc.integrations.verl.settings import prepare, read
 
 OWN = rollout_corr_helper.compute_rollout_correction_and_rejection_mask
 PROMPT = 2
-
-
-@contextmanager
-def patched(text: str) -> Iterator[Any]:
-    """verl with these settings."""
-    settings = read(text)
-    host = replace(ours.HOST, prepare=lambda correction, rule: prepare(correction, rule, settings))
-    with patch_host(host, settings.correction, settings.lr_rule) as patch:
-        yield patch
 
 
 def text(case: str, **fields: Any) -> str:
@@ -155,14 +141,10 @@ def update_v0(batch: cases.Rollout, **correction: Any) -> tuple[TensorDict, dict
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
     rows = len(batch.mask)
-    proto = DataProto.from_dict(
-        {
-            "old_log_probs": batch.old, "rollout_log_probs": batch.rollout, "response_mask": batch.mask,
-            "advantages": batch.advantages,
-        }
-    )  # fmt: skip
+    fields = {"old_log_probs": batch.old, "rollout_log_probs": batch.rollout}
+    fields |= {"response_mask": batch.mask, "advantages": batch.advantages}
     proto, metrics = compute_rollout_correction_and_add_to_batch(
-        proto, config(**correction).algorithm.rollout_correction
+        DataProto.from_dict(fields), config(**correction).algorithm.rollout_correction
     )
     lengths = (batch.old != 0).long()
     prompt = torch.ones(rows, PROMPT, dtype=torch.int64)
@@ -256,15 +238,12 @@ def updates() -> dict[str, Any]:
 def bypass() -> dict[str, Any]:
     """Loss and gradient of loss_mode=megatron_rc with old "rollout", as verl's bypass_mode hands over the batch."""
     batch, answers = cases.rollout(2), {}
-    data = {
-        "response_mask": batch.mask, "loss_mask": batch.mask, "old_log_probs": batch.rollout,
-        "advantages": batch.advantages,
-    }  # fmt: skip
+    data = {"response_mask": batch.mask, "loss_mask": batch.mask}
+    data |= {"old_log_probs": batch.rollout, "advantages": batch.advantages}
     for name, fields in BYPASS.items():
         settings = read(json.dumps(fields))
         for cut in (1, 2, 6):
-            with patched(json.dumps(fields)):
-                session = INSTALLED["verl"].session
+            with patched(json.dumps(fields)) as session:
                 session.sums.clear()
                 answers[f"{name} {cut}"] = update(batch, data, cut, loss_mode="megatron_rc")
                 (sums,) = session.sums

@@ -1,4 +1,4 @@
-"""The stand-in of verl in this process: patched as the plugin patches it, and batches as verl has them."""
+"""verl in this process, the stand-in or the real one, patched as the plugin patches it; batches as verl has them."""
 
 import importlib
 import sys
@@ -28,30 +28,23 @@ CONFIG: dict[str, Any] = {
 }
 
 
-@contextmanager
-def fresh() -> Iterator[None]:
-    """A block before and after which no module of verl is loaded."""
-
-    def forget() -> None:
-        for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
-            del sys.modules[name]
-
-    forget()
-    yield
-    forget()
+def _forget() -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
+        del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For a test file that imports it: the stand-in on sys.path, and nothing of verl loaded."""
     monkeypatch.syspath_prepend(sources.STUB)
-    with fresh():
-        yield
+    _forget()
+    yield
+    _forget()
 
 
 @contextmanager
 def patched(text: str) -> Iterator[Any]:
-    """The stand-in as the plugin patches it; answers with the session."""
+    """verl as the plugin patches it; answers with the session."""
     settings = read(text)
     made = replace(host.HOST, prepare=lambda correction, rule, *_: prepare(correction, rule, settings))
     with patch_host(made, settings.correction, settings.lr_rule, HeadOptions(settings.head)):
@@ -62,14 +55,10 @@ def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def rollout_of_verl(batch: cases.Rollout) -> Any:
-    fields = {"old_log_probs": batch.old, "rollout_log_probs": batch.rollout, "response_mask": batch.mask}
-    return SimpleNamespace(batch=fields)
-
-
 def corrected(text: str, batch: cases.Rollout) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    fields = {"old_log_probs": batch.old, "rollout_log_probs": batch.rollout, "response_mask": batch.mask}
     with patched(text):
-        data, metrics = module(V1).PPOTrainer.correct(rollout_of_verl(batch), {})
+        data, metrics = module(V1).PPOTrainer.correct(SimpleNamespace(batch=fields), {})
         return data.batch, metrics
 
 
@@ -84,15 +73,10 @@ def loss_of(batch: cases.Rollout, old: torch.Tensor, weights: torch.Tensor | Non
     config = SimpleNamespace(global_batch_info={"batch_num_tokens": int(batch.mask.sum())})
     total = torch.zeros(())
     for rows in torch.arange(len(current)).chunk(cut):
-        loss, _ = function(
-            old_log_prob=old[rows],
-            log_prob=current[rows],
-            advantages=batch.advantages[rows],
-            response_mask=batch.mask[rows].bool(),
-            loss_agg_mode="token-mean",
-            config=config,
-            rollout_is_weights=None if weights is None else weights[rows],
-        )
+        logprobs = {"old_log_prob": old[rows], "log_prob": current[rows]}
+        parts = {"advantages": batch.advantages[rows], "response_mask": batch.mask[rows].bool()}
+        parts["rollout_is_weights"] = None if weights is None else weights[rows]
+        loss, _ = function(**logprobs, **parts, loss_agg_mode="token-mean", config=config)
         total = total + loss
     total.backward()
     return total.item(), current.grad

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import verl
+from hosts.verl.stand_in import patched
 from hydra import compose, initialize_config_dir
-from jobs import patched
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import reduce_metrics
@@ -121,16 +121,13 @@ def configurations() -> dict[str, str]:
         for settings, overrides in CONFIGURATIONS:
             composed = compose("ppo_trainer", overrides=overrides)
             try:
-                refuse(prepare(*_three(read(settings))), composed)
+                made = read(settings)
+                refuse(prepare(made.correction, made.lr_rule, made), composed)
                 refusal = ""
             except ValueError as error:
                 refusal = str(error)
             answers[" ".join([settings, *overrides])] = refusal
     return answers
-
-
-def _three(settings: Any) -> tuple[Any, Any, Any]:
-    return settings.correction, settings.lr_rule, settings
 
 
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode=megatron_rc"
