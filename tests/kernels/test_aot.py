@@ -37,8 +37,7 @@ LISTED_IN_EVERY_RUN = ("normalize_fwd_kernel", "policy_loss_fwd_kernel")
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kernel",
-    [n if n in LISTED_IN_EVERY_RUN else pytest.param(n, marks=pytest.mark.full) for n in kernel_names()],
+    "kernel", [n if n in LISTED_IN_EVERY_RUN else pytest.param(n, marks=pytest.mark.full) for n in kernel_names()]
 )
 def test_the_committed_registers_spills_and_barriers_are_what_the_compiler_says_today(kernel: str) -> None:
     committed = json.loads(resources.FILE.read_text())["kernels"]

@@ -15,10 +15,9 @@ import torch
 from head_case import by_head, distance, exact, head_case
 from kernel_calls import CALLS, COVERED, ON_A_CARD, Prepared
 from kernel_correction_data import SEGMENTS, assert_agrees, batch_of
-from kernel_rows_data import Problem, assert_kernels_are_as_exact_as_pytorch
 from on_device import MadeByTests
 from policy_loss_data import evaluate, tokens
-from support_rows import assert_equals_truth, case
+from row_problems import Problem, assert_exact, kept_problem
 from torch import Tensor
 from torch.overrides import _pop_mode_temporarily
 
@@ -170,19 +169,19 @@ WIDTHS = (1, 127, 128, 1187, 4095, 4096, 4097, 18_992, 32_768, 50_257, 131_072, 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_rows_of_any_width(width: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        assert_kernels_are_as_exact_as_pytorch(rows(48, width, dtype), block=None)
+        assert_exact(rows(48, width, dtype))
 
 
 @pytest.mark.parametrize(("count", "width"), [(70_000, 33), (2**20, 257)])
 def test_more_rows_than_a_second_axis_of_the_grid_has(count: int, width: int) -> None:
-    assert_kernels_are_as_exact_as_pytorch(rows(count, width), block=None)
+    assert_exact(rows(count, width))
 
 
-@pytest.mark.parametrize("share", [0.0002, 0.0256, 0.12])
-def test_kept_ids_of_a_real_vocabulary(share: float) -> None:
+@pytest.mark.parametrize("kept", [1, 128, 600])
+def test_kept_ids_of_a_real_vocabulary(kept: int) -> None:
+    problem = kept_problem(64, 5000, kept, temperature=0.7)
     for dtype in (torch.bfloat16, torch.float32):
-        kept = case(64, 5000, share)
-        assert_equals_truth(replace(kept, logits=kept.logits.to(dtype), temperature=0.7))
+        assert_exact(replace(problem, logits=problem.logits.to(dtype)))
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 from head_case import Result, by_head, distance, exact, head_case
-from kernel_rows_data import small_blocks
+from row_problems import small_blocks
 from torch import Tensor
 
 from megatron_rc.collectives import all_gather_into, reduce_scatter_into

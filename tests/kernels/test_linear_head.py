@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from head_case import by_head, distance, exact, head_case, with_main_grad
-from kernel_rows_data import small_blocks
 from launches import count_launches
 from logprobs_truth import random_support, unchecked
+from row_problems import small_blocks
 
 from megatron_rc.linear_head import linear_distribution, linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs import vocab_parallel_distribution

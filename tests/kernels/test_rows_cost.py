@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_rows_data import small_blocks
 from launches import count_launches, recorded_launches
+from row_problems import small_blocks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -44,11 +44,7 @@ def trainer(**changes: Any) -> RouteTable:
 
 def by_hand(other: RouteTable | None = None) -> dict[str, Any]:
     found = expert_shift(
-        trainer(),
-        other or RouteTable(TWO, SAMPLED),
-        MASK,
-        log_ratio=LOG_RATIO,
-        positions=torch.tensor([0, 1, 2, 3]),
+        trainer(), other or RouteTable(TWO, SAMPLED), MASK, log_ratio=LOG_RATIO, positions=torch.tensor([0, 1, 2, 3])
     )
     return found.sums.values()
 

@@ -314,11 +314,7 @@ def metrics_by_the_book(
 
 
 def outcome_by_the_book(
-    final: dict[int, float],
-    kept: set[int],
-    sequences: list[list[int]],
-    bad: list[bool],
-    dropped: dict[str, set[int]],
+    final: dict[int, float], kept: set[int], sequences: list[list[int]], bad: list[bool], dropped: dict[str, set[int]]
 ) -> dict[str, float]:
     weights = [final[t] for t in final if t in kept]
     whole = [tokens for tokens, is_bad in zip(sequences, bad, strict=True) if tokens and not is_bad]

@@ -40,9 +40,7 @@ def truth(
     rows, width = logits.shape
     legal = (torch.arange(width) < (vocab_size or width)).expand(rows, width)
     if support is not None:
-        kept = torch.zeros(rows, width, dtype=torch.bool)
-        kept[torch.arange(rows).repeat_interleave(support.offsets.diff()), support.ids] = True
-        legal = legal & kept
+        legal = legal & kept_columns(support, width)
     legal = legal & (leaf.detach() != -INF)
     row_kept = torch.ones(rows, dtype=torch.bool) if mask is None else mask.bool()
     some = legal.any(1) & row_kept
@@ -55,6 +53,14 @@ def truth(
     inside = inside & legal.gather(1, column)[:, 0]
     lp = torch.where(inside, lp.gather(1, column)[:, 0], -INF)
     return leaf, torch.where(row_kept, lp, 0), torch.where(some, entropy, 0)
+
+
+def kept_columns(support: Support, width: int) -> Tensor:
+    """[N, width] where the kept ids are."""
+    counts = support.offsets.diff()
+    kept = torch.zeros(len(counts), width, dtype=torch.bool)
+    kept[torch.arange(len(counts)).repeat_interleave(counts), support.ids.long()] = True
+    return kept
 
 
 def random_logits(rows: int, width: int, seed: int = 0, scale: float = 3.0) -> tuple[Tensor, Tensor]:
