@@ -20,13 +20,8 @@ STRENGTH: dict[str, Callable[[float], float]] = {
 
 def failing_exact_runs(results: Results) -> list[str]:
     """Runs of the exact sampler, without a correction, that fell, collapsed or failed."""
-    exact = [row for row in results.rows if is_exact(row)]
-    return [
-        f"{row.stage}: {row.run} seed {row.seed} of the exact sampler {what}"
-        for row in exact
-        for what in [_end(row, results)]
-        if what
-    ]
+    ends = [(row, _end(row, results)) for row in results.rows if is_exact(row)]
+    return [f"{row.stage}: {row.run} seed {row.seed} of the exact sampler {what}" for row, what in ends if what]
 
 
 def _end(row: Row, results: Results) -> str:

@@ -77,16 +77,8 @@ def pictures(figure: FigureSettings, results: Results) -> list[Picture]:
 def _picture(
     figure: FigureSettings, name: str, title: str, arms: Mapping[str, Sequence[Row]], results: Results
 ) -> list[Picture]:
-    make = {
-        "curves": _curves,
-        "strength": _strength,
-        "survival": _survival,
-        "diagram": _diagram,
-        "controls": _controls,
-        "order": _order,
-    }
     arms = {label: rows for label, rows in arms.items() if rows}
-    data = make[figure.kind](arms, results) if arms else {}
+    data = MADE[figure.kind](arms, results) if arms else {}
     if not any(data.values()):
         return []
     runs = {(row.stage, *row.key): row for rows in arms.values() for row in rows}
@@ -134,14 +126,8 @@ def _strength(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
             failures = results.share(runs, "failed")
             if failures is not None:
                 logs = [math.log(max(row.k3_early, UNSEEN / 2)) for row in results.uncorrected(runs[0])]
-                points.append(
-                    {
-                        "k3": float(np.exp(np.mean(logs))),
-                        "share": list(failures),
-                        "runs": len(runs),
-                        "strength": strength[1],
-                    }
-                )
+                k3 = float(np.exp(np.mean(logs)))
+                points.append({"k3": k3, "share": list(failures), "runs": len(runs), "strength": strength[1]})
         series[label] = sorted(points, key=lambda point: point["k3"])
     compared = sum(any(point["k3"] >= UNSEEN for point in points) for points in series.values())
     return {"series": {label: points for label, points in series.items() if points}} if compared > 1 else {}
@@ -226,6 +212,12 @@ def _order(arms: Mapping[str, Sequence[Row]], results: Results) -> Data:
         "runs": len(fallen),
         "others": [sum(not math.isnan(row.half_k3) for row in others), len(others)],
     }
+
+
+MADE = {
+    **{"curves": _curves, "strength": _strength, "survival": _survival},
+    **{"diagram": _diagram, "controls": _controls, "order": _order},
+}
 
 
 def _plain(value: Any) -> Any:

@@ -53,10 +53,9 @@ def run(mechanism: str, strength: str, method: str, lr: float, seed: int, dies: 
     death = 50 + 10 * (seed % 4) + (20 if lr < 3e-4 else 0)
     steps = list(range(0, STEPS + 1, 10))
     after = [dies and step >= death for step in steps]
-    accuracy = [0.4 + 0.5 * (1 - math.exp(-step / 30 * lr / 3e-4)) for step in steps]
-    accuracy = [
-        value * (0.45 if dead else 1) + 0.01 * random.normal() for value, dead in zip(accuracy, after, strict=True)
-    ]
+    rising = [0.4 + 0.5 * (1 - math.exp(-step / 30 * lr / 3e-4)) for step in steps]
+    heights = [value * (0.45 if dead else 1) for value, dead in zip(rising, after, strict=True)]
+    accuracy = [value + 0.01 * random.normal() for value in heights]
     result = outcome(steps, accuracy, Endpoints())
     gain = 10 ** (2 * (float(strength or 1) - 4) / 12) if mechanism == "lag" else float(strength or 1) ** 2 * 4
     k3 = K3[mechanism] * gain * math.exp(0.2 * random.normal())
@@ -68,15 +67,8 @@ def run(mechanism: str, strength: str, method: str, lr: float, seed: int, dies: 
     row = Row(
         **{"stage": STAGE, "run": name, "seed": seed, "exact": f"exact-none-lr{lr:g}", "mechanism": mechanism},
         **{"strength": strength, "method": method, "control": "none", "lr": lr, "lr_rule": "none"},
-        **{
-            "task": "arithmetic",
-            "model": "qwen3",
-            "world": "aaaaaa",
-            "vocabulary": 16,
-            "steps": STEPS,
-            "answers": 512,
-            "evaluated": "trained",
-        },
+        **{"task": "arithmetic", "model": "qwen3", "world": "aaaaaa", "vocabulary": 16, "steps": STEPS},
+        **{"answers": 512, "evaluated": "trained"},
         collapsed_at=math.nan if result.collapsed_at is None else result.collapsed_at,
         fell_at=math.nan if result.fell_at is None else result.fell_at,
         **{"relapses": result.relapses, "reason": result.reason, "last_step": STEPS, "final": result.final},
@@ -90,14 +82,8 @@ def run(mechanism: str, strength: str, method: str, lr: float, seed: int, dies: 
     points = []
     for step, value, dead in zip(steps, accuracy, after, strict=True):
         rising = 10 ** (min(1.0, max(0.0, (step - death + 30) / 30)) if dies else 0)
-        signals = {
-            "k3": k3 * rising,
-            "ess": math.exp(-2 * k3 * rising),
-            "grad_norm": 0.3 * (3 if dead else 1),
-            "log_ppl": 0.4,
-            "length": 7.0,
-            "reward": value,
-        }
+        signals = {"k3": k3 * rising, "ess": math.exp(-2 * k3 * rising), "grad_norm": 0.9 if dead else 0.3}
+        signals |= {"log_ppl": 0.4, "length": 7.0, "reward": value}
         if step == 0:
             signals = dict.fromkeys(SIGNALS, math.nan)
         points.append(Point(run=name, seed=seed, step=step, accuracy=value, **signals))

@@ -158,21 +158,14 @@ HEADINGS = ("comparison", "answer", "what the runs say, 90 % interval", "runs of
 def _claim(claim: Claim, given: Sequence[Answer]) -> Iterator[str]:
     yield f"## {_title(claim)}\n"
     yield f"**{verdict(claim, given).capitalize()}.**" + (f" {claim.limits}" if claim.limits else "") + "\n"
-    rows = {
-        enough: [
-            [each.question, each.answer, each.why, each.seeds, each.depth, each.vocabulary]
-            for each in given
-            if each.enough == enough
-        ]
-        for enough in (True, False)
-    }
+    rows: dict[bool, list[list[str]]] = {True: [], False: []}
+    for each in given:
+        rows[each.enough].append([each.question, each.answer, each.why, each.seeds, each.depth, each.vocabulary])
     if rows[True]:
         yield table(HEADINGS, rows[True])
-    if rows[False]:
-        few = f"{counted(len(rows[False]), 'comparison')} with fewer seeds than the claim asks for, or none"
-        yield f"<details><summary>{few}</summary>\n"
-        yield table(HEADINGS, rows[False])
-        yield "</details>\n"
+    if few := rows[False]:
+        what = f"{counted(len(few), 'comparison')} with fewer seeds than the claim asks for, or none"
+        yield f"<details><summary>{what}</summary>\n\n{table(HEADINGS, few)}\n</details>\n"
 
 
 def _figure(figure: FigureSettings, picture: Picture, results: Results) -> Iterator[str]:

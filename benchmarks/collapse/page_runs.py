@@ -65,15 +65,8 @@ def _plan(results: Results) -> str:
 
 
 def _world(label: str, rows: Sequence[Row]) -> list[str]:
-    return [
-        label,
-        span([row.vocabulary for row in rows]),
-        str(len(rows)),
-        str(len({row.seed for row in rows})),
-        span([row.length for row in rows]),
-        span([row.depth_seen for row in rows]),
-        span([row.k3_seen for row in rows]),
-    ]
+    spans = [span([getattr(row, name) for row in rows]) for name in ("vocabulary", "length", "depth_seen", "k3_seen")]
+    return [label, spans[0], str(len(rows)), str(len({row.seed for row in rows})), *spans[1:]]
 
 
 def _rules(results: Results) -> str:

@@ -23,6 +23,8 @@ from megatron_rc.report.endpoints import METRIC, Endpoints
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings import JobSettings
 
+MEANS = ("k3", "mismatch_k3", "staleness_k3", "length", "ess", "dropped", "grad_norm")
+"""Fields of a row that are means over the steps."""
 EVERY = 10
 """Steps between two points of the committed curves."""
 Records = Sequence[Mapping[str, Any]]
@@ -69,23 +71,13 @@ def row_of(stage: str, cell: Cell, rules: Endpoints, records: Records, model: Ma
         evaluated=settings.train.eval_weights,
         collapsed_at=_number(outcome.collapsed_at),
         fell_at=_number(outcome.fell_at),
-        relapses=outcome.relapses,
-        reason=outcome.reason,
-        last_step=outcome.last_step,
-        final=outcome.final,
-        best=outcome.best,
-        k3=_mean(trained, "k3"),
+        **{name: getattr(outcome, name) for name in ("relapses", "reason", "last_step", "final", "best")},
+        **{name: _mean(trained, name) for name in MEANS},
         k3_median=_median(trained, "k3"),
         k3_early=k3_early,
         sigma=math.sqrt(2 * k3_early),
-        mismatch_k3=_mean(trained, "mismatch_k3"),
-        staleness_k3=_mean(trained, "staleness_k3"),
-        length=_mean(trained, "length"),
         horizon=horizon(k3_early),
         depth=_mean(early, "length") / horizon(k3_early),
-        ess=_mean(trained, "ess"),
-        dropped=_mean(trained, "dropped"),
-        grad_norm=_mean(trained, "grad_norm"),
         z_surprise=_z_surprise(cell.folder, settings) if facts.mechanism.startswith((EXACT, "hidden")) else math.nan,
         seconds=sum(record["time/step_s"] for record in trained),
         **{f"half_{name}": _half_way(trained, name, settings) for name in SIGNALS},
@@ -100,15 +92,8 @@ def points_of(cell: Cell, records: Records) -> list[Point]:
         block = [record for record in records if step - EVERY < record["step"] <= step]
         accuracy = [record[METRIC] for record in block if record.get(METRIC) is not None]
         means = {name: _mean([r for r in block if r["step"] > 0], name) for name in SIGNALS}
-        points.append(
-            Point(
-                run=cell.folder.parent.name,
-                seed=cell.seed,
-                step=step,
-                accuracy=accuracy[-1] if accuracy else math.nan,
-                **means,
-            )
-        )
+        means["accuracy"] = accuracy[-1] if accuracy else math.nan
+        points.append(Point(run=cell.folder.parent.name, seed=cell.seed, step=step, **means))
     return points
 
 

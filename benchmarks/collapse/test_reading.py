@@ -1,4 +1,4 @@
-"""Rows of the collapse lab hold what the metrics and the settings of a run say."""
+"""Rows of the collapse lab hold what the metrics and the settings of a run say, and runs made again say the same."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ import dataclasses
 import json
 import math
 import shutil
+import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import DENSE
+from jobs import DENSE, environment
 
 from collapse import made_up as lab
 from collapse.facts import facts_of
 from collapse.reading import read
-from collapse.rows import Point, Row, committed, keep, merge, path_of
+from collapse.rows import Point, Row, committed, keep, merge, path_of, stages
 from collapse.runs import load
 from megatron_rc import schema
 from megatron_rc.settings import JobSettings
 
 pytestmark = pytest.mark.full
 
+RECIPES = Path(__file__).parents[2] / "launch/recipes/collapse"
 MODEL = {"vocab_size": 20}
 TRAIN = {"steps": 60, "lr": 3e-4, "eval_samples": 2}
 LAG = {"staleness": 16, "dtype": "fp32"}
@@ -192,3 +196,20 @@ def test_files_hold_four_digits(tmp_path: Path) -> None:
     with open(path_of(Row, lab.STAGE, tmp_path), newline="") as file:
         finals = [row["final"] for row in csv.DictReader(file)]
     assert max(map(len, finals)) == len("0.1234")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not stages(), reason="no run of the lab is committed")
+def test_three_cells_that_run_again_agree_within_the_spread_of_their_seeds(tmp_path: Path) -> None:
+    recipe = RECIPES / "quick.yaml"
+    command = [sys.executable, "-m", "megatron_rc", "grid", str(recipe), "--output", str(tmp_path / "quick")]
+    subprocess.run([*command, "--workers", "2"], env=environment(), check=True)
+    again, results = read(recipe, tmp_path / "quick")[0], load(recipes=RECIPES)
+    assert len(again) == 3
+    for row in again:
+        arm = {before.seed: before for before in results.rows if (before.world, before.run) == (row.world, row.run)}
+        before, spread = arm[row.seed], statistics.stdev(each.final for each in arm.values())
+        # two honest runs of one cell and one seed differ by rounding alone, of two cells by what the seeds spread
+        assert row.final == pytest.approx(before.final, abs=2 * spread), row.run
+        assert row.fell == before.fell, row.run
+        assert row.k3_early == pytest.approx(before.k3_early, rel=0.5, abs=1e-9), row.run

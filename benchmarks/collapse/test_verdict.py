@@ -27,7 +27,7 @@ from collapse.drawings import drawn_digest
 from collapse.facts import Facts, facts_of
 from collapse.figure_data import digest, pictures
 from collapse.intervals import Interval
-from collapse.rows import FOLDER, Row, committed
+from collapse.rows import FOLDER, SIGNALS, Row, committed
 from collapse.runs import PLAIN, TUNING, Arm, Results, _matches, load
 from megatron_rc.analyze.covered import LAB, Covered
 from megatron_rc.jobs import grid as grids
@@ -169,14 +169,7 @@ def test_every_column_that_a_claim_or_figure_names_exists() -> None:
     named = [*(c.arm for c in compared), *(c.against for c in compared)]
     named += [where for figure in STATEMENT.figures for where in figure.arms.values()]
     assert {column for where in named for column in where} <= set(Arm._fields)
-    assert {c.signal for c in compared if c.measure == "order"} <= {
-        "ess",
-        "grad_norm",
-        "log_ppl",
-        "length",
-        "reward",
-        "accuracy",
-    }
+    assert {c.signal for c in compared if c.measure == "order"} <= {*SIGNALS[1:], "accuracy"}
     assert all(bool(c.signal) == (c.measure == "order") == (not c.against) for c in compared)
     assert sorted(CLAIMS) == list("abcdefghi")
 
