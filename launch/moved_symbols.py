@@ -25,26 +25,15 @@ def _loaded_by_name(name: str, tested: str, module: str, function: str, paramete
     return Host(name, module.partition(".")[0], (symbol,), (), lambda: None, tested=tested)
 
 
-KNOWN = {
-    **HOSTS,
-    "prime-rl": _loaded_by_name(
-        "prime-rl", "commit 559b44772e47", "prime_rl.trainer.rl.loss", "default_loss_fn", "inputs, loss_config"
-    ),
-    "skyrl": _loaded_by_name(
-        "skyrl",
-        "commit a9564572eb8e",
-        "skyrl.backends.skyrl_train.utils.ppo_utils",
-        "ppo_policy_loss",
-        "log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None",
-    ),
-    "trl": _loaded_by_name(
-        "trl",
-        "commit f2cd57710ae3",
-        "trl.trainer.grpo_trainer",
-        "GRPOTrainer._generate_and_score_completions",
-        "self, inputs",
-    ),
-}
+SKYRL_LOSS = ("skyrl.backends.skyrl_train.utils.ppo_utils", "ppo_policy_loss")
+SKYRL_PARAMETERS = "log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None"
+TRL_LOSS = ("trl.trainer.grpo_trainer", "GRPOTrainer._generate_and_score_completions")
+LOSSES = (
+    ("prime-rl", "commit 559b44772e47", "prime_rl.trainer.rl.loss", "default_loss_fn", "inputs, loss_config"),
+    ("skyrl", "commit a9564572eb8e", *SKYRL_LOSS, SKYRL_PARAMETERS),
+    ("trl", "commit f2cd57710ae3", *TRL_LOSS, "self, inputs"),
+)
+KNOWN = {**HOSTS, **{host[0]: _loaded_by_name(*host) for host in LOSSES}}
 
 
 def definitions(tree: Path, name: str) -> Iterator[tuple[Path, str, Definition]]:

@@ -83,14 +83,14 @@ class Answer(NamedTuple):
     why: str
     """The numbers, or what is missing."""
     seeds: str
-    depth: str
+    depth: str = ""
     """Range of T/T* over the runs of both arms."""
-    vocabulary: str
-    enough: bool
+    vocabulary: str = ""
+    enough: bool = False
     """Whether both arms have the seeds that the claim asks for."""
-    leans: bool
+    leans: bool = False
     """Whether the difference, whatever its interval, is one that matters and lies on the side of the claim."""
-    beside: bool
+    beside: bool = False
 
     @property
     def question(self) -> str:
@@ -149,37 +149,22 @@ def _arms(comparison: Comparison, results: Results) -> Iterator[tuple[str, list[
 def _answer(
     comparison: Comparison, case: str, arm: list[Row], against: list[Row], seeds: int, results: Results
 ) -> Answer:
-    everyone = [*arm, *against]
     alone = comparison.measure == "order"
-    counts = f"{len(arm)}" if alone else f"{len(arm)}, {len(against)}"
-    if alone and arm:
-        everyone = arm = [row for row in arm if row.fell]
-        counts = f"{len(arm)}"
-        if not arm:
-            return _unknown(comparison, case, "no run fell", counts)
+    counted_in = [row for row in arm if row.fell] if alone else arm
+    counts = f"{len(counted_in)}" if alone else f"{len(arm)}, {len(against)}"
+    given = Answer(comparison.question, case, CANNOT_TELL, "not run yet", counts, beside=comparison.beside)
+    if arm and not counted_in:
+        return given._replace(why="no run fell")
     if not arm or not (alone or against):
-        return _unknown(comparison, case, "not run yet", counts)
-    answer, why, least, leans = _judged(comparison, arm, against, results)
+        return given
+    answer, why, least, leans = _judged(comparison, counted_in, against, results)
     why = why.replace("[-inf, +inf]", "[too few for an interval]")
     if least < seeds:
         answer, why = CANNOT_TELL, f"{why}; {least} of the {seeds} seeds wanted"
-    vocabularies = sorted({row.vocabulary for row in everyone})
-    return Answer(
-        comparison=comparison.question,
-        case=case,
-        answer=answer,
-        why=why,
-        seeds=counts,
-        depth=span([row.depth_seen for row in everyone]),
-        vocabulary=", ".join(map(str, vocabularies)),
-        enough=least >= seeds,
-        leans=leans,
-        beside=comparison.beside,
-    )
-
-
-def _unknown(comparison: Comparison, case: str, why: str, counts: str) -> Answer:
-    return Answer(comparison.question, case, CANNOT_TELL, why, counts, "", "", False, False, comparison.beside)
+    everyone = [*counted_in, *against]
+    depth, vocabularies = span([row.depth_seen for row in everyone]), sorted({row.vocabulary for row in everyone})
+    given = given._replace(answer=answer, why=why, enough=least >= seeds, leans=leans)
+    return given._replace(depth=depth, vocabulary=", ".join(map(str, vocabularies)))
 
 
 class _Judged(NamedTuple):

@@ -11,6 +11,7 @@ from megatron_rc.analyze.rules import CODES
 
 BENIGN = {"RC404", "RC501", "RC502"}
 """Rules that name a cause without a fault; RC501 always joins them."""
+RULES = sorted(CODES)
 _CELL, _NAME, _HEAD = 38, 270, 70
 _RIGHT, _WRONG, _EMPTY = "#2e7d32", "#c62828", "#f2f2f2"
 _LEGEND = (_RIGHT, "dumps with the wanted answer"), (_WRONG, "dumps with another answer")
@@ -45,19 +46,15 @@ class Row:
 class Matrix:
     rows: list[Row]
 
-    @property
-    def codes(self) -> list[str]:
-        return sorted(CODES)
-
     def expected(self, row: Row, code: str) -> bool:
         return code == row.answer or (code == "RC501" and row.answer in BENIGN)
 
     def markdown(self) -> str:
         """A table of dumps by trap and rule."""
-        lines = [f"| trap | kind | wanted | {' | '.join(self.codes)} | right |"]
-        lines.append("| --- " * (len(self.codes) + 4) + "|")
+        lines = [f"| trap | kind | wanted | {' | '.join(RULES)} | right |"]
+        lines.append("| --- " * (len(RULES) + 4) + "|")
         for row in self.rows:
-            cells = [str(row.answers[code]) if row.answers[code] else "" for code in self.codes]
+            cells = [str(row.answers[code]) if row.answers[code] else "" for code in RULES]
             wanted = f"{row.answer} {row.level}"
             lines.append(f"| {row.name} | {row.kind} | {wanted} | {' | '.join(cells)} | {row.rights} of {row.dumps} |")
         return "\n".join(lines) + "\n"
@@ -79,20 +76,19 @@ class Matrix:
 
     def svg(self) -> str:
         """The picture: green where the wanted rule answered, red where another one did."""
-        codes = self.codes
-        width, height = _NAME + _CELL * len(codes) + 30, _HEAD + 20 * len(self.rows) + 34
+        width, height = _NAME + _CELL * len(RULES) + 30, _HEAD + 20 * len(self.rows) + 34
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
             'font-family="sans-serif" font-size="12">',
             f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         ]
-        for column, code in enumerate(codes):
+        for column, code in enumerate(RULES):
             x = _NAME + _CELL * column + _CELL / 2
             parts.append(f'<text x="{x}" y="{_HEAD - 8}" transform="rotate(-60 {x} {_HEAD - 8})">{code}</text>')
         for index, row in enumerate(self.rows):
             y = _HEAD + 20 * index
             parts.append(f'<text x="{_NAME - 8}" y="{y + 14}" text-anchor="end">{escape(row.name)}</text>')
-            for column, code in enumerate(codes):
+            for column, code in enumerate(RULES):
                 share = row.answers[code] / row.dumps
                 colour = _EMPTY if not share else _RIGHT if self.expected(row, code) else _WRONG
                 x = _NAME + _CELL * column

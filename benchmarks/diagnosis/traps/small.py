@@ -22,16 +22,12 @@ UNUSED = ("output_ids", "finish_reason", "group")
 
 
 def write_all(folder: Path) -> None:
-    """Write the committed dumps from those of one seed."""
+    """Write the committed dumps and the examples from the dumps of one seed."""
     for file in sorted(folder.glob("*.parquet")):
         planted = read(file)
         count = next((n for name, n in MORE.items() if slug(name) == file.stem), RESPONSES)
         kept = np.zeros(planted.lengths.size, dtype=bool)
         kept[np.random.default_rng(0).permutation(kept.size)[:count]] = True
         write(planted.select(kept), TESTS / file.name, without=UNUSED, bits=BITS)
-    write_examples(folder)
-
-
-def write_examples(folder: Path) -> None:
     for name, trap in EXAMPLE_OF.items():
         write(read(folder / f"{slug(trap)}.parquet"), EXAMPLES / f"{name}.parquet", without=("output_ids",), bits=BITS)
