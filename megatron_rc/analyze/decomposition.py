@@ -109,19 +109,16 @@ def between(before: Sequence[Step], after: Sequence[Step]) -> Decomposition | No
     of_k3 = np.array([float(name in PARTS_OF_K3) for name in _LOGARITHMS])
     growth, error = float(of_k3 @ changes), math.sqrt(max(0.0, float(of_k3 @ covariance @ of_k3)))
     sides = [_side(steps, moments) for steps, moments in zip((before, after), groups, strict=True)]
-    difference = sides[1].k3 - sides[0].k3
-    changed = abs(growth) > SIGNIFICANT * error
+    mean_k3 = (sides[1].k3 - sides[0].k3) / growth if growth else sides[0].k3
     parts = []
     for index, name in enumerate(_LOGARITHMS):
         change, share, share_error = float(changes[index]), None, None
-        if changed and name in PARTS_OF_K3:
+        if abs(growth) > SIGNIFICANT * error and name in PARTS_OF_K3:
             share = change / growth
             gradient = (np.eye(len(_LOGARITHMS))[index] - share * of_k3) / growth
             share_error = math.sqrt(max(0.0, float(gradient @ covariance @ gradient)))
-        nats = (difference / growth if growth else sides[0].k3) * change if name in PARTS_OF_K3 else None
-        parts.append(
-            Part(name, math.exp(change), math.sqrt(max(0.0, covariance[index, index])), nats, share, share_error)
-        )
+        nats, variance = mean_k3 * change if name in PARTS_OF_K3 else None, covariance[index, index]
+        parts.append(Part(name, math.exp(change), math.sqrt(max(0.0, variance)), nats, share, share_error))
     return Decomposition(sides[0], sides[1], math.exp(growth), error, tuple(parts))
 
 

@@ -117,8 +117,7 @@ class Gathering:
 
     def add(self, chunk: Chunk) -> None:
         self._outcomes.add(chunk)
-        read, chunk = self._without_damage(chunk)
-        self._read += read
+        chunk = self._without_damage(loss_tokens(chunk))
         columns = frozenset({*chunk.tokens, *chunk.sequences})
         if self._columns is None:
             self._columns = columns
@@ -190,17 +189,13 @@ class Gathering:
         )
         return replace(evidence, course=timeline(evidence.steps, logged, len(evidence.tests)))
 
-    def _without_damage(self, chunk: Chunk) -> tuple[int, Chunk]:
-        """(sequences in all, the loss tokens of those without damage)."""
-        kept = loss_tokens(chunk)
-        bad = np.zeros(kept.num_sequences, dtype=bool)
-        for kind, flags in damaged(kept).items():
-            sequences = np.bincount(kept.sequence_of, weights=flags, minlength=bad.size) > 0
+    def _without_damage(self, chunk: Chunk) -> Chunk:
+        bad = np.zeros(chunk.num_sequences, dtype=bool)
+        for kind, flags in damaged(chunk).items():
+            sequences = np.bincount(chunk.sequence_of, weights=flags, minlength=bad.size) > 0
             if sequences.any():
                 self._damaged[kind] = self._damaged.get(kind, 0) + int(sequences.sum())
                 bad |= sequences
-        if bad.any():
-            self._places += (self._read + np.flatnonzero(bad)).tolist()
-            self._places = self._places[:PLACES]
-            kept = kept.select_sequences(~bad)
-        return bad.size, kept
+        self._places = (self._places + (self._read + np.flatnonzero(bad)).tolist())[:PLACES]
+        self._read += bad.size
+        return chunk.select_sequences(~bad) if bad.any() else chunk

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 from megatron_rc import settings as job_settings
 from megatron_rc.cluster import layout, processes, server
@@ -36,7 +35,9 @@ def launch(options: Options, *, dry_run: bool = False) -> None:
         raise ValueError(f"megatron-rc launch starts one machine, and cluster.nodes is {cluster.nodes}: {where}")
     options = replace(options, visible=visible_gpus(cluster.gpus_per_node))
     if not cluster.serve_gpus:
-        become_the_trainer(settings, options)
+        # nothing but torchrun is needed: this process becomes it
+        trainer = layout.trainer_of(settings, options, [])
+        os.execvpe(trainer.words[0], trainer.words, _trainer_environment(trainer))
     say("checking the layout")
     from megatron_rc.cluster.plan import make_plan
 
@@ -55,12 +56,6 @@ def visible_gpus(wanted: int) -> list[str]:
     if names and len(names) < wanted:
         raise ValueError(f"this node shows {len(names)} GPUs, cluster.gpus_per_node is {wanted}")
     return names[:wanted]
-
-
-def become_the_trainer(settings: JobSettings, options: Options) -> NoReturn:
-    """Without servers, nothing but torchrun is needed: this process becomes it."""
-    command = layout.trainer_of(settings, options, [])
-    os.execvpe(command.words[0], command.words, _trainer_environment(command))
 
 
 def run(settings: JobSettings, options: Options) -> None:

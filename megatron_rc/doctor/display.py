@@ -30,12 +30,10 @@ def show(subject: str, findings: Sequence[Finding], *, console: Console) -> None
     if console.is_terminal:
         console.print(_table([*decided, *undecided, *good]))
         return
-    for finding in (*decided, *undecided):
+    for finding in (*decided, *undecided, *good):
         console.print(f"{finding.status:<8}{finding.check}: {_sentence(finding.found)}", markup=False, soft_wrap=True)
         if finding.fix:
             console.print(f"{'':<8}fix: {finding.fix}", markup=False, soft_wrap=True)
-    for finding in good:
-        console.print(f"{'good':<8}{finding.check}: {_sentence(finding.found)}", markup=False, soft_wrap=True)
 
 
 def _joined(findings: Iterable[Finding]) -> list[Finding]:

@@ -206,15 +206,11 @@ def _warmed(grid: GridSettings, seed: int) -> Path:
             data = _changed(_fields(grid, {}), changes)
             data.pop("moe", None)
             _train(grid, data, folder)
-        _check_warmed(folder, schema.to_dict(_settings(_fields(grid, {}))))
+        made, wanted = schema.load_yaml(folder / SETTINGS_FILE), schema.to_dict(_settings(_fields(grid, {})))
+        for section in ("model", "task", "warmup"):
+            if made[section] != wanted[section]:
+                raise ValueError(f"{folder} was made with another {section}; warm_folder must name a folder of its own")
     return folder / "hf"
-
-
-def _check_warmed(folder: Path, wanted: Mapping[str, Any]) -> None:
-    made = schema.load_yaml(folder / SETTINGS_FILE)
-    for section in ("model", "task", "warmup"):
-        if made[section] != wanted[section]:
-            raise ValueError(f"{folder} was made with another {section}; warm_folder must name a folder of its own")
 
 
 def _warm_folders(grid: GridSettings) -> dict[int, Path]:

@@ -54,7 +54,8 @@ class Progress:
     def predicted_seconds(self) -> float | None:
         """Seconds that all runs take from the start, as one of them tells by its first steps; None: not known yet."""
         for cell in self._todo:
-            timed = [r["time/step_s"] for r in _records(cell.folder) if _is_timed(r)]
+            steps = [r for r in _records(cell.folder) if r["phase"] == "rl" and r["step"] in TIMED_STEPS]
+            timed = [record["time/step_s"] for record in steps if "time/step_s" in record]
             if len(timed) == len(TIMED_STEPS):
                 elapsed = time.monotonic() - self._started
                 rounds = math.ceil(len(self._todo) / self._workers)
@@ -68,10 +69,6 @@ class Progress:
             found = [record for record in _records(folder) if record.get("eval/accuracy") is not None]
             self._read[folder] = size, found
         return self._read[folder][1]
-
-
-def _is_timed(record: dict[str, Any]) -> bool:
-    return record["phase"] == "rl" and record["step"] in TIMED_STEPS and "time/step_s" in record
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:

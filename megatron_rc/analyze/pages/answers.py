@@ -53,8 +53,9 @@ def _verdict(verdict: Verdict, share: bool) -> str:
         parts.append(f"<p>These data do not separate {escape(' from '.join(verdict.one_of))}.</p>")
     if verdict.level in DOUBTS:
         parts.append(f"<p><b>Decide:</b> {escape(page.experiment)}</p>")
+        look_alikes = "".join(f"<p>{escape(part)}</p>" for part in page.look_alikes.split("\n\n"))
         fixes = table([(host, Cell(fix, "words")) for host, fix in page.fixes.items()])
-        parts += [folded("Fix, by codebase", fixes), folded("What else looks like this", _text(page.look_alikes))]
+        parts += [folded("Fix, by codebase", fixes), folded("What else looks like this", look_alikes)]
     numbers = table([(name, f"{value:.6g}") for name, value in verdict.numbers.items()])
     parts.append(folded("Numbers", numbers))
     return f'<article class="wide verdict {verdict.level.lower()}">{"".join(parts)}</article>'
@@ -170,7 +171,3 @@ def not_judged(diagnosis: Diagnosis, share: bool) -> str:
 def _rules(why: Mapping[str, str], head: Sequence[str]) -> str:
     rows = [(code, Cell(Page(code).title, "name"), Cell(text, "words")) for code, text in why.items()]
     return table(rows, head=head)
-
-
-def _text(text: str) -> str:
-    return "".join(f"<p>{escape(part)}</p>" for part in text.split("\n\n"))

@@ -37,8 +37,11 @@ def running_sums(evidence: Evidence) -> str:
     ends = [lean - width, lean + width, np.array(quantiles[0.05]), np.array(quantiles[0.95])]
     low, high = min(float(e.min()) for e in ends), max(float(e.max()) for e in ends)
     steps = lengths.tolist()
+    # at most DRAWN responses, evenly spread over the sample
+    filled = np.flatnonzero(sample.lengths)
+    drawn_ones = np.unique(filled[np.linspace(0, filled.size - 1, DRAWN).astype(np.int64)])
     shapes: list[Shape] = [Band(steps, (lean - width).tolist(), (lean + width).tolist(), "c2")]
-    shapes += [_path(sample, index, steps) for index in _spread(sample)]
+    shapes += [_path(sample, int(index), steps) for index in drawn_ones]
     shapes += [
         Band(steps, quantiles[0.25], quantiles[0.75], "c0"),
         Line(steps, quantiles[0.05], "c0 dashed"),
@@ -146,12 +149,6 @@ def _sums_at(sample: Chunk, length: int) -> Floats:
 def _effective(sums: Floats) -> float:
     weights = np.exp(sums - sums.max())
     return float(weights.sum() ** 2 / (weights @ weights * weights.size))
-
-
-def _spread(sample: Chunk) -> list[int]:
-    """At most DRAWN responses, evenly spread over the sample."""
-    filled = np.flatnonzero(sample.lengths)
-    return [int(i) for i in np.unique(filled[np.linspace(0, filled.size - 1, DRAWN).astype(np.int64)])]
 
 
 def _path(sample: Chunk, index: int, steps: list[int]) -> Line:

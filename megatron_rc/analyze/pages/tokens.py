@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.pages.card import Cell, card, table
 
@@ -25,11 +24,14 @@ def top_tokens(evidence: Evidence, share: bool) -> str:
     for rank, token in enumerate(top.tolist(), start=1):
         sequence = int(sample.sequence_of[token])
         step = str(sample.sequences["step"][sequence]) if "step" in sample.sequences else ""
-        row: list[str | Cell] = [str(rank), step, _place(sample, token, sequence)]
+        start, end = (int(i) for i in sample.cu_seqlens[sequence : sequence + 2])
+        row: list[str | Cell] = [str(rank), step, f"{token - start + 1:,} of {end - start:,}"]
         row += [f"{sample.log_ratio[token]:+.3f}", f"{sample.log_mu[token]:.4g}", f"{sample.log_pi[token]:.4g}"]
-        row += [_log_ratio(sample, neighbour, sequence) for neighbour in (token - 1, token + 1)]
+        row += [f"{sample.log_ratio[i]:+.3f}" if start <= i < end else "-" for i in (token - 1, token + 1)]
         row += [str(sample.sequences["server"][sequence])] if server else []
-        row += [_context(sample, token, sequence)] if ids else []
+        if ids:
+            near, names = range(max(start, token - BEFORE), min(end, token + AFTER + 1)), sample.tokens["token_id"]
+            row.append(" ".join(f"[{names[i]}]" if i == token else str(names[i]) for i in near))
         rows.append(row)
     return card(
         "Tokens of the largest |l|",
@@ -39,21 +41,3 @@ def top_tokens(evidence: Evidence, share: bool) -> str:
         "rare tokens (log mu of -2 and below) at scattered places, with calm neighbours.",
         wide=True,
     )
-
-
-def _place(sample: Chunk, token: int, sequence: int) -> str:
-    """Number of the loss token in its response, from 1."""
-    return f"{token - int(sample.cu_seqlens[sequence]) + 1:,} of {int(sample.lengths[sequence]):,}"
-
-
-def _log_ratio(sample: Chunk, token: int, sequence: int) -> str:
-    start, end = sample.cu_seqlens[sequence : sequence + 2]
-    return f"{sample.log_ratio[token]:+.3f}" if start <= token < end else "-"
-
-
-def _context(sample: Chunk, token: int, sequence: int) -> str:
-    """Ids around a token, which stands in brackets."""
-    start, end = (int(i) for i in sample.cu_seqlens[sequence : sequence + 2])
-    ids = sample.tokens["token_id"]
-    near = range(max(start, token - BEFORE), min(end, token + AFTER + 1))
-    return " ".join(f"[{ids[i]}]" if i == token else str(ids[i]) for i in near)

@@ -31,7 +31,10 @@ def open_dump(path: str | Path, format: str | None = None) -> Dump:
     if not files:
         raise ValueError(f"{path} is an empty folder; give a dump file or a folder of them")
     contents = {file: content_of(file) for file in files}
-    chosen = _named(format) if format else _best(contents, path)
+    by_name = {known.name: known for known in FORMATS}
+    if format and format not in by_name:
+        raise ValueError(f"unknown format {format!r}; known: {', '.join(by_name)}")
+    chosen = by_name[format] if format else _best(contents, path)
     # damaged files of its container are counted
     fitting = [
         file
@@ -43,13 +46,6 @@ def open_dump(path: str | Path, format: str | None = None) -> Dump:
     beside = [file for file, content in contents.items() if chosen.has_beside(content) and not _known(content)]
     groups = chosen.groups(sorted({*fitting, *beside}, key=_natural))
     return Dump(chosen.title, groups, chosen.read, _ignored(contents, {file for group in groups for file in group}))
-
-
-def _named(name: str) -> Format:
-    for known in FORMATS:
-        if known.name == name:
-            return known
-    raise ValueError(f"unknown format {name!r}; known: {', '.join(known.name for known in FORMATS)}")
 
 
 def _best(contents: dict[Path, Content], path: Path) -> Format:

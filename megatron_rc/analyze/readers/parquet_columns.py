@@ -66,8 +66,9 @@ def chunk_of(batches: list[pa.RecordBatch], file: Path, row: int, corrupt: Corru
 def _expected(name: str, kind: pa.DataType) -> str:
     """What a column must be where it is something else; empty where its type fits."""
     if name == VERSIONS:
-        fields = {kind.value_type.field(i).name for i in range(kind.value_type.num_fields)} if _is_spans(kind) else {}
-        return "" if set(SPAN) <= set(fields) else "a list of spans {version, start, end}"
+        spans = _is_list(kind) and pa.types.is_struct(kind.value_type)
+        names = {field.name for field in kind.value_type} if spans else set()
+        return "" if names.issuperset(SPAN) else "a list of spans {version, start, end}"
     if name == PROMPT:
         return "" if _is_list(kind) else "a list of integers"
     if name in TOKENS and _is_list(kind):
@@ -84,10 +85,6 @@ def _expected(name: str, kind: pa.DataType) -> str:
 
 def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-
-
-def _is_spans(kind: pa.DataType) -> bool:
-    return _is_list(kind) and pa.types.is_struct(kind.value_type)
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -122,7 +119,7 @@ def _faults(table: pa.Table) -> dict[int, str]:
             faults.setdefault(int(index), f"{VERSIONS} must be spans that follow each other up to the last token")
     for name in _sequence_columns(table):
         if SEQUENCE_COLUMNS[name].kind == "text":
-            for index in np.flatnonzero(np.asarray(pc.utf8_length(_text(table[name]))) > MAX_TEXT):
+            for index in np.flatnonzero(np.asarray(pc.utf8_length(_decoded(table[name]))) > MAX_TEXT):
                 faults.setdefault(int(index), f"{name} must be a text of at most {MAX_TEXT} characters")
     return faults
 
@@ -137,7 +134,7 @@ def _chunk(table: pa.Table) -> Chunk:
         version, start, end = _spans(table[VERSIONS])
         tokens["version"] = np.repeat(version, end - start)
     sequences = {
-        name: _texts(table[name]) if SEQUENCE_COLUMNS[name].kind == "text" else _values(table[name].combine_chunks())
+        name: _texts(table[name]) if SEQUENCE_COLUMNS[name].kind == "text" else _values(table[name])
         for name in _sequence_columns(table)
     }
     if _is_filled(table, PROMPT):
@@ -174,16 +171,12 @@ def _lengths(column: pa.ChunkedArray) -> NDArray[np.int64]:
 
 
 def _flat(column: pa.ChunkedArray) -> NDArray[Any]:
-    flat = pc.list_flatten(column)
-    return _values(flat.combine_chunks() if isinstance(flat, pa.ChunkedArray) else flat)
+    return _values(pc.list_flatten(column))
 
 
-def _values(column: pa.Array) -> NDArray[Any]:
+def _values(column: pa.ChunkedArray) -> NDArray[Any]:
     """[R] numbers, NaN for null."""
-    if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
+    column = _decoded(column)
     if column.null_count:
         column = column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column
         column = column.cast(pa.float64(), safe=False)
@@ -191,12 +184,12 @@ def _values(column: pa.Array) -> NDArray[Any]:
     return values
 
 
-def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
+def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return column.cast(_plain(column.type))
 
 
 def _texts(column: pa.ChunkedArray) -> NDArray[Any]:
-    encoded = _text(column).combine_chunks().dictionary_encode()
+    encoded = _decoded(column).combine_chunks().dictionary_encode()
     encoded = encoded.combine_chunks() if isinstance(encoded, pa.ChunkedArray) else encoded
     known = np.array([printable(text) for text in encoded.dictionary.to_pylist()], dtype=str)
     return known[np.asarray(encoded.indices)]

@@ -21,22 +21,23 @@ NAMES = frozenset({"rollout_id", "samples"})
 """Names at the start of such a file; the train data of slime has them, too, and a format version."""
 
 
+def _head(file: Path) -> list[str | int]:
+    """The values at the start of a file; none of a damaged one."""
+    try:
+        return first_values(file)
+    except UnreadableFile:
+        return []
+
+
 def is_rollout_data(file: Path) -> bool:
     """True for a file of samples before training."""
-    try:
-        values = {value for value in first_values(file) if isinstance(value, str)}
-    except UnreadableFile:
-        return False
+    values = {value for value in _head(file) if isinstance(value, str)}
     return values >= NAMES and "format_version" not in values and "rollout_data" not in values
 
 
 def rollout_of(file: Path) -> int | None:
     """The rollout that the head of a file names; None for a damaged one."""
-    try:
-        values = first_values(file)
-    except UnreadableFile:
-        return None
-    following = (after for name, after in pairwise(values) if name == "rollout_id")
+    following = (after for name, after in pairwise(_head(file)) if name == "rollout_id")
     return next((value for value in following if isinstance(value, int)), None)
 
 

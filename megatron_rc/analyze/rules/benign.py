@@ -75,7 +75,8 @@ def numerics(evidence: Evidence) -> Verdict | None:
     whole = evidence.whole
     horizon, typical = evidence.growth.horizon, _typical_noise(evidence)
     known = evidence.has("routes_shifted")
-    unexplained = not _explained(evidence)
+    causes = (("routes", shifted_experts), ("lag", policy_lag))
+    unexplained = not any(name in evidence.profiles and rule(evidence) is not None for name, rule in causes)
     limit = LARGEST_TYPICAL if known else LARGEST_SIGMA
     reach = f"; weights of whole sequences are useful up to {horizon:,.0f} tokens" if math.isfinite(horizon) else ""
     text = f"the gap of k3 {whole.k3:.1e} nats per token is what a noise of {whole.sigma:.3f} on every logit gives"
@@ -110,9 +111,3 @@ def _typical_noise(evidence: Evidence) -> float:
     if unsure.sum() < FEWEST_UNSURE:
         return evidence.whole.sigma
     return float(np.median(np.abs(chunk.log_ratio[unsure]) / doubt[unsure])) / NormalDist().inv_cdf(0.75)
-
-
-def _explained(evidence: Evidence) -> bool:
-    """True where shifted experts or the lag of the policy explain the gap."""
-    causes = (("routes", shifted_experts), ("lag", policy_lag))
-    return any(name in evidence.profiles and rule(evidence) is not None for name, rule in causes)

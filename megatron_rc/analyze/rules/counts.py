@@ -18,21 +18,18 @@ def dummy_logprobs(evidence: Evidence) -> Verdict | None:
     count = evidence.sums.impossible_zeros
     if count < FEWEST:
         return None
-    zeros = _zeros(evidence.sample)
-    share = float(evidence.sample.k3[zeros].sum() / evidence.sample.k3.sum()) if zeros.any() else None
+    sample = evidence.sample
+    zeros = (sample.log_mu == 0) & (sample.log_pi < ZERO_BELOW)
+    share = float(sample.k3[zeros].sum() / sample.k3.sum()) if zeros.any() else None
     return Verdict(
         "RC203",
         Level.BUG,
         f"{count:,.0f} tokens ({count / evidence.whole.tokens:.2%}) were logged with log-prob 0.0 although the trainer "
-        f"gives them less than one half{_place(evidence.sample, zeros)}; no "
+        f"gives them less than one half{_place(sample, zeros)}; no "
         "sampler draws such tokens with certainty",
         {"impossible_zeros": count, "share_of_tokens": count / evidence.whole.tokens},
         share=share,
     )
-
-
-def _zeros(chunk: Chunk) -> np.ndarray:
-    return (chunk.log_mu == 0) & (chunk.log_pi < ZERO_BELOW)
 
 
 def _place(chunk: Chunk, zeros: np.ndarray) -> str:

@@ -39,17 +39,14 @@ TRAINER = (
 )
 
 
-def _swept(asked: float) -> list[float]:
-    return [asked * factor for factor in TEMPERATURES]
-
-
 def examine_probes(
     served: ServerFacts, rescore: Rescore, vocab_size: int, temperature: float, timeout_s: float
 ) -> list[Finding]:
     """Findings of all probes of one server; ``rescore`` is the trainer, ``temperature`` that of the job."""
     asked = SWEPT_TEMPERATURE if temperature == 1 else temperature
     try:
-        scores = measure(served, rescore, vocab_size, asked, _swept(asked), timeout_s)
+        temperatures = [asked * factor for factor in TEMPERATURES]
+        scores = measure(served, rescore, vocab_size, asked, temperatures, timeout_s)
     except Undecided as missing:
         compares = "Log-probs of the server's decoding, its prefill and the trainer"
         return [Finding("probes", "note", str(missing), missing.fix, compares, decided=False)]

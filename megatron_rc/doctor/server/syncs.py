@@ -109,8 +109,9 @@ def _settings(served: ServerFacts, trainer: TrainerFacts, folder: str) -> SGLang
 def same_weights(course: Course) -> Finding:
     """The gap after syncs of weights that do not change."""
     before, *after = course.gaps
+    listed = " ".join(f"{gap:.1e}" for gap in after)
     said = (
-        f"k3 of fresh responses {before:.1e} before the first sync ({course.transport}) and {_listed(after)} after "
+        f"k3 of fresh responses {before:.1e} before the first sync ({course.transport}) and {listed} after "
         f"{len(after)} of the same weights"
     )
     if not np.isfinite(after).all() or max(after) > BROKEN_K3:
@@ -123,7 +124,3 @@ def same_weights(course: Course) -> Finding:
     if max(after) > FINE_K3:
         return warning(f"the gap is flat, and larger than {FINE_K3:g}; {said}", CONVERSION)
     return good(f"{said}: flat, and below {FINE_K3:g}")
-
-
-def _listed(gaps: Sequence[float]) -> str:
-    return " ".join(f"{gap:.1e}" for gap in gaps)
