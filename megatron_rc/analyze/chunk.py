@@ -121,9 +121,8 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
 
     def joined(parts: Iterable[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
         columns = list(parts)
-        return {
-            name: np.concatenate([c[name] for c in columns]) for name in columns[0] if all(name in c for c in columns)
-        }
+        names = [name for name in columns[0] if all(name in c for c in columns)]
+        return {name: np.concatenate([c[name] for c in columns]) for name in names}
 
     return Chunk(
         np.concatenate([c.log_pi for c in chunks]),

@@ -140,9 +140,8 @@ class Gathering:
         for profile in self._profiles.values():
             profile.add(chunk)
         bins = (np.searchsorted(HEAT_EDGES, values) for values in (chunk.log_mu, chunk.log_pi))
-        self._heat += np.bincount(
-            np.ravel_multi_index(tuple(bins), self._heat.shape), minlength=self._heat.size
-        ).reshape(self._heat.shape)
+        cells = np.ravel_multi_index(tuple(bins), self._heat.shape)
+        self._heat += np.bincount(cells, minlength=self._heat.size).reshape(self._heat.shape)
         self._reservoir.add(chunk.select_sequences(chunk.lengths > 0))
 
     def evidence(self, logged: Logged = MappingProxyType({})) -> Evidence:

@@ -73,6 +73,5 @@ def _outcome(diagnosis: Diagnosis, condition: str) -> Outcome:
     if measured is None:
         raise ValueError(f"--gate: {name} needs the column entropy, which the dump does not have")
     # a number that could not be computed is NaN, and holds no condition
-    return Outcome(
-        condition, bool(COMPARISONS[sign](measured, bound)), f"{name} is {measured:.4g}, wanted {sign}{value}"
-    )
+    holds = bool(COMPARISONS[sign](measured, bound))
+    return Outcome(condition, holds, f"{name} is {measured:.4g}, wanted {sign}{value}")

@@ -69,9 +69,8 @@ class GrowthSums:
         usable = deviations > 0
         exponent = math.nan
         if usable.sum() >= 3:
-            exponent = float(
-                np.polyfit(np.log(lengths[usable]), np.log(deviations[usable]), 1, w=np.sqrt(count[enough][usable]))[0]
-            )
+            across, up = np.log(lengths[usable]), np.log(deviations[usable])
+            exponent = float(np.polyfit(across, up, 1, w=np.sqrt(count[enough][usable]))[0])
         sequences, tokens = sum(self._lengths.values()), sum(t * c for t, c in self._lengths.items())
         mean, predicted = self._k3 / tokens if tokens else 0.0, math.nan
         if tokens:

@@ -68,6 +68,7 @@ def honesty(sums: Sums, of: str = "the dump") -> Honesty:
     half_square = sums.mean("k1_squared") / 2
     variance = max(0.0, sums.mean("k1_squared") - sums.mean("log_ratio") ** 2)
     has_entropy = sums.ratio_with_entropy > 0
+    logs = sums.log_ratio, sums.k1_squared, sums.k1_squared_max
     surprise = self_normalised(f"z_W of {of}", sums.surprise, sums.surprise_squared, sums.surprise_squared_max)
     return Honesty(
         tokens=int(sums.tokens),
@@ -82,8 +83,6 @@ def honesty(sums: Sums, of: str = "the dump") -> Honesty:
         exact=sums.mean("exact"),
         sigma=math.sqrt(sums.k1_squared / sums.uncertainty) if sums.uncertainty else 0.0,
         z_ratio=self_normalised(f"z_rho of {of}", sums.excess, sums.excess_squared, sums.excess_squared_max),
-        z_log_ratio=self_normalised(
-            f"mean l of {of}", sums.log_ratio, sums.k1_squared, sums.k1_squared_max, two_sided=False
-        ),
+        z_log_ratio=self_normalised(f"mean l of {of}", *logs, two_sided=False),
         z_surprise=surprise if has_entropy else None,
     )

@@ -150,9 +150,8 @@ def _between(sums: Floats, weights: Floats, inverse: NDArray[np.int64], orders: 
     """[P] sum over the bins of (sum of the bin)^2 / weight of the bin, for values in each of the orders [P, N]."""
     rows, bins = orders.shape[0], int(inverse.max()) + 1
     codes = (np.arange(rows)[:, None] * bins + inverse).reshape(-1)
-    total, weight = (
-        np.bincount(codes, weights=values[orders].reshape(-1), minlength=rows * bins) for values in (sums, weights)
-    )
+    each = (values[orders].reshape(-1) for values in (sums, weights))
+    total, weight = (np.bincount(codes, weights=values, minlength=rows * bins) for values in each)
     return (total**2 / weight).reshape(rows, bins).sum(axis=1)
 
 

@@ -90,10 +90,9 @@ class Recommendation:
             size = "too much for weights of whole responses"
         elif not self.trusted:
             size = "but the tail of the weights of whole responses cannot be trusted"
-        elif self.untested:
-            size = "little enough for weights of whole responses, had they been tested here"
         else:
-            size = "little enough for weights of whole responses"
+            tested = ", had they been tested here" if self.untested else ""
+            size = f"little enough for weights of whole responses{tested}"
         low, high = self.upper_interval
         bound = f"{low:g}" if low == high else f"{low:g} to {high:g}"
         return (

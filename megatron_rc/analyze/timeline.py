@@ -86,13 +86,10 @@ class Timeline(NamedTuple):
 
 
 def timeline(steps: Sequence[Step], logged: Logged, other_tests: int = 0) -> Timeline | None:
-    """The course of a run; None with fewer than FEWEST_STEPS steps.
+    """The course of a run over its rising steps; None with fewer than FEWEST_STEPS.
 
-    Args:
-        steps: rising.
-        logged: from ``logged_beside``; the columns of the dump come first.
-        other_tests: tests of the report outside of the course: a jump must stay below JUMP_LEVEL after the correction
-            for all of them.
+    The columns of the dump come before ``logged``, from ``logged_beside``. A jump must stay below JUMP_LEVEL after the
+    correction for all tests, ``other_tests`` of the report outside of the course included.
     """
     if len(steps) < FEWEST_STEPS:
         return None

@@ -36,8 +36,7 @@ class Plan:
     def longest_prompt(self) -> int:
         """Most tokens of a prompt."""
         task = self.settings.task
-        options = schema.from_dict(OPTIONS[task.kind], dict(task.options), where="task.options")
-        return options.longest_prompt
+        return schema.from_dict(OPTIONS[task.kind], dict(task.options), where="task.options").longest_prompt
 
     @property
     def longest(self) -> int:
@@ -213,9 +212,8 @@ def _server_lines(plan: Plan) -> list[str]:
     server, rollout, cluster = plan.server_memory(), plan.settings.rollout, plan.settings.cluster
     servers = cluster.serve_gpus // cluster.server_tp
     wanted = -(-rollout.prompts_per_step * rollout.samples_per_prompt // servers)
-    sequences = (
-        f"{server.tokens // plan.longest} longest sequences at once of the {wanted} that a step sends to a server"
-    )
+    at_once = server.tokens // plan.longest
+    sequences = f"{at_once} longest sequences at once of the {wanted} that a step sends to a server"
     room = f"   {server.tokens:,} tokens of {server.kv_token / 1024:.0f} KiB: {sequences}"
     share = f"   of {cluster.gpu_memory:g} (--mem-fraction-static {cluster.server_share:g})"
     return [
@@ -230,8 +228,7 @@ def _saved_line(plan: Plan) -> str:
     """What the other value of train.head would cost or save on the last stage."""
     train = plan.settings.train
     either = replace(train, head="logits", head_chunk=None, head_logits_dtype=None), replace(train, head="linear")
-    logits, linear = (
-        replace(plan, settings=replace(plan.settings, train=one)).trainer_memory()[-1].logits for one in either
-    )
+    plans = (replace(plan, settings=replace(plan.settings, train=one)) for one in either)
+    logits, linear = (each.trainer_memory()[-1].logits for each in plans)
     verb = "saves" if train.head == "linear" else "would save"
     return f"train.head=linear {verb} {(logits - linear) / memory.GIB:.1f} GiB of the last stage's logits"

@@ -73,11 +73,7 @@ class Registry(Generic[F]):
     """Checks of one subject, in the order in which they were added."""
 
     def __init__(self, subject: str, *parts: Registry[F]) -> None:
-        """
-        Args:
-            subject: what is checked, such as "SGLang server".
-            parts: registries whose checks come first, in their order.
-        """
+        """``subject``: what is checked, such as "SGLang server"; ``parts``: registries whose checks come first."""
         self.subject = subject
         self._checks: dict[str, Check[F]] = {}
         for part in parts:
@@ -108,12 +104,7 @@ class Known:
     """Facts by name; asking for one that is not known makes the check undecided."""
 
     def __init__(self, values: Mapping[str, Any] | None, source: str, *, fix: str = "") -> None:
-        """
-        Args:
-            values: None when nothing is known.
-            source: where the values come from, the subject of the sentence "... does not report x".
-            fix: how to make the values known, one sentence.
-        """
+        """None for ``values``: nothing is known. ``source`` does not report a value, and ``fix`` makes it known."""
         self._values, self._source, self._fix = values, source, fix
 
     def __bool__(self) -> bool:

@@ -20,12 +20,7 @@ class Progress:
     """Lines about new evaluations, and the predicted time of all runs."""
 
     def __init__(self, cells: Sequence[Cell], warm: Mapping[int, Path], workers: int) -> None:
-        """
-        Args:
-            cells: what is to be run; what they reached before is not reported.
-            warm: seed -> folder of the job that makes the checkpoint from which its cells start.
-            workers: processes that run one cell at a time each.
-        """
+        """What ``cells`` reached before is not reported; ``warm`` maps a seed to the folder of its warm-up."""
         self._todo = [cell for cell in cells if not cell.finished()]
         self._jobs = [(f"warm-up seed {seed}", folder) for seed, folder in warm.items()]
         self._jobs += [(cell.name, cell.folder) for cell in self._todo]

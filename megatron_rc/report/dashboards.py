@@ -44,8 +44,7 @@ class Dashboards:
         Args:
             folder: output folder of the job; holds metrics.jsonl and the state file.
             projects: maps each service to the project there, as `sinks.requested` returns them.
-            name, config: shown by the services.
-            say: shows a sentence to the user.
+            name, config, say: shown by the services, and what shows a sentence to the user.
         """
         self._folder, self._projects, self._name, self._config, self._say = folder, projects, name, config, say
         file = folder / STATE_FILE

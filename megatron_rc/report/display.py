@@ -49,11 +49,7 @@ class Display:
     """
 
     def __init__(self, total_steps: int, name: str, *, console: Console | None = None) -> None:
-        """
-        Args:
-            total_steps: reinforcement-learning steps of the job.
-            name: name of the job.
-        """
+        """``total_steps``: reinforcement-learning steps of the job; ``name``: its name."""
         self._console = console or Console(highlight=False)
         self._total = total_steps
         self._history: dict[str, deque[float]] = {}

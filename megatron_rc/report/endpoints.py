@@ -71,8 +71,7 @@ def outcome(steps: Sequence[int], accuracy: Sequence[float], rules: Endpoints, b
         accuracy: held-out accuracy at these steps, share; NaN where it was not finite.
         broken_at: step of the first value that was not finite elsewhere in the run; None if all were finite.
 
-    Raises:
-        ValueError: fewer evaluations than the rules need.
+    Raises ValueError where there are fewer evaluations than the rules need.
     """
     assert len(steps) == len(accuracy)
     bad = [step for step, value in zip(steps, accuracy, strict=True) if not math.isfinite(value)]

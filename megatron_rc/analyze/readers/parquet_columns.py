@@ -139,13 +139,8 @@ def _chunk(table: pa.Table) -> Chunk:
     }
     if _is_filled(table, PROMPT):
         sequences.setdefault("prompt_length", _lengths(table[PROMPT]))
-    return Chunk(
-        _flat(table[LOG_PI]).astype(np.float64),
-        _flat(table[LOG_MU]).astype(np.float64),
-        np.concatenate([[0], np.cumsum(lengths)]),
-        tokens,
-        sequences,
-    )
+    log_pi, log_mu = (_flat(table[name]).astype(np.float64) for name in (LOG_PI, LOG_MU))
+    return Chunk(log_pi, log_mu, np.concatenate([[0], np.cumsum(lengths)]), tokens, sequences)
 
 
 def _is_filled(table: pa.Table, name: str) -> bool:

@@ -24,12 +24,7 @@ class Flags:
     def __init__(
         self, words: Sequence[str], maybe: Sequence[str] = (), variables: Mapping[str, str] | None = None
     ) -> None:
-        """
-        Args:
-            words: the command line.
-            maybe: words that it also has if a branch of its script runs.
-            variables: the variables of the shell that the script sets.
-        """
+        """A command line, the words it also has if a branch of its script runs, and the variables the script sets."""
         self.words, self.maybe, self.variables = tuple(words), tuple(maybe), dict(variables or {})
         self._values = _values_of(words)
         self._in_branches = _values_of(maybe)

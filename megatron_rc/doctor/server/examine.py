@@ -38,8 +38,7 @@ def examine_servers(
         syncs: updates with the trainer's weights after the probes, which must not change anything; 0: none.
         probe: also sample from every server, and score the tokens again by its prefill and by the trainer.
 
-    Raises:
-        ValueError: no server is named, or a server or the trainer's side cannot be read.
+    Raises ValueError where no server is named, or a server or the trainer's side cannot be read.
     """
     trainer = read_trainer(config, hf_path, assignments)
     urls = urls or (trainer.job.rollout.sglang.urls if trainer.job else ())
@@ -53,9 +52,8 @@ def examine_servers(
             "--probe needs the trainer's checkpoint: give it with --hf-path DIR, or a job's YAML that names it"
         )
     servers = read_servers(urls, timeout)
-    model = None
-    if probe and model_path is not None:
-        model = TrainerModel(model_path, trainer.job.train.dtype if trainer.job else "fp32")
+    dtype = trainer.job.train.dtype if trainer.job else "fp32"
+    model = TrainerModel(model_path, dtype) if probe and model_path is not None else None
     temperature = trainer.job.rollout.temperature if trainer.job else 1.0
     found = {}
     for served in servers:
