@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -16,15 +14,11 @@ OF_LAGS = ("tokens", "k3", "rho", "square:rho", "kept")
 """Sums over the tokens of every bin."""
 
 
-class UnitBounds(NamedTuple):
-    """The bounds of the weight of every unit, [U] fp64; infinite where there is none."""
+def bounds_of_units(planned: WeightPlan, lag: Tensor) -> tuple[Tensor, Tensor]:
+    """Log lower and log upper [U] fp64, infinite where there is none, of the weight of every unit.
 
-    log_lower: Tensor
-    log_upper: Tensor
-
-
-def bounds_of_units(planned: WeightPlan, lag: Tensor) -> UnitBounds:
-    """Bounds of units of these lags [U]; with growth="sqrt_position", of the tokens of these numbers."""
+    The units have these lags [U]; with growth="sqrt_position" they are the tokens of these numbers.
+    """
     lag = lag.double()
     log_upper = torch.full_like(lag, planned.log_uppers[0][1])
     for smallest, value in planned.log_uppers[1:]:
@@ -33,7 +27,7 @@ def bounds_of_units(planned: WeightPlan, lag: Tensor) -> UnitBounds:
     if planned.weight.growth != "none":
         factor = lag.clamp(min=1).sqrt()
         log_lower, log_upper = log_lower * factor, log_upper * factor
-    return UnitBounds(log_lower, log_upper)
+    return log_lower, log_upper
 
 
 def lag_statistics(ratio: LogRatio, lags: Tensor, mask: Tensor, bound: float) -> dict[str, Tensor]:

@@ -10,7 +10,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,18 +31,9 @@ class _Generate(NamedTuple):
 
 
 class _Update(NamedTuple):
-    """Weights follow, one message each, then `_LastWeight`."""
+    """Weights follow, one message (name, tensor) each, then None."""
 
     version: int
-
-
-class _Weight(NamedTuple):
-    name: str
-    tensor: Tensor
-
-
-class _LastWeight(NamedTuple):
-    """The end of the weights of an update."""
 
 
 class _Finished(NamedTuple):
@@ -123,8 +113,8 @@ class WorkerEngine(RolloutEngine):
             self._send(_Update(version))
             for name, tensor in remaining:
                 # a view would be sent with all of its storage
-                self._send(_Weight(name, tensor.detach().to("cpu", copy=True)))
-            self._send(_LastWeight())
+                self._send((name, tensor.detach().to("cpu", copy=True)))
+            self._send(None)
             self._answer()
         except ValueError as failure:
             error = str(failure)
@@ -149,7 +139,7 @@ class WorkerEngine(RolloutEngine):
             self._exit_code()
         self._pipe.close()
 
-    def _send(self, message: NamedTuple) -> None:
+    def _send(self, message: Any) -> None:
         try:
             _send(self._pipe, message)
         except OSError:
@@ -213,7 +203,10 @@ def _serve(pipe: Connection, build: Callable[[], RolloutEngine]) -> None:
 def _result(engine: RolloutEngine, request: _Generate | _Update, pipe: Connection) -> list[Sample] | None:
     if isinstance(request, _Generate):
         prompts, params, n, seeds = request
-        finished = partial(_send_count, pipe)
+
+        def finished(count: int) -> None:
+            _send(pipe, _Finished(count))
+
         return engine.generate(prompts, params, n=n, seeds=seeds, on_finished=finished)
     weights = _weights(pipe)
     try:
@@ -225,8 +218,8 @@ def _result(engine: RolloutEngine, request: _Generate | _Update, pipe: Connectio
 
 
 def _weights(pipe: Connection) -> Iterator[tuple[str, Tensor]]:
-    while isinstance(message := _receive(pipe), _Weight):
-        yield message.name, message.tensor
+    while (message := _receive(pipe)) is not None:
+        yield message
 
 
 @contextmanager
@@ -249,11 +242,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _send_count(pipe: Connection, count: int) -> None:
-    _send(pipe, _Finished(count))
-
-
-def _send(pipe: Connection, message: NamedTuple) -> None:
+def _send(pipe: Connection, message: Any) -> None:
     # Connection.send would put tensors into shared memory, that of the trainer's own weights included
     pipe.send_bytes(pickle.dumps(message))
 

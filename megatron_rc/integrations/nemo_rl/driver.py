@@ -90,8 +90,6 @@ def corrected_train(
     corrected; KL and NLL terms and denominators stay. The data are given back as they were.
 
     Args:
-        original, session: the host's method, and the patch.
-        policy: the host's Policy.
         data: prev_logprobs, generation_logprobs, advantages, token_mask, each [B, S], and sample_mask [B]; column t is
             token t, and column 0 is never trained on.
         loss_fn: the host's ClippedPGLossFn.

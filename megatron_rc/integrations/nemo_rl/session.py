@@ -40,11 +40,6 @@ class Session:
     used: bool = False
     """Whether GRPO's setup has run with this patch."""
 
-    @property
-    def acts(self) -> bool:
-        """Whether the correction changes the loss, beside measuring."""
-        return self.correction is not None and (self.correction.weight is not None or bool(self.correction.reject))
-
     def worker_settings(self) -> dict[str, Any]:
         """The rule as plain values, which Ray hands to workers."""
         return schema.to_dict(WorkerSettings(**settings_of(self.lr_rule, "to other processes")))

@@ -64,7 +64,6 @@ def before_train_step(
     Args:
         args: the host's arguments, with the key megatron_rc.
         rollout_id, step_id: number of the rollout, and of the optimizer step in it.
-        model, optimizer, opt_param_scheduler: Megatron's.
 
     Raises:
         ValueError: there is no rule, no hook that sees what it needs, or, in a run that resumes, no state of it.

@@ -33,7 +33,6 @@ def before_log_prob(args: Namespace, model: Sequence[torch.nn.Module], store_pre
 
     Args:
         args: the host's arguments, with the key megatron_rc.
-        model: the host's model chunks.
         store_prefix: "" for the old log-probs of the actor.
 
     Raises:

@@ -33,7 +33,6 @@ def correct_rollout(original: Function, state: VerlPatch, batch: Any, rollout_co
     Turns are the runs of verl's response_mask, in which tool output is 0; padding has none.
 
     Args:
-        original, state: the host's function, and the patch.
         batch: verl's DataProto with old_log_probs, rollout_log_probs, response_mask, each [B, R], before advantages.
         rollout_corr_config: algorithm.rollout_correction.
 

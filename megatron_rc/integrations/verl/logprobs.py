@@ -33,12 +33,9 @@ def lm_head_logits_processor(
     backward writes their gradient into their own memory.
 
     Args:
-        original, state, engine: the host's method, the patch, and verl's engine.
         logits: [B, T, V_local], before temperature.
         label: [B, T] int64, global ids.
         temperature: [B, T] fp32; rows of padding may have 0.
-        calculate_entropy: whether verl wants the entropy.
-        unused: what verl passes for distillation.
 
     Returns:
         log_probs and, with calculate_entropy, entropy: [B, T] fp32, nats.
