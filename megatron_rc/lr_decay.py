@@ -108,7 +108,7 @@ class LengthDecayLR(LRScale):
         Raises:
             ValueError: a negative or infinite length, or a share outside [0, 1].
         """
-        before = self._state_of_search()
+        before = (self.detector.alarm, self.detector.surge_step, self.scale)
         self.detector.update(mean_response_length, truncated_share)
         measured = mean_response_length is not None and not math.isnan(mean_response_length)
         self._unmeasured = 0 if measured else self._unmeasured + 1
@@ -118,9 +118,6 @@ class LengthDecayLR(LRScale):
 
     def begin(self, signals: Signals) -> float:
         return self.step(signals.length, signals.truncated_share)
-
-    def _state_of_search(self) -> tuple[int | None, int | None, float]:
-        return self.detector.alarm, self.detector.surge_step, self.scale
 
     def _news(self, before: tuple[int | None, int | None, float]) -> list[str]:
         """Sentences about what changed since ``before``."""

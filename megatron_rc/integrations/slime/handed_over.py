@@ -35,8 +35,6 @@ def hands_over_both() -> bool:
     specs = [spec for spec in map(find_module, LOSS_MODULES) if spec is not None]
     files = [Path(spec.origin) for spec in specs if spec.origin is not None and spec.origin.endswith(".py")]
     sources = [file.read_text(encoding="utf-8") for file in files]
-    return bool(specs) and len(sources) == len(specs) and all(_gives_both(source) for source in sources)
-
-
-def _gives_both(source: str) -> bool:
-    return set(_GIVEN.findall(source)) >= _NAMES
+    return (
+        bool(specs) and len(sources) == len(specs) and all(set(_GIVEN.findall(source)) >= _NAMES for source in sources)
+    )

@@ -87,7 +87,8 @@ def _refuse_conflicts(args: Any, hooks: list[str], values: Mapping[str, Any]) ->
     for name, value in values.items():
         given = getattr(args, name, None)
         if given not in (None, False, value) and (name, given) != ("loss_type", "policy_loss"):
-            raise ValueError(f"{_flag(name)} must be unset with enable, which sets it to {value}, got {given}")
+            flag_name = name.replace("_", "-")
+            raise ValueError(f"--{flag_name} must be unset with enable, which sets it to {value}, got {given}")
     if getattr(args, "use_rollout_logprobs", False) and not values.get("use_rollout_logprobs"):
         raise ValueError(
             "--use-rollout-logprobs must be unset with enable unless megatron_rc.correction.old is 'rollout': the "
@@ -99,10 +100,6 @@ def _refuse_conflicts(args: Any, hooks: list[str], values: Mapping[str, Any]) ->
         raise ValueError(
             f"--loss-type must be policy_loss with enable, got {loss_type}: tis is called by no other loss"
         )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)

@@ -298,10 +298,6 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
 """Hook -> the mistakes that it refuses by itself; those of `check` concern the hooks together."""
 
 
-def _unreadable(args: Any) -> str:
-    return _sentence(lambda: read(args))
-
-
 def _is_named(hook: str, args: Any) -> bool:
     return any(names(args, each) for each in (HOOKS if hook == "check" else (hook,)))
 
@@ -313,7 +309,7 @@ def rules_of_named_hooks(*, whole_rollouts: bool) -> tuple[FlagRule, ...]:
         return Enabled(args, assignments(args, whole_rollouts=whole_rollouts)) if names(args, "enable") else args
 
     def unreadable(args: Any) -> str:
-        return _unreadable(args) or _sentence(lambda: enabled(args))
+        return _sentence(lambda: read(args)) or _sentence(lambda: enabled(args))
 
     def made_by(hook: str, rule: FlagRule, args: Any) -> bool:
         return not unreadable(args) and _is_named(hook, enabled(args)) and rule.wrong(enabled(args))
