@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import pytest
 import torch
+from scripted_engine import ScriptedEngine
 from torch import Tensor
 
-from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
+from megatron_rc.engine import RolloutEngine, SamplingParams
 from megatron_rc.rollout.perturb import StaleEngine, amplified, is_quantizable, perturbed, quantized
 
 E4M3_LEVELS = sorted(
@@ -124,29 +125,12 @@ def test_noise_comes_before_quantisation_and_neither_leaves_the_weights_alone() 
         list(perturbed(example_stream(), quantize="int4", noise=4))  # type: ignore[arg-type]
 
 
-class RecordingEngine:
-    """Answers with the value of its one weight, so that a test sees which weights sampled."""
+class RecordingEngine(ScriptedEngine):
+    """Answers with the value of its one weight, so that a test sees which weights sampled; has a state of its own."""
 
     def __init__(self) -> None:
-        self.weight_version = -1
-        self.weight = float("nan")
-        self.closed = False
-        self.loaded: dict[str, Tensor] = {}
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int,
-        seeds: Sequence[int],
-        on_finished: Callable[[int], None] | None = None,
-    ) -> list[Sample]:
-        return [Sample([1], [2], [self.weight], "stop", [(self.weight_version, 0, 1)]) for _ in prompts]
-
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.weight = float(dict(weights)["model.w"])
-        self.weight_version = version
+        super().__init__()
+        self.closed, self.loaded = False, dict[str, Tensor]()
 
     def state_tensors(self) -> dict[str, Tensor]:
         return {"own": torch.tensor([3.0])}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
 from megatron_rc.tasks import Demonstration, Prompt, Task
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CALLS = (20, 21, 22, 23, 24, 25)
 END = 26
@@ -46,7 +43,7 @@ class CountingTask(Task):
         return [int(digit) for digit in str(len(response))] if response[-1] in CALLS else []
 
 
-class NotingEngine(RolloutEngine):
+class NotingEngine:
     """Passes every call on, and keeps its prompts, sampling and answers; ``between`` runs before every call."""
 
     def __init__(self, engine: RolloutEngine, between: Callable[[int], None] = lambda call: None) -> None:
@@ -54,22 +51,8 @@ class NotingEngine(RolloutEngine):
         self.weight_version = engine.weight_version
         self.calls: list[tuple[list[list[int]], SamplingParams, list[Sample]]] = []
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int,
-        seeds: Sequence[int],
-        on_finished: Any = None,
-    ) -> list[Sample]:
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: Any) -> list[Sample]:
         self.between(len(self.calls))
-        samples = self.engine.generate(prompts, params, n=n, seeds=seeds, on_finished=on_finished)
+        samples = self.engine.generate(prompts, params, **options)
         self.calls.append(([list(prompt) for prompt in prompts], params, list(samples)))
         return samples
-
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.engine.update_weights(weights, version)
-
-    def close(self) -> None:
-        self.engine.close()

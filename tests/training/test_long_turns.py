@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, groupby
 from statistics import fmean
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.config import RolloutCorrection
-from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
+from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.lr_decay import LengthDecayLR
 from megatron_rc.tasks.calculator import LABELS, CalculatorOptions, CalculatorTask
 from megatron_rc.training.step.learning_rate import StepRate
@@ -23,7 +22,7 @@ from megatron_rc.training.step.turns import respond, turns_of
 TERMS = 26
 
 
-class Teacher(RolloutEngine):
+class Teacher:
     """Writes the calls of a sum, one per turn, and after ``calls`` of them the total so far as the answer."""
 
     weight_version = 3
@@ -31,15 +30,7 @@ class Teacher(RolloutEngine):
     def __init__(self, task: CalculatorTask, calls: int) -> None:
         self.task, self.calls = task, calls
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int,
-        seeds: Sequence[int],
-        on_finished: Callable[[int], None] | None = None,
-    ) -> list[Sample]:
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, n: int, **_: Any) -> list[Sample]:
         return [self._turn(list(ids)) for ids in prompts for _ in range(n)]
 
     def _turn(self, ids: list[int]) -> Sample:
@@ -49,10 +40,6 @@ class Teacher(RolloutEngine):
         call = f"{LABELS[made + 1]}{totals[made]}{terms[made + 1]:+d}=" if made < self.calls else f"{totals[made]}."
         drawn = self.task.alphabet.encode(call)
         return Sample(ids, drawn, [-0.1 * (1 + token % 7) for token in drawn], "stop", [(3, 0, len(drawn))])
-
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def task_of(digits: int) -> CalculatorTask:
