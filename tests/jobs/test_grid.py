@@ -117,7 +117,11 @@ def test_every_committed_grid_accepts_a_users_file(path: Path, tmp_path: Path) -
         assert settings.model.hf_path == str(tmp_path / "hf")
 
 
-def test_the_grid_for_a_real_model_can_start() -> None:
+def test_every_cell_of_the_grid_of_experts_can_start_and_of_the_one_documented_for_a_real_model() -> None:
+    data = schema.load_yaml(ROOT / "launch/recipes/moe_expert_shift.yaml")
+    committed = schema.from_dict(grids.GridSettings, data)
+    assert list(committed.axes) == ["precision", "replay", "correction", "mini_batches"]
+    assert len(grids.cells(committed)) == 3 * 3 * 4 * 2 * len(committed.seeds)
     documented = (ROOT / "docs/moe.md").read_text().split("## On a real model")[1]
     data = yaml.safe_load(documented.split("```yaml")[1].split("```")[0])
     assert len(grids.cells(schema.from_dict(grids.GridSettings, data))) == 3 * 2 * 2
@@ -144,10 +148,3 @@ def test_the_table_holds_mean_and_half_the_range_over_seeds(tmp_path: Path) -> N
     # means 2e-4 and 6e-4 of the steps; of the held-out accuracy the last counts: 3e-4 and 7e-4
     assert row == "| R3 | 0.0004 ± 0.0002 | 0.0004 ± 0.0002 | 0.1% ± 0.0% |"
     assert [path.name for path in write_grid(runs, tmp_path)] == ["runs.csv", "table.md", "grid.png"]
-
-
-def test_every_cell_of_the_committed_grid_can_start() -> None:
-    data = schema.load_yaml(ROOT / "launch/recipes/moe_expert_shift.yaml")
-    committed = schema.from_dict(grids.GridSettings, data)
-    assert list(committed.axes) == ["precision", "replay", "correction", "mini_batches"]
-    assert len(grids.cells(committed)) == 3 * 3 * 4 * 2 * len(committed.seeds)

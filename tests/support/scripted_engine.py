@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_rc.engine import RolloutEngine, Sample
@@ -27,13 +27,7 @@ class ScriptedEngine(RolloutEngine):
         self.values: list[float] = [0.0]
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: Any,
-        *,
-        n: int,
-        seeds: Sequence[int],
-        on_finished: Callable[[int], None] | None = None,
+        self, prompts: Sequence[Sequence[int]], params: Any, *, n: int, seeds: Sequence[int], on_finished: Any = None
     ) -> list[Sample]:
         match prompts[0][0]:
             case 900:

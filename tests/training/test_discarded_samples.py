@@ -96,11 +96,9 @@ def test_the_step_stops_above_the_allowed_share_and_not_at_it(share: float, stop
         f"2 of 8 responses came back damaged, rollout.sglang.max_rejected_share is {share!r}: "
         "1 nan_logprob (what was found in 110); 1 timeout (what was found in 131)"
     )
-
-
-def test_reasons_are_listed_most_frequent_first_each_with_its_first_example() -> None:
+    # the most frequent reason comes first, each with its first example
     with pytest.raises(SharedError, match=r": 2 timeout \(what was found in 111\); 1 nan_logprob \(.* 100\)$"):
-        sampled({100: "nan_logprob", 111: "timeout", 121: "timeout"}, 0.1)
+        sampled({100: "nan_logprob", 111: "timeout", 121: "timeout"}, share)
 
 
 def test_a_step_of_damaged_responses_alone_stops_whatever_share_is_allowed() -> None:
