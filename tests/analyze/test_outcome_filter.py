@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Sequence
@@ -12,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
-from simulated_dumps import TRAPS, diagnosed, hidden_top_p, honest, renormalised_top_p, world, zero_filled
+from simulated_dumps import TRAPS, diagnosed, hidden_top_p, honest, renormalised_top_p, shown, world, zero_filled
 
-from megatron_rc.analyze import gate, output, terminal
+from megatron_rc.analyze import gate, output
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.outcome_filter import COLUMNS, LARGEST_CHANCE, OutcomeFilter, OutcomeSums
@@ -153,12 +151,6 @@ def columns_of(count: int, *, filtered: bool) -> dict[str, np.ndarray]:
     order = np.arange(count)
     rewards = order % 2.0
     return {"group": order // 2, "reward": rewards if filtered else np.where(order % 4 == 1, 0.0, rewards)}
-
-
-def shown(diagnosis: Diagnosis) -> str:
-    file = io.StringIO()
-    terminal.show(diagnosis, console=Console(file=file, width=110, highlight=False))
-    return file.getvalue()
 
 
 @pytest.mark.parametrize("make", [lambda w: hidden_top_p(w, 0.95), lambda w: renormalised_top_p(w, 0.95)])

@@ -36,41 +36,27 @@ BUGS = {
     "one-stale-server": "RC303",
     "server-stale-server": "RC303",
 }
-HEALTHY = ["healthy-bf16", "healthy-int8-weights", "healthy-fp8-weights", "server-healthy", "server-retracted-requests"]
-CAUSES = {"policy-lag": ("RC502", Level.STALENESS), "expert-flips": ("RC404", Level.NUMERICS)}
-TOO_LARGE = ["wrong-conversion-of-one-tensor", "server-wrong-conversion"]
+NUMERICS, TOO_LARGE = {"RC501": Level.NUMERICS}, {"RC501": Level.SUSPECT}
+EXPECTED = {name: {code: Level.BUG} for name, code in BUGS.items()} | {
+    **dict.fromkeys(["healthy-bf16", "healthy-int8-weights", "healthy-fp8-weights"], NUMERICS),
+    **dict.fromkeys(["server-healthy", "server-retracted-requests"], NUMERICS),
+    "policy-lag": {"RC502": Level.STALENESS, **NUMERICS},
+    "expert-flips": {"RC404": Level.NUMERICS, **NUMERICS},
+    # beyond any rounding, and no rule knows the cause
+    **dict.fromkeys(["wrong-conversion-of-one-tensor", "server-wrong-conversion"], TOO_LARGE),
+}
 
 
-def levels_of(name: str) -> dict[str, Level]:
-    return levels(diagnose_dump(FOLDER / f"{name}.parquet"))
-
-
-@pytest.mark.parametrize("name", BUGS)
-def test_a_rule_answers_to_its_trap_and_to_no_other(name: str) -> None:
-    assert levels_of(name) == {BUGS[name]: Level.BUG}
-
-
-@pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_dump_is_numerics(name: str) -> None:
-    assert levels_of(name) == {"RC501": Level.NUMERICS}
-
-
-@pytest.mark.parametrize("name", CAUSES)
-def test_a_benign_cause_is_named_and_is_no_bug(name: str) -> None:
-    code, level = CAUSES[name]
-    assert levels_of(name) == {code: level, "RC501": Level.NUMERICS}
-
-
-@pytest.mark.parametrize("name", TOO_LARGE)
-def test_a_gap_beyond_any_rounding_is_suspect_although_no_rule_knows_its_cause(name: str) -> None:
-    assert levels_of(name) == {"RC501": Level.SUSPECT}
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_dump_is_answered_by_the_rule_of_its_cause_and_by_no_other(name: str) -> None:
+    assert levels(diagnose_dump(FOLDER / f"{name}.parquet")) == EXPECTED[name]
 
 
 def test_every_committed_dump_is_judged_here() -> None:
-    assert {file.stem for file in FOLDER.glob("*.parquet")} == {*BUGS, *HEALTHY, *CAUSES, *TOO_LARGE}
+    assert {file.stem for file in FOLDER.glob("*.parquet")} == EXPECTED.keys()
 
 
-@pytest.mark.parametrize(("name", "expected"), [("healthy", {"RC501": Level.NUMERICS}), ("sick", {"RC102": Level.BUG})])
+@pytest.mark.parametrize(("name", "expected"), [("healthy", NUMERICS), ("sick", {"RC102": Level.BUG})])
 def test_the_example_is_answered_as_its_readme_says(name: str, expected: dict[str, Level]) -> None:
     assert levels(diagnose_dump(ROOT / f"examples/dumps/{name}.parquet")) == expected
 

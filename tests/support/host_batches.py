@@ -11,6 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_rc.analyze.chunk import Chunk, join
+from megatron_rc.analyze.readers import open_dump
+
 HOST_DUMPS = Path(__file__).parent / "data" / "host_dumps"
 HOSTS = ("nemo_rl", "slime", "miles", "miles_tp", "prime_rl", "prime_rl_traces", "verl")
 TRUTH: list[dict[str, Any]] = json.loads((HOST_DUMPS / "truth.json").read_text())
@@ -58,3 +61,13 @@ def column(name: str) -> np.ndarray:
     """A column of the truth: all tokens in a row, or one value per response."""
     values = [response[name] for response in TRUTH]
     return np.concatenate(values) if isinstance(values[0], list) else np.array(values)
+
+
+def whole(path: Path) -> Chunk:
+    """All responses of a dump in the order of the truth, which their first token ids give."""
+    dump = open_dump(path)
+    chunk = join(list(dump.chunks()))
+    assert (dump.corrupt.count, dump.corrupt.files) == (0, 0)
+    order = [row["token_ids"][0] for row in TRUTH]
+    first = chunk.tokens["token_id"][chunk.cu_seqlens[:-1]].tolist()
+    return join([chunk.select_sequences(np.arange(chunk.num_sequences) == first.index(token)) for token in order])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_batches import HOST_DUMPS, HOSTS, TRUTH, column, write_json_lines, write_parquet
+from host_batches import HOST_DUMPS, HOSTS, TRUTH, column, whole, write_json_lines, write_parquet
 
-from megatron_rc.analyze.chunk import Chunk, join, loss_tokens
+from megatron_rc.analyze.chunk import Chunk, loss_tokens
 from megatron_rc.analyze.evidence import Gathering
 from megatron_rc.analyze.readers import open_dump
 
@@ -19,16 +19,6 @@ def dump_at(name: str, folder: Path) -> Path:
     if name not in OURS:
         return HOST_DUMPS / name
     return write_parquet(folder / name) if name.endswith(".parquet") else write_json_lines(folder / name)
-
-
-def whole(path: Path) -> Chunk:
-    """All responses of a dump in the order of the truth, which their first token ids give."""
-    dump = open_dump(path)
-    chunk = join(list(dump.chunks()))
-    assert (dump.corrupt.count, dump.corrupt.files) == (0, 0)
-    order = [row["token_ids"][0] for row in TRUTH]
-    first = chunk.tokens["token_id"][chunk.cu_seqlens[:-1]].tolist()
-    return join([chunk.select_sequences(np.arange(chunk.num_sequences) == first.index(token)) for token in order])
 
 
 @pytest.fixture(params=[*HOSTS, *OURS])

@@ -186,14 +186,16 @@ def test_nulls_in_place_of_log_probs_that_are_not_finite_are_damage(tmp_path: Pa
 TRACES = HOST_DUMPS / "prime_rl_traces" / "traces"
 
 
-def traces_with(
-    folder: Path, *, episode: dict[str, Any] | None = None, annotation: dict[str, Any] | None = None
-) -> Path:
+def with_trace(folder: Path, nodes: list[dict[str, Any]], *branches: list[float | None]) -> Path:
+    """The traces of the host and, where it has nodes, one more with what the trainer says of each branch."""
     shutil.copytree(TRACES, folder / "traces")
-    for path, record in (("stream/00000.jsonl", episode), ("annotations/orch/00000.jsonl", annotation)):
-        (folder / "traces" / path).parent.mkdir(exist_ok=True)
-        with (folder / "traces" / path).open("a") as opened:
-            opened.write("" if record is None else json.dumps(record) + "\n")
+    said = [{"index": i, "trainer_logprobs": values} for i, values in enumerate(branches)]
+    episode, annotation = {"traces": [{"id": "new", "nodes": nodes}]}, {"trace_id": "new", "branches": said}
+    for name, record in (("stream/00000.jsonl", episode), ("annotations/orch/00000.jsonl", annotation)):
+        path = folder / "traces" / name
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as opened:
+            opened.write(json.dumps(record) + "\n" if nodes else "")
     return folder
 
 
@@ -213,9 +215,7 @@ def test_a_damaged_trace_is_left_out_and_named(node: dict[str, Any], sentence: s
     nodes = [{"parent": None, "token_ids": [1, 2], "mask": [False, True], "logprobs": [-1.0], **node}]
     # a node that is its own parent has no leaf, so another one hangs on it
     nodes += [{"parent": 0, "token_ids": [], "mask": [], "logprobs": []}]
-    update = {"trace_id": "bad", "branches": [{"index": 0, "trainer_logprobs": [None, -1.0]}]}
-    path = traces_with(tmp_path, episode={"traces": [{"id": "bad", "nodes": nodes}]}, annotation=update)
-    dump = open_dump(path)
+    dump = open_dump(with_trace(tmp_path, nodes, [None, -1.0]))
     assert sum(chunk.num_sequences for chunk in dump.chunks()) == 6
     assert dump.corrupt.count == 1 and f"line 7: {sentence}" in dump.corrupt.first[0]
 
@@ -224,7 +224,7 @@ def test_a_later_annotation_replaces_an_earlier_one(tmp_path: Path):
     record = json.loads((TRACES / "stream/00000.jsonl").read_text().splitlines()[0])
     size = sum(len(node["token_ids"]) for node in record["traces"][0]["nodes"])
     update = {"trace_id": "trace0", "branches": [{"index": 0, "trainer_logprobs": [-0.5] * size}]}
-    path = traces_with(tmp_path)
+    path = with_trace(tmp_path, [])
     # producers are read in the order of their names
     (path / "traces/annotations/trainer/00001.jsonl").write_text(json.dumps(update) + "\n")
     (chunk,) = open_dump(path).chunks()
@@ -233,12 +233,7 @@ def test_a_later_annotation_replaces_an_earlier_one(tmp_path: Path):
 
 def test_a_sequence_that_the_trainer_cut_keeps_the_tokens_before_the_cut(tmp_path: Path):
     node = {"token_ids": [1, 2, 3, 4], "mask": [False, True, True, True], "logprobs": [-1.0, -2.0, -3.0]}
-    path = traces_with(
-        tmp_path,
-        episode={"traces": [{"id": "cut", "nodes": [node]}]},
-        annotation={"trace_id": "cut", "branches": [{"index": 0, "trainer_logprobs": [None, -1.5, -2.5]}]},
-    )
-    dump = open_dump(path)
+    dump = open_dump(with_trace(tmp_path, [node], [None, -1.5, -2.5]))
     (chunk,) = dump.chunks()
     last = chunk.select_sequences(chunk.sequence_of[chunk.cu_seqlens[:-1]] == 6)
     assert dump.corrupt.count == 0
@@ -248,7 +243,7 @@ def test_a_sequence_that_the_trainer_cut_keeps_the_tokens_before_the_cut(tmp_pat
 
 def test_advantages_of_another_length_are_damage(tmp_path: Path):
     update = {"trace_id": "trace0", "info": {"ship": {"step": "x"}}, "branches": [{"index": 0, "advantages": [1.0]}]}
-    traces_with(tmp_path)
+    with_trace(tmp_path, [])
     (tmp_path / "traces/annotations/orchestrator/00001.jsonl").write_text(json.dumps(update) + "\n")
     dump = open_dump(tmp_path)
     (chunk,) = dump.chunks()
@@ -259,13 +254,7 @@ def test_advantages_of_another_length_are_damage(tmp_path: Path):
 def test_branches_share_their_first_messages(tmp_path: Path):
     prompt = {"parent": None, "token_ids": [1, 2], "mask": [False, False], "logprobs": []}
     leaves = [{"parent": 0, "token_ids": [3 + i], "mask": [True], "logprobs": [-1.0 - i]} for i in range(2)]
-    branches = [{"index": i, "trainer_logprobs": [None, None, -1.5 - i]} for i in range(2)]
-    path = traces_with(
-        tmp_path,
-        episode={"traces": [{"id": "two", "nodes": [prompt, *leaves]}]},
-        annotation={"trace_id": "two", "branches": branches},
-    )
-    (chunk,) = open_dump(path).chunks()
+    (chunk,) = open_dump(with_trace(tmp_path, [prompt, *leaves], [None, None, -1.5], [None, None, -2.5])).chunks()
     last = chunk.select_sequences(chunk.sequence_of[chunk.cu_seqlens[:-1]] >= 6)
     assert last.log_mu.tolist() == [-1, -2] and last.log_pi.tolist() == [-1.5, -2.5]
     assert last.tokens["token_id"].tolist() == [3, 4]

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_batches import HOST_DUMPS, TRUTH
+from host_batches import HOST_DUMPS, TRUTH, whole
 from typer.testing import CliRunner
 
 from megatron_rc.analyze import diagnose_dump
-from megatron_rc.analyze.chunk import Chunk, join
+from megatron_rc.analyze.chunk import join
 from megatron_rc.analyze.readers import open_dump
 from megatron_rc.cli import app
 
@@ -28,14 +28,6 @@ def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return shutil.copytree(HOST_DUMPS / request.param, tmp_path / request.param)
 
 
-def responses(path: Path) -> Chunk:
-    """The responses in the order of the truth."""
-    chunk = join(list(open_dump(path).chunks()))
-    first = chunk.tokens["token_id"][chunk.cu_seqlens[:-1]].tolist()
-    places = [first.index(row["token_ids"][0]) for row in TRUTH]
-    return join([chunk.select_sequences(np.arange(chunk.num_sequences) == place) for place in places])
-
-
 def change(copy: Path, edit: Callable[[list[dict[str, Any]]], Any]) -> None:
     file = copy / "rollout_data/3.pt"
     saved = torch.load(file)
@@ -44,7 +36,7 @@ def change(copy: Path, edit: Callable[[list[dict[str, Any]]], Any]) -> None:
 
 
 def test_the_samples_before_training_give_their_columns(copy: Path):
-    chunk = responses(copy)
+    chunk = whole(copy)
     prompt = np.array([row["prompt_length"] for row in TRUTH])
     np.testing.assert_allclose(chunk.sequences["cached_tokens"], CACHED * prompt / PROMPTS)
     assert chunk.sequences["cached_tokens"][2] == CACHED[2], "with one request, the number of the server"
@@ -62,22 +54,18 @@ def test_the_rule_of_a_stale_cache_runs_with_them_and_says_without_them_which_co
 
 def test_a_host_whose_server_counts_no_cached_tokens_has_no_such_column(copy: Path):
     change(copy, lambda samples: [sample.pop("prefix_cache_info") for sample in samples[:1]])
-    assert "cached_tokens" not in responses(copy).sequences
-    change(
-        copy,
-        lambda samples: [
-            s.update(prefix_cache_info=dict.fromkeys(("cached_tokens", "total_prompt_tokens"), 0)) for s in samples
-        ],
-    )
+    assert "cached_tokens" not in whole(copy).sequences
+    nothing = {"cached_tokens": 0, "total_prompt_tokens": 0}
+    change(copy, lambda samples: [sample.update(prefix_cache_info=nothing) for sample in samples])
     diagnosis = diagnose_dump(copy)
     assert diagnosis.judgement.not_run["RC301"] == ["cached_tokens"] and diagnosis.evidence.has("group")
 
 
 def test_the_folder_of_train_data_alone_finds_its_neighbour(copy: Path):
-    assert responses(copy / "train_data").sequences.keys() >= JOINED
+    assert whole(copy / "train_data").sequences.keys() >= JOINED
     first = next((copy / "train_data").iterdir())
     if copy.name == "slime":
-        assert responses(first).sequences.keys() >= JOINED
+        assert whole(first).sequences.keys() >= JOINED
 
 
 def test_samples_of_an_evaluation_are_not_taken_for_those_of_the_rollout(copy: Path):
@@ -104,9 +92,8 @@ def test_other_samples_are_named_and_the_train_data_is_read_without_them(
     dump = open_dump(copy)
     chunk = join(list(dump.chunks()))
     assert chunk.num_sequences == 6 and not JOINED & chunk.sequences.keys() - {"syncs"}
-    assert (
-        dump.corrupt.files == 1 and "rollout_data/3.pt" in dump.corrupt.first[0] and sentence in dump.corrupt.first[0]
-    )
+    (said,) = dump.corrupt.first
+    assert dump.corrupt.files == 1 and "rollout_data/3.pt" in said and sentence in said
 
 
 def test_without_the_entropy_of_the_host_the_first_line_of_the_report_says_what_cannot_be_excluded(copy: Path):
@@ -130,4 +117,4 @@ def test_values_of_numpy_are_skipped_because_routes_are_of_it(copy: Path):
             sample["metadata"] = {"score": np.float64(1)}
 
     change(copy, edit)
-    assert responses(copy).sequences.keys() >= JOINED
+    assert whole(copy).sequences.keys() >= JOINED
