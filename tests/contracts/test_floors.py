@@ -91,10 +91,8 @@ def room(dotted: str) -> str:
 
 
 def reads_surroundings(tree: ast.AST, imports: list[str]) -> Iterator[str]:
-    aliases = {"os"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            aliases |= {a.asname for a in node.names if a.name == "os" and a.asname}
+    plain = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    aliases = {"os", *(alias.asname for alias in plain if alias.name == "os")}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
             if node.attr in ("environ", "environb", "getenv", "putenv"):
@@ -103,9 +101,8 @@ def reads_surroundings(tree: ast.AST, imports: list[str]) -> Iterator[str]:
             yield node.attr
     for imported in imports:
         parts = imported.split(".")
-        if (parts[0] == "os" and parts[-1] in ("environ", "environb", "getenv")) or {"parallel_state", "mpu"} & set(
-            parts
-        ):
+        of_os = parts[0] == "os" and parts[-1] in ("environ", "environb", "getenv")
+        if of_os or {"parallel_state", "mpu"} & {*parts}:
             yield imported
 
 

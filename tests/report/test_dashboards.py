@@ -6,6 +6,7 @@ import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,40 +23,36 @@ from megatron_rc.report.sinks import LogSettings, Run
 class Service:
     """A service in memory: what it got for each run, and when it is out of order."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.steps: dict[str, list[int]] = {}
         self.values: dict[str, list[Mapping[str, float]]] = {}
         self.ends: list[tuple[str, bool]] = []
         self.opened: list[Run] = []
         self.broken = False
-        monkeypatch.setattr(sinks, "open_run", lambda field, run: self.open(run))
 
-    def open(self, run: Run) -> Any:
+    def open(self, field: str, run: Run) -> Any:
         self.raise_if_broken()
         self.opened.append(run)
-        return Opened(self, run)
+        return SimpleNamespace(
+            write=lambda step, values: self.write(run.name, step, values),
+            close=lambda *, failed: self.ends.append((run.name, failed)),
+        )
 
     def raise_if_broken(self) -> None:
         if self.broken:
             raise ConnectionError("no route\nto host")
 
-
-class Opened:
-    def __init__(self, service: Service, run: Run) -> None:
-        self.service, self.name = service, run.name
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.service.raise_if_broken()
-        self.service.steps.setdefault(self.name, []).append(step)
-        self.service.values.setdefault(self.name, []).append(values)
-
-    def close(self, *, failed: bool) -> None:
-        self.service.ends.append((self.name, failed))
+    def write(self, name: str, step: int, values: Mapping[str, float]) -> None:
+        self.raise_if_broken()
+        self.steps.setdefault(name, []).append(step)
+        self.values.setdefault(name, []).append(values)
 
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Service:
-    return Service(monkeypatch)
+    made = Service()
+    monkeypatch.setattr(sinks, "open_run", made.open)
+    return made
 
 
 def log_steps(
