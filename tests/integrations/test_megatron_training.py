@@ -28,6 +28,7 @@ from training_host import (
     sft_step,
     stub_host,
     train,
+    train_one,
 )
 from training_host import groups as groups
 from training_host import training as training
@@ -76,9 +77,7 @@ def test_an_optimizer_step_already_has_the_rate_of_its_own_rollout(training: Any
 
 def test_later_steps_of_a_rollout_keep_its_rate(training: Any) -> None:
     with patch(HOST, lr_decay=decay(period=2)):
-        _, optimizer, _ = train(
-            training, [[batch(0.0)], [batch(0.0, new=False)], [batch(0.0)], [batch(0.0, new=False)]]
-        )
+        _, optimizer, _ = train(training, [[batch(0.0)], [batch(0.0, new=False)]] * 2)
     assert optimizer.used == [1e-3, 1e-3, 5e-4, 5e-4]
 
 
@@ -146,10 +145,7 @@ def test_a_step_that_the_host_itself_has_replaced_stays(training: Any) -> None:
 
     optimizer = Graphed()
     with patch(HOST, correction=NONE):
-        scheduler = training.get_optimizer_param_scheduler(optimizer)
-        arguments = (forward_step, [batch(0.0)], [None], optimizer, scheduler)
-        config = type("Config", (), {"runs": 1, "exits": False})
-        training.train_step(*arguments, config, run_micro_batches)
+        train_one(training, forward_step, [batch(0.0)], optimizer)
     assert optimizer.step is optimizer.own and optimizer.used == [1e-3]
 
 
@@ -187,25 +183,22 @@ def test_the_host_s_checkpoint_carries_the_decay(training: Any) -> None:
         ({"correction": TIS}, [batch(0.0, math.nan)], forward_step, "nonfinite_share must be <= 0.01, got 1 of 2"),
     ],
 )
-def test_a_step_is_refused_before_its_optimizer(
-    training: Any, settings: dict[str, Any], data: list[Any], forward: Any, sentence: str
-) -> None:
+def test_a_step_is_refused_before_its_optimizer(training: Any, settings: Any, data: Any, forward: Any, sentence: str):
     with patch(HOST, **settings):
         optimizer = Optimizer()
-        arguments = (forward, data, [None], optimizer, training.get_optimizer_param_scheduler(optimizer))
-        config = type("Config", (), {"runs": 1, "exits": False})
         with pytest.raises(ValueError, match=sentence):
-            training.train_step(*arguments, config, run_micro_batches)
+            train_one(training, forward, data, optimizer)
         assert optimizer.used == [] and "step" not in vars(optimizer)
 
 
 def test_what_cannot_be_honoured_is_refused_by_name(training: Any) -> None:
-    with pytest.raises(ValueError, match="normalize must be 'none' with host 'megatron-training'"):
-        patch(HOST, correction=RolloutCorrection(TIS.weight, normalize="batch"))
-    with pytest.raises(ValueError, match="old must be 'recompute' or 'current' with a weight"):
-        patch(HOST, correction=RolloutCorrection(TIS.weight, old="rollout"))
-    with pytest.raises(ValueError, match="upper must be a number in host 'megatron-training'"):
-        patch(HOST, correction=RolloutCorrection.from_dict({"weight": {"upper": "measured"}}))
+    for fields, sentence in (
+        ({"weight": {}, "normalize": "batch"}, "normalize must be 'none' with host 'megatron-training'"),
+        ({"weight": {}, "old": "rollout"}, "old must be 'recompute' or 'current' with a weight"),
+        ({"weight": {"upper": "measured"}}, "upper must be a number in host 'megatron-training'"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            patch(HOST, correction=RolloutCorrection.from_dict(fields))
     with (
         patch(HOST, correction=RolloutCorrection.preset("standardized")),
         pytest.raises(ValueError, match="reject must not use 'standardized' in correct_micro_batch"),
@@ -317,9 +310,7 @@ def test_every_layout_pools_to_the_same_metrics_and_rate_or_refuses_on_all_ranks
             # only the last stage logs
             assert step.log == ({} if (layout, rank) == ("pp", 0) else pytest.approx(expected, rel=1e-6)), layout
             # clamp((1e-9 / k3)^0.1) with the k3 of all ranks, and bitwise the same on each
-            rates = steps[f"{layout}, gate"].rates
-            assert (
-                rates == ranks[0][f"{layout}, gate"].rates == pytest.approx([1e-3 * (1e-9 / expected["rc/k3"]) ** 0.1])
-            )
+            rates, gated = steps[f"{layout}, gate"].rates, 1e-3 * (1e-9 / expected["rc/k3"]) ** 0.1
+            assert rates == ranks[0][f"{layout}, gate"].rates == pytest.approx([gated])
     for steps in ranks:
         assert "on every data-parallel rank in a step, or on none" in steps["dp, one rank silent"].refusal

@@ -12,24 +12,23 @@ from megatron_rc import LengthDecayLR, LRGate, Rejection, RolloutCorrection, Sur
 from megatron_rc.lr_gate import LRGateSettings
 
 
-def test_the_decay_sees_the_mean_length_of_all_sampled_responses(training: Any) -> None:
-    seen = decay(period=9)
-    with patch(HOST, lr_decay=seen):
-        train(training, [[batch(0.0), batch(0.0, 0.0, 0.0)]])
-        assert seen.state_dict()["fast_average"] == pytest.approx(0.2 * math.log(2))
-    seen = decay(period=9)
-    with patch(HOST, lr_decay=seen):
+@pytest.mark.parametrize(
+    ("sampled", "average", "expected"),
+    [
+        ([batch(0.0), batch(0.0, 0.0, 0.0)], "fast_average", 0.2 * math.log(2)),
         # 10, 20 and 60 were sampled, and only one response was worth training on
-        train(training, [[batch(0.0, lengths=[10, 20]), batch(0.0, lengths=[60])]])
-    assert seen.state_dict()["fast_average"] == pytest.approx(0.2 * math.log(30))
-
-
-def test_the_decay_sees_the_truncated_share_of_all_sampled_responses(training: Any) -> None:
+        ([batch(0.0, lengths=[10, 20]), batch(0.0, lengths=[60])], "fast_average", 0.2 * math.log(30)),
+        ([batch(0.0, lengths=[1, 2], truncated=[True, False]), batch(0.0, lengths=[6], truncated=[False])],
+         "fast_share", -0.2 * math.log(2 / 3)),
+    ],
+)  # fmt: skip
+def test_the_decay_sees_mean_length_and_truncated_share_of_all_sampled_responses(
+    training: Any, sampled: Any, average: str, expected: float
+) -> None:
     seen = decay(period=9)
     with patch(HOST, lr_decay=seen):
-        sampled = [batch(0.0, lengths=[10, 20], truncated=[True, False]), batch(0.0, lengths=[60], truncated=[False])]
         train(training, [sampled])
-    assert seen.state_dict()["fast_share"] == pytest.approx(-0.2 * math.log(2 / 3))
+    assert seen.state_dict()[average] == pytest.approx(expected)
 
 
 def test_a_gate_sees_the_sample_size_of_the_step_before_its_optimizer(training: Any, caplog: Any) -> None:
@@ -44,7 +43,6 @@ def test_a_gate_sees_the_sample_size_of_the_step_before_its_optimizer(training: 
 
 
 def test_a_gate_is_kept_in_the_scheduler_s_checkpoint(training: Any) -> None:
-    saved = {}
     settings = LRGateSettings(target=1.0, rule="halve", patience=1)
     with patch(HOST, correction=TIS, lr_gate=settings):
         _, _, scheduler = train(training, [[batch(LN2), batch(-LN2)]])

@@ -50,14 +50,11 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def make(original: Any, context: Any) -> Any:
         return lambda: f"{context.correction} {context.lr_decay}"
 
-    host = Host(
-        "megatron-lm",
-        "plain_host",
-        (Symbol("plain_host", "loss", "", make, "ours"),),
-        (),
-        lambda: None,
-        lambda correction, lr_decay: SimpleNamespace(correction=correction, lr_decay=lr_decay),
-    )
+    def prepare(correction: Any, lr_decay: Any) -> Any:
+        return SimpleNamespace(correction=correction, lr_decay=lr_decay)
+
+    symbols = (Symbol("plain_host", "loss", "", make, "ours"),)
+    host = Host("megatron-lm", "plain_host", symbols, (), lambda: None, prepare)
     monkeypatch.setattr(hosts, "HOSTS", {"megatron-lm": host})
     for name in ("plain_host", "beside"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -84,10 +81,9 @@ def test_the_script_is_main_with_its_own_argv_and_folder_and_everything_is_put_b
 
 
 def test_flags_after_the_script_are_the_scripts_and_those_before_are_ours(script: Path) -> None:
-    (script.parent / "rc.yaml").write_text(
-        "correction: {preset: icepop, normalize: batch}\nlr_decay: {decay_period: 204}\n"
-    )
-    arguments = ["patch", "--rc-config", str(script.parent / "rc.yaml"), "--rc-set", "correction.weight.upper=4.0"]
+    file = script.parent / "rc.yaml"
+    file.write_text("correction: {preset: icepop, normalize: batch}\nlr_decay: {decay_period: 204}\n")
+    arguments = ["patch", "--rc-config", str(file), "--rc-set", "correction.weight.upper=4.0"]
     done = CliRunner().invoke(app, [*arguments, str(script), "--lr", "1e-6", "-h", "--rc-set", "x=1"])
     assert done.exit_code == 0, done.output
     expected = RolloutCorrection.from_dict({"preset": "icepop", "normalize": "batch", "weight": {"upper": 4.0}})
@@ -97,16 +93,13 @@ def test_flags_after_the_script_are_the_scripts_and_those_before_are_ours(script
     assert "plain_host.loss: ours" in done.output
 
 
-def test_an_error_of_the_script_is_shown_whole(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_script_is_shown_whole_and_a_missing_one_is_named(script: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit) as stopped:
         run_script(script, ["--fail"], PatchSettings(correction=RolloutCorrection()))
     assert stopped.value.code == 1
     error = capsys.readouterr().err
     assert 'raise ValueError("of the script")' in error and "train_rl.py" in error
     assert sys.modules["plain_host"].loss() == "host"
-
-
-def test_a_missing_script_is_one_sentence() -> None:
     with pytest.raises(ValueError, match="no such script: 'absent.py'"):
         run_script(Path("absent.py"), [], PatchSettings(correction=RolloutCorrection()))
 

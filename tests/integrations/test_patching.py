@@ -49,15 +49,10 @@ def make(original: Any, context: Any) -> Any:
 
 
 def host(**changes: Any) -> Host:
-    fields: dict[str, Any] = {
-        "name": "tiny",
-        "module": "tiny_host.core",
-        "symbols": tuple(Symbol("tiny_host.core", *names, make, f"makes {names[0]} ours") for names in SYMBOLS.items()),
-        "versions": ("1.2",),
-        "read_version": lambda: "1.2.3",
-        "prepare": lambda correction, lr_decay: SimpleNamespace(originals=[], released=0),
-        "differences": ("it answers otherwise",),
-    }
+    symbols = tuple(Symbol("tiny_host.core", *names, make, f"makes {names[0]} ours") for names in SYMBOLS.items())
+    fields: dict[str, Any] = {"name": "tiny", "module": "tiny_host.core", "symbols": symbols, "versions": ("1.2",)}
+    fields |= {"read_version": lambda: "1.2.3", "differences": ("it answers otherwise",)}
+    fields |= {"prepare": lambda correction, lr_decay: SimpleNamespace(originals=[], released=0)}
     return Host(**{**fields, **changes})
 
 
@@ -70,6 +65,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (package / "core.py").write_text(SOURCE)
     (package / "user.py").write_text("from tiny_host.core import Scheduler, decorated, loss\n")
     (package / "late.py").write_text("from tiny_host.core import loss\n")
+    (package / "other.py").write_text("def loss(x):\n    return 'another'\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(hosts, "HOSTS", {"tiny": host()})
     yield package
@@ -104,11 +100,16 @@ def test_functions_methods_and_names_imported_by_value_are_replaced_and_restored
     assert not set(map(id, before.values())) & set(map(id, bindings().values()))
     patched.undo()
     assert bindings() == before
+    with pytest.raises(KeyError), patch("tiny", correction=NONE):
+        raise KeyError
+    assert bindings() == before, "a block that ends by an exception"
 
 
-def test_a_module_imported_while_patched_is_restored_too() -> None:
+def test_a_module_imported_while_patched_is_restored_too_and_another_function_of_the_name_is_left_alone() -> None:
+    module("other")
     with patch("tiny", correction=NONE):
         assert module("late").loss(1) == "ours, not host loss"
+        assert module("other").loss(1) == "another", "a function of the same name"
     assert module("late").loss is module("core").loss
     assert module("late").loss(1) == "host loss"
 
@@ -148,32 +149,16 @@ def test_a_part_that_cannot_be_patched_cannot_be_imported(monkeypatch: pytest.Mo
                 module("core")
 
 
-def test_another_function_of_the_same_name_is_left_alone(files: Path) -> None:
-    (files / "other.py").write_text("def loss(x):\n    return 'another'\n")
-    other = module("other")
-    with patch("tiny", correction=NONE):
-        assert other.loss(1) == "another"
-
-
-def test_patching_again_with_equal_settings_nests_and_wraps_nothing_twice() -> None:
+def test_patching_again_with_equal_settings_nests_and_wraps_nothing_twice_and_undoing_twice_counts_once() -> None:
     before = bindings()
     outer = patch("tiny", correction=NONE)
     once = bindings()
     with patch("tiny", correction=RolloutCorrection()) as inner:
         assert bindings() == once
-        outer.undo()
-        assert inner.active and not outer.active
-        assert bindings() == once
+        for _ in range(2):
+            outer.undo()
+            assert inner.active and not outer.active and bindings() == once
     assert bindings() == before
-
-
-def test_undoing_twice_counts_once() -> None:
-    outer, inner = patch("tiny", correction=NONE), patch("tiny", correction=NONE)
-    inner.undo()
-    inner.undo()
-    assert module("core").loss(1) == "ours, not host loss"
-    outer.undo()
-    assert module("core").loss(1) == "host loss"
 
 
 def test_other_settings_on_a_patched_host_are_refused() -> None:
@@ -201,18 +186,8 @@ def test_a_head_without_logits_is_for_hosts_that_show_their_model(monkeypatch: p
         assert "head: linear, head_chunk 8, head_logits_dtype fp32" in patched.report()
 
 
-def test_leaving_the_block_by_an_exception_restores() -> None:
-    before = bindings()
-    with pytest.raises(KeyError), patch("tiny", correction=NONE):
-        raise KeyError
-    assert bindings() == before
-
-
 def test_a_symbol_that_make_answers_none_for_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    symbols = tuple(
-        Symbol("tiny_host.core", name, text, lambda original, context: None, "") for name, text in SYMBOLS.items()
-    )
-    use(monkeypatch, symbols=symbols)
+    use(monkeypatch, symbols=tuple(Symbol("tiny_host.core", *each, lambda *_: None, "") for each in SYMBOLS.items()))
     before = bindings()
     with patch("tiny", correction=NONE) as patched:
         assert bindings() == before
@@ -228,9 +203,7 @@ def test_a_symbol_that_make_answers_none_for_is_not_touched(monkeypatch: pytest.
         (SOURCE.replace("increment: int", "increment: int, wait"), r"step takes \(self, increment, wait\)"),
     ],
 )
-def test_a_missing_or_changed_symbol_is_named_before_anything_is_replaced(
-    files: Path, source: str, sentence: str
-) -> None:
+def test_a_missing_or_changed_symbol_is_named_before_any_is_replaced(files: Path, source: str, sentence: str) -> None:
     (files / "core.py").write_text(source)
     before = dict(vars(module("core")))
     with pytest.raises(ValueError, match=sentence):
@@ -293,9 +266,7 @@ def test_what_replacements_attached_is_released_with_the_last_patch(monkeypatch:
         ({"module": "tiny_host.absent"}, "no module tiny_host.absent"),
     ],
 )
-def test_an_unknown_version_or_absent_host_is_refused(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], sentence: str
-) -> None:
+def test_an_unknown_version_or_absent_host_is_refused(monkeypatch: Any, changes: Any, sentence: str) -> None:
     use(monkeypatch, **changes)
     with pytest.raises(ValueError, match=sentence):
         patch("tiny", correction=NONE)
@@ -314,9 +285,7 @@ def test_nothing_to_do_and_an_unknown_host_are_refused() -> None:
         patch("huge", correction=NONE)
 
 
-def test_auto_takes_the_only_importable_host_and_prefers_it_to_what_it_contains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_takes_the_only_importable_host_and_prefers_it_to_what_it_contains(monkeypatch: Any) -> None:
     absent, inner = host(name="absent", module="absent_host"), host(name="inner")
     monkeypatch.setattr(hosts, "HOSTS", {"absent": absent, "tiny": host()})
     patch(correction=NONE).undo()

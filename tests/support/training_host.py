@@ -87,16 +87,17 @@ def forward_step(data: Iterator[Batch], model: Any) -> dict[str, torch.Tensor]:
     each = next(data)
     gaps, lengths = each["gaps"], each["lengths"]
     train = torch.full_like(gaps, -3.0)
-    corrected = correct_micro_batch(
-        train,
-        train - gaps,
-        torch.ones_like(gaps, dtype=torch.bool),
-        response_lengths=None if lengths is None else torch.tensor(lengths),
-        truncated=torch.tensor(each["truncated"]) if "truncated" in each else None,
-        new_rollout=each["new"],
-    )
+    of_rollout = {"response_lengths": None if lengths is None else torch.tensor(lengths), "new_rollout": each["new"]}
+    of_rollout["truncated"] = torch.tensor(each["truncated"]) if "truncated" in each else None
+    corrected = correct_micro_batch(train, train - gaps, torch.ones_like(gaps, dtype=torch.bool), **of_rollout)
     weight = (corrected.weights * corrected.mask).sum()
     return {"pg loss": torch.stack([weight, torch.tensor(float(gaps.numel()))])}
+
+
+def train_one(training: Any, forward: Any, data: list[Batch], optimizer: Optimizer) -> None:
+    """A single step, whose optimizer outlives a refusal."""
+    arguments = (forward, data, [None], optimizer, training.get_optimizer_param_scheduler(optimizer))
+    training.train_step(*arguments, SimpleNamespace(runs=1, exits=False), run_micro_batches)
 
 
 def sft_step(data: Iterator[Batch], model: Any) -> dict[str, torch.Tensor]:
