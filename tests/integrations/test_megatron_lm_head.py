@@ -36,10 +36,8 @@ def packed_bins(tokens: Any) -> Any:
     for first, stop in ((3, 8), (10, 11), (17, TOKENS)):
         mask[1, first:stop] = 1
     info = SimpleNamespace(bin_seq_indices=[[], [0, 1, 2]], seq_starts=[[], [0, 8, 11]], seq_lengths=[8, 3, 11])
-    trajectories, advantages = tokens.expand(2, -1), [torch.zeros(0), torch.zeros(3)]
-    return SimpleNamespace(
-        packing_info=info, packed_trajs=trajectories, packed_loss_mask=mask, bin_advantages=advantages
-    )
+    packed = {"packed_trajs": tokens.expand(2, -1), "packed_loss_mask": mask}
+    return SimpleNamespace(packing_info=info, bin_advantages=[torch.zeros(0), torch.zeros(3)], **packed)
 
 
 class Answers(NamedTuple):
@@ -67,18 +65,15 @@ def of_heads(rank: int, layout: dict[str, int]) -> dict[str, Any]:
     chunks[0].register_forward_hook(lambda module, args, answer: widths.append(answer.shape[-1]))
     tokens = torch.randint(0, 37, (1, TOKENS), generator=torch.Generator().manual_seed(7))
     upstream = torch.randn(1, TOKENS - 1, generator=torch.Generator().manual_seed(8))
-    made = {symbol.name: symbol.make for symbol in HOST.symbols}
     packing, out = packed_bins(tokens), dict[str, Any]()
     options = {"logits": HeadOptions(), "linear": HeadOptions("linear"), "chunks": HeadOptions("linear", 8, "fp32")}
     for head, chosen in options.items():
         session, answers, rows = HOST.prepare(RolloutCorrection(), None, chosen), {}, []
         with sources.imported(sources.STUB) as host, products_into(rows):
             rl = host.rl_utils
-            for name in ("get_logprobs", "selective_log_softmax", "load_packed_data_by_index"):
-                setattr(rl, name, made[name](getattr(rl, name), session) or getattr(rl, name))
+            sources.replace(rl, session, "get_logprobs", "selective_log_softmax", "load_packed_data_by_index")
             for name, bin_idx in (("bin", 1), ("empty bin", 0), ("row", None)):
-                given = tokens
-                counted = torch.ones(1, TOKENS - 1)
+                given, counted = tokens, torch.ones(1, TOKENS - 1)
                 if bin_idx is not None:
                     given, _, _, counted, *_ = rl.load_packed_data_by_index(bin_idx, packing, True)
                 logprobs = rl.get_logprobs(model, given, torch.arange(TOKENS)[None])

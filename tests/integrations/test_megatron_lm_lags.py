@@ -9,15 +9,8 @@ from distributed import run_ranks
 from hosts.megatron_lm.ranks import Cut, rollouts, weights_by_epoch
 
 from megatron_rc import Rejection, RolloutCorrection, Weight
-from megatron_rc.integrations.megatron_lm.lags import (
-    UNKNOWN,
-    epochs_of_rows,
-    is_stale,
-    lags_of,
-    placed_bins,
-    placed_rows,
-)
-from megatron_rc.integrations.megatron_lm.session import prepare
+from megatron_rc.integrations.megatron_lm import lags
+from megatron_rc.integrations.megatron_lm.lags import UNKNOWN, epochs_of_rows, is_stale, lags_of
 
 NOW = 9
 """Iteration of the stub."""
@@ -47,9 +40,9 @@ def test_rows_are_those_of_the_host_and_each_token_has_the_epoch_of_the_turn_tha
     assert rows == [[_, 3, 4, _, 6, 7], [_, 5], [_, 6, 6], []]
     assert is_stale(rows, 7) and not is_stale(rows, 3)
     shape = torch.Size([3, 5])
-    both = [lags_of(rows, placed_rows(3, rank), shape, 7).tolist() for rank in (0, 1)]
+    both = [lags_of(rows, lags.placed_rows(3, rank), shape, 7).tolist() for rank in (0, 1)]
     assert both == [[[4, 3, 0, 1, 0], [2, 0, 0, 0, 0], [1, 1, 0, 0, 0]], [[0] * 5] * 3], "the last row, and padding"
-    packed = lags_of(rows, placed_bins([[0, 3], [0]], [[2, 1], [5]]), torch.Size([2, 7]), 7)
+    packed = lags_of(rows, lags.placed_bins([[0, 3], [0]], [[2, 1], [5]]), torch.Size([2, 7]), 7)
     assert packed.tolist() == [[1, 1, 0, 2, 0, 0, 0], [0] * 7]
 
 
@@ -85,18 +78,3 @@ def test_without_a_stale_token_there_are_no_metrics_by_lag_and_without_epochs_la
     correction = RolloutCorrection(Weight(growth="sqrt_lag"))
     with pytest.raises(Exception, match="returns no policy_epoch_segments"):
         run_ranks(1, weights_by_epoch, CUTS[:1], correction, [])
-
-
-@pytest.mark.parametrize(
-    ("correction", "sentence"),
-    [
-        (
-            RolloutCorrection(reject=(Rejection("lag", upper=4.0),), old="rollout"),
-            "lag must not be used in the loss of host 'megatron-lm' with old: rollout",
-        ),
-        (RolloutCorrection(Weight(staleness_upper=2.0)), "staleness_upper must not be used in host 'megatron-lm'"),
-    ],
-)
-def test_what_the_host_cannot_tell_is_refused(correction: RolloutCorrection, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        prepare(correction, None)

@@ -116,11 +116,9 @@ def test_logprobs_come_from_sharded_logits_at_the_sampling_temperature(temperatu
 def test_logprobs_of_a_bf16_model_are_fp32_and_the_host_takes_them() -> None:
     tokens = torch.randint(0, VOCABULARY, (3, WIDTH), generator=torch.Generator().manual_seed(7))
     model, state = Model(dtype=torch.bfloat16), session.Session(RolloutCorrection(), None)
-    made = {symbol.name: symbol.make for symbol in HOST.symbols}
     with sources.imported(sources.STUB) as host:
         rl = host.rl_utils
-        for name in ("get_logprobs", "selective_log_softmax", "compute_logprobs_batch"):
-            setattr(rl, name, made[name](getattr(rl, name), state))
+        sources.replace(rl, state, "get_logprobs", "selective_log_softmax", "compute_logprobs_batch")
         found = rl.compute_logprobs_batch(
             model, tokens, None, None, 3, WIDTH, 1, None, dtype=torch.bfloat16, pp_group=None, is_correction=True
         )
@@ -138,7 +136,6 @@ def test_under_batch_invariant_mode_logprobs_are_the_bits_of_the_hosts_own_log_s
     draw = torch.Generator().manual_seed(8)
     tokens = torch.randint(0, VOCABULARY, (64, WIDTH), generator=draw)
     model, state = Model(dtype=dtype), session.Session(RolloutCorrection(), None)
-    made = {symbol.name: symbol.make for symbol in HOST.symbols}
     logits = model.table[tokens[:, :-1]].detach()
     with sources.imported(sources.STUB) as host:
         from megatron.training.global_vars import get_args
@@ -146,8 +143,7 @@ def test_under_batch_invariant_mode_logprobs_are_the_bits_of_the_hosts_own_log_s
         rl, args = host.rl_utils, get_args()
         monkeypatch.setattr(args, "rl_default_temperature", temperature)
         own = rl.selective_log_softmax(logits if temperature == 1 else logits.float() / temperature, tokens[:, 1:])
-        for name in ("get_logprobs", "selective_log_softmax"):
-            setattr(rl, name, made[name](getattr(rl, name), state))
+        sources.replace(rl, state, "get_logprobs", "selective_log_softmax")
         patched = rl.get_logprobs(model, tokens, None)
         monkeypatch.setattr(args, "batch_invariant_mode", True, raising=False)
         invariant = rl.get_logprobs(model, tokens, None)
@@ -193,13 +189,14 @@ def test_a_length_decay_alone_does_not_ask_for_rollout_logprobs() -> None:
         (RolloutCorrection(Weight(), old="rollout"), "weight must be None when old is 'rollout'"),
         (RolloutCorrection(old="current"), "old must be 'recompute' or 'rollout'"),
         (RolloutCorrection(Weight(upper="measured")), "upper must be a number in host 'megatron-lm'"),
-        (
-            RolloutCorrection(reject=(Rejection("standardized", upper=2.0),), old="rollout"),
-            "reject must not use 'standardized' in the loss of host 'megatron-lm'",
-        ),
+        (RolloutCorrection(reject=(Rejection("standardized", upper=2.0),), old="rollout"),
+         "reject must not use 'standardized' in the loss of host 'megatron-lm'"),
+        (RolloutCorrection(reject=(Rejection("lag", upper=4.0),), old="rollout"),
+         "lag must not be used in the loss of host 'megatron-lm' with old: rollout"),
+        (RolloutCorrection(Weight(staleness_upper=2.0)), "staleness_upper must not be used in host 'megatron-lm'"),
         (RolloutCorrection(reject=(Rejection("surprise", upper=1.0),)), "statistic 'surprise' is not known"),
     ],
-)
+)  # fmt: skip
 def test_a_correction_that_the_host_cannot_honour_is_refused(correction: RolloutCorrection, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         HOST.prepare(correction, None)
@@ -254,15 +251,12 @@ def test_missing_logprobs_are_nan_after_padding_packing_and_aligning(tmp_path: P
     state = session.Session(RolloutCorrection(), None)
     for folder in folders:
         with sources.imported(folder) as host:
-            made = {symbol.name: symbol.make for symbol in HOST.symbols}
-            pad = made["_pad_nonnull_with_zeros"](host.rl_utils._pad_nonnull_with_zeros, state)
-            pack = made["pack_inference_logprobs"](host.sequence_packing_utils.pack_inference_logprobs, state)
-            align = made["align_unpacked_inference_logprobs"](host.rl_utils.align_unpacked_inference_logprobs, state)
-            assert pad is not None and pack is not None and align is not None
-            stats = Namespace()
-            padded = pad(returned, 5)
-            packed, filled = pack(padded, info, generated, 5)
-            aligned = align(returned, torch.full((2, 4), -0.5), generated, stats)
+            rl, packing = host.rl_utils, host.sequence_packing_utils
+            sources.replace(rl, state, "_pad_nonnull_with_zeros", "align_unpacked_inference_logprobs")
+            sources.replace(packing, state, "pack_inference_logprobs")
+            padded = rl._pad_nonnull_with_zeros(returned, 5)
+            packed, filled = packing.pack_inference_logprobs(padded, info, generated, 5)
+            aligned = rl.align_unpacked_inference_logprobs(returned, torch.full((2, 4), -0.5), generated, Namespace())
         nan = math.nan
         for found, expected in (
             (padded, [[-1, -2, nan, nan, nan], [nan] * 5]),

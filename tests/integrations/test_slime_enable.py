@@ -46,14 +46,9 @@ def command_line(key: Any, **changes: Any) -> Namespace:
         ("slime", {"correction": "icepop", "lr_decay": {}}, {"use_tis": True, **TIS, **STEP}),
         ("slime", {"correction": BATCH}, DATA),
         ("slime", {"correction": "token-tis", "lr_gate": {}}, {**DATA, **STEP}),
-        (
-            "miles",
-            {"correction": "off-policy-sequence-mask", "aggregation": "seq-mean-token-sum"},
-            {
-                **{"loss_type": "custom_loss", "custom_loss_function_path": PATH + "loss"},
-                **{"use_rollout_logprobs": True, "custom_pg_loss_reducer_function_path": PATH + "pg_loss_reducer"},
-            },
-        ),
+        ("miles", {"correction": "off-policy-sequence-mask", "aggregation": "seq-mean-token-sum"},
+         {"loss_type": "custom_loss", "custom_loss_function_path": PATH + "loss", "use_rollout_logprobs": True,
+          "custom_pg_loss_reducer_function_path": PATH + "pg_loss_reducer"}),
         ("slime", {"correction": {"preset": "token-tis", "old": "current"}, "lr_decay": {"decay_period": 9}},
          {"loss_type": "custom_loss", "custom_loss_function_path": PATH + "loss", **STEP}),
     ],

@@ -49,9 +49,7 @@ def test_a_plugin_that_fails_ends_the_process_although_verl_hides_failures() -> 
         ("{lr_decay: null}", "MEGATRON_RC_CONFIG must have correction, lr_decay, lr_gate, head or"),
     ],
 )
-def test_a_failure_of_the_plugin_is_one_sentence(
-    text: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_of_the_plugin_is_one_sentence(text: str, sentence: str, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.delenv("MEGATRON_RC_CONFIG", raising=False)
     plugin = module("megatron_rc.integrations.verl.plugin")
     monkeypatch.setenv("MEGATRON_RC_CONFIG", text)
@@ -138,15 +136,11 @@ def test_every_symbol_of_the_stand_in_is_where_the_patch_expects_it() -> None:
         ("{correction: {old: rollout, weight: {upper: 2}}}", "weight must be None when old is 'rollout'"),
         ("{correction: {old: rollout, max_k3: 1}}", "max_k3 must be unset when old is 'rollout'"),
         ("{correction: {old: rollout}, denominator: kept}", "denominator must be 'original' when old is 'rollout'"),
-        (
-            "{correction: {old: rollout, reject: [{statistic: standardized, upper: 3}]}}",
-            "reject must not use 'standardized' in loss_mode=megatron_rc",
-        ),
+        ("{correction: {old: rollout, reject: [{statistic: standardized, upper: 3}]}}",
+         "reject must not use 'standardized' in loss_mode=megatron_rc"),
         ("{correction: none, surrogate: reinforce}", "surrogate must be 'ppo' unless old is 'rollout'"),
-        (
-            "{correction: {reject: [{upper: 4, when: negative_advantage}]}}",
-            "when must be 'always' unless old is 'rollout'",
-        ),
+        ("{correction: {reject: [{upper: 4, when: negative_advantage}]}}",
+         "when must be 'always' unless old is 'rollout'"),
         ("{correction: none, denominator: kept, lr_decay: {}}", "denominator must be 'original' for a learning rate"),
         ("{correction: {old: rollout}, lr_gate: {signal: k3, target: 1}}", "signal of lr_gate must be 'length'"),
         ("{correction: none, lr_decay: {}, lr_gate: {target: 1}}", "lr_decay and lr_gate must not be set together"),
@@ -154,7 +148,7 @@ def test_every_symbol_of_the_stand_in_is_where_the_patch_expects_it() -> None:
         ("{correction: none, max_nonfinite_share: 2}", "max_nonfinite_share must be in"),
         ("{corection: none}", "corection"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_verl_cannot_honour_are_refused_by_name(text: str, sentence: str) -> None:
     with pytest.raises(ValueError) as refused:
         settings = read(text)
@@ -162,36 +156,24 @@ def test_settings_that_verl_cannot_honour_are_refused_by_name(text: str, sentenc
     assert sentence in str(refused.value)
 
 
+LOSS_MODE, BYPASS = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.rollout_correction.bypass_mode"
+
+
 @pytest.mark.parametrize(
     ("text", "path", "value", "sentence"),
     [
         ("{lr_decay: {}}", "actor_rollout_ref.actor.strategy", "fsdp2", "actor.strategy=megatron"),
-        ("{lr_decay: {}}", "actor_rollout_ref.actor.policy_loss.loss_mode", "megatron_rc", "needs a correction in"),
+        ("{lr_decay: {}}", LOSS_MODE, "megatron_rc", "needs a correction in"),
         ("{correction: none}", "algorithm.rollout_correction", None, "must not be null: verl then never calls"),
         ("{correction: none}", "algorithm.rollout_correction.rollout_is", "token", "rollout_is must be null"),
         ("{correction: none}", "algorithm.rollout_correction.rollout_rs", "token_k1", "rollout_rs must be null"),
-        ("{correction: none}", "algorithm.rollout_correction.bypass_mode", True, "bypass_mode must be True exactly"),
-        ("{correction: {old: rollout}}", "algorithm.rollout_correction.bypass_mode", False, "bypass_mode must be True"),
-        (
-            "{correction: {old: rollout}}",
-            "algorithm.rollout_correction.bypass_mode",
-            True,
-            "loss_mode must be megatron",
-        ),
+        ("{correction: none}", BYPASS, True, "bypass_mode must be True exactly"),
+        ("{correction: {old: rollout}}", BYPASS, False, "bypass_mode must be True"),
+        ("{correction: {old: rollout}}", BYPASS, True, "loss_mode must be megatron"),
         ("{correction: none}", "actor_rollout_ref.rollout.calculate_log_probs", False, "there is no log mu"),
-        (
-            "{correction: none}",
-            "actor_rollout_ref.actor.policy_loss.loss_mode",
-            "bypass_mode",
-            "must not be bypass_mode",
-        ),
-        (
-            "{correction: none, inner: gspo}",
-            "actor_rollout_ref.actor.policy_loss.loss_mode",
-            "vanilla",
-            "inner acts only",
-        ),
-        ("{correction: token-tis}", "actor_rollout_ref.actor.policy_loss.loss_mode", "geo_mean", "not be geo_mean"),
+        ("{correction: none}", LOSS_MODE, "bypass_mode", "must not be bypass_mode"),
+        ("{correction: none, inner: gspo}", LOSS_MODE, "vanilla", "inner acts only"),
+        ("{correction: token-tis}", LOSS_MODE, "geo_mean", "not be geo_mean"),
     ],
 )
 def test_configurations_under_which_settings_would_not_act_are_refused(

@@ -26,13 +26,9 @@ class Tree(NamedTuple):
     """What goes on PYTHONPATH."""
 
 
+_OF_PRIME_RL = ("src", "packages/prime-rl-configs/src")
 TREES = {
-    "prime_rl": Tree(
-        "PRIME_RL_DIR",
-        "https://github.com/PrimeIntellect-ai/prime-rl",
-        "559b44772e47",
-        ("src", "packages/prime-rl-configs/src"),
-    ),
+    "prime_rl": Tree("PRIME_RL_DIR", "https://github.com/PrimeIntellect-ai/prime-rl", "559b44772e47", _OF_PRIME_RL),
     "skyrl": Tree("SKYRL_DIR", "https://github.com/NovaSky-AI/SkyRL", "a9564572eb8e", (".", "skyrl-gym")),
     "trl": Tree("TRL_DIR", "https://github.com/huggingface/trl", "f2cd57710ae3", (".",)),
 }

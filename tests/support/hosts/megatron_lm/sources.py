@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,13 @@ def imported(folder: Path) -> Iterator[SimpleNamespace]:
         sys.path.remove(str(folder))
         for name in [name for name in sys.modules if _of_host(name)]:
             del sys.modules[name]
+
+
+def replace(module: Any, session: Any, *names: str) -> None:
+    """Put ours in the place of these functions of a module of the host."""
+    made = {symbol.name: symbol.make for symbol in HOST.symbols}
+    for name in names:
+        setattr(module, name, made[name](getattr(module, name), session) or getattr(module, name))
 
 
 def _of_host(name: str) -> bool:

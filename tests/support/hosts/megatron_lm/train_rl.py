@@ -50,6 +50,15 @@ def interpreter() -> str:
     return python
 
 
+def environment_of(*trees: Path, port: int) -> dict[str, str]:
+    """Variables of one rank on CPU that imports these source trees, the stand-ins and this package."""
+    path = os.pathsep.join(map(str, (ON_CPU, *trees, REPOSITORY)))
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return {**kept, **alone, "PYTHONPATH": path, "NO_VCS_VERSION": "1"}
+
+
 def run(folder: Path, flags: list[str], *, patch: list[str] | None = None, recorded: Path | None = None) -> Run:
     """Three steps of train_rl.py.
 
@@ -61,23 +70,14 @@ def run(folder: Path, flags: list[str], *, patch: list[str] | None = None, recor
     python, tree = interpreter(), sources.tree().resolve()
     folder.mkdir()
     (folder / "environments.yaml").write_text(ENVIRONMENT)
-    path = os.pathsep.join(map(str, (ON_CPU, tree, REPOSITORY)))
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    environment |= {"PYTHONPATH": path, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29871", "GLOO_SOCKET_IFNAME": "lo"}
-    environment |= {"NO_VCS_VERSION": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "LANGRL_LOG_DIR": str(folder)}
+    environment = environment_of(tree, port=29871) | {"LANGRL_LOG_DIR": str(folder)}
     environment |= {"RECORDED": str(recorded)} if recorded is not None else {}
     tokens = str(folder / "tokenizer")
     subprocess.run([python, str(ON_CPU / "tokenizer.py"), tokens], check=True, capture_output=True, timeout=300)
     before = [] if patch is None else ["-m", "megatron_rc", "patch", "--rc-host", "megatron-lm", *patch]
     files = ["--tokenizer-model", tokens, "--langrl-env-config", str(folder / "environments.yaml")]
-    files += [
-        "--tensorboard-dir",
-        str(folder / "tensorboard"),
-        "--spec",
-        "replay" if recorded else "packed_layer",
-        "layer",
-    ]
+    files += ["--tensorboard-dir", str(folder / "tensorboard")]
+    files += ["--spec", "replay" if recorded else "packed_layer", "layer"]
     command = [python, "-W", "ignore", *before, str(tree / "train_rl.py"), *FLAGS, *files, *flags]
     with (folder / "output").open("w") as output:
         done = subprocess.run(command, env=environment, cwd=folder, stdout=output, stderr=output, timeout=600)

@@ -9,7 +9,14 @@ from megatron_rc import RolloutCorrection
 
 KL = 0.1
 _TIS = {"weight": {"level": "token", "mode": "truncate", "upper": 1.5}}
-_THEIR_TIS = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 1.5}
+
+
+def _theirs(kind: str, upper: float, lower: float | None = None) -> dict[str, Any]:
+    bounds = {"truncated_importance_sampling_ratio": upper, "truncated_importance_sampling_ratio_min": lower}
+    return {"truncated_importance_sampling_type": kind, **{name: b for name, b in bounds.items() if b is not None}}
+
+
+_THEIR_TIS = _theirs("tis", 1.5)
 
 
 class Case(NamedTuple):
@@ -24,19 +31,10 @@ class Case(NamedTuple):
 CASES = {
     "tis": Case(_THEIR_TIS, _TIS),
     "icepop": Case(
-        {
-            "truncated_importance_sampling_type": "icepop",
-            "truncated_importance_sampling_ratio": 1.5,
-            "truncated_importance_sampling_ratio_min": 0.7,
-        },
-        {"weight": {"level": "token", "mode": "mask", "lower": 0.7, "upper": 1.5}},
+        _theirs("icepop", 1.5, 0.7), {"weight": {"level": "token", "mode": "mask", "lower": 0.7, "upper": 1.5}}
     ),
     "seq-mask-tis": Case(
-        {
-            "truncated_importance_sampling_type": "seq-mask-tis",
-            "truncated_importance_sampling_ratio": 1.1,
-            "truncated_importance_sampling_ratio_min": 0.9,
-        },
+        _theirs("seq-mask-tis", 1.1, 0.9),
         {
             # theirs has no bound
             "weight": {"level": "token", "mode": "truncate", "upper": 1e6},

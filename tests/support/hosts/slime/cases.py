@@ -24,26 +24,24 @@ def _weight(mode: str, lower: float | None, upper: float) -> dict[str, Any]:
     return {"weight": {"mode": mode, "lower": lower, "upper": upper}}
 
 
+def _kl(kind: str, **more: Any) -> dict[str, Any]:
+    return {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": kind, **more}
+
+
+_CLIP = {"use_tis": True, "tis_clip": 1.3, "tis_clip_low": 0.8}
 CASES = {
     "plain": Case(),
     "temperature and entropy": Case(both={"rollout_temperature": 0.7, "entropy_coef": 0.05}),
-    "kl k1": Case(both={"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k1"}),
-    "kl k2": Case(both={"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2"}),
-    "unbiased kl k3": Case(
-        both={"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "use_unbiased_kl": True}
-    ),
-    "dual clip, low variance kl": Case(
-        both={"eps_clip_c": 1.3, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"}
-    ),
+    "kl k1": Case(both=_kl("k1")),
+    "kl k2": Case(both=_kl("k2")),
+    "unbiased kl k3": Case(both=_kl("k3", use_unbiased_kl=True)),
+    "dual clip, low variance kl": Case(both=_kl("low_var_kl", eps_clip_c=1.3)),
     "per-token loss": Case(both={"calculate_per_token_loss": True}),
     "one step per rollout": Case({"old": "current"}, host={"skip_actor_forward_only": True}, without=("log_probs",)),
     "two policies": Case({"old": "rollout"}, both={"use_rollout_logprobs": True}),
     "token truncation": Case(_weight("truncate", None, 1.3), host={"use_tis": True, "tis_clip": 1.3}),
-    "token clip": Case(_weight("clip", 0.8, 1.3), host={"use_tis": True, "tis_clip": 1.3, "tis_clip_low": 0.8}),
-    "token mask": Case(
-        _weight("mask", 0.8, 1.3),
-        host={"use_tis": True, "tis_clip": 1.3, "tis_clip_low": 0.8, "custom_tis_function_path": ICEPOP},
-    ),
+    "token clip": Case(_weight("clip", 0.8, 1.3), host=_CLIP),
+    "token mask": Case(_weight("mask", 0.8, 1.3), host={**_CLIP, "custom_tis_function_path": ICEPOP}),
 }
 SEED = 5
 LOG = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "train_rollout_logprob_abs_diff", "kl_loss")

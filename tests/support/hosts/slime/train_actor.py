@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts.megatron_lm.train_rl import ON_CPU, REPOSITORY
+from hosts.megatron_lm.train_rl import ON_CPU, REPOSITORY, environment_of
 from hosts.slime import sources
 
 JOB = Path(__file__).parent / "on_cpu/actor_job.py"
@@ -48,11 +48,7 @@ def run(folder: Path, flags: list[str], settings: str = "") -> list[dict[str, An
     if settings:
         (folder / "rc.yaml").write_text(settings)
         flags = [*flags, "--custom-config-path", str(folder / "rc.yaml")]
-    path = os.pathsep.join(map(str, (ON_CPU, tree.resolve(), Path(megatron).resolve(), REPOSITORY)))
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    environment |= {"PYTHONPATH": path, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29873", "GLOO_SOCKET_IFNAME": "lo"}
-    environment |= {"NO_VCS_VERSION": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment = environment_of(tree.resolve(), Path(megatron).resolve(), port=29873)
     command = [python, "-W", "ignore", str(JOB), str(folder / "log.json"), *FLAGS, *flags]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -23,39 +23,32 @@ def _weight(**fields: Any) -> dict[str, Any]:
     return {"weight": {"level": "token", "mode": "truncate", **fields}}
 
 
+def _is(level: str, threshold: float | str, **more: Any) -> dict[str, Any]:
+    return {"rollout_is": level, "rollout_is_threshold": threshold, **more}
+
+
+def _rs(kind: str, threshold: float | str) -> dict[str, Any]:
+    return {"rollout_rs": kind, "rollout_rs_threshold": threshold}
+
+
 CASES = {
-    "token-tis": Case({"rollout_is": "token", "rollout_is_threshold": 2.0}, _weight(upper=2.0)),
-    "icepop": Case(
-        {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}, _weight(mode="mask", lower=0.5, upper=5.0)
-    ),
-    "seq-tis": Case({"rollout_is": "sequence", "rollout_is_threshold": 2.0}, _weight(level="sequence", upper=2.0)),
+    "token-tis": Case(_is("token", 2.0), _weight(upper=2.0)),
+    "icepop": Case(_is("token", "0.5_5.0"), _weight(mode="mask", lower=0.5, upper=5.0)),
+    "seq-tis": Case(_is("sequence", 2.0), _weight(level="sequence", upper=2.0)),
     "batch norm": Case(
-        {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True},
-        {**_weight(upper=2.0), "normalize": "batch"},
+        _is("token", 2.0, rollout_is_batch_normalize=True), {**_weight(upper=2.0), "normalize": "batch"}
     ),
     # verl bounds mu / pi: its lower_upper is our 1/upper_1/lower
-    "token_k1": Case(
-        {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_4.0"}, _gate("ratio", "token", lower=0.25, upper=2.0)
-    ),
-    "token_k2": Case({"rollout_rs": "token_k2", "rollout_rs_threshold": 0.2}, _gate("k2", "token", upper=0.2)),
-    "token_k3": Case({"rollout_rs": "token_k3", "rollout_rs_threshold": 0.2}, _gate("k3", "token", upper=0.2)),
-    "seq_sum_k1": Case(
-        {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.4_2.5"},
-        _gate("ratio", "sequence", lower=0.4, upper=2.5),
-    ),
-    "seq_mean_k1": Case(
-        {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.8_1.25"},
-        _gate("ratio", "sequence", "mean", lower=0.8, upper=1.25),
-    ),
-    "seq_sum_k3": Case({"rollout_rs": "seq_sum_k3", "rollout_rs_threshold": 0.9}, _gate("k3", "sequence", upper=0.9)),
-    "seq_mean_k3": Case(
-        {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.1}, _gate("k3", "sequence", "mean", upper=0.1)
-    ),
-    "seq_max_k2": Case(
-        {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.4}, _gate("k2", "sequence", "max", upper=0.4)
-    ),
+    "token_k1": Case(_rs("token_k1", "0.5_4.0"), _gate("ratio", "token", lower=0.25, upper=2.0)),
+    "token_k2": Case(_rs("token_k2", 0.2), _gate("k2", "token", upper=0.2)),
+    "token_k3": Case(_rs("token_k3", 0.2), _gate("k3", "token", upper=0.2)),
+    "seq_sum_k1": Case(_rs("seq_sum_k1", "0.4_2.5"), _gate("ratio", "sequence", lower=0.4, upper=2.5)),
+    "seq_mean_k1": Case(_rs("seq_mean_k1", "0.8_1.25"), _gate("ratio", "sequence", "mean", lower=0.8, upper=1.25)),
+    "seq_sum_k3": Case(_rs("seq_sum_k3", 0.9), _gate("k3", "sequence", upper=0.9)),
+    "seq_mean_k3": Case(_rs("seq_mean_k3", 0.1), _gate("k3", "sequence", "mean", upper=0.1)),
+    "seq_max_k2": Case(_rs("seq_max_k2", 0.4), _gate("k2", "sequence", "max", upper=0.4)),
     "token-tis and seq_mean_k3": Case(
-        {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.1},
+        {**_is("token", 2.0), **_rs("seq_mean_k3", 0.1)},
         {**_weight(upper=2.0), **_gate("k3", "sequence", "mean", upper=0.1)},
     ),
 }
