@@ -34,7 +34,5 @@ def hands_over_both() -> bool:
     """
     specs = [spec for spec in map(find_module, LOSS_MODULES) if spec is not None]
     files = [Path(spec.origin) for spec in specs if spec.origin is not None and spec.origin.endswith(".py")]
-    sources = [file.read_text(encoding="utf-8") for file in files]
-    return (
-        bool(specs) and len(sources) == len(specs) and all(set(_GIVEN.findall(source)) >= _NAMES for source in sources)
-    )
+    found = [set(_GIVEN.findall(file.read_text(encoding="utf-8"))) for file in files]
+    return bool(specs) and len(found) == len(specs) and all(names >= _NAMES for names in found)
