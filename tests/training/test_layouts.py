@@ -12,7 +12,7 @@ from warm_models import TASK, warm_model
 
 from megatron_rc.schema.dump import read_dump
 
-STEPS = 7
+STEPS = 10
 JOB: dict[str, Any] = {
     "task": TASK,
     "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 6},
@@ -29,7 +29,7 @@ JOB: dict[str, Any] = {
 
 
 class Recording:
-    """Some steps of the rollouts of a policy that answers some problems, trained by one process."""
+    """Ten steps of the rollouts of a policy that answers some problems, trained by one process."""
 
     def __init__(self, folder: Path, hf: Path) -> None:
         self.config = settings_file(folder, JOB)
