@@ -72,8 +72,8 @@ class Recording:
         ):
             for a, b in zip(mine, one, strict=True):
                 assert a["output_ids"] == b["output_ids"] and a["mask"] == b["mask"], step
-                for name in ("old_logprobs", "entropy", "top1_prob"):
-                    worst = max(worst, *(abs(x - y) for x, y in zip(a[name], b[name], strict=True)))
+                for column in ("old_logprobs", "entropy", "top1_prob"):
+                    worst = max(worst, *(abs(x - y) for x, y in zip(a[column], b[column], strict=True)))
         cross_entropy = abs(warm["cross_entropy"] / warm_one["cross_entropy"] - 1)
         print(
             f"{name}: over {STEPS} steps columns of the policy differ by at most {worst:.1e}, gradient norms by "
