@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +22,15 @@ from megatron_rc.integrations import slime
 from megatron_rc.integrations.megatron_lm.rollouts import RolloutRows, corrected_rows
 from megatron_rc.integrations.nemo_rl import driver as nemo_rl
 from megatron_rc.integrations.nemo_rl import session as nemo_session
-from megatron_rc.integrations.slime import is_weights
-from megatron_rc.integrations.slime.layout import Parallel
 from megatron_rc.integrations.verl import driver as verl
 from megatron_rc.integrations.verl import settings as verl_settings
 
 TOKENS, VOCABULARY = 256, 32_768
+_DRAW = torch.Generator().manual_seed(0)
+# one response: its log-probs [1, T] on both sides, and its advantage [1, 1]
+OLD = -3 * torch.rand(1, TOKENS, generator=_DRAW)
+SAMPLED = OLD + 0.03 * torch.randn(1, TOKENS, generator=_DRAW)
+ADVANTAGES, MASK = torch.randn(1, 1, generator=_DRAW), torch.ones(1, TOKENS, dtype=torch.int32)
 CORRECTIONS = ("none", "token-tis", "geo-mask-token-tis")
 
 
@@ -47,75 +50,39 @@ class Work(TorchDispatchMode):
         return answer
 
 
-class Rollout(NamedTuple):
-    """Log-probs of S responses of equal length, each [S, T], and advantages [S]."""
-
-    old: Tensor
-    sampled: Tensor
-    advantages: Tensor
-
-    @classmethod
-    def of(cls) -> Rollout:
-        draw = torch.Generator().manual_seed(0)
-        old = -torch.rand(1, TOKENS, generator=draw) * 3
-        return cls(old, old + 0.03 * torch.randn(old.shape, generator=draw), torch.randn(len(old), generator=draw))
-
-
-def slime_hook(rollout: Rollout, correction: RolloutCorrection) -> Callable[[], Any]:
+def slime_hook(correction: RolloutCorrection) -> Callable[[], Any]:
     """tis, which sees the micro-batches of the update; here all tokens in one."""
-    nobody: dict[str, Any] = dict.fromkeys(("tp_group", "cp_group", "dp_group", "dp_cp_group"))
-    is_weights.parallel = lambda: Parallel(**nobody, cp_rank=0, cp_size=1, last_stage=True)
     args = Namespace(use_tis=True, megatron_rc={"correction": correction.to_dict()})
-    lengths = [rollout.old.shape[1]] * len(rollout.old)
-    given = {
-        "train_log_probs": list(rollout.old),
-        "rollout_log_probs": list(rollout.sampled),
-        "loss_masks": [torch.ones(length, dtype=torch.int32) for length in lengths],
-        "total_lengths": [length + 1 for length in lengths],
-        "response_lengths": lengths,
-    }
-    pg_loss = rollout.old.flatten()
-    return lambda: slime.tis(args, pg_loss=pg_loss, **given)
+    given = {"train_log_probs": [OLD[0]], "rollout_log_probs": [SAMPLED[0]], "loss_masks": [MASK[0]]}
+    lengths = {"total_lengths": [TOKENS + 1], "response_lengths": [TOKENS]}
+    return lambda: slime.tis(args, pg_loss=OLD[0], **given, **lengths)
 
 
-def slime_hook_and_means(rollout: Rollout, correction: RolloutCorrection) -> Callable[[], Any]:
+def slime_hook_and_means(correction: RolloutCorrection) -> Callable[[], Any]:
     """tis, and what slime does with each of its metrics: the mean over the loss tokens of every response, summed."""
-    hook = slime_hook(rollout, correction)
-    lengths = [rollout.old.shape[1]] * len(rollout.old)
-    masks = [torch.ones(length, dtype=torch.int32) for length in lengths]
+    hook, mask = slime_hook(correction), MASK[0]
 
     def means() -> list[Tensor]:
         *_, metrics = hook()
-        split = [zip(values.split(lengths), masks, strict=True) for values in metrics.values()]
-        return [torch.stack([(p * mask).sum() / mask.sum().clamp(min=1) for p, mask in pairs]).sum() for pairs in split]
+        return [torch.stack([(v * mask).sum() / mask.sum().clamp(min=1)]).sum() for v in metrics.values()]
 
     return means
 
 
-def verl_hook(rollout: Rollout, correction: RolloutCorrection) -> Callable[[], Any]:
+def verl_hook(correction: RolloutCorrection) -> Callable[[], Any]:
     """The correction of the trainer process, with its metrics."""
     state = verl_settings.prepare(correction, None)
-    mask = torch.ones_like(rollout.old, dtype=torch.int64)
-
-    def hook() -> Any:
-        fields = {"old_log_probs": rollout.old, "rollout_log_probs": rollout.sampled, "response_mask": mask}
-        return verl.correct_rollout(lambda *args: None, state, SimpleNamespace(batch=fields), {})
-
-    return hook
+    fields = {"old_log_probs": OLD, "rollout_log_probs": SAMPLED, "response_mask": MASK.long()}
+    return lambda: verl.correct_rollout(lambda *args: None, state, SimpleNamespace(batch=dict(fields)), {})
 
 
-def nemo_rl_hook(rollout: Rollout, correction: RolloutCorrection) -> Callable[[], Any]:
+def nemo_rl_hook(correction: RolloutCorrection) -> Callable[[], Any]:
     """The correction of the driver around Policy.train, with its metrics."""
     state = nemo_session.prepare(correction, None)
     loss = SimpleNamespace(use_importance_sampling_correction=False)
-    first = torch.zeros(len(rollout.old), 1)
-    data = {
-        "prev_logprobs": torch.cat([first, rollout.old], 1),
-        "generation_logprobs": torch.cat([first, rollout.sampled], 1),
-        "advantages": rollout.advantages[:, None].expand(-1, rollout.old.shape[1] + 1).contiguous(),
-        "token_mask": torch.cat([first, torch.ones_like(rollout.old)], 1),
-        "sample_mask": torch.ones(len(rollout.old)),
-    }
+    rows = {"prev_logprobs": OLD, "generation_logprobs": SAMPLED, "token_mask": MASK.float()}
+    data = {name: torch.nn.functional.pad(values, (1, 0)) for name, values in rows.items()}
+    data |= {"advantages": ADVANTAGES.expand(1, TOKENS + 1).contiguous(), "sample_mask": torch.ones(1)}
 
     def train(data: Any, loss_fn: Any) -> Any:
         return {"all_mb_metrics": {}}
@@ -123,11 +90,10 @@ def nemo_rl_hook(rollout: Rollout, correction: RolloutCorrection) -> Callable[[]
     return lambda: nemo_rl.corrected_train(train, state, None, data, loss)
 
 
-def megatron_lm_hook(rollout: Rollout, correction: RolloutCorrection) -> Callable[[], Any]:
+def megatron_lm_hook(correction: RolloutCorrection) -> Callable[[], Any]:
     """The correction of the rollout batch in prepare_data_for_update, with its metrics."""
-    mask = torch.ones_like(rollout.old, dtype=torch.bool)
-    rows = RolloutRows(rollout.old, rollout.sampled, mask, rollout.advantages, None)
-    return lambda: corrected_rows(rollout.old, rows, correction)[0].metrics.values()
+    rows = RolloutRows(OLD, SAMPLED, MASK.bool(), ADVANTAGES[0], None)
+    return lambda: corrected_rows(OLD, rows, correction)[0].metrics.values()
 
 
 HOOKS = {
@@ -139,12 +105,11 @@ HOOKS = {
 }
 
 
-def own_loss(rollout: Rollout) -> None:
+def own_loss() -> None:
     """Log-probs from logits, PPO's clipped loss, and the gradient of the logits."""
-    old, advantages = rollout.old.flatten(), rollout.advantages[:, None].expand_as(rollout.old).flatten()
     logits = torch.randn(TOKENS, VOCABULARY, requires_grad=True)
     logprobs = logits.log_softmax(-1).gather(1, torch.arange(TOKENS)[:, None])[:, 0]
-    ratio = (logprobs - old).exp()
+    ratio, advantages = (logprobs - OLD[0]).exp(), ADVANTAGES[0].expand(TOKENS)
     (torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.28) * advantages).sum() / TOKENS).backward()
 
 
@@ -160,9 +125,8 @@ def test_a_hook_writes_at_most_one_percent_of_the_elements_of_the_loss(
     host: str, correction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone(monkeypatch)
-    made = Rollout.of()
-    hook = HOOKS[host](made, RolloutCorrection.preset(correction))
-    loss = counted(lambda: own_loss(made))
+    hook = HOOKS[host](RolloutCorrection.preset(correction))
+    loss = counted(own_loss)
     assert loss.elements > 3 * TOKENS * VOCABULARY
     found = counted(hook)
     assert 0 < found.elements <= loss.elements / 100 and found.operations < 600
