@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hosts.cut_out import run_definitions
 from hosts.nemo_rl import cases, sources
 from hosts.nemo_rl.sources import fresh as fresh
 
@@ -15,6 +16,7 @@ from megatron_rc.integrations.nemo_rl import driver
 from megatron_rc.integrations.nemo_rl.session import prepare
 from megatron_rc.integrations.symbols import inspect_symbols
 
+GRPO = sources.ROOT / "nemo_rl/algorithms/grpo.py"
 GOLDEN = json.loads((sources.HERE / "golden.json").read_text())
 real = pytest.mark.skipif(not sources.ROOT.is_dir(), reason="NEMO_RL_DIR names no source tree of NeMo-RL")
 
@@ -58,7 +60,7 @@ def test_loss_and_gradient_of_the_tree_are_equal_with_its_correction_and_with_ou
 
 
 def _trainer(name: str) -> ast.FunctionDef:
-    tree = ast.parse((sources.ROOT / "nemo_rl/algorithms/grpo.py").read_bytes())
+    tree = ast.parse(GRPO.read_bytes())
     (node,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
     return node
 
@@ -66,18 +68,15 @@ def _trainer(name: str) -> ast.FunctionDef:
 def _train_data(fields: dict[str, Any]) -> dict[str, Any]:
     """The data of an update, built by the asynchronous trainer's own function."""
 
-    class Messages(dict[str, Any]):
+    class Messages(sources._Batch):
         def get_multimodal_dict(self, **_: Any) -> dict[str, Any]:
             return {}
-
-        def __class_getitem__(cls, item: Any) -> Any:
-            return cls
 
     node = _trainer("_build_async_grpo_train_data")
     names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
     module: dict[str, Any] = {name: Any for name in names} | {"BatchedDataDict": Messages}
     module |= {"_preserve_router_replay_routed_experts": lambda *_: None, "_policy_dtype": lambda _: torch.float32}
-    exec(compile(ast.Module([node], []), "grpo.py", "exec"), module)
+    run_definitions(GRPO, [node.name], module)
     flat = Messages(
         token_ids=torch.zeros_like(fields["token_mask"]),
         generation_logprobs=fields["generation_logprobs"],

@@ -28,12 +28,6 @@ DTYPES = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 either = pytest.mark.parametrize("source", ["stand-in", "verl"])
 
 
-def _tree(source: str) -> str | None:
-    if source == "verl" and own_logits.tree() is None:
-        pytest.skip("VERL_DIR names no source tree of verl")
-    return own_logits.tree() if source == "verl" else None
-
-
 def _forbidden(*_: Any) -> Any:
     raise AssertionError("the kernel of verl was called")
 
@@ -74,7 +68,7 @@ def _ranks(tree: str | None) -> list[dict[Any, list[Answer]]]:
 
 def _found(source: str, layout: tuple[int, bool], dtype: torch.dtype) -> list[list[Answer]]:
     """For every tensor-parallel rank, its answers."""
-    return [rank[layout, dtype] for rank in _ranks(_tree(source))[: layout[0]]]
+    return [rank[layout, dtype] for rank in _ranks(own_logits.tree(source))[: layout[0]]]
 
 
 def _whole(parts: list[Answer], sequence_parallel: bool) -> Answer:
@@ -112,7 +106,7 @@ def test_they_are_what_the_kernel_of_verl_was_recorded_to_answer() -> None:
 
 @pytest.mark.timeout(1000)
 def test_they_are_what_the_kernel_of_verl_answers_which_sums_no_gradient_without_sequence_parallelism() -> None:
-    tree = _tree("verl")
+    tree = own_logits.tree("verl")
     assert tree is not None
     for layout, ranks in own_head.answers(tree).items():
         ours = _found("verl", layout, torch.float32)

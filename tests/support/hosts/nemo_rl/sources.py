@@ -1,16 +1,16 @@
 """The loss of the real NeMo-RL, from the source tree that NEMO_RL_DIR names; its heavy imports are stubbed."""
 
-import ast
 import importlib
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
+from hosts.cut_out import run_definitions
 from hosts.nemo_rl import cases
 from torch import Tensor
 
@@ -63,10 +63,8 @@ def loss_module() -> Any:
     batches = ModuleType("nemo_rl.distributed.batched_data_dict")
     batches.BatchedDataDict = _Batch  # type: ignore[attr-defined]
     utils = ModuleType("nemo_rl.algorithms.utils")
-    tree = ast.parse((ROOT / "nemo_rl/algorithms/utils.py").read_bytes())
-    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in _FUNCTIONS]
-    utils.__dict__.update(torch=torch, Optional=__import__("typing").Optional)
-    exec(compile(tree, "utils.py", "exec"), utils.__dict__)
+    utils.__dict__.update(torch=torch, Optional=Optional)
+    run_definitions(ROOT / "nemo_rl/algorithms/utils.py", _FUNCTIONS, utils.__dict__)
     sys.modules |= {batches.__name__: batches, utils.__name__: utils}
     return importlib.import_module("nemo_rl.algorithms.loss.loss_functions")
 

@@ -3,13 +3,11 @@
 Its two functions run as they are. So do its Triton kernels, interpreted, without the assertions that tensors are on
 CUDA, in processes of their own:
 
-    TRITON_INTERPRET=1 python -W ignore own_head.py TREE ANSWERS.pt [HEAD.json]
+    TRITON_INTERPRET=1 PYTHONPATH=tests/support python -W ignore own_head.py TREE ANSWERS.pt [HEAD.json]
 
 writes what every rank answers to `head_job.case`, by (ranks, sequence parallelism); HEAD.json is what the tests compare
 with elsewhere.
 """
-
-import __future__
 
 import ast
 import contextlib
@@ -26,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from hosts.cut_out import run_definitions
 
 FORWARD, KERNELS = "verl/models/mcore/model_forward_fused.py", "verl/utils/kernel"
 FUNCTIONS = ("fused_output_processor", "_fused_GPTModel_forward")
@@ -84,9 +83,6 @@ def functions(tree: str, linear_cross_entropy: Any) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-    path = Path(tree, FORWARD)
-    module = ast.parse(path.read_bytes())
-    module.body = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS]
     names: dict[str, Any] = {
         "parallel_state": parallel_state,
         "gather_from_sequence_parallel_region": gather_from_sequence_parallel_region,
@@ -95,12 +91,12 @@ def functions(tree: str, linear_cross_entropy: Any) -> dict[str, Any]:
         "deprecate_inference_params": lambda context, params: context,
         "has_config_logger_enabled": lambda config: False,
     }
-    exec(compile(module, str(path), "exec", flags=__future__.annotations.compiler_flag), names)
+    run_definitions(Path(tree, FORWARD), FUNCTIONS, names)
     return {name: names[name] for name in FUNCTIONS}
 
 
 def _rank(rank: int, tree: str, folder: str, ranks: int) -> None:
-    import head_job
+    from hosts.verl import head_job
     from megatron.core import parallel_state
 
     from megatron_rc.training import emulation
@@ -121,7 +117,7 @@ def _rank(rank: int, tree: str, folder: str, ranks: int) -> None:
 def answers(tree: str) -> dict[tuple[int, bool], list[Any]]:
     """By layout: for every rank, the answers of verl's own functions and kernels, which other processes compute."""
     with tempfile.TemporaryDirectory() as folder:
-        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
         subprocess.run(
             [sys.executable, "-W", "ignore", __file__, tree, f"{folder}/answers.pt"], check=True, timeout=900,
             env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
@@ -131,7 +127,7 @@ def answers(tree: str) -> dict[tuple[int, bool], list[Any]]:
 
 
 def _main(tree: str, target: str, record: str | None = None) -> None:
-    import head_job
+    from hosts.verl import head_job
 
     out: dict[tuple[int, bool], list[Any]] = {layout: [] for layout in LAYOUTS}
     with tempfile.TemporaryDirectory() as folder:
