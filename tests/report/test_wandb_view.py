@@ -33,7 +33,7 @@ def wandb_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = self._body()
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             if self.path == "/graphql":  # telemetry goes elsewhere
                 requests.append(json.loads(body))
             answer = json.dumps({"data": ANSWER}).encode()
@@ -42,16 +42,6 @@ def wandb_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)
-
-        def _body(self) -> bytes:
-            if "Content-Length" in self.headers:
-                return self.rfile.read(int(self.headers["Content-Length"]))
-            parts = []
-            while size := int(self.rfile.readline(), 16):
-                parts.append(self.rfile.read(size))
-                self.rfile.readline()
-            self.rfile.readline()
-            return b"".join(parts)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
