@@ -1,8 +1,10 @@
-"""docs/analyze.md says what the code does."""
+"""docs/analyze.md says what the code does, and the notebook prints what it shows."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 from simulated_dumps import TRAPS, diagnosed, world
@@ -21,6 +24,7 @@ from megatron_rc.analyze.rules import RULES
 from megatron_rc.analyze.rules.rule import Page
 
 ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "examples/analyze.ipynb"
 TEXT = (ROOT / "docs/analyze.md").read_text(encoding="utf-8")
 BY_VALUE = {
     "columns": "", "damaged_sequences": ".KIND", "numbers": ".NAME", "not_run": ".CODE", "not_judged": ".CODE",
@@ -110,3 +114,17 @@ def test_the_example_for_a_notebook_runs(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("code", sorted(code for rule in RULES if rule.unfiltered for code in rule.codes))
 def test_the_page_of_a_rule_that_a_filter_silences_says_undecided(code: str) -> None:
     assert '"undecided"' in Page(code).section("How it is decided")
+
+
+def test_the_notebook_prints_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    matplotlib.use("Agg")
+    monkeypatch.chdir(NOTEBOOK.parent)
+    names: dict[str, Any] = {}
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert cells
+    for cell in cells:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec("".join(cell["source"]), names)  # our own notebook
+        shown = ["".join(output["text"]) for output in cell["outputs"] if output["output_type"] == "stream"]
+        assert printed.getvalue() == "".join(shown)
