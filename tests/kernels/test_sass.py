@@ -8,24 +8,24 @@ from dataclasses import replace
 import aot
 import kernel_calls
 import pytest
+import resources
 import sass
-from resources import FILE, LOOPS, loops_of_rows
 
 FORWARD, BACKWARD = "row_statistics_fwd_kernel", "row_gradient_bwd_kernel"
 
 
-@pytest.mark.parametrize("columns", LOOPS)
+@pytest.mark.parametrize("columns", resources.LOOPS)
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_logit_takes_few_instructions_and_loads_are_wide(columns: int, entropy: bool) -> None:
-    found = sass.loops_of_rows(columns, entropy=entropy)
+    rows = resources.loops_of_rows(columns, entropy)
+    committed = json.loads(resources.FILE.read_text())["loops"]
+    assert [list(row) for row in rows] == [row for row in committed if row[1:3] == [columns, entropy]], (
+        "run python tests/support/resources.py"
+    )
+    found = {row.kernel: row for row in rows}
     assert found[FORWARD].instructions <= (10.5 if entropy else 8)
     assert found[BACKWARD].instructions <= (15.1 if columns % 8 else 12.5 if entropy else 10.5)
-    assert {loop.loads for loop in found.values()} == {"LDG.E.U16" if columns % 8 else "LDG.E.128"}
-    assert all(loop.shuffles == 0 for loop in found.values())
-    committed = json.loads(FILE.read_text())["loops"]
-    assert [list(row) for row in loops_of_rows(columns, entropy)] == [
-        row for row in committed if row[1:3] == [columns, entropy]
-    ], "run python tests/support/resources.py"
+    assert {row.loads for row in rows} == {"LDG.E.U16" if columns % 8 else "LDG.E.128"}
 
 
 def test_the_id_of_the_target_is_loaded_before_the_loop_and_its_logit_before_the_lanes_are_joined() -> None:
@@ -55,7 +55,7 @@ def test_warps_meet_once_for_all_sums_and_else_where_they_scan(call: str, kernel
 
 def test_no_variant_of_the_correction_has_more_than_six_barriers() -> None:
     kernel = "correction_fwd_kernel"
-    committed = json.loads(FILE.read_text())["kernels"][kernel]
+    committed = json.loads(resources.FILE.read_text())["kernels"][kernel]
     assert committed["most barriers"] <= 6 and committed["most spilled"] == 0
     # that of prefixes, which has two scans, is the variant with most of them
     made = aot.captured(lambda: kernel_calls.CALLS["correct prefixes"]("triton", kernel_calls.WIDE)).launches

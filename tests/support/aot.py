@@ -206,11 +206,19 @@ def capture() -> Capture:
     return captured(every_call)
 
 
-def resources(name: str, target: str, *, natural_alone: bool = False) -> list[tuple[Source, Resources]]:
-    """Resources of every different specialisation of one kernel, or of those that calls ask for themselves."""
+def resources(name: str, target: str, variants: str = "all") -> list[tuple[Source, Resources]]:
+    """Resources of every different specialisation of one kernel.
+
+    Args:
+        variants: "all", those that the calls ask for ("natural"), or of those the one with the most to do ("one").
+    """
     unique: dict[str, Source] = {}
     for launch in capture().launches:
         if launch.name == name:
-            for source in [natural(launch, target)] if natural_alone else specialised(launch, target):
+            for source in specialised(launch, target) if variants == "all" else [natural(launch, target)]:
                 unique.setdefault(source.key, source)
-    return [(source, compiled(source)) for source in unique.values()]
+    found = list(unique.values())
+    if variants == "one":
+        # what a variant has to do is spelled out in its constants
+        found = [max(found, key=lambda source: len(source.arguments))]
+    return [(source, compiled(source)) for source in found]

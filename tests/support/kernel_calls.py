@@ -59,7 +59,7 @@ class Call:
 
 
 SMALL = Size(13, 70, (7, 0, 6))
-WIDE = Size(4, 151_936, (1500, 700, 0, 900))
+WIDE = Size(4, 151_936, (160, 60, 0, 92))
 ON_A_CARD = Size(256, 98_304, (1100, 0, 40, 4))
 """Rows as wide as those of WIDE for the launch table, cut into shards that are, too: the same kernels."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import sass
 import triton
@@ -38,10 +38,21 @@ def used_by(kernel: str) -> dict[str, int]:
     }
 
 
-def loops_of_rows(columns: int, entropy: bool) -> list[tuple[str, int, bool, float, str]]:
-    """(kernel, columns, with entropy, instructions for every logit, opcode of its loads) of bf16 rows."""
+class LoopOfRows(NamedTuple):
+    kernel: str
+    columns: int
+    with_entropy: bool
+    instructions: float
+    """For every logit."""
+    loads: str
+    """The opcode that loads logits."""
+
+
+def loops_of_rows(columns: int, entropy: bool) -> list[LoopOfRows]:
+    """Loops over bf16 rows, none of which crosses lanes."""
     found = sass.loops_of_rows(columns, entropy=entropy)
-    return [(name, columns, entropy, loop.instructions, loop.loads) for name, loop in found.items()]
+    assert all(loop.shuffles == 0 for loop in found.values())
+    return [LoopOfRows(name, columns, entropy, loop.instructions, loop.loads) for name, loop in found.items()]
 
 
 def measured() -> dict[str, Any]:
