@@ -6,7 +6,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import forked
@@ -42,6 +42,15 @@ def run_cases(fn: Callable[..., list[Any]], cases: Sequence[Any]) -> dict[Any, t
     return out
 
 
+def _as_in_this_run() -> AbstractContextManager[None]:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return nullcontext()
+    # the other tests need no triton
+    from fast_interpreter import interpreter_that_remembers
+
+    return interpreter_that_remembers()
+
+
 def _rank(
     rank: int,
     world_size: int,
@@ -60,7 +69,7 @@ def _rank(
         torch.cuda.set_device(place)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
-        with MadeByTests(place) if backend == "nccl" else nullcontext():
+        with MadeByTests(place) if backend == "nccl" else _as_in_this_run():
             torch.save(fn(rank, *args), f"{folder}/result{rank}")
     except Exception:
         raise RuntimeError(f"rank {rank}:\n{traceback.format_exc()}") from None
