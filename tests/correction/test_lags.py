@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from correction_book import Case, by_the_book, case, gapped
+from correction_book import Case, case, gapped
+from test_correction import check
 
-from megatron_rc.backend import set_debug_checks
 from megatron_rc.config import Rejection, RolloutCorrection, Weight
 from megatron_rc.correction import correct
 
@@ -32,10 +32,7 @@ def test_bounds_by_lag_are_those_of_the_definition(level: Any, mode: Any, varied
     batch = stale([12, 0, 7, 30, 1, 9, *[2, 3, 4] * 6])
     weight = Weight(level, mode, None if mode == "truncate" else 0.9, 1.3, **varied)
     correction = RolloutCorrection(weight, (Rejection("k3", "token", upper=0.3),))
-    found, book = correct(*batch.arguments, correction=correction, **batch.options), by_the_book(batch, correction)
-    assert found.mask.tolist() == book.mask
-    assert found.weights.tolist() == pytest.approx(book.weights, rel=1e-6)
-    assert found.metrics.values() == pytest.approx(book.metrics, rel=1e-5, abs=1e-7, nan_ok=True)
+    found = check(batch, correction)
     plain = RolloutCorrection(Weight(level, mode, weight.lower, weight.upper), correction.reject)
     assert not torch.equal(correct(*batch.arguments, correction=plain, **batch.options).weights, found.weights)
 
@@ -46,10 +43,8 @@ def test_bounds_by_lag_are_those_of_the_definition(level: Any, mode: Any, varied
 def test_tokens_and_units_beyond_a_lag_are_rejected(level: Any, reduce: Any) -> None:
     batch = stale([12, 0, 7, 30, 1, 9, *[2, 3, 4] * 6])
     correction = RolloutCorrection(reject=(Rejection("lag", level, reduce, upper=4.0),))
-    found, book = correct(*batch.arguments, correction=correction, **batch.options), by_the_book(batch, correction)
-    assert found.mask.tolist() == book.mask
+    found = check(batch, correction)
     assert 0 < found.mask.sum() < batch.mask.sum() or reduce == "max"
-    assert found.metrics.values() == pytest.approx(book.metrics, rel=1e-5, abs=1e-7, nan_ok=True)
 
 
 @pytest.mark.parametrize(("lag", "upper"), [(0, 1.5), (1, 1.5), (4, 1.5**2), (9, 1.5**3)])
@@ -115,12 +110,8 @@ def test_a_correction_that_depends_on_lags_is_refused_without_them(correction: R
 )
 def test_wrong_lags_are_refused(lags: torch.Tensor, message: str) -> None:
     train, rollout, mask, cu_seqlens = gapped(0.1, 0.2)
-    before = set_debug_checks(True)
-    try:
-        with pytest.raises(ValueError, match=message):
-            correct(train, rollout, mask, correction=RolloutCorrection(), cu_seqlens=cu_seqlens, lags=lags)
-    finally:
-        set_debug_checks(before)
+    with pytest.raises(ValueError, match=message):
+        correct(train, rollout, mask, correction=RolloutCorrection(), cu_seqlens=cu_seqlens, lags=lags)
 
 
 def test_an_infinite_upper_bound_stays_infinite_at_every_lag() -> None:

@@ -79,13 +79,9 @@ def test_the_measured_c_does_not_depend_on_how_the_batch_is_cut(level: Any) -> N
     batch, sums = case([30, 5, 80, 0, 41, 17], density=0.9, gap=0.5), MetricSums()
     whole = correct(*batch.arguments, correction=measured(level), measured_upper=FIRST, **batch.options).metrics
     for first, last in ((0, 1), (1, 4), (4, 6)):
-        bounds = batch.cu_seqlens[first : last + 1]
-        rows = slice(int(bounds[0]), int(bounds[-1]))
-        part = correct(
-            *(tensor[rows] for tensor in batch.arguments), correction=measured(level), measured_upper=FIRST,
-            cu_seqlens=bounds - bounds[0], advantages=batch.advantages[first:last],
-        )  # fmt: skip
-        sums.merge(part.metrics)
+        part = batch.part(first, last)
+        found = correct(*part.arguments, correction=measured(level), measured_upper=FIRST, **part.options)
+        sums.merge(found.metrics)
     assert sums.values() == pytest.approx(whole.values(), rel=1e-12)
 
 

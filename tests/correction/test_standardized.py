@@ -93,14 +93,10 @@ def test_a_given_mean_k3_makes_every_cut_into_micro_batches_equal() -> None:
     whole = correct(*batch.arguments, correction=correction, cu_seqlens=batch.cu_seqlens)
     masks, sums = [], MetricSums()
     for first, last in ((0, 1), (1, 4), (4, 6)):
-        bounds = batch.cu_seqlens[first : last + 1]
-        rows = slice(int(bounds[0]), int(bounds[-1]))
-        part = correct(
-            *(tensor[rows] for tensor in batch.arguments), correction=correction, cu_seqlens=bounds - bounds[0],
-            mean_k3=whole.mean_k3,
-        )  # fmt: skip
-        masks.append(part.mask)
-        sums.merge(part.metrics)
+        part = batch.part(first, last)
+        found = correct(*part.arguments, correction=correction, cu_seqlens=part.cu_seqlens, mean_k3=whole.mean_k3)
+        masks.append(found.mask)
+        sums.merge(found.metrics)
     assert torch.equal(torch.cat(masks), whole.mask)
     assert 0 < whole.mask.sum() < batch.mask.sum()
     assert sums.values() == pytest.approx(whole.metrics.values(), rel=1e-12)

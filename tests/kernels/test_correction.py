@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def run(batch: Batch, correction: RolloutCorrection) -> Corrected:
     return correct(*batch.arguments, correction=correction, backend="triton", **options)
 
 
-@settings(max_examples=35)
+@settings(max_examples=25)
 @given(batch=batches(), correction=corrections())
 def test_any_correction_of_any_batch_is_that_of_pytorch_in_fp64(batch: Batch, correction: RolloutCorrection) -> None:
     assert_agrees(batch, correction)
@@ -79,17 +80,10 @@ def test_a_turn_is_joined_to_the_same_one_in_the_next_chunk_and_to_no_other() ->
     assert len(found.weights.unique()) == 3
 
 
-def test_a_column_of_advantages_is_one_per_sequence_even_with_as_many_tokens_as_sequences() -> None:
-    gate = RolloutCorrection(reject=(Rejection("ratio", "token", lower=2.0, when="negative_advantage"),))
-    batch = batch_of([2, 0], density=1.0)
-    advantages = torch.tensor([1.0, -5.0])
-    for column, kept in ((advantages[:, None], [True, True]), (advantages, [True, False])):
-        batch.options["advantages"] = column
-        assert assert_agrees(batch, gate).mask.tolist() == kept
-
-
-@pytest.mark.parametrize(("head", "tail"), [(0, 40), (19, 3), (2 * UNIT_BLOCK, 0)])
-@pytest.mark.parametrize("correction", [SEGMENTS, PRESETS["token-tis"].correction])
+@pytest.mark.parametrize(
+    ("head", "tail", "correction"),
+    [(0, 40, SEGMENTS), (19, 3, SEGMENTS), (2 * UNIT_BLOCK, 0, PRESETS["token-tis"].correction)],
+)
 def test_rows_that_no_sequence_covers_have_weight_0_and_count_nowhere(
     head: int, tail: int, correction: RolloutCorrection, no_debug_checks: None
 ) -> None:
@@ -123,9 +117,8 @@ def test_a_statistic_that_is_nan_in_any_chunk_drops_the_sequence_or_turn(place: 
     assert not assert_agrees(batch, RolloutCorrection(reject=(gate,))).mask.any()
 
 
-@pytest.mark.parametrize("given", [None, 0.043])
+@pytest.mark.parametrize(("when", "given"), [("always", None), ("negative_advantage", 0.043)])
 @pytest.mark.parametrize("level", ["sequence", "segment"])
-@pytest.mark.parametrize("when", ["always", "negative_advantage"])
 def test_the_standardized_gate_is_that_of_pytorch_in_fp64(level: Any, when: Any, given: float | None) -> None:
     batch = batch_of([*LENGTHS, 20, 30], gap=0.3, corrupt=0.004)
     gates = (Rejection("k2", "token", upper=0.4), Rejection("standardized", level, upper=0.7, when=when))
@@ -134,25 +127,25 @@ def test_the_standardized_gate_is_that_of_pytorch_in_fp64(level: Any, when: Any,
     assert 0 < found.metrics.values()[f"rejected_{gates[1].name}_token"] < 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_log_probs_of_half_precision_are_corrected_in_full(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "correction"),
+    [(torch.bfloat16, PRESETS["geo-mask-token-tis"].correction), (torch.float16, SEGMENTS)],
+)
+def test_log_probs_of_half_precision_are_corrected_in_full(dtype: torch.dtype, correction: RolloutCorrection) -> None:
     batch = batch_of(LENGTHS)
     batch.train, batch.rollout = batch.train.to(dtype), batch.rollout.to(dtype)
     batch.options["advantages"] = batch.options["advantages"].to(dtype)
-    for correction in (PRESETS["geo-mask-token-tis"].correction, SEGMENTS):
-        assert_agrees(batch, correction)
+    assert_agrees(batch, correction)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
-def test_a_loss_mask_of_any_dtype_means_what_is_not_zero(dtype: torch.dtype) -> None:
+def test_a_loss_mask_of_any_dtype_means_what_is_not_zero() -> None:
     batch = batch_of(LENGTHS)
     expected = run(batch, SEGMENTS)
-    batch.mask = batch.mask.to(dtype) * 3
     assert batch.cu_seqlens is not None
-    batch.cu_seqlens = batch.cu_seqlens.long()
-    found = run(batch, SEGMENTS)
-    assert_same(found.weights, expected.weights)
-    assert found.metrics.values() == pytest.approx(expected.metrics.values(), rel=ROUNDING, abs=0)
+    for dtype in (torch.int64, torch.bfloat16):
+        found = run(replace(batch, mask=batch.mask.to(dtype) * 3, cu_seqlens=batch.cu_seqlens.long()), SEGMENTS)
+        assert_same(found.weights, expected.weights)
+        assert found.metrics.values() == pytest.approx(expected.metrics.values(), rel=ROUNDING, abs=0)
 
 
 @pytest.mark.parametrize("layout", ["columns first", "odd addresses"])
@@ -172,25 +165,12 @@ def test_arguments_that_lie_differently_in_memory_are_read_right(layout: str) ->
     assert torch.equal(found.mask, expected.mask)
 
 
-@pytest.mark.parametrize("gates", [(Rejection("k2", "sequence", upper=0.3),), SEGMENTS.reject])
-def test_two_calls_agree_bit_by_bit(gates: tuple[Rejection, ...]) -> None:
+def test_two_calls_agree_bit_by_bit() -> None:
     batch = batch_of(LENGTHS, corrupt=0.01)
-    correction = RolloutCorrection(Weight("geometric", "clip", 0.5, 2.0), gates, "batch")
+    correction = RolloutCorrection(Weight("geometric", "clip", 0.5, 2.0), SEGMENTS.reject, "batch")
     first, second = run(batch, correction), run(batch, correction)
     assert torch.equal(first.weights, second.weights) and torch.equal(first.mask, second.mask)
     assert first.metrics.values() == pytest.approx(second.metrics.values(), rel=0, abs=0, nan_ok=True)
-
-
-def test_the_sums_of_a_sequence_depend_neither_on_its_neighbours_nor_on_its_place() -> None:
-    correction = RolloutCorrection(Weight("sequence", "clip", 1e-8, 1e8))
-    batch = batch_of([7, 3, 5 * UNIT_BLOCK + 3, 50], gap=0.02, density=1.0)
-    rows = slice(10, 13 + 5 * UNIT_BLOCK)
-    alone = batch_of([5 * UNIT_BLOCK + 3], density=1.0)
-    alone.train, alone.rollout, alone.mask = (x[rows] for x in batch.arguments)
-    whole = run(batch, correction)
-    batch.train[:10] *= 1e4
-    assert torch.equal(whole.weights[rows], run(alone, correction).weights)
-    assert torch.equal(whole.weights[10:], run(batch, correction).weights[10:])
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [4, 20]])
@@ -222,8 +202,7 @@ def test_statistics_of_both_backends_merge() -> None:
     assert_metrics(parts[0].merge(parts[1]).values(), parts[2].merge(parts[3]).values())
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize(("level", "per_token"), [("token", True), ("sequence", False), ("geometric", True)])
 def test_the_sums_of_a_measured_bound_are_those_of_pytorch_in_fp64(level: Any, per_token: bool) -> None:
     batch = batch_of([*LENGTHS, 20, 30], gap=0.3, corrupt=0.004, per_token=per_token)
     correction = RolloutCorrection(Weight(level, upper="measured"), (Rejection("k2", "token", upper=0.4),))

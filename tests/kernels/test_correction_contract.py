@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_correction_data import UNIT_BLOCK, corrections, small_blocks
 from test_contract import (  # noqa: F401
+    test_a_column_of_advantages_is_one_per_sequence_even_with_as_many_tokens_as_sequences,
+    test_a_sequence_does_not_depend_on_its_neighbours_bit_by_bit,
     test_advantages_of_a_unit_are_those_of_its_loss_tokens,
     test_given_segments_are_those_found_from_the_mask,
     test_padded_input_gives_what_packed_input_gives,
@@ -65,10 +67,7 @@ def test_any_correction_follows_its_definition(lengths: list[int], seed: int, co
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"train_logprobs": torch.zeros(3, dtype=torch.float64)},
-            "train_logprobs must be bfloat16, float16 or float32",
-        ),
+        ({"train_logprobs": torch.zeros(3, dtype=torch.float64)}, "train_logprobs must be bfloat16, float16 or fl"),
         ({"statistics": {"x": torch.zeros(3, dtype=torch.float64)}}, r"statistics\['x'\] must be bfloat16"),
         ({"advantages": torch.zeros(1, dtype=torch.float64)}, "advantages must be bfloat16"),
         ({"backend": "cuda"}, "backend must be"),

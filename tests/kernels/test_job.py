@@ -26,11 +26,7 @@ JOB: dict[str, Any] = {
     },
     "loss": {"dual_clip": 3.0, "kl_coef": 0.01, "entropy_coef": 0.01},
     "train": {
-        "steps": STEPS,
-        "optimizer": "sgd",
-        "lr": 0.05,
-        "micro_batches": 2,
-        "eval_interval": 100,
+        **{"steps": STEPS, "optimizer": "sgd", "lr": 0.05, "micro_batches": 2, "eval_interval": 100},
         "backend": "torch",
     },
 }

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from launches import count_launches, recorded_launches
-from loss_batch import corrected_of
+from loss_batch import corrected_of, with_every_term
 from policy_loss_data import evaluate, tokens
 
 from megatron_rc.loss import policy_loss
@@ -62,19 +62,7 @@ def test_only_current_and_entropy_have_gradients_and_each_alone_if_asked() -> No
         batch = {n: v.requires_grad_() if v.is_floating_point() else v for n, v in tokens(20, 4).items()}
         full = evaluate(batch, backend, kl_coef=0.2, entropy_coef=0.1)
         batch["current"] = batch["current"].detach()
-        loss, _ = policy_loss(
-            batch["current"],
-            batch["old"],
-            batch["advantages"],
-            corrected_of(batch),
-            scale=batch["scale"],
-            reference_logprobs=batch["reference"],
-            kl_coef=0.2,
-            entropy=batch["entropy"],
-            entropy_coef=0.1,
-            backend=backend,
-        )
-        loss.backward()
+        with_every_term(batch, batch["scale"], backend=backend).loss.backward()
         assert full.by_entropy is not None and torch.equal(batch["entropy"].grad, full.by_entropy)
         assert all(batch[name].grad is None for name in ("old", "advantages", "weights", "scale", "reference"))
 

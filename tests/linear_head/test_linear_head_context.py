@@ -45,34 +45,16 @@ def one_loss(rank: int, aggregation: Any) -> dict[str, Any]:
     old, rollout, reference = (-2.5 + 0.5 * normal(tokens)[rows] for _ in range(3))
     sequence = torch.repeat_interleave(torch.arange(len(LENGTHS)), cu_seqlens.long().diff())
     advantages = normal(len(LENGTHS))[sequence]
+    gate = Rejection(level="sequence", reduce="mean", upper=1.5)
     corrected = correct(
-        old,
-        rollout,
-        loss_mask,
-        correction=RolloutCorrection(
-            Weight("sequence", upper=2.0), (Rejection(level="sequence", reduce="mean", upper=1.5),)
-        ),
-        cu_seqlens=cu_seqlens,
-        advantages=advantages,
-        cp_group=group,
-    )
+        old, rollout, loss_mask, correction=RolloutCorrection(Weight("sequence", upper=2.0), (gate,)),
+        cu_seqlens=cu_seqlens, advantages=advantages, cp_group=group,
+    )  # fmt: skip
     scale = loss_scale(loss_mask, corrected.mask, aggregation=aggregation, cu_seqlens=cu_seqlens, cp_group=group)
     result = linear_policy_loss(
-        hidden,
-        weight,
-        targets,
-        old,
-        advantages,
-        corrected,
-        scale=scale,
-        reference_logprobs=reference,
-        kl_coef=0.2,
-        with_entropy=True,
-        entropy_coef=0.1,
-        chunk=5,
-        rows=loss_mask.nonzero()[:, 0],
-        upstream=0.7,
-    )
+        hidden, weight, targets, old, advantages, corrected, scale=scale, reference_logprobs=reference, kl_coef=0.2,
+        with_entropy=True, entropy_coef=0.1, chunk=5, rows=loss_mask.nonzero()[:, 0], upstream=0.7,
+    )  # fmt: skip
     (0.7 * result.loss).backward()
     total = torch.cat([result.loss.detach()[None], weight.grad.flatten()])  # type: ignore[union-attr]
     dist.all_reduce(total)

@@ -75,15 +75,9 @@ def of_rank(layout: Layout, rank: int) -> tuple[Result, Tensor | None, list[tupl
         options |= {"mask": case.batch["loss_mask"], "rows": case.batch["loss_mask"].nonzero()[:, 0]}
     with Collectives() as collectives:
         result = by_head(
-            case,
-            fused=layout.fused,
-            factor=0.7,
-            leaves=(hidden, weight),
-            tp_group=dist.group.WORLD,
-            sequence_parallel=layout.sequence_parallel,
-            chunk=CHUNK,
-            **options,
-        )
+            case, fused=layout.fused, factor=0.7, leaves=(hidden, weight), tp_group=dist.group.WORLD, chunk=CHUNK,
+            sequence_parallel=layout.sequence_parallel, **options,
+        )  # fmt: skip
     return result, getattr(weight, "main_grad", None), collectives.seen
 
 

@@ -146,10 +146,7 @@ def test_bf16_logits_are_never_copied_to_fp32_as_a_whole() -> None:
         ({"logits": torch.zeros(4)}, "logits must be floating point [N, V_local]"),
         ({"logits": torch.zeros(4, 9, dtype=torch.int64)}, "logits must be floating point"),
         ({"targets": torch.zeros(4)}, "targets must be int64 or int32, got torch.float32"),
-        (
-            {"targets": torch.zeros(4, dtype=torch.int64, device="meta")},
-            "targets must be on cpu, where logits are, got",
-        ),
+        ({"targets": torch.zeros(4, dtype=torch.int64, device="meta")}, "targets must be on cpu, where logits are, go"),
         ({"mask": torch.zeros(4, device="meta")}, "mask must be on cpu, where logits are, got meta"),
         ({"support": Support(torch.zeros(0), ZEROS)}, "support.ids must be int64 or int32, got torch.float32"),
         ({"support": Support(ZEROS, torch.zeros(5))}, "support.offsets must be int64 or int32, got torch.float32"),

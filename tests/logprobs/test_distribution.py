@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from logprobs_truth import unchecked
+from logprobs_truth import kept_columns, unchecked
 from torch import Tensor
 
 from megatron_rc.batch import Support
@@ -37,11 +37,8 @@ def problem(kept: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
 
 def expected(logits: Tensor, targets: Tensor, options: dict[str, Any]) -> Distribution:
     z = logits[:, :VOCABULARY].double() / options["temperature"]
-    legal = torch.ones_like(z, dtype=torch.bool)
     support = options.get("support")
-    if support is not None:
-        legal[:] = False
-        legal[torch.arange(ROWS).repeat_interleave(support.offsets.diff()), support.ids] = True
+    legal = torch.ones_like(z, dtype=torch.bool) if support is None else kept_columns(support, VOCABULARY)
     p = z.masked_fill(~legal, -torch.inf).softmax(1)
     surprise = torch.where(p > 0, -p.log(), 0)
     entropy = (p * surprise).sum(1)

@@ -78,15 +78,9 @@ def test_loss_and_gradient_equal_the_formula_token_by_token(
     old = None if old_mode == "current" else batch["old"]
     current = batch["current"].clone().requires_grad_()
     loss, metrics = policy_loss(
-        current,
-        old,
-        batch["advantages"],
-        corrected_of(batch, RolloutCorrection(old=old_mode)),
-        scale=scale,
-        reference_logprobs=batch["reference"],
-        entropy=batch["entropy"],
-        **options,
-    )
+        current, old, batch["advantages"], corrected_of(batch, RolloutCorrection(old=old_mode)), scale=scale,
+        reference_logprobs=batch["reference"], entropy=batch["entropy"], **options,
+    )  # fmt: skip
     loss.backward()
     expected, gradient, shares = loss_by_hand(batch, scale, batch["current"] if old is None else old, **options)
     assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)

@@ -111,15 +111,9 @@ def parallel_loss(rank: int, aggregation: Any, denominator: Any) -> tuple[Tensor
         local.append(local[-1] + len(part))
     mine = {name: value[rows] for name, value in batch.items() if name != "cu_seqlens"}
     scale = loss_scale(
-        mine["loss_mask"],
-        mine["mask"],
-        aggregation=aggregation,
-        denominator=denominator,
-        cu_seqlens=torch.tensor(local, dtype=torch.int32),
-        dp_group=dp_groups[context],
-        cp_group=cp_groups[data],
-        max_length=7,
-    )
+        mine["loss_mask"], mine["mask"], aggregation=aggregation, denominator=denominator, max_length=7,
+        cu_seqlens=torch.tensor(local, dtype=torch.int32), dp_group=dp_groups[context], cp_group=cp_groups[data],
+    )  # fmt: skip
     loss, gradient, metrics = evaluate(mine, scale)
     dist.all_reduce(loss)
     return loss, torch.tensor(rows), metrics.all_reduce(dist.group.WORLD).values(), gradient

@@ -50,13 +50,9 @@ def chunk_layers(stages: int, virtual: int, stage: int, chunk: int) -> list[int]
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=8,
-        num_attention_heads=2,
-        pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-        pipeline_dtype=torch.float32,
-    )
+        num_layers=LAYERS, hidden_size=8, num_attention_heads=2, pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None, pipeline_dtype=torch.float32,
+    )  # fmt: skip
     first = get_transformer_layer_offset(config, chunk if virtual > 1 else None, stage)
     return list(range(first, first + get_num_layers_to_build(config, chunk if virtual > 1 else None, stage)))
 

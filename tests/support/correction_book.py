@@ -48,6 +48,15 @@ class Case:
         given = {"cu_seqlens": self.cu_seqlens, "advantages": self.advantages, "statistics": self.statistics}
         return given if self.lags is None else given | {"lags": self.lags}
 
+    def part(self, first: int, last: int) -> Case:
+        """Sequences first to last - 1."""
+        bounds = self.cu_seqlens[first : last + 1]
+        rows = slice(int(bounds[0]), int(bounds[-1]))
+        statistics = {name: value[rows] for name, value in self.statistics.items()}
+        lags = None if self.lags is None else self.lags[rows]
+        tokens = (x[rows] for x in self.arguments)
+        return Case(*tokens, bounds - bounds[0], self.advantages[first:last], statistics, lags)
+
 
 def case(
     lengths: list[int], *, seed: int = 0, density: float = 0.7, gap: float = 0.4, dtype: torch.dtype = torch.float32

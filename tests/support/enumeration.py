@@ -148,13 +148,9 @@ class Batch:
         assert isinstance(current, Tensor)
         per_sequence = options.pop("advantages", self.world.reward[self.which])
         corrected = correct(
-            current.detach(),
-            self.rollout,
-            self.loss_mask,
-            correction=correction,
-            cu_seqlens=self.cu_seqlens,
+            current.detach(), self.rollout, self.loss_mask, correction=correction, cu_seqlens=self.cu_seqlens,
             advantages=per_sequence,
-        )
+        )  # fmt: skip
         scale = options.pop("scale", None)
         if scale is None:
             scale = loss_scale(
@@ -162,13 +158,9 @@ class Batch:
             )
         options = {"surrogate": "reinforce", **options}
         loss, metrics = policy_loss(
-            current,
-            options.pop("old", current.detach()),
-            expand_to_tokens(per_sequence, self.cu_seqlens, len(self.target)),
-            corrected,
-            scale=scale,
-            **options,
-        )
+            current, options.pop("old", current.detach()),
+            expand_to_tokens(per_sequence, self.cu_seqlens, len(self.target)), corrected, scale=scale, **options,
+        )  # fmt: skip
         (slopes,) = torch.autograd.grad(loss, current, retain_graph=True)
         loss.backward()
         assert theta.grad is not None

@@ -54,17 +54,9 @@ def corrected_of(batch: dict[str, Tensor], correction: RolloutCorrection | None 
 def with_every_term(batch: dict[str, Tensor], scale: Tensor, **options: Any) -> PolicyLoss:
     """The ppo loss with its KL and entropy terms."""
     return policy_loss(
-        batch["current"],
-        batch["old"],
-        batch["advantages"],
-        corrected_of(batch),
-        scale=scale,
-        reference_logprobs=batch["reference"],
-        kl_coef=0.2,
-        entropy=batch["entropy"],
-        entropy_coef=0.1,
-        **options,
-    )
+        batch["current"], batch["old"], batch["advantages"], corrected_of(batch), scale=scale,
+        reference_logprobs=batch["reference"], kl_coef=0.2, entropy=batch["entropy"], entropy_coef=0.1, **options,
+    )  # fmt: skip
 
 
 def evaluate(batch: dict[str, Tensor], scale: Tensor, **options: Any) -> tuple[Tensor, Tensor, MetricSums]:

@@ -97,14 +97,10 @@ def step(
     if routing:
         routing.check(samples, batch)
     return reinforce_step(
-        policy,
-        batch,
-        correction=chosen,
-        loss=LossSettings(surrogate="reinforce"),
-        train=dataclasses.replace(policy.train, mini_batches_per_rollout=mini),
-        max_nonfinite_share=0.0,
+        policy, batch, correction=chosen, loss=LossSettings(surrogate="reinforce"),
+        train=dataclasses.replace(policy.train, mini_batches_per_rollout=mini), max_nonfinite_share=0.0,
         routing=routing,
-    )
+    )  # fmt: skip
 
 
 def weights(policy: Any) -> list[Tensor]:

@@ -53,16 +53,11 @@ def evaluate(
     if "reference" not in parts:
         options.pop("kl_coef", None)
     loss, metrics = policy_loss(
-        current,
-        None if old == "current" else given["old"],
-        given["advantages"],
-        corrected_of(given, RolloutCorrection(old=old)),
-        scale=given["scale"],
-        reference_logprobs=given["reference"] if "reference" in parts else None,
-        entropy=entropy,
-        backend=backend,
+        current, None if old == "current" else given["old"], given["advantages"],
+        corrected_of(given, RolloutCorrection(old=old)), scale=given["scale"],
+        reference_logprobs=given["reference"] if "reference" in parts else None, entropy=entropy, backend=backend,
         **options,
-    )
+    )  # fmt: skip
     (loss * upstream).backward()
     assert current.grad is not None
     return Result(loss.detach(), current.grad, None if entropy is None else entropy.grad, metrics)
