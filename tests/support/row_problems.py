@@ -17,6 +17,7 @@ from megatron_rc.batch import Support
 from megatron_rc.fused import backend_module
 from megatron_rc.kernels.launch_table import LAUNCH
 from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.reference import rows as reference_rows
 from megatron_rc.reference.rows import Rows
 
 BLOCK = 32
@@ -33,6 +34,7 @@ def small_blocks(block: int = BLOCK) -> Iterator[None]:
     of_rows = ("row_statistics", "row_statistics_narrow", "row_gradient", "row_gradient_narrow", "merge_statistics")
     blocks = dict.fromkeys(of_rows, block) | dict.fromkeys(("support_statistics", "support_gradient"), block // 2)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference_rows, "_BLOCK", block)
         for name, size in blocks.items():
             patch.setitem(LAUNCH, name, LAUNCH[name]._replace(block=size))
         yield
