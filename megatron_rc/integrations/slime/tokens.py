@@ -32,7 +32,7 @@ class HostTokens(NamedTuple):
     train_logprobs: Tensor
     rollout_logprobs: Tensor
     loss_masks: Sequence[Tensor]
-    """Of whole responses."""
+    """Values per response."""
 
     @property
     def loss_mask(self) -> Tensor:
