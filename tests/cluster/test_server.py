@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import socket
@@ -11,13 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from process_groups import members, nothing_is_left
-from refusals import outcome
+from refusals import Ended, run
 
 from megatron_rc.cluster import addresses
 from megatron_rc.cluster.processes import Process, start_keeper
@@ -96,14 +94,12 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def serve(*words: object, **environment: str) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr) of the verb, in this process."""
-    printed = io.StringIO()
-    with mock.patch.dict(os.environ, environment), redirect_stdout(printed):
+def serve(*words: object, **environment: str) -> Ended:
+    """How the verb ended, in this process."""
+    with mock.patch.dict(os.environ, environment):
         if "SGLANG_PYTHON" not in environment:
             os.environ.pop("SGLANG_PYTHON", None)
-        status, said = outcome(["serve", *map(str, words)])
-    return status, printed.getvalue(), said
+        return run("serve", *words)
 
 
 def refused(*words: object, **environment: str) -> str:
