@@ -42,9 +42,10 @@ def job(folder: Path, served: str, **changes: Any) -> Path:
     ("kind", "layout", "sync", "routes"),
     [
         pytest.param("dense", {"tensor": 2}, "tensor", False, marks=pytest.mark.full),
+        pytest.param("dense", {"tensor": 2}, "disk", False, marks=pytest.mark.full),
         ("moe", {"tensor": 2, "expert": 2}, "distributed", True),
     ],
-    ids=["dense", "moe"],
+    ids=["tensor", "disk", "distributed"],
 )
 def test_a_job_trains_on_a_servers_rollouts_and_sends_it_every_version(
     kind: str, layout: dict[str, int], sync: str, routes: bool, tmp_path: Path, tmp_path_factory: Any
