@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import random
 from typing import Any
 
 import pytest
 import torch
+from length_curves import assert_every_state_resumes
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rc import LengthDecayLR, LRGate, MetricSums, RolloutCorrection, correct, patch, schema
@@ -109,18 +109,9 @@ def test_every_decision_is_said_with_its_reason() -> None:
 @pytest.mark.parametrize("rule", ["scale", "halve"])
 def test_a_state_taken_at_any_step_gives_the_same_rates_after_it(rule: Any) -> None:
     draw = random.Random(3)
-    values = [draw.choice([None, draw.random()]) for _ in range(60)]
-    whole = gate(rule=rule, patience=2)
-    states, expected = [json.dumps(whole.state_dict())], []
-    for value in values:
-        expected.append((whole.step(value), whole.metrics(), whole.news))
-        states.append(json.dumps(whole.state_dict()))
+    values = [(draw.choice([None, draw.random()]),) for _ in range(60)]
+    expected = assert_every_state_resumes(lambda: gate(rule=rule, patience=2), values)
     assert len({lr for lr, *_ in expected}) > 3
-    for done, state in enumerate(states):
-        resumed = gate(rule=rule, patience=2)
-        resumed.load_state_dict(json.loads(state))
-        assert resumed.lr == (expected[done - 1][0] if done else 1e-3)
-        assert [(resumed.step(v), resumed.metrics(), resumed.news) for v in values[done:]] == expected[done:]
     with pytest.raises(ValueError, match="state must have the fields"):
         gate().load_state_dict(LengthDecayLR(1.0).state_dict())
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from jobs import run_together, settings_file, train
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from recordings import doctored, timeless
-from warm_models import TASK, warm_model
+from warm_models import TASK, doctored, timeless, warm_model
 
 from megatron_rc import LengthDecayLR, LRGate
 from megatron_rc.report.log import read_metrics

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -126,3 +127,19 @@ def rates(decay: LengthDecayLR, lengths: list[float] | list[None]) -> list[float
 def jump(at: int, steps: int, low: float = 1000.0, high: float = 3000.0) -> list[float]:
     """Without noise: ``high`` from rollout ``at`` on. The fast average passes the threshold at the third of them."""
     return [high if t >= at else low for t in range(1, steps + 1)]
+
+
+def assert_every_state_resumes(make: Callable[[], Any], rollouts: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """A rule that takes a state over goes on as the one that gave it; rate, metrics and news after every rollout."""
+    whole = make()
+    states, expected = [json.dumps(whole.state_dict())], []
+    for values in rollouts:
+        expected.append((whole.step(*values), whole.metrics(), whole.news))
+        states.append(json.dumps(whole.state_dict()))
+    for done, state in enumerate(states):
+        resumed = make()
+        resumed.load_state_dict(json.loads(state))
+        assert resumed.rollouts == done and resumed.lr == (expected[done - 1][0] if done else resumed.initial_lr)
+        rest = [(resumed.step(*values), resumed.metrics(), resumed.news) for values in rollouts[done:]]
+        assert rest == expected[done:]
+    return expected
