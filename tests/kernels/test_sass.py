@@ -17,7 +17,7 @@ FORWARD, BACKWARD = "row_statistics_fwd_kernel", "row_gradient_bwd_kernel"
 @pytest.mark.parametrize("columns", resources.LOOPS)
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_logit_takes_few_instructions_and_loads_are_wide(columns: int, entropy: bool) -> None:
-    rows = resources.loops_of_rows(columns, entropy)
+    rows = sass.loops_of_rows(columns, entropy)
     committed = json.loads(resources.FILE.read_text())["loops"]
     assert [list(row) for row in rows] == [row for row in committed if row[1:3] == [columns, entropy]], (
         "run python tests/support/resources.py"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import sass
 import triton
@@ -38,23 +38,6 @@ def used_by(kernel: str) -> dict[str, int]:
     }
 
 
-class LoopOfRows(NamedTuple):
-    kernel: str
-    columns: int
-    with_entropy: bool
-    instructions: float
-    """For every logit."""
-    loads: str
-    """The opcode that loads logits."""
-
-
-def loops_of_rows(columns: int, entropy: bool) -> list[LoopOfRows]:
-    """Loops over bf16 rows, none of which crosses lanes."""
-    found = sass.loops_of_rows(columns, entropy=entropy)
-    assert all(loop.shuffles == 0 for loop in found.values())
-    return [LoopOfRows(name, columns, entropy, loop.instructions, loop.loads) for name, loop in found.items()]
-
-
 def measured() -> dict[str, Any]:
     """What every kernel uses, and with which launch shapes and compiler."""
     kernels = {}
@@ -62,7 +45,7 @@ def measured() -> dict[str, Any]:
         for name in kernel_names():
             kernels[name] = used_by(name)
             print(name, kernels[name], flush=True)
-        loops = [row for columns in LOOPS for entropy in (False, True) for row in loops_of_rows(columns, entropy)]
+        loops = [row for columns in LOOPS for entropy in (False, True) for row in sass.loops_of_rows(columns, entropy)]
     found = {
         "triton": triton.__version__,
         "target": ONE_TARGET,

@@ -53,20 +53,21 @@ def number_of(code: list[Instruction], opcode: str) -> int:
     return sum(one.opcode == opcode or one.opcode.startswith(f"{opcode}.") for one in code)
 
 
-class TileLoop(NamedTuple):
+class LoopOfRows(NamedTuple):
     """The loop of a program over the whole tiles of its row."""
 
+    kernel: str
+    columns: int
+    with_entropy: bool
     instructions: float
     """For every logit."""
     loads: str
     """The opcode that loads logits."""
-    shuffles: int
-    """Instructions that cross lanes."""
 
 
-def loops_of_rows(columns: int, *, entropy: bool) -> dict[str, TileLoop]:
-    """The loops of forward and backward over bf16 rows of so many columns, by the name of the kernel."""
-    found = {}
+def loops_of_rows(columns: int, entropy: bool) -> list[LoopOfRows]:
+    """The loops of forward and backward over bf16 rows of so many columns, none of which crosses lanes."""
+    found = []
     for launch in captured(lambda: _rows(columns, entropy)).launches:
         # the loop behind it, if there is one, is that of masked tiles
         loop = loops(instructions(natural(launch, ONE_TARGET)))[0]
@@ -74,7 +75,8 @@ def loops_of_rows(columns: int, *, entropy: bool) -> dict[str, TileLoop]:
         tile = given["LANES"] * given["VECTOR"] if "LANES" in given else given["BLOCK"]
         (loads,) = {one.opcode for one in loop if one.opcode.startswith("LDG")}
         per_thread = tile / (32 * launch.options["num_warps"])
-        found[launch.name] = TileLoop(len(loop) / per_thread, loads, number_of(loop, "SHFL"))
+        assert number_of(loop, "SHFL") == 0
+        found.append(LoopOfRows(launch.name, columns, entropy, len(loop) / per_thread, loads))
     return found
 
 
