@@ -1,6 +1,8 @@
-"""Routes of two engines, and their comparison with Python sets."""
+"""Routes of two engines, their comparison with Python sets, and what memory a comparison takes."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -53,3 +55,12 @@ def assert_same(found: tuple[Tensor, ...], expected: RouteComparison) -> None:
     for name, one, other in zip(expected._fields, found, expected, strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape), name
         assert torch.equal(one, other), name
+
+
+def peak_memory(*, reset: bool = False) -> int:
+    """Bytes, from the kernel's account of this process; the peak since the last reset."""
+    process = Path("/proc/self")
+    if reset:
+        (process / "clear_refs").write_text("5")
+    line = next(line for line in (process / "status").read_text().splitlines() if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
