@@ -15,8 +15,7 @@ import torch
 from job_processes import Job
 from jobs import finished_job, settings_file, started, typed_job
 from process_groups import children
-from recordings import timeless
-from warm_models import TASK, warm_model
+from warm_models import TASK, timeless, warm_model
 
 from megatron_rc.report.log import read_metrics
 from megatron_rc.schema.dump import read_dump

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import DENSE, REWARDS, run_together, save_tiny_checkpoint, settings_file, train
-from recordings import doctored
+from warm_models import doctored
 
 from megatron_rc.report.log import read_metrics
 

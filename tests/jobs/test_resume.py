@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 from jobs import finished_job, killed_after, settings_file, typed_job
-from recordings import LONG_JOB, timeless
-from warm_models import warm_model
+from warm_models import TASK, timeless, warm_model
 
 from megatron_rc.report.log import read_metrics
 from megatron_rc.schema.dump import read_dump
 
 Metrics = list[dict[str, Any]]
+LONG_JOB: dict[str, Any] = {
+    "task": TASK,
+    "warmup": {"steps": 2, "lr": 1e-3, "batch_size": 32},
+    "rollout": {"prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 6},
+    "correction": "token-tis",
+    "train": {"steps": 8, "lr": 1e-3, "lr_decay_style": "cosine", "save_interval": 3, "eval_interval": 2},
+}
+"""It starts from the dense checkpoint, and warms up for the sake of the two phases."""
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from jobs import DENSE, MOE, run_together, settings_file, train
-from recordings import timeless
+from warm_models import timeless
 
 from megatron_rc.report.log import read_metrics
 from megatron_rc.schema.dump import read_dump

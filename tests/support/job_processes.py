@@ -24,10 +24,16 @@ import psutil
 from cluster_nodes import free_port
 from refusals import outcome
 
+ROOT = Path(__file__).parents[2]
 LIMIT = 800.0
 """Seconds after which command lines are killed."""
 GRACE = 60.0
 """Seconds that the other ranks of a job have to end once one has failed."""
+
+
+def environment() -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
 
 
 class Job:
@@ -36,7 +42,6 @@ class Job:
     def __init__(
         self,
         arguments: Sequence[str],
-        environment: Mapping[str, str],
         folder: Path,
         processes: int = 1,
         freeze_before: tuple[str, int] | None = None,
@@ -48,7 +53,7 @@ class Job:
         """
         forked.start_server()
         self._written = tempfile.TemporaryDirectory()
-        shared = dict(environment)
+        shared = environment()
         if processes > 1:
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
         self._processes = []
@@ -97,9 +102,7 @@ class Job:
         return max(statuses, key=abs), said
 
 
-def outcomes(
-    commands: list[list[str]], environment: Mapping[str, str], folder: Path, missing: Sequence[str] = ()
-) -> list[tuple[int, str]]:
+def run_together(commands: list[list[str]], folder: Path, missing: Sequence[str] = ()) -> list[tuple[int, str]]:
     """(exit status, stderr) of command lines that run one after the other in one process.
 
     Args:
@@ -109,7 +112,7 @@ def outcomes(
     forked.start_server()
     context = multiprocessing.get_context(forked.METHOD)
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_outcomes, args=(commands, dict(environment), folder, list(missing), theirs))
+    process = context.Process(target=_outcomes, args=(commands, environment(), folder, list(missing), theirs))
     process.start()
     theirs.close()
     try:

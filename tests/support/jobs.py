@@ -10,25 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from job_processes import Job, outcomes
+from job_processes import ROOT as ROOT
+from job_processes import Job, environment
+from job_processes import run_together as run_together
 
 from megatron_rc import schema
 from megatron_rc.report.log import read_metrics
 
-ROOT = Path(__file__).parents[2]
-
 DENSE: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": 20,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
+    "model_type": "qwen3", "vocab_size": 20, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -44,14 +37,9 @@ def script_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"} | {"OMP_NUM_THREADS": "1"}
 
 
-def environment() -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
-
-
 def started(config: Path, *arguments: str, processes: int = 1, freeze_before: tuple[str, int] | None = None) -> Job:
-    """Start a job in forked processes, in the folder of its settings, whose modules can be imported; see `Job`."""
-    return Job(["train", str(config), *arguments], environment(), config.parent, processes, freeze_before)
+    """Start a job in the folder of its settings; see `Job`."""
+    return Job(["train", str(config), *arguments], config.parent, processes, freeze_before)
 
 
 def killed_after(config: Path, *arguments: str, phase: str, step: int, processes: int = 1) -> None:
@@ -144,8 +132,3 @@ def letters_task(folder: Path) -> dict[str, Any]:
 
 def train(config: Path, output: Path, *assignments: str) -> list[str]:
     return ["train", str(config), *(w for a in (f"output={output}", *assignments) for w in ("--set", a))]
-
-
-def run_together(commands: list[list[str]], folder: Path, missing: Sequence[str] = ()) -> list[tuple[int, str]]:
-    """(exit status, stderr) of several command lines run in one process; `job_processes.outcomes`."""
-    return outcomes(commands, environment(), folder, missing)
