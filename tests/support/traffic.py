@@ -33,14 +33,6 @@ class Traffic:
         sizes = [*self.loaded.items(), *self.stored.items()]
         return sum(size for place, size in sizes if kernel in (None, place.kernel))
 
-    def __str__(self) -> str:
-        lines = [
-            f"{name:6} {size:>12} {place.kernel}: {place.argument}"
-            for name, part in (("load", self.loaded), ("store", self.stored))
-            for place, size in part.most_common()
-        ]
-        return "\n".join(lines)
-
 
 class _Range(NamedTuple):
     """The addresses of one tensor argument."""

@@ -102,17 +102,17 @@ def test_a_request_that_would_harm_or_be_refused_is_not_sent(
         assert not server.asked
 
 
-def test_servers_that_return_no_kept_ids_sample_without_top_k_only() -> None:
-    with FaultySglang(info={"sampling_mask_max_tokens": None}) as server, sglang_engine(server.url) as engine:
+@pytest.mark.parametrize(
+    ("info", "sentence"),
+    [
+        ({"sampling_mask_max_tokens": None}, "this server cannot return kept ids; serve with SGLang"),
+        ({"speculative_algorithm": "EAGLE"}, r"no kept ids under speculative decoding \(EAGLE\)"),
+    ],
+)
+def test_servers_that_return_no_kept_ids_sample_without_top_k_only(info: dict[str, Any], sentence: str) -> None:
+    with FaultySglang(info=info) as server, sglang_engine(server.url) as engine:
         engine.check_sampling(PARAMS)
-        with pytest.raises(ValueError, match=f"{server.url}: .* this server cannot return kept ids; serve with SGLang"):
-            engine.check_sampling(SamplingParams(top_k=4))
-
-
-def test_servers_that_draft_tokens_return_no_kept_ids() -> None:
-    with FaultySglang(info={"speculative_algorithm": "EAGLE"}) as server, sglang_engine(server.url) as engine:
-        engine.check_sampling(PARAMS)
-        with pytest.raises(ValueError, match=r"no kept ids under speculative decoding \(EAGLE\)"):
+        with pytest.raises(ValueError, match=f"{server.url}: .*{sentence}"):
             engine.check_sampling(SamplingParams(top_k=4))
 
 
