@@ -30,12 +30,9 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 EXPERTS: dict[str, Any] = {
-    "moe_intermediate_size": 24,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
+    "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
     "mlp_only_layers": [0],
-}
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "qwen3", **SHAPE},
     "biased": {"model_type": "qwen2", **SHAPE},

@@ -16,13 +16,9 @@ from megatron_rc.config import Rejection, RolloutCorrection, Weight
 
 INF = math.inf
 LAG_BINS = {
-    "0": range(1),
-    "1": range(1, 2),
-    "2_3": range(2, 4),
-    "4_7": range(4, 8),
-    "8_15": range(8, 16),
+    "0": range(1), "1": range(1, 2), "2_3": range(2, 4), "4_7": range(4, 8), "8_15": range(8, 16),
     "16_up": range(16, 10**9),
-}
+}  # fmt: skip
 
 
 @dataclass

@@ -18,16 +18,10 @@ from faulty_answers import answer_to, damaged
 from faulty_weights import BLOCKING, WeightEndpoints, probe_logprobs
 
 INFO: dict[str, Any] = {
-    "version": "0.5.23",
-    "dtype": "float32",
-    "device": "cpu",
-    "tp_size": 1,
-    "enable_return_routed_experts": True,
-    "enable_deterministic_inference": False,
-    "sampling_mask_max_tokens": 4096,
-    "max_req_input_len": 250,
+    "version": "0.5.23", "dtype": "float32", "device": "cpu", "tp_size": 1, "enable_return_routed_experts": True,
+    "enable_deterministic_inference": False, "sampling_mask_max_tokens": 4096, "max_req_input_len": 250,
     "preferred_sampling_params": None,
-}
+}  # fmt: skip
 PROBE = "the probe of a weight update"
 """Stands for the path of /generate requests that are not those of a job."""
 

@@ -20,32 +20,18 @@ VOCABULARY, TOKENS, HIDDEN = 37, 16, 32
 
 def model_of(tied: bool, mtp_layers: int | None) -> GPTModel:
     config = TransformerConfig(
-        num_layers=2,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        mtp_num_layers=mtp_layers,
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        normalization="RMSNorm",
-        persist_layer_norm=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
+        num_layers=2, hidden_size=HIDDEN, num_attention_heads=4, mtp_num_layers=mtp_layers, add_bias_linear=False,
+        attention_dropout=0.0, hidden_dropout=0.0, normalization="RMSNorm", persist_layer_norm=False,
+        masked_softmax_fusion=False, bias_dropout_fusion=False, gradient_accumulation_fusion=False,
         use_cpu_initialization=True,
-    )
+    )  # fmt: skip
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     torch.manual_seed(3)
     return GPTModel(
-        config,
-        spec,
-        vocab_size=VOCABULARY,
-        max_sequence_length=TOKENS,
-        parallel_output=True,
-        share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
+        config, spec, vocab_size=VOCABULARY, max_sequence_length=TOKENS, parallel_output=True,
+        share_embeddings_and_output_weights=tied, position_embedding_type="rope",
         mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if mtp_layers else None,
-    )
+    )  # fmt: skip
 
 
 def compared(tied: bool = False, mtp_layers: int | None = None) -> dict[str, object]:

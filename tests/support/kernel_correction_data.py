@@ -20,15 +20,9 @@ from megatron_rc.kernels.launch_table import LAUNCH
 INF, NAN = math.inf, math.nan
 UNIT_BLOCK = 16
 BOUNDS = {  # that split the batches below, and that no value of them comes near
-    "ratio": (0.803, 1.297),
-    "k2": (0.0103, 0.1207),
-    "k3": (0.0103, 0.1207),
-    "abs_log_ratio": (0.1013, 0.5017),
-    "prob_diff": (-0.0611, 0.0507),
-    "surprise": (-0.503, 0.607),
-    "novelty": (-0.203, 0.307),
-    "lag": (0.5, 6.5),
-}
+    "ratio": (0.803, 1.297), "k2": (0.0103, 0.1207), "k3": (0.0103, 0.1207), "abs_log_ratio": (0.1013, 0.5017),
+    "prob_diff": (-0.0611, 0.0507), "surprise": (-0.503, 0.607), "novelty": (-0.203, 0.307), "lag": (0.5, 6.5),
+}  # fmt: skip
 LEVELS = ("token", "sequence", "segment")
 SEGMENTS = RolloutCorrection(
     Weight("segment", "mask", 0.703, 1.497),

@@ -43,12 +43,9 @@ def padded(values: Tensor, lengths: list[int]) -> Tensor:
 
 def corrected_of(batch: dict[str, Tensor], correction: RolloutCorrection | None = None) -> Corrected:
     return Corrected(
-        batch["weights"],
-        batch["mask"],
-        torch.zeros(1, dtype=torch.bool),
-        MetricSums(),
+        batch["weights"], batch["mask"], torch.zeros(1, dtype=torch.bool), MetricSums(),
         correction or RolloutCorrection(),
-    )
+    )  # fmt: skip
 
 
 def with_every_term(batch: dict[str, Tensor], scale: Tensor, **options: Any) -> PolicyLoss:

@@ -27,14 +27,9 @@ VOCABULARY, ROWS = 64, 16
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
     return GPTModel(
-        config or core_transformer_config_from_args(get_args()),
-        get_gpt_layer_local_spec(),
-        vocab_size=VOCABULARY,
-        max_sequence_length=ROWS,
-        pre_process=pre_process,
-        post_process=post_process,
-        parallel_output=True,
-    )
+        config or core_transformer_config_from_args(get_args()), get_gpt_layer_local_spec(), vocab_size=VOCABULARY,
+        max_sequence_length=ROWS, pre_process=pre_process, post_process=post_process, parallel_output=True,
+    )  # fmt: skip
 
 
 def rollouts():
@@ -82,12 +77,9 @@ def pretrain() -> None:
 
         config = pretrain_cfg_container_from_args(parse_and_validate_args())
         training.pretrain(
-            config,
-            train_valid_test_dataset_provider=datasets,
-            model_provider=model_provider,
-            model_type=ModelType.encoder_or_decoder,
-            forward_step_func=forward_step,
-        )
+            config, train_valid_test_dataset_provider=datasets, model_provider=model_provider,
+            model_type=ModelType.encoder_or_decoder, forward_step_func=forward_step,
+        )  # fmt: skip
     else:
         training.pretrain(datasets, model_provider, ModelType.encoder_or_decoder, forward_step)
 

@@ -12,14 +12,9 @@ from megatron_rc.rollout.sglang.engine import SGLangEngine, alone
 from megatron_rc.schema.sglang_settings import SGLangSettings
 
 MODEL: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "vocab_size": VOCABULARY,
-    "num_hidden_layers": LAYERS,
-    "num_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K,
-    "max_position_embeddings": 256,
-    "torch_dtype": "float32",
-}
+    "model_type": "qwen3_moe", "vocab_size": VOCABULARY, "num_hidden_layers": LAYERS, "num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K, "max_position_embeddings": 256, "torch_dtype": "float32",
+}  # fmt: skip
 
 
 @contextmanager

@@ -7,24 +7,13 @@ from typing import Any
 import torch
 
 DENSE = {
-    "model_type": "qwen3",
-    "vocab_size": 37,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rope_theta": 1e6,
-    "initializer_range": 0.1,
-}
+    "model_type": "qwen3", "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_theta": 1e6, "initializer_range": 0.1,
+}  # fmt: skip
 MOE = DENSE | {
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
+    "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "norm_topk_prob": True,
-}
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "dense": DENSE,
     "tied": DENSE | {"tie_word_embeddings": True},

@@ -16,15 +16,10 @@ from megatron_rc.engine import SamplingParams
 from megatron_rc.rollout.sglang.request import DamagedAnswer, Request, RouteShape
 
 REQUEST = Request(
-    rid="f" * 32,
-    prompt_ids=[3, 4, 5],
-    drawn=[7],
-    params=SamplingParams(max_new_tokens=4, top_k=4),
-    vocab_size=faulty.VOCABULARY,
-    seed=None,
-    routes=RouteShape(faulty.LAYERS, faulty.TOP_K, faulty.EXPERTS),
+    rid="f" * 32, prompt_ids=[3, 4, 5], drawn=[7], params=SamplingParams(max_new_tokens=4, top_k=4),
+    vocab_size=faulty.VOCABULARY, seed=None, routes=RouteShape(faulty.LAYERS, faulty.TOP_K, faulty.EXPERTS),
     newest_version=7,
-)
+)  # fmt: skip
 REASONS = {
     *("length_mismatch", "phantom_logprob", "nan_logprob", "positive_logprob", "missing_support", "support_mismatch"),
     *("missing_routes", "routes_bytes", "retracted_with_routes", "unknown_version", "empty_output", "bad_answer"),
