@@ -32,7 +32,7 @@ from megatron_rc.jobs.describe import table
 def diagnosed(honest: Tables, seed: int, tokens: int, rounding: str) -> Diagnosis:
     """The diagnosis of a fresh honest dump; every second one ends early."""
     pieces = honest.honest(seed, tokens, ends_early=seed % 2 == 1)
-    return diagnosis_of((rounded(p, rounding).chunk() for p in pieces), "honest", "arrays", CorruptRows())
+    return diagnosis_of((rounded(piece, rounding) for piece in pieces), "honest", "arrays", CorruptRows())
 
 
 class Count:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from diagnosis.traps.dumps import Planted
 from diagnosis.traps.faults import Draw, drawing
 from diagnosis.traps.language import END, TOPIC_IDS, TOPICS, Language
 from diagnosis.traps.models import Trained, Weights, build, trained
 from diagnosis.traps.scoring import score, shifted_experts
+from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.rollout.embedded.engine import HFEngine
 from megatron_rc.rollout.embedded.model import weight_slots
@@ -52,7 +52,7 @@ class Lab:
         return self.sample()
 
     @functools.cached_property
-    def healthy_dump(self) -> Planted:
+    def healthy_dump(self) -> Chunk:
         return self.dump(self.healthy)
 
     @property
@@ -87,7 +87,7 @@ class Lab:
         with drawing(draw):
             return engine.generate(prompts, params, n=n, seeds=range(first, first + n * len(prompts)))
 
-    def dump(self, samples: Sequence[Sample], *, model: Any = None, **scoring: Any) -> Planted:
+    def dump(self, samples: Sequence[Sample], *, model: Any = None, **scoring: Any) -> Chunk:
         """The dump of some samples; ``scoring``: of ``score``."""
         scores = score(model or self.trainer, samples, **scoring)
         count = len(samples)
@@ -104,10 +104,10 @@ class Lab:
             "cached_tokens": np.zeros(count, dtype=np.int64),
             "syncs": order * STEPS // count,
         }
-        return Planted(
+        return Chunk(
             scores.log_probs,
             np.concatenate([np.asarray(s.logprobs, dtype=np.float32) for s in samples]),
-            np.array([len(s.output_ids) for s in samples]),
+            np.cumsum([0, *(len(s.output_ids) for s in samples)]),
             tokens,
             sequences,
         )

@@ -8,11 +8,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from diagnosis.traps.dumps import Planted
+from diagnosis.traps.dumps import with_columns
 from diagnosis.traps.faults import misconverted, penalised, rounded
 from diagnosis.traps.lab import NEWEST, SERVERS, Lab
 from diagnosis.traps.language import END
 from diagnosis.traps.models import VERSIONS, build
+from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.engine import HiddenSampling, Sample
 
 Kind = Literal["real engine", "real server", "injected"]
@@ -26,71 +27,71 @@ class Trap(NamedTuple):
     """Code of the rule that must answer."""
     level: str
     """Level of its verdict."""
-    make: Callable[[Lab], Planted] | None = None
+    make: Callable[[Lab], Chunk] | None = None
     """None: a server makes it together with others."""
 
 
-def hidden(**settings: float) -> Callable[[Lab], Planted]:
+def hidden(**settings: float) -> Callable[[Lab], Chunk]:
     return lambda lab: lab.dump(lab.sample(hidden=HiddenSampling(**settings)))
 
 
-def logged(**settings: float) -> Callable[[Lab], Planted]:
+def logged(**settings: float) -> Callable[[Lab], Chunk]:
     """The sampler draws with these settings and logs what it did; the trainer knows nothing of them."""
     return lambda lab: lab.dump(lab.sample(**settings))
 
 
-def raw_logs(lab: Lab, temperature: float) -> Planted:
+def raw_logs(lab: Lab, temperature: float) -> Chunk:
     """Sampled and trained at a temperature, logged without it."""
     samples = lab.sample(hidden=HiddenSampling(temperature=temperature))
     return lab.dump(samples, temperature=temperature)
 
 
-def with_weights(change: Callable[[dict], dict]) -> Callable[[Lab], Planted]:
+def with_weights(change: Callable[[dict], dict]) -> Callable[[Lab], Chunk]:
     return lambda lab: lab.dump(lab.sample(weights=change(lab.dense.versions[NEWEST])))
 
 
-def other_prompt(lab: Lab) -> Planted:
+def other_prompt(lab: Lab) -> Chunk:
     samples = lab.sample(prompts=lab.other_prompts)
     own = [prompt for prompt in lab.prompts for _ in range(len(samples) // len(lab.prompts))]
     return lab.dump(samples, prompts=own)
 
 
-def one_stale_server(lab: Lab) -> Planted:
+def one_stale_server(lab: Lab) -> Chunk:
     """One of the servers kept its first weights."""
     fresh, old = lab.healthy, lab.sample(weights=lab.dense.versions[0])
     return lab.dump([o if i % SERVERS.size == 2 else f for i, (f, o) in enumerate(zip(fresh, old, strict=True))])
 
 
-def policy_lag(lab: Lab) -> Planted:
+def policy_lag(lab: Lab) -> Chunk:
     """Every response has weights that are up to four updates old, as its columns say."""
     by_version = [lab.sample(weights=weights) for weights in lab.dense.versions]
     versions = np.arange(len(lab.healthy)) // 2 % VERSIONS
     planted = lab.dump([by_version[version][i] for i, version in enumerate(versions)])
     own = np.repeat(versions, planted.lengths)
-    return planted.with_columns(version=own, trainer_version=np.full(versions.size, VERSIONS - 1))
+    return with_columns(planted, version=own, trainer_version=np.full(versions.size, VERSIONS - 1))
 
 
-def expert_flips(lab: Lab) -> Planted:
+def expert_flips(lab: Lab) -> Chunk:
     samples = lab.sample(model=lab.moe, routes=True)
     return lab.dump(samples, model=build(lab.moe.config, lab.moe.versions[NEWEST]))
 
 
-def shifted(lab: Lab) -> Planted:
+def shifted(lab: Lab) -> Chunk:
     """The sampler's list is late by one token."""
     planted = lab.healthy_dump
     log_mu = np.roll(planted.log_mu, 1)
-    log_mu[planted.offsets[:-1]] = planted.log_mu[planted.offsets[:-1]]
+    log_mu[planted.cu_seqlens[:-1]] = planted.log_mu[planted.cu_seqlens[:-1]]
     return replace(planted, log_mu=log_mu)
 
 
-def zero_filled(lab: Lab) -> Planted:
+def zero_filled(lab: Lab) -> Chunk:
     """Every eighth response has 0.0 in the place of its log-probs."""
     planted = lab.healthy_dump
     empty = np.repeat(np.arange(planted.lengths.size) % 8 == 3, planted.lengths)
     return replace(planted, log_mu=np.where(empty, np.float32(0), planted.log_mu))
 
 
-def forced_end(lab: Lab) -> Planted:
+def forced_end(lab: Lab) -> Chunk:
     """The host ended every response that reached its limit with an id of its own, logged as 0.0."""
 
     def ended(s: Sample) -> Sample:

@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from diagnosis.traps.dumps import Planted, joined
+from diagnosis.traps.dumps import with_columns
 from diagnosis.traps.faults import misconverted
 from diagnosis.traps.lab import LENGTH, NEWEST, SERVERS, Lab
 from diagnosis.traps.language import END, VOCABULARY
 from diagnosis.traps.models import VERSIONS, Weights, build
 from diagnosis.traps.planted import Trap
+from megatron_rc.analyze.chunk import Chunk, join
 from megatron_rc.engine import Sample
 
 ASKED = 64
@@ -50,7 +51,7 @@ TRAPS = {
 """Those of ``dumps``, which makes them all together."""
 
 
-def dumps(lab: Lab) -> Iterator[tuple[str, Planted]]:
+def dumps(lab: Lab) -> Iterator[tuple[str, Chunk]]:
     """Start a server, and yield the name and dump of each trap."""
     prompts = lab.prompts[:ASKED]
     with Session(lab).running() as session:
@@ -115,7 +116,7 @@ class Session:
         ]
         return full, renormalised
 
-    def retracted(self) -> Planted:
+    def retracted(self) -> Chunk:
         """Responses that the server put back into its queue and computed again."""
         stop = threading.Event()
 
@@ -133,9 +134,9 @@ class Session:
             stop.set()
             thread.join()
         counts = np.array([answer["meta_info"].get("num_retractions", 0) for _, answer in pairs])
-        return self.lab.dump([_sample(*pair) for pair in pairs]).with_columns(retractions=counts)
+        return with_columns(self.lab.dump([_sample(*pair) for pair in pairs]), retractions=counts)
 
-    def stale_cache(self) -> Planted:
+    def stale_cache(self) -> Chunk:
         """Weights change while the prefix cache keeps the prompts of the first ones; half of the prompts are new."""
         prompts = self.lab.language.prompts(2_000_000 + self.lab.seed, 22 * (VERSIONS + 1), CACHED_PROMPT)
         kept, parts = prompts[:22], []
@@ -149,8 +150,8 @@ class Session:
             model = build(self.lab.dense.config, self.lab.dense.versions[version])
             cached = [answer["meta_info"]["cached_tokens"] for _, answer in pairs]
             dump = self.lab.dump(samples, model=model)
-            parts.append(dump.with_columns(cached_tokens=cached, syncs=[version] * len(samples)))
-        return joined(parts)
+            parts.append(with_columns(dump, cached_tokens=cached, syncs=[version] * len(samples)))
+        return join(parts)
 
     def _answers(
         self, prompts: Sequence[Sequence[int]], extra: dict[str, Any] | None = None, **sampling: Any

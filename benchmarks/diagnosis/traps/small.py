@@ -28,6 +28,6 @@ def write_all(folder: Path) -> None:
         count = next((n for name, n in MORE.items() if slug(name) == file.stem), RESPONSES)
         kept = np.zeros(planted.lengths.size, dtype=bool)
         kept[np.random.default_rng(0).permutation(kept.size)[:count]] = True
-        write(planted.select(kept), TESTS / file.name, without=UNUSED, bits=BITS)
+        write(planted.select_sequences(kept), TESTS / file.name, without=UNUSED, bits=BITS)
     for name, trap in EXAMPLE_OF.items():
         write(read(folder / f"{slug(trap)}.parquet"), EXAMPLES / f"{name}.parquet", without=("output_ids",), bits=BITS)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diagnosis.traps.dumps import Planted
 from diagnosis.traps.lab import LENGTH, Lab
+from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.engine import SamplingParams
 from megatron_rc.rollout.embedded import engine
 
@@ -47,7 +47,7 @@ class Tables:
         result: np.ndarray = (cumulative / cumulative[:, -1:] + np.arange(CONTEXTS * LENGTH)[:, None]).reshape(-1)
         return result
 
-    def honest(self, seed: int, tokens: int, *, ends_early: bool = False) -> Iterator[Planted]:
+    def honest(self, seed: int, tokens: int, *, ends_early: bool = False) -> Iterator[Chunk]:
         """Yield a fresh honest dump in pieces: each token is drawn from the sampler's distribution in its context.
 
         Args:
@@ -68,10 +68,10 @@ class Tables:
             ids = np.searchsorted(self._stacked, row + random.random(row.size), side="right") - row * vocabulary
             ids = np.clip(ids, 0, vocabulary - 1)
             steps = np.zeros(count, dtype=np.int64)
-            yield Planted(
+            yield Chunk(
                 self.log_pi.reshape(-1, vocabulary)[row, ids].astype(np.float64),
                 self.log_mu.reshape(-1, vocabulary)[row, ids].astype(np.float64),
-                lengths,
+                np.concatenate([[0], np.cumsum(lengths)]),
                 {"entropy": entropy[row]},
                 {"step": steps, "server": np.array(["a", "b", "c", "d"])[np.arange(count) % 4]},
             )
@@ -81,7 +81,7 @@ ROUNDINGS = ("none", "bf16", "float16", "4 decimals")
 """How the log-probs of both sides may be kept."""
 
 
-def rounded(planted: Planted, kind: str) -> Planted:
+def rounded(planted: Chunk, kind: str) -> Chunk:
     """The same dump with log-probs as a host may keep them."""
 
     def kept(values: np.ndarray) -> np.ndarray:
