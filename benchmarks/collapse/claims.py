@@ -264,7 +264,7 @@ def _side(gap: Interval, expect: str, matters: float) -> str:
     if expect == "same":
         if gap.low > -matters and gap.high < matters:
             return SUPPORTS
-        return CONTRADICTS if gap.above(0) or gap.below(0) else CANNOT_TELL
+        return CONTRADICTS if gap.low > 0 or gap.high < 0 else CANNOT_TELL
     low, high = (gap.low, gap.high) if expect == "more" else (-gap.high, -gap.low)
     if low > 0:
         return SUPPORTS

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatron_rc import schema
-from megatron_rc.config import PRESETS, RolloutCorrection
+from megatron_rc.config import PRESETS
+from megatron_rc.jobs.describe import changed as changed_fields
 from megatron_rc.settings import JobSettings
 
 NONE = "none"
@@ -80,7 +81,7 @@ def _gaps(settings: JobSettings) -> list[tuple[str, str]]:
 
 def _method(settings: JobSettings) -> str:
     plain = schema.to_dict(settings.correction)
-    name = _written(settings.correction)
+    name = changed_fields(settings.correction).strip("`")
     for preset, each in PRESETS.items():
         other = schema.to_dict(each.correction)
         changed = {field: plain[field] for field in plain if plain[field] != other[field]}
@@ -89,18 +90,6 @@ def _method(settings: JobSettings) -> str:
             if not changed:
                 break
     return name if settings.moe.replay == NONE else f"{name} with {settings.moe.replay}"
-
-
-def _written(correction: RolloutCorrection) -> str:
-    default = schema.to_dict(RolloutCorrection())
-    changed = {name: value for name, value in schema.to_dict(correction).items() if value != default[name]}
-    return schema.dump_yaml(_without_defaults(changed), one_line=True).strip()
-
-
-def _without_defaults(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_defaults(v) for k, v in value.items() if v not in (None, NONE, [], ())}
-    return [_without_defaults(each) for each in value] if isinstance(value, list) else value
 
 
 def _lr_rule(settings: JobSettings) -> str:

@@ -21,12 +21,6 @@ class Interval(NamedTuple):
     low: float
     high: float
 
-    def above(self, bound: float) -> bool:
-        return self.low > bound
-
-    def below(self, bound: float) -> bool:
-        return self.high < bound
-
 
 def share(hits: int, runs: int) -> Interval:
     """Share of runs with its binomial interval; each side misses the truth at most half of the time allowed.

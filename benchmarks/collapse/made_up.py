@@ -8,14 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
+from collapse.rows import SIGNALS, Point, Row, merge
+from megatron_rc.report.endpoints import Endpoints, outcome
+
 STAGE = "made-up"
 STEPS = 120
 
 
 def write(folder: Path, seeds: Sequence[int] = tuple(range(1, 11))) -> None:
     """Rows and curves of 10 seeds: lag kills runs without correction and `seq-tis` saves them; noise does nothing."""
-    from collapse.rows import Point, Row, merge
-
     rows, points = [], []
     for mechanism, strength, method, lr, death in ARMS:
         for seed in seeds:
@@ -44,11 +45,8 @@ ARMS: list[tuple[str, str, str, float, Sequence[int]]] = [
 K3 = {"exact": 1e-13, "lag": 0.012, "fixed noise": 0.15, "hidden top-p": 1e-13}
 
 
-def run(mechanism: str, strength: str, method: str, lr: float, seed: int, dies: bool):  # type: ignore[no-untyped-def]
+def run(mechanism: str, strength: str, method: str, lr: float, seed: int, dies: bool) -> tuple[Row, list[Point]]:
     """One run whose evaluations rise, and halve from a step of its own on if it dies."""
-    from collapse.rows import SIGNALS, Point, Row
-    from megatron_rc.report.endpoints import Endpoints, outcome
-
     random = np.random.default_rng([seed, len(mechanism), len(method), int(1e5 * lr), *strength.encode()])
     death = 50 + 10 * (seed % 4) + (20 if lr < 3e-4 else 0)
     steps = list(range(0, STEPS + 1, 10))

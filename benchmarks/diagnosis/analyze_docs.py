@@ -16,6 +16,7 @@ from rich.console import Console
 
 from megatron_rc.analyze import columns, gate, terminal
 from megatron_rc.analyze.diagnosis import diagnose_dump
+from megatron_rc.jobs.describe import table
 
 ROOT = Path(__file__).parents[2]
 ANALYZE = ROOT / "docs/analyze.md"
@@ -41,18 +42,15 @@ NUMBERS = {
 
 def column_tables() -> str:
     parts = []
-    for title, table in (
-        ("per token, beside the two log-probs", columns.TOKEN_COLUMNS),
-        ("per response", columns.SEQUENCE_COLUMNS),
-    ):
-        rows = [f"| `{name}` | {column.kind} | {column.meaning} |" for name, column in table.items()]
-        parts.append("\n".join([f"| column {title} | kind | meaning |", "| --- | --- | --- |", *rows]))
-    return "\n\n".join(parts)
+    per_token = "column per token, beside the two log-probs"
+    for title, known in ((per_token, columns.TOKEN_COLUMNS), ("column per response", columns.SEQUENCE_COLUMNS)):
+        rows = [(f"`{name}`", column.kind, column.meaning) for name, column in known.items()]
+        parts.append(table((title, "kind", "meaning"), rows))
+    return "\n".join(parts).strip()
 
 
 def number_table() -> str:
-    rows = [f"| `{name}` | {NUMBERS[name]} |" for name in gate.NUMBERS]
-    return "\n".join(["| number | meaning |", "| --- | --- |", *rows])
+    return table(("number", "meaning"), [(f"`{name}`", NUMBERS[name]) for name in gate.NUMBERS]).strip()
 
 
 def report(dump: str, host: str) -> str:

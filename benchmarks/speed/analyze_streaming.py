@@ -58,16 +58,8 @@ class Measured(NamedTuple):
 
 def write_dump(path: Path, tokens: int) -> None:
     """Write an honest dump of responses of 1,000 tokens on average, 500 per step, with entropy, server and step."""
-    schema = pa.schema(
-        {
-            "old_logprobs": pa.list_(pa.float32()),
-            "rollout_logprobs": pa.list_(pa.float32()),
-            "entropy": pa.list_(pa.float32()),
-            "step": pa.int64(),
-            "server": pa.string(),
-            "reward": pa.float64(),
-        }
-    )
+    fields = dict.fromkeys(("old_logprobs", "rollout_logprobs", "entropy"), pa.list_(pa.float32()))
+    schema = pa.schema(fields | {"step": pa.int64(), "server": pa.string(), "reward": pa.float64()})
     with pq.ParquetWriter(path, schema) as writer:
         for step in range(max(1, round(tokens / (LENGTH * PER_STEP)))):
             random = np.random.default_rng([1, step])
@@ -96,15 +88,8 @@ def folder_of_links(path: Path, names: int) -> Path:
 def measure(path: Path) -> Measured:
     """Analyze a file or folder in a new process."""
     done = subprocess.run([sys.executable, "-c", _CODE, str(path)], stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(done.stdout)
-    return Measured(
-        found["tokens"],
-        sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path])) / 2**20,
-        found["seconds"],
-        found["cpu_seconds"],
-        found["peak_mb"],
-        found["codes"],
-    )
+    size = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
+    return Measured(**json.loads(done.stdout), file_mb=size / 2**20)
 
 
 def main() -> None:

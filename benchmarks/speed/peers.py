@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,11 +109,7 @@ def _pytorch(device: torch.device) -> Iterator[Peer]:
 
 
 def _pytorch_head() -> Iterator[Peer]:
-    fused, options = functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()
-
-    def head(*given: Tensor) -> Tensor:
-        return fused(*given, reduction="sum", options=options)
-
+    head = partial(functional.linear_cross_entropy, reduction="sum", options=torch.nn.LinearCrossEntropyOptions())
     yield Peer("PyTorch linear_cross_entropy", torch.__version__, head, head=True)
 
 
@@ -173,7 +170,5 @@ def _flash_attention(device: torch.device, folder: Path | None) -> Iterator[Peer
 def _cut_cross_entropy() -> Iterator[Peer]:
     from cut_cross_entropy import linear_cross_entropy
 
-    def head(*given: Tensor) -> Tensor:
-        return linear_cross_entropy(*given, reduction="sum")
-
+    head = partial(linear_cross_entropy, reduction="sum")
     yield Peer("cut-cross-entropy", version("cut-cross-entropy"), head, head=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ import torch
 import triton
 
 import speed
+from megatron_rc.schema.files import replace_text
 from speed import report
 from speed.cases import PEER_TOLERANCE, Case, cases
 from speed.meter import Call, Meter, ceilings
@@ -44,9 +44,7 @@ class Store(dict[str, Any]):
 
     def save(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(self, indent=1) + "\n")
-        os.replace(new, self.path)
+        replace_text(self.path, json.dumps(self, indent=1) + "\n")
 
 
 def said(*command: str) -> str:

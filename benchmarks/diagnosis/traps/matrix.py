@@ -8,6 +8,7 @@ from html import escape
 
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.rules import CODES
+from megatron_rc.jobs.describe import table
 
 BENIGN = {"RC404", "RC501", "RC502"}
 """Rules that name a cause without a fault; RC501 always joins them."""
@@ -51,13 +52,11 @@ class Matrix:
 
     def markdown(self) -> str:
         """A table of dumps by trap and rule."""
-        lines = [f"| trap | kind | wanted | {' | '.join(RULES)} | right |"]
-        lines.append("| --- " * (len(RULES) + 4) + "|")
+        lines = []
         for row in self.rows:
-            cells = [str(row.answers[code]) if row.answers[code] else "" for code in RULES]
-            wanted = f"{row.answer} {row.level}"
-            lines.append(f"| {row.name} | {row.kind} | {wanted} | {' | '.join(cells)} | {row.rights} of {row.dumps} |")
-        return "\n".join(lines) + "\n"
+            cells = [str(row.answers[code] or "") for code in RULES]
+            lines.append([row.name, row.kind, f"{row.answer} {row.level}", *cells, f"{row.rights} of {row.dumps}"])
+        return table(("trap", "kind", "wanted", *RULES, "right"), lines)
 
     def page(self, seeds: int) -> str:
         """The document with picture and table."""

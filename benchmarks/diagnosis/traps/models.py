@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from diagnosis.traps.language import END, TOPICS, VOCABULARY, Language
+from megatron_rc.rollout.embedded.model import build_model
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",
@@ -59,17 +60,13 @@ def trained(kind: str, folder: Path) -> Trained:
     return Trained(CONFIGS[kind], torch.load(file, weights_only=True))
 
 
-def build(config: dict[str, Any], weights: Weights | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    """The transformers model of a configuration, with random weights if none are given."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    fields = {name: value for name, value in config.items() if name != "model_type"}
-    moe = config["model_type"] == "qwen3_moe"
+def build(config: dict[str, Any], weights: Weights | None = None) -> Any:
+    """The transformers model of a configuration, fp32, with random weights if none are given."""
     torch.manual_seed(0)
-    model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields)) if moe else Qwen3ForCausalLM(Qwen3Config(**fields))
+    model = build_model(config, torch.float32, torch.device("cpu")).requires_grad_()
     if weights is not None:
         model.load_state_dict(weights)
-    return model.to(dtype).eval()
+    return model
 
 
 def _train(kind: str) -> list[Weights]:

@@ -159,15 +159,15 @@ class Session:
         parameters = {"max_new_tokens": LENGTH, "temperature": 1.0, "stop_token_ids": [END], **sampling}
         parameters = {name: value for name, value in parameters.items() if value is not None}
         body = {"input_ids": list(prompts), "sampling_params": parameters, "return_logprob": True, **(extra or {})}
-        return [(list(p), a) for p, a in zip(prompts, self._post("/generate", body), strict=True)]
+        return [(list(p), a) for p, a in zip(prompts, json.loads(self._post("/generate", body)), strict=True)]
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
+    def _post(self, path: str, body: dict[str, Any]) -> bytes:
         request = urllib.request.Request(
             self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=600) as answer:
-                return _decoded(answer.read().decode())
+                return bytes(answer.read())
         except urllib.error.HTTPError as refused:
             raise RuntimeError(f"{path} answered {refused.code}: {refused.read()[:300]!r}") from None
 
@@ -179,14 +179,6 @@ class Session:
             weights = misconverted(versions[NEWEST]) if name == "wrong" else versions[int(name)]
             build(self.lab.dense.config, weights).save_pretrained(path)
         return path
-
-
-def _decoded(text: str) -> Any:
-    """Some of the server's answers are sentences."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def _repeated(prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
