@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradients.rows import read
+
 UNSEEN = 1e-7
 """k3 below this is rounding: what opens such a gap does not show in it."""
 FOLDER = Path(__file__).with_name("results")
@@ -154,11 +156,7 @@ def stages(folder: Path = FOLDER) -> list[str]:
 def committed(cls: type[Record], stage: str, folder: Path = FOLDER) -> list[Record]:
     """The rows or points of a stage; none where it has no file."""
     path = path_of(cls, stage, folder)
-    if not path.exists():
-        return []
-    hints = typing.get_type_hints(cls)
-    with open(path, newline="") as file:
-        return [cls(**{k: _parsed(v, hints[k]) for k, v in record.items()}) for record in csv.DictReader(file)]
+    return read(cls, path) if path.exists() else []
 
 
 def merge(new: Iterable[Record], stage: str, cls: type[Record], folder: Path = FOLDER) -> None:
@@ -188,10 +186,6 @@ def keep(rows: Sequence[Row], points: Sequence[Point], folder: Path = FOLDER) ->
         merge(mine, stage, Row, folder)
         merge([point for point in points if homes[point.key] == stage], stage, Point, folder)
     return dict(Counter(homes.values()))
-
-
-def _parsed(text: str, kind: Any) -> Any:
-    return (math.nan if text == "" else float(text)) if kind is float else kind(text)
 
 
 def _written(value: Any) -> Any:

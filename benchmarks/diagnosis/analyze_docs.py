@@ -7,8 +7,8 @@ The lines between `<!-- NAME: ... -->` and `<!-- end of NAME -->` are replaced.
 
 from __future__ import annotations
 
+import contextlib
 import io
-import os
 import re
 from pathlib import Path
 
@@ -55,12 +55,8 @@ def number_table() -> str:
 
 def report(dump: str, host: str) -> str:
     """What `megatron-rc analyze` prints, started in the repository."""
-    before = os.getcwd()
-    os.chdir(ROOT)
-    try:
+    with contextlib.chdir(ROOT):
         diagnosis = diagnose_dump(dump)
-    finally:
-        os.chdir(before)
     console = Console(file=io.StringIO(), width=WIDTH, highlight=False)
     terminal.show(diagnosis, console=console, host=host)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]

@@ -19,8 +19,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
 
-from diagnosis.traps import server, small
-from diagnosis.traps.dumps import slug, write
+from diagnosis.traps import server
+from diagnosis.traps.dumps import slug, write, write_small
 from diagnosis.traps.lab import Lab
 from diagnosis.traps.matrix import Matrix, Row
 from diagnosis.traps.planted import TRAPS, Trap
@@ -75,7 +75,7 @@ def main() -> None:
     matrix = Matrix(list(rows.values()))
     print("\n" + matrix.markdown())
     if options.small:
-        small.write_all(options.folder / "dumps" / str(options.seeds[0]))
+        write_small(options.folder / "dumps" / str(options.seeds[0]))
     if options.docs:
         (ROOT / "docs/rules").mkdir(exist_ok=True)
         (ROOT / "docs/rules/confusion.md").write_text(matrix.page(len(options.seeds)))

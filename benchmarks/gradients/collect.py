@@ -15,7 +15,13 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.config import PRESETS, RolloutCorrection, Weight
+from megatron_rc.jobs import run
+from megatron_rc.rollout.embedded.engine import HFEngine
 from megatron_rc.settings import JobSettings
+from megatron_rc.training.loop import Job
+from megatron_rc.training.step.reinforce import reinforce_step
+from megatron_rc.training.step.sampling import Sampler
+from megatron_rc.training.step.seeds import seed_of
 
 ESTIMATORS: dict[str, RolloutCorrection] = {
     "none": PRESETS["none"].correction,
@@ -34,11 +40,7 @@ noise alone would give sqrt((1 - b) / (1 + b)) = 0.23 with b = 0.9."""
 class Bench:
     """The state of a run at one of its checkpoints, and gradients there."""
 
-    def __init__(self, job: object, path: Path) -> None:
-        from megatron_rc.rollout.embedded.engine import HFEngine
-        from megatron_rc.training.loop import Job
-
-        assert isinstance(job, Job)
+    def __init__(self, job: Job, path: Path) -> None:
         job.restore(path)
         self.job, self.policy, self.path = job, job.policy, path
         self.version = job.progress.weight_version
@@ -74,8 +76,6 @@ class Bench:
         g = (1 / S) sum_i A_i sum_t w_t grad log pi(y_t), over all S responses: with answers of pi and no weights it is
         unbiased. A run with token-mean divides by the tokens of its batch instead, a positive factor.
         """
-        from megatron_rc.training.step.reinforce import reinforce_step
-
         result = reinforce_step(
             self.policy,
             batch,
@@ -114,11 +114,7 @@ class Bench:
                 ends.append(torch.stack([unit @ self.exact_gradient(number, [-2]) for number in numbers]))
         return (ends[0] - ends[1]) / (2 * reach)
 
-    def _batch(self, sampler: object, number: int, draw: int) -> TokenBatch:
-        from megatron_rc.training.step.sampling import Sampler
-        from megatron_rc.training.step.seeds import seed_of
-
-        assert isinstance(sampler, Sampler)
+    def _batch(self, sampler: Sampler, number: int, draw: int) -> TokenBatch:
         rollout = self.job.settings.rollout
         count, n = rollout.prompts_per_step, rollout.samples_per_prompt
         prompts = self.job.task.prompts(FIRST_PROMPT + number * count, count)
@@ -130,8 +126,6 @@ class Bench:
 @contextmanager
 def opened(settings: JobSettings, path: Path, scratch: Path) -> Iterator[Bench]:
     """The run with these ``settings`` at the checkpoint ``path``; what a job writes goes to ``scratch``."""
-    from megatron_rc.jobs import run
-
     with run.opened(dataclasses.replace(settings, output=str(scratch)), fresh=True, dump=False) as job:
         bench = Bench(job, path)
         with closing(bench.engine):

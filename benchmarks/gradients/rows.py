@@ -6,14 +6,14 @@ import csv
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 Z90 = 1.645
 """Standard errors on either side of a 90 % interval."""
 MEASURED = ("cosine", "norm_ratio", "squared_bias", "variance", "progress")
 """Fields of Row that have a standard error beside them."""
-Kind = typing.TypeVar("Kind", bound=tuple[Any, ...])
-"""A NamedTuple."""
+Kind = typing.TypeVar("Kind")
+"""A NamedTuple or a dataclass."""
 
 
 class Row(NamedTuple):
@@ -74,7 +74,11 @@ def write(rows: Sequence[NamedTuple], path: Path) -> None:
 
 
 def read(kind: type[Kind], path: Path) -> list[Kind]:
-    """The rows of a file, each value as the field of its name is annotated."""
-    types = typing.get_type_hints(kind)
+    """The rows of a file, each value as the field of its name is annotated; a number that is not there is NaN."""
+    types = {name: _number if hint is float else hint for name, hint in typing.get_type_hints(kind).items()}
     with open(path, newline="") as file:
         return [kind(**{name: types[name](text) for name, text in record.items()}) for record in csv.DictReader(file)]
+
+
+def _number(text: str) -> float:
+    return float(text or "nan")

@@ -22,9 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
 
-from gradients import consecutive_picture
 from gradients.page import page
-from gradients.picture import draw
 from gradients.rows import Row, read, write
 from gradients.steps import Step, steps_of
 from megatron_rc import settings as job_settings
@@ -93,8 +91,10 @@ def main() -> None:
         write(steps_of(CONSECUTIVE, options.steps), CONSECUTIVE_ROWS)
     rows, steps = read(Row, ROWS), read(Step, CONSECUTIVE_ROWS)
     if options.docs:
+        from gradients.picture import draw, draw_steps
+
         draw(rows, PICTURE)
-        consecutive_picture.draw(steps, CONSECUTIVE_PICTURE)
+        draw_steps(steps, CONSECUTIVE_PICTURE)
         PAGE.write_text(PAGE.read_text().partition(TABLES)[0] + TABLES + page(rows, steps))
     else:
         sys.stdout.write(page(rows, steps))

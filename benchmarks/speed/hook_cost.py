@@ -35,6 +35,7 @@ from megatron_rc.integrations.slime import is_weights
 from megatron_rc.integrations.slime.layout import Parallel
 from megatron_rc.integrations.verl import driver as verl
 from megatron_rc.integrations.verl import settings as verl_settings
+from megatron_rc.jobs.describe import table
 
 LENGTH, MICRO_BATCH = 4096, 2048
 CORRECTIONS = ("none", "token-tis", "geo-mask-token-tis")
@@ -206,14 +207,13 @@ def main() -> None:
     of_loss = statistics.median(times["loss"])
     print(f"{options.tokens:,} tokens, vocabulary {options.vocabulary:,}: the loss takes {of_loss:.2f} s of CPU time,")
     print(f"{loss.operations:,} operations that write {loss.elements:,} elements.\n")
-    print("| hook | correction | operations | elements, share of the loss | CPU ms | share of the loss |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    rows = []
     for (host, name), found in work.items():
         median = statistics.median(times[host, name])
-        print(
-            f"| {host} | `{name}` | {found.operations} | {found.elements / loss.elements:.3%} "
-            f"| {1000 * median:.1f} | {median / of_loss:.2%} |"
-        )
+        counts = [f"{found.operations}", f"{found.elements / loss.elements:.3%}"]
+        rows.append([host, f"`{name}`", *counts, f"{1000 * median:.1f}", f"{median / of_loss:.2%}"])
+    heads = ("hook", "correction", "operations", "elements, share of the loss", "CPU ms", "share of the loss")
+    print(table(heads, rows), end="")
 
 
 if __name__ == "__main__":
