@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from collapse import checks, page_runs
+from collapse import checks
 from collapse.claims import (
     BY_CASE,
     CANNOT_TELL,
@@ -21,20 +24,27 @@ from collapse.claims import (
     Claim,
     answers,
     counted,
+    span,
     verdict,
 )
 from collapse.drawings import draw
 from collapse.figure_data import FigureSettings, Picture, pictures
 from collapse.methods import REFERENCE, ranking, rates
-from collapse.page_runs import filled, hours
-from collapse.rows import UNSEEN
-from collapse.runs import TUNING, Results
+from collapse.rows import UNSEEN, Row
+from collapse.runs import PLAIN, TUNING, Results, by_arm
 from megatron_rc import schema
 from megatron_rc.jobs.describe import table
+from megatron_rc.report.endpoints import Endpoints
 
 CLAIMS, TEMPLATE = (Path(__file__).with_name(name) for name in ("claims.yaml", "page.md"))
 IMAGES = "images/collapse"
 """Folder of the figures, seen from docs/."""
+
+
+GAP_HEADINGS = ("task", "gap", "runs", "k3", "std of log-ratio", "T / T*", "mismatch k3", "staleness k3",
+                "gradient norm", "fell", "collapsed", "failed")  # fmt: skip
+MEASURED = ("k3_early", "sigma", "depth", "mismatch_k3", "staleness_k3")
+EVENTS = ("fell", "collapsed", "failed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +92,15 @@ def text(results: Results, said: Statement) -> str:
         for section in re.split(r"\n\n(?=## )", TEMPLATE.read_text().strip())
         if all(fields[name] is not None for name in re.findall(r"{(\w+)", section))
     ]
-    filled = (_block(block, fields) for block in "\n\n".join(kept).split("\n\n"))
-    return "\n\n".join(filter(None, filled)) + "\n"
+    blocks = (_block(block, fields) for block in "\n\n".join(kept).split("\n\n"))
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def _block(block: str, fields: Mapping[str, Any]) -> str:
     if alone := re.fullmatch(r"{(\w+)}", block):
         return str(fields[alone[1]]).strip("\n")
     items = [part.format(**fields) for part in re.split(r"\n(?=\* )", block)]
-    return "\n".join(filled(item, "  " if item.startswith("* ") else "") for item in items)
+    return "\n".join(_filled(item, "  " if item.startswith("* ") else "") for item in items)
 
 
 def _fields(results: Results, said: Statement) -> dict[str, Any]:
@@ -110,7 +120,7 @@ def _fields(results: Results, said: Statement) -> dict[str, Any]:
         "rates": rates(results) or None,
         "not_reproduced": _not_reproduced(given),
         "figures": "\n".join(figures[1:]),
-        **page_runs.fields(results),
+        **_run_fields(results),
         "unseen": UNSEEN,
         **{"supports": SUPPORTS, "contradicts": CONTRADICTS, "cannot_tell": CANNOT_TELL},
         **{"in_part": IN_PART.strip(), "by_case": BY_CASE, "p_limit": P_LIMIT},
@@ -173,8 +183,8 @@ def _figure(figure: FigureSettings, picture: Picture, results: Results) -> Itera
     yield f"![{title}]({IMAGES}/{picture.name}.png)\n"
     stages = sorted({results.stage_of(row) for row in picture.runs})
     commands = ", ".join(f"`megatron-rc grid launch/recipes/collapse/{stage}.yaml`" for stage in stages)
-    runs = f"{len(picture.runs)} runs, {hours(picture.runs)}: {commands}."
-    yield filled(" ".join(filter(None, (f"*{title}.*", figure.note, runs)))) + "\n"
+    runs = f"{len(picture.runs)} runs, {_hours(picture.runs)}: {commands}."
+    yield _filled(" ".join(filter(None, (f"*{title}.*", figure.note, runs)))) + "\n"
 
 
 def _not_reproduced(given: Sequence[tuple[Claim, list[Answer]]]) -> str:
@@ -186,3 +196,94 @@ def _not_reproduced(given: Sequence[tuple[Claim, list[Answer]]]) -> str:
     ]
     heads = ("claim", "comparison", "what the runs say, 90 % interval", "T / T*")
     return table(heads, against) if against else "No comparison contradicts its claim."
+
+
+def _filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(
+        " ".join(text.split()), 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _hours(rows: Sequence[Row]) -> str:
+    seconds = sum(row.seconds for row in rows)
+    return f"{seconds / 3600:.1f} process-hours" if seconds >= 3600 else f"{seconds / 60:.0f} process-minutes"
+
+
+def _run_fields(results: Results) -> dict[str, Any]:
+    """What page.md says of the runs."""
+    rows = results.rows
+    served = sum(row.evaluated == "served" for row in rows)
+    whose = f"In {served} runs the sampler's weights answered, in the others the trainer's."
+    heads = ("task", "vocabulary", "runs", "seeds", "mean response length T", "T / T*", "k3, first quarter")
+    worlds = results.worlds().items()
+    return {
+        "hours": _hours(rows),
+        "stages": _listed({results.stage_of(row) for row in rows}),
+        "worlds": table(heads, [_world(label, [r for r in rows if r.world == world]) for world, label in worlds]),
+        "plan": _plan(results),
+        "mechanisms": _mechanisms(results),
+        "rules": _rules(results),
+        "answers": min(row.answers for row in rows),
+        "evaluated": whose if served else "The trainer's own weights answered.",
+        **{
+            name: span([getattr(row, name) for row in rows]) for name in ("vocabulary", "length", "steps", "depth_seen")
+        },
+    }
+
+
+def _listed(stages: Iterable[str]) -> str:
+    return ", ".join(f"`{stage}`" for stage in sorted(stages))
+
+
+def _plan(results: Results) -> str:
+    left = {stage: counts for stage, counts in results.progress().items() if counts[0] < counts[1]}
+    listed = ", ".join(f"`{stage}` {done} of {planned} runs" for stage, (done, planned) in left.items())
+    said = f"The plan is larger than what has been run: {listed}. What is missing answers *{CANNOT_TELL}*."
+    return _filled(said) if left else ""
+
+
+def _world(label: str, rows: Sequence[Row]) -> list[str]:
+    spans = [span([getattr(row, name) for row in rows]) for name in ("vocabulary", "length", "depth_seen", "k3_seen")]
+    return [label, spans[0], str(len(rows)), str(len({row.seed for row in rows})), *spans[1:]]
+
+
+def _rules(results: Results) -> str:
+    used = {row.stage: _rule(results.rules.get(row.stage, Endpoints())) for row in results.rows}
+    rules = {rule: _listed(stage for stage in used if used[stage] == rule) for rule in used.values()}
+    return "\n".join(_filled(f"* {stages}: {rule}", "  ") for rule, stages in rules.items())
+
+
+def _rule(rules: Endpoints) -> str:
+    return (
+        f"a run is judged by the means of {rules.window} consecutive evaluations. It has **fallen** where this mean "
+        f"lies {rules.fall:.0%} or more below its maximum so far. It has **collapsed** when at least its last "
+        f"{rules.to_end} means have fallen, "
+        "or a value was not finite; a fall that it recovered from is a **relapse**. It has **failed** when its last "
+        f"mean is below {rules.failure:.0%} of that of the exact sampler with the same seed."
+    )
+
+
+def _mechanisms(results: Results) -> str:
+    """A line per mechanism and strength, of each task, at every learning rate that was run."""
+    arms = by_arm(results.select(PLAIN | {"method": "none"}))
+    worlds = results.worlds()
+    rates = {arm.lr for arm in arms}
+    lines = []
+    for arm in sorted(arms, key=lambda arm: (worlds[arm.world], arm.mechanism != "exact", arm.rank)):
+        rows = arms[arm]
+        gap = f"{arm.mechanism} {arm.strength}".strip() + (f", lr {arm.lr:g}" if len(rates) > 1 else "")
+        seen = statistics.median(row.k3_early for row in rows) >= UNSEEN
+        numbers = [_median(rows, name) if seen else "0" for name in MEASURED]
+        shares = [f"{hits} of {runs}" for hits, runs in (results.count(rows, event) for event in EVENTS)]
+        norm = _median(rows, "grad_norm")
+        lines.append([worlds[arm.world], gap, str(len(rows)), *numbers, norm, *shares])
+    return table(GAP_HEADINGS, lines)
+
+
+def _median(rows: Sequence[Row], name: str) -> str:
+    """Two digits; empty where no run measured it, and 0 for what is rounding."""
+    known = [value for row in rows if not math.isnan(value := getattr(row, name))]
+    if not known:
+        return ""
+    value = statistics.median(known)
+    return "0" if name.endswith("k3") and value < UNSEEN else f"{value:.2g}"
