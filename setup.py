@@ -5,5 +5,10 @@ from setuptools import find_packages, setup
 setup(
     # megatron_rc.kernels is the link megatron_rc/kernels -> ../triton_kernels, which has no __init__.py
     packages=[*find_packages(include=["megatron_rc", "megatron_rc.*"]), "megatron_rc.kernels"],
-    package_data={"megatron_rc.kernels": ["README.md"], "megatron_rc.analyze.rules": ["pages/*.md"]},
+    package_data={
+        "megatron_rc.kernels": ["README.md"],
+        "megatron_rc.analyze.rules": ["pages/*.md"],
+        "megatron_rc.analyze.pages": ["*.css"],
+        "megatron_rc.report": ["*.css", "*.js"],
+    },
 )

@@ -5,31 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib import resources
 
-STYLE = """
-.wide { grid-column: 1 / -1; }
-.bug { --level: #c8232c; } .suspect, .undecided { --level: #a86a00; } .staleness { --level: var(--c0); }
-.numerics { --level: var(--c2); }
-@media (prefers-color-scheme: dark) { .bug { --level: #ff7b7f; } .suspect, .undecided { --level: #ffc24d; } }
-.level { font-size: 20px; font-weight: 650; color: var(--level); margin: 0 0 4px; }
-.verdict { border-left: 5px solid var(--level); }
-.verdict h2 b { color: var(--level); }
-.verdict p { font-size: 15px; color: var(--text); }
-.warning { color: var(--c1); }
-article details { border: 0; padding: 0; margin-top: 8px; }
-article summary { font-size: 13px; }
-article table { margin-top: 4px; }
-article thead th { border-bottom: 1px solid var(--edge); }
-article td { font-size: 12.5px; padding: 3px 16px 3px 0; vertical-align: top; white-space: nowrap; }
-article td.name { font-family: inherit; }
-article td.words { font-family: inherit; color: var(--soft); white-space: normal; min-width: 17em; }
-article td.words:last-child { width: 60%; }
-.scroll { overflow-x: auto; }
-.bar { display: block; height: 10px; min-width: 1px; border-radius: 3px; background: var(--c0); }
-article td.room { width: 45%; min-width: 6em; vertical-align: middle; }
-.red { background: color-mix(in srgb, #e5484d 28%, transparent); }
-article td.red { padding-left: 8px; }
-"""
+STYLE = (resources.files("megatron_rc.analyze.pages") / "card.css").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
