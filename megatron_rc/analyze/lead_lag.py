@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ def lead_lag(name: str, k3: Floats, other: Floats) -> LeadLag | None:
     wander or grow by themselves have correlated values and correlated changes, but their surprises are independent.
     They are replaced by their normal scores, so that single large ones do not decide. Then r(d) = corr(surprise of k3
     at t, surprise of the other at t + d); the largest atanh(|r(d)|) sqrt(pairs - 3 - predictors), which is normal
-    without a relation, gives p, 11 times as large for the 11 values of d (Bonferroni).
+    without a relation, gives p = 1 - (1 - p_1)^11 over the 11 values of d.
 
     Source: Haugh (1976), Checking the independence of two covariance-stationary time series.
     """
@@ -49,7 +50,7 @@ def lead_lag(name: str, k3: Floats, other: Floats) -> LeadLag | None:
     seen, freedom = found
     sizes = np.arctanh(np.minimum(np.abs(seen), 0.999999)) * np.sqrt(freedom)
     best = int(np.argmax(sizes))
-    p = min(1.0, len(LAGS) * normal_p(float(sizes[best])))
+    p = -math.expm1(len(LAGS) * math.log1p(-normal_p(float(sizes[best]))))
     return LeadLag(name, LAGS[best], float(seen[best]), tuple(map(float, seen)), p)
 
 
