@@ -12,11 +12,13 @@ from megatron_rc.analyze.chunk import Floats
 
 SHORTEST = 3
 """Steps between two changes: a single odd step is no change of level."""
-MEMORY = 0.9
-"""Correlation of neighbours, with steps of normal law, under which series without jumps are simulated. With less of it
-large statistics are rarer; a random walk, whose levels do change, is outside."""
-SIMULATED, LONGEST = 4000, 128
-"""Series per length, and the longest; a longer segment is judged as this one."""
+MEMORIES = (0.0, 0.5, 0.9)
+"""Correlations of neighbours, with steps of normal law, under which a series without jumps is simulated; the largest
+p-value of all counts. A random walk, whose levels do change, is outside of them."""
+SIMULATED = 4000
+"""Series per memory and length."""
+SIZES = (6, 7, 8, 9, 10, 12, 14, 16, 18, 21, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+"""Lengths that are simulated; a segment is judged as the next longer of these, and a still longer one as the last."""
 TAIL = 0.1
 """Share of the simulated series that the tail is fitted to: p-values far below 1 / SIMULATED are needed, because they
 are corrected for the number of tests of a report."""
@@ -47,51 +49,84 @@ class Changes(NamedTuple):
 def find_changes(values: Floats, level: float) -> Changes:
     """The jumps of a series [N] between constant levels, each with a p-value below ``level``.
 
-    Each segment is split where two means take most off the sum of squares. Its p-value is that of the ``_statistics``
-    of simulated autoregressive series without jumps. At the end the levels must describe the series better than a
-    straight line, by Schwarz's criterion (BIC).
+    Each segment is split where Student's t of the two means is largest. t is divided by sqrt((1 + r) / (1 - r)), so
+    that a series that wanders is not taken for one that jumps: 1 + r is the mean square of its differences at distance
+    2 over that at distance 1, the largest left out, and so r the correlation of neighbours whatever the jumps. The
+    p-value is that of the largest t in simulated autoregressive series without jumps, which are treated alike. At the
+    end the levels must describe the series better than a straight line, by Schwarz's criterion (BIC).
     """
     found: dict[int, float] = {}
     tests: list[float] = []
     waiting = [(0, values.size)]
     while waiting and len(found) < MOST:
         start, end = waiting.pop(0)
-        segment = values[start:end]
-        if segment.size < 2 * SHORTEST or np.ptp(segment) <= 1e-12 * max(1.0, float(np.abs(segment).max())):
+        if (split := _split(values[start:end])) is None:
             continue
-        (seen,), (index,) = _statistics(segment[None])
-        tests.append(_p(float(seen), _law(min(segment.size, LONGEST))))
-        if tests[-1] < level:
-            found[start + int(index)] = tests[-1]
-            waiting += [(start, start + int(index)), (start + int(index), end)]
+        index, p = start + split[0], split[1]
+        tests.append(p)
+        if p < level:
+            found[index] = p
+            waiting += [(start, index), (index, end)]
     edges = [0, *sorted(found), values.size]
+    if found and (slope := _better_line(values, edges)) is not None:
+        return Changes((), slope, tuple(tests))
     means = [float(values[a:b].mean()) for a, b in itertools.pairwise(edges)]
-    slope, height = np.polyfit(np.arange(values.size), values, 1)
-    # levels: a mean per segment and a place per change; line: two numbers
-    bic_levels = _bic(values - np.repeat(means, np.diff(edges)), 2 * len(means) - 1, values)
-    if found and _bic(values - slope * np.arange(values.size) - height, 2, values) < bic_levels:
-        return Changes((), float(slope), tuple(tests))
     points = (Change(i, *pair, found[i]) for i, pair in zip(sorted(found), itertools.pairwise(means), strict=True))
     return Changes(tuple(points), None, tuple(tests))
 
 
-def _statistics(rows: Floats) -> tuple[Floats, np.ndarray]:
-    """([R] statistic, [R] index) of the best split of each row of [R, n].
+def _split(values: Floats) -> tuple[int, float] | None:
+    """(index, p) of the best split; None for a segment that is too short or constant."""
+    n = values.size
+    if n < 2 * SHORTEST or np.ptp(values) <= 1e-12 * max(1.0, float(np.abs(values).max())):
+        return None
+    (seen,), (index,) = _largest(values[None])
+    size = min((size for size in SIZES if size >= n), default=SIZES[-1])
+    scaled = float(_tail_scale(seen, size))
+    return int(index), max(_p(scaled, law) for law in _laws(size))
 
-    The statistic is Student's t^2 of the two means, times (1 - r) / (1 + r), brought to a scale on which its tail is
-    exponential. The variance within is that around four levels, so that a second jump does not hide the first. 1 + r is
-    the mean square of the differences at distance 2 over that at distance 1, the largest left out, and so r the
-    correlation of neighbours whatever the jumps.
+
+def _p(seen: float, law: Floats) -> float:
+    """Share of the simulated statistics, rising, that are at least as large; an exponential is fitted to their tail."""
+    tail = law[int((1 - TAIL) * SIMULATED) :]
+    if seen > tail[0]:
+        return float(TAIL * np.exp((tail[0] - seen) / (tail.mean() - tail[0])))
+    return float((1 + SIMULATED - np.searchsorted(law, seen)) / (1 + SIMULATED))
+
+
+def _tail_scale(t: Floats, n: int) -> Floats:
+    """Minus the logarithm of Student's tail at t, up to constants: its own tail is exponential."""
+    result: Floats = (n - 2) / 2 * np.log1p(np.square(t) / (n - 2))
+    return result
+
+
+@functools.cache
+def _laws(n: int) -> tuple[Floats, ...]:
+    """By memory, the statistics of simulated series [n] without jumps, rising."""
+    laws = []
+    for memory in MEMORIES:
+        steps = np.random.default_rng(n).standard_normal((SIMULATED, n))
+        steps[:, 1:] *= np.sqrt(1 - memory**2)
+        for t in range(1, n):
+            steps[:, t] += memory * steps[:, t - 1]
+        laws.append(np.sort(_tail_scale(_largest(steps)[0], n)))
+    return tuple(laws)
+
+
+def _largest(rows: Floats) -> tuple[Floats, np.ndarray]:
+    """[R] largest t of each row of [R, n], less what correlated neighbours make of it, and where the split is.
+
+    The variance within is that around four levels, so that a second jump does not hide the first.
     """
     n = rows.shape[1]
     rows = rows - rows.mean(axis=1, keepdims=True)
-    sums = np.pad(np.cumsum(rows, axis=1), ((0, 0), (1, 0)))
-    none, all_of = np.zeros(len(rows), dtype=np.int64), np.full(len(rows), n)
+    sums = np.concatenate([np.zeros((rows.shape[0], 1)), np.cumsum(rows, axis=1)], axis=1)
+    none, all_of = np.zeros(rows.shape[0], dtype=np.int64), np.full(rows.shape[0], n)
     top, best = _gain(sums, none, all_of)
-    within = (rows**2).sum(axis=1) - top - _gain(sums, none, best)[0] - _gain(sums, best, all_of)[0]
-    near, far = (np.sort((rows[:, d:] - rows[:, :-d]) ** 2, axis=1)[:, : int(TYPICAL * (n - d))] for d in (1, 2))
-    r = np.clip(far.mean(axis=1) / np.maximum(near.mean(axis=1), 1e-300) - 1, 0.0, MEMORY)
-    return (n - 2) / 2 * np.log1p(top / np.maximum(within, 1e-300) * (1 - r) / (1 + r)), best
+    further = _gain(sums, none, best)[0] + _gain(sums, best, all_of)[0]
+    within = np.maximum((rows**2).sum(axis=1) - top - further, 1e-300)
+    r = np.clip(_spread(rows, 2) / np.maximum(_spread(rows, 1), 1e-300) - 1, 0.0, 0.9)
+    return np.sqrt(top / within * (n - 2) * (1 - r) / (1 + r)), best
 
 
 def _gain(sums: Floats, start: np.ndarray, end: np.ndarray) -> tuple[Floats, np.ndarray]:
@@ -101,31 +136,27 @@ def _gain(sums: Floats, start: np.ndarray, end: np.ndarray) -> tuple[Floats, np.
     index, rows = np.arange(sums.shape[1]), np.arange(sums.shape[0])
     left, right = index - start[:, None], end[:, None] - index
     first, last = sums[rows, start][:, None], sums[rows, end][:, None]
-    share, size = left / np.maximum(left + right, 1), (left + right) / np.maximum(left * right, 1)
+    share = left / np.maximum(left + right, 1)
+    size = (left + right) / np.maximum(left * right, 1)
     gains = np.where((left >= SHORTEST) & (right >= SHORTEST), (sums - first - share * (last - first)) ** 2 * size, 0.0)
     best = gains.argmax(axis=1)
     return gains[rows, best], best
 
 
-@functools.cache
-def _law(n: int) -> Floats:
-    """The statistics of simulated series [n] without jumps, rising."""
-    rows = np.random.default_rng(n).standard_normal((SIMULATED, n))
-    rows[:, 1:] *= np.sqrt(1 - MEMORY**2)
-    for t in range(1, n):
-        rows[:, t] += MEMORY * rows[:, t - 1]
-    return np.sort(_statistics(rows)[0])
+def _spread(rows: Floats, distance: int) -> Floats:
+    """[R] mean square of the differences at a distance, less the largest of them, which jumps make."""
+    squares = np.sort((rows[:, distance:] - rows[:, :-distance]) ** 2, axis=1)
+    return squares[:, : max(1, int(squares.shape[1] * TYPICAL))].mean(axis=1)
 
 
-def _p(seen: float, law: Floats) -> float:
-    """Share of the simulated statistics that are at least as large; an exponential is fitted to their tail."""
-    tail = law[int((1 - TAIL) * SIMULATED) :]
-    if seen > tail[0]:
-        return float(TAIL * np.exp((tail[0] - seen) / (tail.mean() - tail[0])))
-    return float((1 + SIMULATED - np.searchsorted(law, seen)) / (1 + SIMULATED))
-
-
-def _bic(rest: Floats, numbers: int, values: Floats) -> float:
-    """Schwarz's criterion of a description with so many numbers that leaves ``rest`` of ``values``."""
-    squares = max(float(rest @ rest), 1e-12 * values.size * float(values.var()))
-    return float(values.size * np.log(max(squares, 1e-300)) + numbers * np.log(values.size))
+def _better_line(values: Floats, edges: list[int]) -> float | None:
+    """Slope of the straight line through a series if it describes it better than its levels do."""
+    n = values.size
+    levels = sum(float(((values[a:b] - values[a:b].mean()) ** 2).sum()) for a, b in itertools.pairwise(edges))
+    slope, start = np.polyfit(np.arange(n), values, 1)
+    line = float(((values - slope * np.arange(n) - start) ** 2).sum())
+    tiny = 1e-12 * float(((values - values.mean()) ** 2).sum())
+    # levels: a mean per segment and a place per change; line: two numbers
+    bic_levels = n * np.log(max(levels, tiny)) + (2 * (len(edges) - 1) - 1) * np.log(n)
+    bic_line = n * np.log(max(line, tiny)) + 2 * np.log(n)
+    return float(slope) if bic_line < bic_levels else None

@@ -62,7 +62,7 @@ def surprise_correlations(k3: Floats, other: Floats) -> tuple[Floats, Floats] | 
     memory = min(MEMORY[1], max(MEMORY[0], int(both.sum()) // MEMORY[2]))
     one, two = (_normal_scores(_surprises(values[both], memory)) for values in (k3, other))
     pairs: Floats = one.size - np.abs(LAGS) - 3.0 - memory
-    return np.array([_correlation(*at_lag(one, two, lag)) for lag in LAGS]), pairs
+    return _correlations(one, two), pairs
 
 
 def _surprises(values: Floats, memory: int) -> Floats:
@@ -76,11 +76,18 @@ def _surprises(values: Floats, memory: int) -> Floats:
 
 def _normal_scores(values: Floats) -> Floats:
     """Values of the standard normal law at the ranks of ``values``; equal values get the mean rank."""
-    rising = np.sort(values)
-    ranks = (np.searchsorted(rising, values, "left") + np.searchsorted(rising, values, "right") + 1) / 2
-    return np.array([NormalDist().inv_cdf(share) for share in (ranks / (values.size + 1)).tolist()])
+    order, inverse, count = np.unique(values, return_inverse=True, return_counts=True)[0:3]
+    if order.size == 1:
+        return np.zeros(values.size)
+    shares = (np.cumsum(count) - (count - 1) / 2) / (values.size + 1)
+    return np.array([NormalDist().inv_cdf(share) for share in shares.tolist()])[inverse]
 
 
-def _correlation(one: Floats, other: Floats) -> float:
-    x, y = one - one.mean(), other - other.mean()
-    return float(x @ y / max(np.sqrt((x @ x) * (y @ y)), 1e-300))
+def _correlations(one: Floats, other: Floats) -> Floats:
+    """[len(LAGS)] correlation of ``one`` [n] at t with ``other`` [n] at t + lag."""
+    result = []
+    for lag in LAGS:
+        x, y = (values - values.mean() for values in at_lag(one, other, lag))
+        spread = float(np.sqrt((x @ x) * (y @ y)))
+        result.append(float(x @ y) / spread if spread > 0 else 0.0)
+    return np.array(result)

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_rc.analyze.chunk import Chunk, Floats
-from megatron_rc.analyze.sums import FIELDS, Sums, WeightSums
+from megatron_rc.analyze.sums import FIELDS, WeightSums
 
 MOMENTS = ("sequences", "tokens", "k3", "k1_squared", "uncertainty")
 """Sums whose products over sequences are kept, too: "k1_squared" is sum l^2, "uncertainty" sum (1 - pi)^2."""
+_PLAIN = ("excess", "excess_squared")
 
 
 class Moments(NamedTuple):
@@ -58,7 +59,7 @@ class _Row:
 
     def __init__(self) -> None:
         self.moments = Moments(np.zeros(len(MOMENTS)), np.zeros((len(MOMENTS), len(MOMENTS))))
-        self.total = np.zeros(len(FIELDS))
+        self.plain = np.zeros(len(_PLAIN))
         self.entropy = self.reward = 0.0
         self.rewards = 0
         self.weights = WeightSums()
@@ -76,18 +77,20 @@ class StepSums:
         if steps is None or steps.dtype.kind not in "iuf":
             return
         filled = (chunk.lengths > 0) & np.isfinite(steps)
-        unknown = np.full(filled.size, math.nan)
-        entropy, reward = unknown, chunk.sequences.get("reward", unknown).astype(np.float64)
-        if "entropy" in chunk.tokens:
-            entropy = np.bincount(chunk.sequence_of, weights=chunk.tokens["entropy"], minlength=filled.size)
-        columns = [FIELDS.index(name) for name in MOMENTS]
         order = np.flatnonzero(filled)[np.argsort(steps[filled], kind="stable")]
         names, starts = np.unique(steps[order], return_index=True)
+        entropy = (
+            np.bincount(chunk.sequence_of, weights=chunk.tokens["entropy"], minlength=filled.size)
+            if "entropy" in chunk.tokens
+            else np.full(filled.size, math.nan)
+        )
+        reward = chunk.sequences.get("reward", np.full(filled.size, math.nan)).astype(np.float64)
+        columns, plain = ([FIELDS.index(name) for name in group] for group in (MOMENTS, _PLAIN))
         for name, members in zip(names.tolist(), np.split(order, starts[1:]), strict=True):
             row, values = self._rows.setdefault(int(name), _Row()), sums[members]
             moments = values[:, columns]
             row.moments = row.moments.plus(Moments(moments.sum(axis=0), moments.T @ moments))
-            row.total += values.sum(axis=0)
+            row.plain += values[:, plain].sum(axis=0)
             row.entropy += float(entropy[members].sum())
             known = reward[members][np.isfinite(reward[members])]
             row.reward, row.rewards = row.reward + float(known.sum()), row.rewards + known.size
@@ -99,7 +102,8 @@ class StepSums:
 
 
 def _step(name: int, row: _Row) -> Step:
-    moments, total = row.moments, Sums(row.total)
+    moments = row.moments
+    excess, squared = row.plain.tolist()
     return Step(
         step=name,
         sequences=int(moments.sequences),
@@ -108,7 +112,7 @@ def _step(name: int, row: _Row) -> Step:
         sigma=math.sqrt(moments.k1_squared / moments.uncertainty) if moments.uncertainty else 0.0,
         mean_length=moments.tokens / moments.sequences,
         ess=row.weights.ess(moments.sequences),
-        z_rho=total.excess / math.sqrt(total.excess_squared) if total.excess_squared else 0.0,
+        z_rho=excess / math.sqrt(squared) if squared else 0.0,
         entropy=row.entropy / moments.tokens,
         reward=row.reward / row.rewards if row.rewards else math.nan,
         moments=moments,

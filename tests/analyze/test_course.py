@@ -13,7 +13,7 @@ from simulated_dumps import diagnosed
 from megatron_rc.analyze import output, words
 from megatron_rc.analyze.changes import find_changes
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.decomposition import decompose
+from megatron_rc.analyze.decomposition import between, decompose
 from megatron_rc.analyze.lead_lag import FEWEST, lead_lag
 from megatron_rc.analyze.steps import Step, StepSums
 from megatron_rc.analyze.sums import sequence_sums
@@ -72,8 +72,8 @@ def test_the_parts_add_up_to_the_growth_without_a_rest() -> None:
 
 
 def test_both_orders_of_the_groups_give_the_same_shares() -> None:
-    steps = steps_of(step_chunk(1, 3), step_chunk(2, 3, sigma=0.1, certainty=0.5))
-    there, back = decompose(steps), decompose(steps[::-1])
+    one, other = steps_of(step_chunk(1, 3), step_chunk(2, 3, sigma=0.1, certainty=0.5))
+    there, back = between([one], [other]), between([other], [one])
     assert there is not None and back is not None
     assert [part.share for part in there.parts] == pytest.approx([part.share for part in back.parts])
 
@@ -141,25 +141,26 @@ def test_small_p_values_of_changes_are_as_rare_as_they_say() -> None:
         assert np.mean(np.array(p_values) < level) <= level + binomial_error(level, 4000)
 
 
-NOISE = np.random.default_rng(1).normal(size=95)
+def test_planted_jumps_are_placed_exactly() -> None:
+    random = np.random.default_rng(1)
+    levels = np.repeat([0.0, 2.0, 0.5], [30, 25, 40])
+    found = find_changes(levels + 0.1 * random.normal(size=levels.size), 1e-3)
+    assert [change.begins for change in found.points] == [30, 55]
+    assert found.points[0].after == pytest.approx(2.0, abs=0.2)
+    assert found.drift is None
 
 
-@pytest.mark.parametrize(
-    ("values", "level", "jumps", "drift"),
-    [
-        (np.repeat([0.0, 2.0, 0.5], [30, 25, 40]) + 0.1 * NOISE, 1e-3, [30, 55], None),
-        (0.05 * np.arange(60) + 0.2 * NOISE[:60], 0.01, [], 0.05),
-        (np.where(np.arange(40) == 20, 5.0, 0.1 * NOISE[:40]), 0.01, [], None),
-    ],
-    ids=["jumps", "a steady drift", "one odd step"],
-)
-def test_jumps_are_placed_exactly_and_nothing_else_is_one(
-    values: np.ndarray, level: float, jumps: list[int], drift: float | None
-) -> None:
-    found = find_changes(values, level)
-    assert [change.begins for change in found.points] == jumps
-    assert [change.after for change in found.points] == pytest.approx([2.0, 0.5][: len(jumps)], abs=0.2)
-    assert found.drift == (drift and pytest.approx(drift, rel=0.1))
+def test_a_steady_drift_is_no_jump() -> None:
+    random = np.random.default_rng(1)
+    found = find_changes(0.05 * np.arange(60) + 0.2 * random.normal(size=60), 0.01)
+    assert not found.points
+    assert found.drift == pytest.approx(0.05, rel=0.1)
+
+
+def test_one_odd_step_is_no_jump() -> None:
+    values = 0.1 * np.random.default_rng(1).normal(size=40)
+    values[20] = 5.0
+    assert not find_changes(values, 0.01).points
 
 
 @pytest.mark.parametrize("lag", [-3, 0, 2])
@@ -184,26 +185,39 @@ def test_unrelated_series_do_not_move_together(memory: float) -> None:
     assert abs(alarms / series - 0.05) <= binomial_error(0.05, series)
 
 
-def test_series_that_only_grow_together_short_and_constant_ones_are_not_related() -> None:
+def test_series_that_only_grow_together_are_not_related() -> None:
     random = np.random.default_rng(3)
     one, other = (np.linspace(0, 8, 60) + random.normal(size=60) for _ in range(2))
     found = lead_lag("reward", one, other)
     assert found is not None and found.p > 0.05
-    assert lead_lag("reward", one[: FEWEST - 1], one[: FEWEST - 1]) is None
-    assert lead_lag("reward", one, np.ones(60)) is None
 
 
-def test_a_jump_is_named_with_its_cause_and_a_corrected_p() -> None:
+def test_short_or_constant_series_are_not_compared() -> None:
+    values = np.arange(float(FEWEST - 1))
+    assert lead_lag("reward", values, values) is None
+    assert lead_lag("reward", np.arange(50.0), np.ones(50)) is None
+
+
+def test_the_terminal_line_names_growth_cause_and_jump() -> None:
+    chunks = [step_chunk(s, 7, sigma=0.05 if s < 18 else 0.1, sequences=40) for s in range(10, 26)]
+    found = diagnosed(*chunks)
+    assert found.timeline is not None
+    assert [jump.step for jump in found.timeline.jumps] == [18]
+    line = words.course(found.decomposition, found.timeline)
+    assert line.startswith("k3 grew")
+    assert "from steps 10-13 to steps 22-25: engine 100" in line
+    assert line.endswith("jump at step 18")
+
+
+def test_p_values_of_the_course_are_corrected_with_those_of_the_report() -> None:
     found = diagnosed(*[step_chunk(s, 7, sigma=0.05 if s < 18 else 0.3, sequences=30) for s in range(4, 32)])
     evidence, course = found.evidence, found.timeline
     assert course is not None and evidence.course is not None
     names = {test.name for test in evidence.tests}
     assert {"jump of k3, split 0", "k3 with reward", "k3 with length", "z_rho of step 12"} <= names
     (jump,), (raw,) = course.jumps, evidence.course.jumps
-    assert jump.step == 18 and 0.01 > jump.p == evidence.adjusted["jump of k3, split 0"] > raw.p
-    line = words.course(found.decomposition, course)
-    assert line.startswith("k3 grew") and line.endswith("jump at step 18")
-    assert "from steps 4-10 to steps 25-31: engine 101" in line
+    assert jump.p == evidence.adjusted["jump of k3, split 0"] > raw.p
+    assert jump.p < 0.01
 
 
 def test_a_surge_of_the_length_is_named_by_its_step() -> None:
