@@ -50,7 +50,9 @@ def lead_lag(name: str, k3: Floats, other: Floats) -> LeadLag | None:
     seen, freedom = found
     sizes = np.arctanh(np.minimum(np.abs(seen), 0.999999)) * np.sqrt(freedom)
     best = int(np.argmax(sizes))
-    p = -math.expm1(len(LAGS) * math.log1p(-normal_p(float(sizes[best]))))
+    p_1 = normal_p(float(sizes[best]))
+    # without any correlation, as of a series that is predicted exactly, p_1 is 1
+    p = -math.expm1(len(LAGS) * math.log1p(-p_1)) if p_1 < 1 else 1.0
     return LeadLag(name, LAGS[best], float(seen[best]), tuple(map(float, seen)), p)
 
 

@@ -198,6 +198,12 @@ def test_short_or_constant_series_are_not_compared() -> None:
     assert lead_lag("reward", np.arange(50.0), np.ones(50)) is None
 
 
+def test_a_series_that_is_predicted_exactly_has_no_relation() -> None:
+    wanders = wandering(np.random.default_rng(0), 60, 0.5)
+    found = lead_lag("reward", wanders, np.arange(60) % 2.0)
+    assert found is not None and found.p == 1
+
+
 def test_the_terminal_line_names_growth_cause_and_jump() -> None:
     chunks = [step_chunk(s, 7, sigma=0.05 if s < 18 else 0.1, sequences=40) for s in range(10, 26)]
     found = diagnosed(*chunks)
