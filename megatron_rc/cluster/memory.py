@@ -8,15 +8,14 @@ queries, SwiGLU, RMSNorm, no dropout, and attention that does not store its scor
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from megatron_rc.head_inputs import default_chunk
 from megatron_rc.models.config import DTYPES, moe_layers, padded_vocab_size, torch_dtype
 from megatron_rc.models.families import family_of
 from megatron_rc.models.names import Parameter, parameters
-from megatron_rc.schema.head_options import LINEAR, HeadOptions
-from megatron_rc.settings import Dtype, JobSettings, ParallelSettings
+from megatron_rc.settings import Dtype, JobSettings, ParallelSettings, TrainSettings
 
 GIB = 1024**3
 
@@ -194,45 +193,36 @@ def trainer_memory(
     in_flight = min(parallel.pipeline - stage, micro_batches)
     saved = activation_bytes(hf, parallel, dtype, tokens=tokens, stage=stage)
     vocabulary = padded_vocab_size(hf, parallel.tensor) // parallel.tensor
-    head = head_memory(tokens, vocabulary, hf["hidden_size"], dtype, train.head_options())
-    # the rows with a loss, all of them at most, are a copy; with sequence parallelism it is of the gathered rows
-    logits = head.fused + tokens * b * hf["hidden_size"] if train.head == "linear" else head.logits
-    if train.backend == "torch":
-        logits += _TORCH_CHUNKS
     return TrainerMemory(
         weights=b * count,
         gradients=4 * count,
         optimizer=count * ((0 if dtype == "fp32" else 4) + (8 if adam else 0)),
         saved_weights=b * count if settings.loss.kl_coef else 0,
         activations=in_flight * saved,
-        logits=logits if last else 0,
+        logits=_head_memory(tokens, vocabulary, hf["hidden_size"], train) if last else 0,
         backward=2 * b * tokens * _widest(hf, parallel),
         step=4 * count if adam else 0,
     )
 
 
-class HeadMemory(NamedTuple):
-    """Bytes of a micro-batch on the last stage, beyond its hidden states, the head's weight and main_grad.
+def _head_memory(tokens: int, columns: int, hidden: int, train: TrainSettings) -> int:
+    """`TrainerMemory.logits` of a micro-batch on the last stage, for ``columns`` of the vocabulary.
 
-    The gradient of the hidden states is in both, and so is what autograd gets for the weight, [columns, hidden] in the
-    dtype of the model: nothing reads it, but Megatron's DDP wants to see one.
+    Both heads make the gradient of the hidden states, and hand autograd one of the weight in the dtype of the model:
+    nothing reads it, but Megatron's DDP wants to see one.
     """
-
-    logits: int
-    """With logits, over which their gradient is written, and which are still there when that of the weight is made."""
-    fused: int
-    """With the fused head: the logits of one chunk or, after them, the gradient of the weight; and 64 bytes per row."""
-
-
-def head_memory(tokens: int, columns: int, hidden: int, dtype: Dtype, options: HeadOptions = LINEAR) -> HeadMemory:
-    """What the head of ``tokens`` holds either way, in backward."""
-    b, of_logits = DTYPES[dtype].bytes, options.head_logits_dtype or dtype
-    chunk = min(tokens, options.head_chunk or default_chunk((columns,), torch_dtype(of_logits)))
-    # the gradient of wider logits is a tensor of its own, in the dtype of the model
-    of_chunk = chunk * columns * (b if of_logits == dtype else DTYPES[of_logits].bytes + b)
+    b = DTYPES[train.dtype].bytes
     rows, weight = b * tokens * hidden, b * columns * hidden
-    kept = b * tokens * columns + rows + weight + tokens * _ROW_BYTES
-    return HeadMemory(kept, max(of_chunk, weight) + rows + tokens * 2 * _ROW_BYTES)
+    chunks_in_fp32 = _TORCH_CHUNKS if train.backend == "torch" else 0
+    if train.head == "logits":
+        # their gradient is written over them, and they are still there when that of the weight is made
+        return b * tokens * columns + rows + weight + tokens * _ROW_BYTES + chunks_in_fp32
+    of_logits = train.head_logits_dtype or train.dtype
+    chunk = min(tokens, train.head_chunk or default_chunk((columns,), torch_dtype(of_logits)))
+    # the gradient of wider logits is a tensor of its own, in the dtype of the model
+    of_chunk = chunk * columns * (b if of_logits == train.dtype else DTYPES[of_logits].bytes + b)
+    # the rows with a loss, all of them at most, are a copy; with sequence parallelism it is of the gathered rows
+    return max(of_chunk, weight) + 2 * rows + tokens * 2 * _ROW_BYTES + chunks_in_fp32
 
 
 def _widest(hf: dict[str, Any], parallel: ParallelSettings) -> int:
@@ -246,16 +236,11 @@ def _widest(hf: dict[str, Any], parallel: ParallelSettings) -> int:
     return max(widths)
 
 
-def server_memory(hf: dict[str, Any], dtype: Dtype, *, tensor: int, gpu: int, share: float) -> ServerMemory:
-    """Bytes of one of the ``tensor`` GPUs that share a server, which takes ``share`` of its ``gpu`` bytes."""
-    b = DTYPES[dtype].bytes
+def server_memory(settings: JobSettings, hf: dict[str, Any]) -> ServerMemory:
+    """Bytes of one of the GPUs that share a server."""
+    cluster, b = settings.cluster, DTYPES[settings.train.dtype].bytes
     # a server has one copy of tied embeddings; norms and routers, which every GPU holds, weigh next to nothing
-    weights = -(-parameter_count(hf) * b // tensor)
-    groups = max(1, hf["num_key_value_heads"] // tensor)
+    weights = -(-parameter_count(hf) * b // cluster.server_tp)
+    groups = max(1, hf["num_key_value_heads"] // cluster.server_tp)
     kv_token = 2 * hf["num_hidden_layers"] * groups * hf["head_dim"] * b
-    return ServerMemory(weights, round(share * gpu) - weights, kv_token)
-
-
-def by_name(memory: TrainerMemory) -> dict[str, int]:
-    """Bytes by field name, without the fields that are 0."""
-    return {f.name: value for f in fields(memory) if (value := getattr(memory, f.name))}
+    return ServerMemory(weights, round(cluster.server_share * round(cluster.gpu_memory * GIB)) - weights, kv_token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,7 @@ class Plan:
         ]
 
     def server_memory(self) -> memory.ServerMemory:
-        cluster, dtype = self.settings.cluster, self.settings.train.dtype
-        tensor, gpu, share = cluster.server_tp, round(cluster.gpu_memory * memory.GIB), cluster.server_share
-        return memory.server_memory(self.hf, dtype, tensor=tensor, gpu=gpu, share=share)
+        return memory.server_memory(self.settings, self.hf)
 
     def check_memory(self) -> None:
         """Raises ValueError when the estimate says that the job does not fit."""
@@ -199,7 +197,7 @@ def _row(name: str, *values: int, note: str = "") -> str:
 
 def _memory_lines(plan: Plan) -> list[str]:
     stages = plan.trainer_memory()
-    names = memory.by_name(stages[0]) | memory.by_name(stages[-1])
+    names = dict.fromkeys(name for one in (stages[0], stages[-1]) for name, size in asdict(one).items() if size)
     return [
         "GiB of a trainer GPU" + "".join(f"{f'stage {i}':>10}" for i in range(len(stages))),
         *(_row(name.replace("_", " "), *(getattr(stage, name) for stage in stages)) for name in names),

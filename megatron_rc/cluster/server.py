@@ -89,17 +89,9 @@ def _environment() -> dict[str, str]:
 
 
 def serve(
-    command: Sequence[str],
-    *,
-    host: str,
-    port: int,
-    log: Path,
-    timeout: float,
-    background: bool = False,
-    stop_with: int | None = None,
-    report_to: str | None = None,
-    grace: float = GRACE,
-) -> None:
+    command: Sequence[str], *, host: str, port: int, log: Path, timeout: float, background: bool, stop_with: int | None,
+    report_to: str | None,
+) -> None:  # fmt: skip
     """Start ``command`` and stay until it ends; whatever ends this process, the server and all it started end, too.
 
     Args:
@@ -125,7 +117,7 @@ def serve(
             )
         leader = Process.now(server.pid)
         owners = [Process.now(stop_with)] if stop_with else []
-        keeper = processes.start_keeper(leader, [Process.now(os.getpid()), *owners], grace)
+        keeper = processes.start_keeper(leader, [Process.now(os.getpid()), *owners], GRACE)
         say(f"starting the server, process {server.pid}, log {log}")
         _wait_until_it_answers(server, asked, port, log, timeout)
         say(f"serving at http://{asked}:{port}, process {server.pid}, log {log}")
@@ -133,7 +125,7 @@ def serve(
             addresses.report(f"http://{asked}:{port}", report_to, timeout)
         if background:
             if owners:
-                processes.start_keeper(leader, owners, grace)
+                processes.start_keeper(leader, owners, GRACE)
             keeper.kill()
             pid_file(log).write_text(f"{leader.number} {leader.start}\n")
             leader = None
@@ -143,7 +135,7 @@ def serve(
     finally:
         processes.ignore_signals()
         if leader is not None:
-            end_group(leader, grace)
+            end_group(leader, GRACE)
 
 
 def _wait_until_it_answers(server: subprocess.Popen[bytes], host: str, port: int, log: Path, timeout: float) -> None:
@@ -180,7 +172,7 @@ def _end_of(log: Path, count: int) -> deque[str]:
         return deque(lines, maxlen=count)
 
 
-def stop(log: Path, grace: float = GRACE) -> None:
+def stop(log: Path) -> None:
     """End the server that was left running with this log, and nothing else that has its number by now.
 
     Raises ValueError when no server was left running with this log.
@@ -191,7 +183,7 @@ def stop(log: Path, grace: float = GRACE) -> None:
     except FileNotFoundError:
         raise ValueError(f"no server to stop: {file}, which --background writes, does not exist") from None
     if (leader := Process(int(number), start)).runs():
-        end_group(leader, grace)
+        end_group(leader, GRACE)
         say(f"stopped the server, process {number}")
     else:
         say(f"the server, process {number}, had ended already")

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import pytest
 from cluster_nodes import LAUNCH, environment, free_port
 from process_groups import nothing_is_left
+from quick_sglang import write_quick_sglang
 from typer.testing import CliRunner, Result
 
 from megatron_rc.cli import app
@@ -155,21 +156,6 @@ def test_one_machine_without_servers_becomes_torchrun(monkeypatch: pytest.Monkey
     assert inherited["PYTHONSAFEPATH"] == "1" and inherited["CUDA_VISIBLE_DEVICES"] == ""
 
 
-FAKE_SGLANG = """
-import argparse, signal
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-signal.alarm(900)
-parser = argparse.ArgumentParser()
-parser.add_argument("--port", type=int)
-
-class Health(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
-HTTPServer(("127.0.0.1", parser.parse_known_args()[0].port), Health).serve_forever()
-"""
 JOB = """
 import os, signal, sys, time, urllib.request
 from megatron_rc.cluster import launch, processes
@@ -211,10 +197,7 @@ def test_whatever_ends_a_job_ends_its_server_and_its_trainer(
     behaviour: str, sent: signal.Signals | None, status: int, tmp_path: Path
 ) -> None:
     port = free_port()
-    (tmp_path / "sglang").mkdir()
-    (tmp_path / "sglang/__init__.py").write_text("")
-    (tmp_path / "sglang/launch_server.py").write_text(FAKE_SGLANG)
-    (tmp_path / "config.json").write_text("{}")
+    write_quick_sglang(tmp_path)
     (tmp_path / "job.py").write_text(JOB.format(folder=tmp_path, port=port, behaviour=behaviour))
     job = subprocess.Popen(
         [sys.executable, str(tmp_path / "job.py")], env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from tiny_models import DENSE, KINDS, MOE
+from torch.utils._pytree import tree_leaves
 
 from megatron_rc import settings
 from megatron_rc.cluster import memory
@@ -21,19 +23,25 @@ from megatron_rc.settings import JobSettings, LossSettings, ModelSettings, Paral
 
 RECIPES = Path(__file__).parents[2] / "launch/recipes"
 PUBLISHED = {"qwen3_4b_2x8": 4_022_468_096, "qwen3_30b_a3b_2x8": 30_532_122_624}
-
-
-FOUR = {"num_hidden_layers": 4}
-LAYOUTS: list[tuple[str, dict[str, Any], dict[str, int]]] = [
-    ("dense", DENSE, {"tensor": 2}),
-    ("dense", DENSE | FOUR, {"pipeline": 2}),
-    ("tied", KINDS["tied"] | FOUR, {"pipeline": 2}),
-    ("tied", KINDS["tied"], {"tensor": 2}),
-    ("biased", KINDS["biased"], {"tensor": 2}),
-    ("moe", MOE, {"expert": 2}),
-    ("moe", MOE | FOUR | {"mlp_only_layers": [1]}, {"pipeline": 2}),
-]
 TOKENS = 48
+FOUR = {"num_hidden_layers": 4}
+SOME_DENSE = {"mlp_only_layers": [1]}
+BF16 = TrainSettings(dtype="bf16")
+CASES: list[tuple[dict[str, Any], TrainSettings, dict[str, int]]] = [
+    (DENSE, BF16, {"tensor": 2}),
+    (DENSE | FOUR, BF16, {"pipeline": 2}),
+    (KINDS["tied"] | FOUR, BF16, {"pipeline": 2}),
+    (KINDS["tied"], BF16, {"tensor": 2}),
+    (KINDS["biased"], BF16, {"tensor": 2}),
+    (MOE, BF16, {"expert": 2}),
+    (MOE | FOUR | SOME_DENSE, BF16, {"pipeline": 2}),
+    (DENSE, BF16, {}),
+    (DENSE | FOUR, TrainSettings(dtype="fp32"), {}),
+    (KINDS["biased"], BF16, {}),
+    (KINDS["biased"], TrainSettings(dtype="fp32"), {}),
+    (MOE, TrainSettings(dtype="bf16", optimizer="sgd"), {}),
+    (MOE | SOME_DENSE, TrainSettings(dtype="fp16"), {}),
+]
 
 
 def saved_by_autograd(model: Any, dtype: str) -> int:
@@ -58,13 +66,6 @@ def saved_by_autograd(model: Any, dtype: str) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [tensor for child in children for tensor in tensors_of(child)]
-
-
 def built(rank: int, train: TrainSettings, hf: dict[str, Any], parallel: ParallelSettings) -> dict[str, int]:
     """Bytes of this rank's weights, gradients and optimizer after a step, and its number of parameters."""
     from megatron_rc.training.model.build import build_model
@@ -83,7 +84,7 @@ def built(rank: int, train: TrainSettings, hf: dict[str, Any], parallel: Paralle
     buffers = [b.grad_data for chunk in chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]]
     inner = [o.optimizer for o in getattr(optimizer, "chained_optimizers", [optimizer])]
     weights = {p.data_ptr() for p in parameters}
-    state = [t for o in inner for t in tensors_of(list(o.state.values())) if t.dim()]  # the step's number has none
+    state = [t for o in inner for t in tree_leaves(list(o.state.values())) if t.dim()]  # the step's number has none
     state += [p for o in inner for group in o.param_groups for p in group["params"] if p.data_ptr() not in weights]
     found["count"] = sum(p.numel() for p in parameters)
     for name, tensors in {"weights": parameters, "gradients": buffers, "optimizer": state}.items():
@@ -91,69 +92,32 @@ def built(rank: int, train: TrainSettings, hf: dict[str, Any], parallel: Paralle
     return found
 
 
-def every_layout(rank: int) -> list[dict[str, int]]:
+def every_case(rank: int) -> list[dict[str, int]]:
     from megatron_rc.training import groups
 
     found = []
-    for _, fields, layout in LAYOUTS:
+    for fields, train, layout in CASES:
         parallel = ParallelSettings(**layout)
         groups.initialize(parallel, seed=1)
-        hf = hf_config_dict(ModelSettings(config=fields))
-        found.append(built(rank, TrainSettings(dtype="bf16"), hf, parallel))
-    groups.initialize(ParallelSettings(), seed=1)
-    for fields, train in STATES:
-        found.append(built(rank, train, hf_config_dict(ModelSettings(config=fields)), ParallelSettings()))
+        found.append(built(rank, train, hf_config_dict(ModelSettings(config=fields)), parallel))
     return found
 
 
-STATES = [
-    (DENSE, TrainSettings(dtype="bf16")),
-    (DENSE | FOUR, TrainSettings(dtype="fp32")),
-    (KINDS["biased"], TrainSettings(dtype="bf16")),
-    (KINDS["biased"], TrainSettings(dtype="fp32")),
-    (MOE, TrainSettings(dtype="bf16", optimizer="sgd")),
-    (MOE | {"mlp_only_layers": [1]}, TrainSettings(dtype="fp16")),
-]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> list[list[dict[str, int]]]:
-    return run_ranks(2, every_layout)
-
-
-def estimate(fields: dict[str, Any], train: TrainSettings, layout: dict[str, int], stage: int) -> Any:
-    job = JobSettings(parallel=ParallelSettings(**layout), train=train)
-    hf = hf_config_dict(ModelSettings(config=fields))
-    return memory.trainer_memory(job, hf, tokens=TOKENS, stage=stage, micro_batches=1)
-
-
-def test_parameters_and_state_are_those_of_the_real_ranks_in_every_layout(ranks: Any) -> None:
-    for case, (kind, fields, layout) in enumerate(LAYOUTS):
-        hf = hf_config_dict(ModelSettings(config=fields))
-        for rank in range(2):
-            real, stage = ranks[rank][case], rank if "pipeline" in layout else 0
-            assert memory.local_parameters(hf, ParallelSettings(**layout), stage) == real["count"], (kind, layout)
-            said = estimate(fields, TrainSettings(dtype="bf16"), layout, stage)
+def test_parameters_state_and_activations_are_those_of_real_ranks_to_the_byte() -> None:
+    for rank, found in enumerate(run_ranks(2, every_case)):
+        for (fields, train, layout), real in zip(CASES, found, strict=True):
+            hf, parallel = hf_config_dict(ModelSettings(config=fields)), ParallelSettings(**layout)
+            stage, job = rank if "pipeline" in layout else 0, JobSettings(parallel=parallel, train=train)
+            assert memory.local_parameters(hf, parallel, stage) == real["count"], (fields, layout)
+            said = memory.trainer_memory(job, hf, tokens=TOKENS, stage=stage, micro_batches=1)
             for name in ("weights", "gradients", "optimizer"):
-                assert getattr(said, name) == real[name], (kind, layout, name)
+                assert getattr(said, name) == real[name], (fields, train.dtype, train.optimizer, layout, name)
+            if not layout:
+                saved = memory.activation_bytes(hf, parallel, train.dtype, tokens=TOKENS, stage=0, fused=False)
+                assert saved == real["activations"], (fields, train.dtype)
 
 
-def test_state_is_that_of_every_precision_and_optimizer(ranks: Any) -> None:
-    for (fields, train), real in zip(STATES, ranks[0][len(LAYOUTS) :], strict=True):
-        said = estimate(fields, train, {}, 0)
-        for name in ("weights", "gradients", "optimizer"):
-            assert getattr(said, name) == real[name], (train.dtype, train.optimizer, name)
-
-
-def test_activations_are_what_autograd_saves_to_the_byte(ranks: Any) -> None:
-    for (fields, train), real in zip(STATES, ranks[0][len(LAYOUTS) :], strict=True):
-        hf = hf_config_dict(ModelSettings(config=fields))
-        said = memory.activation_bytes(hf, ParallelSettings(), train.dtype, tokens=TOKENS, stage=0, fused=False)
-        assert said == real["activations"], train.dtype
-
-
-def recipe(name: str, *assignments: str, **cluster: Any) -> Plan:
-    changes = [*assignments, *(f"cluster.{field}={value}" for field, value in cluster.items())]
+def recipe(name: str, *changes: str) -> Plan:
     return make_plan(settings.load(RECIPES / f"{name}.yaml", changes))
 
 
@@ -233,62 +197,43 @@ def test_micro_batches_of_a_step() -> None:
     assert small.longest == 6 * 2 + 16
 
 
-@pytest.mark.parametrize(
-    ("changes", "cluster", "sentence"),
-    [
-        ((), {"serve_gpus": 16}, "cluster: serve_gpus must leave at least one of the 16 GPUs to the trainer, got 16"),
-        ((), {"nodes": 0}, "cluster: nodes must be >= 1, got 0"),
-        ((), {"server_tp": 3}, "cluster.server_tp must divide the GPUs that serve on a node, got 3 and 8 on node 1"),
-        (
-            (),
-            {"serve_gpus": 4},
-            "with several nodes, cluster.serve_gpus must be a multiple of cluster.gpus_per_node, got 4 ",
-        ),
-        (
-            (),
-            {"nodes": 1, "serve_gpus": 1},
-            "parallel.tensor * parallel.pipeline = 2 must divide the number of processes, got 7",
-        ),
-        ((), {"serve_gpus": 4, "nodes": 1, "gpu_memory": 0}, "cluster: gpu_memory must be > 0, got 0"),
-        (("parallel.expert=2",), {}, "parallel.expert=2 needs a model with experts, this one has none"),
-        (
-            ("parallel.tensor=4",),
-            {"nodes": 4, "gpus_per_node": 6, "serve_gpus": 12},
-            "parallel.tensor must divide the GPUs that train on a node, got 4 and 6 on node 0",
-        ),
-        (("rollout.max_new_tokens=40000",), {}, "rollout.max_new_tokens=40000 after a prompt of 2048 tokens is longer"),
-        (("rollout.engine=hf",), {}, "cluster.serve_gpus must be 0 when rollout.engine is 'hf', got 8"),
-        (("model.hf_path=null",), {}, "model.hf_path must name a checkpoint on every node"),
-        (("model.config=null", "model.config={}"), {}, "model.hf_path='checkpoints/Qwen3-4B' has no config.json"),
-        (("model.config.intermediate_size=9724",), {"server_tp": 8}, "intermediate_size must be divisible by cluster"),
-        (
-            ("model.config.num_attention_heads=24", "model.config.num_key_value_heads=6"),
-            {"server_tp": 4},
-            "cluster.server_tp must divide num_key_value_heads or be a multiple of it, got 4 and 6",
-        ),
-    ],
-)
-def test_what_does_not_divide_is_refused_in_one_sentence(
-    changes: tuple[str, ...], cluster: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(ValueError, match=".") as caught:
-        recipe("qwen3_4b_2x8", *changes, **cluster)
-    assert sentence in str(caught.value)
+DENSE_4B, MOE_30B = PUBLISHED
+# fmt: off
+REFUSED = [
+    (DENSE_4B, "cluster.serve_gpus=16",
+     "cluster: serve_gpus must leave at least one of the 16 GPUs to the trainer, got 16"),
+    (DENSE_4B, "cluster.nodes=0", "cluster: nodes must be >= 1, got 0"),
+    (DENSE_4B, "cluster.server_tp=3",
+     "cluster.server_tp must divide the GPUs that serve on a node, got 3 and 8 on node 1"),
+    (DENSE_4B, "cluster.serve_gpus=4",
+     "with several nodes, cluster.serve_gpus must be a multiple of cluster.gpus_per_node, got 4 "),
+    (DENSE_4B, "cluster.nodes=1 cluster.serve_gpus=1",
+     "parallel.tensor * parallel.pipeline = 2 must divide the number of processes, got 7"),
+    (DENSE_4B, "cluster.serve_gpus=4 cluster.nodes=1 cluster.gpu_memory=0", "cluster: gpu_memory must be > 0, got 0"),
+    (DENSE_4B, "parallel.expert=2", "parallel.expert=2 needs a model with experts, this one has none"),
+    (DENSE_4B, "parallel.tensor=4 cluster.nodes=4 cluster.gpus_per_node=6 cluster.serve_gpus=12",
+     "parallel.tensor must divide the GPUs that train on a node, got 4 and 6 on node 0"),
+    (DENSE_4B, "rollout.max_new_tokens=40000", "rollout.max_new_tokens=40000 after a prompt of 2048 tokens is longer"),
+    (DENSE_4B, "rollout.engine=hf", "cluster.serve_gpus must be 0 when rollout.engine is 'hf', got 8"),
+    (DENSE_4B, "model.hf_path=null", "model.hf_path must name a checkpoint on every node"),
+    (DENSE_4B, "model.config=null model.config={}", "model.hf_path='checkpoints/Qwen3-4B' has no config.json"),
+    (DENSE_4B, "model.config.intermediate_size=9724 cluster.server_tp=8",
+     "intermediate_size must be divisible by cluster"),
+    (DENSE_4B, "model.config.num_attention_heads=24 model.config.num_key_value_heads=6 cluster.server_tp=4",
+     "cluster.server_tp must divide num_key_value_heads or be a multiple of it, got 4 and 6"),
+    (DENSE_4B, "parallel.tensor=1", "stage 0 needs about 124.6 GiB of 80 (cluster.gpu_memory)"),
+    (MOE_30B, "parallel.expert=8", "parallel.expert=8 must divide the processes of a pipeline stage, got 4"),
+    (MOE_30B, "parallel.expert=3 parallel.pipeline=1 cluster.nodes=1 cluster.serve_gpus=2 cluster.server_tp=1",
+     "num_experts must be divisible by parallel.expert, got 128 and 3"),
+    (MOE_30B, "cluster.server_share=0.204", "less than one sequence of 6,144: raise cluster.server_tp"),
+]
+# fmt: on
 
 
-def test_experts_and_heads_of_the_mixture_are_checked_too() -> None:
-    name = "qwen3_30b_a3b_2x8"
-    with pytest.raises(ValueError, match="parallel.expert=8 must divide the processes of a pipeline stage, got 4"):
-        recipe(name, "parallel.expert=8")
-    with pytest.raises(ValueError, match="num_experts must be divisible by parallel.expert, got 128 and 3"):
-        recipe(name, "parallel.expert=3", "parallel.pipeline=1", nodes=1, serve_gpus=2, server_tp=1)
-
-
-def test_a_job_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"stage 0 needs about 1\d\d\.\d GiB of 80 \(cluster.gpu_memory\)"):
-        recipe("qwen3_4b_2x8", "parallel.tensor=1").check_memory()
-    with pytest.raises(ValueError, match="less than one sequence of 6,144: raise cluster.server_tp"):
-        recipe("qwen3_30b_a3b_2x8", server_share=0.204).check_memory()
+@pytest.mark.parametrize(("name", "changes", "sentence"), REFUSED)
+def test_what_does_not_divide_or_fit_is_refused_in_one_sentence(name: str, changes: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        recipe(name, *changes.split()).check_memory()
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

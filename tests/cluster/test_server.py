@@ -1,4 +1,4 @@
-"""Starting, waiting for and stopping a server, with one of a few lines that starts at once."""
+"""Starting, waiting for and stopping a server, with one that starts at once."""
 
 from __future__ import annotations
 
@@ -15,62 +15,25 @@ from unittest import mock
 
 import pytest
 from process_groups import members, nothing_is_left
+from quick_sglang import write_quick_sglang
 from refusals import Ended, run
 
 from megatron_rc.cluster import addresses
 from megatron_rc.cluster.processes import Process, start_keeper
 from megatron_rc.cluster.server import CPU_FLAGS, free_port
 
-# starts at once, has a child that does not listen to SIGTERM, and ends by itself if a test fails to end it
-QUICK_SERVER = """
-import signal, subprocess, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-signal.alarm(900)
-behaviour, port = sys.argv[1], int(sys.argv[2])
-if behaviour == "dies":
-    sys.exit("no such kernel")
-deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(900)"
-subprocess.Popen([sys.executable, "-c", deaf])
-
-class Health(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(503 if behaviour == "never ready" else 200)
-        self.end_headers()
-
-HTTPServer(("127.0.0.1", port), Health).serve_forever()
-"""
-START = """
-import sys
-from pathlib import Path
-from megatron_rc.cluster.server import serve
-
-command = [sys.executable, "{folder}/quick.py", "{behaviour}", "{port}"]
-try:
-    serve(command, host="127.0.0.1", port={port}, log=Path("{folder}/server.log"), timeout={timeout}, grace=1,
-          background={background}, stop_with={stop_with}, report_to={report_to!r})
-except ValueError as error:
-    sys.exit(str(error))
-"""
-
 
 class Manager:
     """A process that serves with the quick server."""
 
-    def __init__(
-        self, folder: Path, behaviour: str = "serves", background: bool = False, stop_with: int | None = None,
-        report_to: str | None = None,
-    ) -> None:  # fmt: skip
-        self.folder, self.port = folder, free_port()
-        (folder / "quick.py").write_text(QUICK_SERVER)
-        code = START.format(
-            port=self.port, folder=folder, background=background, stop_with=stop_with, behaviour=behaviour,
-            report_to=report_to,
-            timeout=2 if behaviour == "never ready" else 600,
-        )  # fmt: skip
+    def __init__(self, folder: Path, *options: object) -> None:
+        self.port = free_port()
+        write_quick_sglang(folder)
+        words = ["serve", folder, "--python", sys.executable, "--port", self.port, "--log", folder / "server.log"]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-m", "megatron_rc", *map(str, (*words, *options))], stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(folder)},
+        )  # fmt: skip
 
     def until_it_serves(self) -> int:
         """The process group of the server."""
@@ -137,7 +100,7 @@ def stopped(folder: Path) -> tuple[int, str]:
 
 
 def test_a_background_server_outlives_its_manager_until_it_is_stopped(tmp_path: Path) -> None:
-    manager = Manager(tmp_path, background=True)
+    manager = Manager(tmp_path, "--background")
     group = manager.until_it_serves()
     assert manager.ended()[0] == 0
     time.sleep(1.5)  # for whoever would end it
@@ -156,9 +119,7 @@ def test_stop_leaves_a_process_alone_that_only_has_the_number_of_the_server(
     assert bystander.poll() is None
 
 
-def test_a_keeper_leaves_a_process_alone_that_only_has_the_number_of_its_group(
-    bystander: subprocess.Popen[bytes],
-) -> None:
+def test_a_keeper_spares_who_only_has_the_number_of_its_group(bystander: subprocess.Popen[bytes]) -> None:
     owner, mine = Process.now(os.getpid()), Process.now(bystander.pid)
     for stranger in (Process(bystander.pid, "12345"), Process(bystander.pid, None)):
         assert start_keeper(stranger, [owner], 0.1).wait(600) == 0
@@ -171,7 +132,7 @@ def test_a_keeper_leaves_a_process_alone_that_only_has_the_number_of_its_group(
 def test_a_background_server_ends_with_the_process_it_is_bound_to(
     tmp_path: Path, bystander: subprocess.Popen[bytes]
 ) -> None:
-    manager = Manager(tmp_path, background=True, stop_with=bystander.pid)
+    manager = Manager(tmp_path, "--background", "--stop-with", bystander.pid)
     group = manager.until_it_serves()
     manager.ended()
     assert members(group)
@@ -182,7 +143,7 @@ def test_a_background_server_ends_with_the_process_it_is_bound_to(
 
 def test_a_server_reports_its_address_to_the_trainer_that_waits(tmp_path: Path) -> None:
     trainer = f"127.0.0.1:{free_port()}"
-    manager = Manager(tmp_path, report_to=trainer)
+    manager = Manager(tmp_path, "--report-to", trainer)
     other = threading.Thread(target=addresses.report, args=("http://a:1", trainer, 600))
     other.start()
     command = [sys.executable, "-m", "megatron_rc.cluster.addresses", trainer, "2", "600"]
@@ -206,15 +167,15 @@ def test_sides_that_do_not_meet_say_so_in_one_sentence() -> None:
 
 
 def test_a_server_that_dies_is_explained_by_the_end_of_its_log(tmp_path: Path) -> None:
-    status, said = Manager(tmp_path, "dies").ended()
-    assert status == 1
+    status, said = Manager(tmp_path, "--dies").ended()
+    assert status == 2
     assert "no such kernel\n" in said and "the server ended before it answered" in said
 
 
 def test_a_server_that_never_gets_ready_is_stopped(tmp_path: Path) -> None:
-    manager = Manager(tmp_path, "never ready")
+    manager = Manager(tmp_path, "--timeout", 2, "--never-ready")
     status, said = manager.ended()
-    assert status == 1
+    assert status == 2
     assert "did not answer within 2 s" in said
     with socket.socket() as client:
         assert client.connect_ex(("127.0.0.1", manager.port)) != 0
@@ -223,8 +184,6 @@ def test_a_server_that_never_gets_ready_is_stopped(tmp_path: Path) -> None:
 def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
     first = Manager(tmp_path)
     first.until_it_serves()
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "sglang.py").write_text("")
     words = (tmp_path, "--port", first.port, "--log", tmp_path / "second.log")
     assert f"something serves port {first.port} already" in refused(*words, PYTHONPATH=str(tmp_path))
     assert not (tmp_path / "second.log").exists()

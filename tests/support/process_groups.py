@@ -1,43 +1,37 @@
-"""The living processes of a group, and those that a process started, read from /proc."""
+"""The living processes of a group, and those that a process started."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
+
+import psutil
 
 
-def _living() -> Iterator[tuple[int, int, int]]:
-    """(process, its parent, its group) of every living process."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent, group = stat.read_text().rpartition(") ")[2].split()[:3]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if state != "Z":
-            yield int(stat.parent.name), int(parent), int(group)
+def _groups(processes: list[psutil.Process]) -> dict[int, int]:
+    """Group of every one of the processes that lives."""
+    groups = {}
+    for process in processes:
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                groups[process.pid] = os.getpgid(process.pid)
+    return groups
 
 
 def members(group: int) -> list[int]:
     """The living processes of a group."""
-    return [process for process, _, of_group in _living() if of_group == group]
+    return [process for process, of in _groups(list(psutil.process_iter())).items() if of == group]
 
 
 def children(process: int) -> set[int]:
     """The living processes that ``process`` started itself."""
-    return {child for child, parent, _ in _living() if parent == process}
+    return set(_groups(psutil.Process(process).children()))
 
 
 def descendants(process: int) -> dict[int, int]:
     """Group of every living process that ``process`` started, or that one of those did."""
-    living = list(_living())
-    groups: dict[int, int] = {}
-    parents = {process}
-    while parents:
-        children = {child: group for child, parent, group in living if parent in parents}
-        groups |= children
-        parents = set(children)
-    return groups
+    return _groups(psutil.Process(process).children(recursive=True))
 
 
 def nothing_is_left(group: int, seconds: float = 600) -> bool:

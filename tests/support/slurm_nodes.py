@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from cluster_nodes import LAUNCH, environment, free_port
 
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -74,13 +75,12 @@ class Loopback:
     def processes(self, node: str = "") -> list[int]:
         """The processes of all steps, or of those on one node, by the environment that they were given."""
         found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                pairs = path.read_text(errors="replace").split("\0")
-            except OSError:
-                continue
-            if f"TEST_FOLDER={self.folder}" in pairs and any(p.startswith(f"SLURMD_NODENAME={node}") for p in pairs):
-                found.append(int(path.parent.name))
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                given = process.environ()
+                of_job = given.get("TEST_FOLDER") == str(self.folder) and "SLURMD_NODENAME" in given
+                if of_job and given["SLURMD_NODENAME"].startswith(node):
+                    found.append(process.pid)
         return found
 
     def close(self) -> None:
