@@ -36,7 +36,7 @@ def launch(options: Options, *, dry_run: bool = False) -> None:
     options = replace(options, visible=visible_gpus(cluster.gpus_per_node))
     if not cluster.serve_gpus:
         # nothing but torchrun is needed: this process becomes it
-        trainer = layout.trainer_of(settings, options, [])
+        trainer = layout.starts_of(settings, options).trainer
         os.execvpe(trainer.words[0], trainer.words, _trainer_environment(trainer))
     say("checking the layout")
     from megatron_rc.cluster.plan import make_plan
@@ -62,10 +62,8 @@ def run(settings: JobSettings, options: Options) -> None:
     """Warm up, serve, check the servers, train, and end everything together."""
     if (path := settings.model.hf_path) and not (Path(path) / "config.json").is_file():
         raise ValueError(f"model.hf_path={path} has no config.json on this node; download the checkpoint there")
-    servers = layout.servers_of(settings, options)
-    urls = [one.url for one in servers]
-    warm, warm_up = layout.warm_folder(settings), layout.warm_up_of(settings, options)
-    doctor = layout.doctor_of(settings, options, urls)
+    warm_up, servers, doctor, trainer = layout.starts_of(settings, options)
+    warm = layout.warm_folder(settings)
     processes.exit_on_signals()
     if warm_up and (options.fresh or not Path(f"{warm}/hf/config.json").is_file()):
         say(f"warming up, into {warm}")
@@ -75,7 +73,7 @@ def run(settings: JobSettings, options: Options) -> None:
         if doctor and subprocess.run(doctor.words, env=processes.child_environment()).returncode:
             why = "the servers and the job do not go together; each error above names its fix"
             raise ValueError(f"{why} (--no-doctor skips the check)")
-        train(layout.trainer_of(settings, options, urls))
+        train(trainer)
 
 
 @contextlib.contextmanager

@@ -127,29 +127,32 @@ def _served_model(settings: JobSettings) -> str:
     return settings.model.hf_path or f"{warm_folder(settings)}/hf"
 
 
-def warm_up_of(settings: JobSettings, options: Options) -> Command | None:
-    """The supervised steps before the servers start, or None when they have a checkpoint to start from."""
-    warm = warm_folder(settings)
-    changes = [f"output={json.dumps(warm)}", "train.steps=0"]
-    changes += ["rollout.engine=hf", "rollout.sglang.capture_routes=false"]
-    return _torchrun(settings.cluster, options, changes) if warm else None
+class Starts(NamedTuple):
+    """What a job on one machine starts, in this order."""
+
+    warm_up: Command | None
+    """The supervised steps before the servers start; None when they have a checkpoint to start from."""
+    servers: list[Server]
+    doctor: Command | None
+    """The check of the servers against the job; None where there are none, or it is not wanted."""
+    trainer: Command
 
 
-def doctor_of(settings: JobSettings, options: Options, urls: Sequence[str]) -> Command | None:
-    """The check of the servers against the job, before it trains; None where there are none, or it is not wanted."""
-    if not urls or not options.doctor:
-        return None
-    words = [sys.executable, "-m", "megatron_rc", "doctor", "--config", str(options.recipe)]
-    words += ["--hf-path", _served_model(settings), *options.sets]
-    return Command({}, [*words, *_repeated("--sglang", urls)])
-
-
-def trainer_of(settings: JobSettings, options: Options, urls: Sequence[str]) -> Command:
-    """torchrun on one machine; without ``urls``, those of the settings stay."""
+def starts_of(settings: JobSettings, options: Options) -> Starts:
+    cluster, warm, model = settings.cluster, warm_folder(settings), _served_model(settings)
+    servers = servers_of(settings, options)
+    urls, warm_up, doctor = [server.url for server in servers], None, None
+    # without servers of its own, the trainer keeps the addresses of the settings
     changes = [f"rollout.sglang.urls=[{', '.join(urls)}]"] if urls else []
-    if warm_folder(settings):
-        changes += [f"model.hf_path={json.dumps(_served_model(settings))}", "warmup.steps=0"]
-    return _torchrun(settings.cluster, options, changes)
+    if warm:
+        embedded = ["rollout.engine=hf", "rollout.sglang.capture_routes=false"]
+        warm_up = _torchrun(cluster, options, [f"output={json.dumps(warm)}", "train.steps=0", *embedded])
+        changes += [f"model.hf_path={json.dumps(model)}", "warmup.steps=0"]
+    if urls and options.doctor:
+        words = [sys.executable, "-m", "megatron_rc", "doctor", "--config", str(options.recipe)]
+        words += ["--hf-path", model, *options.sets, *_repeated("--sglang", urls)]
+        doctor = Command({}, words)
+    return Starts(warm_up, servers, doctor, _torchrun(cluster, options, changes))
 
 
 def _torchrun(cluster: ClusterSettings, options: Options, changes: Sequence[str]) -> Command:

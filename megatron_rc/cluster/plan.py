@@ -128,24 +128,18 @@ def _hf_config(model: ModelSettings) -> dict[str, Any]:
 
 
 def print_plan(settings: JobSettings, options: Options) -> None:
-    """Print a job's layout, memory and commands; raises ValueError when it cannot be divided or does not fit."""
-    plan = make_plan(settings)
-    print(describe(plan, options))
-    plan.check_memory()
-
-
-def describe(plan: Plan, options: Options) -> str:
-    """The text of a dry run: the layout, GiB per GPU, and the commands that start the job."""
-    cluster = plan.settings.cluster
+    """Print a job's layout, GiB per GPU and commands; raises ValueError when it cannot be divided or does not fit."""
+    plan, cluster = make_plan(settings), settings.cluster
     lines = [*_layout_lines(plan), "", *_memory_lines(plan)]
     if cluster.serve_gpus:
         lines += ["", *_server_lines(plan)]
-    if plan.settings.rollout.engine == "sglang":
+    if settings.rollout.engine == "sglang":
         lines += ["", _saved_line(plan)]
     lines += ["", "starts:" if cluster.nodes == 1 else "starts in a Slurm job:"]
-    for environment, words in _commands(plan.settings, options):
+    for environment, words in _commands(settings, options):
         lines.append("  " + " ".join([*(f"{k}={v}" for k, v in environment.items()), shlex.join(words)]))
-    return "\n".join(lines)
+    print(*lines, sep="\n")
+    plan.check_memory()
 
 
 def _commands(settings: JobSettings, options: Options) -> list[Command]:
@@ -157,10 +151,8 @@ def _commands(settings: JobSettings, options: Options) -> list[Command]:
         flags = shlex.join([*shlex.split(cluster.server_flags), *options.server_flags])
         serve = ["--set", f"cluster.server_flags={flags}"] if options.server_flags else []
         return [Command(train, [*words, str(options.recipe), *options.sets, *serve])]
-    servers = layout.servers_of(settings, options)
-    urls = [server.url for server in servers]
-    warm_up, doctor = layout.warm_up_of(settings, options), layout.doctor_of(settings, options, urls)
-    commands = [warm_up, *(server.command for server in servers), doctor, layout.trainer_of(settings, options, urls)]
+    warm_up, servers, doctor, trainer = layout.starts_of(settings, options)
+    commands = [warm_up, *(server.command for server in servers), doctor, trainer]
     return [command for command in commands if command]
 
 

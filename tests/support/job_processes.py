@@ -40,11 +40,7 @@ class Job:
     """A running command line of megatron-rc."""
 
     def __init__(
-        self,
-        arguments: Sequence[str],
-        folder: Path,
-        processes: int = 1,
-        freeze_before: tuple[str, int] | None = None,
+        self, arguments: Sequence[str], folder: Path, processes: int = 1, freeze_before: tuple[str, int] | None = None
     ) -> None:
         """Start the command line on ``processes`` ranks, in ``folder``, whose modules can be imported.
 
