@@ -56,9 +56,10 @@ def test_a_dry_run_prints_commands_that_work(capsys: pytest.CaptureFixture[str],
     assert trainer[-2:] == ["--set", f"rollout.sglang.urls=[{', '.join(urls)}]"]
     assert "--dump" in trainer and "--random-seed" not in trainer and "cluster.serve_gpus=4" in trainer
     for words in servers:
-        command = [str(tmp_path) if w == "checkpoints/Qwen3-4B" else w for w in words[1:]] + ["--dry-run"]
-        run = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
-        started = run.stdout.split()
+        assert words[1:4] == [sys.executable, "-m", "megatron_rc"]
+        started = run_verb(
+            *(tmp_path if w == "checkpoints/Qwen3-4B" else w for w in words[4:]), "--dry-run"
+        ).stdout.split()
         assert started[started.index("--tp-size") + 1] == "2" and started[started.index("--dtype") + 1] == "bfloat16"
         assert started[-4:] == ["--random-seed", "7", "--log-level", "debug"]
 

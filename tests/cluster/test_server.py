@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from launch_scripts import write_script
 from process_groups import members, nothing_is_left
 from quick_sglang import write_quick_sglang
 from refusals import Ended, run
@@ -166,17 +167,12 @@ def test_sides_that_do_not_meet_say_so_in_one_sentence() -> None:
         addresses.report("http://a:1", "node0", 0.2)
 
 
-def test_a_server_that_dies_is_explained_by_the_end_of_its_log(tmp_path: Path) -> None:
-    status, said = Manager(tmp_path, "--dies").ended()
-    assert status == 2
-    assert "no such kernel\n" in said and "the server ended before it answered" in said
-
-
-def test_a_server_that_never_gets_ready_is_stopped(tmp_path: Path) -> None:
-    manager = Manager(tmp_path, "--timeout", 2, "--never-ready")
+def test_a_server_that_dies_or_never_gets_ready_is_explained_and_stopped(tmp_path: Path) -> None:
+    status, said = Manager(tmp_path / "dies", "--dies").ended()
+    assert status == 2 and "no such kernel\n" in said and "the server ended before it answered" in said
+    manager = Manager(tmp_path / "never ready", "--timeout", 2, "--never-ready")
     status, said = manager.ended()
-    assert status == 2
-    assert "did not answer within 2 s" in said
+    assert status == 2 and "did not answer within 2 s" in said
     with socket.socket() as client:
         assert client.connect_ex(("127.0.0.1", manager.port)) != 0
 
@@ -219,9 +215,7 @@ def test_routes_are_asked_for_exactly_where_there_are_experts(tmp_path: Path) ->
 def test_the_configuration_of_a_model_on_the_hub_is_read_by_the_interpreter_of_sglang(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_experts": 8}')
     (tmp_path / "huggingface_hub.py").write_text(f"hf_hub_download = lambda model, file: '{tmp_path}/' + file")
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    python = write_script(tmp_path / "python", f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     words = dry_run("Qwen/Qwen3-30B-A3B", "--python", python)
     assert words[2] == str(python) and "--enable-return-routed-experts" in words
     assert words[words.index("--model-path") + 1] == "Qwen/Qwen3-30B-A3B"
@@ -243,9 +237,7 @@ def test_a_server_keeps_the_users_environment_but_for_folders_that_hold_our_kern
     (theirs / "triton_kernels").mkdir(parents=True)
     (theirs / "triton_kernels/__init__.py").write_text("")
     (tmp_path / "config.json").write_text("{}")
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nenv > {tmp_path}/environment\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    python = write_script(tmp_path / "python", f'#!/bin/sh\nenv > {tmp_path}/environment\nexec {sys.executable} "$@"\n')
     path = f"{ours}:{theirs}::{other}"
     refused(tmp_path, "--python", python, PYTHONPATH=path, NCCL_SOCKET_IFNAME="ib0")
     environment = (tmp_path / "environment").read_text().splitlines()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from launch_scripts import ROOT, copy_of_launch
 
 from megatron_rc.jobs import grid as grids
-
-ROOT = Path(__file__).parents[2]
 
 PYTHON = """#!/bin/sh
 # installs nothing, and notes what it would run
@@ -38,15 +35,7 @@ def lab(*arguments: str, root: Path = ROOT, **environment: str) -> subprocess.Co
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of what the script reads, in a folder that needs quoting, with a Python that runs no job."""
-    folder = tmp_path / "it's mine"
-    shutil.copytree(ROOT / "launch", folder / "launch")
-    for name in ("setup.py", "pyproject.toml", "constraints-cpu.txt"):
-        shutil.copy(ROOT / name, folder)
-    python = folder / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(PYTHON.replace("{python}", sys.executable))
-    python.chmod(0o755)
-    return folder
+    return copy_of_launch(tmp_path / "it's mine", PYTHON)
 
 
 def noted(checkout: Path, *arguments: str) -> tuple[list[str], str]:
@@ -62,19 +51,8 @@ def test_its_help_names_every_stage_and_option() -> None:
     assert said.returncode == 0 and said.stderr == ""
     stages = {path.stem for path in (ROOT / "launch/recipes/collapse").glob("*.yaml")} - {"base", "quick"}
     assert all(stage in said.stdout for stage in stages)
-    for option in (
-        "--docs",
-        "--quick",
-        "--stage",
-        "--seeds",
-        "--budget-minutes",
-        "--left",
-        "--task",
-        "--model",
-        "--set",
-        "--out",
-    ):
-        assert f"\n  {option}" in said.stdout
+    for option in ("docs", "quick", "stage", "seeds", "budget-minutes", "left", "task", "model", "set", "out"):
+        assert f"\n  --{option}" in said.stdout
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from launch_scripts import copy_of_launch, write_script
 
 from megatron_rc.report.log import read_metrics
 
-ROOT = Path(__file__).parents[2]
 NAMES = ("exact", "uncorrected", "seq-tis")
 # easy enough that some answers are right after 20 steps, and the updates move the policy
 SMALL = {
@@ -39,18 +37,12 @@ exec {python} "$@"
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of what the script reads, with a small job and this Python in the place of .venv."""
-    shutil.copytree(ROOT / "launch", tmp_path / "launch")
-    for name in ("setup.py", "pyproject.toml", "constraints-cpu.txt"):
-        shutil.copy(ROOT / name, tmp_path)
+    copy_of_launch(tmp_path, PYTHON)
     recipe = tmp_path / "launch/recipes/quickstart.yaml"
     data = yaml.safe_load(recipe.read_text())
     data["job"] |= SMALL
     data["job"]["train"] |= {"eval_interval": 2}
     recipe.write_text(yaml.safe_dump(data, sort_keys=False))
-    python = tmp_path / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(PYTHON.replace("{python}", sys.executable))
-    python.chmod(0o755)
     return tmp_path
 
 
@@ -99,18 +91,10 @@ def test_three_runs_from_one_checkpoint_differ_by_lag_and_correction_alone(check
     ids=["too slow", "one core", "asked for", "experts"],
 )
 def test_the_single_run_takes_the_place_of_three_with_a_sentence(
-    arguments: tuple[str, ...],
-    environment: dict[str, str],
-    cores: int,
-    sentence: str,
-    recipe: str,
-    folder: str,
+    arguments: tuple[str, ...], environment: dict[str, str], cores: int, sentence: str, recipe: str, folder: str,
     checkout: Path,
-) -> None:
-    nproc = checkout / "bin/nproc"
-    nproc.parent.mkdir()
-    nproc.write_text(f"#!/bin/sh\necho {cores}\n")
-    nproc.chmod(0o755)
+) -> None:  # fmt: skip
+    nproc = write_script(checkout / "bin/nproc", f"#!/bin/sh\necho {cores}\n")
     path = {"PATH": f"{nproc.parent}:{os.environ['PATH']}", "RUN": str(checkout / folder)}
     said = quickstart(checkout, *arguments, "--out", str(checkout / "out"), **path, **environment)
     assert f"launches {recipe}" in said and any(folder in line and "report.html" in line for line in said)

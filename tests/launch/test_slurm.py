@@ -6,15 +6,15 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster_nodes import LAUNCH, free_port
 from jobs import DENSE, settings_file
+from launch_scripts import write_script
 from sglang_server import save_checkpoint
 from slurm_nodes import NODES, Loopback, Slurm
 from typer.testing import CliRunner
@@ -49,15 +49,22 @@ def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Loopback]:
         started.close()
 
 
-def until(happened: Callable[[], object], job: subprocess.Popen[str]) -> None:
-    while not happened():
-        assert job.poll() is None, "the job ended early"
-        time.sleep(0.1)
-
-
 def trained_steps(folder: Path) -> list[int]:
     metrics = folder / "run/metrics.jsonl"
     return [m["step"] for m in read_metrics(metrics) if "reward/mean" in m] if metrics.exists() else []
+
+
+def said_when_a_node_is_killed(nodes: Loopback, template: Path, config: Path, **options: str) -> list[str]:
+    """The lines of a job that fails: the processes of its second node are killed while it trains."""
+    job = nodes.submit(template, config, "--set", "train.steps=100000", TRAIN_OPTIONS="--fresh", **options)
+    while len(trained_steps(config.parent)) <= 2:
+        assert job.poll() is None, "the job ended early"
+        time.sleep(0.1)
+    for process in nodes.processes(NODES[1]):
+        os.kill(process, signal.SIGKILL)
+    status, said = nodes.ended(job)
+    assert status == 1, said
+    return said.splitlines()
 
 
 def recipe(folder: Path, **changes: Any) -> Path:
@@ -79,12 +86,7 @@ def test_two_nodes_train_one_job_and_end_together(nodes: Loopback, tmp_path: Pat
     status, said = nodes.ended(nodes.submit(PLAIN, config))
     assert (status, trained_steps(tmp_path)) == (0, [1, 2]), said
     assert (tmp_path / "run/report.html").is_file()
-    job = nodes.submit(PLAIN, config, "--set", "train.steps=100000", TRAIN_OPTIONS="--fresh")
-    until(lambda: len(trained_steps(tmp_path)) > 2, job)
-    for process in nodes.processes(NODES[1]):
-        os.kill(process, signal.SIGKILL)
-    status, said = nodes.ended(job)
-    assert status == 1 and A_NODE_FAILED in said.splitlines(), said
+    assert A_NODE_FAILED in said_when_a_node_is_killed(nodes, PLAIN, config)
 
 
 @pytest.mark.full
@@ -103,12 +105,8 @@ def test_a_cpu_server_on_the_second_node_feeds_the_first_and_ends_with_it(nodes:
     status, said = nodes.ended(nodes.submit(SGLANG, config, **servers))
     assert (status, trained_steps(tmp_path)) == (0, [1, 2]), said
     assert f"serving at http://{NODES[1]}:{port}" in said
-    job = nodes.submit(SGLANG, config, "--set", "train.steps=100000", **servers, TRAIN_OPTIONS="--fresh")
-    until(lambda: len(trained_steps(tmp_path)) > 2, job)
-    for process in nodes.processes(NODES[1]):
-        os.kill(process, signal.SIGKILL)
-    status, said = nodes.ended(job)
-    assert status == 1 and any(line.startswith(A_SERVER_ENDED) for line in said.splitlines()), said
+    lines = said_when_a_node_is_killed(nodes, SGLANG, config, **servers)
+    assert any(line.startswith(A_SERVER_ENDED) for line in lines), lines
     with socket.socket() as client:
         assert client.connect_ex((NODES[1], port)) != 0
 
@@ -126,9 +124,8 @@ def submitted(
 ) -> tuple[int, str]:
     planned = CliRunner().invoke(app, ["plan", str(RECIPE), *words, "--shell"], catch_exceptions=False)
     (nodes.folder / "layout").write_text(planned.stdout)
-    python = nodes.folder / "bin/python"
-    python.write_text(FAKE_PYTHON.format(folder=nodes.folder, serves=serves, trains=trains or ":"))
-    python.chmod(0o755)
+    fake = FAKE_PYTHON.format(folder=nodes.folder, serves=serves, trains=trains or ":")
+    python = write_script(nodes.folder / "bin/python", fake)
     options = {"PYTHON": str(python), "SGLANG_PYTHON": "sglang", "TRAIN_OPTIONS": "--fresh --dump"}
     return nodes.ended(nodes.submit(template, RECIPE, *words, **options))
 
@@ -186,7 +183,5 @@ def test_a_job_that_is_not_the_recipe_s_is_refused_in_one_sentence(loopback: Loo
 
     assert last_line(SGLANG, "--set", "cluster.nodes=3") == "the Slurm job has 2 nodes, cluster.nodes is 3"
     assert last_line(PLAIN) == "cluster.serve_gpus is not 0: train_sglang.sbatch starts servers, too"
-    assert (
-        last_line(SGLANG, "--set", "cluster.serve_gpus=0")
-        == "cluster.serve_gpus is 0: train.sbatch trains without servers"
-    )
+    sentence = "cluster.serve_gpus is 0: train.sbatch trains without servers"
+    assert last_line(SGLANG, "--set", "cluster.serve_gpus=0") == sentence

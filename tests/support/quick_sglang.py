@@ -26,7 +26,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health).s
 
 def write_quick_sglang(folder: Path) -> None:
     """Make ``folder`` a module path with that package, and a model that it can serve."""
-    (folder / "sglang").mkdir()
+    (folder / "sglang").mkdir(parents=True)
     (folder / "sglang/__init__.py").write_text("")
     (folder / "sglang/launch_server.py").write_text(SERVER)
     (folder / "config.json").write_text("{}")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 from cluster_nodes import LAUNCH, environment, free_port
+from launch_scripts import write_script
 
 NODES = ("127.0.0.1", "127.0.0.2")
 SLURM_CONF = """
@@ -46,10 +47,8 @@ class Loopback:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.jobs = folder, list[subprocess.Popen[str]]()
-        (folder / "bin").mkdir(parents=True)
+        write_script(folder / "bin/scontrol", "#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.2\\n'\n")
         (folder / "bin/srun").symlink_to(Path(__file__).with_name("srun"))
-        (folder / "bin/scontrol").write_text("#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.2\\n'\n")
-        (folder / "bin/scontrol").chmod(0o755)
         path = f"{folder}/bin:{os.environ['PATH']}"
         job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "127.0.0.[1-2]"}
         self.environment = environment(**job, PATH=path, TEST_FOLDER=str(folder), PORT=str(free_port()))
