@@ -1,7 +1,5 @@
 """The options and settings of the whole suite, also where benchmarks are tested alone: tests/support/suite.py."""
 
-from __future__ import annotations
-
 import pytest
 
 

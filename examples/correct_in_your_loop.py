@@ -6,8 +6,6 @@ A sampler draws answers with noisy weights, a trainer learns from them. Each ste
 corrects for it, and prints what it did.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_rc import RolloutCorrection, Weight, correct, loss_scale, policy_loss, vocab_parallel_logprobs

@@ -7,7 +7,6 @@ old, and the loop does nothing about it. examples/patch_existing_loop.py patches
 """
 
 # ruff: noqa: E402 - on a machine without CUDA the emulation comes first, before Megatron-Core defines its fusions
-from __future__ import annotations
 
 from megatron_rc.training import emulation
 

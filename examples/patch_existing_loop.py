@@ -7,8 +7,6 @@ What `patch` replaces in a codebase that it does not know is said once, in a Hos
 are 16 updates old: the same 80 steps end at less than half of the reward without the patch. Half a minute on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

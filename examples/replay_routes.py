@@ -8,8 +8,6 @@ then with those of the sampler (R3). Every line gives the k3 KL without and with
 little (late in training a few tokens decide it), and at the end as the mean over all steps. Half a minute on a CPU.
 """
 
-from __future__ import annotations
-
 import existing_loop  # isort: skip - it starts the emulation of CUDA
 import torch
 from existing_loop import LENGTH, LR, build_model, logprobs_of, roll_out

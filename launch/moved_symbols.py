@@ -6,8 +6,6 @@ Reads the files and imports nothing of them. One line per symbol: as expected, w
 every place of the checkout that defines a function of this name. Exit status 1 if a symbol is not as expected.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Public names are imported on first use: ``import megatron_rc`` loads nothing hea
 `patch` and `hidden_states` need what their host brings, and the names that take tensors need torch alone.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

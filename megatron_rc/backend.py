@@ -1,7 +1,5 @@
 """The choice between Triton kernels and plain PyTorch, and the switch for checks that wait for the device."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import torch

@@ -1,7 +1,5 @@
 """The megatron-rc command: train, report, doctor, and what documents them."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

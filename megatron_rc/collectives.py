@@ -1,7 +1,5 @@
 """Collectives over process groups, where a group of None means no communication."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

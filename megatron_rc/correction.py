@@ -1,7 +1,5 @@
 """correct(): log-ratios of a rollout batch -> importance weights, mask, metrics; pair_metrics(): the metrics alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

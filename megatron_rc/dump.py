@@ -1,7 +1,5 @@
 """The dump's writer: a training batch as one Parquet file per step, one row per sequence, never text."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

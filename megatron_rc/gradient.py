@@ -1,7 +1,5 @@
 """The gradient of a weight as a sum of matrix products, whose dtype may be wider than that of their factors."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The checked arguments of the fused head, its logits chunk by chunk, and the way of tokens into it and out of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

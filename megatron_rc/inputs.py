@@ -1,7 +1,5 @@
 """The checked arguments of `correct` and `pair_metrics`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@
 `linear_policy_loss` has all gradients when forward ends, because d loss / d log-prob of a token depends on it alone.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -8,8 +8,6 @@
 `reference.rows` and `fused.rows` compute the first, third and fourth step; the gather and autograd are here.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 

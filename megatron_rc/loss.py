@@ -1,7 +1,5 @@
 """policy_loss(): the scalar that Megatron differentiates; loss_scale(): the factor of every token in it."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

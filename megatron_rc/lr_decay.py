@@ -1,7 +1,5 @@
 """LengthDecayLR: a learning rate that halves periodically, with a period set by the surge of the response length."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """LRScale: a factor on the learning rate, decided once per rollout, which Megatron's scheduler is made to apply."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

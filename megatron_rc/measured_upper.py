@@ -1,7 +1,5 @@
 """The bound C of a truncated weight with the least measured error: the grid, the sums it needs, and the choice."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

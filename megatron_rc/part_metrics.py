@@ -1,7 +1,5 @@
 """Metrics of parts of a batch or of a ratio: by lag, and of the two factors of rho."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from megatron_rc.metrics import Metric, Sums, ess, mean, quotient

@@ -4,8 +4,6 @@ To add a setting, add a field with a docstring and, where it has limits, a check
 `megatron-rc settings > docs/settings.md` documents it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path

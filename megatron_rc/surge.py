@@ -1,7 +1,5 @@
 """SurgeDetector: on-line detection of the rollout at which responses suddenly grow several times longer."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The packages that this one runs with: which releases it supports, which is installed, which extra brings them."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

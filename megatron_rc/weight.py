@@ -1,7 +1,5 @@
 """Weight: the bounded importance weight rho = pi / mu, its levels and modes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise

@@ -5,8 +5,6 @@ always enough for its length, no table has to be made, and their number depends 
 sequence do not depend on where in the batch it lies.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

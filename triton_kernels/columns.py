@@ -4,8 +4,6 @@ A column is (statistic, source, reduce), where source is the index of a tensor g
 computed here. Minima are stored negated, as maxima, until the final step.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Expert ids of two engines compared layer by layer and token by token in one pass over both."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Importance weights, mask, and the rows that metrics are made of."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

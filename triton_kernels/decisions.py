@@ -1,7 +1,5 @@
 """A RolloutCorrection as the correction kernel takes it, and what comes of it."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The current device, on which Triton launches kernels wherever their tensors are."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext

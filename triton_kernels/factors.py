@@ -1,7 +1,5 @@
 """The two factors of rho: mismatch = sampling / rollout, and staleness = train / sampling."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

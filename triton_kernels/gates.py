@@ -1,7 +1,5 @@
 """Gates: which tokens lie beyond the bounds of one."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

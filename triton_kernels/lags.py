@@ -1,7 +1,5 @@
 """Lags of tokens, and the sums of tokens of similar lag."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

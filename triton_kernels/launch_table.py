@@ -1,7 +1,5 @@
 """The launch shape of every kernel, in one table."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

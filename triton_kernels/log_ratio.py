@@ -1,7 +1,5 @@
 """Log-ratios of lanes of tokens, and e^x - 1 and e^x - 1 - x of them."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

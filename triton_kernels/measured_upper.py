@@ -1,7 +1,5 @@
 """The rows that the bound C with the least measured error is chosen by; megatron_rc/measured_upper.py says how."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

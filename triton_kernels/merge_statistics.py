@@ -1,7 +1,5 @@
 """Join the softmax statistics of all vocabulary shards, in rank order: the same bits on every rank."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -3,8 +3,6 @@
 The names stand in the order in which the kernel writes the rows; megatron_rc/reference/sums.py says what they mean.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The sums, maxima and minima that metrics are made of, from the rows of all chunks."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

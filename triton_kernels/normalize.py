@@ -1,7 +1,5 @@
 """Weights, and the sums of metrics that depend on them, scaled to a mean weight of 1."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 Forward is one pass over tiles of tokens and a small sum over the tiles; backward is one pass.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Gradient of the log-probs and the entropy of every row with respect to the logits of a shard."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Softmax statistics of every row of a vocabulary shard, in one pass over its logits."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ ranks that hold parts of it must agree on the slot. The first and the last segme
 chunks; unit_combine joins their parts.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

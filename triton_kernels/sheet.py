@@ -4,8 +4,6 @@ A sum over all lanes makes the warps of a program wait for each other. Sums with
 for all rows of the sheet together.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Gradient of the log-probs and entropy over kept ids: values at the kept ids, exact zeros everywhere else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Softmax statistics of every row over its kept ids only (top-p, top-k), reading the kept logits and no others."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Columns of whole sequences and segments from those of chunks, in the order of the chunks."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

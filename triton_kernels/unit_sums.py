@@ -1,7 +1,5 @@
 """Sums of log-ratios, and of the statistics of gates, over the part of a sequence and its segments in every chunk."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

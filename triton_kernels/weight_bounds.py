@@ -1,7 +1,5 @@
 """Sums over prefixes, and bounds of weights that vary with their unit."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

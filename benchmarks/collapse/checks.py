@@ -1,7 +1,5 @@
 """What must hold of the committed runs, whatever they say of the claims."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 

@@ -7,8 +7,6 @@ claims.yaml states the claims; every comparison in it is between two arms, and i
 * cannot tell: anything else, fewer seeds than the claim asks for, or no runs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Draw the data of a figure into a PNG that carries its digest."""
 
-from __future__ import annotations
-
 import itertools
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the settings of a run say: what opens the gap between sampler and trainer, and what is done about it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The numbers that each figure shows, from the committed results alone."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """90 % intervals of shares, means and medians, and the comparison of the time to collapse of two groups of runs."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

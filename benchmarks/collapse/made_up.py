@@ -1,7 +1,5 @@
 """Made-up results of a small lab: runs with known failures, for the tests of the verdict."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

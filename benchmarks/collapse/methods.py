@@ -1,7 +1,5 @@
 """All methods at the same gap, and each at the learning rate that the tuning seeds choose for it."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter

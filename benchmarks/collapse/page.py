@@ -1,7 +1,5 @@
 """docs/collapse.md and its figures, from the committed results and the claims."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

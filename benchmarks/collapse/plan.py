@@ -1,7 +1,5 @@
 """The runs that the recipes of the lab list, and those of them that are left to run."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

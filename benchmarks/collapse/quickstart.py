@@ -7,8 +7,6 @@ The first command trains and writes one row per finished run into results/quicks
 docs/images/quickstart_collapse.png and .svg, and print the tables of docs/results.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Rows and curves of the finished runs in the folder of a grid."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """One row per finished run of the lab, in benchmarks/collapse/results/<stage>.csv."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import math

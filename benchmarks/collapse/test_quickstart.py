@@ -1,7 +1,5 @@
 """The pages and the picture of the quickstart's three runs are those of their committed rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import matplotlib.image

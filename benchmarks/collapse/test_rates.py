@@ -1,7 +1,5 @@
 """Learning rates that the tuning seeds choose, the ranking of methods, and the runs of the plan that are left."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of the collapse lab hold what the metrics and the settings of a run say, and runs made again say the same."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

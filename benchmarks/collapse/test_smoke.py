@@ -1,7 +1,5 @@
 """Answers follow from made-up runs by the rules of the lab."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from collapse import made_up as lab

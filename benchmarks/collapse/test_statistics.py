@@ -1,7 +1,5 @@
 """The statistics of the collapse lab give published values."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

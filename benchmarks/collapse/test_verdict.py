@@ -1,7 +1,5 @@
 """The verdict of the collapse lab follows from its rows by rules, and its page and figures from the committed files."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

@@ -10,8 +10,6 @@ The recipe of a folder is the one of its name in launch/recipes/collapse, unless
 replaces the rows of the runs that it reads, and leaves all others; a run of two stages has one row.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

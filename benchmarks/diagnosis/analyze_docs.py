@@ -5,8 +5,6 @@
 The lines between `<!-- NAME: ... -->` and `<!-- end of NAME -->` are replaced.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

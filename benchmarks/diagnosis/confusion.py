@@ -8,8 +8,6 @@ dumps. A dump has about 30,000 tokens of a vocabulary of 4,096: sampled in bf16,
 SGLang server makes more of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

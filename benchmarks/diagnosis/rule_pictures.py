@@ -4,8 +4,6 @@ python benchmarks/diagnosis/confusion.py --server     # makes the dumps
 python benchmarks/diagnosis/rule_pictures.py          # draws them
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path

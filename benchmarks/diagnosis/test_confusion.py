@@ -1,7 +1,5 @@
 """Every trap of the confusion matrix, planted in real engines with five seeds: one rule answers, the wanted one."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What documents say of `megatron-rc analyze` is what its code says, and every rule has a picture."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients at a checkpoint of a run: of exact rollouts, and of the run's own ones under every correction."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The section of docs/gradients.md on the gradients of consecutive steps, from the committed steps."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

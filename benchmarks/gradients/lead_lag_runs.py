@@ -6,8 +6,6 @@ they say nothing with one run, and are too short with fewer than about five.
 Source: Efron (1979), Bootstrap methods: another look at the jackknife; percentile intervals.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """All rows of one checkpoint."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The tables of docs/gradients.md, from the committed rows."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Every estimate of the gradient by the gap of its rollouts, and the cosine of consecutive gradients."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence

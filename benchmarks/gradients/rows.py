@@ -1,7 +1,5 @@
 """One row per checkpoint, rollouts and estimator, and the files of rows."""
 
-from __future__ import annotations
-
 import csv
 import typing
 from collections.abc import Sequence

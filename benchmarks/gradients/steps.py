@@ -1,7 +1,5 @@
 """What each optimizer step of the runs of consecutive.yaml measured."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

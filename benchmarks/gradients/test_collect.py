@@ -1,7 +1,5 @@
 """Gradients at a checkpoint of a real run: its rollouts, its weights, and an exact gradient without a gap."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Cosines of consecutive gradients on the page are those of the committed steps, and those of the runs."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which curve moves first, over several simulated runs with a known lag."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Bias and variance of estimates of the gradient, against worlds whose every answer can be enumerated."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

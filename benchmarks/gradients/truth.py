@@ -11,8 +11,6 @@ fresh answers of the trainer's own weights; each estimate comes from answers of 
 variance and the terms of the SGA lemma are estimated.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys

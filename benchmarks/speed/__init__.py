@@ -1,7 +1,5 @@
 """Timing of the kernels; importing it finds megatron_rc where it is not installed, and the counters of the tests."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

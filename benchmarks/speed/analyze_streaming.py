@@ -4,8 +4,6 @@ Makes an honest dump of the given size in a temporary folder, analyzes it in a p
 `--files 20` analyzes a folder of 20 names of that file (hard links), so that 20 GB are read and 1 GB is written.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

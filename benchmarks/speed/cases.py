@@ -1,7 +1,5 @@
 """The table of cases: what is called at which size, how near to fp64 it must be, what it moves and should reach."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

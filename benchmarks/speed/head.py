@@ -1,7 +1,5 @@
 """Cases about the head: hidden states to log-probs, or to a loss and both gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Time, launches and memory of calls: all of them on a CUDA device, launches and bytes alone on a CPU."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence

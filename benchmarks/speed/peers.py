@@ -3,8 +3,6 @@
 Peers for vocabulary-parallel logits run in a real process group of one rank.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import warnings

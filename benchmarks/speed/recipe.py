@@ -1,7 +1,5 @@
 """A correction as training frameworks usually write it: padded, one masked mean and one `.item()` per metric."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 python benchmarks/speed/report.py runs/gpu/gpu-<device>.json
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping

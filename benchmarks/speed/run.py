@@ -8,8 +8,6 @@
 The JSON is replaced whole after every case; the same command goes on. Exit status 1: an answer of ours is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Launch shapes of the two row kernels, tried one by one through the public call."""
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory that does not grow with the dump, and time that grows with its tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

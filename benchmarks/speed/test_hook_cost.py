@@ -1,7 +1,5 @@
 """What hooks cost beside the loss of the same tokens."""
 
-from __future__ import annotations
-
 import pytest
 from hosts.slime.single import alone
 

@@ -1,7 +1,5 @@
 """The timing of the kernels runs without a GPU, reports what it measured, and loses to a broken call only its part."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

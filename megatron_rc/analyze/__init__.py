@@ -3,8 +3,6 @@
 ``diagnose`` takes arrays, ``diagnose_dump`` a path. Nothing here needs torch.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

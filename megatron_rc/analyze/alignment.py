@@ -1,7 +1,5 @@
 """Do the two lists of log-probs speak of the same tokens? Correlation at each shift of one against the other."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """At which steps does a series jump? Binary segmentation, a test that knows wandering, a check against steady drift."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The columns that a dump may have beside the two lists of log-probs, and what each one holds."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

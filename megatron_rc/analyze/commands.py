@@ -1,7 +1,5 @@
 """The commands `megatron-rc analyze` and `megatron-rc explain`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What the collapse lab compared corrections on, so that a recommendation says where nobody has tested it."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -17,8 +17,6 @@ logarithmic mean L treats both groups alike; source: Ang (2005), The LMDI approa
 Standard errors: delta method over sequences, which are taken as independent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import reduce

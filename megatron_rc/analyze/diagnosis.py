@@ -1,7 +1,5 @@
 """The answer to "is it a bug or is it numerics?": evidence, verdicts, and what was not judged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Everything that is measured on a dump, in one pass over its sequences: what the rules and the pages read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType

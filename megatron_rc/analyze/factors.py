@@ -1,7 +1,5 @@
 """Who explains the mismatch? The columns, and what follows from them, that |l| may depend on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

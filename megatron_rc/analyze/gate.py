@@ -1,7 +1,5 @@
 """Conditions on a diagnosis, for continuous integration: "k3<1e-3, RC2=none"."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How the log-ratio of a sequence grows with its length, and how long it may be before its weight is useless."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

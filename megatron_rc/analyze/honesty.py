@@ -10,8 +10,6 @@ Each sum is one of martingale differences, so divided by the root of its sum of 
 heavy tails and with dependence inside a sequence, as long as no single term dominates.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

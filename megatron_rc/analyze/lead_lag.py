@@ -1,7 +1,5 @@
 """Which of two series moves first? Correlation of their surprises at several distances, with a p-value."""
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 from typing import NamedTuple

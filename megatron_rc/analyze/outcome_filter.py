@@ -13,8 +13,6 @@ independently where n >= 5, and for the groups of another size.
 Source: the conditional law is that of the exact test of Haldane (1954) for Hardy-Weinberg proportions, with n for 2.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

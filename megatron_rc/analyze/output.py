@@ -1,7 +1,5 @@
 """A diagnosis as JSON with a stable schema, and as JUnit or GitHub annotations."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

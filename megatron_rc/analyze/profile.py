@@ -1,7 +1,5 @@
 """Means by bin of a factor, and the share of the variance that the factor explains."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

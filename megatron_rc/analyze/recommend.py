@@ -1,7 +1,5 @@
 """Which correction suits the gap of a dump, and how sure that is; needs no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A uniform sample of whole sequences of a stream, for what cannot be computed as a sum."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_rc.analyze.chunk import Chunk, join

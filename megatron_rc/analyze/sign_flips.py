@@ -1,7 +1,5 @@
 """Does the sign of l go with the probability of a token? A test that lets |l| be larger where tokens are rare."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_rc.analyze.chunk import Chunk

@@ -1,7 +1,5 @@
 """P-values: the normal tail, the heavy-tail guard, and Holm's correction over a whole report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

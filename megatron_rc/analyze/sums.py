@@ -1,7 +1,5 @@
 """Sums over tokens, first per sequence and then per value of a column: exact, additive, and small."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """How heavy is the tail of the importance weights? Pareto k-hat of token and sequence ratios."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The summary of a diagnosis on one screen."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.console import Console

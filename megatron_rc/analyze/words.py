@@ -1,7 +1,5 @@
 """Numbers and verdicts in words, shared by the terminal, the page and the documents."""
 
-from __future__ import annotations
-
 import math
 
 from megatron_rc.analyze.decomposition import Decomposition

@@ -4,8 +4,6 @@ As a program, `python -m megatron_rc.cluster.addresses HOST:PORT COUNT SECONDS` 
 store at HOST:PORT until COUNT servers have reported, and prints their addresses, one per line.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """The verbs `plan`, `launch` and `serve` of the command line."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`megatron-rc launch`: the servers and the trainer of a job on one machine, which end together."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

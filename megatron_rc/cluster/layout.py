@@ -1,7 +1,5 @@
 """Which GPUs of a cluster train and which serve, and the commands that start both on one machine."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

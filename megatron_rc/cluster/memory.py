@@ -5,8 +5,6 @@ Korthikanti et al. 2022 (arXiv 2205.05198, section 4), for the layers that train
 queries, SwiGLU, RMSNorm, no dropout, and attention that does not store its scores.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

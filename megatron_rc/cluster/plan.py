@@ -1,7 +1,5 @@
 """The plan of a job on its cluster: whether it can be divided and fits the GPUs, and the text of a dry run."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One SGLang server: its command, its start, the wait until it answers, and its end."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import os

@@ -1,7 +1,5 @@
 """Findings on a terminal, in a log and as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace

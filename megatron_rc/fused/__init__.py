@@ -1,7 +1,5 @@
 """The mathematics on Triton kernels: every module has the functions of its twin in `reference`."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Triton: `correct` and `pair_metrics` in three launches or a few more, and what is pooled between them."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 The kernels read the kept ids of row t at offsets[t] to offsets[t + 1], wherever these lie in the list.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

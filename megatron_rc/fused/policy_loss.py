@@ -1,7 +1,5 @@
 """Triton: the policy loss and its metrics in two launches, its gradient in one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

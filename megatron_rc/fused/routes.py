@@ -1,7 +1,5 @@
 """Triton: expert ids of two engines compared in one pass over both."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from megatron_rc.kernels.compare_routes import compare_routes_fwd

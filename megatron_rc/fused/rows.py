@@ -1,7 +1,5 @@
 """Triton: log-probs and entropy of every row in one launch (two with several shards), their gradient in one."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from megatron_rc.kernels import softmax

@@ -1,7 +1,5 @@
 """Calls that wait for a module: a host whose processes import only parts of it is patched as the parts arrive."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder

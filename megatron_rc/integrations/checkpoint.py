@@ -1,7 +1,5 @@
 """What a checkpoint of Hugging Face is, by its config.json or else by its name, and the rules that follow from it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """FlagRule: one mistake in the flags of a host. A patch refuses it, and `megatron-rc doctor` finds it beforehand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

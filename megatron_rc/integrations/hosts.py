@@ -1,7 +1,5 @@
 """The host codebases that `patch` and `megatron-rc doctor` know."""
 
-from __future__ import annotations
-
 from megatron_rc.integrations import megatron_lm, megatron_training, nemo_rl, verl
 from megatron_rc.integrations.slime import hosts as slime_hosts
 from megatron_rc.integrations.symbols import Host

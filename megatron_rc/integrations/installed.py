@@ -1,7 +1,5 @@
 """The patches that are in place: which functions were replaced, and how they are put back."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any

@@ -1,7 +1,5 @@
 """What a correction says in the log of a host: which metrics are logged, under which names, and the warnings."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Every name under which the loaded modules hold a function: imports by value, aliases, classes, tables."""
 
-from __future__ import annotations
-
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping

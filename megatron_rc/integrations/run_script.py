@@ -1,7 +1,5 @@
 """Run the training script of a host in this process, patched before its first line."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """The rule of a learning rate on the scheduler that a host builds, kept in the host's own checkpoint."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Symbol and Host: what a patch replaces in another codebase, looked up in its source without importing it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

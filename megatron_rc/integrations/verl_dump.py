@@ -3,8 +3,6 @@
 verl calls ``calculate_debug_metrics`` once per step, before the update, with the log-probs of sampler and trainer.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

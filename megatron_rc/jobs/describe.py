@@ -1,7 +1,5 @@
 """Documentation of a settings dataclass from its source: every field with its type, default and docstring."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """A grid of training jobs, one per choice on every axis and per seed; resumable, shared among processes."""
 
-from __future__ import annotations
-
 import copy
 import fcntl
 import shlex

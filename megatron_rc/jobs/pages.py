@@ -1,7 +1,5 @@
 """The Markdown pages of docs/ that the command line prints."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from megatron_rc import versions as known

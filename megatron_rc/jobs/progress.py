@@ -1,7 +1,5 @@
 """What the runs of a grid have reached, read from their metrics while other processes train them."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Endpoints of the runs of a grid: their check before the runs, and endpoints.csv after them."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The unfinished cells of a grid: time for them, and processes that share them, with a line per evaluation."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os

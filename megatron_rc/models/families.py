@@ -1,7 +1,5 @@
 """The model families that can be trained and sampled, one row each; everything else about a model is in its config."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

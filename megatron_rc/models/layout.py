@@ -1,7 +1,5 @@
 """Whether processes and a model can be cut as a layout says; needs no megatron-core, which takes seconds to import."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_rc.models.config import moe_layers

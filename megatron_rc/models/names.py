@@ -1,7 +1,5 @@
 """The Hugging Face tensors of each Megatron parameter, and how tensor parallelism cuts them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Comparison of the routes of two engines, by layer and by token."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

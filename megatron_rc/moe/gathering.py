@@ -1,7 +1,5 @@
 """Tables of routes joined over the pipeline stages of a model, each of which has the routers of its own layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

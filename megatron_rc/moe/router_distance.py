@@ -1,7 +1,5 @@
 """Distances of two routers: of their gate weights, and of their distributions over the experts."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

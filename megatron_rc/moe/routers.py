@@ -1,7 +1,5 @@
 """The routers of a Megatron model by layer, and the recording and replay of one router."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ S and S' are the experts that two engines chose for a token in a layer (a decisi
 differs if S != S'; a token is shifted if one of its decisions differs. Only loss tokens count.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

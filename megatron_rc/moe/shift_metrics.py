@@ -1,7 +1,5 @@
 """The metrics of expert shift: their names, formulas, and how they follow from the pooled sums."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any

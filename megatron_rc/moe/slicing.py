@@ -3,8 +3,6 @@
 Pipeline stages need no rows of their own: routers are matched to columns of a table by their layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """`correct` and `pair_metrics` in plain PyTorch: columns per unit, bounded weights, gates, and the final weights."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

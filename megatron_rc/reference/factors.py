@@ -1,7 +1,5 @@
 """The two factors of rho: mismatch = sampling / rollout, and staleness = train / sampling."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Lags: the bounds of weights that depend on them, and the sums of tokens of similar lag."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Rows of the fused head, cut out of those of a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Log-ratios of two policies, and their sums over sequences and segments."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

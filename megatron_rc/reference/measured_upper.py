@@ -1,7 +1,5 @@
 """The sums that the bound C with the least measured error is chosen by."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Log-ratios of prefixes: the sum of l over a sequence up to and with a token, also where ranks share the sequence."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

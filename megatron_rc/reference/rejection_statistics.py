@@ -1,7 +1,5 @@
 """The statistics of log-ratios that a Rejection compares with its bounds."""
 
-from __future__ import annotations
-
 import math
 
 import torch

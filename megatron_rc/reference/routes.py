@@ -1,7 +1,5 @@
 """Comparison of the expert sets that two engines chose for the same tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Reductions over runs of rows, in a fixed order and without waiting for the device."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Axes of charts: ends, round ticks, and the text of a tick."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

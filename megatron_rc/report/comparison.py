@@ -1,7 +1,5 @@
 """Three runs of a seed compared: an exact sampler, a sampler that is not, and the same with a correction."""
 
-from __future__ import annotations
-
 import csv
 import math
 import statistics

@@ -1,7 +1,5 @@
 """The report of a comparison: one figure first, then what explains it; an HTML file that needs no network."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping, Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """The figure of a comparison as one image."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The settings of a run and the machine that it ran on: kept in its folder, shown in reports and on dashboards."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

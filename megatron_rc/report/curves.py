@@ -1,7 +1,5 @@
 """Series, marks and headlines of a run, from the records of its metrics.jsonl and the table of panels."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

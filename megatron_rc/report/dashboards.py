@@ -1,7 +1,5 @@
 """The dashboards of one job: every step reaches each of them once and in order, also across crashes and resumes."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

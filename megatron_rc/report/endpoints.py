@@ -1,7 +1,5 @@
 """Endpoints of a run: whether it collapsed, relapsed or failed, by rules that are set before it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Summary of a grid of runs: a table, a CSV file and a picture."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import math

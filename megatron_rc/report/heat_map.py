@@ -1,7 +1,5 @@
 """A heat map as inline SVG around a PNG with one pixel per cell: a thousand steps of 48 layers take a few kilobytes."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import math

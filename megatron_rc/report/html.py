@@ -1,7 +1,5 @@
 """The report of a run: one HTML file that needs no network."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path

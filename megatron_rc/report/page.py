@@ -1,7 +1,5 @@
 """The frame of a page that needs no network: style sheet and script; light and dark follow the reader's system."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from html import escape
 from importlib import resources

@@ -3,8 +3,6 @@
 A new metric needs an entry here, and nothing else, to appear in report.html.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from typing import Literal, NamedTuple

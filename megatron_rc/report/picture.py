@@ -1,7 +1,5 @@
 """The main curves of a run in one PNG."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

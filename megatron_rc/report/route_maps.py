@@ -1,7 +1,5 @@
 """Heat maps of expert shift: per layer, margin or position over the steps of a run, and per expert at its last step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Charts as inline SVG; the page's style sheet colours them, and its script reads values from an attribute."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The panels of report.html as a saved view of a Weights & Biases project."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_rc.report.panels import PANELS, ROUTE_PANELS, Panel

@@ -1,7 +1,5 @@
 """Deliberate differences between trainer and sampler, made in the weights, so that every engine can serve them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator

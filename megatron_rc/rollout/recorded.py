@@ -1,7 +1,5 @@
 """An engine that answers with the recorded responses of a dump instead of sampling."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Strict dataclasses from dictionaries and YAML: unknown keys fail with the nearest known name."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import difflib

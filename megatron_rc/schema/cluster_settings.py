@@ -1,7 +1,5 @@
 """ClusterSettings: the machines of a job, and how many of their GPUs train and serve."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_rc.schema.limits import check_at_least, check_positive

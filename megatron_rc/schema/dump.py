@@ -1,7 +1,5 @@
 """The schema of a dump, and reading one; docs/dump.md says what each column holds. No torch: an analysis needs none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The section ``dump`` of a job's settings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_rc.schema.limits import check_at_least

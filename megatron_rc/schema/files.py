@@ -1,7 +1,5 @@
 """Files and folders that appear under their name only when whole and on the disk, and JSON read from them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """HeadOptions: what log-probs are made of, in a job and in a patched host."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Limits of numbers and choices in settings, each refused with one sentence that names the field."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 

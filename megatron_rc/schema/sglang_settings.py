@@ -1,7 +1,5 @@
 """The section ``rollout.sglang`` of a job's settings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Tasks: what the policy is asked, who answers it between its turns, and how its responses are scored."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

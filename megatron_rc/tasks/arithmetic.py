@@ -1,7 +1,5 @@
 """The task arithmetic: chains of additions and subtractions with written steps, which needs no download."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

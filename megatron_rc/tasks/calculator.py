@@ -1,7 +1,5 @@
 """The task calculator: sums in several turns, in which a calculator writes the results; it needs no download."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The task copy: hundreds of tokens in which an early error costs all that follows, and which needs no download."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

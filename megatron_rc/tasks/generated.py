@@ -1,7 +1,5 @@
 """What tasks with generated problems share: one token per character, and a held-out eighth of all problems."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import random

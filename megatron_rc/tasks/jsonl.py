@@ -1,7 +1,5 @@
 """The task jsonl: prompts from a file, the checkpoint's tokenizer, and a reward function of the user."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """A reward function for mathematical answers, with the math-verify library."""
 
-from __future__ import annotations
-
 
 def math_answer(prompt: str, response: str, answer: str) -> float:
     """1.0 if the final answer of ``response`` equals ``answer`` as mathematics, otherwise 0.0.

@@ -1,7 +1,5 @@
 """The kinds of task that a YAML file can name; a new kind is a name and an entry of the table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

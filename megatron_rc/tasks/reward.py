@@ -1,7 +1,5 @@
 """Reward functions of the user, named as module:function: how they are imported and called."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import numbers

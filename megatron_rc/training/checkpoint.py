@@ -1,7 +1,5 @@
 """Checkpoints by megatron.core.dist_checkpointing: a folder is either complete or ignored."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The cosine of the gradients of consecutive optimizer steps."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor

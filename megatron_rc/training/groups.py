@@ -1,7 +1,5 @@
 """The process groups of a training job, TP x PP x EP x DP on NCCL or gloo, and errors that all processes raise."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

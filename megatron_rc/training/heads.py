@@ -1,7 +1,5 @@
 """What the last stage of the model answers, as log-probs: logits, or hidden states and the weight of the head."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

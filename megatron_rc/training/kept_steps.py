@@ -1,7 +1,5 @@
 """The steps of a run in OUTPUT/dump: all of them with --dump, else the last ones, rotated and capped."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The job: warm-up, then rollout -> old pass -> correct -> update, with evaluation, metrics and checkpoints."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable

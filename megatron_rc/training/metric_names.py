@@ -3,8 +3,6 @@
 `megatron_rc.metrics` and `megatron_rc.moe.shift_metrics` have those of pairs. `megatron-rc metrics` prints all of them.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """The trainer's log-probs of a fixed prompt: servers that hold its weights must compute the same ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The queue of the asynchronous loop: rollouts of later steps, which a thread samples while the loop trains."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """The command `megatron-rc analyze`: whatever it is given, one sentence; machine-readable output that parses."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

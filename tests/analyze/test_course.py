@@ -1,7 +1,5 @@
 """The course of a run: why k3 grew, where it jumps, what moves with it, and that nothing is seen where nothing is."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/analyze.md says what the code does, and the notebook prints what it shows."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """Honest batches are called what they are: every test of a report, every rule, and the report as a whole."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 
 import numpy as np

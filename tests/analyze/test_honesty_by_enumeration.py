@@ -1,7 +1,5 @@
 """The expectations behind the honesty panel, summed over every sequence of small policies."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

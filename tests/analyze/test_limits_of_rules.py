@@ -1,7 +1,5 @@
 """A rule claims no more than what it was tried on, and no bug where the effect is too small to matter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

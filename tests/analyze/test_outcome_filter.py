@@ -1,7 +1,5 @@
 """A dump of groups that were filtered by their rewards is recognised, and tests that see the filter decide nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

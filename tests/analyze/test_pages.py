@@ -1,7 +1,5 @@
 """The page of every rule: complete, about every host, and with the thresholds of the code."""
 
-from __future__ import annotations
-
 import re
 import types
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page of a diagnosis: one file, offline, escaped, and without names under --share."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

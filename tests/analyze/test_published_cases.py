@@ -3,8 +3,6 @@
 Each builder says what is published and what is made up. The published numbers are met exactly or to the digits given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

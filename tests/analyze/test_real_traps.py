@@ -1,7 +1,5 @@
 """Every rule answers to its trap alone, on committed dumps of real engines (benchmarks/diagnosis/confusion.py)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The recommended correction: what comes before any, the level, the bound C, and the file that other commands read."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Every rule answers to its trap and to no other, on simulated dumps whose every probability is known."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from simulated_dumps import TRAPS, diagnosed, honest, levels, log_softmax, padded_vocabulary, world

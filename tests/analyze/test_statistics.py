@@ -1,7 +1,5 @@
 """The statistics behind a diagnosis, against known laws and against the plain way to compute them."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The summary of a diagnosis fits one screen."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What each correction would do to a dump: against `correct` itself, and against sums over every response."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

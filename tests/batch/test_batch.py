@@ -1,7 +1,5 @@
 """TokenBatch: the one shift, packing, selection, context-parallel slices, and named refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from context_slice import context_slice

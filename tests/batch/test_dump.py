@@ -1,7 +1,5 @@
 """The dump: round trip, atomic files, its documentation, and replay from it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """The verbs `launch` and `plan`: dry runs, what is refused, and a server and a trainer that end together."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """What a dry run says about parameters and memory, against models that were really built."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

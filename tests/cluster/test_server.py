@@ -1,7 +1,5 @@
 """Starting, waiting for and stopping a server, with one that starts at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The comparison of two checkouts says which results differ, and by how much."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Documents name files that exist, links lead somewhere, and two habits of language stay out."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The examples run as they stand, and the code of the README does what it says."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 A room is a file or folder of megatron_rc. With --write, this file as a program puts its floors into CONTRIBUTING.md.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

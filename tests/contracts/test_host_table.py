@@ -1,7 +1,5 @@
 """The table of hosts says what the marks on the tests say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

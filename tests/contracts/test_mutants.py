@@ -1,7 +1,5 @@
 """The mutants of tests/support/mutants.txt fit this tree, so that they can be run."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

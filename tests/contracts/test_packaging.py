@@ -1,7 +1,5 @@
 """What an installation contains, which name it claims, and that nothing fakes or shadows another `triton_kernels`."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """The public names: lazy, light, and with the signatures that the README and the hosts are written against."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is published: a source distribution and a wheel of the same files, and what pip makes of them beside a host."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

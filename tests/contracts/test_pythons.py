@@ -1,7 +1,5 @@
 """The newer Pythons of the metadata: the wheel is installed on them and works. They are looked for, never installed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

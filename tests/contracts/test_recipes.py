@@ -1,7 +1,5 @@
 """Every recipe is a job or a grid that can start, and repeats nothing of its base."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an installation requires: nothing that replaces a host's packages, and enough for what needs no torch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

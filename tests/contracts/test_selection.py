@@ -1,7 +1,5 @@
 """A run collects every test of its kind, though it imports only the files that can hold one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

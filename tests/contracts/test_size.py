@@ -1,7 +1,5 @@
 """The repository stays small: ceilings by area, of each file, and of the documents."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Both backends have one shape: a module of fused/ has the functions of its twin in reference/."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Releases of other packages are known in `megatron_rc.versions` alone; everything else reads it or agrees with it."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

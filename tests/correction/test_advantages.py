@@ -1,7 +1,5 @@
 """Group baselines against slow fp64 loops."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """RolloutCorrection: what it refuses, its presets, and its ways in and out of YAML."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import subprocess

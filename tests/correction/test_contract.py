@@ -1,7 +1,5 @@
 """The promises of correct() besides its definition: layouts, repeatability, merging, wrong calls."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """correct() against its definition in plain Python, and the promises around it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What one call of correct() asks of the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

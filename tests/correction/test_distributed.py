@@ -1,7 +1,5 @@
 """Over real process groups, correct() and its metrics are those of one process that holds everything."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Every estimator against its closed form, by exact enumeration; `enumeration.py` says how."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

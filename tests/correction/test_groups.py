@@ -1,7 +1,5 @@
 """A process group of None means no communication, in every function that takes one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

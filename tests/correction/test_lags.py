@@ -1,7 +1,5 @@
 """Lags: bounds and gates that depend on them, and metrics of tokens of similar lag."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

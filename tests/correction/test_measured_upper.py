@@ -1,7 +1,5 @@
 """Weight(upper="measured"): the bound that the rollout before measured, and how the next one is measured."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The examples of docs/methods.md run, and print or assert what the page says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """MetricSums, and every metric of a pair of policies at sizes where the arithmetic is hard."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Weights of prefixes: their values, what they estimate, and how their bounds grow."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The gate `standardized`: fair to every length, off where there is no gap, and not opened by one odd token."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

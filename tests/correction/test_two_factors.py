@@ -1,7 +1,5 @@
 """A weight of two factors: what it estimates, its definition, corruption, and what is reported of each factor."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """PPO's clip on pi / mu pulls pi towards mu where the reward says nothing; recomputed old log-probs leave it alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from enumeration import Batch, World

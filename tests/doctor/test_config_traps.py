@@ -1,7 +1,5 @@
 """Every known trap in verl's overrides and NeMo-RL's YAML, with settings that have it and others that do not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The registry of checks, how findings are printed, and what never leaves doctor."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every known trap in the flags of a host, with the flags that have it and with those that do not."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

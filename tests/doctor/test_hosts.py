@@ -1,7 +1,5 @@
 """What doctor says of codebases that patch knows, and of the Python that would run them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

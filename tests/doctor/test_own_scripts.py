@@ -1,7 +1,5 @@
 """A host's own example script with the lines of our page: doctor finds no error in it, and says what is still wrong."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

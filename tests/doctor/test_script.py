@@ -1,7 +1,5 @@
 """What doctor reads in flags and launch scripts: plain variables are followed, what a branch decides stays open."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

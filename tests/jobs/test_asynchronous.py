@@ -1,7 +1,5 @@
 """Whole asynchronous jobs: which samples are trained, by weights of which age, also after a kill; and how jobs end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """What a user can mend is one sentence naming the field, file or sequence, a non-zero exit, and no lost step."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

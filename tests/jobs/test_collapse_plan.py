@@ -1,7 +1,5 @@
 """The plan of the collapse lab: how many runs, enough seeds, and every one of them can start."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A grid runs every cell once, whoever runs it and however often, and its table says what the runs measured."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

@@ -1,7 +1,5 @@
 """Groups of cells, several grids with one budget, and warm-ups that grids share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole jobs on a checkpoint written by transformers: every knob changes what it says, and nothing else."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

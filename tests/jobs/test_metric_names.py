@@ -1,7 +1,5 @@
 """docs/metrics.md has every metric that a job writes, and no other."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """kill -9 in the middle of a step, start again: the metrics are those of a job that was never killed, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Jobs on the calculator: several turns per response, in the loop, its corrections, its dump and its checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

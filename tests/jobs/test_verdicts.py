@@ -1,7 +1,5 @@
 """A grid with endpoints refuses evaluations that are too small, and judges its runs."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

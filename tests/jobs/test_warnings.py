@@ -1,7 +1,5 @@
 """A job says when its correction drops most of a rollout, and when its clip on pi / mu acts on a fresh one."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Workers of a grid: what they are doing is told once and in time, and none outlives the command."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import time

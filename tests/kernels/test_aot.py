@@ -1,7 +1,5 @@
 """Every kernel compiles for every GPU it is meant for at the shapes of the launch table, and spills no register."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Short, as it also runs with the oldest Triton.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

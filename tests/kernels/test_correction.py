@@ -1,7 +1,5 @@
 """The correction kernels against PyTorch in fp64: every decision, every metric, every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The promises that correct() makes on every backend, kept by its kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the correction kernels ask of the device, whatever the batch holds, and where they read and write."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Over real process groups the correction kernels answer as PyTorch does in one process that holds everything."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

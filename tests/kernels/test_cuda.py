@@ -3,8 +3,6 @@
 The calls are those of tests/support/kernel_calls.py, which test_aot.py compiles without a card.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Every kernel is launched on the device of its tensors, whatever the current one is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Real process groups, gloo where kernels are interpreted and NCCL on cards: statistics, collectives, the head."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A training job computes the same with the Triton kernels as with plain PyTorch."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

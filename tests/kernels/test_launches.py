@@ -1,7 +1,5 @@
 """How many times the package starts work on the device: kernels, fills, copies and collectives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The fused head on the kernels: the numbers of the torch backend, and what a chunk asks of the device."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

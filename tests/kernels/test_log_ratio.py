@@ -1,7 +1,5 @@
 """The functions of log-ratios inside kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

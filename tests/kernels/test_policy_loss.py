@@ -1,7 +1,5 @@
 """The fused policy loss, interpreted, against the fp64 torch backend."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What the fused policy loss launches, differentiates and refuses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels of the route comparison against Python sets: exact in every integer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The kernels of log-probs on one process: the promises of every backend, and addresses, layouts and mergers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What log-probs ask of the device on one process: launches, their shape, nothing besides them, and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

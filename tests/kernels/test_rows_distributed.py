@@ -1,7 +1,5 @@
 """The kernels of log-probs over real groups, gloo or NCCL: the promises of every backend, and their launches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The machine code for an H200: few instructions for every logit, wide loads, and few barriers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Batches of other lengths, at other addresses, run the kernels that are compiled already."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The kernels of log-probs over kept ids; the promises of all rows are in test_rows.py, for these, too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 

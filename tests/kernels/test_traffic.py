@@ -1,7 +1,5 @@
 """How many bytes the kernels move, counted from the interpreter's own loads and stores."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

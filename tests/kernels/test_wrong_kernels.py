@@ -1,7 +1,5 @@
 """A kernel of every family that is wrong in one line fails the test that is named for it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

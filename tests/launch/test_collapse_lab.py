@@ -1,7 +1,5 @@
 """The script of the collapse lab names its stages, and refuses in one sentence what it cannot do."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from itertools import pairwise

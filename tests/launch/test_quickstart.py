@@ -1,7 +1,5 @@
 """launch/quickstart.sh: three runs from one checkpoint, and the single run where the machine cannot do three."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

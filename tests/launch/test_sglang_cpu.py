@@ -1,7 +1,5 @@
 """The scripts that serve, and the real SGLang server of .venv-sglang on this machine's CPU."""
 
-from __future__ import annotations
-
 import base64
 import os
 import signal

@@ -1,7 +1,5 @@
 """The templates of Slurm: what they start and how it ends, on Slurm itself and with a stand-in for srun."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

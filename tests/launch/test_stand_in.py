@@ -1,7 +1,5 @@
 """What stands where SGLang's CUDA kernels would be: there for every import, and never silently used."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which torch can multiply narrow factors into fp32 on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

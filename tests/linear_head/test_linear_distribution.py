@@ -1,7 +1,5 @@
 """The distribution by the fused head against that of logits, which has the fp64 truth in its own tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The fused head on one process against fp64 and the path that keeps logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """linear_policy_loss on two context-parallel ranks, each with two distant pieces of every sequence, against one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The fused head over two gloo ranks with shards of unequal width, with and without sequence parallelism."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the fused head holds beyond its inputs: measured peaks against the formula of the documents."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which backend computes where the kernels cannot run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

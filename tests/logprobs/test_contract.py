@@ -1,7 +1,5 @@
 """What vocab_parallel_logprobs promises besides its numbers: rows, layouts, memory, autograd, waiting, errors."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest

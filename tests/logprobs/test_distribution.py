@@ -1,7 +1,5 @@
 """vocab_parallel_distribution against fp64, for whole and sharded vocabularies, with and without kept ids."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

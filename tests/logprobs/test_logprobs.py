@@ -1,7 +1,5 @@
 """vocab_parallel_logprobs on one process against fp64, known bugs of its kind by name; tests/kernels has them, too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """vocab_parallel_logprobs over real groups, shards of unequal width against one; tests/kernels has this, too."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """policy_loss against a slow fp64 loop, and against every way to cut a batch."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from typing import Any

@@ -1,7 +1,5 @@
 """The arguments of policy_loss: layouts, dtypes, what has a gradient, what is refused; no call waits for the device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """loss_scale against the words of each aggregation, and against data and context parallelism over gloo."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The horizon of products of ratios, and the warning where a correction leaves little of a rollout."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

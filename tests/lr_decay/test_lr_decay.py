@@ -1,7 +1,5 @@
 """The length-decay learning rate, without Megatron."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

@@ -1,7 +1,5 @@
 """The learning rate by mismatch, without Megatron and on Megatron's scheduler."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import random

@@ -1,7 +1,5 @@
 """The length decay on Megatron's own OptimizerParamScheduler, and in a training job."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

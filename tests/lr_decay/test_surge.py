@@ -1,7 +1,5 @@
 """The surge detector: what it finds, what it takes back, and what the length decay makes of it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which configurations and layouts become a model, and which optional libraries it then uses."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

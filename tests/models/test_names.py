@@ -1,7 +1,5 @@
 """How Megatron's parameters are cut from tensors with Hugging Face names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import KINDS

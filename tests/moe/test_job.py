@@ -1,7 +1,5 @@
 """Whole jobs with moe settings through the command line: what they report, and what they refuse."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

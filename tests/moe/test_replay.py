@@ -1,7 +1,5 @@
 """Routes of a real Megatron model: recorded, replayed bit for bit, and the sampler's own followed."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """What a report shows of expert shift: every metric has a plot, and a plot says what was measured."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

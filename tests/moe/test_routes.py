@@ -1,7 +1,5 @@
 """compare_routes against Python sets: exact, whatever the order, dtype, strides and mask, and within its budget."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Routes of a real SGLang server against those of Megatron with the same weights, both in fp32."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Expert-shift metrics: every value of a tiny case by hand, and sums that no cut of the batch changes."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which process sees which rows and layers, and one schedule's queues, on synthetic tables and stand-in routers."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

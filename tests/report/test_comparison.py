@@ -1,7 +1,5 @@
 """The figure of three runs: the rule by which they separate, the range behind them, one picture for the same rows."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every step reaches a dashboard once and in order, whatever happens to the job or to the dashboard."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Collapse, relapse and failure are what the rules say of evaluations that a person read one by one."""
 
-from __future__ import annotations
-
 import csv
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The curves, the HTML report and the picture."""
 
-from __future__ import annotations
-
 import math
 import struct
 import sys

@@ -1,7 +1,5 @@
 """metrics.jsonl, the display and the fingerprint."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """The real libraries, without a network: what they store is what the job logged, also when it is killed and resumed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

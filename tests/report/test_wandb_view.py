@@ -1,7 +1,5 @@
 """The saved view of Weights & Biases has the panels of the report, and nothing that no job writes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

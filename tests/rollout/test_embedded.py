@@ -1,7 +1,5 @@
 """The embedded engine against uncached, unpadded forwards of a transformers model with the same weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

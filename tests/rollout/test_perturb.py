@@ -1,7 +1,5 @@
 """Quantised, noisy and stale weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pytest

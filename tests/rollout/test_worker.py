@@ -1,7 +1,5 @@
 """An engine in a process of its own answers as in this one; every way in which it can fail is one sentence."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A file holds its old content or its new one, whatever happens while it is written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

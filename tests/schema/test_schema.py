@@ -1,7 +1,5 @@
 """Configuration in and out: one sentence that names the dotted field and the nearest known name."""
 
-from __future__ import annotations
-
 import typing
 from pathlib import Path
 

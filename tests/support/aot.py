@@ -1,7 +1,5 @@
 """Compile every kernel ahead of time, without a GPU, and read what it costs."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Means, spreads and runs of Python floats, NaN where there are none."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The wheel of this checkout, and environments that hold it."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

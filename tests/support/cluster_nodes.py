@@ -1,7 +1,5 @@
 """What tests of several nodes on one machine share."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """The exact versions of a constraints or requirements file."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

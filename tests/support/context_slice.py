@@ -1,7 +1,5 @@
 """The rows of a batch that one context-parallel rank of Megatron has."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_rc.batch import TokenBatch

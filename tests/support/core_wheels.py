@@ -1,7 +1,5 @@
 """Wheels of megatron-core of other releases, which are of Python 3.12 and up and run on 3.11 once they are unpacked."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Pytest plugin of coverage_table.py: notes what each test covers, in all processes, and how long it takes."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

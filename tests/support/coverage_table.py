@@ -10,8 +10,6 @@ pytest printed; arguments for pytest go behind DATA and --. Before the first `ta
 `compare` fails when a file lost more than half a point.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import csv

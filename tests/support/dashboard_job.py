@@ -1,7 +1,5 @@
 """A job that does nothing but log: arguments SERVICE, FOLDER, FIRST, LAST and how it ends (finish, fail or kill)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

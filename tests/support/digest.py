@@ -7,8 +7,6 @@ printed with its name and size, then a table of the areas; the status is 1 if a 
 eight minutes of processor time, half of that on two quiet cores, and two more with --quickstart.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 The package and the helper kernel_calls are those that PYTHONPATH names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -5,8 +5,6 @@ over that have been grouped into an object of options, `choices` reads the value
 the checkout's own calls.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

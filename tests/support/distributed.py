@@ -1,7 +1,5 @@
 """Run a function on several real gloo ranks and collect what each returns."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import traceback

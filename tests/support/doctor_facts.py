@@ -1,7 +1,5 @@
 """Recorded facts of two servers, trainers that suit them, and changes that make a defect of them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Triton's interpreter, without its most repeated work."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """The answers of the faulty server: what a good one is, and how it can be damaged."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Sequence
 from typing import Any

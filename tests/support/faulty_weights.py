@@ -1,7 +1,5 @@
 """The weights that the faulty server holds, and the endpoints that update them as a real server's do."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import pickle

@@ -1,7 +1,5 @@
 """What doctor finds in the flags or overrides of a host."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_rc.doctor.host.facts import read_hosts

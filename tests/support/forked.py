@@ -1,7 +1,5 @@
 """Processes forked from one that has imported what takes seconds to import: `preloaded`."""
 
-from __future__ import annotations
-
 import os
 from multiprocessing import forkserver
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random input of the fused head, what it makes of it, and the fp64 truth."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """A program of its own: log-probs and gradients of GPTModels with logits and with hidden_states, one line of JSON."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """The batch of tests/support/data/host_dumps: its values, and the same as Parquet and JSON lines of this package."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

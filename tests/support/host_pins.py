@@ -1,7 +1,5 @@
 """The releases that the containers of host codebases hold, which an installation must leave alone."""
 
-from __future__ import annotations
-
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 

@@ -5,8 +5,6 @@
 A tree of a host gets its commit into the page when every test on its own code passes. All else needs `--collect-only`.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A parsed report page."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 

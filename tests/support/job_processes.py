@@ -5,8 +5,6 @@ environment that torchrun gives them. The process of a worker engine is forked, 
 types instead.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

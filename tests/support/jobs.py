@@ -1,7 +1,5 @@
 """Start real training jobs through the command line, and read what they wrote."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Calls that between them launch every kernel: small for the interpreter, wide for the compilers."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass

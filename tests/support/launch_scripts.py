@@ -1,7 +1,5 @@
 """Scripts that tests write, and a copy of what the scripts of launch/ read."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Record kernel launches, and count everything that a call would launch on a GPU."""
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Curves of the mean response length, the paper's schedule, and how well a detector locates a surge."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

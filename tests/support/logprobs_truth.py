@@ -1,7 +1,5 @@
 """The fp64 truth of vocab_parallel_logprobs, and random input for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

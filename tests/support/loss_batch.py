@@ -1,7 +1,5 @@
 """Random batches for the loss, and the loss with all of its terms."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

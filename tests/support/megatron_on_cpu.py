@@ -1,7 +1,5 @@
 """What the training programs of megatron.training need on a machine without CUDA, and in a Python older than 3.12."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import typing

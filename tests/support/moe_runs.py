@@ -1,7 +1,5 @@
 """A small Qwen3-MoE in Megatron and in the embedded engine, and what a rollout step of it gives."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager

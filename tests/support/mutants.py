@@ -9,8 +9,6 @@ mutant and is continued after an interruption. A mutant is caught when a test fa
 that does not end, are counted apart. Each test that caught one runs once more without it, and must pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

@@ -1,7 +1,5 @@
 """The device of the tests of kernels: a card, or the CPU where Triton interprets kernels."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

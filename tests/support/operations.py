@@ -1,7 +1,5 @@
 """Count what a call asks of the device: operations, but for views, and whatever makes the host wait."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random tokens of a policy loss, and what either backend makes of them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

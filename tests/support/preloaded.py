@@ -1,7 +1,6 @@
 """What the process holds that ranks and jobs are forked from: slow imports, and the name of the test modules."""
 
 # ruff: noqa: E402 - the emulation of CUDA comes before Megatron-Core, as in a job
-from __future__ import annotations
 
 import queue
 import sys

@@ -1,7 +1,5 @@
 """The living processes of a group, and those that a process started."""
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import suppress

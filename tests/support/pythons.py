@@ -1,7 +1,5 @@
 """Environments of other Python releases, cached beside the packages of .venv."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A package named sglang whose server starts at once; its flags --dies and --never-ready say what else it does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 # has a child that does not listen to SIGTERM, and ends by itself if a test fails to end it

@@ -1,7 +1,5 @@
 """How a command line of megatron-rc ends in this process."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

@@ -1,7 +1,5 @@
 """Records of a small made-up run, and the log that holds them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@
 writes it; run it after a kernel or triton_kernels/launch_table.py has changed.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Routes of two engines, their comparison with Python sets, and what memory a comparison takes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

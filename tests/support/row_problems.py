@@ -1,7 +1,5 @@
 """Rows of logits and the gradients that come back to them: what either backend makes of them, and the fp64 truth."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The machine code of a kernel, compiled without a GPU: the instructions of its loops and its barriers."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """What a served model says, by transformers in fp32."""
 
-from __future__ import annotations
-
 import tiny_models
 import torch
 from sglang_server import MODELS

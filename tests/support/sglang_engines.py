@@ -1,7 +1,5 @@
 """The SGLang engine as tests want it: patient for seconds, not for minutes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

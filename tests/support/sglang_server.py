@@ -1,7 +1,5 @@
 """Real SGLang servers for tests: of a test's own, or shared by all tests and xdist workers of a session."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import json

@@ -4,8 +4,6 @@ Trainer: Gaussian logits times a log-normal sharpness that changes slowly along 
 with noise. A trap changes what the sampler draws from, what it logs, or what the trainer computes.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from dataclasses import dataclass

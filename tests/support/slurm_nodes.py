@@ -1,7 +1,5 @@
 """Two nodes on this machine, 127.0.0.1 and 127.0.0.2, that run the templates of Slurm: with Slurm, or without it."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import signal

@@ -1,7 +1,5 @@
 """Options and settings of the whole suite."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """A trainer's side of a weight update, against servers that misbehave."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial

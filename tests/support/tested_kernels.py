@@ -1,7 +1,5 @@
 """Which kernels a run has tested the values of: those that a passed test marked `kernel` has launched."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Small configurations of every model family, and the transformers models of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

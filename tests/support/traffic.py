@@ -1,7 +1,5 @@
 """Count the bytes that interpreted kernels load and store, from the interpreter's own loads and stores."""
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator

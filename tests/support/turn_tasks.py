@@ -1,7 +1,5 @@
 """A task of several turns for models of any weights, and an engine that notes what is asked of another one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

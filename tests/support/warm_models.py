@@ -1,7 +1,5 @@
 """Checkpoints of policies that answer some problems, and what the recordings of jobs on them are compared by."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Callable

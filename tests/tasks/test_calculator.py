@@ -1,7 +1,5 @@
 """The task calculator: its tool, its teacher, and what a response earns."""
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """The task copy: what is right, what a careless teacher writes, and how long it is."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Tasks from JSONL files, and rewards written by users."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

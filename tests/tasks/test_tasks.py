@@ -1,7 +1,5 @@
 """The embedded arithmetic task and the options of tasks."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import re

@@ -1,7 +1,5 @@
 """Controls of a correction: rate, weights and mean stay those of the batch, and the tokens are others."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

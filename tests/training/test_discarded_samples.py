@@ -1,7 +1,5 @@
 """Responses that came back damaged: counted, written down, never trained on, and an end to the step when too many."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The gradient of a rollout batch: without an optimizer step, and from one step to the next."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """hidden_states of a real GPTModel, and the head that reads them, against the path that keeps logits."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext

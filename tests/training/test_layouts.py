@@ -1,7 +1,5 @@
 """One recorded rollout file trained under every parallel layout gives the numbers of one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Responses of many turns of the calculator: what is trained on, weighted and measured of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import accumulate, groupby

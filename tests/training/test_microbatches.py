@@ -1,7 +1,5 @@
 """Cutting a batch: nothing lost, nothing doubled, balanced, the same on every process."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

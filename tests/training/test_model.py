@@ -1,7 +1,5 @@
 """GPTModel built from Hugging Face configurations, and packed attention without TransformerEngine."""
 
-from __future__ import annotations
-
 import json
 import types
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The trainer's log-probs of the probe prompt are those of its weights, on every process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings of a job that cannot act together, or at all, are refused by name when the job starts."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_rc import settings

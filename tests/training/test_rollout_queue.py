@@ -1,7 +1,5 @@
 """The queue of the asynchronous loop: what may be sampled when, what is trained, and what a checkpoint keeps of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Kept weights of older versions: their log-probs are those of the time when they were loaded, under every layout."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

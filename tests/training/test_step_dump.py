@@ -1,7 +1,5 @@
 """The steps that a run keeps: rotated, capped, private, without token ids, and never at the cost of a --dump."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Responses of several turns: every token is counted once, by the policy that drew it or by the environment."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import groupby, pairwise
 from typing import Any

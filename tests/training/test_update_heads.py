@@ -1,7 +1,5 @@
 """One rollout step with the fused head against one that keeps logits: metrics, gradients and matrix products."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Weights in and out by Hugging Face names over real TP, PP and EP ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Dumps as Parquet files with the names that `megatron-rc analyze` reads, and the small ones that are committed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Faults of an engine, each planted in the one line where it would really be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Responses of the embedded engine in bf16, and what the trainer says about them in fp32."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

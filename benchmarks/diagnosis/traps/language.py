@@ -1,7 +1,5 @@
 """A synthetic language whose statistics resemble those of text: certain inside words, uncertain between them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The confusion matrix: traps against rules, in numbers of dumps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from html import escape

@@ -1,7 +1,5 @@
 """Small models that know the synthetic language, with their weights after a few more updates; trained once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every trap: how its dump is made, and what an analysis must answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, NamedTuple

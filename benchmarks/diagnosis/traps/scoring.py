@@ -1,7 +1,5 @@
 """The trainer's side: log-probs, entropies and expert choices of sampled responses, in fp32."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 SGLang starts its scheduler and detokenizer as new processes, so this is found on PYTHONPATH and not patched in once.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder

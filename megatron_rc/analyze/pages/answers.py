@@ -1,7 +1,5 @@
 """The parts of a page that are words: verdicts, the honesty panel, what was not judged."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from html import escape
 

@@ -1,7 +1,5 @@
 """Picture of the error of a truncated importance weight against its bound C."""
 
-from __future__ import annotations
-
 from megatron_rc.analyze.bound import GRID
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.pages.card import card

@@ -1,7 +1,5 @@
 """Pictures of the log-ratio against what it may depend on: the logged log-prob, the position, every factor."""
 
-from __future__ import annotations
-
 import base64
 import math
 from collections.abc import Sequence

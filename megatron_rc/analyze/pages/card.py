@@ -1,7 +1,5 @@
 """What a page is made of: cards with a heading, a picture or table, and a sentence; all texts are escaped here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape

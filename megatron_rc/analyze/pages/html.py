@@ -1,7 +1,5 @@
 """analysis.html: the diagnosis of a dump in one file that needs no network."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pictures of whole responses: the running sum of log-ratios, the tail of the weights, and what they are worth."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

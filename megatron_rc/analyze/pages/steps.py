@@ -1,7 +1,5 @@
 """Pictures over the steps of a run: the gap of each, and of each server."""
 
-from __future__ import annotations
-
 import math
 from itertools import takewhile
 

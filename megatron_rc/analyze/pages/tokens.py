@@ -1,7 +1,5 @@
 """The tokens of the largest log-ratios, in context."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence

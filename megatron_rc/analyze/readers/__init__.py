@@ -1,7 +1,5 @@
 """Open a dump of any supported format."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """A dump as a stream of chunks, whatever wrote it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

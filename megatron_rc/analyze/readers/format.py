@@ -1,7 +1,5 @@
 """What a format of dumps is, and how a file shows by its content which one it has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice

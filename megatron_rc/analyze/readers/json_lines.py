@@ -1,7 +1,5 @@
 """Files with one JSON object per line, plain or compressed with gzip or Zstandard."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

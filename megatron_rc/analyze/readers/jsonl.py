@@ -1,7 +1,5 @@
 """The columns of this package's Parquet dump as JSON lines, one response per line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -5,8 +5,6 @@ context-parallel group writes its own slices of a sample. Each sample is read on
 what ``--dump-details`` or ``--save-debug-rollout-data`` wrote of it before training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

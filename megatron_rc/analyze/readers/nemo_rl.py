@@ -1,7 +1,5 @@
 """NeMo-RL's ``train_data_step*.jsonl``: one sample per line, each value in a list of one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Parquet dump of this package, docs/dump.md; only the columns that an analysis reads are decoded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

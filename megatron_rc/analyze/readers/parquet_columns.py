@@ -1,7 +1,5 @@
 """Columns of Arrow tables as the flat arrays of a chunk, with every type and length checked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

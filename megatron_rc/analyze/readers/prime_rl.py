@@ -1,7 +1,5 @@
 """prime-rl's token exports, ``token_exports/step_N/rank_R.jsonl``: one sequence per line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

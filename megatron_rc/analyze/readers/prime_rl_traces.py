@@ -6,8 +6,6 @@ one value per token from the first message of the branch on, null where the toke
 early where it cut the sequence. Finished files end in .zst.
 """
 
-from __future__ import annotations
-
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator

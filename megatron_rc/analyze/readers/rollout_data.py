@@ -4,8 +4,6 @@
 fields of every Sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path

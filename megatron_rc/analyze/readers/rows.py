@@ -1,7 +1,5 @@
 """One response per row, as hosts write them, checked and packed into chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -3,8 +3,6 @@
 What ``--dump-details`` or ``--save-debug-rollout-data`` wrote of the same samples before training is read with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

@@ -4,8 +4,6 @@ Such a file is a zip of one pickle, data.pkl (torch_pickle), and one entry of ra
 from disk and read when a value is asked for.
 """
 
-from __future__ import annotations
-
 import mmap
 import pickletools
 import struct

@@ -4,8 +4,6 @@ A sample from before training, where the dump has it, adds columns to the row.
 Their ``rewards`` are normalised within the group and are not read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the hook integrations/verl_dump.py saves in a run of verl: one torch file per step, padded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

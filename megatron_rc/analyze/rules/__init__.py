@@ -1,7 +1,5 @@
 """The rules in the order in which they decide: counts, alignment, honesty, map, location, benign causes."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The two lists of log-probs speak of different tokens."""
 
-from __future__ import annotations
-
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules.rule import Level, Verdict
 

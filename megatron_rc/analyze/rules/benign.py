@@ -1,7 +1,5 @@
 """Gaps that have a cause, but none to mend in the logs: shifted experts, older weights, numerics."""
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 

@@ -1,7 +1,5 @@
 """Values that were never log-probs of drawn tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_rc.analyze.chunk import Chunk

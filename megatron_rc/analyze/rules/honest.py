@@ -1,7 +1,5 @@
 """The logged distribution is not the one that drew the tokens, or not the one that the trainer models."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence

@@ -1,7 +1,5 @@
 """Honest logs of two sides that differ in one place: a server, a cache, the start of a response."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence

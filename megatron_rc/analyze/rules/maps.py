@@ -1,7 +1,5 @@
 """The log-ratio follows from the logged log-prob: one side scaled its logits."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence

@@ -1,7 +1,5 @@
 """Checks of a host codebase: whether the patch was made for it, its flags, and what its Python lacks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Facts about a host codebase and the Python that would run it, read without importing any of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version

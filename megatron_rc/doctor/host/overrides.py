@@ -1,7 +1,5 @@
 """Settings by dotted path: the overrides of Hydra on a command line, over YAML files that inherit from each other."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command that a launch script runs, with the script's own variables filled in where their values are plain."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Checks of the flags of a host: one per name among the rules for every Megatron host and the host's own rules."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Checks of a server's real answers, read by the same parser as those of a job (`Request.piece`)."""
 
-from __future__ import annotations
-
 from megatron_rc.doctor.registry import Finding, Registry, Undecided, error, good, note
 from megatron_rc.doctor.server.facts import RUN_BESIDE, Facts, ProbeAnswer
 from megatron_rc.rollout.sglang.request import DamagedAnswer

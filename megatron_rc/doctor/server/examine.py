@@ -1,7 +1,5 @@
 """The registry of all checks of an SGLang server, in the order in which they are shown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

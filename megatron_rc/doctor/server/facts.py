@@ -1,7 +1,5 @@
 """Facts about a rollout server and about the trainer that will use it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Checks that server and trainer hold the same model, at a precision that is known."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

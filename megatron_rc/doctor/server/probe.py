@@ -1,7 +1,5 @@
 """Reads from live SGLang servers what the checks compare; nothing is changed on a server."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Probes: the same tokens scored three times, which names the side that is wrong; they cost minutes of a server."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checks of what a server samples from, and of which distribution its log-probs are."""
 
-from __future__ import annotations
-
 from megatron_rc.doctor.registry import Finding, Registry, Undecided, error, good, note, warning
 from megatron_rc.doctor.server.facts import Facts, eos_ids
 from megatron_rc.engine import SamplingParams

@@ -1,7 +1,5 @@
 """Checks of how a server runs: its version, layout, caches, limits, routes and who can reach it."""
 
-from __future__ import annotations
-
 import ipaddress
 from dataclasses import replace
 

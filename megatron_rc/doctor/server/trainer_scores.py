@@ -1,7 +1,5 @@
 """The trainer's log-probs for the probes: its checkpoint, computed by transformers on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

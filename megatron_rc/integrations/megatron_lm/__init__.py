@@ -11,8 +11,6 @@ What runs when, in a patched run of train_rl.py:
 4. For every micro-batch, `calculate_grpo_loss` weights the policy-gradient term.
 """
 
-from __future__ import annotations
-
 from megatron_rc import versions
 from megatron_rc.integrations.megatron_lm import flag_rules, session
 from megatron_rc.integrations.scheduler_rule import ATTACHES_RULE

@@ -1,7 +1,5 @@
 """Flags of train_rl.py that are wrong: those that the patch refuses, and those that doctor warns about."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from typing import Any
 

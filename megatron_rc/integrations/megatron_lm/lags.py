@@ -1,7 +1,5 @@
 """Lags of the tokens of a rollout batch of megatron/rl, from the epochs that its inference engine notes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 

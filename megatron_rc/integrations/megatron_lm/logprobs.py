@@ -1,7 +1,5 @@
 """Log-probs of megatron/rl from vocabulary-sharded logits or hidden states, in fp32, at the sampling temperature."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import ExitStack
 from functools import partial

@@ -1,7 +1,5 @@
 """The GRPO loss of megatron/rl with the weights of a rollout correction, and the denominator of a training step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial, wraps
 from typing import Any

@@ -1,7 +1,5 @@
 """The correction of a whole rollout batch of megatron/rl, at the first point where all its log-probs are known."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Iterable, Sequence

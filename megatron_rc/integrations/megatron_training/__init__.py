@@ -11,8 +11,6 @@ What runs when, in a patched program:
    the rule of the learning rate takes its step. After the optimizer the metrics join Megatron's log.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

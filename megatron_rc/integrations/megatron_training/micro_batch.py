@@ -1,7 +1,5 @@
 """correct_micro_batch: what a loss function of one's own calls in a program that is patched."""
 
-from __future__ import annotations
-
 from megatron.core import parallel_state
 from torch import Tensor
 

@@ -12,8 +12,6 @@ What runs where, in a patched run of examples/run_grpo.py:
 docs/hosts/nemo_rl.md has the recipe. A run without a rule of the learning rate needs this package on no worker.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from importlib import import_module
 

@@ -1,7 +1,5 @@
 """The process that runs the script of NeMo-RL: a rollout is corrected as a whole, before its update."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Settings of NeMo-RL that are wrong or widen the gap, for doctor; `refusals` has what stops a patched run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_rc.integrations.checkpoint import checkpoint_rules, read_checkpoint

@@ -1,7 +1,5 @@
 """Configurations of NeMo-RL that a patched run refuses, before its cluster is built."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 from megatron_rc.integrations.nemo_rl.session import Session

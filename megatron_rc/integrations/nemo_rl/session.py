@@ -1,7 +1,5 @@
 """Session: the state of one patch of nemo-rl on the process that runs the script, and what the patch cannot honour."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from dataclasses import dataclass, field

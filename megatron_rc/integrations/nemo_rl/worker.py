@@ -1,7 +1,5 @@
 """MegatronPolicyWorker of NeMo-RL with the rule of the learning rate; imported on its workers, never by the script."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -14,8 +14,6 @@ docs/hosts/slime.md has the recipe. A function is imported when it is first used
 torch.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -4,8 +4,6 @@ Both hosts build the scheduler and load a checkpoint into it before any hook see
 `check` calls before that, lets Megatron's schedulers keep what they load and do not know.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import wraps
 from typing import Any

@@ -1,7 +1,5 @@
 """The hook of --custom-loss-function-path: vocabulary-sharded logits to the corrected loss, without a softmax."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any

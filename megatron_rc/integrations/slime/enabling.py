@@ -1,7 +1,5 @@
 """The hook of --custom-megatron-init-path that switches the other hooks on: one flag in the place of all."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from argparse import Namespace

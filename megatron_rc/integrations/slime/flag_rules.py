@@ -1,7 +1,5 @@
 """Flags of slime and miles that are wrong: those that the hooks refuse, and those that doctor warns about."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from typing import Any
 

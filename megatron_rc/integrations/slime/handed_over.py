@@ -1,7 +1,5 @@
 """Whether the installed slime or miles hands current log-probs and advantages to the hook of its TIS function."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

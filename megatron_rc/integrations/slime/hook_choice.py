@@ -1,7 +1,5 @@
 """The hooks that a correction and a learning rate need, and the arguments of the host that switch them on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

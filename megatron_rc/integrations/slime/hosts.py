@@ -1,7 +1,5 @@
 """The hosts slime and miles: their symbols for `doctor`, and the flags to add."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The hook of --custom-tis-function-path: weights on the host's own policy-gradient loss."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any

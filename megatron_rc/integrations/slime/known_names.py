@@ -1,7 +1,5 @@
 """The names under which slime's own functions log the gap and the weights, with their numbers."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

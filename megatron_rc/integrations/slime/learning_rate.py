@@ -1,7 +1,5 @@
 """The hook of --custom-megatron-before-train-step-hook-path: the learning rate by length decay or by mismatch."""
 
-from __future__ import annotations
-
 import json
 import logging
 from argparse import Namespace

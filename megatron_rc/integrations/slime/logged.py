@@ -1,7 +1,5 @@
 """What tis and loss log: metrics of tokens, the names that users of the hosts know, the rule of the learning rate."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 import torch

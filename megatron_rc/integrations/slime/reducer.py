@@ -1,7 +1,5 @@
 """The hook of --custom-pg-loss-reducer-function-path: how the losses of tokens become one number."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 

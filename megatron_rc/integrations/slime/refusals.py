@@ -1,7 +1,5 @@
 """What a hook of slime or miles cannot do: one rule per mistake, refused by the hook and found by doctor beforehand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

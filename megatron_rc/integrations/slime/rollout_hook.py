@@ -1,7 +1,5 @@
 """The hook of slime's --rollout-data-postprocess-path: correct a whole rollout before its update."""
 
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 from typing import Any

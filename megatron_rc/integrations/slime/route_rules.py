@@ -1,7 +1,5 @@
 """What `routes` cannot do: rules as those of the other hooks."""
 
-from __future__ import annotations
-
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.slime.settings import flag, names, read
 

@@ -6,8 +6,6 @@ for the whole rollout; where the host has no such hook, `before_train_step` coll
 `tis` or `loss` read those of their micro-batch.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from argparse import Namespace

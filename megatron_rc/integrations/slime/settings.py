@@ -1,7 +1,5 @@
 """Settings of the hooks: the `megatron_rc:` section of the --custom-config-path file of slime and miles."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from dataclasses import dataclass, field

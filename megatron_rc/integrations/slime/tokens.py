@@ -1,7 +1,5 @@
 """The tokens that a hook of slime or miles sees: their correction, their metrics, and how long responses are."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -12,8 +12,6 @@ What runs where, with MEGATRON_RC_CONFIG set:
 docs/hosts/verl.md has the recipe. `verl_dump` beside this folder needs none of it.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The trainer process of verl: a rollout is corrected as a whole, and what the actor's update is given."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Overrides of verl that are wrong or widen the gap, for doctor; `refusals` has those that a patched run refuses."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -5,8 +5,6 @@ rows of sequence parallelism, call `linear_cross_entropy` and pack its results. 
 two calls.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import FunctionType
 from typing import Any

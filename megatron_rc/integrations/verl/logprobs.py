@@ -1,7 +1,5 @@
 """The Megatron workers of verl: log-probs and entropy of vocabulary-sharded logits with one collective."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

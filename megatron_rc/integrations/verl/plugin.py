@@ -4,8 +4,6 @@ verl imports it at the end of `import verl`, in every process, and logs a failur
 meant to be corrected must not go on without it, so a failure ends the process.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """loss_mode=megatron_rc: a loss of verl with the weights of the correction, or corrected in the worker itself."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What a configuration of verl must not have beside our correction: refused before Ray starts, by the name in verl."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_rc.integrations.symbols import Function

@@ -1,7 +1,5 @@
 """The workers of verl: the learning rate of the actor's update, and what its loss has measured."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Services that show the metrics of a run besides metrics.jsonl: one file and one entry of `SERVICES` for each."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """MLflow: the run goes to the server of MLFLOW_TRACKING_URI, or to mlflow.db in the working directory."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """TensorBoard: event files in OUTPUT/tensorboard, one folder per phase."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 

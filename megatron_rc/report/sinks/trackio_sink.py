@@ -1,7 +1,5 @@
 """Trackio: the run goes to a local database, to TRACKIO_SERVER_URL, or to the Hugging Face Space TRACKIO_SPACE_ID."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import trackio

@@ -1,7 +1,5 @@
 """Weights & Biases: the run goes to the account of `wandb login`, or to OUTPUT/wandb with WANDB_MODE=offline."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import wandb

@@ -1,7 +1,5 @@
 """The embedded engine: a transformers model, decoded in batches with a KV cache."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The transformers model that the embedded engine samples from, and the place of each checkpoint tensor in it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

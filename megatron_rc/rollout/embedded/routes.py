@@ -1,7 +1,5 @@
 """The experts that a transformers model chooses while it decodes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Weights on their way to a server: cast once to the server's dtype, packed into flat buckets of bounded size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Requests of a weight update beside the weights: session, version, checksums and the log-probs of a probe."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """SGLangEngine: the RolloutEngine of SGLang servers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One call of generate: every response ends exactly once, as a finished, an unfinished or a discarded sample."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The servers of an engine: connected by url or through a router, picked for requests, taken out of rotation."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Weight sync over a folder that trainer and servers share."""
 
-from __future__ import annotations
-
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Weight sync by broadcast: trainer and servers join a torch.distributed group of their own, NCCL or gloo."""
 
-from __future__ import annotations
-
 import threading
 import time
 import uuid

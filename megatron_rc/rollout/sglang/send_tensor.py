@@ -1,7 +1,5 @@
 """Weight sync inside the requests themselves, which needs neither a shared folder nor another protocol than HTTP."""
 
-from __future__ import annotations
-
 import base64
 import pickle
 from collections.abc import Iterator, Sequence

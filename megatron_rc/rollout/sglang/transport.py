@@ -1,7 +1,5 @@
 """Transport: one way of bringing tensors to servers that are paused."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The update protocol: every server has the new weights and proved it, or it leaves the rotation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median

@@ -1,7 +1,5 @@
 """A Megatron GPTModel from a Hugging Face configuration."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """hidden_states: a GPTModel of megatron-core that answers hidden states, and names its head."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager

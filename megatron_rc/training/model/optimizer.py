@@ -1,7 +1,5 @@
 """Megatron's DistributedDataParallel and optimizer around the model chunks."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer

@@ -1,7 +1,5 @@
 """Import and export of weights under Hugging Face names, one tensor at a time over TP x PP x EP."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Controls of a correction: its weights and drops, laid on other tokens than those that earned them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """The rule of the learning rate in one rollout of a job."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The numbers of one rollout step: of what was sampled, and pooled over the ranks of a job."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

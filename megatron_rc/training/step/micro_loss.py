@@ -1,7 +1,5 @@
 """The loss of one micro-batch, and the metrics of its tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple

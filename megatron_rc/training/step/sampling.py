@@ -1,7 +1,5 @@
 """Rollouts and held-out evaluation: every process samples its share of the prompts, every process gets them all."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

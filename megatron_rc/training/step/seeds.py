@@ -1,7 +1,5 @@
 """Seeds that follow from what is sampled: no generator state to keep, whatever the layout."""
 
-from __future__ import annotations
-
 import hashlib
 
 

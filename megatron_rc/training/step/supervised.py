@@ -1,7 +1,5 @@
 """The supervised warm-up: cross-entropy on demonstrations through the same batches, cuts and schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

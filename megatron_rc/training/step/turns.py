@@ -1,7 +1,5 @@
 """Responses of several turns: the policy writes, the environment replies, and no token is ever tokenized again."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Damaged input gives one sentence, never a traceback, and never a number from a damaged row that looks whole."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every format of the same batch gives the same numbers; expected values come from what the hosts were given."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

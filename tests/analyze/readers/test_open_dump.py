@@ -1,7 +1,5 @@
 """A dump is known by its content, and what is not read is said."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

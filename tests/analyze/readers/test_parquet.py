@@ -1,7 +1,5 @@
 """The Parquet reader takes every layout that Arrow has for the same column, and refuses types that it cannot have."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What slime and miles knew of a sample before training is joined with their train data, or a sentence says why not."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

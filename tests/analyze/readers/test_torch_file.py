@@ -1,7 +1,5 @@
 """Torch files are read without torch, and nothing in them is run."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Checks of an SGLang server: what passes, what cannot be decided, and what needs no trainer."""
 
-from __future__ import annotations
-
 import pytest
 from doctor_facts import (
     RECORDED,

@@ -1,7 +1,5 @@
 """Every defect of a server that doctor finds, by the registry of the check that finds it."""
 
-from __future__ import annotations
-
 import base64
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """doctor against a real server: exit status and findings with trainers that suit it and trainers that do not."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

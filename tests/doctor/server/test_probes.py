@@ -1,7 +1,5 @@
 """The probes: which side they name when decoding, prefill or trainer is wrong, and that a real server is fine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

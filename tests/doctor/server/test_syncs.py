@@ -1,7 +1,5 @@
 """The run at learning rate 0: the verdict on a course of gaps, and a real server whose syncs change nothing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

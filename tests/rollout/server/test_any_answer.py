@@ -1,7 +1,5 @@
 """Whatever a server answers becomes tokens that can be trained on, or a discarded one with a reason."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Connecting to SGLang servers and routers, what is refused before a request is sent, and rotation after updates."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The SGLang engine against real servers on this machine's CPU: what it returns is what the model says."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from itertools import groupby

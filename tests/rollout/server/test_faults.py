@@ -1,7 +1,5 @@
 """Servers that fail while they generate: every prompt ends exactly once, and nothing waits for ever."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

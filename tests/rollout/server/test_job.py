@@ -1,7 +1,5 @@
 """Whole jobs on the rollouts of a real SGLang server, and what a job says of a server that it cannot use."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Answers of /generate: what is asked, what is taken over, and the name of every reason not to."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Sequence

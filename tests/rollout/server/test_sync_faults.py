@@ -1,7 +1,5 @@
 """A weight update on servers that misbehave: whoever fails is out of rotation by name, the others go on."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A weight update by broadcast: the group of trainer and servers is joined once and outlives its members."""
 
-from __future__ import annotations
-
 import json
 import time
 import urllib.request

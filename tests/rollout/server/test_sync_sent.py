@@ -1,7 +1,5 @@
 """What a weight update sends: whole, once rounded, in bounded pieces, and the same tensors every time."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
