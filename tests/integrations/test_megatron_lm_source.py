@@ -1,8 +1,6 @@
 """Training steps of a real Megatron-LM tree on CPU, its own and patched; MEGATRON_LM_DIR names the tree."""
 
 import json
-import os
-import shlex
 import subprocess
 import sys
 from functools import cache
@@ -12,23 +10,16 @@ from typing import Any
 
 import pytest
 from hosts.megatron_lm import sources
+from hosts.megatron_lm.own_program import FLAGS, environment_of
 
 pytestmark = pytest.mark.timeout(900)
 JOB = Path(sources.__file__).parent / "rl_job.py"
-FLAGS = shlex.split("""
---num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --max-position-embeddings 24
---micro-batch-size 1 --global-batch-size 8 --train-iters 2 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant
---perform-rl-step --grpo-prompts-per-step 2 --grpo-group-size 4 --grpo-iterations 1
---rl-inference-logprobs-is-correction --transformer-impl local --no-rope-fusion --normalization RMSNorm
---disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization
---no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
---no-persist-layer-norm --distributed-backend gloo --eval-iters 0
-""")
 GATHERED_VOCABULARY = 32
 
 TIS = {"correction": {"weight": {"upper": 1.2}}}
 LAGS = {"correction": {"reject": [{"statistic": "lag", "level": "token", "upper": 1}]}}
 PACKED = {"rl_use_sequence_packing": True}
+PER_TOKEN = {"calculate_per_token_loss": True}
 TWO_POLICIES = {"correction": {"old": "rollout"}, "lr_decay": {"decay_period": 1}}
 NO_WEIGHT, ITS_TIS = {"rl_inference_logprobs_is_correction": False}, {"rl_importance_sampling_truncation_coef": 1.2}
 CASES: dict[str, dict[str, Any]] = {
@@ -47,6 +38,10 @@ CASES: dict[str, dict[str, Any]] = {
     # answers of several lengths, whose last log-prob the sampler leaves out
     "any length": {"patch": TIS, "missing": 1},
     "any length, packed": {"patch": TIS, "args": PACKED, "missing": 1},
+    "host, per token": {"args": {**NO_WEIGHT, **PER_TOKEN}},
+    "none, per token": {"patch": {"correction": {}}, "args": PER_TOKEN},
+    "host, per token, packed": {"args": {**NO_WEIGHT, **PER_TOKEN, **PACKED}},
+    "none, per token, packed": {"patch": {"correction": {}}, "args": {**PER_TOKEN, **PACKED}},
     "stale": {"patch": LAGS, "stale": True},
     "stale, packed": {"patch": LAGS, "stale": True, "args": PACKED},
     "two policies": {"patch": TWO_POLICIES},
@@ -58,12 +53,11 @@ SPLITS["PP2"] = (2, ["--pipeline-model-parallel-size", "2"])
 
 def launch(ranks: int, before: list[str], flags: list[str], cases: dict[str, Any] | None = None) -> dict[str, Any]:
     """What the job wrote; `before` stands between torchrun's own arguments and the job's flags."""
-    path = os.pathsep.join(map(str, (sources.STUB.parent / "stand_in", sources.tree())))
     with TemporaryDirectory() as folder:
-        environment = {**os.environ, "PYTHONPATH": path, "RL_JOB_OUT": f"{folder}/out", "NO_VCS_VERSION": "1"}
-        environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | ({"RL_JOB_CASES": json.dumps(cases)} if cases else {})
+        environment = environment_of(sources.tree().resolve()) | {"RL_JOB_OUT": f"{folder}/out"}
+        environment |= {"RL_JOB_CASES": json.dumps(cases)} if cases else {}
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        command = [sys.executable, "-W", "ignore", *torchrun, *before, *FLAGS, *flags]
+        command = [sys.executable, "-W", "ignore", *torchrun, *before, *FLAGS, "--train-iters", "2", *flags]
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr[-4000:]
         return {**json.loads(Path(folder, "out").read_text()), "output": done.stdout}
@@ -90,6 +84,15 @@ def test_patched_training_is_the_hosts_own_where_it_should_be(split: str) -> Non
         same(found[ours], found[name])
     same(found["host again"], found["host"])
     assert found["truncation"]["weights"] != pytest.approx(found["none"]["weights"], rel=1e-6)
+
+
+@pytest.mark.host("megatron-lm", proof="own code", feature="correction none leaves the loss bit-identical")
+@pytest.mark.parametrize("packed", ["", ", packed"], ids=["rows", "packed"])
+def test_with_correction_none_the_loss_per_token_is_the_hosts_own_bit_for_bit(packed: str) -> None:
+    own, none = (results("TP1")[f"{name}, per token{packed}"] for name in ("host", "none"))
+    losses = [[step["log"]["lm loss"] for step in each["steps"]] for each in (own, none)]
+    assert losses[0] == losses[1] and len(set(losses[0])) == 2
+    same(none, own)
 
 
 @pytest.mark.parametrize("split", SPLITS)

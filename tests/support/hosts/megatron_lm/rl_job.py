@@ -1,7 +1,7 @@
 """train_rl.py of Megatron-LM on CPU: its own rollout preparation, forward step, loss and training step.
 
-What needs a GPU is stood in for: the inference engine by rollouts whose tokens and log-probs are drawn here, attention
-over packed sequences by a block-diagonal one. Everything else is the source tree's. It takes the flags of train_rl.py:
+The process has the stand-ins of on_cpu. The inference engine is stood in for by rollouts whose tokens and log-probs are
+drawn here; everything else is the source tree's. It takes the flags of train_rl.py:
 
     torchrun --nproc_per_node 2 -m megatron_rc patch --rc-preset token-tis rl_job.py FLAGS
 
@@ -12,74 +12,34 @@ the JSON file that RL_JOB_OUT names.
 import itertools
 import json
 import os
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from gpt_builders import gpt_builder
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 from megatron.inference.utils import add_inference_args
 from megatron.rl import rl_utils
 from megatron.rl.types import RolloutGroup, TokenRollout
 from megatron.training import global_vars, training
-from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.initialize import initialize_megatron
+from model_provider import model_provider
 from train_rl import forward_step
-
-sys.path.append(str(Path(__file__).parent))
-
-from on_cpu.packed_layer import Attention
 
 from megatron_rc import patch, schema
 from megatron_rc.integrations.run_script import PatchSettings
-from megatron_rc.training import emulation
-from megatron_rc.training.model.attention import PackedCoreAttention
 
 VOCABULARY = 30
 PAD, EOD, PROMPT = 1, 2, 3
-
-
-class Accepting(MegatronModule):
-    """train_rl.py always passes fp32_output, which only Float16Module takes."""
-
-    def __init__(self, config: Any, model: Any) -> None:
-        super().__init__(config)
-        self.module, self.pg_collection = model, model.pg_collection
-
-    def forward(self, *args: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    def set_input_tensor(self, tensor: Any) -> None:
-        self.module.set_input_tensor(tensor)
-
-
-def provide_model(pre_process: bool = True, post_process: bool = True, **_: Any) -> Any:
-    args = global_vars.get_args()
-    config = core_transformer_config_from_args(args)
-    spec = get_gpt_layer_local_spec(normalization=args.normalization)
-    spec.submodules.self_attention.module = Attention
-    spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention
-    model = GPTModel(
-        config,
-        spec,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.seq_length,
-        pre_process=pre_process,
-        post_process=post_process,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
-    return model if args.bf16 else Accepting(config, model)
 
 
 @dataclass
@@ -129,28 +89,19 @@ def ledger(answers: list[RolloutGroup], iteration: int) -> dict[str, Any]:
     }
 
 
-class Stream:
-    """A CUDA stream of a machine that computes in order."""
-
-    def wait_stream(self, other: Any) -> None: ...
-
-
 def start() -> Any:
-    """Arguments, process groups and globals, as initialize_megatron makes them on a GPU."""
+    """Arguments, process groups and globals, as train_rl.py has them; without a tokenizer of files."""
     args = parse_args(add_inference_args)
     args.tokenizer_type, args.padded_vocab_size, args.vocab_size = None, VOCABULARY + 2, VOCABULARY
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(major=9)  # type: ignore[assignment]
     validate_args(args, {})
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
-    emulation.emulate_cuda_on_cpu()
-    torch.cuda.Stream = torch.cuda.current_stream = lambda *args, **kwargs: Stream()  # type: ignore[misc, assignment]
-    torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment]
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    torch.manual_seed(1)
     global_vars.set_global_variables(args, build_tokenizer=False)
+    initialize_megatron()
     tokenizer = SimpleNamespace(eod=EOD, pad=PAD, bos=None, library="none", vocab_size=VOCABULARY, detokenize=str)
     global_vars._GLOBAL_TOKENIZER = tokenizer
+    if not args.bf16:
+        # megatron/rl always passes fp32_output, which only the module around a bf16 model takes
+        own = GPTModel.forward
+        GPTModel.forward = lambda self, *args, fp32_output=None, **inputs: own(self, *args, **inputs)
     return args
 
 
@@ -179,7 +130,8 @@ def train(args: Any, case: Case) -> dict[str, Any]:
     rl_utils.get_environment_rollouts = get_environment_rollouts
     rl_utils.maybe_log_training_metrics = lambda **_: None
     torch.manual_seed(1)
-    model, optimizer, scheduler = training.setup_model_and_optimizer(ModelType.encoder_or_decoder, provide_model)
+    build = partial(model_provider, gpt_builder)
+    model, optimizer, scheduler = training.setup_model_and_optimizer(ModelType.encoder_or_decoder, build)
     config = get_model_config(model[0])
     config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
     reference = {name: value.clone() if value is not None else None for name, value in model[0].state_dict().items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts.megatron_lm.train_rl import ON_CPU, REPOSITORY, environment_of
+from hosts.megatron_lm.own_program import ON_CPU, REPOSITORY, alone
 from hosts.slime import sources
 
 JOB = Path(__file__).parent / "on_cpu/actor_job.py"
@@ -48,7 +48,7 @@ def run(folder: Path, flags: list[str], settings: str = "") -> list[dict[str, An
     if settings:
         (folder / "rc.yaml").write_text(settings)
         flags = [*flags, "--custom-config-path", str(folder / "rc.yaml")]
-    environment = environment_of(tree.resolve(), Path(megatron).resolve(), port=29873)
+    environment = alone(tree.resolve(), Path(megatron).resolve(), port=29873)
     command = [python, "-W", "ignore", str(JOB), str(folder / "log.json"), *FLAGS, *flags]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,10 +1,53 @@
-"""Ranks of a Megatron-LM job on a machine without CUDA: what its files ask of a GPU is answered here.
+"""What a Megatron-LM job asks of its machine, answered where there is no CUDA, no Python 3.12 or not every package.
 
-Every process that has this folder on PYTHONPATH imports it at its start. Only processes with RANK get the stand-ins.
+Every process that has this folder on PYTHONPATH imports it at its start. Only processes with RANK get the stand-ins for
+CUDA.
 """
 
+import importlib.abc
+import importlib.machinery
 import os
+import sys
+import types
+import typing
+from typing import Any
 
+SERVICES = {"wandb", "httpx", "openai", "fastapi", "uvicorn"}
+
+
+class _Anything(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing
+
+
+class _Nothing(metaclass=_Anything):
+    """Good for an annotation or a base class; nothing that runs in the tests calls it."""
+
+
+class _Package(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing
+
+
+class _Services(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Comes last, so that an installed package is found before it."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] in SERVICES else None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _Package(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None: ...
+
+
+sys.meta_path.append(_Services())
+if not hasattr(typing, "override"):
+    typing.override = lambda method: method  # type: ignore[attr-defined]
 if "RANK" in os.environ:
     import cuda_names
 

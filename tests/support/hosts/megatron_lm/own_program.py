@@ -22,13 +22,18 @@ ENVIRONMENT = "[{agent_type: AceMathAgent, agent_args: {}, weight: 1.0}]"
 FLAGS = shlex.split("""
 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --max-position-embeddings 24
 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --seed 1
---perform-rl-step --grpo-prompts-per-step 2 --grpo-group-size 4 --grpo-iterations 1 --calculate-per-token-loss
---transformer-impl local --no-rope-fusion --normalization RMSNorm --position-embedding-type rope
---untie-embeddings-and-output-weights --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
---use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion
---no-bias-dropout-fusion --no-persist-layer-norm --distributed-backend gloo --cuda-graph-impl none
---eval-iters 0 --eval-interval 1000 --log-interval 1 --tokenizer-type HuggingFaceTokenizer
---make-vocab-size-divisible-by 2 --inference-max-seq-length 24 --inference-dynamic-batching-buffer-size-gb 0.01
+--perform-rl-step --grpo-prompts-per-step 2 --grpo-group-size 4 --grpo-iterations 1
+--rl-inference-logprobs-is-correction --transformer-impl local --no-rope-fusion --normalization RMSNorm
+--position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear --attention-dropout 0
+--hidden-dropout 0 --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+--no-bias-gelu-fusion --no-bias-dropout-fusion --no-persist-layer-norm --distributed-backend gloo --eval-iters 0
+--spec packed_layer layer
+""")
+"""A tiny model and its training, for every program here."""
+WITH_ENGINE = shlex.split("""
+--calculate-per-token-loss --cuda-graph-impl none --eval-interval 1000 --log-interval 1 --bf16
+--tokenizer-type HuggingFaceTokenizer --make-vocab-size-divisible-by 2 --inference-max-seq-length 24
+--inference-dynamic-batching-buffer-size-gb 0.01
 """)
 
 
@@ -38,8 +43,6 @@ class Run(NamedTuple):
     scalars: dict[str, list[float]]
     """Name -> value of every step, from the host's own tensorboard file."""
     output: str
-    folder: Path
-    """With the rollouts, as the host writes them to LANGRL_LOG_DIR."""
 
 
 def interpreter() -> str:
@@ -50,40 +53,36 @@ def interpreter() -> str:
     return python
 
 
-def environment_of(*trees: Path, port: int) -> dict[str, str]:
-    """Variables of one rank on CPU that imports these source trees, the stand-ins and this package."""
+def environment_of(*trees: Path) -> dict[str, str]:
+    """Variables of a process on CPU that imports these source trees, the stand-ins and this package."""
     path = os.pathsep.join(map(str, (ON_CPU, *trees, REPOSITORY)))
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return {**kept, **alone, "PYTHONPATH": path, "NO_VCS_VERSION": "1"}
+    here = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return {**os.environ, **here, "PYTHONPATH": path, "NO_VCS_VERSION": "1"}
 
 
-def run(folder: Path, flags: list[str], *, patch: list[str] | None = None, recorded: Path | None = None) -> Run:
-    """Three steps of train_rl.py.
+def alone(*trees: Path, port: int) -> dict[str, str]:
+    """The same for the one rank of a script that finds modules beside itself."""
+    kept = {name: value for name, value in environment_of(*trees).items() if name != "PYTHONSAFEPATH"}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**kept, **rank}
 
-    Args:
-        flags: of the host.
-        patch: options of `python -m megatron_rc patch`; None: the script alone.
-        recorded: folder of an earlier run, whose rollouts take the place of the inference engine.
-    """
+
+def run(folder: Path, patch: list[str]) -> Run:
+    """Three steps of train_rl.py in bf16, with these options of `python -m megatron_rc patch`."""
     python, tree = interpreter(), sources.tree().resolve()
-    folder.mkdir()
     (folder / "environments.yaml").write_text(ENVIRONMENT)
-    environment = environment_of(tree, port=29871) | {"LANGRL_LOG_DIR": str(folder)}
-    environment |= {"RECORDED": str(recorded)} if recorded is not None else {}
+    environment = alone(tree, port=29871) | {"LANGRL_LOG_DIR": str(folder)}
     tokens = str(folder / "tokenizer")
     subprocess.run([python, str(ON_CPU / "tokenizer.py"), tokens], check=True, capture_output=True, timeout=300)
-    before = [] if patch is None else ["-m", "megatron_rc", "patch", "--rc-host", "megatron-lm", *patch]
+    before = ["-m", "megatron_rc", "patch", "--rc-host", "megatron-lm", *patch]
     files = ["--tokenizer-model", tokens, "--langrl-env-config", str(folder / "environments.yaml")]
     files += ["--tensorboard-dir", str(folder / "tensorboard")]
-    files += ["--spec", "replay" if recorded else "packed_layer", "layer"]
-    command = [python, "-W", "ignore", *before, str(tree / "train_rl.py"), *FLAGS, *files, *flags]
+    command = [python, "-W", "ignore", *before, str(tree / "train_rl.py"), *FLAGS, *WITH_ENGINE, *files]
     with (folder / "output").open("w") as output:
         done = subprocess.run(command, env=environment, cwd=folder, stdout=output, stderr=output, timeout=600)
     text = (folder / "output").read_text()
     assert done.returncode == 0, text[-4000:]
-    return Run(_scalars(folder / "tensorboard"), text, folder)
+    return Run(_scalars(folder / "tensorboard"), text)
 
 
 def _scalars(folder: Path) -> dict[str, list[float]]:
