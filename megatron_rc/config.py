@@ -1,7 +1,5 @@
 """RolloutCorrection: the rejections and the old policy, beside the importance weight; presets and YAML."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,7 +167,7 @@ class RolloutCorrection:
             raise ValueError(f"staleness_upper must not be used in {caller}, {why}")
 
     @classmethod
-    def preset(cls, name: str) -> RolloutCorrection:
+    def preset(cls, name: str) -> "RolloutCorrection":
         """A named method with its published or customary bounds; `PRESETS` lists all of them with their sources.
 
         Raises:
@@ -202,7 +200,7 @@ class RolloutCorrection:
         return fields
 
     @classmethod
-    def from_dict(cls, data: Any) -> RolloutCorrection:
+    def from_dict(cls, data: Any) -> "RolloutCorrection":
         """From nested mappings, a mapping with `preset` and overrides, or a preset name.
 
         Raises:
@@ -215,7 +213,7 @@ class RolloutCorrection:
         return schema.to_dict(self)
 
     @classmethod
-    def from_yaml(cls, path_or_text: str | Path) -> RolloutCorrection:
+    def from_yaml(cls, path_or_text: str | Path) -> "RolloutCorrection":
         """From a YAML file, YAML text, or a preset name.
 
         Raises:

@@ -1,7 +1,5 @@
 """The Plan that both backends read a correction by: units, bounds and names of metrics, derived once."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import NamedTuple
@@ -46,7 +44,7 @@ class WeightPlan(NamedTuple):
         return (*(bound.name for bound in self.bounds), *of_staleness)
 
     @classmethod
-    def of(cls, weight: Weight) -> WeightPlan:
+    def of(cls, weight: Weight) -> "WeightPlan":
         names = MODES[weight.mode]
         sides = (("lower", names.lower, weight.lower), ("upper", names.upper, weight.upper))
         bounds = (WeightBound(side, name) for side, name, value in sides if name and value is not None)
@@ -98,7 +96,7 @@ class Plan(NamedTuple):
 
     @classmethod
     @lru_cache
-    def of(cls, correction: RolloutCorrection) -> Plan:
+    def of(cls, correction: RolloutCorrection) -> "Plan":
         weight = None if correction.weight is None else WeightPlan.of(correction.weight)
         gates: list[GatePlan] = []
         for gate in correction.reject:

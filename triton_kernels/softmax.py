@@ -1,7 +1,5 @@
 """Shared by the kernels of log-probs: what they take and return, where a row lies, and the end of a softmax."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 
@@ -159,7 +157,7 @@ class Softmax(NamedTuple):
     """log sum e^((logit - maximum) / temperature); 0 for a row without a finite logit."""
 
     @classmethod
-    def empty(cls, shape: torch.Size | int, device: torch.device, *, with_entropy: bool) -> Softmax:
+    def empty(cls, shape: torch.Size | int, device: torch.device, *, with_entropy: bool) -> "Softmax":
         new = functools.partial(torch.empty, shape, dtype=torch.float32, device=device)
         return cls(new(), new() if with_entropy else None, new(), new())
 

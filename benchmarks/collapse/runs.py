@@ -1,7 +1,5 @@
 """All committed runs together: their arms, and which of them failed."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter
@@ -40,7 +38,7 @@ class Arm(NamedTuple):
     evaluated: str
 
     @classmethod
-    def of(cls, row: Row) -> Arm:
+    def of(cls, row: Row) -> "Arm":
         return cls(**{name: getattr(row, name) for name in cls._fields})
 
     @property

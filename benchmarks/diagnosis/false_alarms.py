@@ -9,8 +9,6 @@ trainer (fp32). The log-probs of both sides are then rounded as hosts round them
 Sharpness multiplies the logits of both sides: entropy falls with it. All dumps of a table are independent draws.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import Counter
@@ -47,7 +45,7 @@ class Count:
         self.alarms += any(verdict.level is Level.BUG for verdict in verdicts)
         self.wrong.update({f"{v.code} {v.level}" for v in verdicts if v.level in (Level.BUG, Level.SUSPECT)})
 
-    def merge(self, other: Count) -> None:
+    def merge(self, other: "Count") -> None:
         self.dumps, self.alarms = self.dumps + other.dumps, self.alarms + other.alarms
         self.wrong += other.wrong
 

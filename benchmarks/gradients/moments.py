@@ -5,8 +5,6 @@ batches do not: E<g_b, g_c> = ||E g||^2 for b != c. Every squared norm here is t
 the mean over all ways to take two halves.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,7 +66,7 @@ class Moments(NamedTuple):
             curvature * lr**2 / 2 * (self.variance + self.squared_bias),
         )
 
-    def progress(self, reference: Moments) -> float:
+    def progress(self, reference: "Moments") -> float:
         """The largest A + B - C over all learning rates, as a share of that of ``reference``.
 
         A + B - C = lr <g*, E g_hat> - (L lr^2 / 2) E||g_hat||^2 is largest at lr = <g*, E g_hat> / (L E||g_hat||^2),
@@ -90,7 +88,7 @@ class Products:
     """[B, B] <f_b, f_c>."""
 
     @classmethod
-    def of(cls, estimates: Tensor, exact: Tensor) -> Products:
+    def of(cls, estimates: Tensor, exact: Tensor) -> "Products":
         """From rows [B, P] of each kind."""
         estimates, exact = estimates.double(), exact.double()
         pairs = (estimates @ estimates.T, estimates @ exact.T, exact @ exact.T)

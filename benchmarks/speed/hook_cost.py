@@ -8,8 +8,6 @@ clipped loss, and the gradient of the logits, in micro-batches of 2,048 tokens. 
 CPU time of this process; ratios are of medians.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys
@@ -65,7 +63,7 @@ class Rollout(NamedTuple):
     advantages: Tensor
 
     @classmethod
-    def of(cls, tokens: int) -> Rollout:
+    def of(cls, tokens: int) -> "Rollout":
         draw = torch.Generator().manual_seed(0)
         length = min(LENGTH, tokens)
         old = -torch.rand(tokens // length, length, generator=draw) * 3

@@ -1,7 +1,5 @@
 """Cases about logits: log-probs, entropy, and what is made of them, with the gradient of the logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +42,7 @@ class Problem:
         self._work = self.source.clone()
 
     @classmethod
-    def of(cls, meter: Meter, shape: Shape, *given: Any) -> Problem:
+    def of(cls, meter: Meter, shape: Shape, *given: Any) -> "Problem":
         logits = torch.empty(shape.tokens, shape.columns, dtype=torch.bfloat16, device=meter.device)
         return cls(logits.normal_(0, 3, generator=meter.new(shape.tokens)["generator"]), *given)
 

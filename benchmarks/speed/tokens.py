@@ -1,7 +1,5 @@
 """Cases about tokens whose log-probs are known: the correction, the policy loss, the comparison of routes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -60,7 +58,7 @@ class Rollout(NamedTuple):
     length: int
 
     @classmethod
-    def of(cls, meter: Meter, tokens: int, length: int = 1024) -> Rollout:
+    def of(cls, meter: Meter, tokens: int, length: int = 1024) -> "Rollout":
         new = meter.new(tokens)
         length = min(length, max(1, tokens // 8))
         rollout = -2 * torch.rand(tokens, **new)

@@ -1,7 +1,5 @@
 """The bound C of a truncated importance weight with the least measured error."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -74,7 +72,7 @@ class BoundTerms:
     @classmethod
     def of(
         cls, ratio: Floats, advantage: Floats | None, sequence: NDArray[np.int64], num_sequences: int, per_step: float
-    ) -> BoundTerms:
+    ) -> "BoundTerms":
         """The sums of units with a ratio [U] and perhaps an advantage [U], by the sequence [U] of each."""
         size = np.ones(ratio.size) if advantage is None else np.abs(advantage)
         # an advantage of either sign with equal chances has a mean of 0, whatever the weight

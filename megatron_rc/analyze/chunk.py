@@ -1,7 +1,5 @@
 """Whole sequences of a dump as flat arrays: what every reader yields, and what every statistic reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -95,13 +93,13 @@ class Chunk:
     def has(self, name: str) -> bool:
         return name in self.tokens or name in self.sequences
 
-    def select(self, keep: NDArray[np.bool_]) -> Chunk:
+    def select(self, keep: NDArray[np.bool_]) -> "Chunk":
         """The tokens with ``keep`` [N]; all sequences stay, some of them perhaps empty."""
         offsets = np.concatenate([[0], np.cumsum(keep)])[self.cu_seqlens]
         tokens = {name: values[keep] for name, values in self.tokens.items()}
         return Chunk(self.log_pi[keep], self.log_mu[keep], offsets, tokens, self.sequences)
 
-    def select_sequences(self, keep: NDArray[np.bool_]) -> Chunk:
+    def select_sequences(self, keep: NDArray[np.bool_]) -> "Chunk":
         """The sequences with ``keep`` [S]."""
         kept = self.select(keep[self.sequence_of])
         offsets = np.concatenate([[0], np.cumsum(self.lengths[keep])])

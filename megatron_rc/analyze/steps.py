@@ -1,7 +1,5 @@
 """Sums per training step, with what the error of a ratio of them needs: the course of a run in little memory."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -28,7 +26,7 @@ class Moments(NamedTuple):
             raise AttributeError(name)
         return float(self.total[MOMENTS.index(name)])
 
-    def plus(self, other: Moments) -> Moments:
+    def plus(self, other: "Moments") -> "Moments":
         return Moments(self.total + other.total, self.products + other.products)
 
 

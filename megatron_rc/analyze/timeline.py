@@ -3,8 +3,6 @@
 Its tests decide no verdict, but they are part of the report and enter Holm's correction over all of its p-values.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,7 +74,7 @@ class Timeline(NamedTuple):
     tests: tuple[Test, ...]
     """All tests that were made: of the splits that were tried, with a jump or without, and of each pair of series."""
 
-    def corrected(self, adjusted: Mapping[str, float]) -> Timeline:
+    def corrected(self, adjusted: Mapping[str, float]) -> "Timeline":
         """With the p-values of jumps and pairs as ``adjusted`` has them by the name of the test."""
         p = {test.p: adjusted[test.name] for test in self.tests}  # Holm's correction keeps equal p-values equal
         return self._replace(

@@ -1,7 +1,5 @@
 """What would each correction do to these responses? Computed by `correct` itself; the only part that needs torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,7 +41,7 @@ class Kept:
     """Share of the sequences with such tokens that keep at least one of them."""
 
     @classmethod
-    def of(cls, mask: Flags, group: Flags, chunk: Chunk) -> Kept:
+    def of(cls, mask: Flags, group: Flags, chunk: Chunk) -> "Kept":
         """What ``mask`` [N] keeps of the tokens with ``group`` [N]."""
         if not group.any():
             return cls(math.nan, math.nan)

@@ -3,8 +3,6 @@
 Run as a script, this file is the keeper; it imports the standard library only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select
@@ -68,7 +66,7 @@ class Process(NamedTuple):
     start: str | None
 
     @classmethod
-    def now(cls, number: int) -> Process:
+    def now(cls, number: int) -> "Process":
         return cls(number, started_at(number))
 
     def runs(self) -> bool:

@@ -1,7 +1,5 @@
 """Checks by name: each looks at facts and answers with a finding, which says what is wrong and how to mend it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
@@ -72,7 +70,7 @@ class Check(Generic[F]):
 class Registry(Generic[F]):
     """Checks of one subject, in the order in which they were added."""
 
-    def __init__(self, subject: str, *parts: Registry[F]) -> None:
+    def __init__(self, subject: str, *parts: "Registry[F]") -> None:
         """``subject``: what is checked, such as "SGLang server"; ``parts``: registries whose checks come first."""
         self.subject = subject
         self._checks: dict[str, Check[F]] = {}

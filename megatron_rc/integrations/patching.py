@@ -1,7 +1,5 @@
 """patch(): put rollout correction into a codebase that people already run, and take it out again."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys
@@ -30,7 +28,7 @@ def patch(
     head: Head = "logits",
     head_chunk: int | None = None,
     head_logits_dtype: WiderDtype | None = None,
-) -> Patch:
+) -> "Patch":
     """Replace functions of a host codebase, so that its own training loop corrects its rollouts.
 
     Call it before the loop starts; docs/hosts/ has a page per host, with the table of its symbols. Every name, class
@@ -73,7 +71,7 @@ def patch(
 
 def patch_host(
     target: Host, correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions = LOGITS
-) -> Patch:
+) -> "Patch":
     """`patch` for a host that is at hand."""
     if head.head not in target.heads:
         allowed = " or ".join(map(repr, target.heads))
@@ -143,7 +141,7 @@ class Patch:
             lines += ["differs from the host on purpose:", *(f"  {text}" for text in host.differences)]
         return "\n".join(lines)
 
-    def __enter__(self) -> Patch:
+    def __enter__(self) -> "Patch":
         if self.recipe is not None:
             raise ValueError(
                 f"{self._installed.host.name} trains in processes of its own, which patch cannot reach: give it the "

@@ -1,7 +1,5 @@
 """The YAML of a grid and its cells: which there are, and where their runs and warm-ups are."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -101,7 +99,7 @@ class GridSettings:
                     known = ", ".join(self.axes[axis])
                     raise ValueError(f"{where}: axis {axis!r} has no choice {name!r}; it has {known}")
 
-    def with_seeds(self, seeds: Sequence[int]) -> GridSettings:
+    def with_seeds(self, seeds: Sequence[int]) -> "GridSettings":
         """The same cells, every one with these seeds."""
         return replace(self, seeds=tuple(seeds), cells=tuple(_picked(group) for group in self.cells))
 

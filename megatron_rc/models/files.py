@@ -1,7 +1,5 @@
 """The safetensors files of a Hugging Face checkpoint: read slice by slice, written file by file."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,7 +36,7 @@ class HfCheckpoint:
         else:
             raise ValueError(f"model.hf_path={str(path)!r} has neither {_SINGLE} nor {_INDEX}")
 
-    def __enter__(self) -> HfCheckpoint:
+    def __enter__(self) -> "HfCheckpoint":
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -1,7 +1,5 @@
 """RoutedSchedule: the routes of one Megatron forward-backward schedule, recorded or replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -42,7 +40,7 @@ class RoutedSchedule:
         self._passes = [0] * len(chunks)
         self._replays: bool | None = None
 
-    def __enter__(self) -> RoutedSchedule:
+    def __enter__(self) -> "RoutedSchedule":
         for tap in self._all_taps():
             tap.attach()
         return self

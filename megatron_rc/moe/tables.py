@@ -1,7 +1,5 @@
 """RouteTable: the experts that one engine chose for N tokens, with the log-probs of its routers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,7 +43,7 @@ class RouteTable:
     reference_logprobs: Tensor | None = None
     """[N, L, k] fp32, nats: log-probabilities by this table's router of the experts that another table chose."""
 
-    def __getitem__(self, rows: slice) -> RouteTable:
+    def __getitem__(self, rows: slice) -> "RouteTable":
         """These rows."""
         optional = (self.logprobs, self.margins, self.reference_logprobs)
         return RouteTable(self.shape, self.ids[rows], *(None if part is None else part[rows] for part in optional))

@@ -1,7 +1,5 @@
 """The policy loss of a micro-batch (surrogate, KL to a reference policy, entropy) and the sums of its metrics."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +43,7 @@ class LossInputs(NamedTuple):
             "entropy": self.entropy,
         }
 
-    def of_tokens(self, where: Tensor | slice) -> LossInputs:
+    def of_tokens(self, where: Tensor | slice) -> "LossInputs":
         """The inputs of some tokens of a packed batch."""
         return LossInputs(*(None if tensor is None else tensor[where] for tensor in self))  # type: ignore[arg-type]
 

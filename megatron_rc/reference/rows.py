@@ -1,7 +1,5 @@
 """Rows of a vocabulary shard in plain PyTorch: softmax statistics, log-probs, entropy and gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -50,7 +48,7 @@ class Merged(NamedTuple):
     log_sum: Tensor
     """log sum e^((logit - maximum) / temperature); 0 where every logit is -inf."""
 
-    def view(self, shape: torch.Size) -> Merged:
+    def view(self, shape: torch.Size) -> "Merged":
         entropy = None if self.entropy is None else self.entropy.view(shape)
         return Merged(self.logprobs.view(shape), entropy, self.maximum.view(shape), self.log_sum.view(shape))
 
@@ -64,7 +62,7 @@ class Upstream(NamedTuple):
     grad_logprobs: Tensor
     grad_entropy: Tensor | None
 
-    def select(self, rows: slice | Tensor | tuple[slice, None]) -> Upstream:
+    def select(self, rows: slice | Tensor | tuple[slice, None]) -> "Upstream":
         grad_entropy = None if self.grad_entropy is None else self.grad_entropy[rows]
         maximum, log_sum, entropy, grad_logprobs = (value[rows] for value in self[:4])
         return Upstream(maximum, log_sum, entropy, grad_logprobs, grad_entropy)
@@ -267,7 +265,7 @@ class _KeptIds(NamedTuple):
     temperature: float | Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, rows: Rows) -> _KeptIds:
+    def of(cls, logits: Tensor, rows: Rows) -> "_KeptIds":
         assert rows.ids is not None and rows.offsets is not None
         ids, offsets, targets = rows.ids.long() - rows.start, rows.offsets.long(), _local_targets(rows)
         numbers = torch.arange(targets.shape[0], device=ids.device)

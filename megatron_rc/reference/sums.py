@@ -1,7 +1,5 @@
 """Sufficient statistics that metrics are made of: sums, maxima and minima over tokens and over sequences."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -34,7 +32,7 @@ class Parts(NamedTuple):
     maxima: dict[str, Tensor]
     minima: dict[str, Tensor]
 
-    def __or__(self, other: Parts) -> Parts:
+    def __or__(self, other: "Parts") -> "Parts":
         return Parts(*(mine | theirs for mine, theirs in zip(self, other, strict=True)))
 
     def joined(self) -> Statistics:
@@ -87,7 +85,7 @@ class Units(NamedTuple):
     """bool: at least one loss token is not valid."""
 
     @classmethod
-    def of(cls, sums: Tensor) -> Units:
+    def of(cls, sums: Tensor) -> "Units":
         """From [4, U] as log_ratio_sums returns it."""
         divisor = sums[2].clamp(min=1)
         mean, mean_rollout = (sums[:2] / divisor).unbind()
@@ -111,7 +109,7 @@ class TokenOutcome(NamedTuple):
     largest: Tensor
 
     @classmethod
-    def of_sequences(cls, value: Tensor | None, keep: Tensor | None, sequences: Units) -> TokenOutcome:
+    def of_sequences(cls, value: Tensor | None, keep: Tensor | None, sequences: Units) -> "TokenOutcome":
         """If all tokens of a sequence share its weight [S] (None: 1) and fate [S] bool (None: kept)."""
         kept = sequences.tokens if keep is None else sequences.tokens * keep
         each = torch.ones_like(kept) if value is None else value
@@ -122,7 +120,7 @@ class TokenOutcome(NamedTuple):
     @classmethod
     def of_tokens(
         cls, weights: Tensor, mask: Tensor, judged: Mapping[str, Tensor], offsets: Tensor, cp_group: Group
-    ) -> TokenOutcome:
+    ) -> "TokenOutcome":
         """From weights and mask [N], and the tokens [N] beyond each bound."""
         exact = weights.double()
         table = torch.stack([exact, exact.square(), mask, *judged.values()])
@@ -136,7 +134,7 @@ class TokenOutcome(NamedTuple):
         total, kept = all_reduced(torch.stack([self.weight, self.kept]).sum(1), dp_group).unbind()
         return torch.where(total > 0, kept / total, torch.ones_like(total))
 
-    def scaled(self, scale: Tensor) -> TokenOutcome:
+    def scaled(self, scale: Tensor) -> "TokenOutcome":
         weight, square = self.weight * scale, self.square * scale.square()
         return self._replace(weight=weight, square=square, smallest=self.smallest * scale, largest=self.largest * scale)
 

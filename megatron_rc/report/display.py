@@ -1,7 +1,5 @@
 """Live display of a running job: a table in a terminal, one plain line per step elsewhere."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -61,7 +59,7 @@ class Display:
         self._current = self._bars.add_task("", total=None, visible=False, note="")
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> "Display":
         if self._console.is_terminal:
             self._live.start()
         return self

@@ -1,7 +1,5 @@
 """metrics.jsonl: one JSON object per step; every line is whole after any crash."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -56,7 +54,7 @@ class MetricsLog:
     def close(self) -> None:
         os.close(self._file)
 
-    def __enter__(self) -> MetricsLog:
+    def __enter__(self) -> "MetricsLog":
         return self
 
     def __exit__(self, *exception: object) -> None:

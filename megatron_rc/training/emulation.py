@@ -4,8 +4,6 @@ Megatron-core names the device "cuda" in factory calls, asks ``torch.cuda`` for 
 state, and checks tensor type names. This module answers with the CPU and changes no arithmetic.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading
@@ -17,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
-_active: _CudaNamesOnCpu | None = None
+_active: "_CudaNamesOnCpu | None" = None
 
 
 def device() -> torch.device:
@@ -83,7 +81,7 @@ def _already_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = 
 class _HostStream:
     def wait_stream(self, stream: Any) -> None: ...
 
-    def record_event(self) -> _HostStream:
+    def record_event(self) -> "_HostStream":
         return self
 
     def synchronize(self) -> None: ...

@@ -1,7 +1,5 @@
 """Everything that a job shows and writes for people: display, metrics, dashboards and dumps, by one process."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -50,7 +48,7 @@ class Observers:
             config = without_credentials({"settings": shown, "machine": facts})
             self._dashboards = Dashboards(folder, wanted, name=settings.name, config=config, say=self.message)
 
-    def __enter__(self) -> Observers:
+    def __enter__(self) -> "Observers":
         if self._display:
             self._display.__enter__()
         if self._dump:

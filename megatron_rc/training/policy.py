@@ -1,7 +1,5 @@
 """The trained policy: model chunks, optimizer, scheduler, and the two passes over packed micro-batches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -179,7 +177,7 @@ class Policy:
         before_step: Callable[[list[Any]], None] | None = None,
         around: Around | None = None,
         take_step: bool = True,
-    ) -> UpdateResult:
+    ) -> "UpdateResult":
         """One optimizer step on the sum of ``loss`` over all micro-batches of all data-parallel ranks.
 
         Args:

@@ -1,7 +1,5 @@
 """The trainer's weights of the versions that sampled: kept while a rollout of theirs may arrive, and what they say."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -43,7 +41,7 @@ class SamplingWeights:
         self._copies: dict[int, list[Tensor]] = {}
 
     @classmethod
-    def wanted(cls, settings: JobSettings, policy: Policy) -> SamplingWeights | None:
+    def wanted(cls, settings: JobSettings, policy: Policy) -> "SamplingWeights | None":
         """Those of a job that may get older samples and asks for log-probs by the weights that sampled them."""
         asked = settings.train.keep_sampling_weights or Plan.of(settings.correction).has_two_factors
         oldest = settings.train.asynchronous or settings.rollout.staleness
@@ -86,7 +84,7 @@ class OlderVersions(NamedTuple):
     """Weights of every one of them; None where the weights of one are not kept."""
 
     @classmethod
-    def of(cls, batch: TokenBatch, trained: int | None, kept: SamplingWeights | None) -> OlderVersions:
+    def of(cls, batch: TokenBatch, trained: int | None, kept: SamplingWeights | None) -> "OlderVersions":
         """``trained``: version of the weights that are trained; None: all samples are theirs."""
         if trained is None:
             return cls(0, [], None)

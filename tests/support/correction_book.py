@@ -1,7 +1,5 @@
 """Rollout correction by the words of its definition: Python floats and loops, nothing shared with the library."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, field
@@ -44,7 +42,7 @@ class Case:
         given = {"cu_seqlens": self.cu_seqlens, "advantages": self.advantages, "statistics": self.statistics}
         return given if self.lags is None else given | {"lags": self.lags}
 
-    def part(self, first: int, last: int) -> Case:
+    def part(self, first: int, last: int) -> "Case":
         """Sequences first to last - 1."""
         bounds = self.cu_seqlens[first : last + 1]
         rows = slice(int(bounds[0]), int(bounds[-1]))

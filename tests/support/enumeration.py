@@ -5,8 +5,6 @@ context, so a batch that holds each sequence y mu(y) 4^T times has exactly the e
 library runs on it as on any other batch: correct, loss_scale, policy_loss, and backward to the logits of pi.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -137,11 +135,11 @@ class Batch:
         self.rollout = torch.where(self.loss_mask, world.mu.log()[self.context, self.target], 0)
 
     @classmethod
-    def population(cls, world: World) -> Batch:
+    def population(cls, world: World) -> "Batch":
         copies = (world.probability(world.mu.log()) * 4**world.length).round().long()
         return cls(world, torch.arange(len(copies)).repeat_interleave(copies).tolist())
 
-    def run(self, correction: RolloutCorrection, **options: Any) -> Result:
+    def run(self, correction: RolloutCorrection, **options: Any) -> "Result":
         """The library from logits to gradient; options are those of policy_loss, and `advantages`, `scale`, `old`."""
         theta = self.world.theta.clone().requires_grad_()
         current = vocab_parallel_logprobs(theta[self.context], self.target, mask=self.loss_mask)
@@ -166,7 +164,7 @@ class Batch:
         assert theta.grad is not None
         return Result(loss.item(), -theta.grad, -slopes / scale, corrected.metrics, metrics)
 
-    def gradient_of_each(self, result: Result) -> Tensor:
+    def gradient_of_each(self, result: "Result") -> Tensor:
         """The estimate that each sequence alone gives, [sequences, contexts, tokens]."""
         parts = result.slopes.split(self.cu_seqlens.diff().tolist())
         kept = self.loss_mask.split(self.cu_seqlens.diff().tolist())

@@ -1,7 +1,5 @@
 """A small HTTP server on loopback that speaks SGLang's protocol, loads weights for real, and fails on demand."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
@@ -96,7 +94,7 @@ class FaultySglang(WeightEndpoints):
         """Add a Fault that counts its calls from now on."""
         self.faults.append(Fault(path, what, self.calls[path] + after))
 
-    def __enter__(self) -> FaultySglang:
+    def __enter__(self) -> "FaultySglang":
         self._thread.start()
         self.listen()
         return self

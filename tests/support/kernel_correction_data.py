@@ -1,7 +1,5 @@
 """Batches on which the correction kernels must agree with PyTorch in fp64, and what agreeing means."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator
@@ -61,7 +59,7 @@ class Batch:
     def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.train, self.rollout, self.mask
 
-    def double(self) -> Batch:
+    def double(self) -> "Batch":
         given = {
             k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in self.options.items()
         }

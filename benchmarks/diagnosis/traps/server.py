@@ -1,7 +1,5 @@
 """Traps in a real SGLang server on the CPU: one start, one dump after the other."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -80,7 +78,7 @@ class Session:
         self._url = ""
 
     @contextmanager
-    def running(self) -> Iterator[Session]:
+    def running(self) -> "Iterator[Session]":
         model, log = self._checkpoint(str(VERSIONS - 1)), self.lab.folder / "server.log"
         options = ["--background", "--log", str(log), "--stop-with", str(os.getpid()), *FLAGS]
         command = ["bash", str(SERVE), str(model), *options]

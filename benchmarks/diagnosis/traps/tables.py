@@ -1,7 +1,5 @@
 """Whole distributions of both sides in real contexts, from which honest dumps of any size are drawn at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,7 +28,7 @@ class Tables:
     """[CONTEXTS, LENGTH, V] fp32, nats."""
     log_mu: np.ndarray
 
-    def sharper(self, factor: float) -> Tables:
+    def sharper(self, factor: float) -> "Tables":
         """Both with their logits multiplied, as those of a model that is surer of itself."""
         return Tables(_log_softmax(factor * self.log_pi), _log_softmax(factor * self.log_mu))
 

@@ -4,8 +4,6 @@ Any other class or function is refused by name. Python's own unpickler reads it 
 each instruction can be counted, and those that cost without end can be left out.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import pickle
@@ -60,7 +58,7 @@ class StorageType(Sealed):
 class Storage(Sealed):
     """One entry of raw bytes."""
 
-    elements: Callable[[Storage], NDArray[Any]]
+    elements: "Callable[[Storage], NDArray[Any]]"
     """Reads its elements from the file."""
     key: str
     name: str
@@ -103,7 +101,7 @@ class Tensor(Sealed):
 class Unread(Sealed):
     """What stands for an array of NumPy, and for what the pickle makes it from: nothing of it is kept."""
 
-    def __call__(self, first: Any = None, second: Any = None, third: Any = None) -> Unread:
+    def __call__(self, first: Any = None, second: Any = None, third: Any = None) -> "Unread":
         return self
 
     def __setstate__(self, state: Any) -> None:

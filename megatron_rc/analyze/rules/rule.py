@@ -1,7 +1,5 @@
 """What a rule is, and what it answers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -51,7 +49,7 @@ class Verdict:
     """Rules that these data do not separate from this one."""
 
     @property
-    def page(self) -> Page:
+    def page(self) -> "Page":
         return Page(self.code)
 
 

@@ -1,7 +1,5 @@
 """Best-effort parser for the flags of a host's training script."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -30,7 +28,7 @@ class Flags:
         self._in_branches = _values_of(maybe)
 
     @classmethod
-    def of_file(cls, path: Path) -> Flags:
+    def of_file(cls, path: Path) -> "Flags":
         """The flags in a file, which may be a launch script; ValueError if it is missing or a quote is not closed."""
         if not path.is_file():
             raise ValueError(f"flags_file must be a file, found none at {path}")

@@ -1,7 +1,5 @@
 """Log-probs of the same tokens by a server's decoding, by its prefill and by the trainer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -105,7 +103,7 @@ def fresh_gap(served: ServerFacts, rescore: Rescore, vocab_size: int, timeout_s:
 
 
 @contextmanager
-def _asking(served: ServerFacts, vocab_size: int, timeout_s: float) -> Iterator[tuple[_Client, list[list[int]]]]:
+def _asking(served: ServerFacts, vocab_size: int, timeout_s: float) -> "Iterator[tuple[_Client, list[list[int]]]]":
     """A client of a server that can be probed, and the prompts; the weights must stay the same within the block."""
     if served.is_paused:
         raise Undecided("a paused server answers no probe request", "POST /continue_generation, then try again.")

@@ -1,7 +1,5 @@
 """One training step of Megatron: statistics that its loss functions record, pooled before the optimizer steps."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Mapping
@@ -33,7 +31,7 @@ class PatchState(HoldsRule):
 
     correction: RolloutCorrection
     lr_rule: LRRule | None
-    step: TrainingStep | None = None
+    step: "TrainingStep | None" = None
     """The step that is running; None outside, as in evaluation."""
     lost_batch: LostBatchWarning = field(default_factory=LostBatchWarning)
     has_reports: bool = False

@@ -1,7 +1,5 @@
 """Where the response tokens of a micro-batch lie on this rank: slime and miles keep one list entry per sample."""
 
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 from collections.abc import Sequence
@@ -82,7 +80,7 @@ class Layout:
         padded_lengths: Sequence[int] | None,
         cp_rank: int,
         cp_size: int,
-    ) -> Layout:
+    ) -> "Layout":
         """From the host's lengths, in tokens; ``padded_lengths`` are miles's max_seq_lens for padded batches.
 
         With context parallelism a sequence is cut into 2 cp_size chunks of ceil(length / (2 cp_size)), and a rank has

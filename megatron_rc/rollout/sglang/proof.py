@@ -4,8 +4,6 @@ The version that a server reads back proves nothing: a server accepts tensors wi
 without half of the tensors.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +26,7 @@ _FUSED = (
 class Delivery:
     """Names, shapes and sums of the weights of one update, which must hold the tensors of the one before."""
 
-    def __init__(self, before: Delivery | None) -> None:
+    def __init__(self, before: "Delivery | None") -> None:
         """``before``: the last update that servers accepted."""
         self.shapes: dict[str, torch.Size] = {}
         self._sums: list[Tensor] = []

@@ -1,7 +1,5 @@
 """Requests to /generate, and the checks of its answers."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import math
@@ -40,7 +38,7 @@ class RouteShape(NamedTuple):
     experts: int
 
     @classmethod
-    def of(cls, hf_config: Mapping[str, Any]) -> RouteShape | None:
+    def of(cls, hf_config: Mapping[str, Any]) -> "RouteShape | None":
         """None for a model without experts."""
         experts = hf_config.get("num_experts") or hf_config.get("num_local_experts")
         if not experts or not hf_config.get("num_experts_per_tok"):
@@ -65,7 +63,7 @@ class Piece:
     syncs: int | None = None
     """Weight syncs of that server so far."""
 
-    def __add__(self, then: Piece) -> Piece:
+    def __add__(self, then: "Piece") -> "Piece":
         """These tokens followed by those of ``then``, whose spans of versions shift accordingly."""
         if not self.output_ids:
             return then

@@ -1,7 +1,5 @@
 """Attention over packed sequences without TransformerEngine: block-diagonal causal, in plain PyTorch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -86,7 +84,7 @@ class PackedLayout(PackedSeqParams):
 
     layout: BlockLayout = field(kw_only=True)
 
-    def as_batch_of_one(self) -> PackedLayout:
+    def as_batch_of_one(self) -> "PackedLayout":
         """The same rows, presented to Megatron as one sequence [N, 1, ...]; attention still follows ``layout``."""
         return PackedLayout(qkv_format="sbhd", layout=self.layout)
 

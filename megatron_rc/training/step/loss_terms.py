@@ -1,7 +1,5 @@
 """What the policy loss of a micro-batch needs beside the answer of the model."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -37,7 +35,7 @@ class LossTerms(NamedTuple):
         """The loss of log-probs and entropies, [n] fp32, nats, with gradient."""
         return policy_loss(current, entropy=entropy, backend=backend, **self.arguments())
 
-    def padded(self, rows: int) -> LossTerms:
+    def padded(self, rows: int) -> "LossTerms":
         """[rows]: these, and behind them rows that do not count."""
         short = rows - len(self.scale)
         if not short:

@@ -1,7 +1,5 @@
 """Mini-batches, shares of data-parallel ranks and micro-batches of about equal token counts, cut out of one batch."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math
@@ -89,7 +87,7 @@ class LossRows(NamedTuple):
     """[S + 1]: the row that each sequence starts at."""
 
     @classmethod
-    def of(cls, batch: TokenBatch, device: torch.device) -> LossRows:
+    def of(cls, batch: TokenBatch, device: torch.device) -> "LossRows":
         """Those of a batch on the host."""
         rows = batch.loss_mask.nonzero()[:, 0]
         starts = [0, *itertools.accumulate(batch.lengths)]

@@ -1,7 +1,5 @@
 """One reinforcement-learning step: advantages, old pass, correction, update passes, metrics."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -47,7 +45,7 @@ class StepResult:
     """[N] values over the rows of ``share``, by their column of the dump; only on the last pipeline stage after an old
     pass."""
 
-    def trained_part(self, groups: Groups) -> TrainedPart | None:
+    def trained_part(self, groups: Groups) -> "TrainedPart | None":
         """What this rank knows of its share, on the host; None on all but one rank of those that share it."""
         if not groups.last_stage or dist.get_rank(groups.tensor):
             return None

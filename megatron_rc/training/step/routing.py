@@ -1,7 +1,5 @@
 """Routes of the trained policy, gathered over the ranks of a job: recorded, compared with the sampler's, replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -86,7 +84,7 @@ class Routing:
             engines = "rollout.engine 'hf' and 'sglang' return them, 'replay' if they were dumped (moe.dump_routes)"
             raise ValueError(f"{needs}, and the sampler returned none: {engines}")
 
-    def start(self, local: TokenBatch) -> StepRoutes:
+    def start(self, local: TokenBatch) -> "StepRoutes":
         """The routes of one rollout batch, of which ``local`` are the sequences of this rank."""
         routes = local.routes
         return StepRoutes(self, None if routes is None else sampler_table(routes, local.cu_seqlens, self.shape))

@@ -1,7 +1,5 @@
 """Weight updates on a real SGLang server: after every transport its log-probs are those of the new weights."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -40,7 +38,7 @@ class Trainer:
         self.sync = weight_sync(settings, self.config)
         self.truths = {seed: Truth(kind, seed) for seed in (0, 1, 2)}
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> "Trainer":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,8 +4,6 @@ SGLang imports this name unconditionally, and the published package of that name
 imported. Here every name exists and none does anything: a call raises an error that names the kernel.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -24,7 +22,7 @@ class MissingKernel:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __getattr__(self, attribute: str) -> MissingKernel:
+    def __getattr__(self, attribute: str) -> "MissingKernel":
         return _missing(self._name, attribute)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,5 @@
 """torch.cuda of a machine that computes in order on its CPU."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import defaultdict
@@ -51,7 +49,7 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: "Event") -> float:
         return (end.at - self.at) * 1000
 
 
