@@ -40,7 +40,7 @@ if ((${#paths[@]} == 0)); then
     say "mypy megatron_rc"
     mypy --no-error-summary megatron_rc
     for process in "${background[@]}"; do wait "$process"; done
-    background=() parallel=(-n 2 --dist worksteal)
+    background=() parallel=(-n 3 --dist worksteal)
 fi
 ran=0
 # With arguments, the selected tests may all be of the other kind; pytest then answers 5.
