@@ -1,6 +1,6 @@
 """How large this repository may become, by area. Raising a number is one line of a commit, with its reason."""
 
-LINES = {"megatron_rc": 38_510, "triton_kernels": 3_090, "tests": 43_770, "benchmarks": 8_230, "": 94_210}
+LINES = {"megatron_rc": 38_510, "triton_kernels": 3_090, "tests": 43_780, "benchmarks": 8_230, "": 94_220}
 """Lines of Python below each folder and ("") in all. They are to fall to 38,500, 3,090, 43,500, 8,200 and 94,000."""
 
 WORDS = 60_000
@@ -9,6 +9,11 @@ WORDS = 60_000
 GENERATED = ("settings", "presets", "metrics", "versions", "collapse", "gradients", "rules/confusion", "hosts/support")
 """Documents that a command prints; see `make docs`."""
 
-SECONDS: dict[str, tuple[float, float]] = {}
-"""Seconds of the tests in a folder, plain and interpreted, on two quiet cores. A run that takes 1.5 times as long says
-so and does not fail: the time tells as much about the machine as about the tests."""
+SECONDS: dict[str, tuple[float, float]] = {
+    "tests/analyze": (99, 0), "tests/cluster": (46, 0), "tests/contracts": (87, 0), "tests/correction": (35, 0),
+    "tests/doctor": (93, 0), "tests/integrations": (155, 0), "tests/jobs": (104, 0), "tests/kernels": (112, 345),
+    "tests/launch": (36, 0), "tests/linear_head": (43, 7), "tests/lr_decay": (23, 0), "tests/models": (18, 0),
+    "tests/moe": (43, 0), "tests/report": (23, 0), "tests/rollout": (108, 0), "tests/training": (72, 0),
+}  # fmt: skip
+"""Seconds of the tests in a folder, plain and interpreted, by three workers on two quiet cores, together. A run that
+takes 1.5 times as long says so and does not fail: the time tells as much about the machine as about the tests."""
