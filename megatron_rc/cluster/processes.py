@@ -95,7 +95,7 @@ def end_group(leader: Process, grace: float) -> None:
 
 
 def start_keeper(leader: Process, watched: Sequence[Process], grace: float) -> subprocess.Popen[bytes]:
-    """Start a process that ends the group of ``leader`` as soon as one of the ``watched`` processes ends, however.
+    """Start a process that ends the group of ``leader`` when any ``watched`` process ends, for whatever reason.
 
     The keeper outlives whoever starts it, and ends when the leader of the group does.
     """

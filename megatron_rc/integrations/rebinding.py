@@ -14,7 +14,7 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, frozenset, part
 
 
 def rebind(functions: Mapping[Any, Any]) -> tuple[str, ...]:
-    """Put other functions, the values of ``functions``, in the place of its keys, wherever a loaded module holds those.
+    """Replace each key of ``functions`` by its value, wherever a loaded module holds that key.
 
     That is under every name of a module and of the classes that it defines, and one level into the dicts, lists,
     tuples, sets and partials of these names.

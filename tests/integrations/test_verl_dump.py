@@ -49,7 +49,7 @@ def batch():
 
 
 def dumped(folder: Path) -> Any:
-    """The chunks of the dump, of which the first holds the batch."""
+    """The chunks of the dump; the first one holds the batch."""
     dump = open_dump(folder)
     assert dump.format == "verl dump of the hook" and not dump.corrupt.count
     first, *more = dump.chunks()

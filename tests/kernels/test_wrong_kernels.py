@@ -51,7 +51,7 @@ WRONG = {
         "gain += kl_coef * (ratio * distance)",
         "test_policy_loss.py::test_k3_of_near_and_far_policies_keeps_its_relative_accuracy",
     ),
-    # ids of which only the low 8 bits are compared
+    # only the low 8 bits of the ids are compared
     "routes": Wrong(
         "compare_routes.py",
         "matched |= (a_ids == b_id[:, None]).to(tl.int32)",

@@ -31,7 +31,7 @@ class Case:
     scale: float = 4.0
     vocab_size: int | None = None
     dead: tuple[int, int] | None = None
-    """Columns of which all logits are -inf in the first three rows; then one row is nothing else."""
+    """Columns whose logits are -inf in the first three rows. Row 4 is -inf everywhere then."""
     with_mask: bool = False
     with_support: bool = False
     temperature: Any = 1.0

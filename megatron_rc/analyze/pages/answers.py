@@ -150,7 +150,7 @@ def not_judged(diagnosis: Diagnosis, share: bool) -> str:
         parts.append(_rules(needed, ("not run", "rule", "columns that are missing")))
     if judgement.not_judged:
         bugs = judgement.not_judged.items()
-        why = {code: f"{bug} changes what it reads and must be mended first" for code, bug in bugs}
+        why = {code: f"{bug} changes what it reads and must be fixed first" for code, bug in bugs}
         parts.append(_rules(why, ("not judged", "rule", "why")))
     if reason := diagnosis.evidence.outcome_filter.not_run:
         parts.append(f"<p>Not checked whether responses were filtered by outcome: {escape(reason)}.</p>")

@@ -71,8 +71,8 @@ def parsed(line: bytes) -> dict[str, Any]:
 def read_rows(
     file: Path, corrupt: CorruptRows, row_of: Callable[[dict[str, Any]], Row], schema: Schema
 ) -> Iterator[Chunk]:
-    """Yield the chunks of a file: ``row_of`` makes a row of the object of a line, ``schema`` has the Arrow types of the
-    values that it reads, as the host writes them.
+    """Yield the chunks of a file. ``row_of`` turns the JSON object of one line into a row; ``schema`` gives the Arrow
+    types of the values that it reads, as the host writes them.
     """
 
     def of_line(line: bytes) -> Row:

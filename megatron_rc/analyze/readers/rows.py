@@ -72,7 +72,7 @@ def whole_numbers(values: Any, name: str) -> NDArray[np.int64]:
 
 
 def flags(values: Any, name: str) -> NDArray[np.bool_]:
-    """[T] flags of a list of booleans or numbers, of which 0 is False; BadRow for anything else, and for null."""
+    """[T] flags of a list of booleans or numbers, where 0 means False; BadRow for null and for anything else."""
     array = numbers(values, name)
     if array.dtype.kind == "f" and np.isnan(array).any():
         raise BadRow(f"{name} must be a list of flags")
@@ -111,8 +111,8 @@ def one_value(value: Any, name: str, kind: str) -> Any:
 def checked(chunk: Chunk, where: Callable[[int], str], corrupt: CorruptRows) -> Chunk:
     """A chunk without the rows whose loss tokens lack a value, and without columns of sequences that lack one.
 
-    Log-probs stay as they are: damage to them is evidence. ``where`` names a row, by its number in the chunk, for the
-    sentence about it.
+    Log-probs stay as they are: damage to them is evidence. ``where`` turns the number of a row in the chunk into the
+    name that messages use.
     """
     gaps = {n for n, v in chunk.sequences.items() if v.dtype.kind == "f" and not np.isfinite(v).all()}
     if gaps:

@@ -42,7 +42,7 @@ class Judgement(NamedTuple):
     not_run: dict[str, list[str]]
     """Columns that are missing, by rule."""
     not_judged: dict[str, str]
-    """The rule whose bug must be mended first, by rule."""
+    """The rule whose bug must be fixed first, by rule."""
 
 
 def judge(evidence: Evidence, *, select: Collection[str] = (), ignore: Collection[str] = ()) -> Judgement:

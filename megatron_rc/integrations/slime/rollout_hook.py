@@ -51,13 +51,13 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
     train = layout.joined("log_probs", rollout_data.get("log_probs"), remedy)
     rollout = layout.joined("rollout_log_probs", rollout_data.get("rollout_log_probs"), NO_ROLLOUT_LOGPROBS)
     advantages = layout.joined("advantages", rollout_data.get("advantages"), "--compute-advantages-and-returns")
-    shift, masks = None, rollout_data["loss_masks"]
+    masks = rollout_data["loss_masks"]
+    shift, tokens = None, HostTokens(layout, ranks, train, rollout, masks)
     if routes is not None:
         bound, positions = settings.correction.log_ratio_bound, layout.positions(masks)
-        loss_mask, gap = layout.local(masks).bool(), train - rollout
-        shift = expert_shift(*routes, loss_mask, log_ratio=gap, positions=positions, log_ratio_bound=bound)
+        mask, gap = tokens.loss_mask, train - rollout
+        shift = expert_shift(*routes, mask, log_ratio=gap, positions=positions, log_ratio_bound=bound)
     shifted = None if shift is None else shift.route_shift
-    tokens = HostTokens(layout, ranks, train, rollout, masks)
     corrected = correct_tokens(tokens, settings.correction, advantages, shifted)
     if shift is not None:
         corrected.metrics.merge(shift.sums)

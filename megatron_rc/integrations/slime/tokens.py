@@ -3,6 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -22,7 +24,8 @@ NO_ROLLOUT_LOGPROBS = (
 )
 
 
-class HostTokens(NamedTuple):
+@dataclass(frozen=True)
+class HostTokens:
     """The response tokens of this rank in a micro-batch or a rollout, and their log-probs, [N] each."""
 
     layout: Layout
@@ -32,12 +35,12 @@ class HostTokens(NamedTuple):
     loss_masks: Sequence[Tensor]
     """Values per response."""
 
-    @property
+    @cached_property
     def loss_mask(self) -> Tensor:
         """[N] bool."""
         return self.layout.local(self.loss_masks).bool()
 
-    @property
+    @cached_property
     def log_ratio(self) -> LogRatio:
         """l = log pi - log mu, without gradient."""
         return log_ratio(self.train_logprobs.detach(), self.rollout_logprobs, self.loss_mask)
@@ -47,7 +50,7 @@ def correct_tokens(
     tokens: HostTokens, correction: RolloutCorrection, advantages: Tensor | None, route_shift: Tensor | None = None
 ) -> Corrected:
     """`correct` on the host's layout."""
-    layout, ranks, train_logprobs, rollout_logprobs, loss_masks = tokens
+    layout, ranks, loss_masks = tokens.layout, tokens.ranks, tokens.loss_masks
     # all context-parallel ranks run the same micro-batches, as the host's own gathers in the loss need
     cp_group = ranks.cp_group if ranks.cp_size > 1 else None
     segment_ids, num_segments, positions = None, None, None
@@ -56,11 +59,11 @@ def correct_tokens(
     if cp_group is not None and "segment" in Plan.of(correction).units:
         segment_ids, num_segments = layout.segments(loss_masks)
     return correct(
-        train_logprobs,
-        rollout_logprobs,
+        tokens.train_logprobs,
+        tokens.rollout_logprobs,
         tokens.loss_mask,
         correction=correction,
-        cu_seqlens=layout.cu_seqlens(train_logprobs.device),
+        cu_seqlens=layout.cu_seqlens(tokens.train_logprobs.device),
         segment_ids=segment_ids,
         num_segments=num_segments,
         advantages=advantages,
