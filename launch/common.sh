@@ -55,7 +55,8 @@ make_venv() {
     "$python" -m venv "$VENV"
 }
 
-# Runs pip with its output in $1; shows it only when pip fails.
+# Runs pip with its output in $1; shows it only when pip fails. What is installed is compiled when it is first imported:
+# most of it never is, and to compile it all takes as long as everything else.
 logged_pip() {
     local log="$1"
     shift
@@ -76,9 +77,9 @@ install_once() {
     say "installing into $folder (some minutes and about 3 GB the first time; progress in ${log#"$ROOT"/})"
     rm -f "$stamp" "$log"
     # the CPU build first and from its own index: PyPI's torch brings gigabytes of CUDA, and another triton
-    logged_pip "$log" install --retries 2 --no-deps --index-url "$TORCH_INDEX" "$(grep '^torch==' "$pins")" ||
+    logged_pip "$log" install --no-compile --retries 2 --no-deps --index-url "$TORCH_INDEX" "$(grep '^torch==' "$pins")" ||
         die "no CPU build of torch could be installed; MEGATRON_RC_TORCH_INDEX names another package index"
-    logged_pip "$log" install "$@" || die "installation failed (see above); it is safe to run this again"
+    logged_pip "$log" install --no-compile "$@" || die "installation failed (see above); it is safe to run this again"
     echo "$key" >"$stamp"
     say "installed"
 }
@@ -105,7 +106,7 @@ prepare_triton() {
     [[ ! -f "$folder/installed" || "$(<"$folder/installed")" != "$key" ]] || return 0
     say "installing triton $version beside the one in .venv (about 500 MB; progress in ${log#"$ROOT"/})"
     rm -rf "$folder" "$log"
-    logged_pip "$log" install --no-deps --only-binary :all: --target "$folder" "triton==$version" "$numpy" ||
+    logged_pip "$log" install --no-compile --no-deps --only-binary :all: --target "$folder" "triton==$version" "$numpy" ||
         die "triton $version could not be installed (see above); it is safe to run this again"
     # compilers, debuggers and headers of GPUs: a third of it
     rm -rf "$folder"/triton/backends/nvidia/{bin,lib} "$folder"/triton/backends/*/include \
