@@ -273,7 +273,7 @@ def test_rows_with_warnings_come_last() -> None:
 
 def test_no_cosine_is_given_where_weights_of_sequences_are_noise() -> None:
     evidence = evidence_of(responses(noise=1.0))
-    assert evidence.growth.horizon < 10
+    assert evidence.growth.horizon == pytest.approx(1 / (2 * evidence.whole.k3)) and evidence.growth.horizon < 10
     assert {found.cosine for found in table_of(evidence).rows} == {None}
 
 

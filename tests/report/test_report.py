@@ -182,12 +182,13 @@ def test_a_terminal_shows_bars_and_the_latest_values() -> None:
     with pytest.raises(RuntimeError, match="stop here"), Display(10, "job", console=console) as shown:
         shown.phase("rollout", 512)
         shown.advance(128)
+        shown.step(2, {"reward/mean": 0.25})
         shown.step(3, STEP)
         shown.message("a message")
         raise RuntimeError("stop here")
     text = out.getvalue()
-    assert "a message" in text and "3/10" in text
     final = text[text.rindex("metric") :]
+    assert "a message" in text and "3/10" in text and "▁█" in final
     for words in (("reward", "0.500"), ("held-out accuracy", "25.0%"), ("k3", "1.3e-04"), ("learning rate", "3.0e-04")):
         assert all(word in final for word in words)
     # the cursor is given back even when the job fails
