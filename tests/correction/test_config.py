@@ -28,6 +28,7 @@ from megatron_rc.correction import correct
         (lambda: Rejection("k3", upper="2"), "upper must be a number or None, got '2'"),
         (lambda: Rejection("my own", upper=-math.inf), "upper must not be -inf, got upper=-inf"),
         (lambda: RolloutCorrection(log_ratio_bound=True), "log_ratio_bound must be in (0, 40], got True"),
+        (lambda: RolloutCorrection(log_ratio_bound=40.5), "log_ratio_bound must be in (0, 40], got 40.5"),
         (lambda: RolloutCorrection(Weight(upper=2.0), log_ratio_bound=0.2), "must be >= |log upper| = 0.69, got 0.2: "),
         (
             lambda: RolloutCorrection(Weight(mode="clip", lower=0.01, upper=2.0), log_ratio_bound=1.0),

@@ -42,7 +42,7 @@ CASES: dict[str, list[str]] = {
     "current": ["correction={preset: token-tis, old: current}"],
     "rollout": ["correction.old=rollout"],
     "rollout reinforce": ["correction={preset: seq-mis, old: rollout}", "loss.surrogate=reinforce"],
-    "mini-batches": ["train.mini_batches_per_rollout=2"],
+    "mini-batches": ["train.mini_batches_per_rollout=2", "train.lr_decay_style=linear"],
     "penalties": ["loss.kl_coef=0.1", "loss.entropy_coef=0.01", "loss.dual_clip=3.0", "loss.advantage=grpo"],
     "sequence sums": ["loss.aggregation=seq-mean-token-sum-norm", "loss.denominator=kept", "correction=seq-mask-tis"],
     "normalised": ["correction={preset: seq-tis, normalize: batch}", "train.micro_batches=2"],
@@ -80,6 +80,11 @@ def test_every_job_learns_from_what_it_sampled(runs: Path, name: str):
         assert record["updates"] >= 1 and record["grad_norm"] > 0
         numbers = [v for v in record.values() if isinstance(v, int | float)]
         assert torch.tensor(numbers).isfinite().all(), record
+
+
+def test_a_schedule_counts_mini_batches(runs: Path):
+    # the rate of the second of two updates, in two steps
+    assert [r["lr"] for r in metrics(runs, "mini-batches")] == pytest.approx([0.75e-3, 0.25e-3])
 
 
 def test_a_checkpoint_that_was_not_trained_is_exported_bitwise_unchanged(runs: Path):
