@@ -18,10 +18,9 @@ from megatron_rc.integrations.slime.settings import flag
 
 LM, TRAINING = "megatron-lm", "megatron-training"
 REPLAY = "--moe-enable-routing-replay"
-RL = "--perform-rl-step --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 2"
-PATCHED = (
-    "-m megatron_rc patch --rc-preset token-tis train_rl.py --perform-rl-step --rl-inference-logprobs-is-correction"
-)
+STEP = "--perform-rl-step --rl-inference-logprobs-is-correction"
+RL = f"{STEP} --rl-importance-sampling-truncation-coef 2"
+PATCHED = f"-m megatron_rc patch --rc-preset token-tis train_rl.py {STEP}"
 PROCESSED = "--inference-dynamic-batching-logprobs-mode processed_logprobs"
 OURS = "--custom-tis-function-path megatron_rc.integrations.slime.tis"
 TIS_ON = f"--use-tis {OURS}"
@@ -48,13 +47,7 @@ TRAPPED = [
     ("slime", "router-fusion", "--moe-router-fusion --use-rollout-routing-replay", "error", "silently ignored"),
     ("slime", "router-fusion", f"--moe-router-fusion {REPLAY}", "error", "silently ignored"),
     (TRAINING, "replay-and-recompute", f"{REPLAY} --recompute-granularity full", "warning", "routes anew"),
-    (
-        TRAINING,
-        "replay-and-recompute",
-        f"{REPLAY} --recompute-granularity=full {STAGES}",
-        "error",
-        "first in, first out",
-    ),
+    (TRAINING, "replay-and-recompute", f"{REPLAY} --recompute-granularity=full {STAGES}", "error", "first in, first"),
     (TRAINING, "replay-and-mtp", f"{REPLAY} --mtp-num-layers 1", "warning", "--mtp-num-layers"),
     ("miles", "router-dtype", "--num-experts 128", "warning", "ties"),
     ("miles", "shell-variables", "${MODEL_ARGS[@]} --lr 1", "note", "${MODEL_ARGS[@]}"),
@@ -193,14 +186,10 @@ def test_what_a_hook_cannot_do_is_a_finding_of_its_own_and_refused_by_the_hook(
     assert "\n" not in str(refusal.value)
 
 
-OWN_TRAPPED = [
-    flags
-    for host, check, flags, status, _ in TRAPPED
-    if (host, status) == ("slime", "error") and check != "hook-settings"
-]
-
-
-@pytest.mark.parametrize("flags", OWN_TRAPPED)
+@pytest.mark.parametrize(
+    "flags", [flags for host, check, flags, status, _ in TRAPPED
+              if (host, status) == ("slime", "error") and check != "hook-settings"],
+)  # fmt: skip
 def test_slime_s_check_refuses_what_doctor_calls_an_error(flags: str, tmp_path: Path) -> None:
     given = with_key(tmp_path, flags, {})
     errors = {finding.found for finding in traps("slime", given).values() if finding.status == "error"}

@@ -100,14 +100,8 @@ def test_a_host_that_is_not_here_is_an_error_only_when_it_was_asked_for() -> Non
 
 
 def test_a_host_is_known_to_doctor_by_its_table_alone() -> None:
-    rule = FlagRule(
-        name="loud",
-        severity="warning",
-        wrong=lambda args: args.volume > args.limit,
-        problem=lambda args: f"volume {args.volume} is above {args.limit}",
-        fix="Lower --volume.",
-        good="it is quiet",
-    )
+    problem = "volume {0.volume} is above {0.limit}".format
+    rule = FlagRule("loud", lambda args: args.volume > args.limit, problem, "Lower --volume.", "it is quiet", "warning")
     table = {"flag_rules": (rule,), "flag_defaults": {"volume": 3, "limit": 9}, "where": "Ask the neighbours."}
     unknown = Host("newcomer", "newcomer_host", (), (), lambda: None, **table)
     for flags, sentence in ((["--volume", "11"], "volume 11 is above 9"), ([], "it is quiet")):

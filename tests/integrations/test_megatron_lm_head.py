@@ -1,10 +1,9 @@
 """get_logprobs of the patched megatron-lm without logits, on a real GPTModel whose ranks may split the rows."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -47,7 +46,7 @@ class Answers(NamedTuple):
 
 def of_heads(rank: int, layout: dict[str, int]) -> dict[str, Any]:
     """By the head: answers for a row, for a bin and for an empty bin, rows of logits, and the width of the answer."""
-    from megatron_rc import RolloutCorrection
+    from megatron_rc import RolloutCorrection, head_inputs
     from megatron_rc.integrations.megatron_lm import HOST
     from megatron_rc.models.config import hf_config_dict
     from megatron_rc.schema.head_options import HeadOptions
@@ -68,8 +67,9 @@ def of_heads(rank: int, layout: dict[str, int]) -> dict[str, Any]:
     packing, out = packed_bins(tokens), dict[str, Any]()
     options = {"logits": HeadOptions(), "linear": HeadOptions("linear"), "chunks": HeadOptions("linear", 8, "fp32")}
     for head, chosen in options.items():
-        session, answers, rows = HOST.prepare(RolloutCorrection(), None, chosen), {}, []
-        with sources.imported(sources.STUB) as host, products_into(rows):
+        session, answers = HOST.prepare(RolloutCorrection(), None, chosen), {}
+        counted_products = mock.patch.object(head_inputs, "product_into", wraps=head_inputs.product_into)
+        with sources.imported(sources.STUB) as host, counted_products as products:
             rl = host.rl_utils
             sources.replace(rl, session, "get_logprobs", "selective_log_softmax", "load_packed_data_by_index")
             for name, bin_idx in (("bin", 1), ("empty bin", 0), ("row", None)):
@@ -81,24 +81,10 @@ def of_heads(rank: int, layout: dict[str, int]) -> dict[str, Any]:
                 (logprobs * upstream * counted).sum().backward()
                 gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
                 answers[name] = Answers(logprobs.detach() * counted, gradients)
+        # of every product (out, left, right) that makes logits
+        rows = [len(call.args[1]) for call in products.call_args_list]
         out[head] = {"answers": answers, "rows": rows, "width": widths.pop()}
     return out
-
-
-@contextmanager
-def products_into(rows: list[int]) -> Iterator[None]:
-    """Within the block, lists the rows of every product that makes logits in linear_logprobs."""
-    from megatron_rc import head_inputs
-
-    original = head_inputs.product_into
-
-    def counted(out: Any, left: Any, right: Any) -> None:
-        rows.append(len(left))
-        original(out, left, right)
-
-    head_inputs.product_into = counted
-    yield
-    head_inputs.product_into = original
 
 
 @pytest.mark.host("megatron-lm", proof="stand-in", feature="log-probs without logits in memory")

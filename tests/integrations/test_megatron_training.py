@@ -10,26 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import training_host
 from distributed import run_ranks
 from megatron.core import parallel_state
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from training_host import (
-    HOST,
-    LN2,
-    NONE,
-    STUB,
-    TIS,
-    Optimizer,
-    batch,
-    decay,
-    forward_step,
-    run_micro_batches,
-    sft_step,
-    stub_host,
-    train,
-    train_one,
-)
+from training_host import HOST, LN2, NONE, STUB, TIS, Optimizer, batch, decay, forward_step, stub_host, train, train_one
 from training_host import groups as groups
 from training_host import training as training
 
@@ -91,7 +77,7 @@ def test_of_a_step_that_is_run_again_the_last_run_counts(training: Any) -> None:
     seen, runs = decay(), iter([[batch(LN2)], [batch(0.0, 0.0)]])
 
     def doubted(*, data_iterator: Any, **others: Any) -> Any:
-        return run_micro_batches(data_iterator=next(runs), **others)
+        return training_host.run_micro_batches(data_iterator=next(runs), **others)
 
     with patch(HOST, correction=NONE, lr_decay=seen):
         ((log,), _, _) = train(training, [[]], schedule=doubted, runs=2)
@@ -111,7 +97,7 @@ def test_evaluation_is_corrected_and_not_counted(training: Any) -> None:
     with patch(HOST, correction=TIS, lr_decay=seen):
         train(training, [[batch(0.0)]])
         assert session_of(HOST).step is None
-        (loss,) = run_micro_batches(
+        (loss,) = training_host.run_micro_batches(
             forward_step_func=forward_step, data_iterator=[batch(math.log(5))], model=None, forward_only=True
         )
         assert loss["pg loss"][0] == 2 and seen.rollouts == 1
@@ -178,7 +164,7 @@ def test_the_host_s_checkpoint_carries_the_decay(training: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "data", "forward", "sentence"),
     [
-        ({"correction": TIS}, [batch(0.0)], sft_step, "no loss function called correct_micro_batch"),
+        ({"correction": TIS}, [batch(0.0)], training_host.sft_step, "no loss function called correct_micro_batch"),
         ({"lr_decay": decay()}, [batch(0.0, new=False)], forward_step, "new_rollout=True"),
         ({"correction": TIS}, [batch(0.0, math.nan)], forward_step, "nonfinite_share must be <= 0.01, got 1 of 2"),
     ],
@@ -281,7 +267,7 @@ def _rank(rank: int) -> dict[str, Step]:
         steps[layout] = _step(data, forward_step)
         steps[f"{layout}, gate"] = _step(data, forward_step, LRGate(1e-3, signal="k3", target=1e-9, power=0.1))
         if layout == "dp":
-            steps["dp, one rank silent"] = _step(data, forward_step if rank == 0 else sft_step)
+            steps["dp, one rank silent"] = _step(data, forward_step if rank == 0 else training_host.sft_step)
         parallel_state.destroy_model_parallel()
     return steps
 

@@ -1,13 +1,12 @@
 """Where slime's response tokens lie: against an enumeration of the positions that every rank holds."""
 
 import random
-import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hosts.slime.host import local_masks, micro_batch, positions, rollout
+from megatron.core import parallel_state
 
 from megatron_rc.integrations.slime.layout import Layout, parallel
 
@@ -83,18 +82,14 @@ def test_a_list_of_the_wrong_length_is_named_with_its_sample() -> None:
 
 
 def test_slimes_wrapper_of_a_process_group_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    state: Any = ModuleType("megatron.core.parallel_state")
     names = ("tensor_model_parallel", "context_parallel", "data_parallel", "pipeline_model_parallel")
     groups = {name: object() for name in names}
     for name, group in groups.items():
         wrapped = SimpleNamespace(group=group) if name != "context_parallel" else group
-        setattr(state, f"get_{name}_group", lambda found=wrapped, **kwargs: found)
-    state.get_context_parallel_rank, state.get_context_parallel_world_size = lambda: 1, lambda: 2
-    state.is_pipeline_last_stage = lambda ignore_virtual: ignore_virtual
-    core: Any = ModuleType("megatron.core")
-    core.parallel_state = state
-    for name, module in (("megatron", ModuleType("megatron")), ("megatron.core", core)):
-        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(parallel_state, f"get_{name}_group", lambda found=wrapped, **kwargs: found)
+    monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: 1)
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(parallel_state, "is_pipeline_last_stage", lambda ignore_virtual: ignore_virtual)
     found = parallel()
     assert found.tp_group is groups["tensor_model_parallel"] and found.cp_group is groups["context_parallel"]
     assert found.dp_group is found.dp_cp_group is groups["data_parallel"]

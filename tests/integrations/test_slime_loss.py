@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -179,23 +179,18 @@ def test_the_gradient_can_be_written_into_the_logits() -> None:
 def test_the_loss_may_be_recomputed_in_backward_and_is_recomputed_once(
     reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forwards = []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        forwards.append(1)
-        return vocab_parallel_logprobs(*args, **kwargs)
-
-    monkeypatch.setattr(slime_loss, "vocab_parallel_logprobs", counted)
+    forward = Mock(wraps=vocab_parallel_logprobs)
+    monkeypatch.setattr(slime_loss, "vocab_parallel_logprobs", forward)
     whole = rollout(31)
     args = arguments(entropy_coef=0.1, megatron_rc={"correction": "seq-tis"})
     expected, _, gradient = run(whole, args)
     batch = micro_batch(whole)
     leaf = batch["logits"].clone().requires_grad_()
-    forwards.clear()
+    forward.reset_mock()
     # as --recompute-loss-function does in slime (False) and in miles (True)
     loss, _ = checkpoint(slime.loss, args, batch, leaf, whole.sum_of_sample_mean(), use_reentrant=reentrant)
     loss.backward()
-    assert loss.item() == expected and leaf.grad is not None and len(forwards) == 2
+    assert loss.item() == expected and leaf.grad is not None and forward.call_count == 2
     torch.testing.assert_close(leaf.grad, gradient)
 
 

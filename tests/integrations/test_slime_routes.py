@@ -7,21 +7,10 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from hosts.slime import sources
+from hosts.slime import routers, sources
 from hosts.slime.cases import Case, batch_of, ours, whole
 from hosts.slime.host import PATH
-from hosts.slime.routers import (
-    LAYERS,
-    MICRO_BATCHES,
-    OWN,
-    REPLAYED,
-    TOP_K,
-    Model,
-    Rows,
-    by_environment,
-    chosen,
-    of_the_host,
-)  # fmt: skip
+from hosts.slime.routers import LAYERS, MICRO_BATCHES, OWN, REPLAYED, Model, Rows, by_environment, chosen
 from hosts.slime.single import in_one_process as in_one_process
 from torch import Tensor
 
@@ -127,7 +116,7 @@ def updates(args: Namespace, order: list[list[int]]) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("host", [None, *sources.VARIABLES])
 def test_where_no_hook_sees_a_rollout_tis_logs_the_shift_of_its_micro_batch(host: str | None) -> None:
     args = settings(**UPDATE)
-    replays = nullcontext(by_environment) if host is None else of_the_host(host, sources.tree(host))
+    replays = nullcontext(by_environment) if host is None else routers.of_the_host(host, sources.tree(host))
     with pytest.MonkeyPatch.context() as replaying, replays as replay:
         replaying.setenv("ENABLE_ROUTING_REPLAY", "1")
         model = model_of(Rows(), replay=replay)
@@ -148,27 +137,6 @@ def test_a_rollout_without_the_pass_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(rollout_hook, "WATCH", RouteWatch())
     with pytest.raises(ValueError, match="^megatron_rc.routes needs a pass over the old log-probs of a model with"):
         slime.rollout_data(settings(), 0, data())
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"use_rollout_routing_replay": False}, "^megatron_rc.routes needs --use-rollout-routing-replay"),
-        ({"megatron_rc": {}}, "^megatron_rc.routes must be true for before_log_prob"),
-        ({"qkv_format": "bshd"}, "^megatron_rc.routes needs packed zigzag slices"),
-        ({"rollout_data_postprocess_path": None}, "^megatron_rc.routes needs a hook that compares them"),
-        ({**UPDATE, "recompute_loss_function": True}, "^megatron_rc.routes needs the update to see"),
-        ({"megatron_rc": {"routes": True, "correction": {"old": "rollout"}}}, "^megatron_rc.correction.old must be"),
-    ],
-)  # fmt: skip
-def test_what_the_routes_need_is_refused_by_name(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        slime.before_log_prob(settings(**changes), [model_of(Rows())], "")
-
-
-def test_routes_without_the_hook_that_watches_are_refused_before_the_model_is_built() -> None:
-    with pytest.raises(ValueError, match="^megatron_rc.routes needs the hook that watches the routers"):
-        slime.check(settings(custom_megatron_before_log_prob_hook_path=None))
 
 
 PLACES = {
@@ -239,7 +207,7 @@ def test_every_rank_has_all_layers_of_its_tokens() -> None:
                     routes[prompt - 1 : -1][mine]
                     for routes, prompt, mine in zip(chosen(seed), samples.prompts, here, strict=True)
                 ]
-                assert ids.shape[1:] == (len(LAYERS), TOP_K)
+                assert ids.shape[1:] == (len(LAYERS), routers.TOP_K)
                 torch.testing.assert_close(ids.sort(-1).values.long(), torch.cat(expected).sort(-1).values)
             for batch, shift in zip(MICRO_BATCHES, per_batch, strict=True):
                 expected = torch.cat([shifts()[i][here[i]] for i in batch]).float().mean(1)

@@ -90,6 +90,7 @@ def test_a_hook_refuses_by_itself_where_check_was_not_set(monkeypatch: pytest.Mo
         ("--use-tis must be off for loss", lambda: slime.loss(args(), {}, torch.zeros(1), torch.sum)),
         ("--use-tis must be off with rollout_data", lambda: slime.rollout_data(args(), 0, {})),
         ("megatron_rc.aggregation must be set", lambda: slime.pg_loss_reducer([], [], [], False)),
+        ("megatron_rc.routes must be true", lambda: slime.before_log_prob(args(), [], "")),
         ("decay_period must be set", lambda: slime.before_train_step(args(lr_decay={}), 0, 0, [], None, None)),
     ]
     for sentence, call in calls:

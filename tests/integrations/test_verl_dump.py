@@ -62,20 +62,13 @@ def dumped(folder: Path) -> Any:
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
 def test_every_step_is_dumped_and_verl_gets_its_own_answer(hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     metrics = hooked(hook, tmp_path, monkeypatch)
-    for _ in range(2):
-        assert metrics.calculate_debug_metrics(SimpleNamespace(batch=batch())) == {"seen": -15.0}
+    without = {name: values for name, values in batch().items() if name != "entropy"}
+    for given in (batch(), without):
+        assert metrics.calculate_debug_metrics(SimpleNamespace(batch=given)) == {"seen": -15.0}
     first, second = dumped(tmp_path)
     assert set(first.tokens["entropy"]) == {0.5}
+    assert "entropy" not in second.tokens and np.isfinite(second.log_pi).all(), "a step without entropy"
     assert first.sequences["step"].tolist() == [0, 0] and second.sequences["step"].tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
-def test_a_trainer_without_entropy_is_dumped_without_it(hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    metrics = hooked(hook, tmp_path, monkeypatch)
-    without = {name: values for name, values in batch().items() if name != "entropy"}
-    metrics.calculate_debug_metrics(SimpleNamespace(batch=without))
-    (chunk,) = dumped(tmp_path)
-    assert "entropy" not in chunk.tokens and np.isfinite(chunk.log_pi).all()
 
 
 def test_the_printed_hook_has_at_most_ten_lines():

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from functools import cache
+from functools import cache, partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,6 @@ RECORDED = json.loads((sources.HERE / "head.json").read_text())
 MODEL = {"use_fused_kernels": True, "use_remove_padding": True, "mtp": {"enable": False}}
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 """Largest relative distance of a gradient; that of log-probs is 2e-6 in both."""
-either = pytest.mark.parametrize("source", ["stand-in", "verl"])
 
 
 def _forbidden(*_: Any) -> Any:
@@ -61,9 +60,7 @@ def _rank(rank: int, tree: str | None) -> dict[Any, list[Answer]]:
     return found
 
 
-@cache
-def _ranks(tree: str | None) -> list[dict[Any, list[Answer]]]:
-    return run_ranks(2, _rank, tree)
+_ranks = cache(partial(run_ranks, 2, _rank))
 
 
 def _found(source: str, layout: tuple[int, bool], dtype: torch.dtype) -> list[list[Answer]]:
@@ -81,7 +78,7 @@ def _whole(parts: list[Answer], sequence_parallel: bool) -> Answer:
 
 
 @pytest.mark.host("verl", proof="own code", feature="log-probs without logits in memory")
-@either
+@pytest.mark.parametrize("source", ["stand-in", "verl"])
 @pytest.mark.parametrize("layout", own_head.LAYOUTS, ids=str)
 def test_log_probs_entropy_and_gradients_are_those_of_all_logits_in_fp64(source: str, layout: tuple[int, bool]) -> None:
     for dtype, largest in DTYPES.items():

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -68,9 +68,7 @@ def _rank(rank: int, tree: str | None) -> dict[bool, dict[str, Any]]:
     return answers
 
 
-@cache
-def _ranks(tree: str | None) -> list[dict[bool, dict[str, Any]]]:
-    return run_ranks(RANKS, _rank, tree)
+_ranks = cache(partial(run_ranks, RANKS, _rank))
 
 
 @pytest.mark.host("verl", proof="own code", feature="tensor-parallel ranks")

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,17 +17,11 @@ from megatron_rc.rollout.embedded.engine import HFEngine, draw
 
 VOCABULARY = 24
 SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 40,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 40,
     # wide enough for distributions that are far from uniform
     "initializer_range": 0.3,
-}
+}  # fmt: skip
 EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
     "mlp_only_layers": [0],
@@ -43,20 +38,18 @@ PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8, 9, 7, 9], [3, 1, 4]]
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, dict[str, Tensor]]]:
     """Reference model with eager attention, and the checkpoint that transformers writes of it, by configuration."""
-    made: dict[str, tuple[Any, dict[str, Tensor]]] = {}
 
+    @cache
     def make(kind: str) -> tuple[Any, dict[str, Tensor]]:
-        if kind not in made:
-            folder = tmp_path_factory.mktemp(kind)
-            torch.manual_seed(11)
-            config = AutoConfig.for_model(**CONFIGS[kind])
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-            for name, parameter in model.named_parameters():
-                if name.endswith(".bias"):
-                    parameter.data.uniform_(-1, 1)
-            model.save_pretrained(folder)
-            made[kind] = model, load_file(folder / "model.safetensors")
-        return made[kind]
+        folder = tmp_path_factory.mktemp(kind)
+        torch.manual_seed(11)
+        config = AutoConfig.for_model(**CONFIGS[kind])
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.data.uniform_(-1, 1)
+        model.save_pretrained(folder)
+        return model, load_file(folder / "model.safetensors")
 
     return make
 
@@ -159,8 +152,7 @@ def test_hidden_sampling_changes_what_is_drawn_and_nothing_that_is_reported(hidd
 
 
 def test_the_stop_token_ends_the_response_and_is_part_of_it(pair: Any) -> None:
-    _, weights = pair("dense")
-    engine = engine_of("dense", weights)
+    engine = engine_of("dense", pair("dense")[1])
     free = SamplingParams(max_new_tokens=5)
     free_samples = engine.generate(PROMPTS, free, n=8, seeds=range(40))
     assert all(s.finish_reason == "length" and len(s.output_ids) == 5 for s in free_samples)
@@ -202,18 +194,16 @@ def test_a_response_depends_on_its_seed_and_prompt_not_on_its_batch(kind: str, p
 
 
 def test_a_longer_limit_continues_the_same_response(pair: Any) -> None:
-    _, weights = pair("dense")
-    engine = engine_of("dense", weights)
+    engine = engine_of("dense", pair("dense")[1])
     short = engine.generate(PROMPTS, SamplingParams(max_new_tokens=3), n=1, seeds=range(5))
     long = engine.generate(PROMPTS, SamplingParams(max_new_tokens=30), n=1, seeds=range(5))
     assert [s.output_ids for s in short] == [s.output_ids[:3] for s in long]
 
 
 def test_the_callers_random_state_is_left_alone(pair: Any) -> None:
-    _, weights = pair("dense")
     torch.manual_seed(123)
     state = torch.get_rng_state()
-    engine_of("dense", weights).generate(PROMPTS, SamplingParams(max_new_tokens=2), n=1, seeds=range(5))
+    engine_of("dense", pair("dense")[1]).generate(PROMPTS, SamplingParams(max_new_tokens=2), n=1, seeds=range(5))
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -319,24 +309,23 @@ def test_a_bad_request_names_the_prompt(pair: Any) -> None:
     with pytest.raises(ValueError, match=r"prompt 2 has 7 tokens, .* max_new_tokens=36 .* of 40 tokens \(max_pos"):
         engine.generate(PROMPTS, params, n=1, seeds=range(5))
     assert len(engine.generate([[1, 2, 3, 4]], params, n=1, seeds=[0])[0].output_ids) == 36
-    with pytest.raises(ValueError, match="prompt 1 is empty"):
-        engine.generate([[1], []], SamplingParams(max_new_tokens=1), n=1, seeds=[0, 1])
-    with pytest.raises(ValueError, match="prompt 0 has an id outside the vocabulary of 24"):
-        engine.generate([[24]], SamplingParams(max_new_tokens=1), n=1, seeds=[0])
-    with pytest.raises(ValueError, match=r"seeds must hold one seed per response \(2 x 3\), got 5"):
-        engine.generate([[1], [2]], SamplingParams(max_new_tokens=1), n=3, seeds=range(5))
-    with pytest.raises(ValueError, match="n must be >= 1, got 0"):
-        engine.generate([[1]], SamplingParams(max_new_tokens=1), n=0, seeds=[])
+    for prompts, n, seeds, sentence in (
+        ([[1], []], 1, [0, 1], "prompt 1 is empty"),
+        ([[24]], 1, [0], "prompt 0 has an id outside the vocabulary of 24"),
+        ([[1], [2]], 3, range(5), r"seeds must hold one seed per response \(2 x 3\), got 5"),
+        ([[1]], 0, [], "n must be >= 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            engine.generate(prompts, SamplingParams(max_new_tokens=1), n=n, seeds=seeds)
     assert engine.generate([], SamplingParams(max_new_tokens=1), n=3, seeds=[]) == []
 
 
 def test_a_bad_configuration_names_the_field() -> None:
-    dense = CONFIGS["dense"]
-    with pytest.raises(ValueError, match="model_type must be one of qwen2, qwen3, qwen3_moe, got 'llama'"):
-        HFEngine({**dense, "model_type": "llama"}, dtype="fp32", device="cpu")
-    with pytest.raises(ValueError, match="dtype must be one of fp32, bf16, fp16, got 'int8'"):
-        HFEngine(dense, dtype="int8", device="cpu")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="use_sliding_window must be false"):
-        HFEngine({**dense, "use_sliding_window": True}, dtype="fp32", device="cpu")
-    with pytest.raises(ValueError, match="max_batch must be >= 1, got 0"):
-        HFEngine(dense, dtype="fp32", device="cpu", max_batch=0)
+    for model, options, sentence in (
+        ({"model_type": "llama"}, {}, "model_type must be one of qwen2, qwen3, qwen3_moe, got 'llama'"),
+        ({}, {"dtype": "int8"}, "dtype must be one of fp32, bf16, fp16, got 'int8'"),
+        ({"use_sliding_window": True}, {}, "use_sliding_window must be false"),
+        ({}, {"max_batch": 0}, "max_batch must be >= 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            HFEngine({**CONFIGS["dense"], **model}, **{"dtype": "fp32", "device": "cpu", **options})

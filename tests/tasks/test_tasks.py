@@ -11,23 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rc.jobs.describe import describe
-from megatron_rc.tasks import Prompt
-from megatron_rc.tasks.arithmetic import (
-    ALPHABET,
-    LEVELS,
-    ArithmeticOptions,
-    ArithmeticTask,
-    careless_totals,
-    running_totals,
-)
+from megatron_rc.tasks import Prompt, Task
+from megatron_rc.tasks.arithmetic import ALPHABET, LEVELS, careless_totals, running_totals
 from megatron_rc.tasks.generated import is_held_out
 from megatron_rc.tasks.registry import OPTIONS, build_task
 
 DOCS = Path(__file__).parents[2] / "docs" / "tasks.md"
 
 
-def arithmetic(**options: Any) -> ArithmeticTask:
-    return ArithmeticTask(ArithmeticOptions(**options))
+def arithmetic(**options: Any) -> Task:
+    return build_task("arithmetic", options)
 
 
 @pytest.mark.parametrize("kind", ["arithmetic", "calculator", "copy"])
@@ -198,7 +191,7 @@ def test_build_task_fills_in_the_seed_of_the_job_and_names_unknown_tasks() -> No
         build_task("arithmetics")
 
 
-def rewards_of_demonstrations(task: ArithmeticTask, count: int) -> list[float]:
+def rewards_of_demonstrations(task: Task, count: int) -> list[float]:
     shown = task.demonstrations(0, count)
     texts = [task.decode(one.prompt_ids) for one in shown]
     prompts = [Prompt(tuple(ALPHABET.encode(t)), t, str(sum(map(int, re.findall(r"[+-]?\d+", t))))) for t in texts]

@@ -1,26 +1,14 @@
 """Checks of an SGLang server: what passes, what cannot be decided, and what needs no trainer."""
 
+import doctor_facts
 import pytest
-from doctor_facts import (
-    RECORDED,
-    Change,
-    answer,
-    both,
-    flags,
-    good,
-    info,
-    refused_probe,
-    rollout,
-    served,
-    server,
-    trainer,
-)
+from doctor_facts import answer, both, flags, good, info, refused_probe, rollout, served, server, trainer
 
 from megatron_rc.doctor.registry import Finding
 from megatron_rc.doctor.server.examine import SGLANG
 from megatron_rc.doctor.server.facts import Facts, TrainerFacts
 
-DENSE = RECORDED["bad_dense"]["model_config"]
+DENSE = doctor_facts.RECORDED["bad_dense"]["model_config"]
 LISTED = good().server.probes["plain"].meta["output_top_logprobs"]
 ALL_ALIKE = [[[-3.6, 5, None], [-3.6, 6, None]], *LISTED[1:]]
 
@@ -52,7 +40,7 @@ def test_a_suitable_server_passes(name: str) -> None:
         ("weight-version", info(weight_version="17"), "'17'"),
     ],
 )  # fmt: skip
-def test_what_is_harmless_passes(name: str, change: Change, found: str) -> None:
+def test_what_is_harmless_passes(name: str, change: doctor_facts.Change, found: str) -> None:
     seen = finding(name, change(good()))
     assert seen.status == "good" and found in seen.found
 
@@ -82,7 +70,7 @@ def test_a_deterministic_server_passes_too() -> None:
         ("chunked-prefill", lambda f: Facts(served(context_length=None)(f).server), "length of prompts"),
     ],
 )
-def test_what_cannot_be_decided_is_said_and_not_guessed(name: str, change: Change, reason: str) -> None:
+def test_what_cannot_be_decided_is_said_and_not_guessed(name: str, change: doctor_facts.Change, reason: str) -> None:
     seen = finding(name, change(good()))
     assert (seen.status, seen.decided) == ("note", False)
     assert reason in seen.found

@@ -6,25 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import doctor_facts
 import pytest
-from doctor_facts import (
-    RECORDED,
-    Change,
-    Defect,
-    answer,
-    both,
-    flags,
-    good,
-    info,
-    model,
-    refused_probe,
-    rollout,
-    served,
-    server,
-    sglang,
-    trained,
-    trainer,
-)
+from doctor_facts import Defect, answer, both, flags, good, info, model, refused_probe, rollout, served, server, sglang
 
 from megatron_rc.doctor.server.answers import ANSWERS
 from megatron_rc.doctor.server.facts import Facts, comparable
@@ -32,7 +16,7 @@ from megatron_rc.doctor.server.model import MODEL
 from megatron_rc.doctor.server.sampling import SAMPLING
 from megatron_rc.doctor.server.serving import SERVING
 
-DENSE = RECORDED["bad_dense"]["model_config"]
+DENSE = doctor_facts.RECORDED["bad_dense"]["model_config"]
 META = good().server.probes["plain"].meta
 ENTRIES = META["output_token_logprobs"]
 RENORMALISED = good().server.probes["truncated"].meta["output_token_sampling_logprobs"]
@@ -55,12 +39,12 @@ NEEDED = rollout(top_k=4)
 plain, truncated = partial(answer, "plain"), partial(answer, "truncated")
 
 
-def without_path(path: str) -> Change:
+def without_path(path: str) -> doctor_facts.Change:
     return lambda facts: served(paths=tuple(p for p in facts.server.paths or () if p != path))(facts)
 
 
-def trained_dtype(name: str) -> Change:
-    return trained(job=trainer(DENSE, train={"dtype": name}).job)
+def trained_dtype(name: str) -> doctor_facts.Change:
+    return doctor_facts.trained(job=doctor_facts.trainer(DENSE, train={"dtype": name}).job)
 
 
 OF_SERVING = [
@@ -105,7 +89,7 @@ OF_SERVING = [
 OF_MODEL = [
     Defect("model-type", info(model_type="llama"), error="serves llama, qwen3_moe is trained", fix="--model-path"),
     Defect("vocabulary", model(vocab_size=41), error="41 on the server and 37 in the trainer", fix="--model-path"),
-    Defect("vocabulary", trained(task_vocab_size=50), error="tokenizer has 50 ids", fix="own tokenizer"),
+    Defect("vocabulary", doctor_facts.trained(task_vocab_size=50), error="tokenizer has 50 ids", fix="own tokenizer"),
     Defect("tied-embeddings", model(tie_word_embeddings=True), error="tie_word_embeddings True (server)",
            fix="--model-path"),
     Defect("layer-shapes", model(num_hidden_layers=3, head_dim=8), error="num_hidden_layers 3 (server) and 2 (trainer)",
@@ -128,7 +112,7 @@ OF_MODEL = [
     Defect("loaded-weights", flags(load_format="dummy"), note="random weights", fix="--load-format dummy"),
 ]  # fmt: skip
 OF_SAMPLING = [
-    Defect("temperature", lambda _: Facts(server("bad_dense"), trainer(DENSE, {"temperature": 0.7})),
+    Defect("temperature", lambda _: Facts(server("bad_dense"), doctor_facts.trainer(DENSE, {"temperature": 0.7})),
            error="1.00 times", fix="SGLANG_RETURN_ORIGINAL_LOGPROB"),
     Defect("temperature", lambda f: replace(f, server=server("bad_dense")), warning="does not matter",
            fix="rollout.temperature=1"),

@@ -1,16 +1,13 @@
 """doctor against a real server: exit status and findings with trainers that suit it and trainers that do not."""
 
 import json
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_sglang import FaultySglang
 from refusals import run
 from sglang_server import SglangServer, save_checkpoint, sglang_server, shared_server
 
@@ -24,13 +21,6 @@ from megatron_rc.doctor.server.probe import read_servers
 def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
     with shared_server("moe", tmp_path_factory) as server:
         yield server
-
-
-def doctor(*arguments: str | Path) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr) of the command, as a launch script sees it."""
-    command = [sys.executable, "-m", "megatron_rc", "doctor", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    return done.returncode, done.stdout, done.stderr
 
 
 def job(folder: Path, url: str, model: dict[str, Any], **rollout: Any) -> Path:
@@ -48,26 +38,19 @@ def statuses(text: str) -> dict[str, str]:
 
 def test_a_server_that_suits_its_trainer_has_nothing_to_mend(moe_server: SglangServer, tmp_path: Path) -> None:
     config = job(tmp_path, moe_server.url, {"hf_path": moe_server.model}, top_k=8, temperature=0.7)
-    status, said, _ = doctor("--config", config, "--json")
+    status, said, _ = run("doctor", "--config", config, "--json")
     assert status == 0, said
     # a CPU server ignores seeds; prompt log-probs are at temperature 1 everywhere
-    assert {name: s for name, s in statuses(said).items() if s != "good"} == {
-        "determinism": "note",
-        "input-logprobs": "note",
-    }
+    noted = dict.fromkeys(("determinism", "input-logprobs"), "note")
+    assert {name: s for name, s in statuses(said).items() if s != "good"} == noted
 
 
 def test_a_trainer_of_another_model_is_an_error_for_a_launch_script(moe_server: SglangServer, tmp_path: Path) -> None:
     model = json.loads((Path(moe_server.model) / "config.json").read_text())
-    different = {
-        "vocab_size": 41,
-        "tie_word_embeddings": True,
-        "num_hidden_layers": 3,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "num_experts_per_tok": 2,
-    }
+    different = {"vocab_size": 41, "tie_word_embeddings": True, "num_hidden_layers": 3, "num_experts_per_tok": 2}
+    different |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     config = job(tmp_path, moe_server.url, {"config": {**model, **different}}, max_new_tokens=300, top_p=0.9)
-    status, said, _ = doctor("--config", config, "--sglang", moe_server.url, "--json")
+    status, said, _ = run("doctor", "--config", config, "--sglang", moe_server.url, "--json")
     assert status == 1
     assert {name for name, s in statuses(said).items() if s == "error"} == {
         "vocabulary", "tied-embeddings", "layer-shapes", "rotary-and-norm", "experts", "context-length", "kept-ids",
@@ -90,22 +73,11 @@ def test_looking_changes_nothing_on_the_server(moe_server: SglangServer) -> None
     assert (moe_server.call("/weights_checker", {})[1], moe_server.call("/model_info")[1]) == before
 
 
-def test_what_is_no_sglang_server_is_one_sentence_and_status_2() -> None:
-    class Other(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(b"[]")
-
-        def log_message(self, format: str, *words: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Other) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        ended = run("doctor", "--sglang", f"http://127.0.0.1:{other.server_port}")
-        other.shutdown()
-    assert ended.is_refusal(), ended
+def test_what_is_no_sglang_server_is_one_sentence_and_status_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("workers", "server_info", "model_info"):
+        monkeypatch.setattr(FaultySglang, f"do_{name}", lambda *_: [])
+    with FaultySglang() as other:
+        assert (ended := run("doctor", "--sglang", other.url)).is_refusal(), ended
 
 
 @pytest.mark.full
@@ -118,7 +90,7 @@ def test_a_server_started_with_harmful_flags_is_found_out(tmp_path: Path) -> Non
     ]  # fmt: skip
     with sglang_server(model, *flags, env={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}) as server:
         config = job(tmp_path, server.url, {"hf_path": str(model)}, temperature=0.7, top_p=0.9, top_k=64)
-        status, said, _ = doctor("--config", config, "--json")
+        status, said, _ = run("doctor", "--config", config, "--json")
     assert status == 1
     found = statuses(said)
     assert {name for name, s in found.items() if s == "error"} == {

@@ -16,22 +16,15 @@ from typer.testing import CliRunner
 
 from megatron_rc.cli import app
 from megatron_rc.doctor.registry import Finding
-from megatron_rc.doctor.server import scores as scores_module
+from megatron_rc.doctor.server import scores as scoring
 from megatron_rc.doctor.server.examine import examine_servers
 from megatron_rc.doctor.server.facts import ServerFacts
 from megatron_rc.doctor.server.probe import read_servers
 from megatron_rc.doctor.server.probes import PROBES, examine_probes
-from megatron_rc.doctor.server.scores import (
-    PROMPT_TOKENS,
-    PROMPTS,
-    RESPONSE_TOKENS,
-    Logprobs,
-    Scores,
-    exact_share,
-    k3,
-    seeded_prompts,
-)
+from megatron_rc.doctor.server.scores import PROMPT_TOKENS, PROMPTS, RESPONSE_TOKENS, Logprobs, Scores, seeded_prompts
 from megatron_rc.doctor.server.trainer_scores import TrainerModel
+
+Rows = Sequence[Sequence[int]]
 
 
 @pytest.fixture
@@ -42,17 +35,13 @@ def fake() -> Iterator[FaultySglang]:
         yield server
 
 
-def right(
-    sequences: Sequence[Sequence[int]], start: int, temperatures: Sequence[float], micro_batch: int
-) -> list[Logprobs]:
+def right(sequences: Rows, start: int, temperatures: Sequence[float], micro_batch: int) -> list[Logprobs]:
     """A trainer that agrees with the fake server, whose log-probs are the same at every temperature, at 0.7 and 1."""
     values = np.array([logprob_of(i) for ids in sequences for i in ids[start:]])
     return [values * (1 if t in (0.7, 1) else 0.7 / t) for t in temperatures]
 
 
-def wrong(
-    sequences: Sequence[Sequence[int]], start: int, temperatures: Sequence[float], micro_batch: int
-) -> list[Logprobs]:
+def wrong(sequences: Rows, start: int, temperatures: Sequence[float], micro_batch: int) -> list[Logprobs]:
     """A trainer with other weights."""
     noise = np.random.default_rng(0).normal(0, 0.5, sum(len(ids) - start for ids in sequences))
     return [values + noise for values in right(sequences, start, temperatures, micro_batch)]
@@ -151,9 +140,9 @@ def test_a_gap_that_no_temperature_explains_leaves_the_sweep_undecided() -> None
 
 
 def test_k3_and_exact_share_are_those_of_the_formulas() -> None:
-    assert k3(np.array([0.0, 1.0])) == pytest.approx((np.e - 2) / 2)
+    assert scoring.k3(np.array([0.0, 1.0])) == pytest.approx((np.e - 2) / 2)
     # a difference below the precision of fp32 is none
-    assert exact_share(np.array([-1.0, -1.0]), np.array([-1.0 - 1e-12, -1.1])) == 0.5
+    assert scoring.exact_share(np.array([-1.0, -1.0]), np.array([-1.0 - 1e-12, -1.1])) == 0.5
 
 
 def test_prompts_are_the_same_at_every_call_and_lie_in_the_vocabulary() -> None:
@@ -246,7 +235,7 @@ def test_a_real_server_is_fine_and_a_perturbed_tensor_of_the_trainer_is_blamed_o
 @pytest.fixture
 def short_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probes that take a quarter of the time."""
-    monkeypatch.setattr(scores_module, "RESPONSE_TOKENS", RESPONSE_TOKENS // 4)
+    monkeypatch.setattr(scoring, "RESPONSE_TOKENS", RESPONSE_TOKENS // 4)
 
 
 @pytest.mark.usefixtures("short_responses")

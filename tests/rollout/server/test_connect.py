@@ -29,21 +29,14 @@ def refused(*urls: str, **changes: Any) -> str:
     return str(error.value)
 
 
-def test_the_engine_is_a_rollout_engine() -> None:
-    with FaultySglang() as server, sglang_engine(server.url) as engine:
-        assert isinstance(engine, RolloutEngine)
-
-
 def test_what_cannot_work_is_refused_by_one_sentence_that_names_the_server() -> None:
     with FaultySglang() as server:
         url = server.url
         server.info["enable_return_routed_experts"] = False
-        assert refused(url, return_routes=True) == (
-            f"{url} returns no routes: start it with --enable-return-routed-experts"
-        )
-        assert "type 'qwen3_moe', the trained one is of type 'qwen3'" in refused(
-            url, model=MODEL | {"model_type": "qwen3"}
-        )
+        no_routes = f"{url} returns no routes: start it with --enable-return-routed-experts"
+        assert refused(url, return_routes=True) == no_routes
+        other_type = MODEL | {"model_type": "qwen3"}
+        assert "type 'qwen3_moe', the trained one is of type 'qwen3'" in refused(url, model=other_type)
         assert "mixture-of-experts" in refused(url, model={"vocab_size": 37}, return_routes=True)
         server.info["preferred_sampling_params"] = {"top_k": 3}
         assert "--preferred-sampling-params" in refused(url)
@@ -81,11 +74,7 @@ def test_importing_the_package_or_the_engine_does_not_import_aiohttp() -> None:
         ([[3], [3, 37]], PARAMS, "prompt 1 has an id outside the vocabulary of 37"),
         ([[3], [-1]], PARAMS, "prompt 1 has an id outside the vocabulary of 37"),
         ([[3] * 247], PARAMS, "prompt 0 has 247 tokens, which with max_new_tokens=8 is longer than the context of 254"),
-        (
-            [[3]],
-            SamplingParams(top_p=0.9),
-            "kept ids only for a finite top_k; set rollout.top_k to a number from 2 to 4096",
-        ),
+        ([[3]], SamplingParams(top_p=0.9), "only for a finite top_k; set rollout.top_k to a number from 2 to 4096"),
         ([[3]], SamplingParams(top_k=5000), "top_k=5000 is more than the 4096 kept ids that .*-max-tokens 5000"),
     ],
 )
@@ -219,6 +208,7 @@ def test_a_closed_engine_leaves_no_thread_and_says_that_it_is_closed() -> None:
     before = set(threading.enumerate())
     with FaultySglang() as server:
         with sglang_engine(server.url) as engine:
+            assert isinstance(engine, RolloutEngine)
             engine.generate([[1, 2]], PARAMS, n=1, seeds=[0])
             engine.close()
         with pytest.raises(ValueError, match="the engine is closed"):

@@ -20,29 +20,15 @@ from megatron_rc.engine import Sample, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=8)
 REASONS = {
-    400: "server_error",
-    "extra_logprob": "length_mismatch",
-    "phantom": "phantom_logprob",
-    "nan": "nan_logprob",
-    "null": "nan_logprob",
-    "positive": "positive_logprob",
-    "completion_tokens": "bad_answer",
-    "no_routes": "missing_routes",
-    "short_routes": "routes_bytes",
-    "retracted": "retracted_with_routes",
-}
+    400: "server_error", "extra_logprob": "length_mismatch", "phantom": "phantom_logprob", "nan": "nan_logprob",
+    "null": "nan_logprob", "positive": "positive_logprob", "completion_tokens": "bad_answer",
+    "no_routes": "missing_routes", "short_routes": "routes_bytes", "retracted": "retracted_with_routes",
+}  # fmt: skip
 """Faults that end a response at once."""
 TRANSIENT = {
-    "reset": "server_error",
-    500: "server_error",
-    503: "server_error",
-    "drop": "server_error",
-    "truncated": "bad_answer",
-    "html": "bad_answer",
-    "hang": "timeout",
-    "slow": "timeout",
-    "abort": None,
-}
+    **dict.fromkeys(("reset", 500, 503, "drop"), "server_error"), "abort": None,
+    **dict.fromkeys(("truncated", "html"), "bad_answer"), **dict.fromkeys(("hang", "slow"), "timeout"),
+}  # fmt: skip
 """Faults that are tried again, and what a response is discarded for when they persist."""
 
 

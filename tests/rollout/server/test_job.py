@@ -19,16 +19,11 @@ def job(folder: Path, served: str, **changes: Any) -> Path:
     """Settings of a job that trains a copy of the served model, which gets a tokenizer."""
     shutil.copytree(served, folder / "hf")
     save_tokenizer(folder / "hf")
+    rollout = {"engine": "sglang", "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8}
     data = {
         "model": {"hf_path": str(folder / "hf")},
         "task": letters_task(folder),
-        "rollout": {
-            "engine": "sglang",
-            "prompts_per_step": 4,
-            "samples_per_prompt": 4,
-            "max_new_tokens": 8,
-            "sglang": {"timeout_s": 60, "bucket_bytes": 20_000},
-        },
+        "rollout": {**rollout, "sglang": {"timeout_s": 60, "bucket_bytes": 20_000}},
         "train": {"steps": 2, "dtype": "fp32", "lr": 1e-2, "eval_interval": 100, "save_interval": 100},
     }
     for section, fields in changes.items():

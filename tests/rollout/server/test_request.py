@@ -2,7 +2,6 @@
 
 import base64
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import faulty_answers as faulty
@@ -20,14 +19,7 @@ PLAIN = SamplingParams(max_new_tokens=6, temperature=0.7)
 KEPT = SamplingParams(max_new_tokens=6, top_k=4, top_p=0.9)
 
 
-def request(
-    params: SamplingParams = PLAIN,
-    *,
-    drawn: Sequence[int] = (),
-    routes: RouteShape | None = None,
-    seed: int | None = None,
-    newest: int = -1,
-) -> Request:
+def request(params: Any = PLAIN, *, drawn: Any = (), routes: Any = None, seed: Any = None, newest: int = -1) -> Request:
     return Request("f" * 32, PROMPT, drawn, params, faulty.VOCABULARY, seed, routes, newest)
 
 
@@ -119,11 +111,8 @@ def test_after_an_update_only_versions_up_to_the_newest_count(name: Any) -> None
 
 def test_versions_of_a_response_are_kept_per_token() -> None:
     given = answer(request())
-    given["meta_info"]["weight_versions"] = [
-        {"version": "4", "start": 0, "end": 2},
-        {"version": "5", "start": 2, "end": 2},
-        {"version": "7", "start": 2, "end": 6},
-    ]
+    spans = [("4", 0, 2), ("5", 2, 2), ("7", 2, 6)]
+    given["meta_info"]["weight_versions"] = [{"version": v, "start": start, "end": end} for v, start, end in spans]
     assert request(newest=7).piece(given).weight_versions == [(4, 0, 2), (7, 2, 6)]
 
 
@@ -190,12 +179,8 @@ def test_routes_of_a_continuation_keep_the_rows_that_drew_the_first_tokens() -> 
 
 def test_an_answer_about_a_request_aborted_in_the_queue_holds_nothing() -> None:
     finish = {"type": "abort", "message": "Abort in waiting queue"}
-    given = {
-        "text": "",
-        "output_ids": [],
-        "meta_info": {"id": "f" * 32, "finish_reason": finish, "weight_version": "3"},
-    }
-    assert request(routes=ROUTES).piece(given) == Piece()
+    meta = {"id": "f" * 32, "finish_reason": finish, "weight_version": "3"}
+    assert request(routes=ROUTES).piece({"text": "", "output_ids": [], "meta_info": meta}) == Piece()
 
 
 def test_an_abort_that_the_server_calls_an_error_is_one() -> None:

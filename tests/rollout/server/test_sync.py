@@ -4,9 +4,10 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
         yield found
 
 
-class Trainer:
+class Trainer(AbstractContextManager["Trainer"]):
     """One server, and models of seeds 0 (what it was started with), 1 and 2."""
 
     def __init__(self, server: SglangServer, kind: str, transport: Any, folder: Path) -> None:
@@ -37,9 +38,6 @@ class Trainer:
         settings = SGLangSettings(weight_sync=transport, bucket_bytes=20_000, sync_dir=str(folder), timeout_s=60)
         self.sync = weight_sync(settings, self.config)
         self.truths = {seed: Truth(kind, seed) for seed in (0, 1, 2)}
-
-    def __enter__(self) -> "Trainer":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.sync.close()
@@ -61,28 +59,16 @@ class Trainer:
         assert found
         return float((torch.tensor(found).double() - expected).abs().max())
 
-    def sampled(self) -> Any:
-        return self.server.generate(PROMPT, {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True})
-
-
-def counted(trainer: Trainer, path: str) -> list[str]:
-    """The calls to ``path`` from now on."""
-    (server,), calls = trainer.pool.servers, list[str]()
-    post = server.post
-
-    def counting(asked: str, body: Any, timeout_s: float) -> Any:
-        calls.extend([asked] * (asked == path))
-        return post(asked, body, timeout_s)
-
-    server.post = counting  # type: ignore[method-assign]
-    return calls
+    def sampled(self, tokens: int = 12) -> Any:
+        return self.server.generate(PROMPT, {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True})
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
 def test_after_an_update_the_log_probs_are_those_of_the_new_weights(server, tmp_path, transport):
     with Trainer(server, "dense", transport, tmp_path) as trainer:
         assert trainer.distance(0, trainer.sampled()) < CLOSE
-        loads = counted(trainer, f"/update_weights_from_{transport}")
+        (connected,) = trainer.pool.servers
+        connected.post = Mock(wraps=connected.post)
         for version, seed in [(1, 1), (2, 2), (3, 2), (4, 0)]:
             trainer.sync.probe = trainer.probe(seed)
             trainer.update(seed, version)
@@ -94,7 +80,8 @@ def test_after_an_update_the_log_probs_are_those_of_the_new_weights(server, tmp_
             (folder,) = tmp_path.iterdir()
             assert len(list(folder.glob("*.safetensors"))) >= 3
         else:
-            assert len(loads) >= 4 * 3, "an update must take several buckets to mean anything"
+            paths = [call.args[0] for call in connected.post.call_args_list]
+            assert paths.count(f"/update_weights_from_{transport}") >= 4 * 3, "an update takes several buckets"
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
@@ -113,10 +100,6 @@ def test_a_mixture_of_experts_is_updated_expert_by_expert(tmp_path_factory, tmp_
         trainer.update(0, 3)
 
 
-def drawn(tokens: int) -> dict[str, Any]:
-    return {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
-
-
 @contextmanager
 def always_asking(trainer: Trainer) -> Iterator[list[Any]]:
     """Answers to requests of which some are running at any moment: each of four threads asks one after the other."""
@@ -125,7 +108,7 @@ def always_asking(trainer: Trainer) -> Iterator[list[Any]]:
 
     def ask(tokens: int) -> None:
         while not ended.is_set():
-            answers.append(trainer.server.generate(PROMPT, drawn(tokens)))
+            answers.append(trainer.sampled(tokens))
 
     # of different lengths, so that they do not end together
     threads = [threading.Thread(target=ask, args=(tokens,)) for tokens in (200, 170, 140, 110)]
@@ -143,7 +126,7 @@ def test_requests_during_an_update_end_with_the_versions_that_drew_their_tokens(
     with Trainer(server, "dense", "tensor", tmp_path) as trainer:
         trainer.update(1, 1)
         held: list[Any] = []
-        waiting = threading.Thread(target=lambda: held.append(server.generate(PROMPT, drawn(12))))
+        waiting = threading.Thread(target=lambda: held.append(trainer.sampled()))
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in trainer.weights(2):

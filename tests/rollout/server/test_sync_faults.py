@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from faulty_sglang import PROBE, FaultySglang
@@ -107,15 +108,9 @@ def test_a_version_that_reads_back_differently_takes_the_server_out(start, tmp_p
 
 def test_a_probe_that_differs_from_the_trainers_takes_the_server_out_and_pauses_it_again(start, tmp_path):
     job, one, two = start("tensor", tmp_path)
-    asked = []
-
-    def probe(prompt: list[int]) -> list[float]:
-        asked.append(prompt)
-        return probe_logprobs(weights_of(1), prompt)
-
-    job.sync.probe = probe
+    job.sync.probe = probe = Mock(side_effect=lambda prompt: probe_logprobs(weights_of(1), prompt))
     job.update(1, version=1)
-    assert len(asked) == 1 and job.out == [None, None]
+    assert probe.call_count == 1 and job.out == [None, None]
     job.sync.probe = lambda prompt: [value + 0.01 for value in probe_logprobs(weights_of(2), prompt)]
     with pytest.raises(ValueError, match="nats from the trainer's"):
         job.update(2, version=2)
