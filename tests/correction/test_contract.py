@@ -131,11 +131,12 @@ def test_a_sequence_beyond_the_largest_fp32_integer_is_counted_token_by_token() 
     assert found["response_length"] == n
 
 
-def test_a_sequence_does_not_depend_on_its_neighbours_bit_by_bit() -> None:
+@pytest.mark.parametrize("weight", [Weight("sequence", "clip", 1e-8, 1e8), Weight("prefix", upper=INF)])
+def test_a_sequence_does_not_depend_on_its_neighbours_bit_by_bit(weight: Weight) -> None:
     batch = case([40, 3, 200, 50], gap=0.02)
     loud = dataclasses.replace(batch, train=batch.train.clone())
     loud.train[:40] *= 1e4
-    correction = RolloutCorrection(Weight("sequence", "clip", 1e-8, 1e8))
+    correction = RolloutCorrection(weight)
     whole = correct(*batch.arguments, correction=correction, **batch.options)
     beside = correct(*loud.arguments, correction=correction, **loud.options)
     alone = correct(*(x[43:243] for x in batch.arguments), correction=correction, cu_seqlens=torch.tensor([0, 200]))

@@ -1,15 +1,15 @@
 """What one call of correct() asks of the device."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from correction_book import case
 from operations import OperationCount
 
-from megatron_rc.backend import set_debug_checks
 from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
 from megatron_rc.correction import correct, pair_metrics
+
+# they wait for the device, and are off unless somebody turns them on
+pytestmark = pytest.mark.usefixtures("no_debug_checks")
 
 SEQ_MIS_AND_GEO_MASK = RolloutCorrection(PRESETS["seq-mis"].correction.weight, PRESETS["geo-mask"].correction.reject)
 TWO_SIDED_AND_GEO_MASK = RolloutCorrection(Weight("sequence", "mask", 0.5, 2.0), SEQ_MIS_AND_GEO_MASK.reject)
@@ -23,14 +23,6 @@ EVERYTHING = RolloutCorrection(
     ),
     normalize="batch",
 )
-
-
-@pytest.fixture(autouse=True)
-def _without_debug_checks() -> Iterator[None]:
-    """They wait for the device, and are off unless somebody turns them on."""
-    before = set_debug_checks(False)
-    yield
-    set_debug_checks(before)
 
 
 @pytest.mark.parametrize(

@@ -121,22 +121,3 @@ def test_a_caller_without_a_c_of_the_rollout_before_is_refused(given: float | No
         correct(*batch.arguments, correction=measured("token"), measured_upper=2.0, cu_seqlens=batch.cu_seqlens)
     with pytest.raises(ValueError, match="upper must be a number in my hook, which keeps no bound"):
         measured("token").check_one_micro_batch("my hook")
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"mode": "mask"}, "mode must be 'truncate' when upper is 'measured'"),
-        ({"level": "segment"}, "level must be 'token', 'sequence' or 'geometric' when upper is 'measured'"),
-        ({"growth": "sqrt_lag"}, "growth must be 'none' and upper_by_lag empty when upper is 'measured'"),
-        ({"upper": "best"}, "upper must be a number or 'measured', got 'best'"),
-    ],
-)
-def test_a_measured_bound_is_one_number_that_truncates(fields: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        Weight(**({"upper": "measured"} | fields))
-
-
-def test_it_is_written_and_read_as_yaml() -> None:
-    assert RolloutCorrection.from_yaml("weight: {upper: measured}") == measured("token")
-    assert RolloutCorrection.from_yaml(measured("sequence").to_yaml()) == measured("sequence")

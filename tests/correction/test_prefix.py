@@ -106,14 +106,6 @@ def test_the_log_bound_of_the_fourth_token_is_twice_that_of_the_first() -> None:
     assert weights[mask].tolist() == pytest.approx([1.5 ** math.sqrt(t) for t in (1, 2, 3, 4)])
 
 
-def test_prefixes_do_not_depend_on_other_sequences_bit_by_bit() -> None:
-    batch = case([40, 33, 70], density=1.0, gap=0.02)
-    whole = correct(*batch.arguments, correction=UNBOUNDED, cu_seqlens=batch.cu_seqlens).weights
-    rows = slice(40, 73)
-    alone = correct(*(x[rows] for x in batch.arguments), correction=UNBOUNDED, cu_seqlens=torch.tensor([0, 33]))
-    assert torch.equal(whole[rows], alone.weights)
-
-
 def test_positions_count_loss_tokens_and_survive_slicing_and_selection() -> None:
     mask = torch.tensor([False, True, True, False, True, False, False, True, True, False])
     rows, cu_seqlens = torch.arange(10), torch.tensor([0, 6, 10], dtype=torch.int32)

@@ -115,21 +115,6 @@ def test_the_mean_k3_is_on_the_device_of_the_batch_and_a_single_number() -> None
         gated(torch.zeros(2, 3), mean_k3=torch.zeros(1))
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"level": "token"}, "level must be 'sequence' or 'segment' for 'standardized'"),
-        ({"reduce": "mean"}, "reduce must be 'sum' for 'standardized'"),
-        ({"lower": 0.1}, "lower must be None for 'standardized'"),
-        ({"upper": None, "lower": 0.1}, "lower must be None for 'standardized'"),
-        ({"upper": 0.0}, "upper must be > 0 for 'standardized'"),
-    ],
-)
-def test_only_an_upper_bound_on_a_sum_makes_sense(change: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        Rejection(**({"statistic": "standardized", "level": "sequence", "upper": 2.0} | change))
-
-
 def test_a_caller_of_one_micro_batch_refuses_it() -> None:
     with pytest.raises(ValueError, match="reject must not use 'standardized' in my hook, which sees one micro-batch"):
         GATE.check_one_micro_batch("my hook")
