@@ -18,3 +18,21 @@ def _compiled_once_per_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     base = tmp_path_factory.getbasetemp()
     with fresh_cache((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "triton"):
         yield
+
+
+@pytest.fixture(scope="module")
+def small_chunks() -> Iterator[None]:
+    """Many chunks from few tokens of a correction, by the kernels also where "auto" chooses."""
+    from kernel_correction_data import small_blocks
+
+    with small_blocks():
+        yield
+
+
+@pytest.fixture(scope="module")
+def small_rows() -> Iterator[None]:
+    """Many blocks from few columns, by the kernels also where "auto" chooses."""
+    from row_problems import small_blocks
+
+    with small_blocks():
+        yield

@@ -1,6 +1,5 @@
 """The correction kernels against PyTorch in fp64: every decision, every metric, every layout."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,6 @@ from kernel_correction_data import (
     batches,
     corrections,
     padded,
-    small_blocks,
 )
 from on_device import ROUNDING, assert_same
 from torch import Tensor
@@ -28,14 +26,9 @@ from megatron_rc.measured_upper import SUMS, UNITS
 
 # of rows without a loss, which hold anything
 pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore:invalid value encountered")]
+pytestmark += [pytest.mark.usefixtures("small_chunks")]
 
 LENGTHS = [9, 0, 3 * UNIT_BLOCK, 1, UNIT_BLOCK + 1, 0, 70]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _many_small_chunks() -> Iterator[None]:
-    with small_blocks():
-        yield
 
 
 def run(batch: Batch, correction: RolloutCorrection) -> Corrected:

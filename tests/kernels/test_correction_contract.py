@@ -1,6 +1,5 @@
 """The promises that correct() makes on every backend, kept by its kernels."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from correction_book import case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_correction_data import UNIT_BLOCK, corrections, small_blocks
+from kernel_correction_data import UNIT_BLOCK, corrections
 from test_contract import (  # noqa: F401
     test_a_column_of_advantages_is_one_per_sequence_even_with_as_many_tokens_as_sequences,
     test_a_sequence_does_not_depend_on_its_neighbours_bit_by_bit,
@@ -35,13 +34,7 @@ from megatron_rc.config import Rejection, RolloutCorrection
 from megatron_rc.correction import correct
 
 pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore:invalid value encountered")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _many_small_chunks() -> Iterator[None]:
-    # "auto" is the kernels here
-    with small_blocks():
-        yield
+pytestmark += [pytest.mark.usefixtures("small_chunks")]
 
 
 def in_the_book(correction: RolloutCorrection) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from head_case import by_head, distance, exact, head_case
-from kernel_calls import CALLS, COVERED, ON_A_CARD, Prepared
+from kernel_calls import CALLS, COVERED, ON_A_CARD
 from kernel_correction_data import SEGMENTS, assert_agrees, batch_of
 from on_device import MadeByTests
 from policy_loss_data import evaluate, tokens
@@ -66,14 +66,10 @@ def test_a_graph_that_was_captured_once_is_replayed_on_other_data(name: str) -> 
         with torch.cuda.graph(graph):
             results = calls[0].run("triton")
         for call, bits in zip(calls, expected, strict=True):
-            refill(calls[0], call)
+            for mine, its in zip(calls[0].inputs, call.inputs, strict=True):
+                mine.copy_(its)
             graph.replay()
             assert_bits(results.bits(), bits)
-
-
-def refill(call: Prepared, other: Prepared) -> None:
-    for mine, its in zip(call.inputs, other.inputs, strict=True):
-        mine.copy_(its)
 
 
 @EVERY_CALL
@@ -191,27 +187,15 @@ def test_the_last_rows_of_more_elements_than_an_integer_counts(bits: int, kept: 
         pytest.skip("needs 30 GiB of free memory")
     near = rows(last, width)
     assert near.up is not None and near.up_entropy is not None
-    logits, targets, ups = (
-        torch.zeros(count, width, dtype=torch.bfloat16),
-        torch.zeros(count).long(),
-        torch.zeros(2, count),
-    )
-    logits[-last:], targets[-last:], ups[0, -last:], ups[1, -last:] = (
-        near.logits,
-        near.targets,
-        near.up,
-        near.up_entropy,
-    )
+    logits, targets = torch.zeros(count, width, dtype=torch.bfloat16), torch.zeros(count).long()
+    ups = torch.zeros(2, count)
+    logits[-last:], targets[-last:] = near.logits, near.targets
+    ups[0, -last:], ups[1, -last:] = near.up, near.up_entropy
     # every row keeps its target and the id behind it
     support = Support(torch.stack([targets, (targets + 1) % width], 1).flatten(), 2 * torch.arange(count + 1))
-    supports = (support, support.select(torch.arange(count - last, count))) if kept else (None, None)
-    found, expected = (
-        answer(part, *rest, support=given)
-        for part, *rest, given in (
-            (logits, targets, ups, supports[0]),
-            (near.logits.clone(), near.targets, ups[:, -last:], supports[1]),
-        )
-    )
+    of_last = support.select(torch.arange(count - last, count)) if kept else None
+    found = answer(logits, targets, ups, support if kept else None)
+    expected = answer(near.logits.clone(), near.targets, ups[:, -last:], of_last)
     for far, close in zip(found, expected, strict=True):
         torch.testing.assert_close(far[-last:], close, rtol=1e-6, atol=1e-7)
 
@@ -246,15 +230,9 @@ def test_a_loss_of_many_tokens(count: int) -> None:
     batch = tokens(count)
     options = {"kl_coef": 0.2, "entropy_coef": 0.1, "dual_clip": 3.0}
     found, truth = evaluate(batch, "triton", **options), evaluate(batch, "torch", dtype=torch.float64, **options)
-    size = sum(
-        abs(value) for name, value in truth.metrics.values().items() if name in ("policy_loss", "kl_ref", "entropy")
-    )
+    size = sum(abs(truth.metrics.values()[name]) for name in ("policy_loss", "kl_ref", "entropy"))
     assert found.loss.item() == pytest.approx(truth.loss.item(), abs=1e-6 * max(1.0, size))
-    assert_near(found.by_current, truth.by_current)
-
-
-def assert_near(found: Tensor, truth: Tensor) -> None:
-    assert (found.double() - truth).norm() <= 1e-6 * truth.norm()
+    assert (found.by_current.double() - truth.by_current).norm() <= 1e-6 * truth.by_current.norm()
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["policy_loss", "logprobs"])

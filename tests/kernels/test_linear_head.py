@@ -8,18 +8,11 @@ import torch
 from head_case import by_head, distance, exact, head_case, with_main_grad
 from launches import count_launches
 from logprobs_truth import random_support, unchecked
-from row_problems import small_blocks
 
 from megatron_rc.linear_head import linear_distribution, linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs import vocab_parallel_distribution
 
-pytestmark = pytest.mark.kernel
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks() -> Any:
-    with small_blocks():
-        yield
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("small_rows")]
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["policy_loss", "logprobs"])

@@ -1,7 +1,5 @@
 """The kernels of log-probs on one process: the promises of every backend, and addresses, layouts and mergers."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from logprobs_truth import random_logits
@@ -38,15 +36,9 @@ from megatron_rc.kernels.softmax import Rows, Softmax
 
 # of NumPy, where the interpreter computes with NaN and infinity
 pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
+pytestmark += [pytest.mark.usefixtures("small_rows")]
 
 FAR, WRAPPED = 2**31 - 256, 512
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _many_small_blocks() -> Iterator[None]:
-    # "auto" is the kernels here
-    with small_blocks():
-        yield
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,9 @@ FORWARD, BACKWARD = "row_statistics_fwd_kernel", "row_gradient_bwd_kernel"
 
 
 @pytest.fixture(autouse=True)
-def _unfilled_and_unchecked(no_debug_checks: None) -> Any:
+def _unfilled_and_unchecked(no_debug_checks: None, small_rows: None) -> None:
     """Filling new memory and checking values are help of the tests' own."""
     torch.use_deterministic_algorithms(False)
-    with small_blocks():
-        yield
 
 
 def plain(rows: tuple[int, ...]) -> dict[str, Any]:

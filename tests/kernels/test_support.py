@@ -1,6 +1,6 @@
 """The kernels of log-probs over kept ids; the promises of all rows are in test_rows.py, for these, too."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -20,14 +20,9 @@ from megatron_rc.kernels.support_statistics import support_statistics_fwd
 
 # of NumPy, where the interpreter computes with NaN and infinity
 pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
+pytestmark += [pytest.mark.usefixtures("small_rows")]
 
 IN_PLACE = pytest.mark.parametrize("in_place", [False, True])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _many_small_blocks() -> Iterator[None]:
-    with small_blocks():
-        yield
 
 
 def statistics(problem: Problem, *, with_entropy: bool) -> Softmax:
