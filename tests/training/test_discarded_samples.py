@@ -11,7 +11,9 @@ from distributed import run_ranks
 
 from megatron_rc.dump import DiscardedWriter
 from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.settings import ParallelSettings
 from megatron_rc.tasks import Prompt
+from megatron_rc.training import groups
 from megatron_rc.training.groups import SharedError
 from megatron_rc.training.step.sampling import SampledBatch, Sampler
 
@@ -120,9 +122,6 @@ def test_a_held_out_evaluation_leaves_damaged_responses_out_of_its_mean_and_stop
 
 
 def _on_two_processes(rank: int) -> tuple[SampledBatch, str]:
-    from megatron_rc.settings import ParallelSettings
-    from megatron_rc.training import groups
-
     place = groups.initialize(ParallelSettings(), seed=1)
     rollouts = sampled({131: "timeout"}, 0.125, place)
     try:

@@ -8,18 +8,18 @@ from distributed import run_ranks
 from tiny_models import DENSE
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rc.batch import TokenBatch
+from megatron_rc.config import RolloutCorrection
+from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.settings import LossSettings, ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.training import groups
+from megatron_rc.training.policy import Policy
+from megatron_rc.training.step.reinforce import reinforce_step
+
 LR = 0.5
 
 
-def measured() -> dict[str, Any]:
-    from megatron_rc.batch import TokenBatch
-    from megatron_rc.config import RolloutCorrection
-    from megatron_rc.engine import Sample, SamplingParams
-    from megatron_rc.settings import LossSettings, ModelSettings, ParallelSettings, TrainSettings
-    from megatron_rc.training import groups
-    from megatron_rc.training.policy import Policy
-    from megatron_rc.training.step.reinforce import reinforce_step
-
+def measured(rank: int) -> dict[str, Any]:
     random = torch.Generator().manual_seed(3)
     answers = torch.randint(0, 37, (8, 5), generator=random).tolist()
     samples = [Sample([1, 2, i // 4], answers[i], [-3.0] * 5, "stop", [(0, 0, 5)]) for i in range(8)]
@@ -76,12 +76,8 @@ class _NewLogits(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def run() -> dict[str, Any]:
-    [out] = run_ranks(1, _of_rank)
+    [out] = run_ranks(1, measured)
     return out
-
-
-def _of_rank(rank: int) -> dict[str, Any]:
-    return measured()
 
 
 def test_the_gradient_is_what_a_step_of_sgd_subtracts(run: dict[str, Any]) -> None:

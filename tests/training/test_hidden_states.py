@@ -10,7 +10,21 @@ import pytest
 import torch
 from core_wheels import WHEELS, printed_by, unpacked_wheels
 from distributed import run_cases, run_ranks
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from tiny_models import KINDS
+
+from megatron_rc.batch import TokenBatch
+from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.models.config import hf_config_dict
+from megatron_rc.schema.head_options import HeadOptions
+from megatron_rc.settings import ModelSettings, ParallelSettings
+from megatron_rc.training import groups
+from megatron_rc.training.heads import head_of
+from megatron_rc.training.model.build import build_model
+from megatron_rc.training.model.hidden_states import hidden_states
+from megatron_rc.training.model.weights import init_weights
+from megatron_rc.training.policy import model_inputs
+from megatron_rc.training.step.microbatches import MicroBatch
 
 VOCABULARY = 37
 
@@ -41,11 +55,8 @@ CASES = [
 ]
 
 
-def batch_of(rank: int = 0) -> Any:
+def batch_of(rank: int = 0) -> TokenBatch:
     """23 tokens, sampled from kept ids."""
-    from megatron_rc.batch import TokenBatch
-    from megatron_rc.engine import Sample, SamplingParams
-
     random = torch.Generator().manual_seed(5 + rank)
     samples = []
     for length in (3, 1, 7, 4):
@@ -57,18 +68,6 @@ def batch_of(rank: int = 0) -> Any:
 
 def both_paths(rank: int, case: Case) -> dict[str, Any]:
     """By the name of the head: log-probs, entropies, distribution and gradients of one model."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    from megatron_rc.models.config import hf_config_dict
-    from megatron_rc.schema.head_options import HeadOptions
-    from megatron_rc.settings import ModelSettings, ParallelSettings
-    from megatron_rc.training import groups
-    from megatron_rc.training.heads import head_of
-    from megatron_rc.training.model.build import build_model
-    from megatron_rc.training.model.weights import init_weights
-    from megatron_rc.training.policy import model_inputs
-    from megatron_rc.training.step.microbatches import MicroBatch
-
     parallel = ParallelSettings(tensor=case.tensor, expert=case.expert)
     place = groups.initialize(parallel, 1)
     chunks = build_model(hf_config_dict(ModelSettings(config=KINDS[case.kind])), parallel, case.dtype)  # type: ignore[arg-type]
@@ -133,12 +132,6 @@ def test_the_model_answers_logits_again_after_the_block(case: Case, results: Any
 
 def refusals(rank: int) -> dict[str, str]:
     """What is said of a model that differs in one thing from those that have a fused head."""
-    from megatron_rc.models.config import hf_config_dict
-    from megatron_rc.settings import ModelSettings, ParallelSettings
-    from megatron_rc.training import groups
-    from megatron_rc.training.model.build import build_model
-    from megatron_rc.training.model.hidden_states import hidden_states
-
     groups.initialize(ParallelSettings(), 1)
     (model,) = build_model(hf_config_dict(ModelSettings(config=KINDS["dense"])), ParallelSettings())
     layer, config = model.output_layer, model.config
@@ -154,13 +147,8 @@ def refusals(rank: int) -> dict[str, str]:
     enter("nothing")
     enter("another model", torch.nn.Linear(2, 2))
     enter("twice", within=hidden_states(model))
-    wrong = {
-        "use_mup": True,
-        "final_logit_softcapping": 30.0,
-        "defer_embedding_wgrad_compute": True,
-        "mtp_num_layers": 1,
-    }
-    for name, value in wrong.items():
+    wrong = {"use_mup": True, "final_logit_softcapping": 30.0, "defer_embedding_wgrad_compute": True}
+    for name, value in {**wrong, "mtp_num_layers": 1}.items():
         before = getattr(config, name, None)
         setattr(config, name, value)
         enter(name)

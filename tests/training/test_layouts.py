@@ -8,7 +8,15 @@ from distributed import run_ranks
 from jobs import finished_job, settings_file
 from warm_models import TASK, warm_model
 
+from megatron_rc.batch import TokenBatch
+from megatron_rc.config import RolloutCorrection
+from megatron_rc.dump import sample_of
+from megatron_rc.engine import SamplingParams
 from megatron_rc.schema.dump import read_dump
+from megatron_rc.settings import LossSettings, ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.training import groups
+from megatron_rc.training.policy import Policy
+from megatron_rc.training.step.reinforce import reinforce_step
 
 STEPS = 10
 JOB: dict[str, Any] = {
@@ -135,36 +143,18 @@ def test_a_dense_model_trains_the_same_under_combined_layouts(dense: Recording, 
 
 
 def gradient_norms(rank: int, hf_path: str, dump: str) -> list[float]:
-    from megatron_rc.batch import TokenBatch
-    from megatron_rc.config import RolloutCorrection
-    from megatron_rc.dump import sample_of
-    from megatron_rc.engine import SamplingParams
-    from megatron_rc.settings import LossSettings, ModelSettings, ParallelSettings, TrainSettings
-    from megatron_rc.training import groups
-    from megatron_rc.training.policy import Policy
-    from megatron_rc.training.step.reinforce import reinforce_step
-
     found = []
     records = max(read_dump(Path(dump)), key=lambda step: len({(r["group"], r["reward"]) for r in step}))
-    batch = TokenBatch.from_samples(
-        [sample_of(r) for r in records],
-        SamplingParams(),
-        rewards=[r["reward"] for r in records],
-        groups=[r["group"] for r in records],
-    )
+    samples, rewards = [sample_of(r) for r in records], [r["reward"] for r in records]
+    groups_of = [r["group"] for r in records]
+    batch = TokenBatch.from_samples(samples, SamplingParams(), rewards=rewards, groups=groups_of)
     place = groups.initialize(ParallelSettings(), 1)
     for micro_batches in (1, 2, 4, 40):  # 40: more than there are sequences, so some hold one that must not count
         train = TrainSettings(optimizer="sgd", micro_batches=micro_batches)
         policy = Policy(ModelSettings(hf_path=hf_path), ParallelSettings(), train, place)
         policy.start_phase(lr=0.1, min_lr=0.0, warmup_steps=0, total_steps=10, decay_style="constant")
-        result = reinforce_step(
-            policy,
-            batch,
-            correction=RolloutCorrection.preset("token-tis"),
-            loss=LossSettings(),
-            train=train,
-            max_nonfinite_share=0.0,
-        )
+        options: dict[str, Any] = {"loss": LossSettings(), "train": train, "max_nonfinite_share": 0.0}
+        result = reinforce_step(policy, batch, correction=RolloutCorrection.preset("token-tis"), **options)
         found.append(result.metrics["grad_norm"])
     return found
 

@@ -14,7 +14,10 @@ from tiny_models import KINDS, LENGTHS, packed_inputs, transformers_model
 
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.settings import ModelSettings, ParallelSettings
+from megatron_rc.training import groups
 from megatron_rc.training.model.attention import PackedCoreAttention, packed_seq_params
+from megatron_rc.training.model.build import build_model
+from megatron_rc.training.model.weights import load_hf
 
 
 class _HostReads(torch.utils._python_dispatch.TorchDispatchMode):
@@ -27,10 +30,6 @@ class _HostReads(torch.utils._python_dispatch.TorchDispatchMode):
 
 def _one_process(rank: int, folder: str) -> tuple[torch.Tensor, int, torch.Tensor]:
     """Logits of a dense model, the host reads of that forward pass, and logits in bf16."""
-    from megatron_rc.training import groups
-    from megatron_rc.training.model.build import build_model
-    from megatron_rc.training.model.weights import load_hf
-
     groups.initialize(ParallelSettings(), seed=1)
     ids, positions, cu_seqlens = packed_inputs()
     hf = hf_config_dict(ModelSettings(hf_path=folder))

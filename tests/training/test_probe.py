@@ -8,20 +8,20 @@ import tiny_models
 import torch
 from distributed import run_ranks
 
+from megatron_rc.batch import TokenBatch
+from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.training import groups
+from megatron_rc.training.heads import Answer
+from megatron_rc.training.policy import Policy
+from megatron_rc.training.probe import Probe
+from megatron_rc.training.step.microbatches import MicroBatch
+
 PROMPT = [3, 30, 4, 17, 5, 36, 0, 9]
 
 
 def _probed(rank: int, model: str) -> Any:
     """Log-probs after a refresh, after a step of training, and after another refresh; and the weights then."""
-    from megatron_rc.batch import TokenBatch
-    from megatron_rc.engine import Sample, SamplingParams
-    from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
-    from megatron_rc.training import groups
-    from megatron_rc.training.heads import Answer
-    from megatron_rc.training.policy import Policy
-    from megatron_rc.training.probe import Probe
-    from megatron_rc.training.step.microbatches import MicroBatch
-
     parallel = ParallelSettings(pipeline=2)
     place = groups.initialize(parallel, seed=1)
     policy = Policy(ModelSettings(hf_path=model), parallel, TrainSettings(optimizer="sgd", lr=0.5), place)

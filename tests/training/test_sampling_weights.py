@@ -16,8 +16,12 @@ from megatron_rc.batch import TokenBatch
 from megatron_rc.config import RolloutCorrection, Weight
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.schema.dump import read_dump
-from megatron_rc.settings import LossSettings, TrainSettings
+from megatron_rc.settings import LossSettings, ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.training import groups
 from megatron_rc.training.groups import SharedError
+from megatron_rc.training.policy import Policy
+from megatron_rc.training.sampling_weights import SamplingWeights
+from megatron_rc.training.step.microbatches import split_rows
 from megatron_rc.training.step.reinforce import reinforce_step
 
 TRAINED = 2
@@ -39,12 +43,6 @@ def mixed_batch() -> TokenBatch:
 
 def steps(rank: int, layout: dict[str, int], saved: str, folder: str) -> dict[str, Any] | None:
     """Two updates with all versions kept, then the step on the mixed batch; None before the last pipeline stage."""
-    from megatron_rc.settings import ModelSettings, ParallelSettings
-    from megatron_rc.training import groups
-    from megatron_rc.training.policy import Policy
-    from megatron_rc.training.sampling_weights import SamplingWeights
-    from megatron_rc.training.step.microbatches import split_rows
-
     parallel = ParallelSettings(**layout)
     train = TrainSettings(optimizer="sgd", micro_batches=2, clip_grad=0.0)
     policy = Policy(ModelSettings(config=DENSE), parallel, train, groups.initialize(parallel, 1))

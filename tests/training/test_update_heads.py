@@ -11,6 +11,15 @@ from distributed import run_cases
 from tiny_models import KINDS
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rc.backend import set_debug_checks
+from megatron_rc.batch import TokenBatch
+from megatron_rc.config import RolloutCorrection, Weight
+from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.settings import LossSettings, ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.training import groups
+from megatron_rc.training.policy import Policy
+from megatron_rc.training.step.reinforce import reinforce_step
+
 VOCABULARY, HIDDEN = 37, 32
 LENGTHS = (3, 1, 7, 4, 9, 5)
 
@@ -62,11 +71,8 @@ class HeadProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def batch_of() -> Any:
+def batch_of() -> TokenBatch:
     """Two groups of three responses, some sampled at probabilities far from those of the model."""
-    from megatron_rc.batch import TokenBatch
-    from megatron_rc.engine import Sample, SamplingParams
-
     random = torch.Generator().manual_seed(5)
     samples = []
     for length in LENGTHS:
@@ -79,12 +85,6 @@ def batch_of() -> Any:
 
 def one_step(case: Case, head: str) -> dict[str, Any]:
     """One optimizer step with every term of the loss, whose weights are not those of the old pass."""
-    from megatron_rc.config import RolloutCorrection, Weight
-    from megatron_rc.settings import LossSettings, ModelSettings, ParallelSettings, TrainSettings
-    from megatron_rc.training import groups
-    from megatron_rc.training.policy import Policy
-    from megatron_rc.training.step.reinforce import reinforce_step
-
     parallel = ParallelSettings(tensor=case.tensor, expert=case.expert, pipeline=case.pipeline)
     place = groups.initialize(parallel, 1)
     train = TrainSettings(
@@ -138,8 +138,6 @@ def one_step(case: Case, head: str) -> dict[str, Any]:
 
 
 def of_rank(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    from megatron_rc.backend import set_debug_checks
-
     # the head then compares the gradient that it was promised with the one that comes
     set_debug_checks(True)
     return [{head: one_step(case, head) for head in ("logits", "linear")} for case in cases]

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_ranks
+from megatron.core import parallel_state as state
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import load_file, save_file
 from tiny_models import KINDS, LENGTHS, gradients_as_weights, packed_inputs, transformers_model, upstream
 
@@ -14,7 +17,10 @@ from megatron_rc.models.config import hf_config_dict
 from megatron_rc.models.files import HfCheckpoint
 from megatron_rc.models.names import HfTensor, parameters
 from megatron_rc.settings import ModelSettings, ParallelSettings
-from megatron_rc.training.model.weights import _read_part
+from megatron_rc.training import groups
+from megatron_rc.training.model.attention import packed_seq_params
+from megatron_rc.training.model.build import build_model
+from megatron_rc.training.model.weights import _read_part, export_hf, init_weights, load_hf, save_hf
 
 TWO_RANKS = [
     ("dense", {}),
@@ -43,10 +49,6 @@ def _name(layout: tuple[str, dict[str, int]]) -> str:
 def _visit_layouts(
     rank: int, folder: str, layouts: list[tuple[str, dict[str, int]]], in_pieces: bool = False
 ) -> dict[str, Any]:
-    from megatron_rc.training import groups
-    from megatron_rc.training.model.build import build_model
-    from megatron_rc.training.model.weights import export_hf, init_weights, load_hf, save_hf
-
     read_elements = 0
     slice_of = HfCheckpoint._slice
 
@@ -90,12 +92,6 @@ def _visit_layouts(
 
 def _forward_backward(model: Any, hf: dict[str, Any], rank: int) -> dict[str, Any]:
     """Logits of this rank's sequences and full gradients of sum(logits * upstream), through Megatron's schedule."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state as state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron_rc.training.model.attention import packed_seq_params
-
     # with EP the two data-parallel ranks hold different sequences, of different total length
     expert = state.get_expert_model_parallel_world_size()
     shares = [range(0, len(LENGTHS))] if expert == 1 else [range(0, 3), range(3, len(LENGTHS)), range(0), range(0)]
@@ -140,9 +136,6 @@ def _forward_backward(model: Any, hf: dict[str, Any], rank: int) -> dict[str, An
 
 def _reduce_gradients(model: Any, hf: dict[str, Any], expert: int) -> None:
     """What Megatron's finalize_model_grads does between backward and optimizer."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state as state
-
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -156,10 +149,6 @@ def _reduce_gradients(model: Any, hf: dict[str, Any], expert: int) -> None:
 
 
 def _save_in_pieces(folder: str) -> None:
-    from megatron_rc.training import groups
-    from megatron_rc.training.model.build import build_model
-    from megatron_rc.training.model.weights import export_hf, load_hf, save_hf
-
     parallel = ParallelSettings(pipeline=2)
     groups.initialize(parallel, seed=1)
     hf = hf_config_dict(ModelSettings(hf_path=f"{folder}/moe"))
@@ -203,7 +192,7 @@ def visited(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
 every_layout = pytest.mark.parametrize(
     "visited",
     [*TWO_RANKS, *(pytest.param(layout, marks=pytest.mark.full) for layout in FOUR_RANKS)],
-    ids=lambda layout: _name(layout),
+    ids=_name,
     indirect=True,
 )
 
