@@ -35,10 +35,7 @@ def grid_of(folder: Path, **train: int) -> grids.GridSettings:
     ("train", "sentence"),
     [
         ({"eval_samples": 3}, "exact-none seed 1: endpoints.min_answers is 512, and an evaluation has 384 answers"),
-        (
-            {"eval_interval": 2},
-            "the endpoints need 6 evaluations, and train.steps 7 with train.eval_interval 2 gives 5",
-        ),
+        ({"eval_interval": 2}, "endpoints need 6 evaluations, and train.steps 7 with train.eval_interval 2 gives 5"),
     ],
 )
 def test_evaluations_too_small_or_too_few_are_refused_before_anything_runs(

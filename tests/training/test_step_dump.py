@@ -63,17 +63,7 @@ def test_only_the_user_can_read_what_is_written(tmp_path: Path) -> None:
         assert [stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()] == [0o600]
 
 
-def test_no_token_id_is_in_a_kept_file_unless_asked_for(tmp_path: Path) -> None:
-    for tokens in (False, True):
-        folder = tmp_path / str(tokens)
-        write(StepDump(folder, DumpSettings(tokens=tokens), every_step=False), 1)
-        table = pq.read_table(folder)
-        for name in ("prompt_ids", "output_ids", "support"):
-            assert table[name].null_count == (0 if tokens else table.num_rows), name
-        assert table["routes"].null_count == table.num_rows and table["rollout_logprobs"].null_count == 0
-
-
-def test_routes_are_kept_with_token_ids_alone(tmp_path: Path) -> None:
+def test_neither_token_ids_nor_routes_are_in_a_kept_file_unless_asked_for(tmp_path: Path) -> None:
     batch, arguments = batch_of(2)
     for sample in arguments["samples"]:
         sample.routes = torch.zeros(3, 1, 1, dtype=torch.int32)
@@ -82,7 +72,10 @@ def test_routes_are_kept_with_token_ids_alone(tmp_path: Path) -> None:
         dump = StepDump(folder, DumpSettings(tokens=tokens), every_step=False)
         dump.write(1, batch, **arguments, routes=True)
         dump.close()
-        assert pq.read_table(folder)["routes"].null_count == (0 if tokens else 2)
+        table = pq.read_table(folder)
+        for name in ("prompt_ids", "output_ids", "support", "routes"):
+            assert table[name].null_count == (0 if tokens else 2), name
+        assert table["rollout_logprobs"].null_count == 0
 
 
 def test_the_steps_together_stay_below_the_cap(tmp_path: Path) -> None:
@@ -105,13 +98,9 @@ def test_a_step_above_the_cap_keeps_its_first_whole_groups(tmp_path: Path) -> No
     assert 0 < len(records) < 60 and len(records) % 2 == 0, "groups have two responses"
 
 
-def test_every_step_stays_where_a_whole_dump_was_asked_for(tmp_path: Path) -> None:
+def test_every_step_of_a_whole_dump_stays_also_when_a_later_run_keeps_its_last_steps_there(tmp_path: Path) -> None:
     write(StepDump(tmp_path, DumpSettings(keep=1), every_step=True), *range(1, 6))
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
-
-
-def test_a_run_that_keeps_its_last_steps_never_touches_a_whole_dump(tmp_path: Path) -> None:
-    write(StepDump(tmp_path, DumpSettings(), every_step=True), 1, 2, 3, 4, 5)
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
     later = StepDump(tmp_path, DumpSettings(keep=1), every_step=False)
     assert "so the last steps are not kept" in later.announcement
@@ -128,9 +117,8 @@ def test_a_whole_dump_holds_no_step_without_token_ids(tmp_path: Path) -> None:
 
 def test_replay_refuses_a_dump_without_token_ids(tmp_path: Path) -> None:
     write(StepDump(tmp_path, DumpSettings(), every_step=False), 1)
-    with pytest.raises(
-        ValueError, match=r"step-000001.parquet has no token ids, .* record a dump with --dump, or with"
-    ):
+    sentence = r"step-000001.parquet has no token ids, .* record a dump with --dump, or with"
+    with pytest.raises(ValueError, match=sentence):
         ReplayEngine(tmp_path)
 
 
