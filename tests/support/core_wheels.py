@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from hosts.megatron_lm.own_program import alone
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("MEGATRON_CORE_WHEELS", ROOT / ".venv/megatron-training"))
@@ -30,13 +31,7 @@ def unpacked_wheels() -> Iterator[dict[str, Path]]:
 
 def printed_by(program: str, folder: Path, *arguments: str) -> str:
     """What a program of tests/support prints, alone in its process group, on the megatron-core of a folder."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/support" / program), *arguments],
-        env=os.environ | alone | {"PYTHONPATH": f"{folder}:{ROOT / 'tests/support'}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, str(ROOT / "tests/support" / program), *arguments]
+    done = subprocess.run(command, env=alone(folder, port=0), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

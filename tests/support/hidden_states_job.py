@@ -3,7 +3,6 @@
 import json
 from contextlib import nullcontext
 
-import megatron_on_cpu  # isort: skip  # noqa: F401 - before anything of megatron.core is imported
 import torch
 import torch.distributed as dist
 from megatron.core import __version__, parallel_state, tensor_parallel

@@ -9,7 +9,6 @@ import itertools
 import json
 import sys
 
-import megatron_on_cpu  # isort: skip - before anything of megatron.training is imported
 import torch
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
@@ -21,7 +20,6 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron_rc import LengthDecayLR, RolloutCorrection, patch, vocab_parallel_logprobs
 from megatron_rc.integrations.megatron_training import correct_micro_batch
 
-megatron_on_cpu.allow(training)
 VOCABULARY, ROWS = 64, 16
 
 
