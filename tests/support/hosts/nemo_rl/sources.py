@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Optional
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ HERE = Path(__file__).parent
 STUB = HERE / "stub"
 ROOT = Path(os.environ.get("NEMO_RL_DIR", "/nonexistent"))
 _FUNCTIONS = ("calculate_kl", "masked_mean")
-_UNUSED = ("nemo_rl.algorithms.x_token.loss_utils", "nemo_rl.distributed.model_utils")
-_UNUSED_BELOW = ("nemo_rl.models.dtensor.parallelize",)
+_UNUSED = ("algorithms.x_token.loss_utils", "distributed.model_utils", "models.dtensor.parallelize")
+"""Modules of nemo_rl that the loss imports and does not call."""
 
 
 class _Batch(dict):  # type: ignore[type-arg]
@@ -27,15 +28,6 @@ class _Batch(dict):  # type: ignore[type-arg]
 
     def __class_getitem__(cls, item: Any) -> type:
         return cls
-
-
-class _Anything(ModuleType):
-    """A module whose every name is there, and none of which the loss calls."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return object
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +50,7 @@ def loss_module() -> Any:
         package = ModuleType(name)
         package.__path__ = [str(ROOT / name.replace(".", "/"))]
         sys.modules[name] = package
-    for name in (*_UNUSED, *_UNUSED_BELOW):
-        sys.modules[name] = _Anything(name)
+    sys.modules |= {f"nemo_rl.{name}": MagicMock() for name in _UNUSED}
     batches = ModuleType("nemo_rl.distributed.batched_data_dict")
     batches.BatchedDataDict = _Batch  # type: ignore[attr-defined]
     utils = ModuleType("nemo_rl.algorithms.utils")

@@ -66,13 +66,18 @@ def recorded() -> dict[str, dict[str, Tensor]]:
     return {key: {name: torch.tensor(values) for name, values in run.items()} for key, run in runs.items()}
 
 
+def module_of(name: str, path: Path) -> Any:
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def of_the_host(host: str, key: str) -> dict[str, Tensor]:
     """The same from the example in the host's source tree."""
     variable, path = TREES[host]
-    spec = spec_from_file_location(f"{host}_mis", Path(os.environ[variable]) / path)
-    assert spec is not None and spec.loader is not None
-    module: Any = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_of(f"{host}_mis", Path(os.environ[variable]) / path)
     defaults = dict.fromkeys(("tis_lower_bound", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"))
     switches = {"use_tis": True, "use_rs": False, "tis_batch_normalize": False, "tis_upper_bound": 2.0}
     args = Namespace(**{**defaults, **switches, **SETTINGS[key].example})

@@ -5,15 +5,16 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hosts.slime.cases import whole
 from hosts.slime.host import positions
+from hosts.slime.mismatch import module_of
 from torch import Tensor
 
 LAYERS, TOP_K, EXPERTS = (1, 2, 5), 2, 6
@@ -129,58 +130,35 @@ def by_environment(replayed: list[Tensor]) -> TopK:
     return top_k
 
 
-def _module(name: str, path: Path) -> Any:
-    spec = spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @contextmanager
 def of_the_host(host: str, folder: Path) -> Iterator[Callable[[list[Tensor]], TopK]]:
     """The same with the replay of the host's own source, as its patch of Megatron calls it."""
-    saved = {name: sys.modules.get(name) for name in ("slime", "slime.utils", "miles.utils.replay_base")}
-    device, torch.cuda.current_device = torch.cuda.current_device, lambda: torch.device("cpu")  # type: ignore
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
         if host == "slime":
-            sys.modules["slime"], utils = ModuleType("slime"), ModuleType("slime.utils")
-            utils.accelerator = Namespace(current_device=lambda: torch.device("cpu"))  # type: ignore[attr-defined]
-            sys.modules["slime.utils"] = utils
-            slime = _module("slime_routing_replay", folder / "slime/utils/routing_replay.py")
+            utils: Any = ModuleType("slime.utils")
+            utils.accelerator = torch.cuda
+            patch.setitem(sys.modules, "slime", ModuleType("slime"))
+            patch.setitem(sys.modules, "slime.utils", utils)
+            slime = module_of("slime_routing_replay", folder / "slime/utils/routing_replay.py")
+            make, choose = slime.RoutingReplay, slime.set_routing_replay
+            own = slime.get_routing_replay_compute_topk(_plain)
+        else:
+            miles = module_of("miles.utils.replay_base", folder / "miles/utils/replay_base.py")
+            patch.setitem(sys.modules, "miles.utils.replay_base", miles)
+            manager = miles.routing_replay_manager
+            manager.enabled, manager.stage = True, "replay_forward"
+            make, choose = manager.create_replay, manager.set_current
+            own = manager.get_topk_fn(_plain, return_probs=True)
 
-            def slimes(replayed: list[Tensor]) -> TopK:
-                replay = slime.RoutingReplay()
-                replay.top_indices_list = [ids.int() for ids in replayed]
-                top_k = slime.get_routing_replay_compute_topk(_plain)
+        def replaying(replayed: list[Tensor]) -> TopK:
+            replay = make()
+            replay.top_indices_list = [ids.int() for ids in replayed]
 
-                def current(scores: Tensor, topk: int) -> Any:
-                    slime.set_routing_replay(replay)
-                    return top_k(scores, topk)
+            def top_k(scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+                choose(replay)
+                return own(scores, topk)
 
-                return current
+            return top_k
 
-            yield slimes
-            return
-        miles = _module("miles.utils.replay_base", folder / "miles/utils/replay_base.py")
-        sys.modules["miles.utils.replay_base"], manager = miles, miles.routing_replay_manager
-        manager.enabled, manager.stage = True, "replay_forward"
-
-        def miless(replayed: list[Tensor]) -> TopK:
-            replay = manager.create_replay()
-            replay.top_indices_list = list(replayed)
-            top_k = manager.get_topk_fn(_plain, return_probs=True)
-
-            def current(scores: Tensor, topk: int) -> Any:
-                manager.set_current(replay)
-                return top_k(scores, topk)
-
-            return current
-
-        yield miless
-    finally:
-        torch.cuda.current_device = device
-        for name, module in saved.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
+        yield replaying
