@@ -171,12 +171,16 @@ def compiled(source: Source) -> Resources:
     return Resources(registers, spilled, kernel.metadata.shared)
 
 
-def _cuda_resources(cubin: bytes) -> tuple[int, int]:
+def cuobjdump(cubin: bytes, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _cuda_resources(cubin: bytes) -> tuple[int, int]:
+    printed = cuobjdump(cubin, "--dump-resource-usage")
     functions = re.findall(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", printed)
     assert functions, printed
     return max(int(f[0]) for f in functions), sum(int(f[1]) + int(f[2]) for f in functions)

@@ -40,7 +40,8 @@ def run_cases(fn: Callable[..., list[Any]], cases: Sequence[Any]) -> dict[Any, t
     return out
 
 
-def _as_in_this_run() -> AbstractContextManager[None]:
+def interpreter_of_this_run() -> AbstractContextManager[None]:
+    """Triton's interpreter without its most repeated work, where it interprets kernels."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return nullcontext()
     # the other tests need no triton
@@ -67,7 +68,7 @@ def _rank(
         torch.cuda.set_device(place)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
-        with MadeByTests(place) if backend == "nccl" else _as_in_this_run():
+        with MadeByTests(place) if backend == "nccl" else interpreter_of_this_run():
             torch.save(fn(rank, *args), f"{folder}/result{rank}")
     except Exception:
         raise RuntimeError(f"rank {rank}:\n{traceback.format_exc()}") from None

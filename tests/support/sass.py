@@ -1,13 +1,11 @@
 """The machine code of a kernel, compiled without a GPU: the instructions of its loops and its barriers."""
 
 import re
-import subprocess
-import tempfile
 from typing import NamedTuple
 
 import torch
 import triton
-from aot import ONE_TARGET, TARGETS, Source, captured, natural
+from aot import ONE_TARGET, TARGETS, Source, captured, cuobjdump, natural
 
 from megatron_rc.logprobs import vocab_parallel_logprobs
 
@@ -24,11 +22,7 @@ class Instruction(NamedTuple):
 def instructions(source: Source) -> list[Instruction]:
     """Every instruction of a kernel for an NVIDIA target, in order."""
     kernel = triton.compile(source.source, target=TARGETS[source.target], options=source.options.__dict__)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    printed = cuobjdump(kernel.asm["cubin"], "-sass")
     found = [Instruction(int(a, 16), opcode, operands) for a, opcode, operands in _INSTRUCTION.findall(printed)]
     assert found, printed
     return found

@@ -76,9 +76,14 @@ def chunk_of(w: World, ids: np.ndarray, log_pi: np.ndarray, log_mu: np.ndarray, 
     )
 
 
+def sampled(w: World, logits: np.ndarray, **columns: Any) -> Chunk:
+    """Drawn from these logits [N, V] and logged with their log-probs."""
+    log_mu = log_softmax(logits)
+    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu, **columns)
+
+
 def honest(w: World) -> Chunk:
-    log_mu = log_softmax(w.noisy)
-    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu)
+    return sampled(w, w.noisy)
 
 
 def small_honest(seed: int, *, sequences: int = 12, length: int = 50, noise: float = 0.05) -> Chunk:
@@ -109,8 +114,7 @@ def small_honest(seed: int, *, sequences: int = 12, length: int = 50, noise: flo
 
 
 def logged_temperature(w: World, temperature: float) -> Chunk:
-    log_mu = log_softmax(w.noisy / temperature)
-    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu)
+    return sampled(w, w.noisy / temperature)
 
 
 def kept(log_probs: np.ndarray, top_p: float) -> np.ndarray:
@@ -125,8 +129,7 @@ def kept(log_probs: np.ndarray, top_p: float) -> np.ndarray:
 
 def renormalised_top_p(w: World, top_p: float) -> Chunk:
     full = log_softmax(w.noisy)
-    log_mu = log_softmax(np.where(kept(full, top_p), full, -1e30))
-    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu)
+    return sampled(w, np.where(kept(full, top_p), full, -1e30))
 
 
 def hidden_top_p(w: World, top_p: float) -> Chunk:
@@ -180,21 +183,18 @@ def forced_end(w: World) -> Chunk:
 def other_context(w: World) -> Chunk:
     """The sampler's context differs at the start, and less and less later."""
     more = w.random.normal(size=w.noisy.shape) * (0.6 * np.exp(-w.position / 15))[:, None]
-    log_mu = log_softmax(w.noisy + more)
-    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu)
+    return sampled(w, w.noisy + more)
 
 
 def stale_weights(w: World) -> Chunk:
-    log_mu = log_softmax(w.noisy + 0.5 * w.random.normal(size=w.noisy.shape))
-    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu)
+    return sampled(w, w.noisy + 0.5 * w.random.normal(size=w.noisy.shape))
 
 
 def one_stale_server(w: World) -> Chunk:
     """One of four servers has old weights."""
     server = np.array(list("abcd"))[np.arange(int(w.sequence[-1]) + 1) % 4]
     more = w.random.normal(size=w.noisy.shape) * np.where(server[w.sequence] == "c", 0.4, 0.0)[:, None]
-    log_mu = log_softmax(w.noisy + more)
-    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu, server=server)
+    return sampled(w, w.noisy + more, server=server)
 
 
 def stale_cache(w: World) -> Chunk:
@@ -202,16 +202,15 @@ def stale_cache(w: World) -> Chunk:
     sequences = int(w.sequence[-1]) + 1
     cached, syncs = w.random.integers(0, 2, sequences) * 64, np.sort(w.random.integers(0, 12, sequences))
     size = np.where(cached > 0, 0.06 * syncs, 0.0)[w.sequence] * np.exp(-w.position / 80)
-    log_mu = log_softmax(w.noisy + w.random.normal(size=w.noisy.shape) * size[:, None])
     columns = {"cached_tokens": cached, "syncs": syncs, "prompt_length": np.full(sequences, 80)}
-    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu, **columns)
+    return sampled(w, w.noisy + w.random.normal(size=w.noisy.shape) * size[:, None], **columns)
 
 
 def expert_flips(w: World) -> Chunk:
     flips = w.random.random(w.sequence.size) < 0.05
-    log_mu = log_softmax(w.noisy + w.random.normal(size=w.noisy.shape) * np.where(flips, 0.8, 0.0)[:, None])
+    more = w.random.normal(size=w.noisy.shape) * np.where(flips, 0.8, 0.0)[:, None]
     moved = np.where(flips, w.random.integers(1, 8, flips.size) / 8, 0.0)
-    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu, routes_shifted=moved)
+    return sampled(w, w.noisy + more, routes_shifted=moved)
 
 
 def policy_lag(w: World) -> Chunk:
@@ -219,9 +218,8 @@ def policy_lag(w: World) -> Chunk:
     sequences = int(w.sequence[-1]) + 1
     lag = w.random.integers(0, 5, sequences)
     size = 0.1 * np.sqrt(lag)[w.sequence][:, None] * w.random.normal(size=w.noisy.shape)
-    log_mu = log_softmax(w.noisy + size)
     columns = {"version": (10 - lag)[w.sequence], "trainer_version": np.full(sequences, 10)}
-    return chunk_of(w, draw(w.random, log_mu), log_softmax(w.logits), log_mu, **columns)
+    return sampled(w, w.noisy + size, **columns)
 
 
 TRAPS: dict[str, tuple[str, Callable[[World], Chunk]]] = {

@@ -21,6 +21,7 @@ from built_wheel import checkout as checkout
 from built_wheel import metadata as metadata
 from built_wheel import wheel as wheel
 from ceilings import SECONDS
+from distributed import interpreter_of_this_run
 from hypothesis import settings
 from on_device import CARD, DEVICE, INTERPRETED, MadeByTests
 from tested_kernels import TestedKernels
@@ -113,14 +114,7 @@ def no_debug_checks() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _interpreter_that_remembers() -> Iterator[None]:
-    """The interpreter without its most repeated work, for every test of a kernel."""
-    if not INTERPRETED:
-        yield
-        return
-    # the other tests need no triton
-    from fast_interpreter import interpreter_that_remembers
-
-    with interpreter_that_remembers():
+    with interpreter_of_this_run():
         yield
 
 

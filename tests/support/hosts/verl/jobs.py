@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import torch
 import verl
@@ -123,14 +124,10 @@ def update_v1(batch: cases.Rollout, **correction: Any) -> tuple[TensorDict, dict
     trainer = object.__new__(get_trainer_cls("sync"))
     trainer.config, trainer.distillation_config = config(**correction), None
     trainer.actor_rollout_wg = SimpleNamespace(update_actor=lambda batch: {"metrics": {"mfu": [0.0]}})
-    own, trainer_base.tq = trainer_base.tq, queue
-    distilled, trainer_base.is_distillation_enabled = trainer_base.is_distillation_enabled, lambda config: False
     metrics: dict[str, float] = {}
-    try:
+    with patch.multiple(trainer_base, tq=queue, is_distillation_enabled=lambda config: False):
         meta = trainer._compute_advantage(queue.meta(), metrics)
         trainer._update_actor(meta, metrics)
-    finally:
-        trainer_base.tq, trainer_base.is_distillation_enabled = own, distilled
     fields["advantages"] = nested(batch.advantages)
     data = TensorDict({name: value for name, value in queue.fields.items() if name != "uid"}, [rows])
     return data, metrics
@@ -151,21 +148,13 @@ def update_v0(batch: cases.Rollout, **correction: Any) -> tuple[TensorDict, dict
     proto.batch["input_ids"] = torch.cat([prompt, lengths], 1)
     proto.batch["attention_mask"] = torch.cat([prompt, lengths], 1)
     proto.batch["position_ids"] = torch.arange(PROMPT + lengths.shape[1]).expand(rows, -1).clone()
-    sent: list[Any] = []
+    update_actor = Mock(return_value=tu.get_tensordict({}, {"metrics": {"mfu": [0.0]}}))
     trainer = object.__new__(ray_trainer.RayPPOTrainer)
     trainer.config, trainer.distillation_config = config(**correction), None
-
-    def update_actor(data: Any) -> Any:
-        sent.append(data)
-        return tu.get_tensordict({}, {"metrics": {"mfu": [0.0]}})
-
     trainer.actor_rollout_wg = SimpleNamespace(update_actor=update_actor)
-    distilled, ray_trainer.is_distillation_enabled = ray_trainer.is_distillation_enabled, lambda config: False
-    try:
+    with patch.object(ray_trainer, "is_distillation_enabled", lambda config: False):
         trainer._update_actor(proto)
-    finally:
-        ray_trainer.is_distillation_enabled = distilled
-    return sent[0], metrics
+    return update_actor.call_args.args[0], metrics
 
 
 def actor(loss_mode: str) -> Any:
