@@ -2,7 +2,6 @@
 
 import math
 import multiprocessing
-import os
 import statistics
 import threading
 import time
@@ -12,6 +11,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
 from megatron_rc.jobs.progress import Progress
+from megatron_rc.rollout.worker import end_with_parent
 
 Failures = dict[str, str]
 """Maps the name of each cell, or worker, that failed to the reason."""
@@ -89,12 +89,5 @@ def _result(receiver: Connection, name: str) -> Failures:
 
 
 def _work(run: Callable[[], Failures], sender: Connection) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     sender.send(run())
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)

@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -188,7 +189,7 @@ def _interrupts_ignored() -> Iterator[None]:
 def _serve(pipe: Connection, build: Callable[[], RolloutEngine]) -> None:
     """The process of the engine: it answers one request after the other until its parent ends it, or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     engine: RolloutEngine | None = None
     with suppress(EOFError, ConnectionError):
         with _failures_sent(pipe):
@@ -208,18 +209,13 @@ def _result(engine: RolloutEngine, request: _Generate | _Update, pipe: Connectio
             _send(pipe, _Finished(count))
 
         return engine.generate(prompts, params, n=n, seeds=seeds, on_finished=finished)
-    weights = _weights(pipe)
+    weights = iter(partial(_receive, pipe), None)
     try:
         engine.update_weights(weights, request.version)
     finally:
         for _ in weights:  # of an update that was refused
             pass
     return None
-
-
-def _weights(pipe: Connection) -> Iterator[tuple[str, Tensor]]:
-    while (message := _receive(pipe)) is not None:
-        yield message
 
 
 @contextmanager
@@ -235,7 +231,7 @@ def _failures_sent(pipe: Connection) -> Iterator[None]:
         _send(pipe, _Failed(sentence))
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -62,13 +62,9 @@ class DiskSync(Transport):
             replace_folder(folder, final)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)
-            free = _free_gib(self._sync_dir)
+            existing = next(path for path in (self._sync_dir, *self._sync_dir.parents) if path.exists())
+            free = f"{shutil.disk_usage(existing).free / 2**30:.1f} GiB"
             raise ValueError(
                 f"rollout.sglang.sync_dir={str(self._sync_dir)!r} cannot take the weights, {free} free: {error}"
             ) from None
         return final
-
-
-def _free_gib(folder: Path) -> str:
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    return f"{shutil.disk_usage(existing).free / 2**30:.1f} GiB"

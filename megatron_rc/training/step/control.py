@@ -59,7 +59,7 @@ def controlled(
         weights[rows] = weights[rows].double().mean().to(weights.dtype)
         mask[rows] = True
         return dataclasses.replace(corrected, weights=weights, mask=mask)
-    units = _dropping_units(corrected.correction) if control == "random-mask" else _units(corrected.correction)
+    units = _dropping_units(corrected.correction) if control == "random-mask" else Plan.of(corrected.correction).units
     numbers = _unit_numbers(next(unit for unit in _FROM_SMALL if unit in units), share)[rows]
     _, unit, sizes = torch.unique_consecutive(numbers, return_inverse=True, return_counts=True)
     first = rows[sizes.cumsum(0) - sizes]
@@ -71,10 +71,6 @@ def controlled(
         source = first[order]
         weights[rows], mask[rows] = weights[source][unit], mask[source][unit]
     return dataclasses.replace(corrected, weights=weights, mask=mask)
-
-
-def _units(correction: RolloutCorrection) -> frozenset[str]:
-    return frozenset(Plan.of(correction).units)
 
 
 def _dropping_units(correction: RolloutCorrection) -> frozenset[str]:
