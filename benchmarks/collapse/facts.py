@@ -40,9 +40,9 @@ ELSEWHERE = (
     *(f"train.{n}" for n in ("save_interval", "keep_checkpoints", "save_hf", "debug_checks")),
     *(f"train.{n}" for n in ("backend", "keep_sampling_weights", "grad_cosine")),
     *(f"rollout.{n}" for n in ("staleness", "amplify", "amplify_fixed", "hidden", "quantize", "dtype")),
-    "moe.replay",
+    *("moe.replay", "model.config", "warmup.steps"),
 )
-"""Settings that another field of Facts holds, or that change no number of a run."""
+"""Settings that another field of Facts or the model holds, or that change no number of a run."""
 
 
 def facts_of(settings: JobSettings, model: Mapping[str, Any]) -> Facts:
@@ -104,10 +104,7 @@ def _world(settings: JobSettings, model: Mapping[str, Any]) -> str:
     # defaults are left out, so that a setting that is added later changes no fingerprint
     changed = {name: value for name, value in _leaves(written).items() if value != _leaves(default).get(name)}
     kept = {k: v for k, v in changed.items() if not any(k == e or k.startswith(f"{e}.") for e in ELSEWHERE)}
-    kept = {k: v for k, v in kept.items() if not k.startswith(("model.config", "warmup.steps"))} | {
-        "model": dict(model)
-    }
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:6]
+    return hashlib.sha256(json.dumps(kept | {"model": dict(model)}, sort_keys=True).encode()).hexdigest()[:6]
 
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:

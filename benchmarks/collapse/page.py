@@ -9,22 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from collapse import checks
-from collapse.claims import (
-    BY_CASE,
-    CANNOT_TELL,
-    CONTRADICTS,
-    IN_PART,
-    MATTERS,
-    P_LIMIT,
-    SUPPORTS,
-    Answer,
-    Claim,
-    answers,
-    counted,
-    span,
-    verdict,
-)
+from collapse import checks, claims
+from collapse.claims import Answer, Claim, answers, counted, span, verdict
 from collapse.drawings import draw
 from collapse.figure_data import FigureSettings, Picture, pictures
 from collapse.methods import REFERENCE, ranking, rates
@@ -120,10 +106,10 @@ def _fields(results: Results, said: Statement) -> dict[str, Any]:
         "figures": "\n".join(figures[1:]),
         **_run_fields(results),
         "unseen": UNSEEN,
-        **{"supports": SUPPORTS, "contradicts": CONTRADICTS, "cannot_tell": CANNOT_TELL},
-        **{"in_part": IN_PART.strip(), "by_case": BY_CASE, "p_limit": P_LIMIT},
-        "points": {name: 100 * least for name, least in MATTERS.items()},
-        "factor": 10 ** MATTERS["k3_early"],
+        **{"supports": claims.SUPPORTS, "contradicts": claims.CONTRADICTS, "cannot_tell": claims.CANNOT_TELL},
+        **{"in_part": claims.IN_PART.strip(), "by_case": claims.BY_CASE, "p_limit": claims.P_LIMIT},
+        "points": {name: 100 * least for name, least in claims.MATTERS.items()},
+        "factor": 10 ** claims.MATTERS["k3_early"],
         **{"enough": enough, "by_chance": enough / 20},
         "failing_exact_runs": "; ".join(checks.failing_exact_runs(results)) or "none",
         "falls_with_strength": "; ".join(checks.falls_with_strength(results)) or "none",
@@ -142,11 +128,11 @@ def _decisive(given: Sequence[Answer]) -> str:
     """The first comparison that supports a claim, the first that contradicts it, and how many others there are."""
     count = [answer for answer in given if not answer.beside]
     said = []
-    for side in (SUPPORTS, CONTRADICTS):
+    for side in (claims.SUPPORTS, claims.CONTRADICTS):
         found = [answer for answer in count if answer.answer == side]
         more = f" ({len(found) - 1} more)" if len(found) > 1 else ""
         said += [f"*{side.capitalize()}*: {each.question}: {each.why}{more}." for each in found[:1]]
-    left = sum(answer.answer == CANNOT_TELL for answer in count)
+    left = sum(answer.answer == claims.CANNOT_TELL for answer in count)
     return " ".join([*said, f"{left} of {len(count)} cannot tell." if left else ""]).strip()
 
 
@@ -190,7 +176,7 @@ def _not_reproduced(given: Sequence[tuple[Claim, list[Answer]]]) -> str:
         [f"({claim.letter})", each.question, each.why, each.depth]
         for claim, answered in given
         for each in answered
-        if each.answer == CONTRADICTS and verdict(claim, answered) != SUPPORTS
+        if each.answer == claims.CONTRADICTS and verdict(claim, answered) != claims.SUPPORTS
     ]
     heads = ("claim", "comparison", "what the runs say, 90 % interval", "T / T*")
     return table(heads, against) if against else "No comparison contradicts its claim."
@@ -236,7 +222,7 @@ def _listed(stages: Iterable[str]) -> str:
 def _plan(results: Results) -> str:
     left = {stage: counts for stage, counts in results.progress().items() if counts[0] < counts[1]}
     listed = ", ".join(f"`{stage}` {done} of {planned} runs" for stage, (done, planned) in left.items())
-    said = f"The plan is larger than what has been run: {listed}. What is missing answers *{CANNOT_TELL}*."
+    said = f"The plan is larger than what has been run: {listed}. What is missing answers *{claims.CANNOT_TELL}*."
     return _filled(said) if left else ""
 
 

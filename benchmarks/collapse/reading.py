@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def row_of(stage: str, cell: Cell, rules: Endpoints, records: Records, model: Ma
     outcome, facts = verdicts.outcome_of_cell(rules, cell), facts_of(settings, model)
     trained = [record for record in records if record["step"] > 0]
     early = trained[: max(1, len(trained) // 4)]
-    k3_early = _median(early, "k3")
+    k3_early = _average(early, "k3", statistics.median)
     return Row(
         **facts._asdict(),
         stage=stage,
@@ -70,12 +70,12 @@ def row_of(stage: str, cell: Cell, rules: Endpoints, records: Records, model: Ma
         collapsed_at=_number(outcome.collapsed_at),
         fell_at=_number(outcome.fell_at),
         **{name: getattr(outcome, name) for name in ("relapses", "reason", "last_step", "final", "best")},
-        **{name: _mean(trained, name) for name in MEANS},
-        k3_median=_median(trained, "k3"),
+        **{name: _average(trained, name) for name in MEANS},
+        k3_median=_average(trained, "k3", statistics.median),
         k3_early=k3_early,
         sigma=math.sqrt(2 * k3_early),
         horizon=horizon(k3_early),
-        depth=_mean(early, "length") / horizon(k3_early),
+        depth=_average(early, "length") / horizon(k3_early),
         z_surprise=_z_surprise(cell.folder, settings) if facts.mechanism.startswith((EXACT, "hidden")) else math.nan,
         seconds=sum(record["time/step_s"] for record in trained),
         **{f"half_{name}": _half_way(trained, name, settings) for name in SIGNALS},
@@ -89,7 +89,7 @@ def points_of(cell: Cell, records: Records) -> list[Point]:
     for step in range(0, last + 1, EVERY):
         block = [record for record in records if step - EVERY < record["step"] <= step]
         accuracy = [record[METRIC] for record in block if record.get(METRIC) is not None]
-        means = {name: _mean([r for r in block if r["step"] > 0], name) for name in SIGNALS}
+        means = {name: _average([r for r in block if r["step"] > 0], name) for name in SIGNALS}
         means["accuracy"] = accuracy[-1] if accuracy else math.nan
         points.append(Point(run=cell.folder.parent.name, seed=cell.seed, step=step, **means))
     return points
@@ -105,14 +105,9 @@ def _values(records: Records, name: str) -> list[float]:
     return [float(value) for value in values]
 
 
-def _mean(records: Records, name: str) -> float:
+def _average(records: Records, name: str, average: Callable[[list[float]], float] = statistics.fmean) -> float:
     known = [value for value in _values(records, name) if not math.isnan(value)]
-    return statistics.fmean(known) if known else math.nan
-
-
-def _median(records: Records, name: str) -> float:
-    known = [value for value in _values(records, name) if not math.isnan(value)]
-    return statistics.median(known) if known else math.nan
+    return average(known) if known else math.nan
 
 
 def _half_way(trained: Records, name: str, settings: JobSettings) -> float:

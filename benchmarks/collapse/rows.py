@@ -1,6 +1,5 @@
 """One row per finished run of the lab, in benchmarks/collapse/results/<stage>.csv."""
 
-import csv
 import dataclasses
 import math
 import typing
@@ -8,9 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from gradients.rows import read
+from gradients.rows import read, write
 
 UNSEEN = 1e-7
 """k3 below this is rounding: what opens such a gap does not show in it."""
@@ -163,13 +161,7 @@ def merge(new: Iterable[Record], stage: str, cls: type[Record], folder: Path = F
     replaced = {record.key for record in new}
     kept = [record for record in committed(cls, stage, folder) if record.key not in replaced]
     everything = sorted([*kept, *new], key=lambda record: (*record.key, getattr(record, "step", 0)))
-    path = path_of(cls, stage, folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    names = [field.name for field in dataclasses.fields(cls)]
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(names)
-        writer.writerows([_written(getattr(record, name)) for name in names] for record in everything)
+    write(cls, everything, path_of(cls, stage, folder), digits=4)
 
 
 def keep(rows: Sequence[Row], points: Sequence[Point], folder: Path = FOLDER) -> dict[str, int]:
@@ -184,10 +176,3 @@ def keep(rows: Sequence[Row], points: Sequence[Point], folder: Path = FOLDER) ->
         merge(mine, stage, Row, folder)
         merge([point for point in points if homes[point.key] == stage], stage, Point, folder)
     return dict(Counter(homes.values()))
-
-
-def _written(value: Any) -> Any:
-    """Four significant digits, and nothing for what was not measured."""
-    if not isinstance(value, float):
-        return value
-    return "" if math.isnan(value) else f"{value:.4g}"

@@ -26,7 +26,7 @@ from collapse.facts import Facts, facts_of
 from collapse.figure_data import digest, pictures
 from collapse.intervals import Interval
 from collapse.rows import FOLDER, SIGNALS, Row, committed
-from collapse.runs import PLAIN, TUNING, Arm, Results, _matches, load
+from collapse.runs import PLAIN, TUNING, Arm, Results, _matches, by_arm, load
 from megatron_rc.analyze.covered import LAB, Covered
 from megatron_rc.jobs import grid as grids
 from megatron_rc.report.endpoints import outcome
@@ -226,17 +226,16 @@ def test_the_page_says_what_of_the_plan_is_missing() -> None:
     assert {name: len(runs) for name, runs in planned.items() if name in ("base", "quick", "precision", "turns")} == {
         "base": 0, "quick": 3, "precision": 20, "turns": 18,
     }  # fmt: skip
-    runs = [made_up_run(*run) for run in sorted(planned["precision"])]
+    row, _ = lab.run("lag", "16", "none", 3e-4, 1, False)
+    runs = [
+        dataclasses.replace(row, task=task, model=model, run=run, seed=seed)
+        for task, model, run, seed in sorted(planned["precision"])
+    ]
     some = page.text(Results(runs[:5], planned=planned), STATEMENT).replace("\n", " ")
     assert "`precision` 5 of 20 runs" in some and "`turns` 0 of 18 runs" in some
     assert "`quick`" not in some and "`base`" not in some, "part of another stage, and shared by all"
     whole = page.text(Results(runs, planned={"precision": planned["precision"]}), STATEMENT)
     assert "The plan is larger" not in whole
-
-
-def made_up_run(task: str, model: str, run: str, seed: int) -> Row:
-    row, _ = lab.run("lag", "16", "none", 3e-4, seed, False)
-    return dataclasses.replace(row, task=task, model=model, run=run)
 
 
 def test_a_page_without_runs_is_refused(tmp_path: Path) -> None:
@@ -261,11 +260,8 @@ def test_the_ranges_of_recommendations_are_those_of_the_committed_runs_with_a_co
     rows = [row for row in results.rows if row.control == "none" and row.lr <= 3e-4]
     # none, and none with another `old` or with replayed routes
     rows = [row for row in rows if not row.method.startswith("none")]
-    arms: dict[Arm, list[Row]] = {}
-    for row in rows:
-        arms.setdefault(Arm.of(row), []).append(row)
     # one run that held says little where others of its arm failed
-    rows = [row for arm in arms.values() if len(arm) >= 5 and not any(map(results.failed, arm)) for row in arm]
+    rows = [row for arm in by_arm(rows).values() if len(arm) >= 5 and not any(map(results.failed, arm)) for row in arm]
     lengths = [10 * row.length for row in rows]
     depth = math.ceil(10 * max(row.depth for row in rows if not math.isnan(row.depth))) / 10
     length = (math.floor(min(lengths)) / 10, math.ceil(max(lengths)) / 10)

@@ -45,10 +45,6 @@ class Count:
         self.alarms += any(verdict.level is Level.BUG for verdict in verdicts)
         self.wrong.update({f"{v.code} {v.level}" for v in verdicts if v.level in (Level.BUG, Level.SUSPECT)})
 
-    def merge(self, other: "Count") -> None:
-        self.dumps, self.alarms = self.dumps + other.dumps, self.alarms + other.alarms
-        self.wrong += other.wrong
-
     def cells(self) -> list[str]:
         wrong = ", ".join(f"{name}: {count}" for name, count in self.wrong.items())
         return [f"{self.alarms} of {self.dumps}", f"{upper_bound(self.alarms, self.dumps):.1%}", wrong or "none"]
@@ -76,9 +72,10 @@ def main() -> None:
         for rounding in options.roundings:
             count = Count()
             for _ in range(options.dumps):
-                count.add(diagnosed(honest, seed, options.tokens, rounding).verdicts)
+                verdicts = diagnosed(honest, seed, options.tokens, rounding).verdicts
+                count.add(verdicts)
+                total.add(verdicts)
                 seed += 1
-            total.merge(count)
             rows.append([f"{options.tokens:,}", entropy, rounding, *count.cells()])
             print(rows[-1], flush=True)
     rows.append([f"{options.tokens:,}", "all", "all", *total.cells()])

@@ -2,7 +2,7 @@
 
 import csv
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,12 +63,16 @@ class Row(NamedTuple):
         return 2 * self.k3 * self.length
 
 
-def write(rows: Sequence[NamedTuple], path: Path) -> None:
+def write(kind: type[Kind], rows: Iterable[Kind], path: Path, *, digits: int = 5) -> None:
+    """Write rows, each number with so many significant digits, and nothing for one that was not measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    names = list(typing.get_type_hints(kind))
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(rows[0]._fields)
-        writer.writerows([f"{value:.5g}" if isinstance(value, float) else value for value in row] for row in rows)
+        writer.writerow(names)
+        for row in rows:
+            values = [f"{v:.{digits}g}" if isinstance(v := getattr(row, name), float) else v for name in names]
+            writer.writerow(["" if value == "nan" else value for value in values])
 
 
 def read(kind: type[Kind], path: Path) -> list[Kind]:

@@ -74,5 +74,5 @@ def test_steps_are_those_of_the_metrics_of_the_finished_runs(tmp_path: Path) -> 
     for place, arm in ((239, "none"), (359, "none, old: rollout")):
         assert steps[place] == Step(arm, 2, 120, 0.3, 0.1, 0.8, 2.0, 7.5, 0.5)
     assert math.isnan(steps[0].cosine) and steps[1].horizon_ratio == 1.5
-    write(steps, tmp_path / "steps.csv")
+    write(Step, steps, tmp_path / "steps.csv")
     assert str(read(Step, tmp_path / "steps.csv")) == str(steps)

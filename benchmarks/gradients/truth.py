@@ -84,9 +84,9 @@ def main() -> None:
     if options.run:
         found: list[Row] = []
         for more in measure(train(options.run, options.seed)):
-            write(found := [*found, *more], ROWS)
+            write(Row, found := [*found, *more], ROWS)
     if options.steps:
-        write(steps_of(CONSECUTIVE, options.steps), CONSECUTIVE_ROWS)
+        write(Step, steps_of(CONSECUTIVE, options.steps), CONSECUTIVE_ROWS)
     rows, steps = read(Row, ROWS), read(Step, CONSECUTIVE_ROWS)
     if options.docs:
         from gradients.picture import draw, draw_steps

@@ -95,15 +95,8 @@ def slime_hook_and_means(rollout: Rollout, correction: RolloutCorrection) -> Cal
 
     def means() -> list[Tensor]:
         *_, metrics = hook()
-        return [
-            torch.stack(
-                [
-                    (part * mask).sum() / mask.sum().clamp(min=1)
-                    for part, mask in zip(values.split(lengths), masks, strict=True)
-                ]
-            ).sum()
-            for values in metrics.values()
-        ]
+        parts = [zip(values.split(lengths), masks, strict=True) for values in metrics.values()]
+        return [torch.stack([(v * mask).sum() / mask.sum().clamp(min=1) for v, mask in each]).sum() for each in parts]
 
     return means
 

@@ -11,6 +11,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+from megatron_rc.jobs.describe import table
 from speed.cases import Target, cases
 from speed.head import IN_PLACE
 from speed.peers import EAGER, NOBODY, OURS, TORCH
@@ -165,11 +166,6 @@ def tables(run: Run) -> str:
 
 def shown(value: Value) -> str:
     return "" if value is None else f"{value:.4g}" if value < 1e4 else f"{value:,.0f}"
-
-
-def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *lines))
 
 
 if __name__ == "__main__":
