@@ -89,14 +89,8 @@ def test_a_tensor_written_to_between_forward_and_backward_raises_there(name: str
         logits.requires_grad_(), targets, temperature=temperature, mask=mask, support=support, with_entropy=True
     )
     total = lp.sum() + entropy.sum()
-    tensors = {
-        "logits": logits.detach(),
-        "targets": targets,
-        "temperature": temperature,
-        "mask": mask,
-        **support._asdict(),
-    }
-    tensors |= {"logprobs": lp.detach(), "entropy": entropy.detach()}
+    tensors = {"logits": logits.detach(), "targets": targets, "temperature": temperature, "mask": mask}
+    tensors |= {"logprobs": lp.detach(), "entropy": entropy.detach(), **support._asdict()}
     tensors[name].fill_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.backward()

@@ -13,16 +13,12 @@ from torch import Tensor
 
 from megatron_rc.loss import loss_scale
 
+MAX_LENGTH = 7
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 
 def aggregate(
-    losses: list[list[float]],
-    loss_mask: list[list[bool]],
-    kept: list[list[bool]],
-    aggregation: str,
-    denominator: str,
-    max_length: int,
+    losses: list[list[float]], loss_mask: list[list[bool]], kept: list[list[bool]], aggregation: str, denominator: str
 ) -> float:
     """The aggregation by its words: rejected tokens have loss 0, and count or not."""
     totals, counts = [], []
@@ -32,7 +28,7 @@ def aggregate(
     if aggregation == "token-mean":
         return sum(totals) / sum(counts) if sum(counts) else 0.0
     sequences = [(total, count) for total, count in zip(totals, counts, strict=True) if count]
-    divisor = {"seq-mean-token-mean": None, "seq-mean-token-sum": 1, "seq-mean-token-sum-norm": max_length}[aggregation]
+    divisor = {"seq-mean-token-mean": None, "seq-mean-token-sum": 1, "seq-mean-token-sum-norm": MAX_LENGTH}[aggregation]
     return sum(total / (divisor or count) for total, count in sequences) / len(sequences) if sequences else 0.0
 
 
@@ -48,10 +44,8 @@ def test_the_sum_of_scaled_losses_is_the_aggregation(
 ) -> None:
     batch = random_batch(lengths, seed)
     loss_mask, mask, losses = batch["loss_mask"], batch["mask"], batch["current"]
-    arguments: dict[str, Any] = dict(aggregation=aggregation, denominator=denominator, max_length=7)
-    expected = aggregate(
-        split(losses, lengths), split(loss_mask, lengths), split(mask, lengths), aggregation, denominator, 7
-    )
+    arguments: dict[str, Any] = dict(aggregation=aggregation, denominator=denominator, max_length=MAX_LENGTH)
+    expected = aggregate(*(split(each, lengths) for each in (losses, loss_mask, mask)), aggregation, denominator)
     scale = loss_scale(loss_mask, mask, cu_seqlens=batch["cu_seqlens"], **arguments)
     assert scale.dtype == torch.float32 and (scale[~loss_mask] == 0).all()
     assert (scale * losses * mask).sum().item() == pytest.approx(expected, rel=1e-6, abs=1e-7)
@@ -109,7 +103,7 @@ def parallel_loss(rank: int, aggregation: Any, denominator: Any) -> tuple[Tensor
         local.append(local[-1] + len(part))
     mine = {name: value[rows] for name, value in batch.items() if name != "cu_seqlens"}
     scale = loss_scale(
-        mine["loss_mask"], mine["mask"], aggregation=aggregation, denominator=denominator, max_length=7,
+        mine["loss_mask"], mine["mask"], aggregation=aggregation, denominator=denominator, max_length=MAX_LENGTH,
         cu_seqlens=torch.tensor(local, dtype=torch.int32), dp_group=dp_groups[context], cp_group=cp_groups[data],
     )  # fmt: skip
     loss, gradient, metrics = evaluate(mine, scale)
@@ -125,14 +119,8 @@ def test_loss_gradient_and_metrics_do_not_depend_on_data_or_context_parallelism(
     ranks = run_ranks(4, every_aggregation)
     batch = random_batch([4, 7, 1, 6, 0, 3], 5)
     for i, (aggregation, denominator) in enumerate((a, d) for a in AGGREGATIONS for d in ("original", "kept")):
-        scale = loss_scale(
-            batch["loss_mask"],
-            batch["mask"],
-            aggregation=aggregation,  # type: ignore[arg-type]
-            denominator=denominator,  # type: ignore[arg-type]
-            cu_seqlens=batch["cu_seqlens"],
-            max_length=7,
-        )
+        options: dict[str, Any] = {"aggregation": aggregation, "denominator": denominator, "max_length": MAX_LENGTH}
+        scale = loss_scale(batch["loss_mask"], batch["mask"], cu_seqlens=batch["cu_seqlens"], **options)
         loss, gradient, metrics = evaluate(batch, scale)
         gathered = torch.empty_like(gradient)
         for rank in ranks:

@@ -62,24 +62,6 @@ def test_rule_halve_halves_after_every_run_of_patience_and_never_grows(signal: s
     assert found == [1.0] * 5 + [0.5] * 3 + [0.5] + [0.25] * 6 + [0.2] * 18
 
 
-def test_the_schedule_of_a_gate_is_the_one_of_its_signals_alone() -> None:
-    # against a loop that is written down again, at random
-    draw = random.Random(5)
-    for rule in ("scale", "halve"):
-        one = gate("ess", rule=rule, power=0.7, patience=2)
-        factor, run = 1.0, 0
-        for _ in range(300):
-            value = draw.choice([None, draw.random()])
-            one.step(value)
-            if value is not None and rule == "scale":
-                factor = min(1.0, value / 0.5) ** 0.7
-            elif value is not None:
-                run = run + 1 if value < 0.5 else 0
-                if run == 2:
-                    factor, run = factor / 2, 0
-            assert one.scale == pytest.approx(max(factor, 0.1), rel=1e-12)
-
-
 def test_an_unmeasured_rollout_counts_and_keeps_the_scale() -> None:
     one = gate()
     one.step(0.125)
