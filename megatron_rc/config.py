@@ -19,7 +19,6 @@ Surrogate = Literal["ppo", "reinforce"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 Denominator = Literal["original", "kept"]
 
-
 STATISTICS = ("ratio", "k2", "k3", "abs_log_ratio", "prob_diff", "standardized")
 """Statistics that `correct` computes itself; any other name but "lag" must be passed to it in `statistics`."""
 STANDARDIZED = "standardized"

@@ -23,8 +23,6 @@ from megatron_rc.report.endpoints import Endpoints
 CLAIMS, TEMPLATE = (Path(__file__).with_name(name) for name in ("claims.yaml", "page.md"))
 IMAGES = "images/collapse"
 """Folder of the figures, seen from docs/."""
-
-
 GAP_HEADINGS = ("task", "gap", "runs", "k3", "std of log-ratio", "T / T*", "mismatch k3", "staleness k3",
                 "gradient norm", "fell", "collapsed", "failed")  # fmt: skip
 MEASURED = ("k3_early", "sigma", "depth", "mismatch_k3", "staleness_k3")

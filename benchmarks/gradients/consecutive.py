@@ -26,8 +26,6 @@ SIGNALS = {
     "reward": ("reward of the rollouts", True),
 }
 """Field of Step, its name on the page, and whether a collapse makes it fall."""
-
-
 TEXT = """\
 ## Gradients of consecutive steps
 

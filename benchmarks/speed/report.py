@@ -19,8 +19,6 @@ from speed.peers import EAGER, NOBODY, OURS, TORCH
 Value = float | None
 Run = Mapping[str, Any]
 PLAIN, NOT_RIGHT = ("framework recipe", EAGER, "dense mask"), ("failed", "wrong", "not measured")
-
-
 Find = Callable[[Run, Run, str], Value]
 """(run, row, provider) -> what was measured, None where it was not, or where the answer was wrong."""
 

@@ -204,11 +204,9 @@ def _serve(pipe: Connection, build: Callable[[], RolloutEngine]) -> None:
 def _result(engine: RolloutEngine, request: _Generate | _Update, pipe: Connection) -> list[Sample] | None:
     if isinstance(request, _Generate):
         prompts, params, n, seeds = request
-
-        def finished(count: int) -> None:
-            _send(pipe, _Finished(count))
-
-        return engine.generate(prompts, params, n=n, seeds=seeds, on_finished=finished)
+        return engine.generate(
+            prompts, params, n=n, seeds=seeds, on_finished=lambda count: _send(pipe, _Finished(count))
+        )
     weights = iter(partial(_receive, pipe), None)
     try:
         engine.update_weights(weights, request.version)

@@ -63,8 +63,6 @@ OPTIONAL = frozenset(
 
 SAMPLING_KEY = b"megatron_rc.sampling"
 """Schema metadata: the SamplingParams of the step as JSON."""
-
-
 KEPT_KEY = b"megatron_rc.kept_step"
 """Schema metadata of a file that makes way for later steps: one of the last steps that every run keeps."""
 

@@ -185,7 +185,6 @@ class Policy:
             take_step: False computes the gradient, which `gradient` then returns, and changes no weight and no state of
                 the optimizer or the scheduler.
         """
-
         upstream = self._gradient_by_loss(len(micro_batches))
 
         def read(micro: MicroBatch, answer: Tensor) -> tuple[Tensor, Any]:

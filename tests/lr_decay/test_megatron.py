@@ -179,8 +179,6 @@ JOB: dict[str, Any] = {
     "train": {"steps": 8, "lr": 1e-3, "lr_warmup_steps": 2, "save_interval": 2, "eval_interval": 100, "save_hf": False},
 }
 TWO_UPDATES = ("train.mini_batches_per_rollout=2", "lr_decay={decay_period: 3, detector: {warmup: 2}}")
-
-
 GATE = (
     "rollout.amplify=0.2",
     "correction={preset: token-tis, old: current}",

@@ -58,9 +58,7 @@ def requires(package: str) -> None:
 def log_steps(folder: Path, service: str, first: int, last: int, end: str) -> None:
     """Run the logging job in a process of its own, with everything that a library stores inside ``folder``."""
     command = [sys.executable, dashboard_job.__file__, service, str(folder / "run"), str(first), str(last), end]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=600, check=False
-    )
+    done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=600)
     assert done.returncode == (-signal.SIGKILL if end == "kill" else 0), done.stderr
 
 

@@ -62,13 +62,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("wandb_workspaces")
     with wandb_server() as (address, requests):
         place = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "a" * 40, "HOME": str(tmp_path_factory.mktemp("home"))}
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron_rc", "wandb-view", "team/project"],
-            env={**os.environ, **place, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        command = [sys.executable, "-m", "megatron_rc", "wandb-view", "team/project"]
+        environment = {**os.environ, **place, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{address}/team/project")
     (request,) = [request for request in requests if "UpsertView2" in request["query"]]

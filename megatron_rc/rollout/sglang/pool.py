@@ -74,7 +74,6 @@ class Pool:
         Args:
             put_back: servers that were out of rotation and have this version return.
         """
-
         served, failures = on_every(self.servers, lambda s: s.get("/model_info", self._timeout_s).get("weight_version"))
         for server in self.servers:
             problem = failures.get(server.url)
