@@ -87,9 +87,16 @@ def _environment() -> dict[str, str]:
 
 
 def serve(
-    command: Sequence[str], *, host: str, port: int, log: Path, timeout: float, background: bool, stop_with: int | None,
+    command: Sequence[str],
+    *,
+    host: str,
+    port: int,
+    log: Path,
+    timeout: float,
+    background: bool,
+    stop_with: int | None,
     report_to: str | None,
-) -> None:  # fmt: skip
+) -> None:
     """Start ``command`` and stay until it ends; whatever ends this process, the server and all it started end, too.
 
     Args:

@@ -77,11 +77,13 @@ def _page(
         for seed in seeds
         for choice in comparison.choices
     )
-    figure = _figure(comparison, live, rows, _answering(live[0], folder))
+    settings, fingerprint = load_context(folder / live[0].choice / f"seed-{live[0].seed}")
+    machine = ", ".join(str(fingerprint[key]) for key in ("device", "cpu") if key in fingerprint)
+    figure = _figure(comparison, live, rows, _answering(settings))
     cards = "".join(_card(comparison, live, records, curve) for curve in (K3, GRAD_NORM, ESS))
     return document(
         title,
-        f"<header><h1>{escape(title)}</h1><p>Three runs from one checkpoint. {escape(_machine(live[0], folder))}</p>"
+        f"<header><h1>{escape(title)}</h1><p>Three runs from one checkpoint. {escape(machine)}</p>"
         f'</header><section class="lead">{figure}'
         f"<aside>{_tiles(comparison, live)}{said}{links}</aside></section>"
         f'<section class="panels">{cards}</section>{_settings(comparison, seeds[0], folder)}',
@@ -118,9 +120,8 @@ def _percent(shares: Sequence[float]) -> list[float]:
     return [100 * share for share in shares]
 
 
-def _answering(run: ComparedRun, folder: Path) -> str:
+def _answering(settings: Mapping[str, Any]) -> str:
     """Whose answers are judged, as the settings of a run say."""
-    settings, _ = load_context(folder / run.choice / f"seed-{run.seed}")
     weights = dict(flattened(settings)).get("train.eval_weights")
     answered = {"trained": ", answered by the trained weights themselves", "served": ", answered by the sampler"}
     return answered.get(str(weights), "")
@@ -150,11 +151,6 @@ def _card(comparison: Comparison, live: Sequence[ComparedRun], records: Records,
     drawn = line_chart(lines, title=panel.title, logarithmic=panel.logarithmic, noisy=panel.noisy)
     inside = drawn + legend(line.label for line in lines)
     return card(panel.title, panel.unit, inside, f"{escape(panel.meaning)} Seed {seed}.")
-
-
-def _machine(run: ComparedRun, folder: Path) -> str:
-    _, fingerprint = load_context(folder / run.choice / f"seed-{run.seed}")
-    return ", ".join(str(fingerprint[key]) for key in ("device", "cpu") if key in fingerprint)
 
 
 def _settings(comparison: Comparison, seed: int, folder: Path) -> str:

@@ -23,28 +23,26 @@ def draw_comparison(
 
     figure = Figure(figsize=(8.2, 4.2), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
-    several = len({run.seed for run in runs}) > 1
+    seeds = len({run.seed for run in runs})
     labels: list[tuple[float, int, str, str]] = []
     for color, choice in zip(COLORS, comparison.choices, strict=False):
         if behind := range_of(rows, choice):
             axes.fill_between(behind.steps, behind.low, behind.high, color=color, alpha=0.15, lw=0)
-        for run in runs if several else ():
+        for run in runs if seeds > 1 else ():
             if run.choice == choice:
                 axes.plot(run.steps, run.accuracy, color=color, lw=0.7, alpha=0.45)
         if mean := range_of(runs, choice):
             axes.plot(mean.steps, mean.mean, color=color, lw=2.4, marker="o", ms=4)
             labels.append((mean.mean[-1], mean.steps[-1], comparison.label(choice), color))
-    for height, (_, step, label, color) in zip(
-        _spread([label[0] for label in sorted(labels)]), sorted(labels), strict=True
-    ):
+    labels.sort()
+    for height, (_, step, label, color) in zip(_spread([label[0] for label in labels]), labels, strict=True):
         axes.annotate(label, (step, height), xytext=(8, 0), color=color, textcoords="offset points", va="center",
                       fontsize=10, annotation_clip=False)  # fmt: skip
     title, found = comparison.title, ends(runs, comparison)
     if len(found) > 1:
         title += f": {sum(end.separated(comparison.points) for end in found.values())} of {len(found)} seeds separated"
     axes.set_title(title, fontsize=12, loc="left", fontweight="bold", color=TEXT)
-    seeds = len({run.seed for run in runs})
-    lines = f"{seeds} seeds as thin lines, their mean as a thick one" if several else f"seed {runs[0].seed}"
+    lines = f"{seeds} seeds as thin lines, their mean as a thick one" if seeds > 1 else f"seed {runs[0].seed}"
     axes.set_xlabel(f"step   ({lines})", fontsize=9, color=SOFT)
     axes.set_ylabel("held-out accuracy", fontsize=9, color=SOFT)
     axes.set_ylim(0, 1)

@@ -84,15 +84,6 @@ def test_only_the_first_surge_counts() -> None:
     assert decay.detector.surge_step == 62
 
 
-def test_a_period_found_after_its_first_multiple_is_caught_up_with_at_once() -> None:
-    late = LengthDecayLR(1.0, period_per_surge=0.25)
-    found = rates(late, jump(40, 60))
-    # the run begins at rollout 42 and is confirmed at 53, when five periods of 10 have passed
-    assert late.decay_period == 10
-    assert found[:52] == [1.0] * 52
-    assert found[52:] == algorithm_1(1.0, 10, 0.1, 60)[52:]
-
-
 @pytest.mark.parametrize("length", [-1.0, math.inf, -math.inf])
 def test_an_impossible_length_is_refused_and_leaves_no_trace(length: float) -> None:
     decay = LengthDecayLR(1.0, decay_period=2)
