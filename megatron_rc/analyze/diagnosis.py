@@ -146,16 +146,9 @@ def diagnose_dump(
         ValueError: nothing to read, an unknown format or rule, or no loss token.
     """
     dump = open_dump(path, format)
-    return diagnosis_of(
-        dump.chunks(progress),
-        str(path),
-        dump.format,
-        dump.corrupt,
-        ignored=dump.ignored,
-        logged=logged_beside(Path(path)),
-        select=select,
-        ignore=ignore,
-    )
+    source = dump.chunks(progress), str(path), dump.format, dump.corrupt
+    logged = logged_beside(Path(path))
+    return diagnosis_of(*source, ignored=dump.ignored, logged=logged, select=select, ignore=ignore)
 
 
 def diagnosis_of(

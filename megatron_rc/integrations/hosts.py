@@ -4,17 +4,8 @@ from megatron_rc.integrations import megatron_lm, megatron_training, nemo_rl, ve
 from megatron_rc.integrations.slime import hosts as slime_hosts
 from megatron_rc.integrations.symbols import Host
 
-HOSTS: dict[str, Host] = {
-    host.name: host
-    for host in (
-        megatron_lm.HOST,
-        megatron_training.HOST,
-        slime_hosts.SLIME,
-        slime_hosts.MILES,
-        verl.HOST,
-        nemo_rl.HOST,
-    )
-}
+_ALL = (megatron_lm.HOST, megatron_training.HOST, slime_hosts.SLIME, slime_hosts.MILES, verl.HOST, nemo_rl.HOST)
+HOSTS: dict[str, Host] = {host.name: host for host in _ALL}
 """By name. A module of this table imports neither its host nor torch before `make` or `prepare` runs."""
 
 

@@ -34,15 +34,9 @@ def error_of_bound(diagnosis: Diagnosis) -> str:
         shapes.append(Line(tried, bound.error.tolist(), COLOURS[level], dots=True))
         # labels of two marks could cover each other
         shapes.append(Line([bound.upper] * 2, [vertical.low, vertical.high], f"{COLOURS[level]} thin dashed"))
-    drawn = chart(
-        shapes,
-        tight_log_axis(tried[0] / MARGIN, tried[-1] * MARGIN),
-        vertical,
-        title="error of a truncated weight",
-        across="C",
-        hover=[Series(NAMES[level], tried, bound.error.tolist()) for level, bound in bounds.items()],
-        clipped=True,
-    )
+    axes = tight_log_axis(tried[0] / MARGIN, tried[-1] * MARGIN), vertical
+    hover = [Series(NAMES[level], tried, bound.error.tolist()) for level, bound in bounds.items()]
+    drawn = chart(shapes, *axes, title="error of a truncated weight", across="C", hover=hover, clipped=True)
     chosen = ", ".join(f"{bound.upper:g} for {NAMES[level]}" for level, bound in bounds.items())
     return card(
         "Which bound C?",

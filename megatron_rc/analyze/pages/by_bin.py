@@ -100,14 +100,10 @@ def by_lag(evidence: Evidence) -> str:
     if profile is None or len(shown) < 2:
         return ""
     lags, k3 = [float(profile.bins[i]) for i in shown], [float(profile.k3[i]) for i in shown]
-    drawn = chart(
-        [Line(lags, k3, "c0", dots=True)],
-        linear_axis(lags[0], lags[-1], whole=True),
-        linear_axis(0.0, max(k3)),
-        title="k3 by version lag",
-        across="updates since sampling",
-        hover=[Series("k3", lags, k3), Series("tokens", lags, [float(profile.count[i]) for i in shown])],
-    )
+    line = Line(lags, k3, "c0", dots=True)
+    axes = linear_axis(lags[0], lags[-1], whole=True), linear_axis(0.0, max(k3))
+    hover = [Series("k3", lags, k3), Series("tokens", lags, [float(profile.count[i]) for i in shown])]
+    drawn = chart([line], *axes, title="k3 by version lag", across="updates since sampling", hover=hover)
     return card(
         "By version lag",
         drawn,

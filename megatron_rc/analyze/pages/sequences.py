@@ -47,15 +47,8 @@ def running_sums(evidence: Evidence) -> str:
         Line(steps, quantiles[0.5], "c0 mean"),
     ]
     hover = [Series(f"{name:.0%} quantile", steps, quantiles[name]) for name in QUANTILES]
-    drawn = chart(
-        shapes,
-        linear_axis(1, longest, whole=True),
-        linear_axis(low, high),
-        title="running sum of log-ratios",
-        across="token",
-        hover=hover,
-        clipped=True,
-    )
+    axes = linear_axis(1, longest, whole=True), linear_axis(low, high)
+    drawn = chart(shapes, *axes, title="running sum of log-ratios", across="token", hover=hover, clipped=True)
     outside = [float((np.abs(s - at) > w).mean()) for s, at, w in zip(sums, lean, width, strict=True)]
     return card(
         "Is the sum of log-ratios noise?",
@@ -77,14 +70,8 @@ def rank_size(evidence: Evidence) -> str:
         return ""
     values = [value for s in series for value in s.values]
     shapes = [Line(s.steps, s.values, f"c{index}") for index, s in enumerate(series)]
-    drawn = chart(
-        shapes,
-        tight_log_axis(1, max(s.steps[-1] for s in series)),
-        linear_axis(min(values), max(values)),
-        title="largest log-weights by rank",
-        across="rank",
-        hover=series,
-    )
+    axes = tight_log_axis(1, max(s.steps[-1] for s in series)), linear_axis(min(values), max(values))
+    drawn = chart(shapes, *axes, title="largest log-weights by rank", across="rank", hover=series)
     k = ", ".join(f"{words.number(tail.k)} of {name}" for name, tail in tails.items())
     return card(
         "The largest weights",
@@ -108,15 +95,11 @@ def effective_size(evidence: Evidence) -> str:
     predicted = np.exp(-2 * mean * lengths).tolist()
     horizon = evidence.growth.horizon
     steps = lengths.tolist()
-    drawn = chart(
-        [Line(steps, predicted, "soft dashed"), Line(steps, measured, "c0", dots=True)],
-        tight_log_axis(1, longest),
-        linear_axis(0, 1),
-        title="effective sample size",
-        across="tokens",
-        marks=[Mark(horizon, "T*")] if math.isfinite(horizon) else [],
-        hover=[Series("measured", steps, measured), Series("predicted", steps, predicted)],
-    )
+    axes = tight_log_axis(1, longest), linear_axis(0, 1)
+    lines = [Line(steps, predicted, "soft dashed"), Line(steps, measured, "c0", dots=True)]
+    marks = [Mark(horizon, "T*")] if math.isfinite(horizon) else []
+    hover = [Series("measured", steps, measured), Series("predicted", steps, predicted)]
+    drawn = chart(lines, *axes, title="effective sample size", across="tokens", marks=marks, hover=hover)
     reach = "without end" if math.isinf(horizon) else f"{horizon:,.0f} tokens"
     return card(
         "How much of a batch is left under sequence weights",

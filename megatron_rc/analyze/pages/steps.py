@@ -81,14 +81,10 @@ def split(diagnosis: Diagnosis) -> str:
     values = [value for each in series for value in each.values]
     low, high = min(values), max(values)
     shown = [thinned(each) for each in series]
-    drawn = chart(
-        [Line(each.steps, each.values, f"c{i}", dots=True) for i, each in enumerate(shown)],
-        linear_axis(places[0], places[-1], whole=True),
-        tight_log_axis(low, high) if high > LINEAR_UP_TO * low else linear_axis(low, high),
-        title="what multiplied the gap",
-        across="step",
-        hover=shown,
-    )
+    lines = [Line(each.steps, each.values, f"c{i}", dots=True) for i, each in enumerate(shown)]
+    horizontal = linear_axis(places[0], places[-1], whole=True)
+    vertical = tight_log_axis(low, high) if high > LINEAR_UP_TO * low else linear_axis(low, high)
+    drawn = chart(lines, horizontal, vertical, title="what multiplied the gap", across="step", hover=shown)
     of = words.steps_of(first.before.first_step, first.before.last_step)
     return card(
         "Engine, policy or length?",
