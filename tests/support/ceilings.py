@@ -1,7 +1,7 @@
 """How large this repository may become, by area. Raising a number is one line of a commit, with its reason."""
 
-LINES = {"megatron_rc": 38_510, "triton_kernels": 3_090, "tests": 43_780, "benchmarks": 8_230, "": 94_220}
-"""Lines of Python below each folder and ("") in all. They are to fall to 38,500, 3,090, 43,500, 8,200 and 94,000."""
+LINES = {"megatron_rc": 38_500, "triton_kernels": 3_090, "tests": 43_500, "benchmarks": 8_200, "": 94_000}
+"""Lines of Python below each folder and ("") in all."""
 
 WORDS = 60_000
 """Words of the documents in docs/ that are written by hand."""
