@@ -17,7 +17,8 @@ child_environment() {
     # the repository root stays off sys.path: there, find_spec("triton_kernels") would find our kernel folder, and
     # SGLang and vLLM would take it for Triton's package of that name
     export PYTHONSAFEPATH=1
-    unset PYTHONPATH PYTHONHOME
+    # without compiled files, which a first import leaves, every process would compile all that it imports
+    unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
     # one thread per process: the parallel ranks fill the cores
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     # gloo otherwise listens on whatever interface the host's name resolves to
