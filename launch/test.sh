@@ -37,10 +37,10 @@ if ((${#paths[@]} == 0)); then
     ruff check --quiet .
     say "ruff format --check"
     ruff format --check --quiet . || die "the files above are not formatted; run .venv/bin/ruff format ."
-    say "mypy megatron_rc"
-    mypy --no-error-summary megatron_rc
+    say "mypy megatron_rc, in the background"
+    mypy --no-error-summary megatron_rc & types=$!
     for process in "${background[@]}"; do wait "$process"; done
-    background=() parallel=(-n 3 --dist worksteal)
+    background=("$types") parallel=(-n 3 --dist worksteal)
 fi
 ran=0
 # With arguments, the selected tests may all be of the other kind; pytest then answers 5.
@@ -55,6 +55,8 @@ run_tests() {
 
 say "pytest"
 run_tests "$@"
+for process in ${background[@]+"${background[@]}"}; do wait "$process" || die "mypy found what it printed above"; done
+background=()
 if ((${#paths[@]} == 0)) || grep -Eqr 'mark\.(interpreter|kernel)' "${paths[@]}"; then
     say "pytest: the kernels, interpreted by triton $(triton_version)"
     TRITON_INTERPRET=1 run_tests "$@"
