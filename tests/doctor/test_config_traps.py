@@ -104,6 +104,7 @@ def test_a_trap_is_found_and_has_a_fix(host: str, check: str, text: str, status:
         (VERL, f"{MOE} {REPLAY} {ROLLOUT}.enable_rollout_routing_replay=True {CORRECTION}.rollout_is=token"),
         (VERL, f"actor_rollout_ref.actor.veomni.router_replay.mode=R3 {ROLLOUT}.enable_rollout_routing_replay=True"),
         (VERL, f"{HEAD} {FUSED} {SHARDED}"),
+        (VERL, f"{FUSED} {SHARDED[:-1]}1"),
         (NEMO, "examples/run_grpo.py"),
         (NEMO, f"{FP8} {IS} {TIS}"),
         (NEMO, f"{PATCHED} {FP8} {IS} {ASYNC}"),

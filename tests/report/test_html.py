@@ -137,12 +137,13 @@ def test_headlines_sum_up_steps_time_and_speed() -> None:
     assert headlines(warmup([1])) == []
 
 
-def test_points_of_a_line_lie_where_the_axes_say() -> None:
-    chart = svg.line_chart([Series("a", [0, 5, 10], [0.0, 1.0, 0.5])], title="t")
-    (line,) = [attributes for attributes in Page(chart).named("polyline")]
-    points = [tuple(map(float, point.split(","))) for point in str(line["points"]).split()]
+def test_points_of_a_line_are_where_the_axes_say() -> None:
     left, right, top, bottom = svg.LEFT, svg.WIDTH - svg.RIGHT, svg.TOP, svg.HEIGHT - svg.BOTTOM
-    assert points == [(left, bottom), ((left + right) / 2, top), (right, (top + bottom) / 2)]
+    for values, logarithmic in (([0.0, 1.0, 0.5], False), ([1e-4, 1e-2, 1e-3], True)):
+        chart = svg.line_chart([Series("a", [0, 5, 10], values)], title="t", logarithmic=logarithmic)
+        (line,) = [attributes for attributes in Page(chart).named("polyline")]
+        points = [tuple(map(float, point.split(","))) for point in str(line["points"]).split()]
+        assert points == [(left, bottom), ((left + right) / 2, top), (right, (top + bottom) / 2)]
 
 
 def test_a_decade_is_as_high_as_the_next_on_a_logarithmic_axis() -> None:
