@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,8 +18,10 @@ from process_groups import nothing_is_left
 from quick_sglang import write_quick_sglang
 from typer.testing import CliRunner, Result
 
+from megatron_rc import settings as job_settings
 from megatron_rc.cli import app
 from megatron_rc.cluster import launch as launching
+from megatron_rc.cluster import layout
 from megatron_rc.cluster.launch import launch
 from megatron_rc.cluster.layout import Options
 from megatron_rc.schema import load_yaml
@@ -102,6 +105,8 @@ def test_plan_prints_the_same_and_refuses_what_does_not_fit() -> None:
     assert "stage 0 needs about" in str(refused.exception)
     assert "30,532,122,624 parameters" in refused.output and "pipeline 2 x data 4, experts over 4" in refused.output
     assert run_verb("plan", recipe).exit_code == 0
+    alone = run_verb("plan", LAUNCH / "recipes/quickstart_single.yaml")
+    assert alone.exit_code == 0 and "server" not in alone.output
     refused = run_verb("plan", recipe, "--set", "cluster.gpu_memory=80", "--shell")
     assert "stage 0 needs about" in str(refused.exception) and not refused.stdout
 
@@ -129,6 +134,11 @@ def test_what_a_machine_cannot_start_is_one_sentence(monkeypatch: pytest.MonkeyP
     assert launching.visible_gpus(8) == ["4", "5", "6", "7", "0", "1", "2", "3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert launching.visible_gpus(8) == []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: H100\necho GPU 1: H100\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert launching.visible_gpus(1) == ["0"] and launching.visible_gpus(2) == ["0", "1"]
 
 
 @pytest.mark.parametrize("option", ["--node-rank", "--master-addr", "--master-port", "--rdzv-endpoint"])
@@ -153,6 +163,31 @@ def test_one_machine_without_servers_becomes_torchrun(monkeypatch: pytest.Monkey
     assert words[1:8] == ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--standalone"]
     assert words[-3:] == ["--fresh", "--set", "train.steps=3"]
     assert inherited["PYTHONSAFEPATH"] == "1" and inherited["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize("suits", [True, False])
+def test_a_job_warms_up_serves_asks_doctor_and_trains_in_this_order(
+    suits: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = Options(recipe=LAUNCH / "recipes/sglang_cpu_moe.yaml", assignments=[f"output={tmp_path}"])
+    settings = job_settings.load(options.recipe, options.assignments)
+    steps: list[str] = []
+    parts = dict(zip(("warm-up", "servers", "doctor", "trainer"), layout.starts_of(settings, options), strict=True))
+
+    def step(given: Any) -> None:
+        steps.append(next(name for name, part in parts.items() if given in (part, getattr(part, "words", None))))
+
+    def examine(words: list[str], **_: Any) -> Any:
+        step(words)
+        return subprocess.CompletedProcess(words, 0 if suits else 1)
+
+    monkeypatch.setattr(launching.processes, "exit_on_signals", lambda: None)
+    monkeypatch.setattr(launching, "train", step)
+    monkeypatch.setattr(launching, "serving", lambda servers: step(servers) or nullcontext())
+    monkeypatch.setattr(subprocess, "run", examine)
+    with nullcontext() if suits else pytest.raises(ValueError, match="do not go together.*--no-doctor skips"):
+        launching.run(settings, options)
+    assert steps == [*parts][: 4 if suits else 3]
 
 
 JOB = """

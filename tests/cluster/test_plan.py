@@ -236,5 +236,6 @@ def test_what_does_not_divide_or_fit_is_refused_in_one_sentence(name: str, chang
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "hidden_size": 1024}')
+    recipe("qwen3_4b_2x8", f"model.hf_path={tmp_path}", "model.config={model_type: qwen3, hidden_size: 1024}")
     with pytest.raises(ValueError, match=f"{tmp_path} is not the model of model.config: its hidden_size is 1024, not"):
         recipe("qwen3_4b_2x8", f"model.hf_path={tmp_path}", "model.config={model_type: qwen3, hidden_size: 2560}")

@@ -299,12 +299,14 @@ def test_values_that_only_the_device_knows_are_checked_where_asked(change: dict[
     zeros = torch.zeros(6)
     given = {"cu_seqlens": [0, 2, 6], "segment_ids": [0, 0, 1, -7, 2, 3]}
 
-    def call(**integers: list[int]) -> None:
+    def call(loss: int = 1, **integers: list[int]) -> None:
         correct(
-            zeros, zeros, torch.tensor([1, 1, 1, 0, 1, 1]), correction=RolloutCorrection(Weight("segment")),
+            zeros, zeros, torch.tensor([1, 1, 1, 0, 1, 1]) * loss, correction=RolloutCorrection(Weight("segment")),
             num_segments=4, **{name: torch.tensor(values) for name, values in integers.items()},
         )  # fmt: skip
 
     call(**given)
+    # the ids of rows without a loss may be anything
+    call(loss=0, cu_seqlens=[0, 2, 6], segment_ids=[9, -1, 7, 7, 2, 1])
     with pytest.raises(ValueError, match=message):
         call(**(given | change))

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from megatron_rc.analyze.diagnosis import diagnose_dump
 from megatron_rc.cli import app
+from megatron_rc.jobs.run import _delete_outputs
 
 EARLIER = ROOT / "tests/support/earlier"
 ARMS = ("decay", "gate")
@@ -51,3 +52,11 @@ def test_an_earlier_job_goes_on_as_it_did(folder: Path, arm: str) -> None:
     assigned += [f"rollout.replay_path={folder / 'decay/dump'}"] if arm == "gate" else []
     last = finished_job(folder / arm / "settings.yaml", *(word for each in assigned for word in ("--set", each)))[-1]
     assert {name: last[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_fresh_job_deletes_what_a_job_wrote_and_nothing_else(folder: Path) -> None:
+    (folder / "decay/notes.txt").write_text("mine")
+    (folder / "decay/hf").mkdir()
+    _delete_outputs(folder / "decay")
+    assert [path.name for path in (folder / "decay").iterdir()] == ["notes.txt"]
+    _delete_outputs(folder / "decay")

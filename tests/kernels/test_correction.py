@@ -193,7 +193,23 @@ def test_statistics_of_both_backends_merge() -> None:
     assert_metrics(parts[0].merge(parts[1]).values(), parts[2].merge(parts[3]).values())
 
 
-@pytest.mark.parametrize(("level", "per_token"), [("token", True), ("sequence", False), ("geometric", True)])
+GROWING = [Weight("token", upper=1.3, growth="sqrt_lag"), Weight("segment", upper=1.3, growth="sqrt_lag")]
+GROWING += [Weight("prefix", upper=1.3, growth="sqrt_position")]
+
+
+@pytest.mark.parametrize("weight", GROWING, ids=lambda weight: weight.level)
+def test_a_bound_that_grows_is_that_of_pytorch_in_fp64(weight: Weight) -> None:
+    batch = batch_of([9, 0, UNIT_BLOCK + 1], gap=0.3)
+    lengths = batch.cu_seqlens.diff().tolist()
+    # as context-parallel ranks give them
+    positions = torch.cat([part.cumsum(0) - 1 for part in batch.mask.bool().split(lengths)]).int()
+    assert_agrees(batch, RolloutCorrection(weight), positions=positions)
+
+
+MEASURED = [("token", True), ("token", False), ("sequence", False), ("geometric", True)]
+
+
+@pytest.mark.parametrize(("level", "per_token"), MEASURED)
 def test_the_sums_of_a_measured_bound_are_those_of_pytorch_in_fp64(level: Any, per_token: bool) -> None:
     batch = batch_of([*LENGTHS, 20, 30], gap=0.3, corrupt=0.004, per_token=per_token)
     correction = RolloutCorrection(Weight(level, upper="measured"), (Rejection("k2", "token", upper=0.4),))

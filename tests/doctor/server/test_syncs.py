@@ -64,9 +64,11 @@ def test_a_server_that_cannot_be_probed_gets_no_weights() -> None:
     assert (found.check, found.status, found.decided) == ("same-weights", "note", False) and "paused" in found.found
 
 
-def test_syncs_need_the_probes() -> None:
+def test_syncs_need_the_probes_and_all_of_them_a_server() -> None:
     with pytest.raises(ValueError, match="--syncs is a part of --probe"):
         examine_servers(["http://127.0.0.1:1"], None, None, 1, syncs=2)
+    with pytest.raises(ValueError, match="give the servers to look at with --sglang URL"):
+        examine_servers([], None, None, 1)
 
 
 @pytest.mark.parametrize("transport", ["tensor", pytest.param("disk", marks=pytest.mark.full)])
