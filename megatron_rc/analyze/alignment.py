@@ -1,4 +1,4 @@
-"""Do the two lists of log-probs speak of the same tokens? Correlation at each shift of one against the other."""
+"""Do both lists of log-probs describe the same tokens? Correlation of one with the other at each shift."""
 
 import math
 from typing import Any
@@ -10,6 +10,7 @@ from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.significance import Test, normal_p
 
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
+"""Shifts that are tried, in tokens."""
 
 
 def at_lag(one: NDArray[Any], other: NDArray[Any], lag: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -21,7 +22,7 @@ def at_lag(one: NDArray[Any], other: NDArray[Any], lag: int) -> tuple[NDArray[An
 class LagSums:
     """Sums for the correlation of log pi[t] with log mu[t + lag] inside sequences, added over chunks.
 
-    A pair counts only if both are loss tokens that stand at that distance in the response.
+    A pair counts only if both are loss tokens that are this far apart in the response.
     """
 
     def __init__(self) -> None:

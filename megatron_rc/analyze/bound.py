@@ -1,4 +1,4 @@
-"""The bound C of a truncated importance weight with the least measured error."""
+"""Which bound C gives a truncated importance weight the least measured error?"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +13,9 @@ from megatron_rc.measured_upper import FIRST, error_terms
 GRID = np.array([1.1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 7, 10, 15, 20])
 """Values of C that are tried: round ones, from hardly any weight to the loosest bound in use."""
 CUSTOMARY = FIRST
-"""The tried value nearest to it is taken where the error hardly depends on C."""
+"""Where the error hardly depends on C, the tried value nearest to this one is taken."""
 FLAT = 1.01
-"""Errors up to this multiple of the least one count as equal: a batch does not measure them any better."""
+"""Errors up to this multiple of the least one count as equal: a batch cannot tell them apart."""
 WEIGHT_BOUND = 20.0
 """nats; log-ratios of whole sequences are clamped to it, as `correct` clamps them by default."""
 
@@ -24,9 +24,9 @@ WEIGHT_BOUND = 20.0
 class Bound:
     """The error of min(rho, C) A as an estimate of rho A, for each C of GRID.
 
-    MSE(C) of `megatron_rc.measured_upper.error_terms`, over units that are tokens or whole sequences. The n of its
-    variance is the number of units of a step, taken as independent. Without the column advantage, A is +1 or -1 with
-    equal chances: Var becomes E[min(rho, C)^2].
+    MSE(C) of `megatron_rc.measured_upper.error_terms`, where a unit is a token or a whole sequence. The n in its
+    variance is the number of units per step, taken as independent. Without the column advantage, A is +1 or -1 with
+    equal chances, so that Var becomes E[min(rho, C)^2].
 
     Source: derived; the bias term is the one of truncated importance sampling (rl-collapse part 2).
     """
@@ -34,7 +34,7 @@ class Bound:
     bias_squared: Floats
     """[GRID.size]."""
     variance: Floats
-    """[GRID.size]; of the mean over the units of one training step."""
+    """[GRID.size]; variance of the mean over the units of one training step."""
     theory: float
     """sqrt(2 (1 + chi^2)), the C with the least upper bound of the error (rl-collapse part 2), to compare with."""
 
@@ -62,7 +62,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class BoundTerms:
-    """What the sums of MSE(C) are made of, by sequence, so that sequences can be drawn again."""
+    """The terms of MSE(C), summed per sequence so that sequences can be resampled."""
 
     terms: Floats
     """[S, 2 + 3 GRID.size]: units, (rho - 1)^2; then, for each C, (rho - C)_+ |A|, min(rho, C) A and its square."""
@@ -73,7 +73,7 @@ class BoundTerms:
     def of(
         cls, ratio: Floats, advantage: Floats | None, sequence: NDArray[np.int64], num_sequences: int, per_step: float
     ) -> "BoundTerms":
-        """The sums of units with a ratio [U] and perhaps an advantage [U], by the sequence [U] of each."""
+        """Sums per sequence over units with a ratio [U], perhaps an advantage [U], and a ``sequence`` index [U]."""
         size = np.ones(ratio.size) if advantage is None else np.abs(advantage)
         # an advantage of either sign with equal chances has a mean of 0, whatever the weight
         signed = np.zeros(ratio.size) if advantage is None else advantage
@@ -89,7 +89,7 @@ class BoundTerms:
         return cls(np.stack(columns, axis=1), per_step)
 
     def bound(self, times: Floats) -> Bound:
-        """The bound of a batch that holds each sequence so many ``times`` [S]."""
+        """The bound of a batch that holds sequence s ``times[s]`` times."""
         sums = times @ self.terms
         means = sums / sums[0]
         beyond, weighted, squared = means[2:].reshape(GRID.size, 3).T

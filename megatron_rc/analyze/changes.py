@@ -1,4 +1,4 @@
-"""At which steps does a series jump? Binary segmentation, a test that knows wandering, a check against steady drift."""
+"""At which steps does a series jump? Binary segmentation; its test allows for wandering, and drift is told apart."""
 
 import functools
 import itertools
@@ -11,26 +11,26 @@ from megatron_rc.analyze.chunk import Floats
 SHORTEST = 3
 """Steps between two changes: a single odd step is no change of level."""
 MEMORIES = (0.0, 0.5, 0.9)
-"""Correlations of neighbours, with steps of normal law, under which a series without jumps is simulated; the largest
-p-value of all counts. A random walk, whose levels do change, is outside of them."""
+"""Correlations of neighbouring values in the simulated series without jumps, whose steps are normal. The largest
+p-value of all of them counts. A random walk is not among them, because its level does change."""
 SIMULATED = 4000
 """Series per memory and length."""
 SIZES = (6, 7, 8, 9, 10, 12, 14, 16, 18, 21, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
-"""Lengths that are simulated; a segment is judged as the next longer of these, and a still longer one as the last."""
+"""Lengths that are simulated; a segment is judged as the next longer of these, or as the last if it is longer."""
 TAIL = 0.1
 """Share of the simulated series that the tail is fitted to: p-values far below 1 / SIMULATED are needed, because they
 are corrected for the number of tests of a report."""
 TYPICAL = 0.85
-"""Share of the differences between neighbours that are taken to contain no jump."""
+"""Share of the differences between neighbours that is taken to contain no jump."""
 MOST = 10
-"""Changes that are looked for."""
+"""Most changes that are looked for in a series."""
 
 
 class Change(NamedTuple):
     begins: int
     """Index of the first value at the new level."""
     before: float
-    """Mean of the values from the change before this one."""
+    """Mean of the values since the previous change."""
     after: float
     """Mean of the values up to the next change."""
     p: float
@@ -39,19 +39,19 @@ class Change(NamedTuple):
 class Changes(NamedTuple):
     points: tuple[Change, ...]
     drift: float | None
-    """Slope per step where the series changes, but a straight line describes it better than jumps do."""
+    """Slope per step if the series changes, but a straight line describes it better than jumps do."""
     tests: tuple[float, ...]
-    """P-values of all splits that were tried, of points or not; the first is that of the whole series."""
+    """P-values of all splits that were tried, significant or not; the first is that of the whole series."""
 
 
 def find_changes(values: Floats, level: float) -> Changes:
     """The jumps of a series [N] between constant levels, each with a p-value below ``level``.
 
     Each segment is split where Student's t of the two means is largest. t is divided by sqrt((1 + r) / (1 - r)), so
-    that a series that wanders is not taken for one that jumps: 1 + r is the mean square of its differences at distance
-    2 over that at distance 1, the largest left out, and so r the correlation of neighbours whatever the jumps. The
-    p-value is that of the largest t in simulated autoregressive series without jumps, which are treated alike. At the
-    end the levels must describe the series better than a straight line, by Schwarz's criterion (BIC).
+    that a series that wanders is not taken for one that jumps. r estimates the correlation of neighbours: 1 + r is the
+    mean square of the differences at distance 2 over that at distance 1, both without the largest ones, which jumps
+    make. The p-value compares t with the largest t of simulated autoregressive series without jumps. At the end the
+    levels must describe the series better than a straight line, by Schwarz's criterion (BIC).
     """
     found: dict[int, float] = {}
     tests: list[float] = []
@@ -85,7 +85,7 @@ def _split(values: Floats) -> tuple[int, float] | None:
 
 
 def _p(seen: float, law: Floats) -> float:
-    """Share of the simulated statistics, rising, that are at least as large; an exponential is fitted to their tail."""
+    """Share of the simulated statistics (``law``, rising) that are at least ``seen``; an exponential fits the tail."""
     tail = law[int((1 - TAIL) * SIMULATED) :]
     if seen > tail[0]:
         return float(TAIL * np.exp((tail[0] - seen) / (tail.mean() - tail[0])))
@@ -93,14 +93,14 @@ def _p(seen: float, law: Floats) -> float:
 
 
 def _tail_scale(t: Floats, n: int) -> Floats:
-    """Minus the logarithm of Student's tail at t, up to constants: its own tail is exponential."""
+    """Minus the logarithm of Student's tail at t, up to constants: on this scale the tail is exponential."""
     result: Floats = (n - 2) / 2 * np.log1p(np.square(t) / (n - 2))
     return result
 
 
 @functools.cache
 def _laws(n: int) -> tuple[Floats, ...]:
-    """By memory, the statistics of simulated series [n] without jumps, rising."""
+    """Statistics of simulated series [n] without jumps, rising, for each memory."""
     laws = []
     for memory in MEMORIES:
         steps = np.random.default_rng(n).standard_normal((SIMULATED, n))
@@ -112,9 +112,9 @@ def _laws(n: int) -> tuple[Floats, ...]:
 
 
 def _largest(rows: Floats) -> tuple[Floats, np.ndarray]:
-    """[R] largest t of each row of [R, n], less what correlated neighbours make of it, and where the split is.
+    """[R] largest t of each row of [R, n], corrected for correlated neighbours, and the index of its split.
 
-    The variance within is that around four levels, so that a second jump does not hide the first.
+    The variance within is taken around four levels, so that a second jump does not hide the first.
     """
     n = rows.shape[1]
     rows = rows - rows.mean(axis=1, keepdims=True)
@@ -128,8 +128,8 @@ def _largest(rows: Floats) -> tuple[Floats, np.ndarray]:
 
 
 def _gain(sums: Floats, start: np.ndarray, end: np.ndarray) -> tuple[Floats, np.ndarray]:
-    """[R] what the best split of [start, end) takes off the sum of squares, 0 if that is too short, and the split;
-    ``sums`` [R, n + 1] are those of the values before each index.
+    """[R] how much the best split of [start, end) lowers the sum of squares (0 if that is too short), and its index;
+    ``sums`` [R, n + 1] are the sums of the values before each index.
     """
     index, rows = np.arange(sums.shape[1]), np.arange(sums.shape[0])
     left, right = index - start[:, None], end[:, None] - index
@@ -142,13 +142,13 @@ def _gain(sums: Floats, start: np.ndarray, end: np.ndarray) -> tuple[Floats, np.
 
 
 def _spread(rows: Floats, distance: int) -> Floats:
-    """[R] mean square of the differences at a distance, less the largest of them, which jumps make."""
+    """[R] mean square of the differences at a distance, without the largest of them, which jumps make."""
     squares = np.sort((rows[:, distance:] - rows[:, :-distance]) ** 2, axis=1)
     return squares[:, : max(1, int(squares.shape[1] * TYPICAL))].mean(axis=1)
 
 
 def _better_line(values: Floats, edges: list[int]) -> float | None:
-    """Slope of the straight line through a series if it describes it better than its levels do."""
+    """Slope of the straight line through a series, if the line describes it better than the levels do."""
     n = values.size
     levels = sum(float(((values[a:b] - values[a:b].mean()) ** 2).sum()) for a, b in itertools.pairwise(edges))
     slope, start = np.polyfit(np.arange(n), values, 1)

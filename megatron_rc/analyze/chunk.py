@@ -16,17 +16,17 @@ Integers = NDArray[np.int64]
 POSITIVE_FROM = 1e-3
 """nats; a log-prob above 0 by more than this is damage, by less it is rounding."""
 LOG_RATIO_BOUND = 50.0
-"""nats; log-ratios are clamped to it in sums, so that one impossible token does not make them overflow."""
+"""nats; log-ratios are clamped to it, so that one impossible token does not make sums overflow."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some whole sequences, packed one behind the other."""
+    """Whole sequences, packed one after the other."""
 
     log_pi: Floats
-    """[N] nats; of the trainer, before the update."""
+    """[N] nats; the trainer's, before the update."""
     log_mu: Floats
-    """[N] nats; of the sampler, as it was logged."""
+    """[N] nats; the sampler's, as it was logged."""
     cu_seqlens: Integers
     """[S + 1]; where each sequence starts."""
     tokens: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -108,14 +108,14 @@ class Chunk:
 
 
 def loss_tokens(chunk: Chunk) -> Chunk:
-    """The tokens that count in the loss, with the column position in the place of loss_mask."""
+    """The tokens that count in the loss, with the column position instead of loss_mask."""
     columns = {name: values for name, values in chunk.tokens.items() if name != "loss_mask"}
     whole = replace(chunk, tokens={**columns, "position": chunk.index})
     return whole.select(chunk.tokens["loss_mask"]) if "loss_mask" in chunk.tokens else whole
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
-    """One chunk with the sequences of all; only columns that every one of them has remain."""
+    """One chunk with the sequences of all chunks, and the columns that all of them have."""
 
     def joined(parts: Iterable[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
         columns = list(parts)
@@ -134,7 +134,7 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
 def damaged(chunk: Chunk) -> dict[str, NDArray[np.bool_]]:
     """[N] flags by the kind of damage: values that no log-prob can have.
 
-    -inf of the trainer is a probability of 0, no damage.
+    A -inf of the trainer is a probability of 0, not damage.
     """
     log_pi, log_mu = chunk.log_pi, chunk.log_mu
     return {

@@ -1,4 +1,4 @@
-"""The columns that a dump may have beside the two lists of log-probs, and what each one holds."""
+"""The columns that a dump may have besides the two lists of log-probs, and what each one holds."""
 
 from typing import NamedTuple
 

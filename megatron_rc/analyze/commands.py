@@ -84,7 +84,7 @@ def analyze(
         diagnosis.recommendation.write(rc)
     if not no_html:
         path = pages.write(diagnosis, html, share=share, what_if=bool(what_if))
-        # standard output holds nothing else where a program reads it
+        # the program that reads JSON or annotations finds nothing else on standard output
         print(path, file=sys.stderr if as_json or gate_format != "text" else sys.stdout)
     if not all(outcome.holds for outcome in outcomes):
         raise typer.Exit(1)
@@ -96,7 +96,7 @@ def _codes(text: str) -> list[str]:
 
 @contextmanager
 def _progress_bar(dump: Path) -> Iterator[Callable[[int], None]]:
-    """Advances a bar on stderr, which only a terminal shows, by the bytes that are done."""
+    """Yield a function that advances a bar on stderr by bytes read; without a terminal no bar is shown."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 

@@ -1,4 +1,4 @@
-"""What the collapse lab compared corrections on, so that a recommendation says where nobody has tested it."""
+"""Ranges in which the collapse lab compared corrections: a recommendation says where it is untested."""
 
 from typing import NamedTuple
 
@@ -8,17 +8,17 @@ from megatron_rc.analyze.evidence import Evidence
 
 
 class Covered(NamedTuple):
-    """Ranges over the runs of a lab in which a correction held; what it does outside them is not known."""
+    """Ranges of a lab's runs in which a correction held; what it does outside them is unknown."""
 
     depth: float
-    """Largest T / T*: mean length of the responses over T* = 1 / (2 K), with K the mean k3 of a token."""
+    """Largest T / T*: mean length of the responses over T* = 1 / (2 K), with K the mean k3 per token."""
     length: tuple[float, float]
     """Shortest and longest mean response, tokens."""
     vocabulary: int
-    """Tokens of the largest one."""
+    """Size of the largest vocabulary."""
 
     def missed(self, evidence: Evidence) -> tuple[str, ...]:
-        """What of a dump lies outside, in words; empty where the lab covered it."""
+        """In what respects a dump is outside the ranges, as text; empty if it is inside."""
         length = evidence.sums.tokens / evidence.sequences
         depth = 2 * evidence.sums.mean("k3") * length
         ids = evidence.sample.tokens.get("token_id")
@@ -36,6 +36,6 @@ class Covered(NamedTuple):
 
 
 LAB = Covered(depth=3.4, length=(6.7, 7.1), vocabulary=16)
-"""The arms with a correction in benchmarks/collapse/results that have no failed run, with five seeds or more and
-learning rates up to 3e-4, without controls; rounded outwards. A run that fails opens a gap of its own, runs that
-correct nothing reach farther, and where some seeds of an arm hold and others fail, a correction does not hold."""
+"""Ranges over benchmarks/collapse/results, rounded outwards: arms with a correction and without controls, with five
+seeds or more, learning rates up to 3e-4 and no failed run. A run that fails widens its own gap, runs without a
+correction reach farther, and a correction under which some seeds of an arm fail does not hold."""

@@ -6,7 +6,7 @@ A noise of standard deviation s on every logit moves log pi of the drawn token b
 
 holds exactly. sigma belongs to engines and weights, U to the policy, and c is the residual: 1 for a small gap, far
 from it where a few tokens with large l carry the gap. The gap of a whole response is the mean length times k3. So the
-growth splits without a rest into
+growth splits without remainder into
 
     log k3_after / k3_before = 2 log sigma'/sigma  +  log U'/U  +  log c'/c
                                 engine                entropy      tail          (+ length, for the gap of a response)
@@ -28,7 +28,7 @@ from megatron_rc.analyze.chunk import Floats
 from megatron_rc.analyze.steps import MOMENTS, Moments, Step
 
 QUARTERS_FROM = 8
-"""Steps from which the first quarter is compared with the last; with fewer steps, the first step with the last."""
+"""With at least this many steps, the first quarter is compared with the last; else the first step with the last."""
 SIGNIFICANT = 3.0
 """Standard errors by which log k3 must have changed before shares of the change are given."""
 
@@ -79,7 +79,7 @@ class Decomposition(NamedTuple):
     error: float
     """Standard error of the logarithm of ``factor``."""
     parts: tuple[Part, ...]
-    """engine, entropy, tail, whose factors multiply to ``factor``, and length."""
+    """engine, entropy and tail, whose factors have the product ``factor``, and length."""
 
     @property
     def changed(self) -> bool:
@@ -89,7 +89,7 @@ class Decomposition(NamedTuple):
 def decompose(steps: Sequence[Step]) -> Decomposition | None:
     """Split the growth of k3 from the first to the last quarter of the steps, or from the first to the last step.
 
-    None: fewer than two steps, a group of fewer than two sequences, or one without any gap.
+    None with fewer than two steps, or if a group has fewer than two sequences or no gap.
     """
     count = len(steps) // 4 if len(steps) >= QUARTERS_FROM else 1
     if len(steps) < 2:
@@ -123,8 +123,8 @@ def between(before: Sequence[Step], after: Sequence[Step]) -> Decomposition | No
 def _logarithms(moments: Moments) -> tuple[Floats, Floats]:
     """[4] logarithms of the parts of one group, and their covariance [4, 4].
 
-    With f(sum v_i) of degree 0, the influence of sequence i is grad f . v_i; these sum to 0, so that their sum of
-    products is the covariance.
+    Each logarithm is a function f(sum v_i) of degree 0, so the influences grad f . v_i of the sequences sum to 0, and
+    the sum of their products is the covariance.
     """
     signs = np.array([[float(part.get(name, 0)) for name in MOMENTS] for part in _LOGARITHMS.values()])
     gradient = signs / moments.total

@@ -64,12 +64,12 @@ class Diagnosis:
 
     @cached_property
     def recommendation(self) -> Recommendation:
-        """The correction that suits the gap, or what comes before any."""
+        """The correction that suits the gap, or what must be done before any correction."""
         return recommend(self.evidence, self.verdicts)
 
     @cached_property
     def what_if(self) -> WhatIfTable | Missing:
-        """What every preset and the recommended correction would do; computed at first use, and with torch."""
+        """What every preset and the recommended correction would do; computed at first use; needs torch."""
         methods = {name: preset.correction for name, preset in PRESETS.items()}
         recommended = self.recommendation
         if recommended.correction is not None:
@@ -113,7 +113,7 @@ def diagnose(
             known = ", ".join([*TOKEN_COLUMNS, *SEQUENCE_COLUMNS])
             raise ValueError(f"unknown column {column!r}; known: {known}")
     offsets, tokens = _array(cu_seqlens).astype(np.int64), pi.size
-    # advantage is a column of both kinds; its size says of which
+    # advantage may be per token or per sequence; its length decides
     per_token = {c: a.reshape(-1) for c, a in arrays.items() if c in TOKEN_COLUMNS and a.size == tokens}
     chunk = Chunk(
         pi.reshape(-1),
@@ -133,7 +133,7 @@ def diagnose_dump(
     ignore: Collection[str] = (),
     progress: Callable[[int], None] = lambda done: None,
 ) -> Diagnosis:
-    """Diagnose a dump on disk, in memory that does not grow with it.
+    """Diagnose a dump on disk; the memory that this takes does not grow with the dump.
 
     Args:
         path: a file or folder of a known format.
@@ -170,7 +170,7 @@ def diagnosis_of(
 
 
 def _array(values: Any) -> np.ndarray:
-    """As a NumPy array; a tensor of torch is taken off its graph and device first."""
+    """The values as a NumPy array; a torch tensor is detached and copied to the CPU first."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         values = values.float() if "bfloat16" in str(values.dtype) else values

@@ -23,7 +23,7 @@ from megatron_rc.analyze.tail import Tail, TailSums
 from megatron_rc.analyze.timeline import Logged, Timeline, timeline
 
 PLACES = 5
-"""Damaged sequences that are named."""
+"""Most damaged sequences that are named."""
 HEAT_EDGES = -np.geomspace(20, 1e-4, 61)
 """nats, rising: edges of the map of log pi against log mu; values outside are in its first or last row."""
 
@@ -37,7 +37,7 @@ class Evidence:
     damaged: dict[str, int]
     """Sequences left out, by the kind of damage: nan, infinite, positive."""
     damaged_places: list[int]
-    """The first of them, by their number in the dump from 0."""
+    """Indices in the dump of the first damaged sequences."""
     columns: frozenset[str]
     """Columns that all files have."""
     sums: Sums
@@ -47,7 +47,7 @@ class Evidence:
     steps: tuple[Step, ...]
     """Rising; empty without the column step."""
     k3_by_server_and_step: dict[tuple[str, int], float]
-    """Means; empty without both columns."""
+    """Mean k3; empty unless the dump has both columns."""
     lag_correlations: dict[int, float]
     best_lag: int
     alignment: Test
@@ -57,15 +57,15 @@ class Evidence:
     profiles: dict[str, Profile]
     """By the name of the factor, for every factor that the columns allow."""
     factor_tests: dict[str, Test]
-    """That |l| does not depend on a factor, by its name."""
+    """Tests that |l| does not depend on a factor, by its name."""
     sign_test: Test
-    """That the sign of l does not depend on the log-prob."""
+    """Test that the sign of l does not depend on the log-prob."""
     heat: Floats
-    """[61 + 1, 61 + 1] tokens by log mu and log pi."""
+    """[61 + 1, 61 + 1] number of tokens by log mu and log pi."""
     sample: Chunk
     """Loss tokens of a uniform sample of the sequences that have any."""
     outcome_filter: OutcomeFilter
-    """Whether the responses were chosen by their rewards; the honesty tests decide nothing then."""
+    """Whether the responses were chosen by their rewards; if so, the honesty tests decide nothing."""
     course: Timeline | None = None
     """The course over the steps, with p-values before the correction; None with too few steps."""
 
@@ -96,7 +96,7 @@ class Evidence:
 
 
 class Gathering:
-    """Adds chunk after chunk."""
+    """Sums that become an Evidence, added chunk by chunk."""
 
     def __init__(self) -> None:
         self._read = 0

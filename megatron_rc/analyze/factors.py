@@ -1,4 +1,4 @@
-"""Who explains the mismatch? The columns, and what follows from them, that |l| may depend on."""
+"""What explains the mismatch? Columns, and values computed from them, that |l| may depend on."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ class Factor(NamedTuple):
     label: Callable[[Any], str] = str
     """Text of a bin."""
     of_sequences: bool = False
-    """True: one value per sequence, and the p-value permutes sequences, else tokens inside their sequence."""
+    """True: one value per sequence. The test then permutes sequences, else the tokens within each sequence."""
 
 
 def octave(values: NDArray[Any]) -> NDArray[np.int64]:
@@ -55,7 +55,7 @@ def log_mu_label(code: int) -> str:
 
 
 def from_end(chunk: Chunk) -> NDArray[np.int64]:
-    """[N] tokens that follow in the sequence."""
+    """[N] number of tokens that follow in the sequence."""
     return chunk.lengths[chunk.sequence_of] - 1 - chunk.index
 
 

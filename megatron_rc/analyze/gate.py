@@ -39,8 +39,8 @@ class Outcome:
 def check(diagnosis: Diagnosis, gate: str) -> list[Outcome]:
     """Whether each condition holds; ValueError for one that cannot be read or that these data do not have.
 
-    ``gate``: conditions between commas. ``k3<1e-3`` compares a number; ``RC2=none`` forbids bugs, suspects and
-    undecided answers of the rules whose codes begin so, ``RC=none`` of all.
+    ``gate``: conditions separated by commas. ``k3<1e-3`` compares a number; ``RC2=none`` forbids bugs, suspects and
+    undecided answers of the rules whose codes begin with RC2, ``RC=none`` those of all rules.
     """
     conditions = [part.strip() for part in gate.split(",") if part.strip()]
     if not conditions:
@@ -58,7 +58,7 @@ def _outcome(diagnosis: Diagnosis, condition: str) -> Outcome:
             raise ValueError(f"--gate: {condition!r} must be {name}=none")
         wrong = [v for v in diagnosis.verdicts if v.code.startswith(name) and v.level in DOUBTS]
         seen = "; ".join(f"{verdict.code} ({verdict.level}): {verdict.sentence}" for verdict in wrong)
-        return Outcome(condition, not wrong, seen or f"no rule {name}* speaks of a bug")
+        return Outcome(condition, not wrong, seen or f"no rule {name}* found a bug")
     if name not in NUMBERS:
         raise ValueError(f"--gate: unknown number {name!r}; known: {', '.join(NUMBERS)}, and codes such as RC2")
     if sign not in COMPARISONS:
@@ -70,6 +70,6 @@ def _outcome(diagnosis: Diagnosis, condition: str) -> Outcome:
     measured = NUMBERS[name](diagnosis)
     if measured is None:
         raise ValueError(f"--gate: {name} needs the column entropy, which the dump does not have")
-    # a number that could not be computed is NaN, and holds no condition
+    # a number that could not be computed is NaN, and fails every condition
     holds = bool(COMPARISONS[sign](measured, bound))
     return Outcome(condition, holds, f"{name} is {measured:.4g}, wanted {sign}{value}")

@@ -9,7 +9,7 @@ from megatron_rc.analyze.chunk import Chunk, Floats
 from megatron_rc.analyze.sums import WeightSums
 
 LENGTHS = 2 ** np.arange(31)
-"""Lengths at which the running sum of log-ratios is looked at."""
+"""Lengths at which the running sum of log-ratios is recorded."""
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,14 @@ class Growth:
     deviations: Floats
     """Standard deviation of S_t, the sum of the first t log-ratios, at each length."""
     exponent: float
-    """h of sd(S_t) ~ t^h: 0.5 noise, 1 a systematic offset, above 1 a drift with the position, 0 a transient at the
-    start; NaN with fewer than three lengths."""
+    """h of sd(S_t) ~ t^h: 0.5 for noise, 1 for a systematic offset, above 1 for a drift with the position, 0 for a
+    transient at the start; NaN with fewer than three lengths."""
     ess: float
     """Effective number of sequences as a share: (sum W)^2 / (S sum W^2) with W = e^(S_T)."""
     ess_predicted: float
-    """Share that sequences of these lengths have at this k3 if all tokens are alike: S / sum exp(2 T_i K)."""
+    """The share to expect of these lengths and this k3 if all tokens are alike: S / sum exp(2 T_i K)."""
     horizon: float
-    """T* = 1 / (2 K): tokens after which the variance of a sequence weight reaches e; infinite without mismatch."""
+    """T* = 1 / (2 K): tokens after which a sequence weight has a variance of e - 1; infinite without mismatch."""
     cone: Floats
     """2 sqrt(2 K t) at each length: noise stays within this."""
 

@@ -2,12 +2,12 @@
 
 With l = log pi - log mu and rho = e^l over tokens that mu drew and logged honestly:
 
-    E[rho] <= 1                        equality where mu gives every token that pi can draw a chance
+    E[rho] <= 1                        equal where mu can draw every token that pi can draw
     E[l] = -KL(mu || pi) <= 0
     E[rho (-log pi - H(pi))] = 0       the tokens surprise the trainer as much as it says they should
 
-Each sum is one of martingale differences, so divided by the root of its sum of squares it is standard normal, with
-heavy tails and with dependence inside a sequence, as long as no single term dominates.
+Each of these is a sum of martingale differences. Divided by the root of its sum of squares it is standard normal, even
+with heavy tails and dependence within a sequence, as long as no single term dominates.
 """
 
 import math
@@ -32,7 +32,7 @@ class Honesty:
     mean_ratio: float
     """Mean rho: the share of pi that the sampler can draw, or 1 / (1 + leaked mass)."""
     kappa: float
-    """mean(-l) / mean(l^2 / 2): 1 for a small honest mismatch, far from it where a cause is of first order."""
+    """mean(-l) / mean(l^2 / 2): 1 for a small honest mismatch, far from 1 where a cause is of first order."""
     kappa_error: float
     """Standard error of kappa."""
     surprise: float | None
@@ -47,7 +47,7 @@ class Honesty:
     """sqrt(mean l^2 / mean (1 - p)^2): the noise of a logit that would explain the mismatch."""
     z_ratio: Test
     z_log_ratio: Test
-    """One-sided: that the mean of l is above 0."""
+    """One-sided, against a mean of l above 0."""
     z_surprise: Test | None
 
     @property
@@ -60,7 +60,7 @@ class Honesty:
 
 
 def honesty(sums: Sums, of: str = "the dump") -> Honesty:
-    """The tests of the tokens of ``sums``; ``of`` names the set in the names of the tests."""
+    """The tests of the tokens that ``sums`` adds up; the names of the tests call this set ``of``."""
     if not sums.tokens:
         raise ValueError(f"{of} has no loss token with two log-probs")
     half_square = sums.mean("k1_squared") / 2

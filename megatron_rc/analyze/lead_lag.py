@@ -12,22 +12,22 @@ from megatron_rc.analyze.significance import normal_p
 
 LAGS = tuple(range(-5, 6))
 FEWEST = 24
-"""Steps with both series, from which the test is run: twice the longest distance must fit into them well."""
+"""Steps with both series that the test needs: clearly more than twice the longest distance."""
 MEMORY = (2, 6, 15)
-"""Steps that a series is predicted from: at least, at most, and one per so many steps."""
+"""Order of the autoregression: minimum, maximum, and steps of the series per unit of order."""
 
 
 class LeadLag(NamedTuple):
-    """How the surprises of log k3 go with those of another series. A correlation names no cause."""
+    """How the surprises of log k3 correlate with those of another series. A correlation names no cause."""
 
     other: str
     """grad_norm, reward, entropy or length."""
     lag: int
     """Steps by which the other follows k3 at the strongest correlation; below 0, k3 follows the other."""
     correlation: float
-    """The strongest."""
+    """The strongest correlation."""
     correlations: tuple[float, ...]
-    """At each of LAGS."""
+    """Correlation at each of LAGS."""
     p: float
     """P-value of the strongest of all lags."""
 
@@ -35,7 +35,7 @@ class LeadLag(NamedTuple):
 def lead_lag(name: str, k3: Floats, other: Floats) -> LeadLag | None:
     """Compare the surprises of two series [N], NaN where a step has no value; None with fewer than FEWEST steps.
 
-    A surprise is what a straight line in time and the steps before, by least squares, do not predict: series that
+    A surprise is the residual of a least-squares fit on a straight line in time and the steps before. Series that
     wander or grow by themselves have correlated values and correlated changes, but their surprises are independent.
     They are replaced by their normal scores, so that single large ones do not decide. Then r(d) = corr(surprise of k3
     at t, surprise of the other at t + d); the largest atanh(|r(d)|) sqrt(pairs - 3 - predictors), which is normal
@@ -49,7 +49,7 @@ def lead_lag(name: str, k3: Floats, other: Floats) -> LeadLag | None:
     sizes = np.arctanh(np.minimum(np.abs(seen), 0.999999)) * np.sqrt(freedom)
     best = int(np.argmax(sizes))
     p_1 = normal_p(float(sizes[best]))
-    # without any correlation, as of a series that is predicted exactly, p_1 is 1
+    # p_1 is 1 without any correlation, as for a series that is predicted exactly
     p = -math.expm1(len(LAGS) * math.log1p(-p_1)) if p_1 < 1 else 1.0
     return LeadLag(name, LAGS[best], float(seen[best]), tuple(map(float, seen)), p)
 
@@ -66,7 +66,7 @@ def surprise_correlations(k3: Floats, other: Floats) -> tuple[Floats, Floats] | 
 
 
 def _surprises(values: Floats, memory: int) -> Floats:
-    """[N - memory] what a line and the ``memory`` values before each do not predict."""
+    """[N - memory] residuals of a fit on a line and the ``memory`` values before each."""
     n = values.size
     before = [values[memory - lag : n - lag] for lag in range(1, memory + 1)]
     predictors = np.stack([np.ones(n - memory), np.linspace(-1, 1, n - memory), *before], axis=1)

@@ -7,10 +7,10 @@ responses. Given their sum and c_1 + 2 c_2,
 
     P(c_0) is proportional to C(n, 1)^c_1 C(n, 2)^c_2 / (c_0! c_1! c_2!) (m_0 m_2 / m_1^2)^c_0,
 
-so P(c_0 = 0) is largest for equal prompts, where it depends on nothing unknown. The same holds for wrong responses,
+so P(c_0 = 0) is largest for equal prompts, where nothing in it is unknown. The same holds for wrong responses,
 independently where n >= 5, and for the groups of another size.
 
-Source: the conditional law is that of the exact test of Haldane (1954) for Hardy-Weinberg proportions, with n for 2.
+Source: the conditional law is that of the exact test of Haldane (1954) for Hardy-Weinberg proportions, where n is 2.
 """
 
 import math
@@ -21,12 +21,12 @@ import numpy as np
 from megatron_rc.analyze.chunk import Chunk, Floats
 
 COLUMNS = ("step", "group", "reward")
-"""Columns that the check needs: groups are numbered anew in every step."""
+"""Columns that the check needs: the numbers of groups start again in every step."""
 LARGEST_CHANCE = 1e-6
-"""A dump counts as filtered where an unfiltered one looks so with a chance below this. Honest dumps are then called
-filtered at most as often, which is rare enough for an answer that silences four rules."""
+"""A dump counts as filtered if the chance that an unfiltered one looks like it is below this. An honest dump is called
+filtered at most this often, which is rare enough for an answer that silences four rules."""
 MOST_GROUPS = 100_000
-"""Groups that are kept in memory; later ones are not counted, and the chance is that of those that are."""
+"""Groups that are kept in memory; later ones are not counted, and the chance covers only the kept ones."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class OutcomeFilter:
     groups: int = 0
     """Prompt groups of at least two rewards."""
     uniform: int = 0
-    """Groups of them whose rewards are all equal."""
+    """Groups among these whose rewards are all equal."""
     chance: float = 1.0
-    """Probability, at most, that an unfiltered dump has no uniform group, given those next to uniform; 1 where one is
-    there or the check was not run."""
+    """Upper bound on the probability that an unfiltered dump has no uniform group, given its nearly uniform ones; 1 if
+    there is a uniform group or the check was not run."""
     not_run: str = ""
-    """Why nothing is known; empty where the check was run."""
+    """Why the check was not run; empty if it was."""
 
     @property
     def filtered(self) -> bool:
@@ -61,13 +61,13 @@ class OutcomeFilter:
 
 
 class OutcomeSums:
-    """Adds chunk after chunk."""
+    """Rewards of each group, counted chunk by chunk."""
 
     def __init__(self) -> None:
         self._rewards: set[float] = set()
         self._first: float | None = None
         self._groups: dict[tuple[float, float], list[int]] = {}
-        """Number of rewards by step and group, and of those that equal the first reward of the dump."""
+        """By step and group: the number of rewards, and of those that equal the first reward of the dump."""
 
     def add(self, chunk: Chunk) -> None:
         """Add the rewards of the sequences of a chunk, with loss tokens or without."""
@@ -89,7 +89,7 @@ class OutcomeSums:
                 counts[1] += reward == self._first
 
     def outcome_filter(self, columns: frozenset[str]) -> OutcomeFilter:
-        """What they say, of a dump whose files all have ``columns``."""
+        """What the rewards say about a dump whose files all have ``columns``."""
         if missing := [name for name in COLUMNS if name not in columns]:
             return OutcomeFilter(not_run=f"the columns {', '.join(missing)} are missing")
         if len(self._rewards) > 2:
@@ -106,7 +106,7 @@ class OutcomeSums:
 
 
 def _log_chance(size: int, right: Floats) -> float:
-    """Logarithm of the largest probability that no group of ``size`` is uniform, given the groups next to it."""
+    """Logarithm of the largest probability that no group of ``size`` is uniform, given the nearly uniform ones."""
     ends = [right] if size < 5 else [right, size - right]
     return sum(_log_none_at(size, int((end == 1).sum()), int((end == 2).sum())) for end in ends)
 

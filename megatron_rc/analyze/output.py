@@ -15,7 +15,7 @@ from megatron_rc.analyze.significance import Test
 from megatron_rc.analyze.timeline import Timeline
 
 SCHEMA_VERSION = 1
-"""Rises when a key changes its meaning or goes; new keys may come at any time."""
+"""Rises when a key changes its meaning or is removed; keys may be added at any time."""
 
 
 def to_dict(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False) -> dict[str, Any]:

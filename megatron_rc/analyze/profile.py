@@ -13,13 +13,13 @@ from megatron_rc.analyze.factors import Factor
 from megatron_rc.analyze.significance import Test, normal_p
 
 PERMUTATIONS = 100
-"""Orders of the tokens that are compared with theirs."""
+"""Random orders of the tokens that the actual order is compared with."""
 OF_SEQUENCES = 400
-"""The same of whole sequences, which are few: their statistic is skewed, and mean and variance must be exact."""
+"""The same for whole sequences, which are few: the statistic is skewed, so its mean and variance must be precise."""
 PERMUTED_TOKENS = 30_000
-"""Tokens of the reservoir that a permutation test reads at most."""
+"""Most tokens of the sample that a permutation test reads."""
 AT_ONCE = 1 << 16
-"""Values that are permuted at once: many small dumps need few calls, large ones little memory."""
+"""Values that are permuted at once: a small dump then needs few calls, a large one little memory."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Profile:
     k3: Floats
     """[B] mean k3."""
     explained: float
-    """eta^2 of |l|: share of its variance between bins, less what as many random bins would explain; at least 0."""
+    """eta^2 of |l|: share of its variance between bins, minus what as many random bins would explain; at least 0."""
     explained_sign: float
-    """Share of mean l^2 that the mean of l in each bin gives, without bias where the bins differ in variance."""
+    """Share of mean l^2 that the mean of l in each bin explains; unbiased even if the bins differ in variance."""
 
     def label(self, index: int) -> str:
         return self.factor.label(self.bins[index])
@@ -89,9 +89,9 @@ def explained_share(count: Floats, total: Floats, squares: float) -> float:
 def explained_by_means(count: Floats, total: Floats, squares: Floats) -> float:
     """sum_b n_b mean_b^2 / sum of squares, where n_b mean_b^2 is estimated as (total_b^2 - squares_b) / (n_b - 1).
 
-    That has no bias whatever the variance of a bin, and a bin of one value says nothing: rare tokens have a large
+    This has no bias whatever the variance of a bin, and a bin of one value adds nothing: rare tokens have a large
     log-ratio and few neighbours in their bin. ``count``, ``total``, ``squares``: [B] values per bin, their sums, and
-    those of their squares.
+    the sums of their squares.
     """
     several = count > 1
     means = ((total[several] ** 2 - squares[several]) / (count[several] - 1)).sum()
@@ -102,7 +102,7 @@ class Permutations:
     """Permutation tests over a sample of sequences, with the same permutations for every factor."""
 
     def __init__(self, sample: Chunk, seed: int = 1) -> None:
-        """Take the first PERMUTED_TOKENS of a sample of loss tokens, and of its first sequence if that is longer."""
+        """Take the first sequences with at most PERMUTED_TOKENS loss tokens in all, or the start of a longer one."""
         last = max(1, int(np.searchsorted(sample.cu_seqlens, PERMUTED_TOKENS, side="right")) - 1)
         keep = (np.arange(sample.num_sequences) < last) & (sample.lengths > 0)
         whole = sample.select_sequences(keep)
@@ -115,8 +115,8 @@ class Permutations:
     def test(self, name: str, factor: Factor, values: Callable[[Chunk], Floats]) -> Test:
         """Test that ``values`` [N] do not depend on a factor.
 
-        eta^2 under permutations of whole sequences, or of tokens inside their sequence where the factor changes there,
-        is compared with that of the data. Its law is fitted by a gamma distribution of the same mean and variance,
+        eta^2 of the data is compared with that under permutations: of whole sequences, or of the tokens within each
+        sequence if the factor changes there. A gamma distribution of the same mean and variance describes the latter,
         because p-values far below 1 / PERMUTATIONS are needed once they are corrected for the number of tests.
         """
         chunk, tokens = self.chunk, values(self.chunk)
@@ -164,7 +164,7 @@ def gamma_deviate(value: float, mean: float, variance: float) -> float:
 
 
 def _unique(codes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """As np.unique with the inverse, without sorting, where the codes are integers in a small range."""
+    """The result of np.unique with the inverse; nothing is sorted if the codes are integers in a small range."""
     if codes.dtype.kind in "iu":
         low, high = (int(codes.min()), int(codes.max())) if codes.size else (0, 0)
         if high - low <= 4 * codes.size + 1000:

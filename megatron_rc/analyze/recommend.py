@@ -17,12 +17,13 @@ from megatron_rc.config import PRESETS, RolloutCorrection, Weight
 from megatron_rc.schema.files import replace_text
 
 NEGLIGIBLE = 0.1
-"""Total variation between the responses of both policies up to which no correction is needed. It changes the mean of a
-reward in [0, 1] by at most as much, and a step of 100 responses measures that mean no better (two standard errors)."""
+"""Largest total variation between the responses of both policies that needs no correction. It changes the mean of a
+reward in [0, 1] by at most this much, and 100 responses measure that mean no more precisely (two standard errors)."""
 USEFUL = 0.5
-"""nats; KL(mu || pi) of a whole response below which weights of sequences are useful: the mean length is below
+"""nats; KL(mu || pi) of a whole response below which sequence weights are useful: the mean length is below
 T* = 1 / (2 K), and the effective sample size above 1 / e."""
 RESAMPLINGS = 200
+"""Resamplings of the responses behind the intervals and the agreement."""
 SEED = 1
 INTERVAL = (2.5, 97.5)
 """Percentiles of the resamplings that an interval spans."""
@@ -33,19 +34,19 @@ class Recommendation:
     """The correction that suits a dump.
 
     The gap is measured on whole responses, whose weight is W = exp(sum l): by the total variation, mean (1 - W)_+, and
-    by KL(mu || pi), mean sum k3. While the first is negligible, nothing needs to be corrected. Else the weight of the
-    sequence, which alone leaves no bias, is taken where its variance is small (KL < 1/2) and its tail can be trusted
-    (k-hat <= 0.7), and the weight of each token elsewhere. C has the least measured error.
+    by KL(mu || pi), mean sum k3. While the first is negligible, nothing needs to be corrected. Otherwise the
+    sequence weight, which alone leaves no bias, is taken where its variance is small (KL < 1/2) and its tail can be
+    trusted (k-hat <= 0.7), and the weight of each token elsewhere. C is the bound with the least measured error.
     """
 
     method: str
-    """none, token-tis or seq-tis, with "(C = 3)" behind where C is not the preset's; empty while a bug comes first."""
+    """none, token-tis or seq-tis, followed by "(C = 3)" if C is not the preset's; empty while a bug comes first."""
     correction: RolloutCorrection | None
     """None while a bug comes first."""
     first: tuple[str, ...]
-    """Rules that answered BUG: what they name comes before any correction."""
+    """Rules that answered BUG: these bugs must be fixed before any correction."""
     untested: tuple[str, ...]
-    """What of the dump lies outside the ranges of the collapse lab's runs with a correction; empty inside."""
+    """In what respects the dump is outside the ranges of the collapse lab's runs with a correction; empty inside."""
     suspects: tuple[str, ...]
     """Rules that answered suspect or undecided."""
     trusted: bool
@@ -55,7 +56,7 @@ class Recommendation:
     variation: float
     """Total variation between the responses of both policies."""
     variation_interval: tuple[float, float]
-    """95 % of the resamplings lie within."""
+    """Range of the middle 95 % of the resamplings."""
     upper_interval: tuple[float, float] | None
     """The same for C; None without a weight."""
     agreement: float

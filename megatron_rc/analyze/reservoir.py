@@ -5,6 +5,7 @@ import numpy as np
 from megatron_rc.analyze.chunk import Chunk, join
 
 MAX_TOKENS = 1_000_000
+"""Most tokens that are kept, so that memory does not grow with the dump."""
 SEED = 1
 
 

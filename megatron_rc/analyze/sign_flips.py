@@ -1,4 +1,4 @@
-"""Does the sign of l go with the probability of a token? A test that lets |l| be larger where tokens are rare."""
+"""Does the sign of l depend on the probability of a token? A test that lets |l| be larger where tokens are rare."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from megatron_rc.analyze.significance import Test, normal_p
 RUN = 64
 """Tokens of a sequence whose signs are flipped together, so that errors of neighbours need not be independent."""
 FEWEST_RUNS = 20
-"""Runs from which the test is made: the law of fewer flips has no tail to speak of."""
+"""Runs that the test needs: with fewer, the law under random flips has hardly a tail."""
 LOWEST = -50.0
 """nats; the log-prob of a token that the trainer cannot draw."""
 
@@ -18,18 +18,18 @@ LOWEST = -50.0
 def sign_flip_test(name: str, chunk: Chunk) -> Test:
     """Test that the sign of the log-ratio does not depend on the probability of the token, in a chunk of loss tokens.
 
-    Each token gives x = h tanh(l / 2) with h = 2 rho / (1 + rho), to the bin of m = (log pi + log mu) / 2. h turns
-    draws of mu into draws of the harmonic mean of both policies; so x is odd under an exchange of the two sides, and m
-    and h do not change: noise that both sides share equally leaves a mean of exactly 0 in every bin, however large it
-    is and however it grows with -m. (The mean of l itself would not be 0: l and the log mu that names its bin hold the
-    same noise.) With X_ub the sum of x over run u and bin b,
+    Each token adds x = h tanh(l / 2) with h = 2 rho / (1 + rho), to the bin of m = (log pi + log mu) / 2. h turns
+    draws of mu into draws of the harmonic mean of both policies. An exchange of the two sides flips tanh(l / 2), and
+    keeps m and that mean. Noise that both sides share equally therefore leaves a mean of exactly 0 in every bin,
+    however it grows with -m. (The mean of l would not be 0: l and the log mu that names its bin hold the same noise.)
+    With X_ub the sum of x over run u and bin b,
 
         T = sum_b (sum_u X_ub)^2 / sum_u X_ub^2
 
-    is compared with its law when the sign of each run is flipped at random: a gamma distribution of the same mean,
-    which is the number of bins, and the same variance 2 (|G|^2 - sum_u |A_u|^4), where A_ub is X_ub over the root of
-    sum_u X_ub^2, and G = A^T A. Where all noise is on one side, m holds half of it: l then goes with m by regression,
-    with a squared correlation of mean l^2 / (4 Var m), which adds N times that to T. T is reduced by so much.
+    is compared with its law when the sign of each run is flipped at random. That law is taken as a gamma distribution.
+    Its mean is the number of bins and its variance 2 (|G|^2 - sum_u |A_u|^4), where A_ub is X_ub over the root of
+    sum_u X_ub^2, and G = A^T A. Where all noise is on one side, m holds half of it, so that l correlates with m anyway:
+    the squared correlation is mean l^2 / (4 Var m), which adds N times that to T. This is subtracted from T.
 
     Source: derived; flips of clusters as in the wild bootstrap (Cameron, Gelbach and Miller 2008).
     """

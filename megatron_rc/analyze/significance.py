@@ -29,7 +29,7 @@ def normal_p(z: float, *, two_sided: bool = True) -> float:
 
 
 def self_normalised(name: str, total: float, squares: float, largest: float, *, two_sided: bool = True) -> Test:
-    """The test of a sum of martingale differences, of sum x, sum x^2 and the largest x^2: z = sum x / sqrt(sum x^2)."""
+    """Test a sum of martingale differences, given sum x, sum x^2 and the largest x^2: z = sum x / sqrt(sum x^2)."""
     if squares <= 0:
         return Test(name, 0.0, None, "all terms are 0")
     z = total / math.sqrt(squares)

@@ -1,4 +1,4 @@
-"""Sums per training step, with what the error of a ratio of them needs: the course of a run in little memory."""
+"""Sums per training step, and the products that errors of their ratios need: the course of a run in little memory."""
 
 import math
 from typing import NamedTuple
@@ -64,7 +64,7 @@ class _Row:
 
 
 class StepSums:
-    """Adds chunk after chunk."""
+    """Sums of each step, added chunk by chunk."""
 
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}

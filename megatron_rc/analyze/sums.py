@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from megatron_rc.analyze.chunk import Chunk, Floats
 
 ZERO_BELOW = -0.7
-"""nats; a sampler that logs exactly 0 where the trainer gives less than this (p < 0.5) logged no probability: where
-top-p keeps a single id, that id has a larger one."""
+"""nats; a sampler that logs exactly 0 where the trainer gives less than this (p < 0.5) logged no probability: if
+top-p keeps a single id, that id is more probable."""
 
 _SUMMED = ("tokens", "sequences", "log_ratio", "k1_squared", "abs_log_ratio", "k3", "k3_squared", "excess",
            "excess_squared", "surprise", "surprise_squared", "ratio_with_entropy", "uncertainty", "exact_zeros",

@@ -49,7 +49,7 @@ class TailSums:
 
 
 def pareto_shape(excesses: Floats) -> float:
-    """Shape k of a generalised Pareto distribution fitted to what weights exceed a threshold by; -inf without spread.
+    """Shape k of a generalised Pareto distribution fitted to excesses over a threshold; -inf without spread.
 
     Args:
         excesses: [M] >= 0, falling.

@@ -22,10 +22,13 @@ STYLES = {
 }
 INDENT = (0, 0, 0, 2)
 TOP_FACTORS = 3
+"""Most factors that are printed; the page has all of them."""
 IN_FULL = 2
-"""Up to so many verdicts are printed with their sentences; of more, all but the first with their titles only."""
+"""With at most this many verdicts, each is printed in full; with more, only the first is."""
 TOP_METHODS = 8
+"""Most corrections that are printed; the page has all of them."""
 BAR = 20
+"""Characters of a bar of 100 %."""
 
 
 def check_host(host: str) -> None:
@@ -129,7 +132,7 @@ def _show_rest(diagnosis: Diagnosis, console: Console, share: bool) -> None:
         console.print(f"[dim]Not run, columns missing: {rules}[/]")
     if judgement.not_judged:
         first = next(iter(judgement.not_judged.values()))
-        console.print(f"[dim]Not judged before {first} is mended: {', '.join(judgement.not_judged)}[/]")
+        console.print(f"[dim]Not judged before {first} is fixed: {', '.join(judgement.not_judged)}[/]")
     if left_out := words.left_out(diagnosis):
         console.print(f"[yellow]{left_out}[/]")
     if diagnosis.corrupt.first and not share:

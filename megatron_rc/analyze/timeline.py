@@ -19,17 +19,17 @@ from megatron_rc.report.log import FILE_NAME, read_metrics
 from megatron_rc.surge import SurgeDetector
 
 FEWEST_STEPS = 8
-"""Steps from which a dump has a course."""
+"""Steps that a course needs."""
 JUMP_LEVEL = 0.01
-"""A jump of k3 is one with a corrected p below this."""
+"""A change of k3 is a jump if its corrected p is below this."""
 SMALLEST_K3 = 1e-16
 """Below fp64 rounding; a smaller k3 counts as this, so that its logarithm is finite."""
 LOGGED = {"grad_norm": "grad_norm", "reward": "reward/mean", "entropy": "entropy"}
 """Series that metrics.jsonl may add, and their names there."""
 NEEDS = {
-    "grad_norm": f"{FILE_NAME} beside the dump, with grad_norm",
-    "reward": f"the column reward, or {FILE_NAME} beside the dump",
-    "entropy": f"the column entropy, or {FILE_NAME} beside the dump",
+    "grad_norm": f"{FILE_NAME} next to the dump, with grad_norm",
+    "reward": f"the column reward, or {FILE_NAME} next to the dump",
+    "entropy": f"the column entropy, or {FILE_NAME} next to the dump",
 }
 
 Logged = Mapping[str, Mapping[int, float]]
@@ -42,20 +42,20 @@ class Jump(NamedTuple):
     step: int
     """The first step at the new level."""
     before: float
-    """Geometric mean of k3 from the jump before this one."""
+    """Geometric mean of k3 since the previous jump."""
     after: float
     """Geometric mean of k3 up to the next jump."""
     p: float
-    """Corrected for the number of tests of the report once it is there."""
+    """P-value, which ``Timeline.corrected`` corrects for the number of tests in the report."""
 
 
 class Surge(NamedTuple):
     """What the surge detector says about the mean length."""
 
     step: int | None
-    """Step at which the first surge began, or an alarm that the last step does not settle; None: there is none."""
+    """Step at which the first surge began, or an alarm that is still open at the last step; None without either."""
     in_warmup: bool
-    """True: it began while the detector still builds its averages."""
+    """True: it began while the detector was still building its averages."""
 
 
 class Timeline(NamedTuple):
@@ -75,7 +75,7 @@ class Timeline(NamedTuple):
     """All tests that were made: of the splits that were tried, with a jump or without, and of each pair of series."""
 
     def corrected(self, adjusted: Mapping[str, float]) -> "Timeline":
-        """With the p-values of jumps and pairs as ``adjusted`` has them by the name of the test."""
+        """The same course with the p-values of jumps and pairs from ``adjusted``, by the name of the test."""
         p = {test.p: adjusted[test.name] for test in self.tests}  # Holm's correction keeps equal p-values equal
         return self._replace(
             jumps=tuple(jump._replace(p=p[jump.p]) for jump in self.jumps),
@@ -119,9 +119,9 @@ def timeline(steps: Sequence[Step], logged: Logged, other_tests: int = 0) -> Tim
 
 
 def logged_beside(path: Path) -> dict[str, dict[int, float]]:
-    """Values of the metrics.jsonl of this package beside a dump: in the folder that holds the dump's folder.
+    """Values of this package's metrics.jsonl next to a dump: in the folder that holds the dump's folder.
 
-    Empty without such a file, and with a file of that name that is not of this package.
+    Empty without such a file, or if another program wrote it.
     """
     folder = path.absolute().parent if path.is_dir() else path.absolute().parent.parent
     if not (folder / FILE_NAME).is_file():

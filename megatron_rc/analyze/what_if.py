@@ -17,11 +17,11 @@ from megatron_rc.config import PRESETS, RolloutCorrection
 from megatron_rc.plan import Plan
 
 MAX_TOKENS = 100_000
-"""Tokens that the methods are computed on: whole sequences of the sample, so that all methods take 2 s together."""
+"""Tokens that the methods are computed on: whole sequences of the sample, so that all methods together take 2 s."""
 CORRECT_FROM = 0.0
 """An answer is correct when its reward is above this."""
 MOST_CORRECT_LOST = 0.2
-"""A method that drops more of the correct answers, or of their tokens, is warned of."""
+"""A method that drops a larger share of the correct answers, or of their tokens, gets a warning."""
 MOST_QUARTER_LOST = 0.5
 """The same for a quarter of the responses by length."""
 QUARTERS = ("shortest", "second shortest", "second longest", "longest")
@@ -73,7 +73,7 @@ class WhatIf:
     ess: float
     """Effective share of the tokens: (sum w)^2 / (n sum w^2), n all tokens, w = 0 where dropped."""
     bias: float
-    """Mean |w - rho|, with the rho that the weight stands for: of the sequence for a weight of sequences, else of the
+    """Mean |w - rho|, with the rho that the weight approximates: of the sequence for a sequence weight, else of the
     token. For a truncated weight this is 1 - E[min(rho, C)], because E[rho] = 1 under honest logs."""
     cosine: float | None
     """Cosine of w A with W A, W the exact weight of the sequence, over the tokens of sequences shorter than T*; None
@@ -85,9 +85,9 @@ class WhatIf:
 @dataclass(frozen=True)
 class WhatIfTable:
     rows: list[WhatIf]
-    """Those without warnings first, and then by cosine, or by bias where no cosine is given."""
+    """Methods without warnings first, then by cosine, or by bias if there is no cosine."""
     not_run: dict[str, list[str]]
-    """What is missing, by method: columns, or in words what no dump holds."""
+    """What is missing, by method: names of columns, and text for what no dump holds."""
     tokens: int
     sequences: int
     """Size of the sample that the methods were computed on."""

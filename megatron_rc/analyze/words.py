@@ -20,8 +20,9 @@ HEADLINES = {
     Level.NUMERICS: "NUMERICS: no sign of a bug",
 }
 SERIES_LEVEL = 0.01
-"""Two series of a run are said to move together with a corrected p below this."""
+"""Two series of a run are said to move together if the corrected p is below this."""
 KAPPA_NEAR = (0.5, 1.5)
+"""Values of kappa that count as near 1."""
 ROUNDING = 1e-12
 """A smaller bias is the rounding of an exact 0."""
 NO_ENTROPY = "Without the column entropy, a hidden temperature or top-p cannot be excluded."
@@ -133,7 +134,7 @@ def what_if_cells(row: WhatIf) -> tuple[str, ...]:
 
 
 def what_if_gaps(table: WhatIfTable, *, with_signs: bool) -> str:
-    """Why cells of the table of corrections hold a dash, if any does; ``with_signs``: it shows those of advantages."""
+    """Why cells of the table of corrections hold a dash, if any do; ``with_signs``: it has columns by advantage."""
     rows, reasons = table.rows, []
     by_correct = rows[0].by_correct if rows else None
     if rows and by_correct is None:

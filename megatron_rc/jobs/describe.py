@@ -47,7 +47,7 @@ def sections(cls: Any) -> str:
 def changed(value: Any) -> str:
     """The fields of a dataclass that differ from their defaults, as one line of YAML.
 
-    Of the dataclasses in it, every field is shown that is not off by default and off here.
+    A dataclass inside it shows all of its fields but those that are off both by default and here.
     """
     default, given = schema.to_dict(type(value)()), schema.to_dict(value)
     fields = {k: _on(getattr(value, k)) for k, v in given.items() if v != default[k]}

@@ -1,4 +1,4 @@
-"""A grid of training jobs, one per choice on every axis and per seed; resumable, shared among processes."""
+"""A grid of training jobs, one per combination of choices and per seed; resumable, shared among processes."""
 
 import copy
 import fcntl
@@ -56,7 +56,7 @@ def cells(grid: GridSettings, only: Mapping[str, Sequence[str]] | None = None) -
 def finished(grid: GridSettings, *, or_broken: bool = False) -> list[Cell]:
     """The finished cells in the folder of a grid, of all its choices and of every seed that ever ran there.
 
-    ``or_broken`` adds those that log-probs stopped that were not finite.
+    ``or_broken`` adds those that stopped because log-probs were not finite.
     """
     folders = grid.folder(grid.runs_folder).glob("*/seed-*")
     seeds = sorted({int(folder.name.removeprefix("seed-")) for folder in folders})
@@ -70,7 +70,7 @@ def warm(grid: GridSettings) -> list[Path]:
 
 
 def run_and_write_all(grids: Sequence[GridSettings], only: Mapping[str, Sequence[str]], **options: Any) -> None:
-    """`run_and_write` one grid after the other, and the next ones too where cells of one failed.
+    """Call `run_and_write` for one grid after the other, also after one whose cells failed.
 
     Raises ValueError before anything runs if a grid is wrong, and at the end when cells failed.
     """
@@ -99,10 +99,10 @@ def run_and_write(
 ) -> None:
     """Run the unfinished cells of the choices that ``only`` names; write and name the table and picture of all cells.
 
-    Without a ``budget`` the time is endless. Where it ends before the cells do, a line on stderr says what is left.
+    Without a ``budget`` the time is unlimited. If it ends before the cells do, a line on stderr says what is left.
 
-    Raises ValueError as `cells`, and when cells failed, the table then holds the others; TooSlow as `run_in_workers`,
-    which several workers use.
+    Raises ValueError as `cells` does, and when cells failed, after writing the table of the others; TooSlow as
+    `run_in_workers`, which runs several workers.
     """
     todo = cells(grid, only)
     if grid.endpoints:
@@ -141,7 +141,7 @@ def run_and_write(
 
 
 def compare(comparison: Comparison, cells: Sequence[Cell], folder: Path) -> None:
-    """Write and name the report of the seeds with all three runs, if there is one; print what it says of each seed."""
+    """Write the report of the seeds with all three runs, if there is one; print its path and a sentence per seed."""
     read = {("-".join(cell.choices.values()), cell.seed): read_metrics(cell.folder) for cell in cells}
     runs = [read_compared(choice, seed, records) for (choice, seed), records in read.items()]
     rows = read_rows(Path(comparison.rows)) if comparison.rows else []
@@ -155,7 +155,7 @@ def run(grid: GridSettings, todo: Sequence[Cell], budget: Budget | None = None) 
     Cells are started, and waited for, as long as ``budget`` allows another one.
 
     Start the same command in several terminals, or again after a crash: a cell continues from its newest checkpoint.
-    A line on stderr reports every cell that ended; returns the reason by the name of the cell, for those that failed.
+    A line on stderr reports every cell that ended; returns the reason of each failure, by the name of the cell.
     """
     failed: dict[str, str] = {}
     budget = budget or Budget()

@@ -13,9 +13,9 @@ from megatron_rc.report.endpoints import Endpoints
 from megatron_rc.report.log import read_metrics
 
 FAILURE = "failure.txt"
-"""In the folder of a cell: why its last attempt that failed did so."""
+"""File in the folder of a cell: why its latest failed attempt failed."""
 SEEDS = "seeds"
-"""Key of a group of cells, beside the names of axes."""
+"""Key of a group of cells, next to the names of axes."""
 
 
 class Cell(NamedTuple):
@@ -50,12 +50,12 @@ class GridSettings:
     seeds: tuple[int, ...] = (1,)
     """Every cell is run with each of these as train.seed."""
     cells: tuple[dict[str, Any], ...] = ()
-    """Groups of cells to run in place of every choice on every axis. A group maps axes to a choice or a list of choices
-    and takes all choices of the axes that it leaves out; its key seeds stands in place of the seeds of the grid."""
+    """Groups of cells to run instead of every choice on every axis. A group maps axes to a choice or a list of choices
+    and takes all choices of the axes that it leaves out; its key seeds replaces the seeds of the grid."""
     output: str = "runs/grid"
     runs_folder: str = "."
-    """Folder of the cells, relative to output; grids with the same job and axes may share one, and then run a cell that
-    two of them name once."""
+    """Folder of the cells, relative to output; grids with the same job and axes may share one; a cell that two of them
+    name is then run once."""
     warm_folder: str = "warm"
     """Checkpoints after the warm-up, relative to output; grids with the same model, task and warm-up may share one."""
     launcher: str = ""
@@ -90,7 +90,7 @@ class GridSettings:
                     raise ValueError(f"comparison names {choice!r}, which is none of the choices {', '.join(choices)}")
 
     def check(self, where: str, choices: Mapping[str, Sequence[str]]) -> None:
-        """Raises ValueError, which begins with ``where``, for an axis or a choice that the grid lacks."""
+        """Raise ValueError, which begins with ``where``, for an axis or a choice that the grid lacks."""
         for axis, names in choices.items():
             if axis not in self.axes:
                 raise ValueError(f"{where}: the grid has no axis {axis!r}{schema.nearest(axis, self.axes)}")

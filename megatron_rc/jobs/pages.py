@@ -9,7 +9,7 @@ _METRICS = """\
 # Metrics
 
 Printed by `megatron-rc metrics`. Every step is one JSON object in `OUTPUT/metrics.jsonl` with the keys `phase`
-(`warmup` or `rl`), `step`, and those metrics of this page that the settings of the job give rise to; a metric that
+(`warmup` or `rl`), `step`, and the metrics of this page that the settings of the job produce; a metric that
 cannot be computed is null. [dashboards.md](dashboards.md) sends the same names to other services. Step 0 of the phase
 rl holds the accuracy before the first update.
 """
@@ -35,9 +35,9 @@ are older than those that it trains, or if the correction depends on lags.
 """
 _TWO_FACTORS = """
 rho = mismatch · staleness: mismatch = sampling / rollout compares the trainer at the version that sampled with the
-sampler, and staleness = train / sampling compares the trainer with itself at that version. These metrics of each exist
-with `train.keep_sampling_weights` or a weight with `staleness_upper`, for which `truncated_token` counts the mismatch.
-They are left out of a step with samples of a version that is not kept, as after a resume with a larger
+sampler, and staleness = train / sampling compares the trainer with itself at that version. Both factors have these
+metrics with `train.keep_sampling_weights`, or if the weight has `staleness_upper`; `truncated_token` then counts the
+mismatch. They are left out of a step with samples of a version that is not kept, as after a resume with a larger
 `rollout.staleness`.
 """
 _ROUTES = """
@@ -68,8 +68,8 @@ def versions() -> str:
     uses = ("`train`", '`patch("megatron-training")`', '`patch("megatron-lm")`')
     return f"""# Supported releases
 
-Printed by `megatron-rc versions`. An installation bounds none of them from above:
-what is too old, or has another signature than the patch was made for, is refused when it is used.
+Printed by `megatron-rc versions`. An installation accepts any newer release of them.
+One that is too old, or has another signature than the patch was made for, is refused when it is used.
 
 {table((*columns, *uses), known.matrix())}
 ## What ran together

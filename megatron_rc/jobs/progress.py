@@ -25,7 +25,7 @@ class Progress:
         self._width = max((len(name) for name, _ in self._jobs), default=0)
         self._workers, self._started = workers, time.monotonic()
         self._read: dict[Path, tuple[int, list[dict[str, Any]]]] = {}
-        """Size of the metrics of a folder, and their evaluations: most runs of a large grid stand still."""
+        """Size of each folder's metrics, and their evaluations: most runs of a large grid wait and add nothing."""
         self._reported = {folder: len(self._evaluations(folder)) for _, folder in self._jobs}
 
     def lines(self) -> list[str]:
@@ -34,7 +34,7 @@ class Progress:
         seconds = time.monotonic() - self._started
         for name, folder in self._jobs:
             evaluations = self._evaluations(folder)
-            # a job that starts anew has fewer than before
+            # a job that starts from the beginning has fewer than before
             first = min(self._reported[folder], len(evaluations))
             self._reported[folder] = len(evaluations)
             for record in evaluations[first:]:
@@ -45,7 +45,7 @@ class Progress:
         return said
 
     def predicted_seconds(self) -> float | None:
-        """Seconds that all runs take from the start, as one of them tells by its first steps; None: not known yet."""
+        """Seconds that all runs take from the start, predicted from the first steps of one; None: not known yet."""
         for cell in self._todo:
             steps = [r for r in _records(cell.folder) if r["phase"] == "rl" and r["step"] in TIMED_STEPS]
             timed = [record["time/step_s"] for record in steps if "time/step_s" in record]

@@ -16,11 +16,12 @@ from megatron_rc.rollout.worker import end_with_parent
 Failures = dict[str, str]
 """Maps the name of each cell, or worker, that failed to the reason."""
 POLL_SECONDS = 2.0
+"""Time between two looks at the metrics of the runs."""
 
 
 @dataclass
 class Budget:
-    """Minutes from now on; a cell is started if one of mean length would end in time. The first one always is."""
+    """Minutes from now on; a cell is started if a cell of mean duration would end in time, and the first one always."""
 
     minutes: float = math.inf
     started: float = field(default_factory=time.monotonic)
@@ -85,7 +86,7 @@ def _result(receiver: Connection, name: str) -> Failures:
     try:
         return dict(receiver.recv())
     except EOFError:
-        return {name: "it ended with an error, which stands above"}
+        return {name: "it ended with an error, which is printed above"}
 
 
 def _work(run: Callable[[], Failures], sender: Connection) -> None:

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 TINY = 1e-300
-"""Values of this size count as 0: the steps of an axis between smaller ones could not be represented."""
+"""Values up to this size count as 0: the steps of an axis between smaller ones could not be represented."""
 
 
 class Axis(NamedTuple):
@@ -23,7 +23,7 @@ class Axis(NamedTuple):
 
 
 def linear_axis(low: float, high: float, *, whole: bool = False) -> Axis:
-    """An axis over [low, high] with 4 to 8 round ticks; ``whole``: at integers only, and ending where the data end."""
+    """An axis over [low, high] with 4 to 8 round ticks; ``whole``: ticks at integers, and ends where the data end."""
     size = max(abs(low), abs(high))
     if high - low <= max(1e-12 * size, TINY):
         margin = abs(high) / 10

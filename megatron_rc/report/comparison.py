@@ -1,4 +1,4 @@
-"""Three runs of a seed compared: an exact sampler, a sampler that is not, and the same with a correction."""
+"""Compare three runs per seed: with an exact sampler, with an inexact one, and with the latter and a correction."""
 
 import csv
 import math
@@ -22,7 +22,7 @@ class Comparison:
     exact: str
     """Choice whose sampler is exact."""
     uncorrected: str
-    """Choice whose sampler is not, without a correction."""
+    """Choice whose sampler is inexact, without a correction."""
     corrected: str
     """Choice with the same sampler and a correction."""
     labels: dict[str, str] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Comparison:
     window: int = 3
     """Evaluations whose mean is the end of a run."""
     rows: str = ""
-    """CSV of finished runs whose range is drawn behind the runs, relative to this YAML; absent where there is none."""
+    """CSV of finished runs whose range is drawn behind the runs, relative to this YAML; the file may be missing."""
 
     def __post_init__(self) -> None:
         check_positive(points=self.points)
@@ -51,7 +51,7 @@ class Comparison:
 
 
 class ComparedRun(NamedTuple):
-    """What one figure needs of a finished run."""
+    """What one figure needs from a finished run."""
 
     choice: str
     seed: int

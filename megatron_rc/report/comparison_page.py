@@ -39,7 +39,7 @@ def write_comparison(
     Args:
         runs, records: finished runs, and their records.
         rows: runs whose range is drawn behind them.
-        folder: where the folders of the runs lie, as CHOICE/seed-N.
+        folder: holds the folders of the runs, as CHOICE/seed-N.
     """
     seeds = list(ends(runs, comparison))
     live = [run for run in runs if run.seed in seeds and run.choice in comparison.choices]

@@ -14,8 +14,8 @@ def draw_comparison(
     comparison: Comparison, runs: Sequence[ComparedRun], rows: Sequence[ComparedRun], path: Path
 ) -> Path:
     """Draw held-out accuracy over the steps: the mean of the seeds of ``runs``, each seed as a thin line, and the range
-    of ``rows`` behind them. The title of several seeds says how many of them separated. The ending of ``path`` says the
-    format, such as .png or .svg.
+    of ``rows`` behind them. With several seeds, the title says how many of them separated. The ending of ``path`` gives
+    the format, such as .png or .svg.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -56,7 +56,7 @@ def draw_comparison(
 
 
 def _spread(heights: Sequence[float]) -> list[float]:
-    """Rising heights of labels, moved as far up as keeps each LINE above the one below it."""
+    """Rising heights of labels, moved up just enough to keep each at least LINE above the one below it."""
     moved: list[float] = []
     for height in heights:
         moved.append(max(height, moved[-1] + LINE) if moved else height)

@@ -12,7 +12,7 @@ SETTINGS_FILE, FINGERPRINT_FILE = "settings.yaml", "fingerprint.json"
 
 
 def save_context(folder: str | Path, settings: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
-    """Write what a report shows beside the curves into the folder where `write_report` looks for it."""
+    """Write what a report shows next to the curves into the folder where `write_report` looks for it."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / SETTINGS_FILE).write_text(schema.dump_yaml(dict(settings)), encoding="utf-8")
     (Path(folder) / FINGERPRINT_FILE).write_text(json.dumps(dict(fingerprint), indent=1) + "\n", encoding="utf-8")

@@ -24,8 +24,8 @@ class Dashboards:
     """Sends the records of metrics.jsonl to other services; used by the process that writes that file.
 
     Each phase of a job is one run of each service. The state file keeps the id of the job and the last step that each
-    service has. A resumed job continues its runs: a step that it repeats is not sent again, except to services that
-    show the newest values, and steps of metrics.jsonl that a service lacks are sent when its run is opened. A service
+    service has. A resumed job continues its runs. A step that it repeats is not sent again, except to services that
+    show the newest values; steps of metrics.jsonl that a service lacks are sent when its run is opened. A service
     that fails during the job does not end it: the service gets the missing steps when it works again.
     """
 
@@ -42,7 +42,7 @@ class Dashboards:
         Args:
             folder: output folder of the job; holds metrics.jsonl and the state file.
             projects: maps each service to the project there, as `sinks.requested` returns them.
-            name, config, say: shown by the services, and what shows a sentence to the user.
+            name, config, say: the services show the first two; ``say`` shows a sentence to the user.
         """
         self._folder, self._projects, self._name, self._config, self._say = folder, projects, name, config, say
         file = folder / STATE_FILE
@@ -63,7 +63,7 @@ class Dashboards:
                 raise ValueError(f"log.{service}: {one_line(error)}") from error
 
     def write(self, record: Record) -> None:
-        """Send one record, which stands in metrics.jsonl already."""
+        """Send one record, which is in metrics.jsonl already."""
         self._change_phase(phase_of(record))
         for service in self._projects:
             if time.monotonic() < self._retry_at.get(service, 0.0):

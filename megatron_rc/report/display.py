@@ -17,6 +17,7 @@ from megatron_rc.report.panels import Curve
 PLAIN_PHASE_SECONDS = 15.0
 """Without a terminal, a long phase prints its progress at this interval."""
 HISTORY = 40
+"""Latest values of a metric that its row draws."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 

@@ -20,13 +20,13 @@ class Endpoints:
     min_answers: int = 512
     """Least answers per evaluation; a job that samples fewer is refused."""
     fall: float = 0.3
-    """A mean that lies this share of the running maximum below it, or more, has fallen."""
+    """A mean has fallen if it is at least this share below the running maximum of the means."""
     to_end: int = 3
-    """A run whose last means, at least this many, have all fallen has collapsed; one that recovered has relapsed."""
+    """A run has collapsed if its last means, at least this many, have all fallen; if it recovered, it has relapsed."""
     failure: float = 0.7
-    """A run whose final mean is below this share of that of the exact run with the same seed has failed."""
+    """A run has failed if its final mean is below this share of that of the exact run with the same seed."""
     exact: dict[str, str] = field(default_factory=dict)
-    """Maps axis -> choice: with these choices, its other choices and its seed, a run is compared as the exact run."""
+    """Maps axis -> choice: the exact run of a run has these choices, and shares its other choices and its seed."""
 
     def __post_init__(self) -> None:
         check_at_least(1, window=self.window, min_answers=self.min_answers, to_end=self.to_end)
@@ -41,7 +41,7 @@ class Endpoints:
 
 
 class Outcome(NamedTuple):
-    """What the rules say of one run; steps are those of the last evaluation of a mean."""
+    """What the rules say about one run; the step of a mean is that of its last evaluation."""
 
     collapsed_at: int | None
     """Step from which it stayed fallen or was not finite; None: it did not collapse up to `last_step`."""
@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
     """Falls from which it recovered."""
     last_step: int
     final: float
-    """Mean of the last evaluations; NaN if one of them was not finite, or the run did not live to the last."""
+    """Mean of the last evaluations; NaN if one of them was not finite, or the run was not finite after them."""
     best: float
     """Largest of the means."""
 
@@ -105,7 +105,7 @@ def outcome(steps: Sequence[int], accuracy: Sequence[float], rules: Endpoints, b
 
 
 def outcome_of(records: Sequence[Mapping[str, Any]], rules: Endpoints, *, stopped: bool = False) -> Outcome:
-    """The outcome of a run from the records of its metrics.jsonl, where null stands for what is not finite.
+    """The outcome of a run from the records of its metrics.jsonl, where null means not finite.
 
     ``stopped``: the step after the last record had log-probs that were not finite, which ended the run.
     """

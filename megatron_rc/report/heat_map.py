@@ -13,9 +13,11 @@ from megatron_rc.report.route_maps import HeatMap
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 78, 80, 10, 36
+"""Margins around the cells, which hold the names of rows and columns and the scale."""
 MAX_COLUMNS = 400
-"""With more steps than that, neighbouring steps share a column."""
+"""With more steps than this, neighbouring steps share a column."""
 SHADES = 255
+"""Colours of the palette, which has 256 entries: one more is transparent."""
 Colours = tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int]]
 """RGB of the smallest, the middle and the largest value."""
 _PLAIN: Colours = (0xEE, 0xF3, 0xFB), (0xF2, 0xA9, 0x3B), (0x8C, 0x1D, 0x40)
@@ -26,7 +28,7 @@ _SIGNED: Colours = (0x1F, 0x5F, 0xA8), (0xF4, 0xF4, 0xF4), (0x8C, 0x1D, 0x40)
 def heat_map(shown: HeatMap, *, least_span: float = 0.0) -> str:
     """An SVG element; rows run from top to bottom, and cells without a measurement are blank.
 
-    The scale spans at least ``least_span``, so that colours do not blow up differences that mean nothing.
+    The scale spans at least ``least_span``, so that colours do not exaggerate differences that mean nothing.
     """
     cells, columns = merged(shown.cells, shown.columns)
     finite = [value for row in cells for value in row if math.isfinite(value)]
@@ -59,7 +61,7 @@ def merged(cells: Sequence[Sequence[float]], columns: Sequence[str]) -> tuple[li
 
 
 def png(cells: Sequence[Sequence[float]], low: float, high: float, colours: Colours = _PLAIN) -> bytes:
-    """Palette image with one pixel per cell; shade 0 is transparent and stands for NaN, 1 to SHADES for low to high."""
+    """Palette image with one pixel per cell; shade 0 is transparent and means NaN, 1 to SHADES mean low to high."""
 
     def shade(value: float) -> int:
         if not math.isfinite(value):
@@ -74,7 +76,7 @@ def png(cells: Sequence[Sequence[float]], low: float, high: float, colours: Colo
 
 
 def colour(share: float, colours: Colours = _PLAIN) -> tuple[int, int, int]:
-    """RGB of the value that lies the fraction ``share`` of the way from the smallest to the largest."""
+    """RGB of the value at the fraction ``share`` of the way from the smallest to the largest."""
     half = 0 if share < 0.5 else 1
     inside = 2 * share - half
     start, end = colours[half], colours[half + 1]

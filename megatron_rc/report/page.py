@@ -16,7 +16,7 @@ def document(title: str, body: str, *, head: str = "", style: str = "") -> str:
 
     Args:
         title: plain text.
-        body, head: HTML inside ``main``, and in the head, behind the declaration of the encoding.
+        body, head: HTML inside ``main``, and HTML in the head after the declaration of the encoding.
         style: rules that follow the style sheet.
     """
     return (

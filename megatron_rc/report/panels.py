@@ -50,7 +50,7 @@ def _against_old(names: Mapping[str, str]) -> tuple[Curve, ...]:
 
 
 def _by_lag(name: str) -> tuple[Curve, ...]:
-    """One curve per bin of lags, of those that hold a token."""
+    """One curve per bin of lags that holds a token."""
     bins = {"0": "0", "1": "1", "2 and 3": "2_3", "4 to 7": "4_7", "8 to 15": "8_15", "16 and more": "16_up"}
     return _against_sampler({label: f"{name}_lag_{lags}" for label, lags in bins.items()})
 
@@ -108,7 +108,7 @@ PANELS = (
     Panel(
         "Effective sample size: mismatch and staleness", "fraction of the batch",
         _against_sampler({"mismatch": "mismatch_ess", "staleness": "staleness_ess"}),
-        "(Σρ)² / (n Σρ²) over tokens, with one factor of ρ in its place.",
+        "(Σρ)² / (n Σρ²) over tokens, with one factor of ρ instead of ρ.",
         "near 1; the lower factor says whether to look at the engines or at the age of the samples.", noisy=True,
     ),
     Panel(
@@ -244,7 +244,7 @@ ROUTE_PANELS = (
         _against_sampler({"sampler's experts": "route_gate_l1"}) + _against_old({"old": "route_gate_l1"}),
         "Σ |g(e) − g'(e)| of the gate weights; 2 means that no expert is shared. The sampler returns its experts but "
         "not their weights, so both gates are the trainer's.",
-        "small beside the share of decisions that differ: the experts that change have little weight.", noisy=True,
+        "small next to the share of decisions that differ: the experts that change have little weight.", noisy=True,
     ),
     Panel(
         "Router KL", "nats per decision", _against_old({"KL(old || current)": "route_kl"}),

@@ -11,11 +11,13 @@ from megatron_rc.report.curves import Mark, Series, smoothed
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 50, 14, 10, 36
+"""Margins around the axes, which hold the ticks and their texts."""
 MAX_POINTS = 800
+"""Most points of a line: about one minimum and one maximum per unit of width."""
 NOISY_FROM = 20
 """A noisy series with fewer points is drawn without a moving average."""
 DOTS_UP_TO = 25
-"""Points of a line that are marked each."""
+"""A line with at most this many points has a dot on each."""
 
 
 class Shape(Protocol):
@@ -86,12 +88,12 @@ def chart(
     """An SVG element.
 
     Args:
-        shapes: what is drawn, the lowest first.
-        title: read aloud in the place of the chart.
+        shapes: what is drawn, from back to front.
+        title: read aloud instead of the chart.
         across: text under the horizontal axis.
         marks: labelled vertical lines; those outside the horizontal axis are left out.
         hover: the series whose values a pointer reads.
-        clipped: cut off what lies outside the axes.
+        clipped: cut off what is outside the axes.
     """
     drawn = "".join(shape.draw(horizontal, vertical) for shape in shapes)
     if clipped:
@@ -176,7 +178,7 @@ def _grid(horizontal: Axis, vertical: Axis, across: str) -> str:
 
 def _mark(mark: Mark, horizontal: Axis) -> str:
     x = _x(horizontal, mark.step)
-    # the label stands beside the line, on the side that has room
+    # the label is next to the line, on the side that has room
     side, anchor = (3, "start") if horizontal.share(mark.step) < 0.8 else (-3, "end")
     return (
         f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'

@@ -62,7 +62,7 @@ def test_failures_come_back_and_so_does_the_name_of_a_worker_that_dies() -> None
     idle = Progress([], {}, workers=2)
     assert run_in_workers(partial(dict, a="why"), idle, workers=2, give_up_minutes=None) == {"a": "why"}
     assert run_in_workers(partial(truediv, 1, 0), idle, workers=2, give_up_minutes=None) == {
-        f"worker {number}": "it ended with an error, which stands above" for number in (1, 2)
+        f"worker {number}": "it ended with an error, which is printed above" for number in (1, 2)
     }
     assert multiprocessing.active_children() == []
 

@@ -1,4 +1,4 @@
-"""The parts of a page that are words: verdicts, the honesty panel, what was not judged."""
+"""The parts of a page that are text: verdicts, the honesty panel, what was not judged."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -100,7 +100,7 @@ def gap(evidence: Evidence) -> str:
     return card(
         "How large the gap is",
         inside,
-        "Six numbers that compare with other runs; sigma does not depend on entropy or length.",
+        "Six numbers to compare with those of other runs; sigma does not depend on entropy or length.",
         "T* above the length of the responses, k-hat below 0.7, growth near 0.5.",
         wide=True,
     )

@@ -10,7 +10,7 @@ from megatron_rc.report.svg import Line, Shape, chart
 COLOURS = {"token": "c0", "sequence": "c1"}
 NAMES = {"token": "tokens", "sequence": "responses"}
 MARGIN = 1.05
-"""Room beside the first and last C, so that their dots are whole."""
+"""Factor of room next to the first and last C, so that their dots are whole."""
 DECADES = 4.0
 """Decades below the largest error that the picture shows: where a bound cuts nothing, its bias falls to 0."""
 
@@ -27,12 +27,12 @@ def error_of_bound(diagnosis: Diagnosis) -> str:
     shapes: list[Shape] = []
     for level, bound in bounds.items():
         for values, kind in ((bound.bias_squared, "dashed"), (bound.variance, "thin")):
-            # a bound that cuts nothing has no bias, which a logarithmic axis has no place for
+            # a bound that cuts nothing has a bias of 0, which a logarithmic axis cannot show
             points = [(c, v) for c, v in zip(tried, values.tolist(), strict=True) if v > vertical.low / 10]
             if len(points) > 1:
                 shapes.append(Line([c for c, _ in points], [v for _, v in points], f"{COLOURS[level]} {kind}"))
         shapes.append(Line(tried, bound.error.tolist(), COLOURS[level], dots=True))
-        # labels of two marks could cover each other
+        # not marks: the labels of two marks could overlap
         shapes.append(Line([bound.upper] * 2, [vertical.low, vertical.high], f"{COLOURS[level]} thin dashed"))
     axes = tight_log_axis(tried[0] / MARGIN, tried[-1] * MARGIN), vertical
     hover = [Series(NAMES[level], tried, bound.error.tolist()) for level, bound in bounds.items()]

@@ -18,13 +18,13 @@ from megatron_rc.report.heat_map import png
 from megatron_rc.report.svg import Band, Line, Picture, Shape, chart
 
 TEMPERATURES = (0.7, 0.9, 1.1, 1.4)
-"""Quotients of the sampler's and the trainer's temperature whose curves the map shows."""
+"""Ratios of the sampler's temperature to the trainer's; the map shows a curve for each."""
 FEWEST = 10
-"""Tokens of a bin that is drawn."""
+"""Tokens that a bin must have to be drawn."""
 
 
 def likelihood_map(diagnosis: Diagnosis) -> str:
-    """Map of log pi against log mu, with the line of equal log-probs, and curves of temperatures under RC101."""
+    """Map of log pi against log mu, with the line of equal log-probs, and temperature curves if RC101 applies."""
     evidence = diagnosis.evidence
     beyond = HEAT_EDGES[1] / HEAT_EDGES[0]
     low, high = float(HEAT_EDGES[0] / beyond), float(HEAT_EDGES[-1] * beyond)
@@ -32,7 +32,7 @@ def likelihood_map(diagnosis: Diagnosis) -> str:
     # rows of a picture run from top to bottom
     counts = evidence.heat.T[::-1]
     cells = np.where(counts > 0, np.log10(np.maximum(counts, 1)), np.nan)
-    # a single token must be seen on white, so the scale starts below it
+    # a single token must be visible on white, so the scale starts below it
     most = float(np.nanmax(cells))
     image = png(cells.tolist(), -most / 3, max(most, 1.0))
     shapes: list[Shape] = [Picture(base64.b64encode(image).decode()), Line([low, high], [low, high], "c2")]
@@ -129,7 +129,7 @@ def who_explains(evidence: Evidence) -> str:
     return card(
         "Who explains |l|?",
         table(rows, head=("factor", "of its variance", "", "", "values")),
-        "The share of the variance of |l| that lies between the values of each column, less what as many random groups "
+        "The share of the variance of |l| between the values of each column, minus what as many random groups "
         "would have; the p-value permutes responses, or tokens inside their response.",
         "the logged log-prob leads, because rare tokens are noisier; all others are near zero.",
         wide=True,
@@ -181,6 +181,6 @@ def _others(profile: Profile) -> float:
 
 
 def _tempered(log_mu: np.ndarray, temperature: float, others: float) -> np.ndarray:
-    """log pi of a token with that log mu where mu is pi at ``temperature``, and ``others`` tokens share the rest."""
+    """log pi of a token with this ``log_mu``, if mu is pi at ``temperature`` and ``others`` tokens share the rest."""
     rest = temperature * (np.log(-np.expm1(log_mu)) - math.log(others)) + math.log(others)
     return temperature * log_mu - np.logaddexp(temperature * log_mu, rest)

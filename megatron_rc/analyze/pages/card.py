@@ -16,7 +16,7 @@ class Cell:
     kind: str = ""
     """words: a sentence, name: a few words, room: the column of bars, red: a value to worry about."""
     bar: float | None = None
-    """Length of a bar in the place of the text, from 0 to 1."""
+    """Length of a bar that replaces the text, from 0 to 1."""
 
 
 def card(

@@ -11,11 +11,11 @@ from megatron_rc.analyze.readers.format import OWN_PAGE
 from megatron_rc.report.page import SCRIPT, document
 
 _BEGINNING = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">' + OWN_PAGE
-"""Every page begins so; nothing else is overwritten."""
+"""Every page begins like this; a file that does not is never overwritten."""
 
 
 def write(diagnosis: Diagnosis, path: str | Path, *, share: bool = False, what_if: bool = False) -> Path:
-    """Write the page of a diagnosis to a file, where an earlier page may be; returns its path.
+    """Write the page of a diagnosis to a file, which may hold an earlier page; returns the path.
 
     Args:
         share: leave out what may name people, machines or text: path, names of servers, finish reasons, ids.
@@ -76,7 +76,7 @@ def page(diagnosis: Diagnosis, *, share: bool = False, what_if: bool = False) ->
 
 
 def _policy() -> str:
-    """The browser loads nothing, and runs our script alone, even if a string of a dump were not escaped."""
+    """A policy by which the browser loads nothing and runs only our script, even if a string is not escaped."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     allowed = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return f'<meta http-equiv="Content-Security-Policy" content="{allowed}">'

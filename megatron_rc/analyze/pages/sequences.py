@@ -14,10 +14,11 @@ from megatron_rc.report.curves import Mark, Series
 from megatron_rc.report.svg import Band, Line, Shape, chart
 
 FEWEST = 20
-"""Responses that must have reached a length for statistics there."""
+"""Responses that must reach a length before statistics are drawn there."""
 DRAWN = 30
 """Responses whose running sum is drawn."""
 POINTS = 100
+"""Lengths at which a curve is drawn; twice as many ranks."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
@@ -114,14 +115,14 @@ def effective_size(evidence: Evidence) -> str:
 
 
 def _longest(sample: Chunk) -> int:
-    """The length that at least FEWEST responses reach; of the longest response where there are fewer."""
+    """The largest length that FEWEST responses reach; with fewer responses, the length that all of them reach."""
     lengths = np.sort(sample.lengths)[::-1]
     lengths = lengths[lengths > 0]
     return int(lengths[min(FEWEST, lengths.size) - 1]) if lengths.size else 0
 
 
 def _sums_at(sample: Chunk, length: int) -> Floats:
-    """[R] sum of the first ``length`` log-ratios of the responses that are so long."""
+    """[R] sum of the first ``length`` log-ratios of the responses that have as many."""
     running = np.concatenate([[0.0], np.cumsum(sample.log_ratio)])
     start = sample.cu_seqlens[:-1][sample.lengths >= length]
     return np.asarray(running[start + length] - running[start])

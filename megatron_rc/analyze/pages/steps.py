@@ -15,12 +15,12 @@ from megatron_rc.report.route_maps import HeatMap
 from megatron_rc.report.svg import Line, chart, line_chart, thinned
 
 LONGEST_NAME = 7
-"""Characters of a server's name that fit beside its row."""
+"""Characters of a server's name that fit next to its row."""
 
 LINEAR_UP_TO = 4.0
 """Factors that span more are drawn on a logarithmic axis."""
 LEAST_SPAN = 1.0
-"""Decades of k3 that the colours span at least: hardware and tasks differ by a factor of less than 3."""
+"""Fewest decades of k3 that the colours span: hardware and tasks alone differ by a factor of less than 3."""
 
 
 def servers(evidence: Evidence, share: bool) -> str:
@@ -37,7 +37,7 @@ def servers(evidence: Evidence, share: bool) -> str:
         shown.title,
         heat_map(shown, least_span=LEAST_SPAN),
         "A row that is darker is a server with other weights or another kernel; a column is a step at which all of "
-        "them were off; a row that darkens and then starts anew was restarted.",
+        "them were off; a row that darkens and then starts over is a server that was restarted.",
         "one colour.",
         "log10 of nats per token",
     )
@@ -98,7 +98,7 @@ def split(diagnosis: Diagnosis) -> str:
 
 
 def short_names(names: list[str]) -> list[str]:
-    """Names without the words that all of them begin and end with, cut where they are still too long."""
+    """Names without the words that all of them begin or end with, cut if they are still too long."""
     first, last = _shared(names), _shared([name[::-1] for name in names])
     parts = [name[first : len(name) - last] for name in names]
     shown = parts if all(parts) else names
@@ -106,6 +106,6 @@ def short_names(names: list[str]) -> list[str]:
 
 
 def _shared(names: list[str]) -> int:
-    """Characters of the whole words with which all names begin."""
+    """Number of characters in the whole words that all names begin with."""
     shared = [letters[0] for letters in takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))]
     return max((place + 1 for place, letter in enumerate(shared) if not letter.isalnum()), default=0)

@@ -1,4 +1,4 @@
-"""The tokens of the largest log-ratios, in context."""
+"""The tokens with the largest log-ratios, in context."""
 
 import numpy as np
 
@@ -6,8 +6,9 @@ from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.pages.card import Cell, card, table
 
 TOP = 20
+"""Tokens that are shown."""
 BEFORE, AFTER = 3, 2
-"""Neighbours that are shown."""
+"""Neighbours whose ids are shown."""
 
 
 def top_tokens(evidence: Evidence, share: bool) -> str:

@@ -13,7 +13,7 @@ READERS = (parquet, jsonl, nemo_rl, prime_rl, prime_rl_traces, slime, miles, ver
 FORMATS: tuple[Format, ...] = tuple(reader.FORMAT for reader in READERS)
 """In the order in which they are preferred where a folder holds several."""
 MAX_FILES = 200_000
-"""Files that are looked at below a folder."""
+"""Most files that are looked at below a folder."""
 
 
 def open_dump(path: str | Path, format: str | None = None) -> Dump:
@@ -33,7 +33,7 @@ def open_dump(path: str | Path, format: str | None = None) -> Dump:
     if format and format not in by_name:
         raise ValueError(f"unknown format {format!r}; known: {', '.join(by_name)}")
     chosen = by_name[format] if format else _best(contents, path)
-    # damaged files of its container are counted
+    # a damaged file of the same container is counted as damaged, not ignored
     fitting = [
         file
         for file, content in contents.items()
@@ -47,7 +47,7 @@ def open_dump(path: str | Path, format: str | None = None) -> Dump:
 
 
 def _best(contents: dict[Path, Content], path: Path) -> Format:
-    """The first format that a file has."""
+    """The first of FORMATS that any file has."""
     for known in FORMATS:
         if any(known.fits(content) for content in contents.values()):
             return known

@@ -9,6 +9,7 @@ from megatron_rc.analyze.chunk import Chunk
 CHUNK_TOKENS = 1_000_000
 """A reader yields chunks of about this many tokens, so that memory does not grow with the dump."""
 NAMED_ROWS = 5
+"""Most corrupt rows and files that are named; the others are only counted."""
 
 
 def printable(text: str) -> str:
@@ -17,7 +18,7 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, as a part of a sentence."""
+    """The first line of another library's error, short enough for a sentence."""
     return printable(str(error).strip().split("\n", 1)[0])[:200]
 
 
@@ -57,7 +58,7 @@ Group = tuple[Path, ...]
 class Dump:
     """Files of one format.
 
-    ``chunks`` is read once; afterwards ``corrupt`` says which rows and files were left out.
+    ``chunks`` can be read once; afterwards ``corrupt`` says which rows and files were left out.
     """
 
     format: str

@@ -18,7 +18,7 @@ FIRST_LINES = 5
 """Lines at the start of a JSON file, at least one of which must be whole for its format to be recognised."""
 
 OWN_PAGE = '<meta name="generator" content="megatron-rc analyze">'
-"""What the head of a page of an analysis holds."""
+"""Tag in the head of every page that an analysis writes."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Content:
     """What the first look at a file shows."""
 
     container: str
-    """parquet, jsonl, torch, page for one that an analysis wrote, or unknown."""
+    """parquet, jsonl, torch, page (one that an analysis wrote), or unknown."""
     names: frozenset[str] = frozenset()
     """Columns of Parquet, keys of the first JSON object, or texts at the start of what torch saved."""
     problem: str = ""
@@ -43,19 +43,19 @@ class Format:
     """Name for the report."""
     container: str
     shows: tuple[frozenset[str], ...]
-    """Names that a file of the format shows, one set for each kind of its files."""
+    """Names by which a file of the format is recognised, one set for each kind of file."""
     read: Callable[[Group, CorruptRows], Iterator[Chunk]]
     """Yields the chunks of files that belong together."""
     groups: Callable[[list[Path]], list[Group]] = lambda files: [(file,) for file in files]
-    """Sorts files of the format, and files beside them, into groups that are read together; it may leave files out."""
+    """Sorts files of the format, and files next to them, into groups that are read together; it may leave files out."""
     beside: frozenset[str] = frozenset()
-    """Names in files that have no format of their own and are read together with files of this one; empty: none are."""
+    """Names in files of no format that are read together with files of this one; empty if there are no such files."""
 
     def fits(self, content: Content) -> bool:
         return content.container == self.container and any(content.names >= names for names in self.shows)
 
     def has_beside(self, content: Content) -> bool:
-        """True for a file that may be read together with files of the format, without being one."""
+        """True for a file that is not of the format, but may be read together with its files."""
         return content.container == self.container and bool(self.beside) and content.names >= self.beside
 
 

@@ -16,7 +16,7 @@ from megatron_rc.analyze.readers.dump import CorruptRows, UnreadableFile, first_
 from megatron_rc.analyze.readers.rows import BadRow, Row, packed
 
 MAX_LINE = 64 << 20
-"""Bytes of a line after decompression: 1M tokens in every column; a longer line is no row of a dump."""
+"""Most bytes of a line after decompression: enough for 1M tokens in every column."""
 BLOCK = 4 << 20
 """Bytes that are decompressed and parsed at once."""
 Schema = dict[str, pa.DataType]
@@ -89,7 +89,7 @@ def read_rows(
 
 
 def _blocks(file: Path) -> Iterator[tuple[list[int], list[bytes]]]:
-    """Yield lines that are not empty, with their numbers, in blocks of about BLOCK; those before damage included."""
+    """Yield the lines that are not empty, with their numbers, in blocks of about BLOCK, up to the first damage."""
     numbers: list[int] = []
     block: list[bytes] = []
     size = 0
@@ -112,9 +112,9 @@ def _blocks(file: Path) -> Iterator[tuple[list[int], list[bytes]]]:
 
 
 def arrow_records(block: list[bytes], schema: Schema) -> list[dict[str, Any]] | None:
-    """The objects of some lines as Arrow reads them, many times as fast as Python, with a list as an array.
+    """The objects of some lines, read by Arrow, which is many times as fast as Python; a list becomes an array.
 
-    None where a value has another type than in the schema, or a line is damaged: Python then says what is wrong.
+    None if a value has another type than in the schema, or a line is damaged: Python then finds what is wrong.
     """
     text = b"\n".join(block)
     reading = pj.ReadOptions(use_threads=False, block_size=len(text) + 1)
@@ -134,7 +134,7 @@ def arrow_records(block: list[bytes], schema: Schema) -> list[dict[str, Any]] | 
 
 
 def _items(column: pa.Array) -> Sequence[Any]:
-    """One value per row: arrays of lists of numbers, also of those that stand in a list of one; else as Python has it.
+    """One value per row: a list of numbers, also inside a list of one, as an array; all else as a Python object.
 
     Raises ValueError for null or several lists, and for a number so large that Arrow makes it infinite.
     """

@@ -21,7 +21,7 @@ SCHEMA = (
     | {name: ARROW[column.kind] for name, column in SEQUENCE_COLUMNS.items()}
     | {LOG_PI: NUMBERS, LOG_MU: NUMBERS, PROMPT: IDS, VERSIONS: pa.list_(pa.struct([(n, pa.int64()) for n in SPAN]))}
 )
-"""Types by the name in the file; an advantage of every token is read line by line."""
+"""Types by the name in the file; lists of advantages do not fit, and are read line by line instead."""
 
 
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
@@ -40,7 +40,7 @@ def row_of(record: dict[str, Any]) -> rows.Row:
     sequence = {}
     for name, column in TOKEN_COLUMNS.items():
         value = record.get(RENAMED.get(name, name))
-        # advantage is a column of both kinds: a list is one of tokens
+        # advantage may be per token or per sequence: a list is per token
         if value is None or (name in SEQUENCE_COLUMNS and not isinstance(value, list | np.ndarray)):
             continue
         tokens[name] = KINDS.get(column.kind, rows.numbers)(value, name)

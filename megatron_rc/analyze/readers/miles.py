@@ -2,7 +2,7 @@
 
 Ranks of a tensor-parallel group write the same samples, early pipeline stages write no log-probs, and each rank of a
 context-parallel group writes its own slices of a sample. Each sample is read once, from the ranks that have it, with
-what ``--dump-details`` or ``--save-debug-rollout-data`` wrote of it before training.
+what ``--dump-details`` or ``--save-debug-rollout-data`` wrote about it before training.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,13 +22,13 @@ from megatron_rc.analyze.readers.torch_file import TorchFile, item_of, length_of
 from megatron_rc.analyze.readers.train_samples import LOG_MU, LOG_PI, row_of
 
 SLICED = (LOG_PI, LOG_MU, "entropy", "advantages")
-"""Columns of which a context-parallel rank has only its own tokens."""
+"""Columns in which a context-parallel rank has only its own tokens."""
 Place = tuple[int, int]
 """Number of a file in its group, and of a sample in the file."""
 
 
 def groups(files: list[Path]) -> list[Group]:
-    """The files of each rollout together, with what is known of its samples before training."""
+    """The files of each rollout together, with what is known about its samples before training."""
     by_rollout: dict[tuple[Path, int | None], list[Path]] = {}
     before = [file for file in files if rollout_data.is_rollout_data(file)]
     for file in files:
@@ -61,12 +61,12 @@ class Rank:
         return item_of(self.columns[name], index) if self.has(name) else None
 
     def key(self, index: int) -> Any:
-        """What names a sample on every rank."""
+        """The value that identifies a sample on every rank."""
         return value_of(self.value("sample_indices", index))
 
 
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
-    """Yield the chunks of one rollout; UnreadableFile without log-probs, or numbers of the samples of several ranks."""
+    """Yield the chunks of one rollout; UnreadableFile without log-probs, or if several ranks do not number samples."""
     ranks: list[Rank] = []
     for file in group:
         if len(group) > 1 and rollout_data.is_rollout_data(file):
@@ -142,7 +142,7 @@ def _joined(name: str, holders: list[tuple[Rank, int]], sample: dict[str, Any]) 
 def token_owners(total: int, response: int, size: int, length: int) -> NDArray[np.int64]:
     """[response] context-parallel rank that computed the log-prob of each response token.
 
-    A sequence of ``length`` positions is cut into 2 * size chunks, of which rank r has number r and the r-th from the
+    A sequence of ``length`` positions is cut into 2 * size chunks; rank r has chunk r and the r-th from the
     end. The log-prob of a token is computed at the position before it.
     """
     chunk = max(1, -(-length // (2 * size)))

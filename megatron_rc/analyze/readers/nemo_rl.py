@@ -1,4 +1,4 @@
-"""NeMo-RL's ``train_data_step*.jsonl``: one sample per line, each value in a list of one."""
+"""NeMo-RL's ``train_data_step*.jsonl``: one sample per line, each value inside a list of length one."""
 
 import re
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ SCHEMA = {
 
 
 def read(group: Group, corrupt: CorruptRows) -> Iterator[Chunk]:
-    """Yield the chunks of one file, whose step its name says."""
+    """Yield the chunks of one file; the step is in its name."""
     (file,) = group
     step = step_of(file)
     return read_rows(file, corrupt, lambda record: row_of(record, step), SCHEMA)
@@ -64,7 +64,7 @@ def row_of(record: dict[str, Any], step: int | None) -> rows.Row:
         else:
             rows.check_sizes({"advantages": advantages}, mask.size, f"{MASK} has")
             tokens["advantage"] = advantages[span]
-    # rewards are those before dynamic sampling filtered them, and then belong to other rows
+    # with dynamic sampling, rewards are those from before the filter, and belong to other rows
     reward = record.get("filtered_rewards", record.get("rewards"))
     if reward is not None:
         sequence["reward"] = single(reward)

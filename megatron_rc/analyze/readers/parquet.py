@@ -12,9 +12,9 @@ from megatron_rc.analyze.readers.format import Format
 from megatron_rc.analyze.readers.parquet_columns import LOG_MU, LOG_PI, chunk_of, wanted_columns
 
 MAX_GROUP_BYTES = 4 << 30
-"""Bytes of the wanted columns in one row group once decompressed, as its header declares them."""
+"""Most decompressed bytes of the wanted columns in one row group, as its header declares them."""
 MAX_GROUP_VALUES = 1 << 29
-"""Values of one wanted column in one row group: run lengths can declare any number of them in a few bytes."""
+"""Most values of one wanted column in one row group: run lengths can declare any number of them in a few bytes."""
 MAX_ROWS = 512
 """Rows that are decoded at once; fewer where responses are so long that they hold more than CHUNK_TOKENS."""
 
@@ -54,8 +54,8 @@ def _batches(opened: pq.ParquetFile, names: list[str], file: Path) -> Iterator[p
     leaves = [i for i, path in enumerate(opened.reader.column_paths) if path[0] in names]
     for number in range(opened.num_row_groups):
         try:
-            # Arrow ends the process when it is asked about a damaged column, but makes no reader of one and says why;
-            # a batch of no rows makes the readers and decodes nothing
+            # Arrow ends the process when it is asked about a damaged column, but raises an error when it opens a reader
+            # of one; asking for a batch of no rows opens the readers and decodes nothing
             next(opened.reader.iter_batches(0, row_groups=[number], column_indices=leaves), None)
             group = opened.metadata.row_group(number)
             columns = [group.column(leaf) for leaf in leaves]

@@ -17,7 +17,7 @@ from megatron_rc.analyze.readers.rows import MAX_TEXT, checked
 LOG_PI, LOG_MU = "old_logprobs", "rollout_logprobs"
 WITHOUT_OLD_PASS = "; a training job computes them with correction.old: recompute alone"
 RENAMED = {"token_id": "output_ids"}
-"""Names in the file of the columns whose name here is another."""
+"""Names in the file of the columns that have another name here."""
 VERSIONS, PROMPT = "weight_versions", "prompt_ids"
 SPAN = ("version", "start", "end")
 TOKENS = {LOG_PI: "number", LOG_MU: "number"} | {
@@ -27,7 +27,7 @@ TOKENS = {LOG_PI: "number", LOG_MU: "number"} | {
 
 
 def wanted_columns(schema: pa.Schema, file: Path) -> list[str]:
-    """Names of the columns that an analysis reads; UnreadableFile for a missing, double or wrong one."""
+    """Names of the columns that an analysis reads; UnreadableFile for a missing, duplicate or wrong one."""
     known = [*TOKENS, *SEQUENCE_COLUMNS, VERSIONS, PROMPT]
     names = [name for name in dict.fromkeys(known) if name in schema.names]
     for needed in (LOG_PI, LOG_MU):
@@ -43,7 +43,7 @@ def wanted_columns(schema: pa.Schema, file: Path) -> list[str]:
 
 
 def chunk_of(batches: list[pa.RecordBatch], file: Path, row: int, corrupt: CorruptRows) -> Iterator[Chunk]:
-    """Yield the chunk of some rows, the first of which has number ``row``; nothing when all of them are corrupt."""
+    """Yield the chunk of some rows, numbered from ``row``; nothing when all of them are corrupt."""
     if not batches:
         return
     table = pa.Table.from_batches(batches).combine_chunks()
@@ -62,7 +62,7 @@ def chunk_of(batches: list[pa.RecordBatch], file: Path, row: int, corrupt: Corru
 
 
 def _expected(name: str, kind: pa.DataType) -> str:
-    """What a column must be where it is something else; empty where its type fits."""
+    """The type that a column should have; empty if it fits."""
     if name == VERSIONS:
         spans = _is_list(kind) and pa.types.is_struct(kind.value_type)
         names = {field.name for field in kind.value_type} if spans else set()

@@ -41,11 +41,11 @@ def row_of(record: dict[str, Any]) -> rows.Row:
     if record.get("token_ids") is not None:
         columns["token_id"] = rows.whole_numbers(record["token_ids"], "token_ids")
     rows.check_sizes({LOG_PI: log_pi, LOG_MU: log_mu, **columns}, mask.size, f"{MASK} has")
-    # tokens of the cross-entropy or the reference term alone have no log-prob of the sampler
+    # tokens that only the cross-entropy or the reference term uses have no log-prob of the sampler
     weights = record.get("rl_weights")
     if weights is not None:
         weights = rows.numbers(weights, "rl_weights")
-        # null stands for the weight 1 of every token
+        # null means a weight of 1 for every token
         mask = mask & (weights != 0) if weights.size == mask.size else mask
     span = rows.trained_span(mask)
     known = {name: record[key] for name, key in SEQUENCE.items() if record.get(key) is not None}

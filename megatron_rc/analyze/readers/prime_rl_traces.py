@@ -2,8 +2,8 @@
 
 ``stream/*.jsonl`` holds each episode as it arrived: traces of messages, each with its tokens and the log-probs of the
 sampled ones. ``annotations/*/*.jsonl`` holds what the trainer and the orchestrator computed later, by trace and branch:
-one value per token from the first message of the branch on, null where the token was not trained on. The trainer's end
-early where it cut the sequence. Finished files end in .zst.
+one value per token from the first message of the branch on, null where the token was not trained on. The trainer's
+values end early where it cut the sequence. Finished files end in .zst.
 """
 
 import tempfile
@@ -25,7 +25,7 @@ LOG_PI, ENTROPY, ADVANTAGE = STREAMS = ("trainer_logprobs", "entropies", "advant
 
 
 def groups(files: list[Path]) -> list[Group]:
-    """All files together: an annotation may stand anywhere after its trace."""
+    """All files together: an annotation may come anywhere after its trace."""
     return [tuple(files)]
 
 
@@ -50,14 +50,14 @@ FORMAT = Format("prime-rl-traces", "prime-rl trace stream", "jsonl", SHOWS, read
 
 
 class Note(NamedTuple):
-    """Where the values of a branch lie in the file."""
+    """Where the values of a branch are in the file."""
 
     offset: int
     size: int
 
 
 class Annotations:
-    """What the trainer and the orchestrator said of each branch, on disk, because it is as long as the dump."""
+    """What the trainer and the orchestrator wrote about each branch; it is as long as the dump, so it is on disk."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -66,7 +66,7 @@ class Annotations:
         self._end = 0
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add the branches of a record, in place of those of an earlier one; BadRow unless it is such a record."""
+        """Add the branches of a record, which replace those of an earlier one; BadRow if it is not an annotation."""
         trace, branches, info = record.get("trace_id"), record.get("branches"), record.get("info")
         if not isinstance(trace, str) or not isinstance(branches, list):
             raise rows.BadRow("trace_id must be a text and branches a list")
@@ -103,12 +103,12 @@ class Annotations:
         return values
 
     def step(self, trace: str) -> dict[str, int]:
-        """The step of the batch that a trace was trained in, as a column, where the orchestrator said it."""
+        """The step of the batch that a trace was trained in, as a column, if the orchestrator wrote it."""
         return {"step": self._steps[trace]} if trace in self._steps else {}
 
 
 def _is_annotations(path: Path, notes: Annotations, corrupt: CorruptRows) -> bool:
-    """Add the records of a file of annotations; False for a file of episodes, of which one line is read."""
+    """Add the records of a file of annotations; False after one line for a file of episodes."""
     found = False
     try:
         for number, line in enumerate(lines(path), 1):
@@ -173,9 +173,9 @@ def _path(nodes: list[dict[str, Any]], leaf: int) -> list[dict[str, Any]]:
         parent = nodes[at].get("parent")
         if parent is None:
             return path[::-1]
-        # a parent stands before its children
+        # a parent comes before its children
         if type(parent) is not int or not 0 <= parent < at:
-            raise rows.BadRow(f"the parent of node {at} must stand before it")
+            raise rows.BadRow(f"the parent of node {at} must come before it")
         at = parent
 
 

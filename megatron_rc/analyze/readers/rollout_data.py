@@ -1,4 +1,4 @@
-"""What slime and miles know of a sample before training, and do not repeat in their train data.
+"""What slime and miles know about a sample before training and do not repeat in their train data.
 
 ``--save-debug-rollout-data`` and ``--dump-details`` (its folder rollout_data) write one torch file per rollout with the
 fields of every Sample.
@@ -20,7 +20,7 @@ NAMES = frozenset({"rollout_id", "samples"})
 
 
 def _head(file: Path) -> list[str | int]:
-    """The values at the start of a file; none of a damaged one."""
+    """The values at the start of a file; none for a damaged one."""
     try:
         return first_values(file)
     except UnreadableFile:
@@ -40,9 +40,9 @@ def rollout_of(file: Path) -> int | None:
 
 
 def beside(train: Iterable[Group], rollouts: Iterable[Path]) -> list[Group]:
-    """Each group of train data with the samples of its rollout behind it, where they are there.
+    """Each group of train data, followed by the file with the samples of its rollout if there is one.
 
-    Files of evaluations are left out: they have the number of a rollout, and "eval_" before it in their names.
+    Files of evaluations are left out: their names have "eval_" before the number of the rollout.
     """
     samples: dict[int | None, list[Path]] = {}
     for file in rollouts:
@@ -60,7 +60,7 @@ def beside(train: Iterable[Group], rollouts: Iterable[Path]) -> list[Group]:
 
 
 def _of_dump_details(train: Path, number: int | None) -> list[Path]:
-    """The file in the folder rollout_data beside the folder train_data, which alone was given."""
+    """The file in the folder rollout_data next to the folder train_data, if only the latter was given."""
     file = train.absolute().parent.with_name("rollout_data") / f"{number}.pt"
     return [file] if train.absolute().parent.name == "train_data" and file.is_file() and is_rollout_data(file) else []
 
@@ -75,7 +75,7 @@ class RolloutData:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        # routes and rewards may be of NumPy, and are not needed
+        # routes and rewards may be NumPy values, and are not needed
         saved = TorchFile(file).load(skip_numpy=True)
         samples = saved.get("samples") if type(saved) is dict else None
         if type(samples) is not list or not all(type(sample) is dict for sample in samples):
@@ -84,25 +84,25 @@ class RolloutData:
         self._by_index: dict[int, int] = {}
         for place, sample in enumerate(samples):
             if type(index := sample.get("index")) is int:
-                # siblings of one rollout may share it, and then it names none of them
+                # an index that several samples share identifies none of them
                 self._by_index[index] = -1 if index in self._by_index else place
 
     def sample(self, place: Any, index: Any) -> dict[str, Any] | None:
-        """The sample at a place of the rollout, or else with an index."""
+        """The sample at a place of the rollout; without a place, the one with the index."""
         if type(place) is not int:
             place = self._by_index.get(index, -1) if type(index) is int else -1
         return self._samples[place] if 0 <= place < len(self._samples) else None
 
 
 Name = tuple[Any, Any]
-"""Place of a training sample in its rollout, and its index; None for what the host does not say."""
+"""Place of a training sample in its rollout, and its index; None where the host does not give it."""
 
 
 def read(group: Group, samples: Iterable[tuple[Name, Any]], corrupt: CorruptRows) -> RolloutData | None:
-    """The samples of the rollout, where a file of them stands last in a group.
+    """The samples of the rollout, if the last file of a group holds them.
 
-    ``samples``: name and token ids of each training sample. Other samples than those of the train data are counted as a
-    file that cannot be read, and left out.
+    ``samples``: name and token ids of each training sample. A file with other samples than the train data counts as one
+    that cannot be read, and is left out.
     """
     if len(group) < 2 or not is_rollout_data(group[-1]):
         return None

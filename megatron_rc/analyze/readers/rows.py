@@ -12,10 +12,10 @@ from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 from megatron_rc.analyze.readers.dump import CHUNK_TOKENS, CorruptRows, UnreadableFile, printable
 
 MAX_TEXT = 200
-"""Characters of a text in a column, such as the name of a server; a longer one is damage."""
+"""Most characters of a text in a column, such as the name of a server; a longer one is damage."""
 NUMBERS = {int, float, bool, type(None)}
 """Types that a list of numbers may hold. Nested lists are refused unread: in a pickle they may share their items,
-and then a small one can be of any size."""
+so that a small file becomes a list of any size."""
 
 
 class BadRow(ValueError):
@@ -91,7 +91,7 @@ def _is_number(value: Any) -> bool:
 
 
 def one_value(value: Any, name: str, kind: str) -> Any:
-    """A value of a column with one per sequence, as the column's kind has it."""
+    """A value of a sequence, converted to the kind of its column."""
     if kind == "text":
         if not isinstance(value, str) or len(value) > MAX_TEXT:
             raise BadRow(f"{name} must be a text of at most {MAX_TEXT} characters")
@@ -109,7 +109,7 @@ def one_value(value: Any, name: str, kind: str) -> Any:
 
 
 def checked(chunk: Chunk, where: Callable[[int], str], corrupt: CorruptRows) -> Chunk:
-    """A chunk without the rows whose loss tokens lack a value, and without columns of sequences that lack one.
+    """A chunk without the rows whose loss tokens lack a value, and without the columns of sequences that lack one.
 
     Log-probs stay as they are: damage to them is evidence. ``where`` turns the number of a row in the chunk into the
     name that messages use.
@@ -131,9 +131,9 @@ def checked(chunk: Chunk, where: Callable[[int], str], corrupt: CorruptRows) -> 
 
 
 def packed(rows: Iterable[tuple[str, Callable[[], Row]]], corrupt: CorruptRows) -> Iterator[Chunk]:
-    """Yield rows as chunks of about CHUNK_TOKENS, those before the damage of a file included.
+    """Yield rows as chunks of about CHUNK_TOKENS; of a damaged file, the rows before the damage.
 
-    ``rows``: file and number of each, and what reads it; a damaged row is counted and left out.
+    ``rows``: the file and number of each, and a function that reads it; a damaged row is counted and left out.
     """
     places: list[str] = []
     waiting: list[Row] = []
@@ -160,7 +160,7 @@ def packed(rows: Iterable[tuple[str, Callable[[], Row]]], corrupt: CorruptRows) 
 
 
 def check_sizes(columns: Mapping[str, NDArray[Any]], size: int, says: str) -> None:
-    """Raise BadRow for a column of another size, which ``says`` names the source of."""
+    """Raise BadRow for a column whose size is not ``size``; ``says`` tells where that number is from."""
     for name, values in columns.items():
         if values.size != size:
             raise BadRow(f"{name} has {values.size} values, {says} {size}")

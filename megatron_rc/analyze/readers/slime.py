@@ -17,6 +17,7 @@ from megatron_rc.analyze.readers.torch_file import TorchFile, item_of, length_of
 from megatron_rc.analyze.readers.train_samples import LOG_MU, LOG_PI, row_of
 
 VERSION = 2
+"""The format version of train data that can be read."""
 
 
 def groups(files: list[Path]) -> list[Group]:

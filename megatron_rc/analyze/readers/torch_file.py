@@ -19,10 +19,10 @@ from megatron_rc.analyze.readers.dump import UnreadableFile, first_line
 from megatron_rc.analyze.readers.torch_pickle import DTYPES, Refused, Storage, Tensor, Unpickler
 
 MAX_PICKLE = 256 << 20
-"""Bytes of data.pkl; it names tensors and holds none, so a larger one is no dump of log-probs."""
+"""Most bytes of data.pkl; it names tensors but does not hold them, so a larger one is no dump of log-probs."""
 
 START = 4096
-"""Bytes that are looked at to know a file."""
+"""Bytes at the start of a file that are read to recognise it."""
 
 
 class TorchFile:
@@ -99,9 +99,9 @@ class TorchFile:
 
 
 def first_values(path: Path) -> list[str | int]:
-    """Texts and integers at the start of what was saved, in order: its first keys among them.
+    """Texts and integers at the start of what was saved, in order; its first keys are among them.
 
-    torch.save writes the pickle first, so that a folder of many files is known without their tables of contents. Raises
+    torch.save writes the pickle first, so the files of a folder are recognised without their tables of contents. Raises
     UnreadableFile for a file of another kind.
     """
     with path.open("rb") as opened:
@@ -134,7 +134,7 @@ def value_of(value: Any) -> Any:
 
 
 def length_of(value: Any) -> int | None:
-    """Items of a list or tensor; None for anything else."""
+    """Number of items of a list or tensor; None for anything else."""
     if isinstance(value, Tensor):
         return value.shape[0] if value.shape else None
     return len(value) if isinstance(value, list | tuple) else None

@@ -1,7 +1,7 @@
 """What the pickle of a file of ``torch.save`` may hold: plain values, tensors, their storages and OrderedDict.
 
-Any other class or function is refused by name. Python's own unpickler reads it in place of the one in C, because here
-each instruction can be counted, and those that cost without end can be left out.
+Any other class or function is refused by name. The unpickler written in Python reads it, not the one in C, because here
+each instruction can be counted, and those of unbounded cost can be left out.
 """
 
 import io
@@ -19,7 +19,7 @@ MAX_INSTRUCTIONS = 5_000_000
 """Limit on instructions: a tensor takes about 30, a run of numbers one. Reading this many takes seconds."""
 
 MAX_DIMENSIONS = 64
-"""Dimensions of a tensor, as many as NumPy has."""
+"""Most dimensions of a tensor, as many as NumPy allows."""
 
 DTYPES: dict[str, Any] = {
     "DoubleStorage": np.float64,
@@ -33,17 +33,17 @@ DTYPES: dict[str, Any] = {
     "ByteStorage": np.uint8,
     "BoolStorage": np.uint8,
 }
-"""Element types by the storage class of torch; of bfloat16, its 16 bits."""
+"""Element types by the storage class of torch; for bfloat16, its 16 bits."""
 
 NUMPY = {
     *((f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
     *(("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")),
 }
-"""Module and name of what a pickle makes arrays and numbers of NumPy from."""
+"""Module and name of what a pickle calls to make NumPy arrays and numbers."""
 
 
 class Sealed:
-    """What a pickle may hold and not change: pickle's BUILD would otherwise set fields behind their checks."""
+    """An object that a pickle may hold but not change: its BUILD could otherwise set fields after their checks."""
 
     def __setstate__(self, state: Any) -> None:
         raise pickle.UnpicklingError("a tensor is changed after it was made")
@@ -68,7 +68,7 @@ class Storage(Sealed):
 
 @dataclass(frozen=True)
 class Tensor(Sealed):
-    """A view of a storage, read when it is asked for; UnpicklingError unless it lies within the storage."""
+    """A view of a storage, read when it is asked for; UnpicklingError unless it is within the storage."""
 
     storage: Storage
     offset: int
@@ -99,7 +99,7 @@ class Tensor(Sealed):
 
 
 class Unread(Sealed):
-    """What stands for an array of NumPy, and for what the pickle makes it from: nothing of it is kept."""
+    """Stand-in for a NumPy array, and for what the pickle makes it from; it keeps nothing."""
 
     def __call__(self, first: Any = None, second: Any = None, third: Any = None) -> "Unread":
         return self
@@ -109,7 +109,7 @@ class Unread(Sealed):
 
 
 class Ordered(Sealed, dict[Any, Any]):
-    """What stands for OrderedDict: a dictionary keeps its order, too."""
+    """Stand-in for OrderedDict: a dictionary keeps its order, too."""
 
 
 class NewOrdered(Sealed):
@@ -138,7 +138,7 @@ class Refused(pickle.UnpicklingError):
 
 
 class Fixed(tuple[Any, ...]):
-    """A tuple that is no key: hashing one that is made of shared tuples takes 2^depth steps."""
+    """A tuple that cannot be a key: hashing a tuple of shared tuples takes 2^depth steps."""
 
     __slots__ = ()
 
@@ -147,8 +147,8 @@ class Fixed(tuple[Any, ...]):
 
 
 class Unpickler(pickle._Unpickler):
-    """Reads one pickle; ``elements`` reads those of a storage, ``skip_numpy`` gives Unread for every value of NumPy,
-    which is refused otherwise.
+    """Reads one pickle. ``elements`` reads the elements of a storage; ``skip_numpy`` gives Unread for every NumPy
+    value, which is refused otherwise.
     """
 
     stack: list[Any]
@@ -184,7 +184,7 @@ class Unpickler(pickle._Unpickler):
         return Storage(self._elements, key, kind.name, size)
 
     def load_numbers(self) -> None:
-        """Numbers one after the other, as the lists of a dump hold them by the million: C reads them as one list."""
+        """Read a run of numbers as one list, in C: the lists of a dump hold millions of them."""
         run = _NUMBERS.match(self._raw, self._stream.tell() - 1)
         if run is None:
             raise EOFError
@@ -218,12 +218,12 @@ def _fixed(load: Callable[[Any], None]) -> Callable[[Any], None]:
 _INSTRUCTIONS: dict[int, Callable[[Any], Any]] = {
     **pickle._Unpickler.dispatch,
     **dict.fromkeys((ord(code) for code in "GJMK"), Unpickler.load_numbers),
-    # the length of a frame: its instructions are read as if they stood outside of one
+    # skip the length of a frame: its instructions are read as if there were no frame
     pickle.FRAME[0]: lambda self: self.read(8),
 }
 for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
     _INSTRUCTIONS[_code[0]] = _fixed(_INSTRUCTIONS[_code[0]])
 for _code in (pickle.INT, pickle.LONG, pickle.LONG4, pickle.BYTEARRAY8):
-    # numbers of any length, each use of which as a key hashes all of it, and bytes that are allocated before they are
-    # read; torch.save writes none of them
+    # numbers of any length, which are hashed in full whenever they are a key, and bytes that are allocated before they
+    # are read; torch.save writes none of them
     del _INSTRUCTIONS[_code[0]]

@@ -14,10 +14,10 @@ from megatron_rc.analyze.readers.torch_file import value_of
 
 LOG_PI, LOG_MU = "log_probs", "rollout_log_probs"
 PER_TOKEN = {"loss_mask": "loss_masks", "entropy": "entropy", "advantage": "advantages"}
-"""Columns of response tokens by their name here, with the name of the host."""
+"""Columns of response tokens by their name here, with the host's name."""
 
 FINISH_REASONS = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "failed"}
-"""By the status of a sample before training."""
+"""Finish reasons by the status of a sample before training."""
 
 READ = (LOG_PI, LOG_MU, *PER_TOKEN.values(), "tokens", "response_lengths", "total_lengths", "truncated",
         "weight_versions")  # fmt: skip
@@ -25,7 +25,7 @@ READ = (LOG_PI, LOG_MU, *PER_TOKEN.values(), "tokens", "response_lengths", "tota
 
 
 def row_of(sample: Mapping[str, Any], known: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> rows.Row:
-    """The response of a sample, with columns that stand elsewhere in the file, and of the sample before training."""
+    """The response of a sample, with the columns ``known`` from elsewhere in the file and those from ``before``."""
     # routes and images may be many times as large as all of these
     values = {name: value_of(sample[name]) for name in READ if name in sample}
     response, total = (rows.size(values.get(name), name) for name in ("response_lengths", "total_lengths"))
@@ -58,8 +58,8 @@ def row_of(sample: Mapping[str, Any], known: Mapping[str, Any], before: Mapping[
 def columns_before(sample: Mapping[str, Any], prompt_length: int) -> dict[str, Any]:
     """The columns of the sequence that a sample before training knows.
 
-    ``cached_tokens`` counts every request of the sample, so it is the share of all their prompts times the length of
-    the first one: with a single request, the number itself.
+    The host adds up the cached tokens of all requests of a sample, so ``cached_tokens`` is the cached share of their
+    prompts times the length of the first one; with a single request, it is the host's number.
     """
     known: dict[str, Any] = {}
     if type(sample.get("group_index")) is int:
@@ -72,14 +72,14 @@ def columns_before(sample: Mapping[str, Any], prompt_length: int) -> dict[str, A
     cache = sample.get("prefix_cache_info")
     if type(cache) is dict:
         cached, prompts = (rows.size(cache.get(name, 0), name) for name in ("cached_tokens", "total_prompt_tokens"))
-        # a host whose server said nothing has 0 of 0
+        # a host whose server reports nothing has 0 of 0
         if prompts:
             known["cached_tokens"] = cached * prompt_length / prompts
     return known
 
 
 def whole_versions(versions: Any) -> list[int]:
-    """The versions of the weights of a sample's requests; none where one of them is no number."""
+    """The versions of the weights of a sample's requests; empty if one of them is not a number."""
     if not isinstance(versions, list):
         return []
     texts = [str(version) if type(version) is int and 0 <= version < 2**53 else version for version in versions]

@@ -10,12 +10,12 @@ from megatron_rc.analyze.rules.rule import DOUBTS, Range, Rule, Verdict
 TRIED = Range(tokens=2_000, surprisal=(0.1, 4.0))
 """What benchmarks/diagnosis (confusion.py, false_alarms.py) and the simulated dumps cover: vocabularies of 256 and
 4,096, temperatures of 0.7 to 1, sampled in bf16, fp8 or int8 by the embedded engine and SGLang. At an entropy of 2.4,
-0.9 and 0.3 nats a hidden top-p of 0.99 needs 14,000 to 17,000 tokens, a hidden temperature of 0.95 2,200, 5,800 and
-14,600 of them (docs/results.md): a smaller dump without a verdict has not excluded them."""
+0.9 and 0.3 nats, seeing a hidden top-p of 0.99 takes 14,000 to 17,000 tokens; a hidden temperature of 0.95 takes
+2,200, 5,800 and 14,600 (docs/results.md). A smaller dump without a verdict has not excluded them."""
 
 TRIED_RC101 = Range(tokens=10_000, surprisal=(0.3, 4.0))
-"""Less than TRIED: temperatures were planted in dumps of 15,000 tokens and more, and where a model is surer few rare
-tokens carry the gap."""
+"""A smaller range than TRIED: temperatures were planted in dumps of 15,000 tokens or more, and in a surer model a few
+rare tokens carry the gap."""
 
 RULES = (
     Rule("RC203", 0, counts.dummy_logprobs),
@@ -46,7 +46,7 @@ class Judgement(NamedTuple):
 
 
 def judge(evidence: Evidence, *, select: Collection[str] = (), ignore: Collection[str] = ()) -> Judgement:
-    """What the rules say: all, or those of the codes ``select``, but ``ignore``; ValueError for an unknown code."""
+    """What the rules say: all of them or those in ``select``, without those in ``ignore``; ValueError if unknown."""
     for code in (*select, *ignore):
         if code not in CODES:
             raise ValueError(f"unknown rule {code!r}; known: {', '.join(sorted(CODES))}")

@@ -1,4 +1,4 @@
-"""The two lists of log-probs speak of different tokens."""
+"""The two lists of log-probs describe different tokens."""
 
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules.rule import Level, Verdict
@@ -8,7 +8,7 @@ LEAST_GAIN = 0.2
 
 
 def shifted(evidence: Evidence) -> Verdict | None:
-    """RC201: log pi of one token goes with log mu of its neighbour."""
+    """RC201: log pi of one token correlates with log mu of its neighbour."""
     lag, correlations = evidence.best_lag, evidence.lag_correlations
     if lag == 0 or correlations[lag] - correlations[0] < LEAST_GAIN or not evidence.significant(evidence.alignment):
         return None
@@ -16,7 +16,7 @@ def shifted(evidence: Evidence) -> Verdict | None:
     return Verdict(
         "RC201",
         Level.BUG,
-        f"the trainer's log-prob of a token goes with the sampler's of the token {abs(lag)} {later} (correlation "
+        f"the trainer's log-prob of a token correlates with the sampler's of the token {abs(lag)} {later} ("
         f"{correlations[lag]:.2f}, against {correlations[0]:.2f} for the same token): one list is shifted",
         {"lag": float(lag), "correlation": correlations[lag], "correlation_at_0": correlations[0]},
         p=evidence.adjusted[evidence.alignment.name],

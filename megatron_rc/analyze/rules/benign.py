@@ -1,4 +1,4 @@
-"""Gaps that have a cause, but none to mend in the logs: shifted experts, older weights, numerics."""
+"""Gaps with a cause that is not a bug in the logs: shifted experts, older weights, numerics."""
 
 import math
 from statistics import NormalDist
@@ -9,20 +9,21 @@ from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules.rule import Level, Verdict
 
 LEAST_EXPLAINED = 0.02
+"""Least share of the variance of |l| that the shifted experts must explain."""
 LARGEST_TYPICAL = 0.15
 """Noise of the logits at the typical token above which a gap without another cause is suspect: all tokens are off.
-Measured (benchmarks/diagnosis/confusion.py, docs/results.md): 0.014 of a bf16 sampler, 0.019 of int8 weights,
-0.058 of fp8 weights; with experts up to 0.023, 0.027 and 0.055; 0.24 of one tensor that is converted wrongly."""
+Measured (benchmarks/diagnosis/confusion.py, docs/results.md): 0.014 for a bf16 sampler, 0.019 for int8 weights,
+0.058 for fp8 weights; with experts up to 0.023, 0.027 and 0.055; 0.24 for one tensor that is converted wrongly."""
 LARGEST_SIGMA = 0.5
-"""Noise of the logits over all tokens above which a gap is suspect although the typical token is not off. Tokens with
-shifted experts carry it in a mixture of experts: 0.033 to 0.056 were measured in bf16, 0.046 to 0.059 with int8 weights
-and 0.12 to 0.15 with fp8 weights (docs/results.md), in models of 2 to 4 layers; deeper ones shift
-more, so the limit is three times the largest. Where the column routes_shifted excludes that cause, the limit is that
-of the typical token."""
+"""Noise of the logits over all tokens above which a gap is suspect although the typical token is not off. In a mixture
+of experts, tokens with shifted experts carry it: 0.033 to 0.056 were measured in bf16, 0.046 to 0.059 with int8 weights
+and 0.12 to 0.15 with fp8 weights (docs/results.md), in models of 2 to 4 layers. Deeper models shift more experts, so
+the limit is three times the largest. Where the column routes_shifted excludes that cause, the limit is that of the
+typical token."""
 UNSURE = 0.01
-"""1 - p of the tokens that the typical noise is measured at: the log-prob of a surer one is mostly rounding."""
+"""Least 1 - p of the tokens at which the typical noise is measured: below it, a log-prob is mostly rounding."""
 FEWEST_UNSURE = 100
-"""Tokens for a typical noise; with fewer, the noise over all tokens takes its place."""
+"""Such tokens that a typical noise needs; with fewer, the noise over all tokens is used."""
 
 
 def shifted_experts(evidence: Evidence) -> Verdict | None:
@@ -69,7 +70,7 @@ def policy_lag(evidence: Evidence) -> Verdict | None:
 
 
 def numerics(evidence: Evidence) -> Verdict | None:
-    """RC501: what no other rule explains; suspect where no rounding is known to give so much."""
+    """RC501: a gap that no other rule explains; suspect if it is more than any known rounding gives."""
     whole = evidence.whole
     horizon, typical = evidence.growth.horizon, _typical_noise(evidence)
     known = evidence.has("routes_shifted")

@@ -7,13 +7,13 @@ from megatron_rc.analyze.factors import LOG_MU_EDGES
 from megatron_rc.analyze.rules.rule import Level, Verdict
 
 RATIO_FLOOR = 1e-4
-"""A mean ratio nearer to 1 than this is no bug, however many tokens prove it."""
+"""A mean ratio closer to 1 than this is not a bug, however many tokens prove it."""
 FIRST_ORDER = 2.0
 """|mean rho - 1| of a bug is at least this many k3; independent rounding of either side stays below one k3."""
 SIGN_FLOOR = 1.5
 """The same for a mean ratio above 1, which no filter and no leak can cause."""
 LEAST_SIGN = 2.0
-"""z of the mean log-ratio that goes with a significant mean ratio above 1: it only confirms the sign."""
+"""Least z of the mean log-ratio next to a significant mean ratio above 1: it only confirms the sign."""
 SURPRISE_FLOOR = 0.005
 """nats; a smaller mean surprise is no bug."""
 CERTAIN = 1e-3

@@ -7,16 +7,16 @@ from megatron_rc.analyze.profile import Profile
 from megatron_rc.analyze.rules.rule import Level, Verdict
 
 LEAST_EXPLAINED = 0.05
-"""Share of the variance of |l| between the values of the column. Measured (benchmarks/diagnosis/confusion.py): 0.19 for
-a stale server, 0.10 for another template, at most 0.0014 in healthy dumps."""
+"""Least share of the variance of |l| between the values of the column. benchmarks/diagnosis/confusion.py measured 0.19
+for a stale server, 0.10 for another template, and at most 0.0014 in healthy dumps."""
 CACHE_EXPLAINED = 0.01
 """The same for the cached share of the prompt: 0.020 for a stale cache, because old keys and values are a small part of
 what a token depends on; 0 in healthy dumps."""
 TIMES_OTHERS = 3.0
-"""k3 of the place over that elsewhere."""
+"""Least k3 of the place, as a multiple of k3 elsewhere."""
 FRESH, MOSTLY_CACHED = 1, 5
-"""Tenths of the prompt that came from the cache: at most, and at least. A few tokens at the start are cached for every
-prompt, such as a first token that they share, and say nothing."""
+"""Most tenths of a fresh prompt that came from the cache, and fewest of a mostly cached one. A few tokens at the start,
+such as a first token that all prompts share, are always cached and say nothing."""
 
 
 def one_server(evidence: Evidence) -> Verdict | None:

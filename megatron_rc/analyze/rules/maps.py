@@ -7,13 +7,13 @@ from megatron_rc.analyze.factors import LOG_MU_EDGES
 from megatron_rc.analyze.rules.rule import Level, Verdict
 
 LEAST_EXPLAINED = 0.1
-"""Share of the variance of l that the logged log-prob explains."""
+"""Least share of the variance of l that the logged log-prob must explain."""
 TIMES_REGRESSION = 2.0
-"""The same in units of mean l^2 / Var(log mu): log mu holds the sampler's noise, so l goes with it by regression."""
+"""The same in units of mean l^2 / Var(log mu): log mu contains the sampler's noise, so l depends on it anyway."""
 LEAST_SIZE = 5e-3
-"""nats; root mean square over the tokens of the mean l by logged log-prob. A temperature that is wrong by 2 % has 0.034
-(benchmarks/diagnosis/confusion.py); two sides that agree, with logs of 4 decimals, have at most 0.00003, and the
-quickstart's 16 ids, whose bf16 rounding is the same at every occurrence, have 0.0018."""
+"""nats; least root mean square, over tokens, of mean l by logged log-prob. A temperature wrong by 2 % gives 0.034
+(benchmarks/diagnosis/confusion.py); two sides that agree, with logs of 4 decimals, give at most 0.00003, and the
+quickstart's 16 ids, whose bf16 rounding is the same at every occurrence, give 0.0018."""
 CONFIDENT = (-0.7, -0.01)
 """nats; log mu of tokens that are likely but not certain."""
 

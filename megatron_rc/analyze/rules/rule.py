@@ -18,17 +18,17 @@ class Level(StrEnum):
     BUG = "BUG"
     """Logs, weights or inputs of the two sides differ in a way that no rounding explains."""
     SUSPECT = "suspect"
-    """A bug fits, but the data lie outside of what the rule was calibrated on, or do not separate it from others."""
+    """A bug fits, but the data are outside the range that the rule was tried on, or do not tell it from others."""
     UNDECIDED = "undecided"
-    """A bug fits, but the responses were chosen by outcome, and the test that speaks of it may see the filter."""
+    """A bug fits, but the responses were chosen by outcome, and the test that shows the bug may be seeing that."""
     STALENESS = "staleness"
     """The weights that sampled were older, as the dump itself says."""
     NUMERICS = "numerics"
-    """Kernels, precision or expert choice; nothing to mend in the logs."""
+    """Kernels, precision or expert choice; nothing to fix in the logs."""
 
 
 DOUBTS = (Level.BUG, Level.SUSPECT, Level.UNDECIDED)
-"""Levels by which something may have to be mended."""
+"""Levels at which something may have to be fixed."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Range:
-    """The range of dumps, honest ones and ones with the trap, that a rule was tried on; outside, it only suspects."""
+    """The range of dumps, with and without the bug, that a rule was tried on; outside it, the rule only suspects."""
 
     tokens: int
     """Loss tokens, at least."""
@@ -63,7 +63,7 @@ class Range:
     """Mean of -log mu, nats: how sure the model is of itself."""
 
     def outside(self, evidence: Evidence) -> str:
-        """Why a dump is outside of the range, in words; empty inside."""
+        """Why a dump is outside the range, as text; empty if it is inside."""
         tokens = evidence.whole.tokens
         surprisal = -float(evidence.sample.log_mu.mean())
         low, high = self.surprisal
@@ -79,7 +79,7 @@ class Rule:
     code: str
     stage: int
     """Rules of a later stage are not judged once one of an earlier stage answers BUG, suspect or undecided: they would
-    judge that bug once more, because it changes the log-ratios that they read."""
+    find that bug again, because it changes the log-ratios that they read."""
     judge: Callable[[Evidence], Verdict | None]
     needs: tuple[str, ...] = ()
     """Columns without which it is not run."""

@@ -200,8 +200,8 @@ def with_trace(folder: Path, nodes: list[dict[str, Any]], *branches: list[float 
 @pytest.mark.parametrize(
     ("node", "sentence"),
     [
-        ({"parent": 0}, "the parent of node 0 must stand before it"),
-        ({"parent": "x"}, "the parent of node 0 must stand before it"),
+        ({"parent": 0}, "the parent of node 0 must come before it"),
+        ({"parent": "x"}, "the parent of node 0 must come before it"),
         ({"mask": [True]}, "token_ids, mask and trainer_logprobs have 2, 1 and 2 values"),
         ({"token_ids": [1], "mask": [True]}, "token_ids, mask and trainer_logprobs have 1, 1 and 2 values"),
         ({"logprobs": [-1.0, -2.0]}, "logprobs has 2 values, mask says 1 sampled tokens"),
