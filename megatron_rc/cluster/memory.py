@@ -24,7 +24,7 @@ _ROW_BYTES = 32
 """fp32 numbers and ids that log-probs, entropy and their gradient keep per row."""
 
 _TORCH_CHUNKS = 3 * 16 * 1024**2
-"""Without the Triton kernels logits become fp32 in chunks of 16 MiB, of which fewer than three exist at once."""
+"""Without the Triton kernels logits become fp32 in chunks of 16 MiB; fewer than three chunks exist at once."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def show(subject: str, findings: Sequence[Finding], *, console: Console) -> None
 
 
 def _joined(findings: Iterable[Finding]) -> list[Finding]:
-    """One finding in the place of neighbours that say the same, with the names of all their checks."""
+    """One finding for neighbours that say the same, with the names of all their checks."""
     groups = [list(same) for _, same in groupby(findings, lambda f: (f.found, f.fix))]
     return [replace(same[0], check=", ".join(f.check for f in same)) for same in groups]
 

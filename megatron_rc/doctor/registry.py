@@ -1,4 +1,4 @@
-"""Checks by name: each looks at facts and answers with a finding, which says what is wrong and how to mend it."""
+"""Checks by name: each looks at facts and answers with a finding, which says what is wrong and how to fix it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ class Finding:
     found: str
     """One sentence."""
     fix: str = ""
-    """One sentence naming the flag or field; empty when nothing has to be mended."""
+    """One sentence naming the flag or field; empty when nothing has to be fixed."""
     compares: str = ""
     decided: bool = True
     """False: a fact was missing, so nothing was compared."""

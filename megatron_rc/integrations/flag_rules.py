@@ -24,19 +24,19 @@ class FlagRule:
     problem: str | Callable[[Any], str]
     """What is wrong, one sentence without a full stop, or a function from the arguments to that sentence."""
     fix: str
-    """How to mend it, one sentence that names the flag."""
+    """How to fix it, in one sentence that names the flag."""
     good: str = ""
     """What doctor says where no rule of this name finds a mistake; the first of them has it."""
     severity: Severity = "error"
     made_by: Literal["every run", "unpatched runs", "patched runs"] = "every run"
-    """Which runs can make the mistake: a patch mends some mistakes of the host, and cannot work with some flags."""
+    """Which runs can make the mistake: a patch fixes some mistakes of the host, and cannot work with some flags."""
 
     def problem_of(self, args: Any) -> str:
         """The sentence about arguments that make the mistake."""
         return self.problem if isinstance(self.problem, str) else self.problem(args)
 
     def refusal(self, args: Any) -> str:
-        """The problem of these arguments and how to mend it, in one sentence."""
+        """The problem of these arguments and how to fix it, in one sentence."""
         return f"{self.problem_of(args)}; {self.fix[0].lower()}{self.fix[1:].rstrip('.')}"
 
 

@@ -45,7 +45,7 @@ def patch(
         correction: what happens to rollouts; None leaves the host's loss as it is, RolloutCorrection() only measures.
         lr_decay: length-decay learning rate; a LengthDecayLR, or its settings, which take the host's own maximum
             learning rate. None: the host's schedule.
-        lr_gate: learning rate by mismatch, in the place of lr_decay; an LRGate, or its settings.
+        lr_gate: learning rate by mismatch, instead of lr_decay; an LRGate, or its settings.
         head: what log-probs are made of: the logits, or ("linear") hidden states and the weight of the head, whose
             logits are never in memory. A host that does not show us its model has logits alone.
         head_chunk, head_logits_dtype: for the linear head, as train.head_chunk and train.head_logits_dtype of a job.

@@ -26,7 +26,7 @@ class PatchSettings:
     lr_decay: LengthDecaySettings | None = None
     """Length-decay learning rate; null keeps the host's schedule, {} takes every default."""
     lr_gate: LRGateSettings | None = None
-    """Learning rate by mismatch, in the place of lr_decay."""
+    """Learning rate by mismatch, instead of lr_decay."""
     head: Head = "logits"
     """What log-probs are made of: logits, or hidden states and the weight of the head (linear)."""
     head_chunk: int | None = None

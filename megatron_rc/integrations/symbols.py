@@ -90,7 +90,7 @@ class Host:
     own_configs: tuple[str, ...] = ()
     """Names of YAML files of a host that uses Hydra, whose values `flag_defaults` has."""
     reads_overrides: bool = False
-    """Whether the host takes YAML and overrides key=value in the place of flags; its rules read dotted paths."""
+    """Whether the host takes YAML and key=value overrides instead of flags; its rules read dotted paths."""
     config_flag: str | None = None
     """Flag of a YAML file whose keys the host adds to its arguments."""
 

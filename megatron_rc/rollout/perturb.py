@@ -116,7 +116,7 @@ class StaleEngine:
         self.weight_version = version
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The queued weights under "queue/<version>/<name>", beside the state of the wrapped engine."""
+        """The queued weights under "queue/<version>/<name>", next to the state of the wrapped engine."""
         state = {f"engine/{key}": tensor for key, tensor in self._engine.state_tensors().items()}
         for version, held in self._queue:
             state |= {f"queue/{version}/{name}": tensor for name, tensor in held.items()}

@@ -218,7 +218,7 @@ def _result(engine: RolloutEngine, request: _Generate | _Update, pipe: Connectio
 
 @contextmanager
 def _failures_sent(pipe: Connection) -> Iterator[None]:
-    """The sentence of an error goes to the parent; the place of one that no setting can mend goes to stderr, too."""
+    """Send an error's message to the parent; print its traceback too if no setting can fix it."""
     try:
         yield
     except Exception as error:

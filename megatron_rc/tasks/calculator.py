@@ -28,7 +28,7 @@ class CalculatorOptions:
     digits: int = 2
     """Most digits of the terms and totals, 1 to 6."""
     max_turns: int = 8
-    """Most turns of a response, the last of which is the answer; a response that wants another is cut off."""
+    """Maximum turns of a response; the last is the answer, and a response that wants another turn is cut off."""
     max_turn_tokens: int = 16
     """Most tokens that the policy writes in one turn."""
     demonstration_error_rate: float = 0.6

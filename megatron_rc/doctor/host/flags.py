@@ -90,7 +90,7 @@ class Arguments:
 
     @property
     def program(self) -> str:
-        """The words that start the program: its file or module, and what stands before it."""
+        """The words that start the program: its file or module, and what comes before it."""
         return " ".join(self._flags.words[: program_of(self._flags.words)])
 
     def __getattr__(self, name: str) -> Any:

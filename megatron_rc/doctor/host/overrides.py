@@ -71,7 +71,7 @@ class Overrides:
 
     @property
     def program(self) -> str:
-        """The words that start the program: its file or module, and what stands before it."""
+        """The words that start the program: its file or module, and what comes before it."""
         return " ".join(word for word in self._flags.words if not _OVERRIDE.fullmatch(word) or "=" not in word)
 
 
@@ -107,7 +107,7 @@ def _hydra_file(words: Sequence[str], own_configs: Sequence[str]) -> Path | None
     """The YAML file that --config-name and --config-path name; None where it is one of the host's own."""
     stem = _value_after(words, ("--config-name", "-cn")).removesuffix(".yaml")
     path = _value_after(words, ("--config-path", "-cp"))
-    # Hydra reads a relative --config-path beside the program, where the host's own files lie
+    # Hydra reads a relative --config-path from the program's folder, which holds the host's own files
     if (not stem or stem in own_configs) and not path.startswith(("/", "$", "~")):
         return None
     return Path(path or _value_after(words, ("--config-dir", "-cd"))) / f"{stem or own_configs[0]}.yaml"
@@ -124,7 +124,7 @@ def _value_after(words: Sequence[str], names: Sequence[str]) -> str:
 
 
 def _composed(file: Path) -> dict[str, Any]:
-    """A YAML file of Hydra over those files of its list `defaults` that lie in its folder."""
+    """A YAML file of Hydra, merged over those files of its list `defaults` that are in its folder."""
     tree: dict[str, Any] = {}
     given = schema.load_yaml(file)
     given.pop("hydra", None)

@@ -121,7 +121,7 @@ def _assign(script: Script, found: re.Match[str], doubtful: bool) -> None:
 
 
 def _expand(script: Script, words: list[str], split: bool = True) -> tuple[list[str], list[str]]:
-    """The words with known variables filled in, and the words that may stand beside them.
+    """The words with known variables filled in, and the words that may appear next to them.
 
     The value of a variable without quotes is split into words, except in an assignment.
     """

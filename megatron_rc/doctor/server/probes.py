@@ -11,7 +11,7 @@ from megatron_rc.doctor.server.scores import Rescore, Scores, exact_share, k3, m
 PROBES: Registry[Scores] = Registry("probes")
 
 FINE_K3 = 1e-3
-"""nats per token; NeMo-RL's documentation calls a gap below this healthy, and dense models in bf16 lie below it."""
+"""nats per token; NeMo-RL's documentation calls a smaller gap healthy, and dense models in bf16 have a smaller one."""
 BROKEN_K3 = 0.015
 """nats per token; prime-rl merges no change of its engines that lifts the gap above this."""
 FLOOR_FACTOR = 10.0

@@ -1,4 +1,4 @@
-"""Checks of what a server samples from, and of which distribution its log-probs are."""
+"""Checks of the distribution that a server samples from, and of the one that its log-probs describe."""
 
 from megatron_rc.doctor.registry import Finding, Registry, Undecided, error, good, note, warning
 from megatron_rc.doctor.server.facts import Facts, eos_ids

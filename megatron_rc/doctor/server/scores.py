@@ -20,8 +20,7 @@ from megatron_rc.rollout.sglang.request import DamagedAnswer, Piece, Request, ch
 Logprobs = np.ndarray[Any, np.dtype[np.float64]]
 """[N] nats, one per sampled token, sequence after sequence."""
 Rescore = Callable[[Sequence[Sequence[int]], int, Sequence[float], int], list[Logprobs]]
-"""Log-probs of sequences of one length, of their tokens from a position on, at each of some temperatures, with so many
-sequences in one micro-batch."""
+"""(sequences of one length, first position, temperatures, micro-batch size) -> log-probs per temperature."""
 
 PROMPTS = 16
 """Sequences that are sampled: enough that a batch of them takes another path through the kernels than one alone."""
@@ -185,7 +184,7 @@ class _Client:
             # some versions answer 0 new tokens with a log-prob of a token that does not exist
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
             "return_logprob": True,
-            # from the first token on: what lies before this position may come from the prefix cache
+            # from the first token on: what comes before this position may come from the prefix cache
             "logprob_start_len": 0,
         }
         answers = self._server.post("/generate", body, self._timeout_s)

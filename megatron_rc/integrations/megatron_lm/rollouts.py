@@ -48,7 +48,7 @@ def corrected_rows(
     """`correct` in the layout of megatron/rl.
 
     A generated token whose rollout log-prob is missing belongs to no statistic and no unit. Its weight is 1, or 0 in a
-    sequence of which no other token is kept.
+    sequence that keeps no other token.
 
     Args:
         train_logprobs: [rows, T - 1], fp32, nats.

@@ -32,7 +32,7 @@ class WholeLogits(NamedTuple):
 
 
 class HiddenStates(NamedTuple):
-    """What the forward pass that is running answers in the place of logits, of all rows on every rank."""
+    """What the current forward pass returns instead of logits; all rows, on every rank."""
 
     weight: Tensor
     """[V_local, H], that of the head."""

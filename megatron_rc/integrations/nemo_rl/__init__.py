@@ -4,7 +4,7 @@ What runs where, in a patched run of examples/run_grpo.py:
 
 1. `setup` refuses configurations that cannot be honoured, and has the policy built with our `train`, through the
    host's own parameter policy_factory.
-2. Before every update, `train` corrects the whole rollout, which lies on this process: the weights go into the
+2. Before every update, `train` corrects the whole rollout, which this process holds: the weights go into the
    advantages, which the host shards over its workers.
 3. With a learning rate by length or mismatch, the workers are `worker.MegatronPolicyWorker`, which has the rule on
    Megatron's scheduler; `train` tells them what the rollout says about the step size.

@@ -1,4 +1,4 @@
-"""The state of the rule of the learning rate in the host's own checkpoint, beside that of Megatron's scheduler.
+"""The learning-rate rule's state in the host's own checkpoint, next to the state of Megatron's scheduler.
 
 Both hosts build the scheduler and load a checkpoint into it before any hook sees it. So `remember_loaded_states`, which
 `check` calls before that, lets Megatron's schedulers keep what they load and do not know.

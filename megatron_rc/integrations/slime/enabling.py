@@ -1,4 +1,4 @@
-"""The hook of --custom-megatron-init-path that switches the other hooks on: one flag in the place of all."""
+"""The hook of --custom-megatron-init-path that switches the other hooks on: one flag instead of all."""
 
 import logging
 import sys

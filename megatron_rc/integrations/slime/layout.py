@@ -1,4 +1,4 @@
-"""Where the response tokens of a micro-batch lie on this rank: slime and miles keep one list entry per sample."""
+"""Where this rank holds the response tokens of a micro-batch: slime and miles keep one list entry per sample."""
 
 import math
 from argparse import Namespace

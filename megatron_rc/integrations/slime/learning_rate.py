@@ -31,7 +31,7 @@ class _Run:
     rollout_id: int
     """The last rollout that the rule has counted."""
     states: dict[str, dict[str, Any]]
-    """rollout_id -> state of the rule, for this rollout and those before; for the file beside the checkpoints."""
+    """rollout_id -> state of the rule, for this rollout and those before; for the file next to the checkpoints."""
     checkpoint: SavedWith
     in_file: bool
     """Whether the state is kept in that file, too."""
@@ -54,9 +54,9 @@ def before_train_step(
 
     The length is the mean over the samples of the global batch that the host trains on: those of this rollout where
     rollout_data is set, else those of the rollout before, recorded by the hooks of the loss. Effective sample size and
-    k3 come from rollout_data alone. The host's checkpoints hold the state of the rule beside the scheduler's. Where
+    k3 come from rollout_data alone. The host's checkpoints hold the rule's state next to the scheduler's. Where
     none would give it back (without `check` or `enable`, or under --no-save-optim) it is kept after each rollout in
-    megatron_rc_lr_decay.json or megatron_rc_lr_gate.json beside the checkpoints of --save; that of --load is read
+    megatron_rc_lr_decay.json or megatron_rc_lr_gate.json next to the checkpoints of --save; that of --load is read
     when the checkpoint has none. tis and loss log the metrics of the rule.
 
     Args:

@@ -1,4 +1,4 @@
-"""The hook of --custom-megatron-before-log-prob-hook-path: the trainer's routes beside the sampler's that it replays.
+"""The hook of --custom-megatron-before-log-prob-hook-path: the trainer's routes next to the sampler's.
 
 With --use-rollout-routing-replay the host's pass over the old log-probs uses the experts that the sampler chose. The
 hook lets every router of that pass also say which experts it would have chosen itself. `rollout_data` compares the two

@@ -42,7 +42,7 @@ class SlimeSettings(HasLRRule):
     lr_decay: LengthDecaySettings | None = None
     """Length-decay learning rate, for before_train_step."""
     lr_gate: LRGateSettings | None = None
-    """Learning rate by mismatch, for before_train_step, in the place of lr_decay."""
+    """Learning rate by mismatch, for before_train_step, instead of lr_decay."""
     lr_decay_start: int = 0
     """The rollout_id at which lr_decay or lr_gate begins; rollouts before it keep the host's learning rate."""
 

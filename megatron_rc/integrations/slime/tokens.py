@@ -106,7 +106,7 @@ class _Totals(NamedTuple):
     responses: int = 0
     truncated: int = 0
     judged: int = 0
-    """Responses of which it is known whether they were truncated."""
+    """Responses known to be truncated or known not to be."""
 
 
 class Lengths:

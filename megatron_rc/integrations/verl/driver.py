@@ -77,7 +77,7 @@ def names_of_verl(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def update_actor_v1(original: Function, state: VerlPatch, trainer: Any, batch: Any, metrics: Any) -> Any:
-    """PPOTrainer._update_actor, whose batch lies in the TransferQueue."""
+    """PPOTrainer._update_actor, whose batch is in the TransferQueue."""
     if state.keeps_denominator and state.acts:
         from verl.trainer.ppo.v1 import trainer_base as v1
 

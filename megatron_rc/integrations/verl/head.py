@@ -1,4 +1,4 @@
-"""The Megatron workers of verl: log-probs and entropy of hidden states, in the place of verl's fused kernel.
+"""The Megatron workers of verl: log-probs and entropy of hidden states, instead of verl's fused kernel.
 
 verl computes them in two functions, one for a GPTModel with an output processor and one for older ones. Both gather the
 rows of sequence parallelism, call `linear_cross_entropy` and pack its results. Here both run as they are, but for these
@@ -52,7 +52,7 @@ def fused_output_processor(original: FunctionType, state: VerlPatch, *, config: 
 
 
 def fused_forward(original: FunctionType, state: VerlPatch, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The host's function in the place of the forward of an older GPTModel."""
+    """The host's function that replaces the forward of an older GPTModel."""
     return _with_our_head(original, model.config.sequence_parallel)(model, *args, **kwargs)
 
 

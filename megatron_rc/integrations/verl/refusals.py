@@ -1,4 +1,4 @@
-"""What a configuration of verl must not have beside our correction: refused before Ray starts, by the name in verl."""
+"""What a configuration of verl must not combine with our correction: refused before Ray starts, by the name in verl."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def _refuse_linear_head(config: Any, strategy: str | None) -> None:
 
 
 def refuse_rollout_correction(state: VerlPatch, section: Any) -> None:
-    """Refuse verl's own rollout correction, the section algorithm.rollout_correction, beside ours."""
+    """Refuse verl's own rollout correction, the section algorithm.rollout_correction, next to ours."""
     if section is None:
         raise ValueError(f"{_CORRECTION} must not be null: verl then never calls the correction")
     for name in ("rollout_is", "rollout_rs"):

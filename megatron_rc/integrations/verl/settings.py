@@ -44,11 +44,11 @@ class VerlSettings(HasLRRule):
     copy of the logits. Off by default, because the last bits differ from verl's own."""
     head: Head = "logits"
     """What log-probs and entropy of Megatron workers are made of: logits, or ("linear") hidden states and the weight of
-    the head, in the place of verl's fused kernel. Values and gradients are those of the kernel up to rounding."""
+    the head, instead of verl's fused kernel. Values and gradients equal the kernel's up to rounding."""
     lr_decay: LengthDecaySettings | None = None
     """Length-decay learning rate, on Megatron's scheduler."""
     lr_gate: LRGateSettings | None = None
-    """Learning rate by mismatch, in the place of lr_decay."""
+    """Learning rate by mismatch, instead of lr_decay."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_nonfinite_share <= 1:
@@ -94,7 +94,7 @@ class VerlPatch(HoldsRule):
 
     @property
     def acts(self) -> bool:
-        """Whether the correction changes a loss, beside measuring."""
+        """Whether the correction changes a loss, rather than only measuring."""
         return self.correction.weight is not None or bool(self.correction.reject)
 
     @property
@@ -183,6 +183,6 @@ def get_ppo_ray_runtime_env(original: Function, state: VerlPatch, *args: Any, **
     """The host's function, with the settings for every process."""
     runtime_env = original(*args, **kwargs)
     variables = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
-    # the file may lie on this node alone
+    # the file may exist on this node only
     variables[VARIABLE] = state.settings.as_text()
     return {**runtime_env, "env_vars": {**runtime_env.get("env_vars", {}), **variables}}

@@ -33,7 +33,7 @@ class Bucket(NamedTuple):
 def buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, device: torch.device | str) -> Iterator[Bucket]:
     """Pack ``weights`` in order; a tensor larger than ``bucket_bytes`` has a bucket of its own.
 
-    All buckets share one buffer of max(bucket_bytes, largest tensor) bytes; one more tensor is held beside it.
+    All buckets share one buffer of max(bucket_bytes, largest tensor) bytes; one more tensor is held besides it.
 
     Args:
         weights: all of one dtype, because servers read at offsets that are aligned only then.

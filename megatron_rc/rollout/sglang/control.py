@@ -1,4 +1,4 @@
-"""Requests of a weight update beside the weights: session, version, checksums and the log-probs of a probe."""
+"""Requests of a weight update other than the weights: session, version, checksums and the log-probs of a probe."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -76,12 +76,12 @@ def server_name(name: str) -> str:
 
 
 def not_sent(names: Iterable[str], held: Checksums) -> str | None:
-    """A sentence when a server holds a tensor of which no part was sent, else None."""
+    """A sentence if a server holds a tensor that was not even sent in part, else None."""
     filled = {server_name(name) for name in names}
     if "model.embed_tokens.weight" in filled:
         # with tied word embeddings some servers list the head as well
         filled.add("lm_head.weight")
-    # a draft model beside the policy has weights of its own
+    # a draft model has weights of its own, apart from the policy's
     own = {name for rank in held for name in rank if not name.startswith("draft")}
     unfilled = sorted(own - filled)
     if not unfilled:

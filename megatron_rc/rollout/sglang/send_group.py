@@ -35,7 +35,7 @@ class GroupSync(Transport):
     """Broadcast bucket by bucket to all servers at once.
 
     ``bucket_bytes`` are held once in the trainer and once on every server; ``timeout_s`` is the limit for one bucket.
-    When a server fails inside the group, the group is broken up, joined anew without it, and the same bucket is sent
+    When a server fails inside the group, the group is broken up, joined again without it, and the same bucket is sent
     again: a bucket may be loaded twice. Servers that cannot leave a broken broadcast fail with it.
     """
 
@@ -175,7 +175,7 @@ def _backend(servers: Sequence[Server]) -> str:
 
 
 def _join_group(store: dist.Store, name: str, world_size: int, backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """Rank 0 of a group beside torch.distributed's default one, built the way the servers build theirs.
+    """Rank 0 of a group separate from torch.distributed's default one, built the way the servers build theirs.
 
     torch has no public call for a group of processes that share no default group.
     """

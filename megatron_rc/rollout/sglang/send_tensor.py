@@ -49,7 +49,7 @@ def _serialized(bucket: Bucket) -> str:
         SimpleNamespace(name=name, shape=shape, dtype=bucket.dtype, start_idx=start, end_idx=end, numel=end - start)
         for name, shape, start, end in bucket.spans()
     ]
-    # a tensor is pickled with all of its storage, of which a bucket may fill a part
+    # a tensor is pickled with all of its storage, and a bucket may fill only a part of it
     data = bucket.data.clone() if bucket.data.nbytes < bucket.data.untyped_storage().nbytes() else bucket.data
     assert data.dtype == torch.uint8
     return base64.b64encode(pickle.dumps({"flattened_tensor": data, "metadata": metadata})).decode()

@@ -14,7 +14,7 @@ class Transport(ABC):
     in_session = True
     """Tensors are sent between begin_weight_update and end_weight_update."""
     undivided: tuple[str, ...] = ()
-    """Fields of /server_info that must be 1: numbers of parts of a server, of which it reaches only one."""
+    """Fields of /server_info that must be 1: counts of server parts; this transport reaches only one part."""
 
     def __init__(self, settings: SGLangSettings, hf_config: Mapping[str, Any]) -> None:
         self._settings, self._hf_config = settings, hf_config
