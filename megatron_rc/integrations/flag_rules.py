@@ -158,13 +158,13 @@ MEGATRON_RULES = (
     FlagRule(
         "replay-and-recompute",
         lambda args: args.moe_enable_routing_replay and args.recompute_granularity == "full",
-        "a recomputed layer routes anew unless routes are replayed in the backward pass",
+        "a recomputed layer routes again unless routes are replayed in the backward pass",
         "Set RouterReplayAction.REPLAY_BACKWARD before the backward pass, or drop --recompute-granularity full.",
         severity="warning",
     ),
     FlagRule(
         "replay-and-mtp", lambda args: args.moe_enable_routing_replay and (args.mtp_num_layers or 0) > 0,
-        "routers of --mtp-num-layers register themselves beside those of the decoder",
+        "routers of --mtp-num-layers register themselves next to those of the decoder",
         "Match replayed routes to decoder layers by walking the model, not by the order of registration.",
         good="no router but the decoder's takes part in a replay", severity="warning",
     ),

@@ -23,7 +23,7 @@ class ReplayEngine(RolloutEngine):
         """Index the seeds of every file of the dump at ``path``.
 
         Raises:
-            ValueError: ``path`` holds no dump, a dump has a wrong schema or no token ids, or a seed stands for two
+            ValueError: ``path`` holds no dump, a dump has a wrong schema or no token ids, or a seed names two
                 responses.
         """
         self.weight_version = -1

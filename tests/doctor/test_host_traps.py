@@ -46,7 +46,7 @@ TRAPPED = [
     (LM, "router-fusion", f"{RL} --moe-router-fusion {REPLAY}", "error", "silently ignored"),
     ("slime", "router-fusion", "--moe-router-fusion --use-rollout-routing-replay", "error", "silently ignored"),
     ("slime", "router-fusion", f"--moe-router-fusion {REPLAY}", "error", "silently ignored"),
-    (TRAINING, "replay-and-recompute", f"{REPLAY} --recompute-granularity full", "warning", "routes anew"),
+    (TRAINING, "replay-and-recompute", f"{REPLAY} --recompute-granularity full", "warning", "routes again"),
     (TRAINING, "replay-and-recompute", f"{REPLAY} --recompute-granularity=full {STAGES}", "error", "first in, first"),
     (TRAINING, "replay-and-mtp", f"{REPLAY} --mtp-num-layers 1", "warning", "--mtp-num-layers"),
     ("miles", "router-dtype", "--num-experts 128", "warning", "ties"),

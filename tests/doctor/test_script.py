@@ -57,7 +57,7 @@ def test_plain_variables_sourced_files_and_decided_branches_are_followed(flags: 
 def test_what_an_unknown_branch_sets_and_a_variable_of_elsewhere_are_undecided(flags: Flags) -> None:
     arguments = Arguments(flags, {"rollout_top_k": -1, "rollout_top_p": 1.0, "load": None}, None)
     assert arguments.rollout_top_p == 1.0
-    with pytest.raises(Undecided, match="--rollout-top-k stands in a branch"):
+    with pytest.raises(Undecided, match="--rollout-top-k is in a branch"):
         _ = arguments.rollout_top_k
     with pytest.raises(Undecided, match=r"--load is \$CKPT"):
         _ = arguments.load

@@ -67,7 +67,7 @@ class Flags:
         if name in self._values or f"no-{name}" in self._values:
             return
         if name in self._in_branches or f"no-{name}" in self._in_branches:
-            raise Undecided(f"--{name} stands in a branch of the script that may run or not", EXPANDED)
+            raise Undecided(f"--{name} is in a branch of the script that may run or not", EXPANDED)
         if self.hidden:
             raise Undecided(f"--{name} may be set in {', '.join(self.hidden[:5])}", EXPANDED)
 

@@ -47,7 +47,7 @@ class Overrides:
     def _read(self, path: str, references: int) -> Any:
         parts = path.split(".")
         if any(".".join(parts[:length]) in self._maybe for length in range(1, len(parts) + 1)):
-            raise Undecided(f"{path} stands in a branch of the script that may run or not", EXPANDED)
+            raise Undecided(f"{path} is in a branch of the script that may run or not", EXPANDED)
         node: Any = self._tree
         for part in parts:
             if node is None:

@@ -23,7 +23,7 @@ def flag_checks(host: Host) -> Registry[HostFacts]:
             return note(
                 f"flags may hide in {', '.join(hidden[:5])}, so a flag that seems to be missing may be set", EXPANDED
             )
-        return good("every flag is spelled out, or stands in a plain variable of the script")
+        return good("every flag is spelled out, or is in a plain variable of the script")
 
     rules = host.flag_rules if host.reads_overrides else (*MEGATRON_RULES, *host.flag_rules)
     for name in dict.fromkeys(rule.name for rule in rules):

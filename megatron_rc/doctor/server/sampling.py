@@ -25,7 +25,7 @@ def temperature(facts: Facts) -> Finding:
     """Log-probs at temperature 0.5 against those at 1."""
     warm, cool = top_gap(facts, "plain"), top_gap(facts, "cool")
     if warm < SMALLEST_GAP:
-        raise Undecided(f"the likeliest tokens of the probe lie {warm:.3f} nats apart, too close to see a temperature")
+        raise Undecided(f"the likeliest tokens of the probe are {warm:.3f} nats apart, too close to see a temperature")
     if abs(cool / warm - 2) < 0.2:
         return good(f"log-probs are those after temperature: halving it widens their gaps {cool / warm:.2f} times")
     problem = f"halving the temperature widens the gaps of the log-probs {cool / warm:.2f} times instead of 2 times"

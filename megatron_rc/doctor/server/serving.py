@@ -222,7 +222,7 @@ def concurrency(facts: Facts) -> Finding:
         harm = "; a retracted response loses its routes" if rollout.sglang.capture_routes else ""
         return note(f"{at_once} responses of full length need {demand} tokens of cache, it holds {pool}{harm}", fix)
     if sent > running:
-        return note(f"one trainer process sends {sent} requests, of which {sent - running} wait on the server", fix)
+        return note(f"one trainer process sends {sent} requests, and {sent - running} of them wait on the server", fix)
     return good(f"{sent} requests of one trainer process fit")
 
 

@@ -29,7 +29,7 @@ GROWS = 4.0
 """Standard errors by which the rise of k3 over the run must differ from 0: 3e-5 by chance, in a few thousand probes."""
 COMPARES = "The gap after syncs of weights that do not change"
 RESTART = (
-    "Restart the server and repeat: a gap that starts anew at a restart is state of the engine (buffers, CUDA graphs, "
+    "Restart the server and repeat: a gap that starts over at a restart is state of the engine (buffers, CUDA graphs, "
     "the prefix cache), one that stays is the conversion on the way to it."
 )
 

@@ -93,7 +93,7 @@ DIFFERENCES = (
     "every token of a training step has the same weight in the loss; the host averages the means of micro-batches "
     "(unless --calculate-per-token-loss)",
     "a generated token whose rollout log-prob is missing counts in no statistic, rejection or weight, and its "
-    "policy-gradient term is uncorrected (dropped in a sequence of which nothing else is kept); under "
+    "policy-gradient term is uncorrected (dropped in a sequence that keeps nothing else); under "
     "--rl-use-sequence-packing the host reads its log-prob as 0",
     "a sequence or token with a NaN or infinite log-prob is dropped, and the run stops when there are more than 1 %",
     "the importance weight is that of the correction, its log clamped to log_ratio_bound; the host's is unbounded "

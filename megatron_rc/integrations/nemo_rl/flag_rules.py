@@ -98,8 +98,8 @@ RULES = (
     ),
     FlagRule(
         "data-plane", lambda args: args["data_plane.enabled"],
-        "with the data plane no rollout lies on the process that runs the script, where it is corrected",
-        "Set data_plane.enabled=false.", good="rollouts lie on the process that runs the script",
+        "with the data plane no rollout is on the process that runs the script, where it is corrected",
+        "Set data_plane.enabled=false.", good="rollouts are on the process that runs the script",
         made_by="patched runs",
     ),
     FlagRule(

@@ -10,7 +10,7 @@ def refuse(session: Session, config: Any) -> None:
     """Refuse a configuration (MasterConfig) that the patch cannot work with, by the first key that must change."""
     if _value(config, "data_plane.enabled"):
         raise ValueError(
-            "data_plane.enabled must be false in a patched run: with it no rollout lies on the process that runs the "
+            "data_plane.enabled must be false in a patched run: with it no rollout is on the process that runs the "
             "script, where it is corrected"
         )
     if session.correction is not None:
@@ -37,12 +37,12 @@ def _refuse_loss(session: Session, config: Any) -> None:
         )
     if loss("truncated_importance_sampling_type") is not None:
         raise ValueError(
-            "loss_fn.truncated_importance_sampling_type must be null beside the correction of megatron_rc, got "
+            "loss_fn.truncated_importance_sampling_type must be null next to the correction of megatron_rc, got "
             f"{loss('truncated_importance_sampling_type')!r}: one of them corrects"
         )
     if loss("use_importance_sampling_correction") and not demanded(config):
         raise ValueError(
-            "loss_fn.use_importance_sampling_correction must be false beside the correction of megatron_rc: pi / mu "
+            "loss_fn.use_importance_sampling_correction must be false next to the correction of megatron_rc: pi / mu "
             "would be counted twice"
         )
     weight = session.correction.weight if session.correction is not None else None

@@ -247,7 +247,7 @@ HOOK_RULES: dict[str, tuple[FlagRule, ...]] = {
             "lr-decay-released-actors",
             lambda args: args.release_train and getattr(read(args).lr_rule, "needs_lengths", False)
             and not names(args, "rollout_data"),
-            "--release-train starts the actors anew for every rollout, so the lengths that hooks of the loss record "
+            "--release-train restarts the actors for every rollout, so the lengths that hooks of the loss record "
             "for the next one are lost and the learning rate would never decay",
             f"Set {flag('rollout_data')}, or megatron_rc.lr_decay.decay_period.",
         ),

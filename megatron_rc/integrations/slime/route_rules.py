@@ -22,7 +22,7 @@ ROUTE_RULES = (
     FlagRule(
         "routes-layout", lambda args: (args.allgather_cp and args.context_parallel_size > 1)
         or args.qkv_format == "bshd" or args.moe_expert_capacity_factor is not None,
-        "megatron_rc.routes needs packed zigzag slices of which every token keeps its experts",
+        "megatron_rc.routes needs packed zigzag slices in which every token keeps its experts",
         "Drop --allgather-cp, --qkv-format bshd and --moe-expert-capacity-factor, or megatron_rc.routes.",
     ),
     FlagRule(

@@ -196,7 +196,7 @@ class Request:
         if set(map(type, ids)) != {int}:
             raise DamagedAnswer("bad_answer", "output_ids holds something other than integers")
         if min(ids) < 0 or max(ids) >= self.vocab_size:
-            raise DamagedAnswer("bad_answer", f"an output id lies outside the vocabulary of {self.vocab_size}")
+            raise DamagedAnswer("bad_answer", f"an output id is outside the vocabulary of {self.vocab_size}")
         if len(ids) > self.budget:
             raise DamagedAnswer("bad_answer", f"{len(ids)} tokens came back, {self.budget} were asked for")
         sent = len(self.prompt_ids) + len(self.drawn)
@@ -227,7 +227,7 @@ class Request:
             if token not in row or len(set(row)) != len(row):
                 raise DamagedAnswer("support_mismatch", "a token is not among its kept ids, or they repeat")
             if min(row) < 0 or max(row) >= self.vocab_size:
-                raise DamagedAnswer("support_mismatch", f"a kept id lies outside the vocabulary of {self.vocab_size}")
+                raise DamagedAnswer("support_mismatch", f"a kept id is outside the vocabulary of {self.vocab_size}")
         return kept, checked_logprobs(values)
 
     def _routes(self, outputs: int, retractions: int, meta: Mapping[str, Any]) -> Tensor:
