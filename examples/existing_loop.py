@@ -3,7 +3,7 @@
     python examples/existing_loop.py
 
 A GPTModel learns to repeat its prompt, in an asynchronous loop: the engine samples with weights that are 16 updates
-old, and the loop does nothing about it. examples/patch_existing_loop.py patches this file as it stands.
+old, and the loop does nothing about it. examples/patch_existing_loop.py patches this file as it is.
 """
 
 # ruff: noqa: E402 - on a machine without CUDA the emulation comes first, before Megatron-Core defines its fusions

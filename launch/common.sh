@@ -152,7 +152,7 @@ take_options() {
 # Cores that this process may use, whatever OMP_NUM_THREADS says.
 cores() { env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc; }
 
-# Dies unless $out may be replaced: training anew deletes an earlier run there, and must not delete anything else.
+# Dies unless $out may be replaced: a new training run deletes an earlier one there, and must not delete anything else.
 check_out() {
     [[ ! -e "$out" || -f "$out/metrics.jsonl" || -z "$(ls -A -- "$out")" ]] ||
         die "$out is not empty and holds no earlier run; --out takes a new folder, or that of a run to replace"

@@ -28,7 +28,7 @@ EXIT_TOO_SLOW = 3
 
 
 def main() -> None:
-    """Run a command; an error that the user can mend is one sentence on stderr, with exit status 2."""
+    """Run a command; an error that the user can fix is one sentence on stderr, with exit status 2."""
     try:
         with versions.needed_by(" ".join(("megatron-rc", *sys.argv[1:2]))):
             app()

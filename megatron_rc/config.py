@@ -1,4 +1,4 @@
-"""RolloutCorrection: the rejections and the old policy, beside the importance weight; presets and YAML."""
+"""RolloutCorrection: the importance weight, the rejections and the old policy; presets and YAML."""
 
 import math
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ STANDARDIZED = "standardized"
 
 @dataclass(frozen=True)
 class Rejection:
-    """A gate: units whose statistic lies outside [lower, upper] are dropped from the policy-gradient term."""
+    """A gate: units whose statistic is outside [lower, upper] are dropped from the policy-gradient term."""
 
     statistic: str = "ratio"
     """ratio (pi / mu), k2 (l^2 / 2), k3 (e^l - 1 - l), abs_log_ratio (|l|), prob_diff (pi - mu, signed), with
@@ -94,7 +94,7 @@ class RolloutCorrection:
     normalize: Normalize = "none"
     """batch: divide the weights by their mean over the kept tokens of the whole rollout batch, pooled over DP x CP. It
     comes after the bounds, so that a weight may exceed upper (weight_max is the largest), and after the clamp to
-    log_ratio_bound, so that units which all lie below -log_ratio_bound get equal weights."""
+    log_ratio_bound, so that all units below -log_ratio_bound get equal weights."""
     old: Old = "recompute"
     """recompute: three policies, pi_old from a forward pass before the update. current: pi_old = pi.detach(), for one
     optimizer step per rollout. rollout: two policies, the surrogate's ratio is pi / mu itself, for engines that agree

@@ -74,7 +74,7 @@ def correct(
         cu_seqlens: [S + 1] int32, ascending within 0 and N; packed layout only. Rows that no sequence covers, such as
             the padding behind a THD batch, get weight 0 and mask False and count nowhere.
         segment_ids: the shape of loss_mask, int, ascending over the loss tokens of a sequence; the turn that a token
-            belongs to. Numbers may begin anew in every sequence, except under context parallelism: there they ascend
+            belongs to. Numbers may restart in every sequence, except under context parallelism: there they ascend
             over the whole batch (as those of TokenBatch do), because ranks that hold parts of a turn tell it by its
             number alone. Without segment_ids, turns are the contiguous runs of loss_mask.
         num_segments: a number above every segment id; required with segment_ids.

@@ -62,7 +62,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """True when top-p or top-k removes tokens, so that kept ids are needed beside the log-probs."""
+        """True when top-p or top-k removes tokens, so that kept ids are needed in addition to the log-probs."""
         return self.top_p < 1 or self.top_k != -1
 
 
@@ -169,11 +169,11 @@ class RolloutEngine(Protocol):
         ...
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint must hold beside the trained weights, such as weights queued for later."""
+        """What a checkpoint must hold besides the trained weights, such as weights queued for later."""
         return {}
 
     def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Restore what ``state_tensors`` returned; the trainer sends the weights themselves anew."""
+        """Restore what ``state_tensors`` returned; the trainer sends the weights themselves again."""
         return None
 
     def check(self) -> None:

@@ -49,7 +49,7 @@ def linear_logprobs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log pi(target) of every token, and the entropy of pi, from hidden states and the local shard of the head.
 
-    `vocab_parallel_logprobs` of the logits hidden @ weight^T, of which one chunk of tokens exists at a time: 2 N H V
+    `vocab_parallel_logprobs` of the logits hidden @ weight^T, computed one chunk of tokens at a time: 2 N H V
     operations in forward, and 6 N H V in backward, which computes the logits again. Any loss may follow.
 
     With a tensor-parallel group there is one all-gather of 16 bytes per token and chunk, in forward alone. The gradient
@@ -109,7 +109,7 @@ def linear_distribution(
     logits_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Distribution:
-    """`vocab_parallel_distribution` of the logits hidden @ weight^T, of which one chunk of tokens exists at a time.
+    """`vocab_parallel_distribution` of the logits hidden @ weight^T, computed one chunk of tokens at a time.
 
     Args:
         with_kept_mass, with_varentropy: compute these two, as in vocab_parallel_distribution.

@@ -171,7 +171,7 @@ class LRGate(LRScale):
 
 _STATE = ("_rollouts", "measured", "halvings", "_run", "_factor")
 _ROUNDING = 1e-6
-"""How far a pooled share or cosine may lie outside its range."""
+"""How far a pooled share or cosine may be outside its range."""
 
 
 @dataclass(frozen=True, kw_only=True)

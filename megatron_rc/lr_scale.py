@@ -22,7 +22,7 @@ class Signals(NamedTuple):
 
 
 NOTHING = Signals()
-"""A rollout of which nothing was measured."""
+"""A rollout without any measurement."""
 
 
 class LRScale(ABC):

@@ -184,7 +184,7 @@ class MetricSums:
         """
         Args:
             statistics: what one call computed; its vector is not copied. None: nothing yet.
-            metrics: name -> what is made of them beside METRICS.
+            metrics: name -> what is made of them besides METRICS.
         """
         if statistics is None:
             statistics = Statistics((), (), (), torch.empty(0, dtype=torch.float64))

@@ -246,7 +246,7 @@ class TrainSettings:
     eval_samples: int = 1
     """Answers sampled per held-out prompt, at the rollout temperature."""
     save_interval: int = 50
-    """Steps between two checkpoints; 0 saves none, and a job that is stopped starts anew."""
+    """Steps between two checkpoints; 0 saves none, and a job that is stopped starts over."""
     keep_checkpoints: int = 2
     """Checkpoints to keep; older ones are deleted."""
     head: Head = "logits"
@@ -301,7 +301,7 @@ class JobSettings(HasLRRule):
     lr_decay: LengthDecaySettings | None = None
     """Length-decay learning rate on top of train.lr and its schedule; `{}` takes all its defaults, null has none."""
     lr_gate: LRGateSettings | None = None
-    """Learning rate by mismatch, in the place of lr_decay; `{}` takes all its defaults, null has none."""
+    """Learning rate by mismatch, instead of lr_decay; `{}` takes all its defaults, null has none."""
     log: LogSettings = field(default_factory=LogSettings)
     dump: DumpSettings = field(default_factory=DumpSettings)
 

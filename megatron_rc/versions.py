@@ -155,7 +155,7 @@ MODULES_OF_EXTRA = {
     "report": ("matplotlib", "tensorboard"),
     "math": ("math_verify",),
 }
-"""Extra -> modules whose absence it mends. A module that several extras bring is named under the first."""
+"""Extra -> modules that it installs. A module that several extras bring is named under the first."""
 
 
 class MissingExtra(ImportError):

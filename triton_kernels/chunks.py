@@ -2,7 +2,7 @@
 
 Sequence s owns chunks c(s) to c(s + 1) - 1 with c(s) = first row // BLOCK + s, and some of them may be empty. They are
 always enough for its length, no table has to be made, and their number depends on the shapes alone. The sums of a
-sequence do not depend on where in the batch it lies.
+sequence do not depend on where in the batch it is.
 """
 
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
         return self.loss_mask.numel() // block + self.num_sequences
 
     def layout(self) -> dict[str, Any]:
-        """The arguments of every kernel that must know where sequences lie."""
+        """The arguments of every kernel that must know where sequences are."""
         sizes = {"num_sequences": self.num_sequences, "num_tokens": self.loss_mask.numel()}
         return {"cu_seqlens": self.cu_seqlens, "row_length": self.row_length, **sizes}
 
@@ -47,7 +47,7 @@ class Tokens(NamedTuple):
 
 
 SIZES = ["num_tokens", "num_sequences", "row_length"]
-"""Sizes that differ from step to step: none of them may compile a kernel anew."""
+"""Sizes that differ from step to step: none of them may recompile a kernel."""
 OF_TOKENS = ["train_logprobs", "rollout_logprobs", "loss_mask", "cu_seqlens", "advantages", "statistics", "segment_ids"]
 """Do not specialise on the alignment of these: slices of a batch change it."""
 

@@ -186,7 +186,7 @@ def correction_fwd_kernel(
                 elif POSITION_SOURCE >= 0:
                     lag = tl.load(statistics[POSITION_SOURCE] + rows, mask=valid, other=0).to(tl.float64) + 1.0
                 elif LEVEL == "prefix":
-                    # loaded again: kept from the start, it takes so many registers that they spill
+                    # loaded again: kept from the start, it takes enough registers that they spill
                     loss = tl.load(loss_mask + rows, mask=inside, other=0) != 0
                     lag = prefix_sums(loss, chunk_sums + 3 * chunks, begin // BLOCK + sequence, chunk, UNITS)
                 elif LEVEL == "segment":

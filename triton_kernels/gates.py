@@ -1,4 +1,4 @@
-"""Gates: which tokens lie beyond the bounds of one."""
+"""Gates: which tokens are beyond the bounds of one."""
 
 import triton
 import triton.language as tl

@@ -22,7 +22,7 @@ NARROW = 32_768
 
 
 def entry_of_row(name: str, width: int) -> str:
-    """The entry of a kernel whose programs have a row each, for rows of so many columns."""
+    """The entry of a kernel with one program per row, for rows of this many columns."""
     return f"{name}_narrow" if width <= NARROW else name
 
 

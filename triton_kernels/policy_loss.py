@@ -14,7 +14,7 @@ from .log_ratio import k3
 from .metric_rows import clamp
 from .sheet import add, merge, new_sheet, sums_of_warps, write
 
-# numbers of tokens and addresses of slices differ from step to step: neither may compile the kernel anew
+# numbers of tokens and addresses of slices differ from step to step: neither may recompile the kernel
 _LOGPROBS = ["current_logprobs", "old_logprobs", "reference_logprobs"]
 _OF_TOKENS = [*_LOGPROBS, "advantages", "weights", "mask", "scales", "entropies", "coefficients"]
 

@@ -1,4 +1,4 @@
-"""The sheet of a program: one number per row, of which every warp holds its own part until all are merged.
+"""The sheet of a program: one number per row; every warp holds its own part until all are merged.
 
 A sum over all lanes makes the warps of a program wait for each other. Sums within a warp do not: the warps meet once,
 for all rows of the sheet together.

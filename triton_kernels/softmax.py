@@ -1,4 +1,4 @@
-"""Shared by the kernels of log-probs: what they take and return, where a row lies, and the end of a softmax."""
+"""Shared by the kernels of log-probs: what they take and return, where a row is, and the end of a softmax."""
 
 import functools
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ OF_ROWS = [
     *(f"stride_{name}{end}" for name in _PER_ROW for end in ("_page", "")),
     *_OF_LOGITS,
 ]
-"""Integers that differ between shards, layouts and micro-batches: none of them may compile a kernel anew."""
+"""Integers that differ between shards, layouts and micro-batches: none of them may recompile a kernel."""
 _RESULTS = ("statistics", "gathered", "logprobs", "entropy", "maximum", "log_sum")
 POINTERS = ["logits", "out", "kept_gradient", "ids", "offsets", *_PER_ROW, *_RESULTS]
 """Nor may the alignment of these, which slices of a batch change; `is_aligned` says what a kernel must know of it."""

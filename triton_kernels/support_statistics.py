@@ -22,7 +22,7 @@ from .softmax import (
 
 @triton.jit
 def kept_block(logits, ids, begin, count, start, num_valid, stride_column, BLOCK: tl.constexpr):
-    """(id, lies in this shard, column, logit) of the kept ids begin to begin + BLOCK of a row."""
+    """(id, is in this shard, column, logit) of the kept ids begin to begin + BLOCK of a row."""
     number = begin + tl.arange(0, BLOCK)
     id = tl.load(ids + number, mask=number < count, other=-1).to(tl.int64)
     column = id - start

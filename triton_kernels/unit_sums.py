@@ -62,7 +62,7 @@ def unit_sums_fwd_kernel(
     sums,  # [4 + C, chunks] fp64 out
     segment_edges,  # [3, chunks] int64 out, or None without segments
     segment_parts,  # [G, 2, chunks] fp64 out
-    segment_columns,  # [G, slots] fp32 or fp64 out, where a segment lies within one chunk
+    segment_columns,  # [G, slots] fp32 or fp64 out, where a segment is within one chunk
     num_tokens, num_sequences, row_length,
     num_slots,
     SEQUENCE: tl.constexpr,  # the C columns of sequences

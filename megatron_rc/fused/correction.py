@@ -143,7 +143,7 @@ def _tokens(pair: Pair, extras: Extras | None, rows: tuple[Tensor, ...]) -> Toke
 
 
 def _aligned(row: Tensor) -> Tensor:
-    """Copied unless it starts at a multiple of 16 bytes: Triton compiles anew for any other part of a tuple."""
+    """Copied unless it starts at a multiple of 16 bytes: Triton recompiles for any other part of a tuple."""
     return row if row.data_ptr() % 16 == 0 else row.clone()
 
 

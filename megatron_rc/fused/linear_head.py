@@ -1,6 +1,6 @@
 """Rows of the fused head, cut out of those of a batch without waiting for the device: the list of kept ids stays whole.
 
-The kernels read the kept ids of row t at offsets[t] to offsets[t + 1], wherever these lie in the list.
+The kernels read the kept ids of row t at offsets[t] to offsets[t + 1], wherever these are in the list.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Tables of routes joined over the pipeline stages of a model, each of which has the routers of its own layers."""
+"""Tables of routes, joined over pipeline stages, where each stage has the routers of its own layers."""
 
 from collections.abc import Sequence
 

@@ -229,7 +229,7 @@ def _decide(batch: _Batch, cp_group: Group) -> tuple[Tensor, Tensor, TokenOutcom
 
 
 def _outside(batch: _Batch, planned: GatePlan) -> Tensor:
-    """One bool per unit: it lies outside the bounds of the gate, and the gate applies to it."""
+    """One bool per unit: it is outside the bounds of the gate, and the gate applies to it."""
     gate = planned.gate
     if gate.level == "token":
         value = batch.statistic(gate.statistic)

@@ -42,13 +42,13 @@ def token_numbers(ratio: LogRatio, offsets: Tensor, of_token: Tensor, positions:
 def carried(
     ratio: LogRatio, offsets: Tensor, of_token: Tensor, positions: Tensor, cp_group: dist.ProcessGroup
 ) -> Tensor:
-    """[N] fp64: the part of a prefix that lies on other ranks.
+    """[N] fp64: the part of a prefix that is on other ranks.
 
     A rank holds one or two runs of neighbouring loss tokens of a sequence. Every rank learns the first position and the
     sum of every run, in one all-gather, and adds up those that begin before its own.
     """
     loss, none = ratio.loss_mask, torch.inf
-    # the number of loss tokens that lie elsewhere, before a token: one value per run
+    # the number of loss tokens before a token that are on other ranks: one value per run
     elsewhere = (positions - loss.cumsum(0)).double()
     least = segment_reduce(torch.where(loss, elsewhere, none), "min", offsets)
     second = loss & (elsewhere > least.index_select(0, of_token))

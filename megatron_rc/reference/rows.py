@@ -260,7 +260,7 @@ class _KeptIds(NamedTuple):
     row: Tensor
     offsets: Tensor
     here: Tensor
-    """[K] bool, the id lies in this shard."""
+    """[K] bool, the id is in this shard."""
     is_target: Tensor
     temperature: float | Tensor
 

@@ -114,7 +114,7 @@ def dump_yaml(data: dict[str, Any], *, one_line: bool = False) -> str:
 def set_field(data: dict[str, Any], assignment: str) -> None:
     """Apply ``a.b.c=value`` (value read as YAML) to nested dictionaries in place.
 
-    Text that stands where a mapping is needed names a preset, which ``value`` then changes.
+    Text where a mapping is needed names a preset, which ``value`` then changes.
     """
     import yaml
 

@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """A path beside ``path`` to write to; at the end of the block that file takes the place of ``path``.
+    """A path next to ``path`` to write to; at the end of the block that file replaces ``path``.
 
     After an error in the block ``path`` is what it was, and the unfinished file is gone.
     """

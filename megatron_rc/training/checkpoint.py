@@ -57,7 +57,7 @@ def save(
     """Write ``folder/<phase>-<step>`` and delete all but the newest ``keep``; a collective of all processes.
 
     Args:
-        extra: tensors to store beside the model, such as queued rollout weights; the same on every rank.
+        extra: tensors to store with the model, such as queued rollout weights; the same on every rank.
         write_more: called on every rank with the folder of the checkpoint, writes what else it holds.
     """
     target, partial = folder / progress.name, folder / f".partial-{progress.name}"

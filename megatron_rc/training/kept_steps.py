@@ -30,7 +30,7 @@ def check_dump(settings: JobSettings, *, every_step: bool) -> None:
 
 
 class StepDump:
-    """Writes the steps of a run, on the writing process, in a thread beside the next step."""
+    """Writes the steps of a run, on the writing process, in a thread during the next step."""
 
     def __init__(self, folder: Path, settings: DumpSettings, *, every_step: bool) -> None:
         """Open the folder; with ``every_step`` kept steps in it are deleted, because a replay needs whole steps."""

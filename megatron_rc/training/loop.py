@@ -64,7 +64,7 @@ class Job:
         self.output = Path(settings.output)
 
     def run(self, *, resume: bool) -> None:
-        """Do what is left of the job; the last finished step is saved before an error that the user can mend is raised.
+        """Do what is left of the job; the last finished step is saved before an error that the user can fix is raised.
 
         Args:
             resume: continue from the newest complete checkpoint of the output folder, if there is one.

@@ -168,7 +168,7 @@ class RolloutQueue:
         """Read what `save` wrote, if the job was asynchronous then, before the first `resume`.
 
         Rollouts that ``progress`` has trained are left out. Those that were drawn in another way, or would be older
-        than the bound at their update, are sampled anew.
+        than the bound at their update, are sampled again.
         """
         if not (folder / self._file).exists():
             return
@@ -185,7 +185,7 @@ class RolloutQueue:
             self._rollouts.append(rollout)
 
     def _drawn(self) -> dict[str, Any]:
-        """What samples depend on beside their weights and prompts."""
+        """What samples depend on besides their weights and prompts."""
         return {"size": self._size, **asdict(self._sampler.params)}
 
     @property

@@ -64,7 +64,7 @@ class BlockLayout:
         for size in sorted(members):
             sequences = torch.tensor(members[size])
             longest = int(count[sequences].max())
-            # the causal mask hides what lies past a sequence's end, so the overhang may be any row that exists
+            # the causal mask hides what is past a sequence's end, so the overhang may be any row that exists
             rows = (starts[sequences, None] + torch.arange(longest)).clamp(max=total - 1).flatten()
             place_of_sequence[sequences] = places + torch.arange(len(sequences)) * longest
             places += len(rows)

@@ -26,7 +26,7 @@ class Libraries(NamedTuple):
     transformer_engine: bool
     """TransformerEngine's layers and attention."""
     gradient_accumulation_fusion: bool
-    """Apex's weight-gradient kernel, which Megatron's own output layer needs even beside TransformerEngine."""
+    """Apex's weight-gradient kernel, which Megatron's own output layer needs even with TransformerEngine."""
 
 
 def libraries() -> Libraries:

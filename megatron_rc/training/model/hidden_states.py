@@ -22,7 +22,7 @@ class OutputHead(NamedTuple):
 
 @contextmanager
 def hidden_states(model: torch.nn.Module) -> Iterator[OutputHead | None]:
-    """Within the block a GPTModel, called without labels, answers hidden states [b, s, H] in the place of logits.
+    """Within the block, a GPTModel called without labels returns hidden states [b, s, H] instead of logits.
 
     With sequence parallelism they are the rows of this rank, [b, s / ranks, H]. Flatten them sequence first, as
     hidden.transpose(0, 1).flatten(0, 1), and the targets [b, s] alike: so the ranks' rows follow one another.

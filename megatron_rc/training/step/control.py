@@ -28,7 +28,7 @@ def check_control(control: Control, correction: RolloutCorrection) -> None:
 
 
 def check_data_parallel(control: Control, ranks: int) -> None:
-    """Raises ValueError for a control of a batch of which a process sees a part."""
+    """Refuse a control when each process sees only part of the batch."""
     if control != "none" and ranks > 1:
         why = "tokens change places within the whole rollout batch"
         raise ValueError(f"train.control must be 'none' with {ranks} data-parallel ranks: {why}")
@@ -50,7 +50,7 @@ def controlled(
         corrected: of the batch of ``share``.
         share: all sequences of the rollout batch, in any order; the result depends on their numbers alone.
         old_logprobs: [N] fp32, nats.
-        parts: the first so many parts of the share are trained on; the others take no part.
+        parts: number of parts of the share, from the first, that are trained on; the others are left out.
         seed: of the random choices.
     """
     rows = _eligible_rows(corrected, share, old_logprobs, parts)

@@ -1,4 +1,4 @@
-"""What the policy loss of a micro-batch needs beside the answer of the model."""
+"""What the policy loss of a micro-batch needs besides the output of the model."""
 
 import dataclasses
 from typing import Any, NamedTuple

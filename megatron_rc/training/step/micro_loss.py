@@ -16,7 +16,7 @@ from megatron_rc.training.step.microbatches import MicroExtras
 
 
 class Collected(NamedTuple):
-    """Results of a micro-batch beside its loss."""
+    """Results of a micro-batch besides its loss."""
 
     sums: MetricSums
     logprobs: Tensor

@@ -82,7 +82,7 @@ class LossRows(NamedTuple):
     rows: Tensor
     """[M] int64, ascending, on the device."""
     first: list[int]
-    """[S + 1]: how many of them lie before each sequence."""
+    """[S + 1]: how many of them are before each sequence."""
     starts: list[int]
     """[S + 1]: the row that each sequence starts at."""
 
