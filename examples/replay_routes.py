@@ -48,7 +48,7 @@ def take_weights(sampler: GPTModel, model: GPTModel) -> None:
 
 @torch.no_grad()
 def routes_of(model: GPTModel, tokens: Tensor, reference: Tensor | None = None) -> tuple[Tensor, RouteTable]:
-    """Log-probs [B, T] of a forward pass, and what its routers chose; rows lie [T, B], as Megatron has them."""
+    """Log-probs [B, T] of a forward pass, and what its routers chose; rows are in Megatron's order [T, B]."""
     schedule = RoutedSchedule([routers_of(model)], SHAPE, forward_only=True, detail=True)
     with schedule, schedule.forward(0, reference=reference):
         logprobs = logprobs_of(model, tokens)

@@ -105,7 +105,7 @@ prepare_triton() {
     log="$VENV/install-triton-$version.log"
     key="triton $version $numpy $("$VENV/bin/python" --version)"
     [[ ! -f "$folder/installed" || "$(<"$folder/installed")" != "$key" ]] || return 0
-    say "installing triton $version beside the one in .venv (about 500 MB; progress in ${log#"$ROOT"/})"
+    say "installing triton $version next to the one in .venv (about 500 MB; progress in ${log#"$ROOT"/})"
     rm -rf "$folder" "$log"
     logged_pip "$log" install --no-compile --no-deps --only-binary :all: --target "$folder" "triton==$version" "$numpy" ||
         die "triton $version could not be installed (see above); it is safe to run this again"
@@ -158,14 +158,14 @@ check_out() {
         die "$out is not empty and holds no earlier run; --out takes a new folder, or that of a run to replace"
 }
 
-# train_recipe NAME OPTIONS...: trains launch/recipes/NAME.yaml anew on this machine's CPU, with $seed and $steps, into $out.
+# train_recipe NAME OPTIONS...: trains launch/recipes/NAME.yaml afresh on this machine's CPU, with $seed and $steps, into $out.
 train_recipe() {
     local recipe="launch/recipes/$1.yaml" started=$SECONDS
     shift
     say "training $recipe, seed $seed, into $out"
     CUDA_VISIBLE_DEVICES='' "$VENV/bin/python" -m megatron_rc launch "$ROOT/$recipe" --nodes 1 --fresh "$@" \
         --set "train.seed=$seed" --set "output='${out//\'/\'\'}'" ${steps:+--set "train.steps=$steps"} ||
-        die "the run failed; its own error stands above the launcher's traceback"
+        die "the run failed; its own error is above the launcher's traceback"
     [[ -f "$out/report.html" ]] || die "the run ended without $out/report.html"
     say "trained in $((SECONDS - started)) s; open $out/report.html in a browser"
 }

@@ -8,7 +8,7 @@ usage() {
 usage: bash launch/test.sh [--full] [pytest arguments]
 
 Makes .venv and .venv-sglang when they are missing, installs, then runs ruff, mypy and pytest. Without pytest arguments the
-kernels also run with the oldest supported Triton, which is installed beside that of .venv.
+kernels also run with the oldest supported Triton, which is installed next to that of .venv.
 With paths among the arguments, such as tests/loss/test_loss.py, only those tests run: nothing but .venv is prepared, and
 nothing is linted. Paths are relative to the repository.
   --full   also the tests marked full (slow, large)

@@ -46,7 +46,7 @@ def train(
     assignments: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a field, such as train.steps=20.")
     ] = [],  # noqa: B006 - typer reads the default
-    fresh: Annotated[bool, typer.Option(help="Start anew, deleting the earlier run in the output folder.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Start over, deleting the earlier run in the output folder.")] = False,
     dump: Annotated[bool, typer.Option(help="Write every training batch to OUTPUT/dump as Parquet.")] = False,
 ) -> None:
     """Train a policy with rollout correction; resumes from the newest checkpoint of the output folder.
@@ -62,7 +62,7 @@ def patch(
         Path | None, typer.Argument(help="Training script of the host, such as train_rl.py; none for slime and miles.")
     ] = None,
     arguments: Annotated[list[str], typer.Argument(help="Its own flags, passed on untouched.")] = [],  # noqa: B006
-    rc_preset: Annotated[str | None, typer.Option(help="Correction preset, in the place of the YAML's.")] = None,
+    rc_preset: Annotated[str | None, typer.Option(help="Correction preset, instead of the YAML's.")] = None,
     rc_config: Annotated[Path | None, typer.Option(help="YAML with `correction:`, `lr_decay:` or `lr_gate:`.")] = None,
     rc_set: Annotated[
         list[str], typer.Option(metavar="KEY=VALUE", help="Override a field, such as correction.weight.upper=3.")

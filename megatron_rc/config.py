@@ -181,7 +181,7 @@ class RolloutCorrection:
         """Turn a preset name, or a mapping with the key `preset`, into the plain mapping of all fields.
 
         Other keys of the mapping override the preset: `weight` field by field, `reject` as a whole. Anything else is
-        returned as it is, so a configuration loader may call this on whatever stands under `correction`.
+        returned as it is, so a configuration loader may call this on any value of `correction`.
 
         Raises:
             ValueError: there is no preset of that name.

@@ -19,7 +19,7 @@ OnFinished = Callable[[int], None] | None
 
 @dataclass(frozen=True)
 class HiddenSampling:
-    """Changes of the distribution that tokens are drawn from, of which the reported log-probs and kept ids do not know.
+    """Changes to the sampled distribution that the reported log-probs and kept ids do not reflect.
 
     drawn from: softmax(z / temperature) over its top-p, where softmax(z) is the reported distribution
     """

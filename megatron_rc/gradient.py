@@ -79,7 +79,7 @@ class WeightGradient:
         del total  # before another tensor of its size is allocated
         weight = self._weight
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        # a tied embedding's own gradient comes beside this one, and DDP adds it to main_grad: nothing may blur it
+        # a tied embedding has its own gradient besides this one, and DDP adds it to main_grad: nothing may blur it
         if getattr(weight, "zero_out_wgrad", False):
             return None
         # DDP reads no value of it, but with overlap_grad_reduce asserts that there is a gradient

@@ -204,7 +204,7 @@ def linear_policy_loss(
     head = chunked_head(given, vocab_size, with_entropy, chunk, logits_dtype, backend)
     if entropy_coef and not with_entropy:
         raise ValueError(f"with_entropy must be True when entropy_coef is {entropy_coef!r}")
-    # targets stand for the log-probs and the entropy, which have their shape
+    # targets are placeholders for the log-probs and the entropy, which have the same shape
     weights, kept, entropies = corrected.weights, corrected.mask, targets if with_entropy else None
     inputs = LossInputs(targets, old_logprobs, advantages, weights, kept, scale, reference_logprobs, entropies)
     options = LossOptions(
@@ -284,7 +284,7 @@ class _LinearLogProbs(torch.autograd.Function):
             upstream = (None if part is None else part[span] for part in (by_logprobs, by_entropy))
             gradients.add(span, rows, logits, own, *upstream)
         by_inputs = gradients.hidden
-        # or the gradient that `finish` may allocate would lie in memory beside the chunk
+        # or the gradient that `finish` may allocate would be in memory together with the chunk
         del rows, logits, gradients
         return by_inputs, None if home is None else home.finish(), None
 

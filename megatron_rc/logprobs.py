@@ -105,7 +105,7 @@ class Distribution(NamedTuple):
     top1_prob: Tensor
     """Largest probability."""
     kept_mass: Tensor | None = None
-    """Share of the distribution over all ids that lies on the kept ids; None without support."""
+    """Share of the distribution over all ids that the kept ids hold; None without support."""
     varentropy: Tensor | None = None
     """Variance of -log pi, nats^2; None unless it was asked for."""
 

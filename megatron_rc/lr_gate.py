@@ -225,7 +225,7 @@ class LRGateSettings:
 
 
 class HasLRRule:
-    """Settings that have lr_decay and lr_gate, of which `check_lr_rules` allows one."""
+    """Settings that have lr_decay and lr_gate; `check_lr_rules` allows only one."""
 
     @property
     def lr_rule(self: Any) -> LengthDecaySettings | LRGateSettings | None:

@@ -39,7 +39,7 @@ class SurgeDetector:
     least ``LEAST_FINISHED`` of the responses count as finished. The two terms of x_t have averages of their own, so a
     share that is given only from some rollout on does not look like a surge.
 
-    During the first ``warmup`` measured rollouts the slow average has no past yet from which a surge could stand out.
+    During the first ``warmup`` measured rollouts the slow average has too little history to show a surge.
     There fast_t is compared with its own lowest value instead, and so it is afterwards for an alarm that began there.
     A surge that is confirmed in this way sets ``surge_in_warmup`` to its rollout, and ``surge_step`` to rollout
     ``warmup`` if it began before that.

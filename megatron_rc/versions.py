@@ -34,7 +34,7 @@ class Range:
 
 
 def is_older(version: str, than: str) -> bool:
-    """Whether a version is older than the release ``than``, of which pre-releases and builds are not older."""
+    """Whether a version is older than the release ``than``; pre-releases and builds of ``than`` are not older."""
     release = release_of(version)
     return release is not None and release < (release_of(than) or ())
 

@@ -43,7 +43,7 @@ def pi_mass_kept(upper, tokens, mean_k3):
     expected = tokens * mean_k3
     judged = expected >= LEAST_SPREAD
     shift = tl.sqrt(tl.where(judged, 2.0 * expected, 0.0))
-    # in fp32, which is exact to 1e-7: in fp64 the function takes so many registers that they spill
+    # in fp32, which is exact to 1e-7: in fp64 the function takes enough registers that they spill
     below = tl.erf(((upper - shift) * _ROOT_HALF).to(tl.float32))
     above = tl.erf(((upper + shift) * _ROOT_HALF).to(tl.float32))
     return tl.where(judged, 0.5 * (below + above).to(tl.float64), 1.0)

@@ -84,7 +84,7 @@ def row_statistics_fwd_kernel(
         first = tl.multiple_of(first, 16)
         lanes *= VECTOR
     else:
-        # a thread has one lane and loads one element at a time, beside those of the next threads
+        # a thread has one lane and loads one element at a time, next to those of the next threads
         numbers *= LANES
     columns = lanes + numbers
     tile = first + lanes.to(tl.int64) * stride_logits_column + numbers.to(tl.int64) * stride_logits_column

@@ -126,7 +126,7 @@ def _carry(pair: Pair, extras: Extras, cp_group: Group) -> Tensor | None:
 
 
 def _tokens(pair: Pair, extras: Extras | None, rows: tuple[Tensor, ...]) -> Tokens:
-    """The batch; `rows` stand behind the statistics of the user."""
+    """The batch; `rows` come after the statistics of the user."""
 
     def flat(tensor: Any) -> Any:
         return None if tensor is None else tensor.reshape(-1).contiguous()
@@ -264,7 +264,7 @@ def _source(plan: Plan, planned: GatePlan) -> Column:
 
 
 def _lag_of_unit(plan: Plan) -> Column:
-    """That of its oldest token; lags stand behind the statistics of the user."""
+    """The lag of its oldest token; lags come after the statistics of the user."""
     return "lag", len(plan.statistics), "max"
 
 

@@ -127,7 +127,7 @@ def router_logprobs(scores: Tensor, router: Any) -> Tensor:
     """Log-probs of every expert by the router, [n, E] fp32, nats; for a sigmoid router p = sigmoid / sum of sigmoids.
 
     Args:
-        scores: [n, E] the scores of which megatron-core takes the top-k: logits, probabilities (softmax before the
+        scores: [n, E] the scores whose top-k megatron-core takes: logits, probabilities (softmax before the
             top-k), or sigmoids plus the expert bias.
         router: its configuration says which of these they are.
     """

@@ -17,7 +17,7 @@ class DumpSettings:
     tokens: bool = False
     """Keep token ids, too. They are the text of prompts and responses to anyone who has the tokenizer."""
     kept_mass: bool = False
-    """Compute the share of the distribution over all ids that lies on the kept ids of top-p and top-k; the old pass
+    """Compute the share of the distribution over all ids that the kept ids of top-p and top-k hold; the old pass
     reads all of its logits for it."""
     varentropy: bool = False
     """Compute the variance of -log pi of every token; the old pass reads its logits once more for it."""

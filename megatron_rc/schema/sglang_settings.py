@@ -30,7 +30,7 @@ class SGLangSettings:
     sync_dir: str | None = None
     """Folder for weight_sync disk that trainer and servers see under the same path; null takes OUTPUT/sync."""
     bucket_bytes: int = 512 * 1024**2
-    """Bytes of weights sent at once; a sync takes this much memory beside one tensor."""
+    """Bytes of weights sent at once; a sync takes this much memory plus one tensor."""
     capture_routes: bool = False
     """Ask for the experts of every token; the servers need --enable-return-routed-experts. Settings of `moe` that need
     them ask, too."""

@@ -53,7 +53,7 @@ class SamplingWeights:
         return sorted(self._copies)
 
     def keep(self, version: int) -> None:
-        """Copy the present weights, which are ``version``; drop those of which no rollout can arrive any more."""
+        """Copy the present weights, which are ``version``; drop versions that no later rollout can come from."""
         self._copies = {v: weights for v, weights in self._copies.items() if version - self._oldest <= v < version}
         self._copies[version] = self._policy.host_copy()
 

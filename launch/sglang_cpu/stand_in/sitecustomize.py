@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-# torchvision's compiled operators do not load beside the CPU build of torch, and describing them then raises
+# torchvision's compiled operators do not load with the CPU build of torch, and describing them then raises
 sys.modules["torchvision._meta_registrations"] = ModuleType("torchvision._meta_registrations")
 
 PINNED_MEMORY = "sglang.srt.mem_cache.pool_host.common"

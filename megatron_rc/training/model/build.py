@@ -121,7 +121,7 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
 
 
 class RowsNorm(torch.nn.RMSNorm):
-    """Root mean square norm of rows that may be split over tensor-parallel ranks, as they are beside experts.
+    """Root mean square norm of rows that may be split over tensor-parallel ranks, as they are in models with experts.
 
     megatron-core's own norm without TransformerEngine refuses split rows, and with Apex it has no RMS form.
     """

@@ -121,7 +121,7 @@ class Share(NamedTuple):
 
 
 def share_of(batch: TokenBatch, parts: Sequence[Sequence[int]], train: TrainSettings, groups: Groups) -> Share:
-    """This rank's share of ``batch``, of which each of ``parts``, sequence numbers, is cut over the ranks."""
+    """This rank's share of ``batch``: each of ``parts``, a list of sequence numbers, is cut over the ranks."""
     sequences: list[int] = []
     micro_batches: list[list[range]] = []
     most, fixed = train.max_tokens_per_microbatch, train.micro_batches
@@ -139,7 +139,7 @@ def share_of(batch: TokenBatch, parts: Sequence[Sequence[int]], train: TrainSett
 
 
 class MicroExtras(NamedTuple):
-    """[n] tensors beside the tokens of a micro-batch; a pass that does not need one has None."""
+    """[n] tensors besides the tokens of a micro-batch; a pass that does not need one has None."""
 
     advantages: Tensor | None = None
     scale: Tensor | None = None

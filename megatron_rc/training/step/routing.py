@@ -85,7 +85,7 @@ class Routing:
             raise ValueError(f"{needs}, and the sampler returned none: {engines}")
 
     def start(self, local: TokenBatch) -> "StepRoutes":
-        """The routes of one rollout batch, of which ``local`` are the sequences of this rank."""
+        """The routes of one rollout batch; ``local`` has the sequences of this rank."""
         routes = local.routes
         return StepRoutes(self, None if routes is None else sampler_table(routes, local.cu_seqlens, self.shape))
 

@@ -76,7 +76,7 @@ class Sampler:
         return self._part(self._prompts(request), request.n, self._seeds(request))
 
     def joined(self, request: Request, parts: Sequence[Part]) -> SampledBatch:
-        """The rollout of which ``parts`` hold what each process sampled; raises as `sample`."""
+        """The rollout joined from ``parts``, what each process sampled; raises as `sample`."""
         return self._joined(parts, request.n, self._seeds(request))
 
     def held_out_accuracy(self, n: int) -> float:
