@@ -44,7 +44,7 @@ SYMBOLS = (
         "nemo_rl.algorithms.single_controller_utils.setup", "setup_single_controller",
         "master_config, tokenizer, *, processor=None, partition_id='rollout_data'",
         replaced_by(f"{OURS}.refusals", "refuse_trainer"),
-        "refuses run_grpo_single_controller.py, whose rollouts are never on one process",
+        "refuses run_grpo_single_controller.py, whose rollouts are never whole on one process",
     ),
     _called(
         POLICY, "Policy.__init__",
