@@ -79,7 +79,7 @@ def store_rows(pointer, values, rows, sequence, begin, end, num_tokens, num_sequ
     """Store the lanes of a chunk, which are 0 outside of its sequence, so that every row of the batch is written.
 
     Rows that no sequence covers fall to the first and the last sequence. Those after the last are within the chunks
-    that it owns; those before the first fill whole blocks before its begin, and the rest is stored with its first
+    that it owns; those before the first fill whole blocks before its beginning, and the rest is stored with its first
     chunk.
     """
     lowest = tl.where(sequence == 0, 0, begin)

@@ -82,7 +82,7 @@ TRAPPED = [
     (NEMO, "sequence-weights", f"{IS} loss_fn.sequence_level_importance_ratios=true", "warning", "exp(sum"),
     (NEMO, "ratio-of-one", "loss_fn.force_on_policy_ratio=true", "note", "not measured"),
     (NEMO, "ratio-of-one", f"{PATCHED} loss_fn.force_on_policy_ratio=true", "error", "no gap to correct"),
-    (NEMO, "data-plane", f"{PATCHED} data_plane.enabled=true", "error", "no rollout lies"),
+    (NEMO, "data-plane", f"{PATCHED} data_plane.enabled=true", "error", "no rollout is on"),
     (NEMO, "two-corrections", f"{PATCHED} {TIS}", "error", "twice"),
     (NEMO, "two-corrections", f"{PATCHED} {IS}", "error", "second time"),
 ]  # fmt: skip

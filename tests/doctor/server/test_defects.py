@@ -77,7 +77,7 @@ OF_SERVING = [
     Defect("context-length", flags(allow_auto_truncate=True), error="silently", fix="--allow-auto-truncate"),
     Defect("concurrency", flags(max_total_num_tokens=500), note="need 896 tokens of cache, it holds 500; a retracted",
            fix="rollout.sglang.concurrency"),
-    Defect("concurrency", flags(internal_states=[{"effective_max_running_requests_per_dp": 8}]), note="24 wait",
+    Defect("concurrency", flags(internal_states=[{"effective_max_running_requests_per_dp": 8}]), note="24 of them wait",
            fix="--max-running-requests"),
     Defect("concurrency", flags(max_queued_requests=4, internal_states=[{"effective_max_running_requests_per_dp": 8}]),
            warning="holds 12 and refuses", fix="--max-queued-requests"),
