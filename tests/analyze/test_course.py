@@ -13,6 +13,7 @@ from megatron_rc.analyze.changes import find_changes
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.decomposition import between, decompose
 from megatron_rc.analyze.lead_lag import FEWEST, lead_lag
+from megatron_rc.analyze.pages.steps import over_steps
 from megatron_rc.analyze.steps import Step, StepSums
 from megatron_rc.analyze.sums import sequence_sums
 from megatron_rc.analyze.timeline import logged_beside, timeline
@@ -202,7 +203,7 @@ def test_a_series_that_is_predicted_exactly_has_no_relation() -> None:
     assert found is not None and found.p == 1
 
 
-def test_the_terminal_line_names_growth_cause_and_jump() -> None:
+def test_the_terminal_line_names_growth_cause_and_jump_which_the_picture_marks() -> None:
     chunks = [step_chunk(s, 7, sigma=0.05 if s < 18 else 0.1, sequences=40) for s in range(10, 26)]
     found = diagnosed(*chunks)
     assert found.timeline is not None
@@ -211,6 +212,7 @@ def test_the_terminal_line_names_growth_cause_and_jump() -> None:
     assert line.startswith("k3 grew")
     assert "from steps 10-13 to steps 22-25: engine 100" in line
     assert line.endswith("jump at step 18")
+    assert over_steps(found).count(">jump</text>") == 1
 
 
 def test_p_values_of_the_course_are_corrected_with_those_of_the_report() -> None:
@@ -224,11 +226,13 @@ def test_p_values_of_the_course_are_corrected_with_those_of_the_report() -> None
     assert jump.p < 0.01
 
 
-def test_a_surge_of_the_length_is_named_by_its_step() -> None:
+def test_a_surge_of_the_length_is_named_by_its_step_and_marked() -> None:
     chunks = [step_chunk(s, 7, length=20 if s < 140 else 80, sequences=10) for s in range(100, 150)]
-    course = timeline(steps_of(*chunks), {})
+    found = diagnosed(*chunks)
+    course = found.timeline
     assert course is not None and course.surge.step is not None
     assert 140 <= course.surge.step <= 144 and not course.surge.in_warmup
+    assert over_steps(found).count(">surge</text>") == 1
 
 
 def test_the_log_beside_the_dump_adds_gradient_norms(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from megatron_rc.analyze import output, words
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.evidence import Gathering
-from megatron_rc.analyze.pages import html
+from megatron_rc.analyze.pages import by_bin, html
 from megatron_rc.analyze.pages.steps import short_names
 from megatron_rc.analyze.what_if import Missing
 from megatron_rc.cli import app
@@ -220,6 +220,11 @@ def test_a_server_is_labelled_by_what_its_name_does_not_share() -> None:
     assert short_names(["http://10.0.0.7:30000", "http://10.0.0.8:30001"]) == ["7:30000", "8:30001"]
     assert short_names(["a", "ab"]) == ["a", "ab"]
     assert short_names(["the only server"]) == ["…server"]
+
+
+def test_a_log_ratio_of_one_sign_suggests_one_other_token() -> None:
+    profile = diagnosed(TRAPS["logged temperature .7"][1](world(3, sequences=16))).evidence.profiles["log_mu"]
+    assert by_bin._others(profile) > by_bin._others(replace(profile, log_ratio=profile.size)) == 1
 
 
 def test_colours_do_not_blow_up_small_differences_between_servers() -> None:

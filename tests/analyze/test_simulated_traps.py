@@ -1,10 +1,13 @@
 """Every rule answers to its trap and to no other, on simulated dumps whose every probability is known."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from simulated_dumps import TRAPS, diagnosed, honest, levels, log_softmax, padded_vocabulary, world
 
 from megatron_rc.analyze.chunk import Chunk
+from megatron_rc.analyze.rules.counts import dummy_logprobs
 from megatron_rc.analyze.rules.rule import Level
 
 BENIGN = {"RC404", "RC501", "RC502"}
@@ -31,6 +34,24 @@ def test_codes_that_one_rule_tells_apart_are_selected_and_ignored_one_by_one() -
 def test_a_hidden_top_p_of_99_percent_is_seen_in_one_batch_of_30_thousand_tokens() -> None:
     _, make = TRAPS["hidden top-p .99"]
     assert [*levels(diagnosed(make(world(5))))] == ["RC103"]
+
+
+@pytest.mark.parametrize(
+    ("zeros", "place"),
+    [
+        (np.arange(1200) < 150, ", in 5 whole responses of zeros (missing log-probs filled in?)"),
+        (np.arange(1200) % 30 == 7, ", nearly all of token id 7 (a forced token?)"),
+        (np.arange(1200) % 30 // 10 == 1, ", in spans (tool results inside the loss mask?)"),
+        (np.arange(1200) % 2 == 0, ""),
+    ],
+)
+def test_impossible_zeros_are_placed_by_what_they_share(zeros: np.ndarray, place: str) -> None:
+    log_pi, ids = np.full(1200, -1.0), np.arange(1200) % 30
+    chunk = Chunk(log_pi, np.where(zeros, 0.0, -1.0), np.arange(41) * 30, {"token_id": ids})
+    evidence = diagnosed(chunk).evidence
+    without = replace(evidence, sample=replace(chunk, log_mu=log_pi))
+    for found, said in ((evidence, place), (without, "")):
+        assert f"less than one half{said}; no sampler" in dummy_logprobs(found).sentence
 
 
 def test_the_order_of_pieces_does_not_change_what_is_measured() -> None:

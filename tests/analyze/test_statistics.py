@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from simulated_dumps import logged_temperature, one_stale_server, small_honest, world
 
+from megatron_rc.analyze import growth
 from megatron_rc.analyze.chunk import Chunk, loss_tokens
 from megatron_rc.analyze.evidence import Gathering
 from megatron_rc.analyze.factors import FACTORS, octave, octave_start
@@ -129,6 +130,15 @@ def test_the_effective_sample_size_is_that_of_the_sequence_weights() -> None:
     sums.add(chunk.select_sequences(np.arange(30) >= 11))
     weights = np.exp(chunk.log_ratio.reshape(30, 20).sum(axis=1))
     assert sums.growth().ess == pytest.approx(weights.sum() ** 2 / (30 * (weights**2).sum()))
+
+
+def test_growth_takes_no_token_and_responses_beyond_its_longest_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "LENGTHS", np.array([1, 4]))
+    sums, log_ratio = GrowthSums(), np.random.default_rng(1).normal(size=(30, 20))
+    assert sums.add(Chunk(np.zeros(0), np.zeros(0), np.zeros(4, dtype=np.int64))).size == 0
+    assert np.isnan([sums.growth().ess, sums.growth().ess_predicted]).all() and np.isinf(sums.growth().horizon)
+    sums.add(Chunk(log_ratio.reshape(-1), np.zeros(600), np.arange(31) * 20))
+    assert sums.growth().deviations == pytest.approx([log_ratio[:, :n].sum(axis=1).std() for n in (1, 4)])
 
 
 def test_octaves_have_four_bins_per_power_of_two() -> None:

@@ -12,7 +12,7 @@ import pytest
 from host_batches import HOST_DUMPS, HOSTS, JSON_LINES, RECORDS, write_json_lines, write_parquet
 from typer.testing import CliRunner
 
-from megatron_rc.analyze import diagnose_dump
+from megatron_rc.analyze import diagnose_dump, readers
 from megatron_rc.analyze.pages import html
 from megatron_rc.analyze.readers import FORMATS, json_lines, open_dump
 from megatron_rc.analyze.readers import rows as row_packing
@@ -69,6 +69,12 @@ def test_pages_of_earlier_analyses_are_no_unknown_files(tmp_path: Path):
     html.write(diagnose_dump(tmp_path), tmp_path / "analysis.html")
     (tmp_path / "other.html").write_text("<!DOCTYPE html><html></html>")
     assert diagnose_dump(tmp_path).ignored == ["1 file of no known format is not read, such as other.html"]
+
+
+def test_a_folder_of_more_files_than_a_dump_has_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(readers, "MAX_FILES", 3)
+    with pytest.raises(ValueError, match="holds more than 3 files; give the folder of the dump itself"):
+        open_dump(HOST_DUMPS / "miles_tp")
 
 
 def test_files_come_in_the_order_of_their_numbers(tmp_path: Path):
@@ -179,6 +185,15 @@ def test_nulls_in_place_of_log_probs_that_are_not_finite_are_damage(tmp_path: Pa
         records[0]["trainer_logprobs"][records[0]["loss_mask"].index(True)] = None
 
     assert diagnose_dump(changed_lines(PRIME_RL, tmp_path / "x.jsonl", damage)).evidence.damaged == {"nan": 1}
+
+
+def test_prime_rl_without_ids_and_weights_trains_every_token_of_the_mask(tmp_path: Path):
+    def drop(records: list[dict[str, Any]]) -> None:
+        for record in records:
+            del record["token_ids"], record["rl_weights"]
+
+    (chunk,) = open_dump(changed_lines(PRIME_RL, tmp_path / "x.jsonl", drop)).chunks()
+    assert chunk.lengths.tolist() == [9, 11, 10] and "token_id" not in chunk.tokens
 
 
 TRACES = HOST_DUMPS / "prime_rl_traces" / "traces"

@@ -94,6 +94,16 @@ def test_other_samples_are_named_and_the_train_data_is_read_without_them(
     assert dump.corrupt.files == 1 and "rollout_data/3.pt" in said and sentence in said
 
 
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [({"format_version": 1}, "train data of format_version 2"), ({"samples": [{}]}, "no sample has 'log_probs'")],
+)
+def test_train_data_of_slime_that_cannot_be_analyzed_is_refused(part: dict[str, Any], sentence: str, tmp_path: Path):
+    torch.save(torch.load(HOST_DUMPS / "slime/train_data/3.pt") | part, tmp_path / "3.pt")
+    with pytest.raises(ValueError, match=sentence):
+        list(open_dump(tmp_path).chunks())
+
+
 def test_without_the_entropy_of_the_host_the_first_line_of_the_report_says_what_cannot_be_excluded(copy: Path):
     def report() -> str:
         return CliRunner().invoke(app, ["analyze", str(copy), "--no-html"], env={"COLUMNS": "200"}).output

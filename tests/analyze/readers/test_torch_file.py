@@ -18,7 +18,7 @@ import pytest
 import torch
 from host_batches import HOST_DUMPS
 
-from megatron_rc.analyze.readers import open_dump, torch_pickle, verl
+from megatron_rc.analyze.readers import open_dump, torch_file, torch_pickle, verl
 from megatron_rc.analyze.readers.dump import CorruptRows, UnreadableFile
 from megatron_rc.analyze.readers.torch_file import TorchFile, item_of, value_of
 from megatron_rc.analyze.readers.torch_pickle import Tensor
@@ -203,6 +203,7 @@ def shared_tuples(depth: int) -> Any:
         (pickle.dumps([frozenset([(1, 2)])], 4), "a key of a dictionary is neither a number nor a text"),
         # the memo of the unpickler in C is allocated up to its largest index
         (b"\x80\x02Nr\xff\xff\xff\x7f.", "must hold"),
+        (b"\x80\x02" + b"N" * 100_000 + b".", "data.pkl has 100003 bytes, at most 100000"),
         (b"\x80\x02" + b"N0" * 30_000 + b".", "it has more than 50000 instructions"),
         (b"\x80\x02\x8b\x00\x08\x00\x00" + b"\x01" * 2048 + b".", "data.pkl is damaged: KeyError: 139"),
         (b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".", "data.pkl is damaged: KeyError: 150"),
@@ -211,14 +212,15 @@ def shared_tuples(depth: int) -> Any:
         (b"\x80\x02(K", "data.pkl is damaged: EOFError"),
     ],
     ids=[
-        "key", "item of a set", "protocol 4", "frozen set", "memo", "steps", "number", "bytes", "OrderedDict", "shape",
-        "cut",
+        "key", "item of a set", "protocol 4", "frozen set", "memo", "size", "steps", "number", "bytes", "OrderedDict",
+        "shape", "cut",
     ],
 )  # fmt: skip
 def test_a_pickle_that_would_cost_without_end_is_refused_at_once(
     pickled: bytes, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch_pickle, "MAX_INSTRUCTIONS", 50_000)
+    monkeypatch.setattr(torch_file, "MAX_PICKLE", 100_000)
     path = zipped(tmp_path, pickled, s0=bytes(4))
     begun = time.process_time()
     with pytest.raises(UnreadableFile, match=rf"{re.escape(str(path))}.*{sentence}"):
