@@ -16,6 +16,7 @@ from process_groups import members, nothing_is_left
 from scripted_engine import BROKEN, ENDLESS, KILLED, REFUSED, ScriptedEngine
 
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
+from megatron_rc.rollout import worker as worker_module
 from megatron_rc.rollout.worker import WorkerEngine
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -111,6 +112,13 @@ def test_closing_ends_a_request_of_another_thread() -> None:
     engine.close()
     thread.join(600)
     assert said == ["the process of the rollout engine was ended by SIGTERM"]
+
+
+def test_a_process_that_ignores_its_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = WorkerEngine(partial(signal.signal, signal.SIGTERM, signal.SIG_IGN), agree=alone)
+    monkeypatch.setattr(worker_module, "_END_S", 0.5)
+    engine.close()
+    assert nothing_is_left(engine.pid)
 
 
 def test_the_process_ends_with_its_parent_also_in_the_middle_of_a_request(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from faulty_sglang import servers_in_processes
 from faulty_weights import weights_of
 from sync_jobs import Job
 from sync_jobs import start as start
+
+from megatron_rc.rollout.sglang import send_group
 
 PATH_GROUP = "/update_weights_from_distributed"
 
@@ -85,3 +88,8 @@ def test_cuda_servers_and_a_trainer_without_cuda_cannot_form_a_group(start, tmp_
     with pytest.raises(ValueError, match="weight_sync=distributed needs servers on CPUs"):
         job.update(1, version=1)
     assert job.taken == len(weights_of(1))
+
+
+def test_a_broadcast_that_fails_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(send_group.dist, "broadcast", Mock(side_effect=RuntimeError("connection reset")))
+    assert send_group._broadcast(torch.zeros(1), Mock(), [], 1.0) == "the broadcast failed: connection reset"
