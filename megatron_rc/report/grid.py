@@ -126,7 +126,8 @@ def draw(runs: Sequence[Run], path: Path, column: Column = DRAWN) -> Path:
             title = [f"{names[0]} {upper}"] + ([f"{names[3]} {lower}"] if names[3] else [])
             axes.set_title(", ".join(title).replace("_", " "), fontsize=10)
             axes.grid(axis="y", alpha=0.25)
-    panels[0][0].legend(title=names[1], fontsize=8, title_fontsize=8)
+    if names[1]:
+        panels[0][0].legend(title=names[1], fontsize=8, title_fontsize=8)
     figure.supylabel(column.title, fontsize=10)
     figure.savefig(path, dpi=110)
     return path
