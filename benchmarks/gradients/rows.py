@@ -64,7 +64,7 @@ class Row(NamedTuple):
 
 
 def write(kind: type[Kind], rows: Iterable[Kind], path: Path, *, digits: int = 5) -> None:
-    """Write rows, each number with so many significant digits, and nothing for one that was not measured."""
+    """Write one line per row; numbers have ``digits`` significant digits, and a missing number is an empty cell."""
     path.parent.mkdir(parents=True, exist_ok=True)
     names = list(typing.get_type_hints(kind))
     with open(path, "w", newline="") as file:

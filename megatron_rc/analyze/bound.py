@@ -24,9 +24,9 @@ WEIGHT_BOUND = 20.0
 class Bound:
     """The error of min(rho, C) A as an estimate of rho A, for each C of GRID.
 
-    MSE(C) of `megatron_rc.measured_upper.error_terms`, where a unit is a token or a whole sequence. The n in its
-    variance is the number of units per step, taken as independent. Without the column advantage, A is +1 or -1 with
-    equal chances, so that Var becomes E[min(rho, C)^2].
+    `megatron_rc.measured_upper.error_terms` defines MSE(C). A unit is a token or a whole sequence, and the variance is
+    divided by the number of units per step, as if they were independent. Without the column advantage, A is +1 or -1
+    with equal chances, so that Var becomes E[min(rho, C)^2].
 
     Source: derived; the bias term is the one of truncated importance sampling (rl-collapse part 2).
     """

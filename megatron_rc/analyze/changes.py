@@ -1,4 +1,4 @@
-"""At which steps does a series jump? Binary segmentation; its test allows for wandering, and drift is told apart."""
+"""At which steps does a series jump? Binary segmentation, testing against wandering and checking for steady drift."""
 
 import functools
 import itertools

@@ -146,9 +146,16 @@ def diagnose_dump(
         ValueError: nothing to read, an unknown format or rule, or no loss token.
     """
     dump = open_dump(path, format)
-    source = dump.chunks(progress), str(path), dump.format, dump.corrupt
-    logged = logged_beside(Path(path))
-    return diagnosis_of(*source, ignored=dump.ignored, logged=logged, select=select, ignore=ignore)
+    return diagnosis_of(
+        dump.chunks(progress),
+        str(path),
+        dump.format,
+        dump.corrupt,
+        ignored=dump.ignored,
+        logged=logged_beside(Path(path)),
+        select=select,
+        ignore=ignore,
+    )
 
 
 def diagnosis_of(

@@ -160,7 +160,13 @@ def _sglang_engine(settings: JobSettings, policy: Policy, groups: Groups, probe:
 
     sglang = settings.rollout.sglang
     sglang = dataclasses.replace(sglang, sync_dir=sglang.sync_dir or str(Path(settings.output) / "sync"))
-    routes = sglang.capture_routes or settings.moe.wants_routes
-    score = probe.logprobs if probe else None
-    build = partial(SGLangEngine, sglang, policy.hf_config, return_routes=routes, probe=score)
-    return groups.together(lambda: build(agree=groups.raise_everywhere, writer=groups.is_writer))
+    return groups.together(
+        lambda: SGLangEngine(
+            sglang,
+            policy.hf_config,
+            agree=groups.raise_everywhere,
+            writer=groups.is_writer,
+            return_routes=sglang.capture_routes or settings.moe.wants_routes,
+            probe=probe.logprobs if probe else None,
+        )
+    )

@@ -34,7 +34,7 @@ exec {python} "$@"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of what the script reads, with a small job and this Python in the place of .venv."""
+    """A copy of what the script reads, with a small job and this Python instead of that of .venv."""
     copy_of_launch(tmp_path, PYTHON)
     recipe = tmp_path / "launch/recipes/quickstart.yaml"
     data = yaml.safe_load(recipe.read_text())

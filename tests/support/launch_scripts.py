@@ -15,7 +15,7 @@ def write_script(path: Path, text: str) -> Path:
 
 
 def copy_of_launch(folder: Path, python: str) -> Path:
-    """The folder, with the script ``python`` in the place of .venv's; its {python} is this one."""
+    """Copy launch/ to ``folder``, with the script ``python`` as .venv/bin/python; its {python} is this interpreter."""
     shutil.copytree(ROOT / "launch", folder / "launch")
     for name in ("setup.py", "pyproject.toml", "constraints-cpu.txt"):
         shutil.copy(ROOT / name, folder)

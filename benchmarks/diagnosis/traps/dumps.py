@@ -81,7 +81,7 @@ def read(file: Path) -> Chunk:
 
 
 def _coarse(values: np.ndarray, bits: int) -> np.ndarray:
-    """Rounded to so many significant bits."""
+    """The values, rounded to ``bits`` significant bits."""
     fraction, exponent = np.frexp(values)
     return np.ldexp(np.round(np.ldexp(fraction, bits)), exponent - bits)
 
