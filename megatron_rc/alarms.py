@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_rc.config import RolloutCorrection
-    from megatron_rc.settings import JobSettings
 
 WARN_ABOVE = 0.1
 """nats; the largest |KL| that verl's documentation of its rollout correction calls healthy."""
@@ -117,9 +116,8 @@ class ClipPullWarning:
     takes the gradient from good tokens above mu and from bad ones below it, whatever the reward says.
     """
 
-    def __init__(self, settings: JobSettings) -> None:
-        fresh = settings.rollout.staleness == 0 and settings.train.asynchronous == 0
-        self._watches = settings.correction.old == "rollout" and fresh
+    def __init__(self, correction: RolloutCorrection, *, fresh: bool) -> None:
+        self._watches = correction.old == "rollout" and fresh
 
     def see(self, metrics: Mapping[str, Any]) -> str | None:
         """Take the metrics of a step; returns what to warn of, if anything."""

@@ -1,6 +1,8 @@
 """The choice between Triton kernels and plain PyTorch, and the switch for checks that wait for the device."""
 
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +11,15 @@ from megatron_rc.versions import TRITON, is_older
 
 BACKENDS = ("auto", "torch", "triton")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_TWINS = {
+    "correction": ("megatron_rc.reference.correction", "megatron_rc.fused.correction"),
+    "linear_head": ("megatron_rc.reference.linear_head", "megatron_rc.fused.linear_head"),
+    "policy_loss": ("megatron_rc.reference.policy_loss", "megatron_rc.fused.policy_loss"),
+    "routes": ("megatron_rc.reference.routes", "megatron_rc.fused.routes"),
+    "rows": ("megatron_rc.reference.rows", "megatron_rc.fused.rows"),
+}
+"""What is computed -> the module in PyTorch, and the one that drives the kernels."""
 
 _debug_checks = False
 
@@ -52,6 +63,14 @@ def use_triton(backend: str, **tensors: Tensor | None) -> bool:
     return obstacle is None
 
 
+def backend_module(name: str, backend: str, **tensors: Tensor | None) -> Any:
+    """The module that drives kernels if `use_triton` says that they compute, else its twin in PyTorch.
+
+    No other place imports modules that drive kernels, because triton is not installed everywhere.
+    """
+    return import_module(_TWINS[name][use_triton(backend, **tensors)])
+
+
 def _obstacle(tensors: dict[str, Tensor]) -> str | None:
     on_cuda = all(value.is_cuda for value in tensors.values())
     if find_spec("triton") is None:
@@ -79,3 +98,8 @@ def interpreted() -> bool:
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
+
+
+def compute_dtype(values: Tensor) -> torch.dtype:
+    """fp64 for fp64, fp32 for every other float dtype."""
+    return torch.promote_types(values.dtype, torch.float32)

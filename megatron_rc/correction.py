@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rc.backend import backend_module
 from megatron_rc.config import RolloutCorrection
-from megatron_rc.fused import backend_module
 from megatron_rc.inputs import Extras, Pair, check_extras, check_pair, check_tokens
 from megatron_rc.measured_upper import settled
 from megatron_rc.metrics import MetricSums

@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rc.backend import debug_checks
+from megatron_rc.backend import backend_module, debug_checks
 from megatron_rc.batch import Support
 from megatron_rc.collectives import Group, all_gather_into, is_alone, reduce_scatter_into
-from megatron_rc.fused import backend_module
 from megatron_rc.gradient import check_wide_products, product_into
 from megatron_rc.logprobs import check_rows, shard_rows, shard_widths, softmax_of_rows
 from megatron_rc.reference.rows import Merged, Rows

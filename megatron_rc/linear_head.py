@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rc.backend import debug_checks
+from megatron_rc.backend import backend_module, debug_checks
 from megatron_rc.batch import Support
 from megatron_rc.config import Surrogate
 from megatron_rc.correction import Corrected
-from megatron_rc.fused import backend_module
 from megatron_rc.gradient import WeightGradient, product_into
 from megatron_rc.head_inputs import ChunkedHead, HeadInputs, chunked_head, entered, factor_of, scattered
 from megatron_rc.logprobs import Distribution, distribution_of_rows

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rc.backend import debug_checks
+from megatron_rc.backend import backend_module, debug_checks
 from megatron_rc.batch import Support
 from megatron_rc.collectives import Group, all_gather_into
-from megatron_rc.fused import backend_module
 from megatron_rc.inputs import check_same_on_ranks, check_shape
 from megatron_rc.reference.rows import Merged, Rows, shard_varentropy, sum_in_order
 

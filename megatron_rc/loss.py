@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.advantages import expand_to_tokens
+from megatron_rc.backend import backend_module
 from megatron_rc.collectives import all_reduced
 from megatron_rc.config import Aggregation, Denominator, RolloutCorrection, Surrogate, check_clipping
 from megatron_rc.correction import Corrected
-from megatron_rc.fused import backend_module
 from megatron_rc.inputs import check_shape
 from megatron_rc.metrics import MetricSums
 from megatron_rc.reference.policy_loss import LossInputs, LossOptions

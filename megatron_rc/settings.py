@@ -310,6 +310,11 @@ class JobSettings(HasLRRule):
         if self.train.eval_weights == "trained" and self.rollout.engine != "hf":
             raise ValueError(f"train.eval_weights must be 'served' when rollout.engine is {self.rollout.engine!r}")
 
+    @property
+    def fresh(self) -> bool:
+        """Whether every rollout is sampled with the weights that it trains."""
+        return self.rollout.staleness == 0 and self.train.asynchronous == 0
+
 
 def load(path_or_text: str | Path, assignments: Iterable[str] = ()) -> JobSettings:
     """The settings of a YAML file or text, with ``key=value`` assignments on top.

@@ -165,7 +165,7 @@ def loss(tokens: int, meter: Meter) -> dict[str, Call]:
 
 def routes(tokens: int, layers: int, k: int, meter: Meter, experts: int = 128) -> dict[str, Call]:
     """`compare_routes` of int16 ids; a few of them differ."""
-    from megatron_rc.fused import backend_module
+    from megatron_rc.backend import backend_module
 
     # k distinct experts: an odd step never meets itself among a power of two of them
     steps, new = torch.arange(k, device=meter.device) * 13, meter.new(tokens)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_rc.fused import backend_module
+from megatron_rc.backend import backend_module
 from megatron_rc.reference.routes import RouteComparison
 
 

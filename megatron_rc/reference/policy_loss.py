@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_rc.backend import compute_dtype
 from megatron_rc.config import Surrogate
-from megatron_rc.reference.rows import compute_dtype
 
 
 class LossInputs(NamedTuple):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_rc.backend import compute_dtype
 from megatron_rc.reference.segments import segment_reduce
 
 _CHUNK_ELEMENTS = 2**22
@@ -128,11 +129,6 @@ def write_gradient(
     for (span, chunk), (_, target) in zip(_row_chunks(logits), _row_chunks(out), strict=True):
         local = _of_rows(temperature, span)
         target.copy_(row_gradient(chunk, targets[span], upstream.select(span), local, rows.num_valid))
-
-
-def compute_dtype(values: Tensor) -> torch.dtype:
-    """fp64 for fp64, fp32 for every other float dtype."""
-    return torch.promote_types(values.dtype, torch.float32)
 
 
 def row_statistics(

@@ -1,6 +1,5 @@
 """Series, marks and headlines of a run, from the records of its metrics.jsonl and the table of panels."""
 
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -8,19 +7,9 @@ from typing import Any, NamedTuple
 
 from megatron_rc.report import panels
 from megatron_rc.report.panels import Curve, Panel
+from megatron_rc.report.series import Mark, Series
 
 Record = Mapping[str, Any]
-
-
-class Mark(NamedTuple):
-    step: float
-    label: str
-
-
-class Series(NamedTuple):
-    label: str
-    steps: Sequence[float]
-    values: Sequence[float]
 
 
 def phase_of(record: Record) -> str:
@@ -78,18 +67,6 @@ def marks(records: Sequence[Record]) -> list[Mark]:
 def _is_early(records: Sequence[Record]) -> bool:
     """Whether the length surged during the detector's warm-up."""
     return any(values_of(records, panels.SURGE_IN_WARMUP))
-
-
-def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Mean over the ``window`` values around each one; fewer at the ends."""
-    half, total = window // 2, list(itertools.accumulate(values, initial=0.0))
-    spans = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
-    return [(total[end] - total[start]) / (end - start) for start, end in spans]
-
-
-def smoothed(values: Sequence[float]) -> list[float]:
-    """The moving average that is drawn on top of a noisy curve."""
-    return moving_average(values, max(5, len(values) // 12))
 
 
 class Headline(NamedTuple):

@@ -7,9 +7,9 @@ import struct
 import zlib
 from collections.abc import Sequence
 from html import escape
+from typing import NamedTuple
 
 from megatron_rc.report.axes import label_of
-from megatron_rc.report.route_maps import HeatMap
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 78, 80, 10, 36
@@ -23,6 +23,18 @@ Colours = tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int]
 _PLAIN: Colours = (0xEE, 0xF3, 0xFB), (0xF2, 0xA9, 0x3B), (0x8C, 0x1D, 0x40)
 _SIGNED: Colours = (0x1F, 0x5F, 0xA8), (0xF4, 0xF4, 0xF4), (0x8C, 0x1D, 0x40)
 """For values of both signs; 0 is in the middle."""
+
+
+class HeatMap(NamedTuple):
+    title: str
+    unit: str
+    meaning: str
+    cells: list[list[float]]
+    """Indexed as cells[row][column]; NaN stays blank."""
+    rows: list[str]
+    columns: list[str]
+    row_name: str
+    column_name: str
 
 
 def heat_map(shown: HeatMap, *, least_span: float = 0.0) -> str:

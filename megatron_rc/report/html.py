@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc.report.context import flattened, load_context
-from megatron_rc.report.curves import Mark, Series, headlines, marks, series
+from megatron_rc.report.curves import headlines, marks, series
 from megatron_rc.report.heat_map import heat_map
 from megatron_rc.report.log import read_metrics
 from megatron_rc.report.page import card, details, document, legend, tile
 from megatron_rc.report.panels import PANELS, ROUTE_PANELS, Panel
 from megatron_rc.report.route_maps import heat_maps, measured_routes
+from megatron_rc.report.series import Mark, Series
 from megatron_rc.report.svg import line_chart
 
 

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc.report.axes import label_of, log_axis
-from megatron_rc.report.curves import headlines, marks, series, smoothed
+from megatron_rc.report.curves import headlines, marks, series
 from megatron_rc.report.log import read_metrics
 from megatron_rc.report.panels import PANELS
+from megatron_rc.report.series import smoothed
 from megatron_rc.report.svg import NOISY_FROM
 
 COLORS = ("#2563eb", "#e0700c", "#12936a", "#b4318f", "#7c6a0a")

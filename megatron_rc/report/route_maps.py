@@ -2,24 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from megatron_rc.report.curves import Record, phase_of
+from megatron_rc.report.heat_map import HeatMap
 from megatron_rc.report.panels import EXPERTS, HEAT_PANELS, HeatPanel
 
 _PREFIXES = ("old/", "current/", "current_old/")
-
-
-class HeatMap(NamedTuple):
-    title: str
-    unit: str
-    meaning: str
-    cells: list[list[float]]
-    """Indexed as cells[row][column]; NaN stays blank."""
-    rows: list[str]
-    columns: list[str]
-    row_name: str
-    column_name: str
 
 
 def measured_routes(records: Sequence[Record]) -> bool:

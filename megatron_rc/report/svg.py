@@ -7,7 +7,7 @@ from html import escape
 from typing import Protocol
 
 from megatron_rc.report.axes import Axis, label_of, linear_axis, log_axis
-from megatron_rc.report.curves import Mark, Series, smoothed
+from megatron_rc.report.series import Mark, Series, smoothed
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 50, 14, 10, 36

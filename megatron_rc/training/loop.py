@@ -58,7 +58,8 @@ class Job:
         self.evaluates = rollout.engine != "replay"
         self.progress = Progress()
         self.lr_rule: LRScale | None = None
-        self.lost_batch, self.clip_pull = LostBatchWarning(), ClipPullWarning(settings)
+        self.lost_batch = LostBatchWarning()
+        self.clip_pull = ClipPullWarning(settings.correction, fresh=settings.fresh)
         self.pair = "old/" if settings.correction.old == "recompute" else "current/"
         self.saved = ""
         self.output = Path(settings.output)

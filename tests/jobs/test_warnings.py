@@ -48,7 +48,8 @@ def test_a_correction_that_drops_most_of_the_tokens_warns_once_in_ten_rollouts_w
 
 
 def watch(**fields: Any) -> ClipPullWarning:
-    return ClipPullWarning(schema.from_dict(JobSettings, {"correction": {"old": "rollout"}, **fields}))
+    settings = schema.from_dict(JobSettings, {"correction": {"old": "rollout"}, **fields})
+    return ClipPullWarning(settings.correction, fresh=settings.fresh)
 
 
 def test_the_warning_of_the_clip_names_the_share_and_comes_once() -> None:

@@ -11,8 +11,8 @@ from head_case import Result, by_head, distance, exact, head_case
 from row_problems import small_blocks
 from torch import Tensor
 
+from megatron_rc.backend import backend_module
 from megatron_rc.collectives import all_gather_into, reduce_scatter_into
-from megatron_rc.fused import backend_module
 from megatron_rc.logprobs import gather_statistics, vocab_parallel_logprobs
 from megatron_rc.reference.rows import Rows
 

@@ -14,10 +14,10 @@ from kernel_calls import EVERY_LEVEL
 from logprobs_truth import unchecked
 from torch import Tensor
 
+from megatron_rc.backend import backend_module
 from megatron_rc.batch import Support
 from megatron_rc.config import Rejection, RolloutCorrection
 from megatron_rc.correction import Corrected, correct
-from megatron_rc.fused import backend_module
 from megatron_rc.logprobs import vocab_parallel_logprobs
 from megatron_rc.loss import policy_loss
 from megatron_rc.metrics import MetricSums

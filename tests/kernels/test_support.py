@@ -11,8 +11,8 @@ from row_problems import BLOCK, Problem, assert_exact, kept_problem, small_block
 from torch import Tensor
 from traffic import Traffic, counted_traffic
 
+from megatron_rc.backend import backend_module
 from megatron_rc.batch import Support
-from megatron_rc.fused import backend_module
 from megatron_rc.kernels.launch_table import LAUNCH
 from megatron_rc.kernels.softmax import Rows, Softmax
 from megatron_rc.kernels.support_gradient import support_gradient_bwd

@@ -15,8 +15,9 @@ from length_curves import algorithm_1, assert_every_state_resumes, jump, length_
 from megatron_rc import LengthDecayLR, SurgeDetector, schema
 from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.report import svg
-from megatron_rc.report.curves import Mark, headlines, marks
+from megatron_rc.report.curves import headlines, marks
 from megatron_rc.report.html import write_report
+from megatron_rc.report.series import Mark
 from megatron_rc.settings import JobSettings
 
 NAN = math.nan

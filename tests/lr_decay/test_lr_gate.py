@@ -17,7 +17,8 @@ from megatron_rc.integrations.slime.settings import SlimeSettings
 from megatron_rc.lr_decay import LengthDecaySettings
 from megatron_rc.lr_gate import LRGateSettings, mismatch_signals
 from megatron_rc.lr_scale import NOTHING, Signals
-from megatron_rc.report.curves import Mark, marks
+from megatron_rc.report.curves import marks
+from megatron_rc.report.series import Mark
 from megatron_rc.settings import JobSettings
 
 TARGETS = {"ess": 0.5, "k3": 1e-3, "length": 4000.0, "grad_cosine": 0.2}

@@ -19,11 +19,11 @@ from megatron_rc.moe.shift import expert_shift
 from megatron_rc.moe.shift_metrics import EXPERT_SHIFT
 from megatron_rc.moe.tables import MoeShape, RouteTable
 from megatron_rc.report import heat_map
-from megatron_rc.report.heat_map import colour, merged, png
+from megatron_rc.report.heat_map import HeatMap, colour, merged, png
 from megatron_rc.report.html import write_report
 from megatron_rc.report.log import read_metrics
 from megatron_rc.report.panels import EXPERTS, HEAT_PANELS, PANELS, ROUTE_PANELS
-from megatron_rc.report.route_maps import HeatMap, heat_maps
+from megatron_rc.report.route_maps import heat_maps
 
 SHAPE = MoeShape(num_layers=7, layers=(1, 4, 6), top_k=3, num_experts=12)
 

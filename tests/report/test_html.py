@@ -15,10 +15,11 @@ from report_records import rl, warmup, write_all
 
 from megatron_rc.report import axes, svg
 from megatron_rc.report.context import save_context
-from megatron_rc.report.curves import Series, headlines, moving_average, series
+from megatron_rc.report.curves import headlines, series
 from megatron_rc.report.html import write_report
 from megatron_rc.report.panels import PANELS
 from megatron_rc.report.picture import write_curves_png
+from megatron_rc.report.series import Series, moving_average
 
 
 def full_run(steps: int = 40) -> list[dict[str, Any]]:

@@ -9,10 +9,10 @@ import torch
 from correction_book import case
 from torch import Tensor
 
+from megatron_rc.backend import backend_module
 from megatron_rc.batch import Support
 from megatron_rc.config import Rejection, RolloutCorrection, Weight
 from megatron_rc.correction import Corrected, correct
-from megatron_rc.fused import backend_module
 from megatron_rc.linear_head import linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs import vocab_parallel_logprobs
 from megatron_rc.loss import loss_scale, policy_loss

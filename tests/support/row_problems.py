@@ -10,9 +10,8 @@ import torch
 from logprobs_truth import INF, kept_columns, random_logits, truth, unchecked
 from torch import Tensor
 
-from megatron_rc.backend import use_triton
+from megatron_rc.backend import backend_module, use_triton
 from megatron_rc.batch import Support
-from megatron_rc.fused import backend_module
 from megatron_rc.kernels.launch_table import LAUNCH
 from megatron_rc.logprobs import vocab_parallel_logprobs
 from megatron_rc.reference import rows as reference_rows

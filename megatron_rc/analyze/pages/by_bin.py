@@ -13,8 +13,8 @@ from megatron_rc.analyze.factors import LOG_MU_EDGES, octave_start
 from megatron_rc.analyze.pages.card import Cell, card, table
 from megatron_rc.analyze.profile import Profile
 from megatron_rc.report.axes import linear_axis, tight_log_axis
-from megatron_rc.report.curves import Series
 from megatron_rc.report.heat_map import png
+from megatron_rc.report.series import Series
 from megatron_rc.report.svg import Band, Line, Picture, Shape, chart
 
 TEMPERATURES = (0.7, 0.9, 1.1, 1.4)

@@ -9,9 +9,8 @@ from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.pages.card import card
 from megatron_rc.report.axes import linear_axis, tight_log_axis
-from megatron_rc.report.curves import Mark, Series
-from megatron_rc.report.heat_map import heat_map
-from megatron_rc.report.route_maps import HeatMap
+from megatron_rc.report.heat_map import HeatMap, heat_map
+from megatron_rc.report.series import Mark, Series
 from megatron_rc.report.svg import Line, chart, line_chart, thinned
 
 LONGEST_NAME = 7
