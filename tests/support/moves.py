@@ -97,7 +97,9 @@ KEPT = ("CHANGELOG.md", "tests/support/moves.py", "tests/support/earlier/", "doc
 TEXTS = (".py", ".md", ".sh", ".toml", ".yaml", ".yml", ".txt", ".csv", ".sbatch", ".cfg", ".html", "Makefile", "run")
 
 _longest_first = sorted(MODULES, key=len, reverse=True)
-_DOTTED = re.compile(rf"\bmegatron_rc\.({'|'.join(map(re.escape, _longest_first))})(?![\w])")
+_DOTTED = re.compile(rf"\bmegatron_rc\.({'|'.join(map(re.escape, _longest_first))})(?!\w)(?:\.(\w+))?")
+SETTINGS = ("correction", "loss", "dump")
+"""Modules whose names also are sections of YAML, as in the setting megatron_rc.correction.old of a host."""
 
 
 def new_module(old: str) -> str | None:
@@ -106,6 +108,19 @@ def new_module(old: str) -> str | None:
         if old == name or old.startswith(name + "."):
             return MODULES[name] + old[len(name) :]
     return None
+
+
+def top_level_names(path: Path) -> set[str]:
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
 
 
 def files_of(module: str) -> str:
@@ -181,9 +196,15 @@ def with_imports(text: str, old_modules: set[str]) -> str:
     return "\n".join(lines)
 
 
-def with_names(text: str) -> str:
-    text = _DOTTED.sub(lambda found: f"megatron_rc.{MODULES[found.group(1)]}", text)
-    return text.replace("megatron_RC", "megatron_rc")
+def with_names(text: str, names: dict[str, set[str]]) -> str:
+    def replaced(found: re.Match[str]) -> str:
+        module, attribute = found.groups()
+        imported = re.search(r"(import|from) $", text[: found.start()]) is not None
+        if module in SETTINGS and not imported and attribute not in names[module]:
+            return found.group()
+        return f"megatron_rc.{MODULES[module]}" + ("" if attribute is None else f".{attribute}")
+
+    return _DOTTED.sub(replaced, text).replace("megatron_RC", "megatron_rc")
 
 
 def path_pattern(changes: dict[str, str]) -> re.Pattern[str]:
@@ -211,6 +232,7 @@ def main() -> None:
         str(path.relative_to(ROOT / "megatron_rc").with_suffix("")).replace("/", ".").removesuffix(".__init__")
         for path in (ROOT / "megatron_rc").rglob("*.py")
     }
+    names = {module: top_level_names(ROOT / f"megatron_rc/{module}.py") for module in SETTINGS}
     move_files()
     for name in tracked():
         path = ROOT / name
@@ -219,7 +241,7 @@ def main() -> None:
         before = text = path.read_text()
         if name.endswith(".py"):
             text = with_imports(text, old_modules)
-        text = with_names(text)
+        text = with_names(text, names)
         text = with_paths(text, changes, bare=name in ("docs/changing.md", "docs/architecture.md", "CONTRIBUTING.md"))
         if text != before:
             path.write_text(text)
