@@ -98,7 +98,7 @@ TEXTS = (".py", ".md", ".sh", ".toml", ".yaml", ".yml", ".txt", ".csv", ".sbatch
 
 _longest_first = sorted(MODULES, key=len, reverse=True)
 _DOTTED = re.compile(rf"\bmegatron_rc\.({'|'.join(map(re.escape, _longest_first))})(?!\w)(?:\.(\w+))?")
-SETTINGS = ("correction", "loss", "dump")
+SETTINGS = ("correction", "dump", "loss", "lr_decay", "lr_gate")
 """Modules whose names also are sections of YAML, as in the setting megatron_rc.correction.old of a host."""
 
 
