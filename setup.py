@@ -9,6 +9,6 @@ setup(
         "megatron_rc.kernels": ["README.md"],
         "megatron_rc.analyze.rules": ["pages/*.md"],
         "megatron_rc.analyze.pages": ["*.css"],
-        "megatron_rc.report": ["*.css", "*.js"],
+        "megatron_rc.drawing": ["*.css", "*.js"],
     },
 )

@@ -9,7 +9,7 @@ corrects for it, and prints what it did.
 import torch
 
 from megatron_rc import RolloutCorrection, Weight, correct, loss_scale, policy_loss, vocab_parallel_logprobs
-from megatron_rc.advantages import expand_to_tokens, rloo_advantages
+from megatron_rc.loss.advantages import expand_to_tokens, rloo_advantages
 
 VOCABULARY, LENGTH, GROUPS, SAMPLES = 12, 6, 16, 8
 

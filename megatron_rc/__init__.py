@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from megatron_rc import versions
 
 if TYPE_CHECKING:
-    from megatron_rc.config import Rejection, RolloutCorrection, Weight
-    from megatron_rc.correction import Corrected, correct
+    from megatron_rc.correction.correct import Corrected, correct
+    from megatron_rc.correction.metrics import MetricSums
+    from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
     from megatron_rc.integrations.patching import Patch, patch
-    from megatron_rc.linear_head import LinearPolicyLoss, linear_logprobs, linear_policy_loss
-    from megatron_rc.logprobs import vocab_parallel_logprobs
-    from megatron_rc.loss import PolicyLoss, loss_scale, policy_loss
-    from megatron_rc.lr_decay import LengthDecayLR
-    from megatron_rc.lr_gate import LRGate
-    from megatron_rc.metrics import MetricSums
-    from megatron_rc.surge import SurgeDetector
+    from megatron_rc.learning_rate.length_decay import LengthDecayLR
+    from megatron_rc.learning_rate.mismatch import LRGate
+    from megatron_rc.learning_rate.surge import SurgeDetector
+    from megatron_rc.logprobs.linear import LinearPolicyLoss, linear_logprobs, linear_policy_loss
+    from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+    from megatron_rc.loss.policy_loss import PolicyLoss, loss_scale, policy_loss
     from megatron_rc.training.model.hidden_states import hidden_states
 
 __version__ = "0.1.0"
@@ -47,16 +47,16 @@ __all__ = [
 ]
 
 _NAMES_IN = {
-    "config": ("Rejection", "RolloutCorrection", "Weight"),
-    "correction": ("Corrected", "correct"),
+    "correction.correct": ("Corrected", "correct"),
+    "correction.metrics": ("MetricSums",),
+    "correction.settings": ("Rejection", "RolloutCorrection", "Weight"),
     "integrations.patching": ("Patch", "patch"),
-    "linear_head": ("LinearPolicyLoss", "linear_logprobs", "linear_policy_loss"),
-    "logprobs": ("vocab_parallel_logprobs",),
-    "loss": ("PolicyLoss", "loss_scale", "policy_loss"),
-    "lr_decay": ("LengthDecayLR",),
-    "lr_gate": ("LRGate",),
-    "metrics": ("MetricSums",),
-    "surge": ("SurgeDetector",),
+    "learning_rate.length_decay": ("LengthDecayLR",),
+    "learning_rate.mismatch": ("LRGate",),
+    "learning_rate.surge": ("SurgeDetector",),
+    "logprobs.linear": ("LinearPolicyLoss", "linear_logprobs", "linear_policy_loss"),
+    "logprobs.logits": ("vocab_parallel_logprobs",),
+    "loss.policy_loss": ("PolicyLoss", "loss_scale", "policy_loss"),
     "training.model.hidden_states": ("hidden_states",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from megatron_rc import settings as job_settings
 from megatron_rc import versions
 from megatron_rc.analyze import commands as analyze_commands
-from megatron_rc.cluster import commands
 from megatron_rc.jobs import run as job
 from megatron_rc.jobs.run import quiet_imports
+from megatron_rc.launch import commands
+from megatron_rc.settings import job as job_settings
 
 app = typer.Typer(
     help="Rollout correction for Megatron.",
@@ -169,8 +169,8 @@ def report(
     png: Annotated[Path | None, typer.Option(help="Also draw the main curves to this PNG; needs matplotlib.")] = None,
 ) -> None:
     """Write report.html from the metrics of a training job, finished or not."""
-    from megatron_rc.report.html import write_report
     from megatron_rc.report.picture import write_curves_png
+    from megatron_rc.report.run_page import write_report
 
     if not (folder / "metrics.jsonl").is_file():
         raise ValueError(f"{folder} holds no metrics.jsonl; give the output folder of a training job")

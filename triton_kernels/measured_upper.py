@@ -1,4 +1,4 @@
-"""The rows that the bound C with the least measured error is chosen by; megatron_rc/measured_upper.py says how."""
+"""The rows by which the bound C with the least error is chosen; megatron_rc/correction/measured_upper.py says how."""
 
 import triton
 import triton.language as tl

@@ -1,6 +1,7 @@
 """The rows that metrics are made of, with one number per chunk in each: their names, and the code that fills them.
 
-The names are in the order in which the kernel writes the rows; megatron_rc/reference/sums.py says what they mean.
+The names are in the order in which the kernel writes the rows; megatron_rc/correction/reference/sums.py says what
+they mean.
 """
 
 import math

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatron_rc import schema
-from megatron_rc.config import PRESETS
+from megatron_rc.correction.settings import PRESETS
 from megatron_rc.jobs.describe import changed as changed_fields
-from megatron_rc.settings import JobSettings
+from megatron_rc.settings.job import JobSettings
 
 NONE = "none"
 EXACT = "exact"

@@ -12,14 +12,14 @@ import numpy as np
 from collapse.facts import EXACT, facts_of
 from collapse.rows import SIGNALS, Point, Row
 from gradients.lead_lag_runs import WINDOW, half_way
-from megatron_rc import settings as job_settings
-from megatron_rc.alarms import horizon
 from megatron_rc.analyze.diagnosis import diagnose_dump
+from megatron_rc.correction.warnings import horizon
 from megatron_rc.jobs import verdicts
 from megatron_rc.jobs.grid import Cell, finished, load
 from megatron_rc.report.endpoints import METRIC, Endpoints
 from megatron_rc.report.log import read_metrics
-from megatron_rc.settings import JobSettings
+from megatron_rc.settings import job as job_settings
+from megatron_rc.settings.job import JobSettings
 
 MEANS = ("k3", "mismatch_k3", "staleness_k3", "length", "ess", "dropped", "grad_norm")
 """Fields of a row that are means over the steps."""

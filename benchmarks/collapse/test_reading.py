@@ -20,7 +20,7 @@ from collapse.reading import read
 from collapse.rows import Point, Row, committed, keep, merge, path_of, stages
 from collapse.runs import load
 from megatron_rc import schema
-from megatron_rc.settings import JobSettings
+from megatron_rc.settings.job import JobSettings
 
 pytestmark = pytest.mark.full
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.config import PRESETS, RolloutCorrection, Weight
+from megatron_rc.correction.settings import PRESETS, RolloutCorrection, Weight
 from megatron_rc.jobs import run
 from megatron_rc.rollout.embedded.engine import HFEngine
-from megatron_rc.settings import JobSettings
+from megatron_rc.settings.job import JobSettings
 from megatron_rc.training.loop import Job
 from megatron_rc.training.step.reinforce import reinforce_step
 from megatron_rc.training.step.sampling import Sampler

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from collapse.facts import EXACT, facts_of
-from megatron_rc import settings as job_settings
 from megatron_rc.jobs import grid
 from megatron_rc.report.log import read_metrics
+from megatron_rc.settings import job as job_settings
 
 EXACT_ARM = "exact sampler"
 COLUMNS = {

@@ -23,7 +23,7 @@ JOB: dict[str, Any] = {
 
 def at_the_checkpoint(folder: str) -> None:
     from gradients.collect import ESTIMATORS, opened
-    from megatron_rc import settings
+    from megatron_rc.settings import job as settings
 
     run, out = Path(folder), dict[str, Any]()
     loaded = settings.load(run / "settings.yaml")

@@ -14,7 +14,7 @@ from gradients.moments import Moments, Products, jackknife_error
 from gradients.page import page
 from gradients.rows import Row, read
 from gradients.steps import Step
-from megatron_rc.config import RolloutCorrection, Weight
+from megatron_rc.correction.settings import RolloutCorrection, Weight
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/
 from gradients.page import page
 from gradients.rows import Row, read, write
 from gradients.steps import Step, steps_of
-from megatron_rc import settings as job_settings
+from megatron_rc.settings import job as job_settings
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "benchmarks/gradients/results/gradients.csv"

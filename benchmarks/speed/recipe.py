@@ -4,7 +4,7 @@ import math
 
 from torch import Tensor
 
-from megatron_rc.config import RolloutCorrection, Weight
+from megatron_rc.correction.settings import RolloutCorrection, Weight
 
 UPPER, GEO_LOWER, GEO_UPPER, BOUND = 2.0, 0.999, 1.001, 20.0
 CORRECTION = RolloutCorrection(

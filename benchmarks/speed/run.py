@@ -24,7 +24,7 @@ import torch
 import triton
 
 import speed
-from megatron_rc.schema.files import replace_text
+from megatron_rc.files import replace_text
 from speed import report
 from speed.cases import PEER_TOLERANCE, Case, cases
 from speed.meter import Call, Meter, ceilings

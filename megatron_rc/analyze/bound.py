@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rc.analyze.chunk import Chunk, Floats
-from megatron_rc.measured_upper import FIRST, error_terms
+from megatron_rc.correction.measured_upper import FIRST, error_terms
 
 GRID = np.array([1.1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 7, 10, 15, 20])
 """Values of C that are tried: round ones, from hardly any weight to the loosest bound in use."""
@@ -24,9 +24,9 @@ WEIGHT_BOUND = 20.0
 class Bound:
     """The error of min(rho, C) A as an estimate of rho A, for each C of GRID.
 
-    `megatron_rc.measured_upper.error_terms` defines MSE(C). A unit is a token or a whole sequence, and the variance is
-    divided by the number of units per step, as if they were independent. Without the column advantage, A is +1 or -1
-    with equal chances, so that Var becomes E[min(rho, C)^2].
+    `megatron_rc.correction.measured_upper.error_terms` defines MSE(C). A unit is a token or a whole sequence, and the
+    variance is divided by the number of units per step, as if they were independent. Without the column advantage, A
+    is +1 or -1 with equal chances, so that Var becomes E[min(rho, C)^2].
 
     Source: derived; the bias term is the one of truncated importance sampling (rl-collapse part 2).
     """

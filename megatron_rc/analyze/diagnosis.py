@@ -21,7 +21,7 @@ from megatron_rc.analyze.rules import Judgement, judge
 from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.analyze.timeline import Logged, Timeline, logged_beside
 from megatron_rc.analyze.what_if import Missing, WhatIfTable, what_if
-from megatron_rc.config import PRESETS
+from megatron_rc.correction.settings import PRESETS
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from megatron_rc.analyze.covered import LAB, Covered
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.analyze.tail import LIMIT
-from megatron_rc.config import PRESETS, RolloutCorrection, Weight
-from megatron_rc.schema.files import replace_text
+from megatron_rc.correction.settings import PRESETS, RolloutCorrection, Weight
+from megatron_rc.files import replace_text
 
 NEGLIGIBLE = 0.1
 """Largest total variation between the responses of both policies that needs no correction. It changes the mean of a

@@ -15,8 +15,8 @@ from megatron_rc.analyze.changes import MOST, find_changes
 from megatron_rc.analyze.lead_lag import LeadLag, lead_lag
 from megatron_rc.analyze.significance import Test
 from megatron_rc.analyze.steps import Step
+from megatron_rc.learning_rate.surge import SurgeDetector
 from megatron_rc.report.log import FILE_NAME, read_metrics
-from megatron_rc.surge import SurgeDetector
 
 FEWEST_STEPS = 8
 """Steps that a course needs."""

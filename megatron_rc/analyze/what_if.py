@@ -13,8 +13,8 @@ from megatron_rc.analyze.chunk import Chunk, Floats
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.factors import FACTORS, lag
 from megatron_rc.analyze.reservoir import Reservoir
-from megatron_rc.config import PRESETS, RolloutCorrection
-from megatron_rc.plan import Plan
+from megatron_rc.correction.plan import Plan
+from megatron_rc.correction.settings import PRESETS, RolloutCorrection
 
 MAX_TOKENS = 100_000
 """Tokens that the methods are computed on: whole sequences of the sample, so that all methods together take 2 s."""
@@ -153,7 +153,7 @@ def _correct(method: RolloutCorrection, chunk: Chunk) -> tuple[Floats, Flags]:
     """Weights and mask [N] of `megatron_rc.correct`."""
     import torch
 
-    from megatron_rc.correction import correct
+    from megatron_rc.correction.correct import correct
 
     segments, lags, plan = None, None, Plan.of(method)
     if plan.reads_lags:

@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
-from megatron_rc.config import RolloutCorrection
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.after_import import AfterImport
 from megatron_rc.integrations.rebinding import rebind
 from megatron_rc.integrations.scheduler_rule import LRRule
 from megatron_rc.integrations.symbols import Host, Symbol
-from megatron_rc.schema.head_options import LOGITS, HeadOptions
+from megatron_rc.settings.head import LOGITS, HeadOptions
 
 
 @dataclass(eq=False)

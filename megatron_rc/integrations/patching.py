@@ -9,14 +9,14 @@ from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import Any
 
-from megatron_rc.config import RolloutCorrection
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.hosts import host_named
 from megatron_rc.integrations.installed import INSTALLED, Installed, Place
 from megatron_rc.integrations.scheduler_rule import LRRule
 from megatron_rc.integrations.symbols import Function, Host, Recipe, Symbol, definition, inspect_symbols
-from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
-from megatron_rc.lr_gate import LRGate, LRGateSettings, check_lr_rules
-from megatron_rc.schema.head_options import LOGITS, Head, HeadOptions, WiderDtype
+from megatron_rc.learning_rate.length_decay import LengthDecayLR, LengthDecaySettings
+from megatron_rc.learning_rate.mismatch import LRGate, LRGateSettings, check_lr_rules
+from megatron_rc.settings.head import LOGITS, Head, HeadOptions, WiderDtype
 
 
 def patch(

@@ -9,12 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 from megatron_rc import schema
-from megatron_rc.config import RolloutCorrection
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.hosts import host_named
 from megatron_rc.integrations.patching import patch
-from megatron_rc.lr_decay import LengthDecaySettings
-from megatron_rc.lr_gate import LRGateSettings, check_lr_rules
-from megatron_rc.schema.head_options import Head, HeadOptions, WiderDtype
+from megatron_rc.learning_rate.length_decay import LengthDecaySettings
+from megatron_rc.learning_rate.mismatch import LRGateSettings, check_lr_rules
+from megatron_rc.settings.head import Head, HeadOptions, WiderDtype
 
 
 @dataclass(frozen=True, kw_only=True)

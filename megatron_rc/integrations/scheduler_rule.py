@@ -4,9 +4,9 @@ import logging
 from typing import Any
 
 from megatron_rc.integrations.symbols import Function, Symbol, replaced_by
-from megatron_rc.lr_decay import LengthDecaySettings
-from megatron_rc.lr_gate import LRGateSettings
-from megatron_rc.lr_scale import LRScale, Signals
+from megatron_rc.learning_rate.length_decay import LengthDecaySettings
+from megatron_rc.learning_rate.mismatch import LRGateSettings
+from megatron_rc.learning_rate.rule import LRScale, Signals
 
 LRRule = LRScale | LengthDecaySettings | LRGateSettings
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron_rc import schema
 from megatron_rc.integrations.flag_rules import FlagRule
-from megatron_rc.schema.head_options import Head
+from megatron_rc.settings.head import Head
 from megatron_rc.versions import find_module, is_release
 
 Function = Callable[..., Any]

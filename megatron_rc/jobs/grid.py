@@ -24,7 +24,7 @@ from megatron_rc.report.comparison_page import write_comparison
 from megatron_rc.report.context import SETTINGS_FILE
 from megatron_rc.report.grid import read_run, write_grid
 from megatron_rc.report.log import read_metrics
-from megatron_rc.settings import JobSettings
+from megatron_rc.settings.job import JobSettings
 
 
 def load(path: Path, *, seeds: str = "", output: str = "", assignments: Sequence[str] = ()) -> GridSettings:

@@ -50,13 +50,13 @@ decisions differs.
 
 
 def settings() -> str:
-    from megatron_rc.settings import JobSettings
+    from megatron_rc.settings.job import JobSettings
 
     return f"# Settings of `megatron-rc train`\n\nPrinted by `megatron-rc settings`.\n\n{sections(JobSettings)}"
 
 
 def presets() -> str:
-    from megatron_rc.config import PRESETS
+    from megatron_rc.correction.settings import PRESETS
 
     rows = [(f"`{name}`", changed(preset.correction), preset.source) for name, preset in PRESETS.items()]
     body = table(("preset", "settings", "source"), rows)
@@ -78,9 +78,9 @@ One that is too old, or has another signature than the patch was made for, is re
 
 
 def metrics() -> str:
-    from megatron_rc.metrics import METRICS, SHARES
+    from megatron_rc.correction.metrics import METRICS, SHARES
+    from megatron_rc.correction.part_metrics import BY_LAG, OF_FACTORS
     from megatron_rc.moe.shift_metrics import EXPERT_SHIFT, EXPERT_SHIFT_LISTS
-    from megatron_rc.part_metrics import BY_LAG, OF_FACTORS
     from megatron_rc.training.metric_names import JOB_METRICS
 
     parts = [_METRICS]

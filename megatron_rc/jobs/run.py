@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_rc.engine import RolloutEngine
-    from megatron_rc.settings import JobSettings
+    from megatron_rc.settings.job import JobSettings
     from megatron_rc.tasks import Task
     from megatron_rc.training.groups import Groups
     from megatron_rc.training.loop import Job

@@ -9,7 +9,7 @@ from megatron_rc import schema
 from megatron_rc.jobs.grid_settings import Cell
 from megatron_rc.report.endpoints import Endpoints, Outcome, failed, outcome_of
 from megatron_rc.report.log import read_metrics
-from megatron_rc.settings import JobSettings
+from megatron_rc.settings.job import JobSettings
 from megatron_rc.tasks.registry import build_task
 
 FILE_NAME = "endpoints.csv"

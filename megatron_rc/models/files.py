@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_rc.files import read_json, replace_text, synchronize
 from megatron_rc.models.families import family_of
 from megatron_rc.models.names import HfTensor
-from megatron_rc.schema.files import read_json, replace_text, synchronize
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ROTARY = "rotary_emb.inv_freq"

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.backend import backend_module
-from megatron_rc.reference.routes import RouteComparison
+from megatron_rc.moe.reference import RouteComparison
 
 
 def check_routes(name: str, routes: Tensor) -> None:

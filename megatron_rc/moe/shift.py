@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.metrics import MetricSums
+from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.moe.compare import compare_routes
+from megatron_rc.moe.reference import chunks, common_experts
 from megatron_rc.moe.router_distance import gate_distance, router_kl
 from megatron_rc.moe.shift_metrics import MARGINS, POSITIONS, expert_shift_metrics
 from megatron_rc.moe.tables import RouteTable
-from megatron_rc.reference.routes import chunks, common_experts
 
 
 class ExpertShift(NamedTuple):

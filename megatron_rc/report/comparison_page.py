@@ -6,14 +6,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from megatron_rc.report.axes import linear_axis
+from megatron_rc.drawing.axes import linear_axis
+from megatron_rc.drawing.frame import card, details, document, legend, tile
+from megatron_rc.drawing.series import Series
+from megatron_rc.drawing.svg import Band, Line, Shape, chart, line_chart
 from megatron_rc.report.comparison import ComparedRun, Comparison, ends, range_of, sentences
 from megatron_rc.report.context import flattened, load_context
 from megatron_rc.report.curves import series
-from megatron_rc.report.page import card, details, document, legend, tile
 from megatron_rc.report.panels import ESS, GRAD_NORM, K3, PANELS, Curve, Panel
-from megatron_rc.report.series import Series
-from megatron_rc.report.svg import Band, Line, Shape, chart, line_chart
 
 Records = Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
 """Maps (choice, seed) to the records of a run."""

@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megatron_rc.drawing.series import Mark, Series
 from megatron_rc.report import panels
 from megatron_rc.report.panels import Curve, Panel
-from megatron_rc.report.series import Mark, Series
 
 Record = Mapping[str, Any]
 

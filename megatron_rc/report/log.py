@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rc.schema.files import replace_text
+from megatron_rc.files import replace_text
 
 FILE_NAME = "metrics.jsonl"
 PHASES = ("warmup", "rl")

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_rc.report.axes import label_of, log_axis
+from megatron_rc.drawing.axes import label_of, log_axis
+from megatron_rc.drawing.series import smoothed
+from megatron_rc.drawing.svg import NOISY_FROM
 from megatron_rc.report.curves import headlines, marks, series
 from megatron_rc.report.log import read_metrics
 from megatron_rc.report.panels import PANELS
-from megatron_rc.report.series import smoothed
-from megatron_rc.report.svg import NOISY_FROM
 
 COLORS = ("#2563eb", "#e0700c", "#12936a", "#b4318f", "#7c6a0a")
 TEXT, SOFT, GRID = "#1b2330", "#5d6878", "#e4e8ee"

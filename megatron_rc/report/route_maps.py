@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from megatron_rc.drawing.heat_map import HeatMap
 from megatron_rc.report.curves import Record, phase_of
-from megatron_rc.report.heat_map import HeatMap
 from megatron_rc.report.panels import EXPERTS, HEAT_PANELS, HeatPanel
 
 _PREFIXES = ("old/", "current/", "current_old/")

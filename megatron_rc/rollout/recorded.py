@@ -7,9 +7,9 @@ from typing import Any
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from megatron_rc.dump import sample_of
+from megatron_rc.dump.schema import dump_files, has_tokens, read_dump
+from megatron_rc.dump.writer import sample_of
 from megatron_rc.engine import OnFinished, Prompts, RolloutEngine, Sample, SamplingParams, check_request
-from megatron_rc.schema.dump import dump_files, has_tokens, read_dump
 
 
 class ReplayEngine(RolloutEngine):

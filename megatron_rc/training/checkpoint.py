@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rc.measured_upper import FIRST
-from megatron_rc.schema.files import read_json, replace_folder
+from megatron_rc.correction.measured_upper import FIRST
+from megatron_rc.files import read_json, replace_folder
 from megatron_rc.training.policy import Policy
 
 STATE = "state.json"

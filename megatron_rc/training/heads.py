@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rc.batch import Support, TokenBatch
-from megatron_rc.gradient import check_wide_products
-from megatron_rc.head_inputs import of_chunks
-from megatron_rc.linear_head import linear_distribution, linear_logprobs, linear_policy_loss
-from megatron_rc.logprobs import Distribution, vocab_parallel_distribution, vocab_parallel_logprobs
-from megatron_rc.loss import PolicyLoss
-from megatron_rc.schema.head_options import HeadOptions
+from megatron_rc.logprobs.gradient import check_wide_products
+from megatron_rc.logprobs.inputs import of_chunks
+from megatron_rc.logprobs.linear import linear_distribution, linear_logprobs, linear_policy_loss
+from megatron_rc.logprobs.logits import Distribution, vocab_parallel_distribution, vocab_parallel_logprobs
+from megatron_rc.loss.policy_loss import PolicyLoss
+from megatron_rc.settings.head import HeadOptions
+from megatron_rc.training.loss_terms import LossTerms
+from megatron_rc.training.microbatches import MicroBatch
 from megatron_rc.training.model.hidden_states import OutputHead, hidden_states
-from megatron_rc.training.step.loss_terms import LossTerms
-from megatron_rc.training.step.microbatches import MicroBatch
 
 
 class Head(ABC):

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.dump import DumpWriter
-from megatron_rc.schema.dump import is_kept_step, step_files
-from megatron_rc.schema.dump_settings import DumpSettings
-from megatron_rc.settings import JobSettings
+from megatron_rc.dump.schema import is_kept_step, step_files
+from megatron_rc.dump.writer import DumpWriter
+from megatron_rc.settings.dump import DumpSettings
+from megatron_rc.settings.job import JobSettings
 
 COMPUTED_ON_DEMAND = ("kept_mass", "varentropy")
 """Settings of the dump, and the columns of these names, that read the logits of the old pass once more."""

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_rc.alarms import ClipPullWarning, LostBatchWarning
 from megatron_rc.batch import TokenBatch
+from megatron_rc.correction.warnings import ClipPullWarning, LostBatchWarning
 from megatron_rc.engine import RolloutEngine
-from megatron_rc.lr_scale import LRScale, Signals
-from megatron_rc.settings import JobSettings
+from megatron_rc.learning_rate.rule import LRScale, Signals
+from megatron_rc.settings.job import JobSettings
 from megatron_rc.tasks import Task
 from megatron_rc.training import checkpoint
 from megatron_rc.training.checkpoint import Progress

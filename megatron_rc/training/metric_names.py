@@ -1,6 +1,7 @@
 """Every metric of a training job that is not about a pair of policies: name, unit, meaning.
 
-`megatron_rc.metrics` and `megatron_rc.moe.shift_metrics` have those of pairs. `megatron-rc metrics` prints all of them.
+`megatron_rc.correction.metrics` and `megatron_rc.moe.shift_metrics` have those of pairs; `megatron-rc metrics` prints
+all of them.
 """
 
 from typing import NamedTuple

@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rc import schema
-from megatron_rc.dump import DiscardedWriter
+from megatron_rc.dump.writer import DiscardedWriter
 from megatron_rc.report import sinks
 from megatron_rc.report.context import save_context, without_credentials
 from megatron_rc.report.dashboards import Dashboards
 from megatron_rc.report.display import Display
-from megatron_rc.report.html import write_report
 from megatron_rc.report.log import MetricsLog
-from megatron_rc.settings import JobSettings
+from megatron_rc.report.run_page import write_report
+from megatron_rc.settings.job import JobSettings
 from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.fingerprint import fingerprint
 from megatron_rc.training.groups import Groups

@@ -16,18 +16,18 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.logprobs import Distribution
+from megatron_rc.logprobs.logits import Distribution
 from megatron_rc.models.config import hf_config_dict
-from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.settings.job import ModelSettings, ParallelSettings, TrainSettings
 from megatron_rc.training import emulation
 from megatron_rc.training.gradient_cosine import GradientCosine
 from megatron_rc.training.groups import Groups
 from megatron_rc.training.heads import Answer, head_of
+from megatron_rc.training.microbatches import MicroBatch
 from megatron_rc.training.model.attention import packed_seq_params
 from megatron_rc.training.model.build import build_model
 from megatron_rc.training.model.optimizer import build_optimizer, wrap_ddp
 from megatron_rc.training.model.weights import export_hf, init_weights, load_hf, save_hf
-from megatron_rc.training.step.microbatches import MicroBatch
 
 ReadAnswer = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 """(micro-batch, what the last stage of the model answers) -> (scalar loss, a value to collect)."""

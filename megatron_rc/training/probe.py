@@ -6,8 +6,8 @@ import torch
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.training.microbatches import MicroBatch
 from megatron_rc.training.policy import Policy
-from megatron_rc.training.step.microbatches import MicroBatch
 
 
 class Probe:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_rc.engine import Sample
-from megatron_rc.settings import JobSettings
+from megatron_rc.settings.job import JobSettings
 from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.groups import SharedError
 from megatron_rc.training.step.sampling import Part, Request, SampledBatch, Sampler

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.plan import Plan
-from megatron_rc.settings import JobSettings
+from megatron_rc.correction.plan import Plan
+from megatron_rc.settings.job import JobSettings
+from megatron_rc.training.microbatches import MicroBatch
 from megatron_rc.training.policy import Around, Policy
-from megatron_rc.training.step.microbatches import MicroBatch
 
 FOLDER = "sampling_weights"
 """Folder of a checkpoint that holds a Hugging Face checkpoint per version."""

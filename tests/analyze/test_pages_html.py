@@ -32,7 +32,7 @@ from megatron_rc.analyze.pages import by_bin, html
 from megatron_rc.analyze.pages.steps import short_names
 from megatron_rc.analyze.what_if import Missing
 from megatron_rc.cli import app
-from megatron_rc.report.heat_map import HeatMap, heat_map
+from megatron_rc.drawing.heat_map import HeatMap, heat_map
 
 CANARY = {"server": "canary_server", "reason": "canary_reason", "group": "canary_group", "token": 7654321}
 CANARIES = (*map(str, CANARY.values()), "canary_folder")

@@ -10,7 +10,6 @@ import pytest
 from simulated_dumps import TRAPS, diagnosed, renormalised_top_p, world, write_dump
 from typer.testing import CliRunner
 
-from megatron_rc import settings
 from megatron_rc.analyze import diagnose
 from megatron_rc.analyze.bound import CUSTOMARY, GRID, advantages, sequence_terms, token_terms
 from megatron_rc.analyze.chunk import Chunk
@@ -19,8 +18,9 @@ from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.recommend import Recommendation, recommend
 from megatron_rc.analyze.rules.rule import Level, Verdict
 from megatron_rc.cli import app
-from megatron_rc.config import RolloutCorrection
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.run_script import patch_settings
+from megatron_rc.settings import job as settings
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from megatron_rc.analyze.chunk import Chunk, Floats
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence, Gathering
 from megatron_rc.analyze.what_if import Kept, Missing, WhatIf, WhatIfTable, what_if
-from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import correct
+from megatron_rc.correction.correct import correct
+from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 
 VOCABULARY, LENGTH = 3, 3
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_rc import settings
 from megatron_rc.jobs.grid import GridSettings, cells
 from megatron_rc.schema import from_dict, load_yaml
+from megatron_rc.settings import job as settings
 
 FOLDER = Path(__file__).parents[2] / "launch/recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))

@@ -12,7 +12,7 @@ from constraints import pins
 from megatron_rc import versions
 from megatron_rc.integrations.hosts import HOSTS
 from megatron_rc.jobs.run import train
-from megatron_rc.settings import JobSettings
+from megatron_rc.settings.job import JobSettings
 from megatron_rc.versions import MEGATRON_CORE, PYTHON, SGLANG, TESTED, TRITON, Range, is_older, is_release
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ import torch
 from correction_book import Case, case, gapped, padded_around, weight
 from torch import Tensor
 
-from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import correct, pair_metrics
-from megatron_rc.metrics import MetricSums
+from megatron_rc.correction.correct import correct, pair_metrics
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 
 INF, NAN = math.inf, math.nan
 

@@ -9,8 +9,8 @@ from correction_book import Case, by_the_book, case, gapped, weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import Corrected, correct
+from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 
 INF, NAN = math.inf, math.nan
 LEVELS = ("token", "sequence", "geometric", "segment")

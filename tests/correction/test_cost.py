@@ -5,8 +5,8 @@ import torch
 from correction_book import case
 from operations import OperationCount
 
-from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import correct, pair_metrics
+from megatron_rc.correction.correct import correct, pair_metrics
+from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 
 # they wait for the device, and are off unless somebody turns them on
 pytestmark = pytest.mark.usefixtures("no_debug_checks")

@@ -12,8 +12,8 @@ from distributed import run_ranks
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch, segments
-from megatron_rc.config import Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import correct, pair_metrics
+from megatron_rc.correction.correct import correct, pair_metrics
+from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 from megatron_rc.engine import SamplingParams
 
 LENGTHS = (7, 0, 30, 5, 1, 16, 9)

@@ -10,8 +10,8 @@ from correction_book import Case, by_the_book
 from enumeration import WORLDS, Batch, World
 from torch import Tensor
 
-from megatron_rc.advantages import expand_to_tokens, grpo_advantages, rloo_advantages
-from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
+from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
+from megatron_rc.loss.advantages import expand_to_tokens, grpo_advantages, rloo_advantages
 
 INF = float("inf")
 

@@ -8,11 +8,11 @@ from correction_book import case
 from distributed import run_ranks
 from route_sets import random_routes
 
-from megatron_rc.config import Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import correct, pair_metrics
-from megatron_rc.logprobs import vocab_parallel_logprobs
-from megatron_rc.loss import loss_scale
-from megatron_rc.metrics import MetricSums
+from megatron_rc.correction.correct import correct, pair_metrics
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+from megatron_rc.loss.policy_loss import loss_scale
 from megatron_rc.moe.shift import expert_shift
 from megatron_rc.moe.tables import MoeShape, RouteTable
 

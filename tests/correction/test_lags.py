@@ -9,8 +9,8 @@ import torch
 from correction_book import Case, case, gapped
 from test_correction import check
 
-from megatron_rc.config import Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import correct
+from megatron_rc.correction.correct import correct
+from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 
 BY_LAG: dict[str, Any] = {"upper_by_lag": ((0, 1.9), (2, 1.4), (5, 1.1))}
 

@@ -9,10 +9,10 @@ import torch
 from correction_book import Case, case
 from enumeration import Batch, World
 
-from megatron_rc.config import RolloutCorrection, Weight
-from megatron_rc.correction import correct
-from megatron_rc.measured_upper import FIRST, GRID, SUMS, UNITS, least_error
-from megatron_rc.metrics import MetricSums
+from megatron_rc.correction.correct import correct
+from megatron_rc.correction.measured_upper import FIRST, GRID, SUMS, UNITS, least_error
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import RolloutCorrection, Weight
 
 LEVELS: list[Any] = ["token", "sequence", "geometric"]
 

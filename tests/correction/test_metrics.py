@@ -9,10 +9,10 @@ import pytest
 import torch
 from correction_book import by_the_book, case
 
-from megatron_rc import alarms
-from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import correct, pair_metrics
-from megatron_rc.metrics import METRICS, SHARES, MetricSums
+from megatron_rc.correction import warnings as alarms
+from megatron_rc.correction.correct import correct, pair_metrics
+from megatron_rc.correction.metrics import METRICS, SHARES, MetricSums
+from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 
 
 def pair(log_ratios: list[float], lengths: list[int] | None = None, rollout: float = -1.0) -> dict[str, float]:

@@ -12,8 +12,8 @@ from test_correction import check
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch, segments
-from megatron_rc.config import Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import correct
+from megatron_rc.correction.correct import correct
+from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 from megatron_rc.engine import SamplingParams
 
 UNBOUNDED = RolloutCorrection(Weight("prefix", upper=math.inf))

@@ -7,9 +7,9 @@ import pytest
 import torch
 from correction_book import case, gapped
 
-from megatron_rc.config import Rejection, RolloutCorrection
-from megatron_rc.correction import Corrected, correct
-from megatron_rc.metrics import MetricSums
+from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import Rejection, RolloutCorrection
 
 GATE = RolloutCorrection(reject=(Rejection("standardized", "sequence", upper=2.0),))
 REJECTED = "rejected_standardized_sequence_seq"

@@ -9,8 +9,8 @@ from correction_book import Case, case, gapped
 from enumeration import Batch, World
 from torch import Tensor
 
-from megatron_rc.config import Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import Corrected, correct
+from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 
 LENGTHS = [12, 0, 7, 30, 1, 9]
 

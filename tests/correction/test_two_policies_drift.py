@@ -5,7 +5,7 @@ import torch
 from enumeration import Batch, World
 from torch import Tensor
 
-from megatron_rc.config import RolloutCorrection
+from megatron_rc.correction.settings import RolloutCorrection
 
 WORLDS = {"fixed length": World(3, stops=False), "early stop": World(4, stops=True, seed=1)}
 LOWER, UPPER = 0.2, 0.28

@@ -46,11 +46,12 @@ class Answers(NamedTuple):
 
 def of_heads(rank: int, layout: dict[str, int]) -> dict[str, Any]:
     """By the head: answers for a row, for a bin and for an empty bin, rows of logits, and the width of the answer."""
-    from megatron_rc import RolloutCorrection, head_inputs
+    from megatron_rc import RolloutCorrection
     from megatron_rc.integrations.megatron_lm import HOST
+    from megatron_rc.logprobs import inputs as head_inputs
     from megatron_rc.models.config import hf_config_dict
-    from megatron_rc.schema.head_options import HeadOptions
-    from megatron_rc.settings import ModelSettings, ParallelSettings
+    from megatron_rc.settings.head import HeadOptions
+    from megatron_rc.settings.job import ModelSettings, ParallelSettings
     from megatron_rc.training import groups
     from megatron_rc.training.model.build import build_model
     from megatron_rc.training.model.weights import init_weights
@@ -108,7 +109,7 @@ def test_logprobs_and_gradients_without_logits_are_those_with_logits(layout: dic
 def test_bits_of_logits_are_refused_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_rc import RolloutCorrection
     from megatron_rc.integrations.megatron_lm import session
-    from megatron_rc.schema.head_options import HeadOptions
+    from megatron_rc.settings.head import HeadOptions
 
     with sources.imported(sources.STUB):
         from megatron.training.global_vars import get_args

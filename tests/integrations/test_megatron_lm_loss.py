@@ -63,7 +63,7 @@ def test_every_name_is_replaced_and_restored_exactly(host: SimpleNamespace) -> N
 
 
 def test_a_length_decay_alone_leaves_the_loss_to_the_host(host: SimpleNamespace) -> None:
-    from megatron_rc.lr_decay import LengthDecaySettings
+    from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 
     before = names(host)
     with patch("megatron-lm", lr_decay=LengthDecaySettings()):

@@ -24,7 +24,7 @@ from megatron_rc.integrations.megatron_lm.loss import _logged_loss
 from megatron_rc.integrations.megatron_lm.rollouts import mean_response_length
 from megatron_rc.integrations.run_script import PatchSettings
 from megatron_rc.integrations.scheduler_rule import ATTACHES_RULE
-from megatron_rc.lr_scale import Signals
+from megatron_rc.learning_rate.rule import Signals
 
 CORRECTION = RolloutCorrection(
     Weight("token", "truncate", upper=1.2),

@@ -21,7 +21,7 @@ from training_host import training as training
 
 from megatron_rc import LengthDecayLR, LRGate, RolloutCorrection, patch
 from megatron_rc.integrations.installed import session_of
-from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 
 
 def test_metrics_are_pooled_over_micro_batches_and_not_averaged(training: Any) -> None:

@@ -9,7 +9,7 @@ from training_host import groups as groups
 from training_host import training as training
 
 from megatron_rc import LengthDecayLR, LRGate, Rejection, RolloutCorrection, SurgeDetector, patch
-from megatron_rc.lr_gate import LRGateSettings
+from megatron_rc.learning_rate.mismatch import LRGateSettings
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from hosts.nemo_rl.sources import fresh as fresh
 from megatron_rc import Rejection, RolloutCorrection, Weight, patch
 from megatron_rc.integrations.nemo_rl import session as sessions
 from megatron_rc.integrations.run_script import patch_settings, run_script
-from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
-from megatron_rc.lr_gate import LRGateSettings
+from megatron_rc.learning_rate.length_decay import LengthDecayLR, LengthDecaySettings
+from megatron_rc.learning_rate.mismatch import LRGateSettings
 
 TIS = RolloutCorrection.preset("token-tis")
 DECAY = LengthDecaySettings(decay_period=1)

@@ -20,7 +20,7 @@ from megatron_rc.integrations.megatron_lm import HOST
 from megatron_rc.integrations.run_script import PatchSettings, patch_settings, run_script
 from megatron_rc.integrations.run_script import recipe as recipe_of
 from megatron_rc.integrations.symbols import Host, Symbol
-from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.stem: path.read_text() for path in (ROOT / "docs/hosts").glob("*.md")}

@@ -13,7 +13,7 @@ import pytest
 from megatron_rc import Patch, RolloutCorrection, patch
 from megatron_rc.integrations import hosts
 from megatron_rc.integrations.symbols import Host, Symbol, inspect_symbols
-from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 
 NONE = RolloutCorrection()
 SOURCE = """

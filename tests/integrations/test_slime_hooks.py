@@ -13,7 +13,7 @@ from hosts.slime.single import alone, loss_of
 from hosts.slime.single import in_one_process as in_one_process
 
 from megatron_rc import RolloutCorrection, correct
-from megatron_rc.alarms import LostBatchWarning
+from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime import rollout_hook
 

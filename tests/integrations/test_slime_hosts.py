@@ -21,7 +21,7 @@ from megatron_rc.integrations.slime.hook_choice import assignments
 from megatron_rc.integrations.slime.hosts import MILES, SLIME
 from megatron_rc.integrations.slime.settings import HOOKS, SlimeSettings, flag, names, read
 from megatron_rc.integrations.symbols import Host, inspect_symbols
-from megatron_rc.lr_decay import LengthDecaySettings
+from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 
 HOSTS = {"slime": SLIME, "miles": MILES}
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime import custom_loss as slime_loss
-from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 
 
 def test_rejected_tokens_keep_their_entropy_and_kl_terms_and_the_denominator() -> None:

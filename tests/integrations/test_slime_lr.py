@@ -21,7 +21,7 @@ from megatron_rc import LengthDecayLR
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime.logged import LR_METRICS
 from megatron_rc.integrations.slime.tokens import LENGTHS, _Totals
-from megatron_rc.lr_scale import Signals
+from megatron_rc.learning_rate.rule import Signals
 
 LR = 1e-6
 STATE_FILE = "megatron_rc_lr_decay.json"

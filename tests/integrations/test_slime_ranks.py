@@ -13,7 +13,7 @@ from hosts.slime.runs import BATCH_MEAN, PADDED, UNITS, golden, whole_gradient, 
 from torch import Tensor
 
 from megatron_rc import RolloutCorrection, correct
-from megatron_rc.correction import Corrected
+from megatron_rc.correction.correct import Corrected
 
 LABELS = [f"{layout}{padded}" for layout in ("tp2", "cp2", "dp2") for padded in ("", " padded")]
 HOSTS = {"slime": "", "miles": " padded"}

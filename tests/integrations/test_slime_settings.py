@@ -12,14 +12,14 @@ from hosts.slime.host import PATH, arguments
 from hosts.slime.single import alone
 
 from megatron_rc import RolloutCorrection
-from megatron_rc.config import PRESETS
+from megatron_rc.correction.settings import PRESETS
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime.hook_choice import assignments
 from megatron_rc.integrations.slime.hosts import recipe
 from megatron_rc.integrations.slime.settings import HOOKS, read
 from megatron_rc.integrations.symbols import Recipe
-from megatron_rc.lr_decay import LengthDecaySettings
-from megatron_rc.lr_gate import LRGateSettings
+from megatron_rc.learning_rate.length_decay import LengthDecaySettings
+from megatron_rc.learning_rate.mismatch import LRGateSettings
 
 NEGATIVE = {"reject": [{"statistic": "k3", "upper": 0.1, "when": "negative_advantage"}]}
 

@@ -16,7 +16,7 @@ from megatron_rc import RolloutCorrection, patch
 from megatron_rc.integrations import verl as host
 from megatron_rc.integrations.verl.refusals import refuse, refuse_rollout_correction
 from megatron_rc.integrations.verl.settings import prepare, read
-from megatron_rc.lr_decay import LengthDecayLR, LengthDecaySettings
+from megatron_rc.learning_rate.length_decay import LengthDecayLR, LengthDecaySettings
 from megatron_rc.versions import find_module
 
 

@@ -14,7 +14,7 @@ from hosts.verl.stand_in import PPO, corrected, loss_of, module, nested, patched
 from hosts.verl.stand_in import stub as stub
 
 from megatron_rc.integrations.verl import driver
-from megatron_rc.surge import SurgeDetector
+from megatron_rc.learning_rate.surge import SurgeDetector
 
 
 def test_the_loss_refuses_to_run_without_the_weights_of_the_trainer_process() -> None:

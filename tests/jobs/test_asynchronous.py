@@ -15,8 +15,8 @@ from jobs import finished_job, settings_file, started, typed_job
 from process_groups import children
 from warm_models import TASK, timeless, warm_model
 
+from megatron_rc.dump.schema import read_dump
 from megatron_rc.report.log import read_metrics
-from megatron_rc.schema.dump import read_dump
 from megatron_rc.training.step.seeds import seed_of
 
 AHEAD, STEPS, PROMPTS, N = 2, 7, 6, 4

@@ -9,7 +9,7 @@ from jobs import ROOT
 
 from megatron_rc.jobs import grid as grids
 from megatron_rc.jobs import verdicts
-from megatron_rc.settings import JobSettings
+from megatron_rc.settings.job import JobSettings
 
 pytestmark = pytest.mark.full
 RECIPES = ROOT / "launch/recipes/collapse"

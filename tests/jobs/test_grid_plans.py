@@ -10,7 +10,7 @@ from megatron_rc import schema
 from megatron_rc.jobs import grid as grids
 from megatron_rc.jobs import workers
 from megatron_rc.jobs.workers import Budget
-from megatron_rc.settings import JobSettings
+from megatron_rc.settings.job import JobSettings
 
 JOB: dict[str, Any] = {"model": {"config": DENSE}, "warmup": {"steps": 2}, "train": {"steps": 1}}
 AXES = {

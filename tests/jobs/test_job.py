@@ -9,8 +9,8 @@ import torch
 from jobs import letters_task, run_together, save_tiny_checkpoint, settings_file, train
 from safetensors.torch import load_file
 
+from megatron_rc.dump.schema import read_dump
 from megatron_rc.report.log import read_metrics
-from megatron_rc.schema.dump import read_dump
 
 JOB: dict[str, Any] = {
     "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6},

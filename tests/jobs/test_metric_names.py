@@ -10,7 +10,7 @@ from warm_models import TASK, warm_model
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.lr_decay import LengthDecayLR
+from megatron_rc.learning_rate.length_decay import LengthDecayLR
 from megatron_rc.report.log import read_metrics
 from megatron_rc.training.metric_names import JOB_METRICS
 from megatron_rc.training.step.metrics import response_lengths, rollout_metrics

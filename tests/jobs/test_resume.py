@@ -9,8 +9,8 @@ import pytest
 from jobs import finished_job, killed_after, settings_file, typed_job
 from warm_models import TASK, timeless, warm_model
 
+from megatron_rc.dump.schema import read_dump
 from megatron_rc.report.log import read_metrics
-from megatron_rc.schema.dump import read_dump
 
 Metrics = list[dict[str, Any]]
 LONG_JOB: dict[str, Any] = {

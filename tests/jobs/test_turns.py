@@ -7,8 +7,8 @@ import pytest
 from jobs import DENSE, MOE, run_together, settings_file, train
 from warm_models import timeless
 
+from megatron_rc.dump.schema import read_dump
 from megatron_rc.report.log import read_metrics
-from megatron_rc.schema.dump import read_dump
 
 TASK: dict[str, Any] = {
     "kind": "calculator",

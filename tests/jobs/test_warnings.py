@@ -8,9 +8,9 @@ from jobs import settings_file, started, train
 from warm_models import TASK, warm_model
 
 from megatron_rc import schema
-from megatron_rc.alarms import ClipPullWarning
+from megatron_rc.correction.warnings import ClipPullWarning
 from megatron_rc.report.log import read_metrics
-from megatron_rc.settings import JobSettings
+from megatron_rc.settings.job import JobSettings
 
 JOB: dict[str, Any] = {
     "task": TASK,

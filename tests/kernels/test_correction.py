@@ -20,9 +20,9 @@ from kernel_correction_data import (
 from on_device import ROUNDING, assert_same
 from torch import Tensor
 
-from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import Corrected, correct, pair_metrics
-from megatron_rc.measured_upper import SUMS, UNITS
+from megatron_rc.correction.correct import Corrected, correct, pair_metrics
+from megatron_rc.correction.measured_upper import SUMS, UNITS
+from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 
 # of rows without a loss, which hold anything
 pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore:invalid value encountered")]

@@ -30,8 +30,8 @@ from test_correction import (  # noqa: F401
 )
 from test_standardized import test_the_mean_k3_is_returned_in_fp64_whatever_was_given  # noqa: F401
 
-from megatron_rc.config import Rejection, RolloutCorrection
-from megatron_rc.correction import correct
+from megatron_rc.correction.correct import correct
+from megatron_rc.correction.settings import Rejection, RolloutCorrection
 
 pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore:invalid value encountered")]
 pytestmark += [pytest.mark.usefixtures("small_chunks")]

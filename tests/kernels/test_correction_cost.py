@@ -11,8 +11,8 @@ from kernel_correction_data import SEGMENTS, assert_agrees, batch_of, padded, sm
 from launches import count_launches, recorded_launches
 from traffic import counted_traffic
 
-from megatron_rc.config import PRESETS, Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import correct, pair_metrics
+from megatron_rc.correction.correct import correct, pair_metrics
+from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 from megatron_rc.kernels.chunks import locate_chunk
 
 # of rows without a loss, which hold anything

@@ -19,8 +19,8 @@ from test_distributed import (
 )
 
 from megatron_rc.backend import set_debug_checks
-from megatron_rc.config import RolloutCorrection, Weight
-from megatron_rc.correction import correct, pair_metrics
+from megatron_rc.correction.correct import correct, pair_metrics
+from megatron_rc.correction.settings import RolloutCorrection, Weight
 
 pytestmark = pytest.mark.interpreter
 

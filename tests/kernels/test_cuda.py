@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.overrides import _pop_mode_temporarily
 
 from megatron_rc.batch import Support
-from megatron_rc.config import PRESETS, RolloutCorrection
-from megatron_rc.correction import correct
-from megatron_rc.linear_head import linear_logprobs
-from megatron_rc.logprobs import vocab_parallel_logprobs
-from megatron_rc.loss import policy_loss
+from megatron_rc.correction.correct import correct
+from megatron_rc.correction.settings import PRESETS, RolloutCorrection
+from megatron_rc.logprobs.linear import linear_logprobs
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+from megatron_rc.loss.policy_loss import policy_loss
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_debug_checks")]
 

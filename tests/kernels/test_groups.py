@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_rc.backend import backend_module
 from megatron_rc.collectives import all_gather_into, reduce_scatter_into
-from megatron_rc.logprobs import gather_statistics, vocab_parallel_logprobs
-from megatron_rc.reference.rows import Rows
+from megatron_rc.logprobs.logits import gather_statistics, vocab_parallel_logprobs
+from megatron_rc.logprobs.reference.rows import Rows
 
 WAYS = list(itertools.product((True, False), (False, True)))
 """Forms of the head, without and with sequence parallelism."""

@@ -9,11 +9,11 @@ from kernel_calls import EVERY_LEVEL
 from launches import Launches, count_launches
 
 from megatron_rc.backend import set_debug_checks
-from megatron_rc.config import RolloutCorrection
-from megatron_rc.correction import Corrected, correct
-from megatron_rc.logprobs import vocab_parallel_logprobs
-from megatron_rc.loss import policy_loss
-from megatron_rc.metrics import MetricSums
+from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+from megatron_rc.loss.policy_loss import policy_loss
 
 pytestmark = pytest.mark.interpreter
 

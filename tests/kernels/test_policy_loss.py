@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_rc.kernels.launch_table import LAUNCH
 from megatron_rc.kernels.policy_loss import policy_loss_fwd
-from megatron_rc.reference import policy_loss as reference
-from megatron_rc.reference.policy_loss import LossInputs, LossOptions
+from megatron_rc.loss import reference
+from megatron_rc.loss.reference import LossInputs, LossOptions
 
 pytestmark = [
     pytest.mark.kernel,

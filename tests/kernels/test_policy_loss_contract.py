@@ -8,7 +8,7 @@ from launches import count_launches, recorded_launches
 from loss_batch import corrected_of, with_every_term
 from policy_loss_data import evaluate, tokens
 
-from megatron_rc.loss import policy_loss
+from megatron_rc.loss.policy_loss import policy_loss
 
 pytestmark = [
     pytest.mark.kernel,

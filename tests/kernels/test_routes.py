@@ -11,9 +11,9 @@ from traffic import counted_traffic
 
 from megatron_rc.kernels.compare_routes import compare_routes_fwd
 from megatron_rc.kernels.launch_table import LAUNCH
+from megatron_rc.moe.reference import compare_routes
 from megatron_rc.moe.shift import expert_shift
 from megatron_rc.moe.tables import MoeShape, RouteTable
-from megatron_rc.reference.routes import compare_routes
 
 pytestmark = pytest.mark.kernel
 

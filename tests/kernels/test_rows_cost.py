@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rc.kernels import row_gradient, row_statistics
-from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 
 pytestmark = pytest.mark.interpreter
 

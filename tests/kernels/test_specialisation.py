@@ -16,12 +16,12 @@ from torch import Tensor
 
 from megatron_rc.backend import backend_module
 from megatron_rc.batch import Support
-from megatron_rc.config import Rejection, RolloutCorrection
-from megatron_rc.correction import Corrected, correct
-from megatron_rc.logprobs import vocab_parallel_logprobs
-from megatron_rc.loss import policy_loss
-from megatron_rc.metrics import MetricSums
-from megatron_rc.reference.rows import Rows
+from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import Rejection, RolloutCorrection
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+from megatron_rc.logprobs.reference.rows import Rows
+from megatron_rc.loss.policy_loss import policy_loss
 
 BATCHES = 24
 OWN_GATE = RolloutCorrection(reject=(Rejection("own", "token", upper=0.0),))

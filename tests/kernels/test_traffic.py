@@ -9,11 +9,11 @@ from kernel_calls import EVERY_LEVEL
 from traffic import Place, Traffic, counted_traffic
 from triton.runtime.errors import InterpreterError
 
-from megatron_rc.config import PRESETS, RolloutCorrection
-from megatron_rc.correction import correct
+from megatron_rc.correction.correct import correct
+from megatron_rc.correction.settings import PRESETS, RolloutCorrection
 from megatron_rc.kernels.row_statistics import row_statistics_fwd
 from megatron_rc.kernels.softmax import Rows
-from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 
 pytestmark = pytest.mark.interpreter
 

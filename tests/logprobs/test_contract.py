@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rc.batch import Support
-from megatron_rc.logprobs import vocab_parallel_logprobs
-from megatron_rc.reference import rows as module
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+from megatron_rc.logprobs.reference import rows as module
 
 ZEROS = torch.zeros(5, dtype=torch.int64)
 

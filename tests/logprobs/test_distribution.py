@@ -9,7 +9,7 @@ from logprobs_truth import kept_columns, unchecked
 from torch import Tensor
 
 from megatron_rc.batch import Support
-from megatron_rc.logprobs import Distribution, vocab_parallel_distribution, vocab_parallel_logprobs
+from megatron_rc.logprobs.logits import Distribution, vocab_parallel_distribution, vocab_parallel_logprobs
 
 ROWS, VOCABULARY = 9, 61
 WIDTHS = {1: (64,), 2: (40, 24), 3: (40, 20, 4)}

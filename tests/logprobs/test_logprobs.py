@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_rc.backend import use_triton
 from megatron_rc.batch import Support
-from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 
 KEPT = pytest.mark.parametrize("kept", [False, True], ids=["all ids", "kept ids"])
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rc.backend import set_debug_checks, use_triton
 from megatron_rc.batch import Support
-from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 
 ROWS = 7
 WIDTHS = {1: (107,), 2: (40, 67), 3: (40, 36, 31)}

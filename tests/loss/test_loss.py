@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from loss_batch import corrected_of, evaluate, random_batch
 from torch import Tensor
 
-from megatron_rc.config import RolloutCorrection
-from megatron_rc.correction import Corrected
-from megatron_rc.loss import loss_scale, policy_loss
-from megatron_rc.metrics import MetricSums
+from megatron_rc.correction.correct import Corrected
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.loss.policy_loss import loss_scale, policy_loss
 
 INF, NAN = float("inf"), float("nan")
 

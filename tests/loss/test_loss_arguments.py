@@ -7,11 +7,11 @@ import torch
 from loss_batch import evaluate, padded, random_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rc.advantages import equal_reward_groups, expand_to_tokens, grpo_advantages, rloo_advantages
-from megatron_rc.config import RolloutCorrection, Weight
-from megatron_rc.correction import Corrected
-from megatron_rc.loss import loss_scale, policy_loss
-from megatron_rc.metrics import MetricSums
+from megatron_rc.correction.correct import Corrected
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import RolloutCorrection, Weight
+from megatron_rc.loss.advantages import equal_reward_groups, expand_to_tokens, grpo_advantages, rloo_advantages
+from megatron_rc.loss.policy_loss import loss_scale, policy_loss
 
 
 def test_padded_layout_takes_advantages_by_sequence() -> None:

@@ -11,7 +11,7 @@ from distributed import run_ranks
 from moe_runs import MODEL, batch_of, restore, routing_of, sampled, save_model, step, weights, world
 from torch import Tensor
 
-from megatron_rc.config import Rejection, RolloutCorrection, Weight
+from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 
 LAYERS = [0, 2, 3]
 """With experts; layer 1 is dense."""
@@ -20,7 +20,7 @@ SHIFT_GATE = RolloutCorrection(Weight(), (Rejection("route_shift", "token", uppe
 
 def gradients(policy: Any, batch: Any, **tables: Tensor) -> dict[str, Any]:
     """Log-probs, loss and gradients of an update pass over two micro-batches, which leaves the weights as they are."""
-    from megatron_rc.training.step.microbatches import MicroExtras, split_rows
+    from megatron_rc.training.microbatches import MicroExtras, split_rows
     from megatron_rc.training.step.routing import StepRoutes
 
     before, out = weights(policy), dict[str, Any]()
@@ -296,7 +296,7 @@ def test_samples_whose_routes_cannot_be_trusted_are_refused(found: dict[str, Any
 
 
 def test_settings_that_need_routes_nobody_has_are_refused() -> None:
-    from megatron_rc.settings import MoeSettings
+    from megatron_rc.settings.job import MoeSettings
     from megatron_rc.training.step.routing import check_routing, moe_shape
 
     with pytest.raises(ValueError, match=r"correction.old must be 'recompute' when moe.replay is 'R2'"):

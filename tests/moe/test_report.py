@@ -15,15 +15,15 @@ from html_page import Page
 from report_records import rl, write_all
 from route_sets import random_routes
 
+from megatron_rc.drawing import heat_map
+from megatron_rc.drawing.heat_map import HeatMap, colour, merged, png
 from megatron_rc.moe.shift import expert_shift
 from megatron_rc.moe.shift_metrics import EXPERT_SHIFT
 from megatron_rc.moe.tables import MoeShape, RouteTable
-from megatron_rc.report import heat_map
-from megatron_rc.report.heat_map import HeatMap, colour, merged, png
-from megatron_rc.report.html import write_report
 from megatron_rc.report.log import read_metrics
 from megatron_rc.report.panels import EXPERTS, HEAT_PANELS, PANELS, ROUTE_PANELS
 from megatron_rc.report.route_maps import heat_maps
+from megatron_rc.report.run_page import write_report
 
 SHAPE = MoeShape(num_layers=7, layers=(1, 4, 6), top_k=3, num_experts=12)
 

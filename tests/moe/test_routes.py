@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from route_sets import assert_same, compare_sets, peak_memory, random_routes
 from torch import Tensor
 
-from megatron_rc.reference import routes
-from megatron_rc.reference.routes import compare_routes
+from megatron_rc.moe import reference as routes
+from megatron_rc.moe.reference import compare_routes
 
 DTYPES = (torch.int16, torch.int32, torch.int64)
 

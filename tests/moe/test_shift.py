@@ -10,14 +10,14 @@ from distributed import run_ranks
 from route_sets import peak_memory, random_routes
 from torch import Tensor
 
-from megatron_rc.correction import pair_metrics
-from megatron_rc.metrics import MetricSums
+from megatron_rc.correction.correct import pair_metrics
+from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.moe import compare
+from megatron_rc.moe import reference as routes
 from megatron_rc.moe.router_distance import router_kl
 from megatron_rc.moe.shift import ExpertShift, expert_shift
 from megatron_rc.moe.shift_metrics import MARGINS, POSITIONS
 from megatron_rc.moe.tables import MoeShape, RouteTable
-from megatron_rc.reference import routes
 
 TWO = MoeShape(num_layers=2, layers=(0, 1), top_k=2, num_experts=4)
 MASK = torch.tensor([True, True, True, False])

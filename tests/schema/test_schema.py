@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megatron_rc import schema, settings
-from megatron_rc.advantages import ADVANTAGES
+from megatron_rc import schema
 from megatron_rc.cli import app
-from megatron_rc.config import RolloutCorrection, Weight
+from megatron_rc.correction.settings import RolloutCorrection, Weight
 from megatron_rc.jobs.describe import describe
+from megatron_rc.loss.advantages import ADVANTAGES
 from megatron_rc.models.config import DTYPES
-from megatron_rc.settings import Dtype, JobSettings, LossSettings, TaskSettings
+from megatron_rc.settings import job as settings
+from megatron_rc.settings.job import Dtype, JobSettings, LossSettings, TaskSettings
 from megatron_rc.tasks.registry import OPTIONS
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ GENERATED = ("settings", "presets", "metrics", "versions", "collapse", "gradient
 """Documents that a command prints; see `make docs`."""
 
 SECONDS: dict[str, tuple[float, float]] = {
-    "tests/analyze": (99, 0), "tests/cluster": (46, 0), "tests/contracts": (87, 0), "tests/correction": (35, 0),
+    "tests/analyze": (99, 0), "tests/contracts": (87, 0), "tests/correction": (35, 0),
     "tests/doctor": (93, 0), "tests/integrations": (155, 0), "tests/jobs": (104, 0), "tests/kernels": (112, 345),
-    "tests/launch": (36, 0), "tests/linear_head": (43, 7), "tests/lr_decay": (23, 0), "tests/models": (18, 0),
+    "tests/launch": (82, 0), "tests/learning_rate": (23, 0), "tests/logprobs": (43, 7), "tests/models": (18, 0),
     "tests/moe": (43, 0), "tests/report": (23, 0), "tests/rollout": (108, 0), "tests/training": (72, 0),
 }  # fmt: skip
 """Seconds of the tests in a folder, plain and interpreted, by three workers on two quiet cores, together. A run that

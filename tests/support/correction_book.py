@@ -10,7 +10,7 @@ import torch
 from book_numbers import ess, extreme, mean, runs, share, std
 from torch import Tensor
 
-from megatron_rc.config import Rejection, RolloutCorrection, Weight
+from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 
 INF = math.inf
 LAG_BINS = {

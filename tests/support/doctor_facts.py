@@ -13,7 +13,7 @@ from megatron_rc.doctor.server.examine import SGLANG
 from megatron_rc.doctor.server.facts import Facts, ProbeAnswer, ServerFacts, TrainerFacts
 from megatron_rc.doctor.server.probe import probe_request
 from megatron_rc.rollout.sglang.request import RouteShape
-from megatron_rc.settings import JobSettings
+from megatron_rc.settings.job import JobSettings
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "data/sglang_facts.json").read_text())
 

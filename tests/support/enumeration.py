@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.advantages import expand_to_tokens
-from megatron_rc.config import RolloutCorrection
-from megatron_rc.correction import correct
-from megatron_rc.logprobs import vocab_parallel_logprobs
-from megatron_rc.loss import loss_scale, policy_loss
-from megatron_rc.metrics import MetricSums
+from megatron_rc.correction.correct import correct
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+from megatron_rc.loss.advantages import expand_to_tokens
+from megatron_rc.loss.policy_loss import loss_scale, policy_loss
 
 VOCABULARY = 3
 STOP = 0

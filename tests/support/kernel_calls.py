@@ -11,14 +11,14 @@ from torch import Tensor
 
 from megatron_rc.backend import backend_module
 from megatron_rc.batch import Support
-from megatron_rc.config import Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import Corrected, correct
-from megatron_rc.linear_head import linear_logprobs, linear_policy_loss
-from megatron_rc.logprobs import vocab_parallel_logprobs
-from megatron_rc.loss import loss_scale, policy_loss
-from megatron_rc.metrics import MetricSums
-from megatron_rc.reference.routes import RouteComparison
-from megatron_rc.reference.rows import Rows
+from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
+from megatron_rc.logprobs.linear import linear_logprobs, linear_policy_loss
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+from megatron_rc.logprobs.reference.rows import Rows
+from megatron_rc.loss.policy_loss import loss_scale, policy_loss
+from megatron_rc.moe.reference import RouteComparison
 
 
 class Size(NamedTuple):

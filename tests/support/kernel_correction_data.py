@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_rc.config import Rejection, RolloutCorrection, Weight
-from megatron_rc.correction import Corrected, correct
+from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 from megatron_rc.kernels.launch_table import LAUNCH
 
 INF, NAN = math.inf, math.nan

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rc.backend import set_debug_checks
 from megatron_rc.batch import Support
-from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 
 INF = float("inf")
 

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.config import RolloutCorrection
-from megatron_rc.correction import Corrected
-from megatron_rc.loss import PolicyLoss, policy_loss
-from megatron_rc.metrics import MetricSums
+from megatron_rc.correction.correct import Corrected
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.loss.policy_loss import PolicyLoss, policy_loss
 
 
 def random_batch(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:

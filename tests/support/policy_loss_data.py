@@ -6,9 +6,9 @@ import torch
 from loss_batch import corrected_of, random_batch
 from torch import Tensor
 
-from megatron_rc.config import RolloutCorrection
-from megatron_rc.loss import policy_loss
-from megatron_rc.metrics import MetricSums
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.loss.policy_loss import policy_loss
 
 PER_TOKEN = ("current", "old", "advantages", "weights", "reference", "entropy")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_rc.reference.routes import RouteComparison
+from megatron_rc.moe.reference import RouteComparison
 
 
 def random_routes(

@@ -13,9 +13,9 @@ from torch import Tensor
 from megatron_rc.backend import backend_module, use_triton
 from megatron_rc.batch import Support
 from megatron_rc.kernels.launch_table import LAUNCH
-from megatron_rc.logprobs import vocab_parallel_logprobs
-from megatron_rc.reference import rows as reference_rows
-from megatron_rc.reference.rows import Rows
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+from megatron_rc.logprobs.reference import rows as reference_rows
+from megatron_rc.logprobs.reference.rows import Rows
 
 BLOCK = 32
 TWO_ULP = 2**-22

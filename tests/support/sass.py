@@ -7,7 +7,7 @@ import torch
 import triton
 from aot import ONE_TARGET, TARGETS, Source, captured, cuobjdump, natural
 
-from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
 

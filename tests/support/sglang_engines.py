@@ -7,7 +7,7 @@ from typing import Any
 from faulty_answers import EXPERTS, LAYERS, TOP_K, VOCABULARY
 
 from megatron_rc.rollout.sglang.engine import SGLangEngine, alone
-from megatron_rc.schema.sglang_settings import SGLangSettings
+from megatron_rc.settings.sglang import SGLangSettings
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3_moe", "vocab_size": VOCABULARY, "num_hidden_layers": LAYERS, "num_experts": EXPERTS,

@@ -20,7 +20,7 @@ import tiny_models
 import torch
 from process_groups import members, nothing_is_left
 
-from megatron_rc.cluster.server import stop
+from megatron_rc.launch.server import stop
 
 ROOT = Path(__file__).parents[2]
 SERVE = ROOT / "launch/sglang_cpu/serve.sh"

@@ -13,7 +13,7 @@ from faulty_weights import weights_of
 
 from megatron_rc.rollout.sglang.pool import Pool
 from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
-from megatron_rc.schema.sglang_settings import SGLangSettings
+from megatron_rc.settings.sglang import SGLangSettings
 
 CONFIG = {"model_type": "qwen3", "vocab_size": 37, "max_position_embeddings": 64}
 PATH = {"disk": "/update_weights_from_disk", "tensor": "/update_weights_from_tensor"}

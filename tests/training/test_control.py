@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.config import RolloutCorrection
-from megatron_rc.correction import Corrected, correct
+from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.engine import Sample, SamplingParams
+from megatron_rc.training.microbatches import Share
 from megatron_rc.training.step.control import check_data_parallel, controlled
-from megatron_rc.training.step.microbatches import Share
 
 SEQUENCES, TRAINED, BROKEN = 40, 30, 4
 TOKEN_TRUNCATE = RolloutCorrection.preset("token-tis")

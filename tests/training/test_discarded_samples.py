@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from distributed import run_ranks
 
-from megatron_rc.dump import DiscardedWriter
+from megatron_rc.dump.writer import DiscardedWriter
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.settings import ParallelSettings
+from megatron_rc.settings.job import ParallelSettings
 from megatron_rc.tasks import Prompt
 from megatron_rc.training import groups
 from megatron_rc.training.groups import SharedError

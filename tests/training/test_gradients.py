@@ -9,9 +9,9 @@ from tiny_models import DENSE
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.config import RolloutCorrection
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.settings import LossSettings, ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.settings.job import LossSettings, ModelSettings, ParallelSettings, TrainSettings
 from megatron_rc.training import groups
 from megatron_rc.training.policy import Policy
 from megatron_rc.training.step.reinforce import reinforce_step

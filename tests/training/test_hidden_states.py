@@ -16,15 +16,15 @@ from tiny_models import KINDS
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.models.config import hf_config_dict
-from megatron_rc.schema.head_options import HeadOptions
-from megatron_rc.settings import ModelSettings, ParallelSettings
+from megatron_rc.settings.head import HeadOptions
+from megatron_rc.settings.job import ModelSettings, ParallelSettings
 from megatron_rc.training import groups
 from megatron_rc.training.heads import head_of
+from megatron_rc.training.microbatches import MicroBatch
 from megatron_rc.training.model.build import build_model
 from megatron_rc.training.model.hidden_states import hidden_states
 from megatron_rc.training.model.weights import init_weights
 from megatron_rc.training.policy import model_inputs
-from megatron_rc.training.step.microbatches import MicroBatch
 
 VOCABULARY = 37
 

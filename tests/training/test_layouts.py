@@ -9,11 +9,11 @@ from jobs import finished_job, settings_file
 from warm_models import TASK, warm_model
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.config import RolloutCorrection
-from megatron_rc.dump import sample_of
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.dump.schema import read_dump
+from megatron_rc.dump.writer import sample_of
 from megatron_rc.engine import SamplingParams
-from megatron_rc.schema.dump import read_dump
-from megatron_rc.settings import LossSettings, ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.settings.job import LossSettings, ModelSettings, ParallelSettings, TrainSettings
 from megatron_rc.training import groups
 from megatron_rc.training.policy import Policy
 from megatron_rc.training.step.reinforce import reinforce_step

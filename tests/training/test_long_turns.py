@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.config import RolloutCorrection
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.lr_decay import LengthDecayLR
+from megatron_rc.learning_rate.length_decay import LengthDecayLR
 from megatron_rc.tasks.calculator import LABELS, CalculatorOptions, CalculatorTask
 from megatron_rc.training.step.learning_rate import StepRate
 from megatron_rc.training.step.metrics import response_lengths, rollout_metrics

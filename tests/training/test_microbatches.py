@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.settings import TrainSettings
-from megatron_rc.training.step.microbatches import cut, mini_batches, share_of, split_rows
+from megatron_rc.settings.job import TrainSettings
+from megatron_rc.training.microbatches import cut, mini_batches, share_of, split_rows
 
 LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=60)
 

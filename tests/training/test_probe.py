@@ -10,12 +10,12 @@ from distributed import run_ranks
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.settings import ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.settings.job import ModelSettings, ParallelSettings, TrainSettings
 from megatron_rc.training import groups
 from megatron_rc.training.heads import Answer
+from megatron_rc.training.microbatches import MicroBatch
 from megatron_rc.training.policy import Policy
 from megatron_rc.training.probe import Probe
-from megatron_rc.training.step.microbatches import MicroBatch
 
 PROMPT = [3, 30, 4, 17, 5, 36, 0, 9]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rc import settings
+from megatron_rc.settings import job as settings
 from megatron_rc.training.kept_steps import check_dump
 from megatron_rc.training.rollout_queue import check_asynchronous
 from megatron_rc.training.sampling_weights import check_sampling_weights

@@ -13,9 +13,9 @@ import pytest
 import torch
 from scripted_engine import ScriptedEngine
 
-from megatron_rc import settings as job_settings
 from megatron_rc.engine import Sample
 from megatron_rc.rollout.worker import WorkerEngine
+from megatron_rc.settings import job as job_settings
 from megatron_rc.tasks import Prompt
 from megatron_rc.training.checkpoint import Progress
 from megatron_rc.training.groups import SharedError

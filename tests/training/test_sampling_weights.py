@@ -13,15 +13,15 @@ from torch import Tensor
 from warm_models import TASK, warm_model
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.config import RolloutCorrection, Weight
+from megatron_rc.correction.settings import RolloutCorrection, Weight
+from megatron_rc.dump.schema import read_dump
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.schema.dump import read_dump
-from megatron_rc.settings import LossSettings, ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.settings.job import LossSettings, ModelSettings, ParallelSettings, TrainSettings
 from megatron_rc.training import groups
 from megatron_rc.training.groups import SharedError
+from megatron_rc.training.microbatches import split_rows
 from megatron_rc.training.policy import Policy
 from megatron_rc.training.sampling_weights import SamplingWeights
-from megatron_rc.training.step.microbatches import split_rows
 from megatron_rc.training.step.reinforce import reinforce_step
 
 TRAINED = 2

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.dump import DumpWriter
+from megatron_rc.dump.schema import read_dump
+from megatron_rc.dump.writer import DumpWriter
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.rollout.recorded import ReplayEngine
-from megatron_rc.schema.dump import read_dump
-from megatron_rc.schema.dump_settings import DumpSettings
+from megatron_rc.settings.dump import DumpSettings
 from megatron_rc.training.kept_steps import StepDump
 
 SAMPLING = SamplingParams(max_new_tokens=4096, top_k=2)

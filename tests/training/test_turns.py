@@ -10,10 +10,10 @@ import torch
 from turn_tasks import CALLS, CountingTask, NotingEngine
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.dump import DumpWriter, sample_of
+from megatron_rc.dump.schema import read_dump
+from megatron_rc.dump.writer import DumpWriter, sample_of
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.rollout.embedded.engine import HFEngine
-from megatron_rc.schema.dump import read_dump
 from megatron_rc.training.step.turns import joined, respond, turns_of
 
 PARAMS = SamplingParams(max_new_tokens=40, temperature=0.8, stop_token_ids=CountingTask.stop_token_ids)

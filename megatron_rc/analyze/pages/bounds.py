@@ -3,9 +3,9 @@
 from megatron_rc.analyze.bound import GRID
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.pages.card import card
-from megatron_rc.report.axes import tight_log_axis
-from megatron_rc.report.series import Series
-from megatron_rc.report.svg import Line, Shape, chart
+from megatron_rc.drawing.axes import tight_log_axis
+from megatron_rc.drawing.series import Series
+from megatron_rc.drawing.svg import Line, Shape, chart
 
 COLOURS = {"token": "c0", "sequence": "c1"}
 NAMES = {"token": "tokens", "sequence": "responses"}

@@ -12,10 +12,10 @@ from megatron_rc.analyze.evidence import HEAT_EDGES, Evidence
 from megatron_rc.analyze.factors import LOG_MU_EDGES, octave_start
 from megatron_rc.analyze.pages.card import Cell, card, table
 from megatron_rc.analyze.profile import Profile
-from megatron_rc.report.axes import linear_axis, tight_log_axis
-from megatron_rc.report.heat_map import png
-from megatron_rc.report.series import Series
-from megatron_rc.report.svg import Band, Line, Picture, Shape, chart
+from megatron_rc.drawing.axes import linear_axis, tight_log_axis
+from megatron_rc.drawing.heat_map import png
+from megatron_rc.drawing.series import Series
+from megatron_rc.drawing.svg import Band, Line, Picture, Shape, chart
 
 TEMPERATURES = (0.7, 0.9, 1.1, 1.4)
 """Ratios of the sampler's temperature to the trainer's; the map shows a curve for each."""

@@ -8,7 +8,7 @@ from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.pages import answers, bounds, by_bin, sequences, steps, tokens
 from megatron_rc.analyze.pages.card import STYLE
 from megatron_rc.analyze.readers.format import OWN_PAGE
-from megatron_rc.report.page import SCRIPT, document
+from megatron_rc.drawing.frame import SCRIPT, document
 
 _BEGINNING = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">' + OWN_PAGE
 """Every page begins like this; a file that does not is never overwritten."""

@@ -9,9 +9,9 @@ from megatron_rc.analyze.chunk import Chunk, Floats
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.pages.card import card
 from megatron_rc.analyze.tail import LIMIT, Tail
-from megatron_rc.report.axes import linear_axis, tight_log_axis
-from megatron_rc.report.series import Mark, Series
-from megatron_rc.report.svg import Band, Line, Shape, chart
+from megatron_rc.drawing.axes import linear_axis, tight_log_axis
+from megatron_rc.drawing.series import Mark, Series
+from megatron_rc.drawing.svg import Band, Line, Shape, chart
 
 FEWEST = 20
 """Responses that must reach a length before statistics are drawn there."""

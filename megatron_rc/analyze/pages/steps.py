@@ -8,10 +8,10 @@ from megatron_rc.analyze.decomposition import between
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence
 from megatron_rc.analyze.pages.card import card
-from megatron_rc.report.axes import linear_axis, tight_log_axis
-from megatron_rc.report.heat_map import HeatMap, heat_map
-from megatron_rc.report.series import Mark, Series
-from megatron_rc.report.svg import Line, chart, line_chart, thinned
+from megatron_rc.drawing.axes import linear_axis, tight_log_axis
+from megatron_rc.drawing.heat_map import HeatMap, heat_map
+from megatron_rc.drawing.series import Mark, Series
+from megatron_rc.drawing.svg import Line, chart, line_chart, thinned
 
 LONGEST_NAME = 7
 """Characters of a server's name that fit next to its row."""

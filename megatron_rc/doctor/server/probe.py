@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron_rc.doctor.server.facts import ProbeAnswer, ServerFacts
 from megatron_rc.engine import SamplingParams
+from megatron_rc.files import read_json
 from megatron_rc.rollout.sglang.http import Server, ServerError
 from megatron_rc.rollout.sglang.pool import Pool
 from megatron_rc.rollout.sglang.request import Request, RouteShape
-from megatron_rc.schema.files import read_json
 
 PROBES = {
     "plain": SamplingParams(8),

@@ -18,7 +18,7 @@ from megatron_rc.doctor.server.scores import Logprobs, fresh_gap, k3
 from megatron_rc.rollout.sglang import control
 from megatron_rc.rollout.sglang.engine import SGLangEngine, alone
 from megatron_rc.rollout.sglang.http import Background, Server
-from megatron_rc.schema.sglang_settings import SGLangSettings
+from megatron_rc.settings.sglang import SGLangSettings
 
 if TYPE_CHECKING:
     from megatron_rc.doctor.server.trainer_scores import TrainerModel

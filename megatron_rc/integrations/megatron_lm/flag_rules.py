@@ -3,7 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
-from megatron_rc.config import RolloutCorrection
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, FlagRule, captures_iteration, refuse
 
 DEFAULTS: dict[str, Any] = {

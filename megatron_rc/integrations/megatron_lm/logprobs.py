@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.head_inputs import of_chunks
 from megatron_rc.integrations.megatron_lm.session import BinRows, HiddenStates, LogitShards, Session, WholeLogits
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.linear_head import linear_logprobs
-from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.logprobs.inputs import of_chunks
+from megatron_rc.logprobs.linear import linear_logprobs
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.training.model.hidden_states import hidden_states
 
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.config import RolloutCorrection
-from megatron_rc.correction import Corrected, correct
+from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.plan import Plan
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.log_names import warn, worth_logging
 from megatron_rc.integrations.megatron_lm.lags import (
     Placed,
@@ -21,8 +22,7 @@ from megatron_rc.integrations.megatron_lm.lags import (
 )
 from megatron_rc.integrations.megatron_lm.session import Session
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.lr_gate import mismatch_signals
-from megatron_rc.plan import Plan
+from megatron_rc.learning_rate.mismatch import mismatch_signals
 
 
 class RolloutRows(NamedTuple):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_rc.alarms import LostBatchWarning
-from megatron_rc.config import STATISTICS, RolloutCorrection
+from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
+from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
 from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.lr_scale import NOTHING, Signals
-from megatron_rc.schema.head_options import LOGITS, HeadOptions
+from megatron_rc.learning_rate.rule import NOTHING, Signals
+from megatron_rc.settings.head import LOGITS, HeadOptions
 
 if TYPE_CHECKING:
     import torch.distributed as dist

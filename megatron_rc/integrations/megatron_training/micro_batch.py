@@ -3,8 +3,8 @@
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_rc.config import RolloutCorrection
-from megatron_rc.correction import Corrected, correct
+from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations import megatron_training
 from megatron_rc.integrations.installed import session_of
 

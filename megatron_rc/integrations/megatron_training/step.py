@@ -12,16 +12,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_rc.alarms import LostBatchWarning
-from megatron_rc.config import RolloutCorrection
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations import megatron_training
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, refuse
 from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
 from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.lr_gate import mismatch_signals
-from megatron_rc.lr_scale import Signals
-from megatron_rc.metrics import MetricSums
+from megatron_rc.learning_rate.mismatch import mismatch_signals
+from megatron_rc.learning_rate.rule import Signals
 from megatron_rc.training import emulation
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.correction import correct
+from megatron_rc.correction.correct import correct
 from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
 from megatron_rc.integrations.nemo_rl.refusals import demanded, refuse
 from megatron_rc.integrations.nemo_rl.session import HOSTS_WORKER, KEY, WORKER, Session
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.lr_gate import mismatch_signals
-from megatron_rc.lr_scale import Signals
+from megatron_rc.learning_rate.mismatch import mismatch_signals
+from megatron_rc.learning_rate.rule import Signals
 
 LOGPROBS = ("prev_logprobs", "generation_logprobs")
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.alarms import LostBatchWarning
-from megatron_rc.config import STATISTICS, RolloutCorrection
+from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
+from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.scheduler_rule import LRRule, settings_of
-from megatron_rc.lr_decay import LengthDecaySettings
-from megatron_rc.lr_gate import HasLRRule, LRGateSettings
+from megatron_rc.learning_rate.length_decay import LengthDecaySettings
+from megatron_rc.learning_rate.mismatch import HasLRRule, LRGateSettings
 
 KEY = "megatron_rc"
 """Key of the policy's configuration that hands the rule to the workers."""

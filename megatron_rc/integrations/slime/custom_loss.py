@@ -15,8 +15,8 @@ from megatron_rc.integrations.slime.logged import logged, route_shift
 from megatron_rc.integrations.slime.reducer import reducer
 from megatron_rc.integrations.slime.settings import SlimeSettings, in_advantages, names
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens, correct_tokens, measuring
-from megatron_rc.logprobs import vocab_parallel_logprobs
-from megatron_rc.loss import policy_loss
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+from megatron_rc.loss.policy_loss import policy_loss
 
 Reduce = Callable[[Tensor], Tensor]
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rc.config import STANDARDIZED, RolloutCorrection
+from megatron_rc.correction.settings import STANDARDIZED, RolloutCorrection
 from megatron_rc.integrations.slime.settings import HOOKS, flag, judges_advantages, read
-from megatron_rc.lr_decay import LengthDecaySettings
-from megatron_rc.lr_gate import LRGateSettings
+from megatron_rc.learning_rate.length_decay import LengthDecaySettings
+from megatron_rc.learning_rate.mismatch import LRGateSettings
 
 
 def hooks_for(

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron_rc import schema
-from megatron_rc.config import RolloutCorrection
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.scheduler_rule import LRRule, settings_of
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_RULES, RULES
 from megatron_rc.integrations.slime.hook_choice import hooks_for

@@ -4,10 +4,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.config import Rejection, RolloutCorrection
+from megatron_rc.correction.reference.segments import segment_reduce, unit_sums
+from megatron_rc.correction.settings import Rejection, RolloutCorrection
+from megatron_rc.correction.weight import Weight
 from megatron_rc.integrations.slime.tokens import HostTokens
-from megatron_rc.reference.segments import segment_reduce, unit_sums
-from megatron_rc.weight import Weight
 
 
 def known_names(tokens: HostTokens, correction: RolloutCorrection) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.reference.segments import runs_of_mask
+from megatron_rc.correction.reference.segments import runs_of_mask
 
 
 class Parallel(NamedTuple):

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megatron_rc.collectives import is_first_process
+from megatron_rc.files import read_json, replace_text
 from megatron_rc.integrations.slime.checkpoint import SavedWith, loaded_state, remembers
 from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.layout import parallel
@@ -19,8 +20,7 @@ from megatron_rc.integrations.slime.logged import LR_METRICS
 from megatron_rc.integrations.slime.routes import WATCH
 from megatron_rc.integrations.slime.settings import SlimeSettings, names
 from megatron_rc.integrations.slime.tokens import LENGTHS
-from megatron_rc.lr_scale import LRScale, Signals
-from megatron_rc.schema.files import read_json, replace_text
+from megatron_rc.learning_rate.rule import LRScale, Signals
 
 _logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from argparse import Namespace
 import torch
 from torch import Tensor
 
-from megatron_rc.correction import Corrected
+from megatron_rc.correction.correct import Corrected
 from megatron_rc.integrations.log_names import prefixed
 from megatron_rc.integrations.slime.known_names import known_names
 from megatron_rc.integrations.slime.layout import Layout

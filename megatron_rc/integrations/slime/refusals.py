@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_rc.config import STATISTICS, RolloutCorrection
+from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.slime.handed_over import judges_current, lacks_advantages
 from megatron_rc.integrations.slime.hook_choice import Enabled, assignments

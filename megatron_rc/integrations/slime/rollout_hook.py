@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from megatron_rc.alarms import LostBatchWarning
+from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.log_names import prefixed, warn
 from megatron_rc.integrations.slime.flag_rules import MILES_ROLLOUT_DATA, settings_for
 from megatron_rc.integrations.slime.layout import Parallel, layout_of, parallel
 from megatron_rc.integrations.slime.routes import WATCH, Routes
 from megatron_rc.integrations.slime.settings import in_advantages
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens, correct_tokens
-from megatron_rc.lr_gate import mismatch_signals
+from megatron_rc.learning_rate.mismatch import mismatch_signals
 from megatron_rc.moe.shift import expert_shift
 
 _LOST_BATCH = LostBatchWarning()

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megatron_rc import schema
-from megatron_rc.config import Aggregation, RolloutCorrection
-from megatron_rc.lr_decay import LengthDecaySettings
-from megatron_rc.lr_gate import HasLRRule, LRGateSettings, check_lr_rules
+from megatron_rc.correction.settings import Aggregation, RolloutCorrection
+from megatron_rc.learning_rate.length_decay import LengthDecaySettings
+from megatron_rc.learning_rate.mismatch import HasLRRule, LRGateSettings, check_lr_rules
 
 KEY = "megatron_rc"
 ROUTE_SHIFT = "route_shift"

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.config import RolloutCorrection
-from megatron_rc.correction import Corrected, correct
+from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.plan import Plan
+from megatron_rc.correction.reference.log_ratio import LogRatio, log_ratio
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.slime.layout import Layout, Parallel
 from megatron_rc.integrations.slime.settings import ROUTE_SHIFT
-from megatron_rc.lr_scale import Signals
-from megatron_rc.plan import Plan
-from megatron_rc.reference.log_ratio import LogRatio, log_ratio
+from megatron_rc.learning_rate.rule import Signals
 
 NO_ROLLOUT_LOGPROBS = (
     "the function of --custom-generate-function-path must set Sample.rollout_log_probs (the default one does)"

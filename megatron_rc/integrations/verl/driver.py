@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.correction import correct
+from megatron_rc.correction.correct import correct
+from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.integrations.log_names import PREFIX, prefixed, warn, worth_logging
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.refusals import refuse_rollout_correction
 from megatron_rc.integrations.verl.settings import MODULES, PLUGIN, VARIABLE, VerlPatch
-from megatron_rc.metrics import MetricSums
 
 WEIGHTS = "rollout_is_weights"
 _MASKS = ("response_mask", "loss_mask")

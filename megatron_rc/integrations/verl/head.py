@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.refusals import FUSED, MTP, PADDING
 from megatron_rc.integrations.verl.settings import VerlPatch
-from megatron_rc.linear_head import linear_logprobs
+from megatron_rc.logprobs.linear import linear_logprobs
 from megatron_rc.training.model.hidden_states import check_product
 
 _KERNEL, _GATHER = "linear_cross_entropy", "gather_from_sequence_parallel_region"

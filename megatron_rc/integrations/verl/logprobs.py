@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.settings import VerlPatch
-from megatron_rc.logprobs import vocab_parallel_logprobs
+from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 
 
 def lm_head_logits_processor(

@@ -34,7 +34,7 @@ def _patch(text: str) -> None:
     from megatron_rc.integrations import verl
     from megatron_rc.integrations.patching import patch_host
     from megatron_rc.integrations.verl.settings import prepare, read
-    from megatron_rc.schema.head_options import HeadOptions
+    from megatron_rc.settings.head import HeadOptions
 
     settings = read(text)
     host = replace(verl.HOST, prepare=lambda correction, lr_rule, *_: prepare(correction, lr_rule, settings))

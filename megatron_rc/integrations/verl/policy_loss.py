@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.correction import correct
+from megatron_rc.correction.correct import correct
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.settings import LOSS_MODE, MODULES, PLUGIN, VARIABLE, VerlPatch
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_rc import schema
-from megatron_rc.alarms import LostBatchWarning
-from megatron_rc.config import STATISTICS, Denominator, RolloutCorrection, Surrogate
+from megatron_rc.correction.settings import STATISTICS, Denominator, RolloutCorrection, Surrogate
+from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule, settings_of
 from megatron_rc.integrations.symbols import Function
-from megatron_rc.lr_decay import LengthDecaySettings
-from megatron_rc.lr_gate import HasLRRule, LRGateSettings, check_lr_rules
-from megatron_rc.schema.head_options import LINEAR, LOGITS, Head, HeadOptions
+from megatron_rc.learning_rate.length_decay import LengthDecaySettings
+from megatron_rc.learning_rate.mismatch import HasLRRule, LRGateSettings, check_lr_rules
+from megatron_rc.settings.head import LINEAR, LOGITS, Head, HeadOptions
 
 if TYPE_CHECKING:
-    from megatron_rc.metrics import MetricSums
+    from megatron_rc.correction.metrics import MetricSums
 
 VARIABLE = "MEGATRON_RC_CONFIG"
 LOSS_MODE = "megatron_rc"

@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.correction import correct
+from megatron_rc.correction.correct import correct
 from megatron_rc.integrations.scheduler_rule import get_optimizer_param_scheduler
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.integrations.verl.driver import checked_metrics
 from megatron_rc.integrations.verl.settings import VerlPatch
-from megatron_rc.lr_gate import mismatch_signals
-from megatron_rc.lr_scale import Signals
+from megatron_rc.learning_rate.mismatch import mismatch_signals
+from megatron_rc.learning_rate.rule import Signals
 from megatron_rc.training import emulation
 
 

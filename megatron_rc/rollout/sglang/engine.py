@@ -11,7 +11,7 @@ from megatron_rc.rollout.sglang.http import Server
 from megatron_rc.rollout.sglang.pool import Pool
 from megatron_rc.rollout.sglang.request import Piece, RouteShape, missing_kept_ids
 from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
-from megatron_rc.schema.sglang_settings import SGLangSettings
+from megatron_rc.settings.sglang import SGLangSettings
 
 _CONTROL_S = 30.0
 BELOW_CONTEXT = 4

@@ -13,7 +13,7 @@ from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.rollout.sglang.http import Server, ServerError, doubled
 from megatron_rc.rollout.sglang.pool import Pool
 from megatron_rc.rollout.sglang.request import DamagedAnswer, Piece, Request, RouteShape
-from megatron_rc.schema.sglang_settings import SGLangSettings
+from megatron_rc.settings.sglang import SGLangSettings
 
 _ABORT_GRACE_S = 5.0
 """An aborted request is answered after the server's current step; one without an answer by then is given up."""

@@ -9,12 +9,12 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
+from megatron_rc.files import replace_folder
 from megatron_rc.models.files import Writer
 from megatron_rc.rollout.sglang.control import on_every
 from megatron_rc.rollout.sglang.http import Server
 from megatron_rc.rollout.sglang.transport import Transport
-from megatron_rc.schema.files import replace_folder
-from megatron_rc.schema.sglang_settings import SGLangSettings
+from megatron_rc.settings.sglang import SGLangSettings
 
 _PREFIX = "weights-"
 

@@ -18,7 +18,7 @@ from megatron_rc.rollout.sglang.buckets import Bucket, buckets
 from megatron_rc.rollout.sglang.control import on_every
 from megatron_rc.rollout.sglang.http import Server, ServerError, own_address
 from megatron_rc.rollout.sglang.transport import Transport
-from megatron_rc.schema.sglang_settings import SGLangSettings
+from megatron_rc.settings.sglang import SGLangSettings
 
 _POLL_SECONDS = 0.002
 _JOIN_SECONDS = 60.0

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rc.rollout.sglang.http import Server
-from megatron_rc.schema.sglang_settings import SGLangSettings
+from megatron_rc.settings.sglang import SGLangSettings
 
 
 class Transport(ABC):

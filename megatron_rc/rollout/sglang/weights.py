@@ -18,7 +18,7 @@ from megatron_rc.rollout.sglang.send_disk import DiskSync
 from megatron_rc.rollout.sglang.send_group import GroupSync
 from megatron_rc.rollout.sglang.send_tensor import TensorSync
 from megatron_rc.rollout.sglang.transport import Transport
-from megatron_rc.schema.sglang_settings import SGLangSettings, SyncTransport
+from megatron_rc.settings.sglang import SGLangSettings, SyncTransport
 
 T = TypeVar("T")
 

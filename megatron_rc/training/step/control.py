@@ -5,11 +5,11 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from megatron_rc.config import RolloutCorrection
-from megatron_rc.correction import Corrected
-from megatron_rc.plan import Plan
-from megatron_rc.settings import Control
-from megatron_rc.training.step.microbatches import Share
+from megatron_rc.correction.correct import Corrected
+from megatron_rc.correction.plan import Plan
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.settings.job import Control
+from megatron_rc.training.microbatches import Share
 
 _FROM_SMALL = ("token", "segment", "sequence")
 

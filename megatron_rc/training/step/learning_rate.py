@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rc.config import RolloutCorrection
-from megatron_rc.lr_gate import mismatch_signals
-from megatron_rc.lr_scale import LRScale
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.learning_rate.mismatch import mismatch_signals
+from megatron_rc.learning_rate.rule import LRScale
 
 
 @dataclass

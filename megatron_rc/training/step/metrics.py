@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.metrics import MetricSums
+from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.training.groups import Groups
 from megatron_rc.training.policy import UpdateResult
 

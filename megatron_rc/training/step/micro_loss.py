@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron_rc.config import RolloutCorrection
-from megatron_rc.correction import Corrected, correct, pair_metrics
-from megatron_rc.metrics import MetricSums
-from megatron_rc.settings import LossSettings
+from megatron_rc.correction.correct import Corrected, correct, pair_metrics
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.settings.job import LossSettings
 from megatron_rc.training.heads import Answer
-from megatron_rc.training.step.loss_terms import LossTerms
-from megatron_rc.training.step.microbatches import MicroExtras
+from megatron_rc.training.loss_terms import LossTerms
+from megatron_rc.training.microbatches import MicroExtras
 
 
 class Collected(NamedTuple):

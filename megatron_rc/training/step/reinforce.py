@@ -10,25 +10,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.advantages import ADVANTAGES, equal_reward_groups, expand_to_tokens
-from megatron_rc.alarms import horizon, predicted_ess
 from megatron_rc.batch import TokenBatch
-from megatron_rc.config import RolloutCorrection
-from megatron_rc.correction import Corrected, correct
-from megatron_rc.loss import loss_scale
-from megatron_rc.lr_scale import LRScale
-from megatron_rc.measured_upper import FIRST
-from megatron_rc.metrics import MetricSums
-from megatron_rc.plan import Plan
-from megatron_rc.settings import LossSettings, TrainSettings
+from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.measured_upper import FIRST
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.plan import Plan
+from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.correction.warnings import horizon, predicted_ess
+from megatron_rc.learning_rate.rule import LRScale
+from megatron_rc.loss.advantages import ADVANTAGES, equal_reward_groups, expand_to_tokens
+from megatron_rc.loss.policy_loss import loss_scale
+from megatron_rc.settings.job import LossSettings, TrainSettings
 from megatron_rc.training.groups import Groups, SharedError
+from megatron_rc.training.microbatches import NO_EXTRAS, MicroExtras, Share, mini_batches, share_of, split_rows
 from megatron_rc.training.policy import Policy, UpdateResult
 from megatron_rc.training.sampling_weights import OlderVersions, SamplingWeights
 from megatron_rc.training.step.control import check_control, controlled
 from megatron_rc.training.step.learning_rate import StepRate
 from megatron_rc.training.step.metrics import merged, pooled, response_lengths, rollout_metrics, update_metrics
 from megatron_rc.training.step.micro_loss import Collected, MicroLoss
-from megatron_rc.training.step.microbatches import NO_EXTRAS, MicroExtras, Share, mini_batches, share_of, split_rows
 from megatron_rc.training.step.routing import Routing, StepRoutes
 from megatron_rc.training.step.seeds import seed_of
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.config import RolloutCorrection
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.engine import Sample
-from megatron_rc.metrics import MetricSums
 from megatron_rc.models.config import moe_layers
 from megatron_rc.moe.compare import compare_routes
 from megatron_rc.moe.gathering import join_layers
@@ -22,10 +22,10 @@ from megatron_rc.moe.routers import routers_of
 from megatron_rc.moe.shift import ExpertShift, expert_shift
 from megatron_rc.moe.slicing import join_rows, local_rows, take_rows
 from megatron_rc.moe.tables import MoeShape, RouteTable, check_replayable, check_samples, last_rows, sampler_table
-from megatron_rc.settings import MoeSettings
+from megatron_rc.settings.job import MoeSettings
 from megatron_rc.training import emulation
+from megatron_rc.training.microbatches import MicroBatch, MicroExtras
 from megatron_rc.training.policy import AroundForward, Policy
-from megatron_rc.training.step.microbatches import MicroBatch, MicroExtras
 
 
 def moe_shape(hf: dict[str, Any]) -> MoeShape:

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.loss import loss_scale
-from megatron_rc.settings import TrainSettings
+from megatron_rc.loss.policy_loss import loss_scale
+from megatron_rc.settings.job import TrainSettings
 from megatron_rc.tasks import Demonstration
 from megatron_rc.training.heads import Answer
+from megatron_rc.training.microbatches import MicroExtras, share_of, split_rows
 from megatron_rc.training.policy import Policy
-from megatron_rc.training.step.microbatches import MicroExtras, share_of, split_rows
 
 
 def demonstration_batch(demonstrations: Sequence[Demonstration]) -> TokenBatch:

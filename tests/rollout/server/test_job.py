@@ -9,7 +9,7 @@ import pytest
 from jobs import ROOT, finished_job, letters_task, run_together, save_tokenizer, settings_file, train
 from sglang_server import shared_server
 
-from megatron_rc.schema.dump import read_dump
+from megatron_rc.dump.schema import read_dump
 from megatron_rc.training.step.seeds import seed_of
 
 SCRIPT = ROOT / "launch/train_sglang_cpu.sh"

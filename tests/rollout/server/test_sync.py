@@ -17,7 +17,7 @@ from sglang_server import SglangServer, checkpoint_weights, shared_server
 from megatron_rc.engine import Sample
 from megatron_rc.rollout.sglang.pool import Pool
 from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
-from megatron_rc.schema.sglang_settings import SGLangSettings
+from megatron_rc.settings.sglang import SGLangSettings
 
 PROMPT = [3, 4, 5, 6, 7]
 

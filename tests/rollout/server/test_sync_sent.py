@@ -15,7 +15,7 @@ from sync_jobs import start as start
 
 from megatron_rc import schema
 from megatron_rc.rollout.sglang.weights import TRANSPORTS, weight_sync
-from megatron_rc.schema.sglang_settings import SGLangSettings, SyncTransport
+from megatron_rc.settings.sglang import SGLangSettings, SyncTransport
 
 ROOT = Path(__file__).parents[3]
 

@@ -16,7 +16,7 @@ from megatron_rc.integrations import verl as host
 from megatron_rc.integrations.installed import INSTALLED
 from megatron_rc.integrations.patching import patch_host
 from megatron_rc.integrations.verl.settings import prepare, read
-from megatron_rc.schema.head_options import HeadOptions
+from megatron_rc.settings.head import HeadOptions
 
 PPO, V1, V0 = "verl.trainer.ppo.", "verl.trainer.ppo.v1.trainer_base", "verl.trainer.ppo.ray_trainer"
 CONFIG: dict[str, Any] = {

@@ -1,0 +1,1 @@
+"""Weights, gates and metrics of a rollout batch: its settings, `correct`, and both backends."""

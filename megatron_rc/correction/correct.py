@@ -1,0 +1,168 @@
+"""correct(): log-ratios of a rollout batch -> importance weights, mask, metrics; pair_metrics(): the metrics alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rc.backend import backend_module
+from megatron_rc.correction.inputs import Extras, Pair, check_extras, check_pair, check_tokens
+from megatron_rc.correction.measured_upper import settled
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.part_metrics import PART_METRICS
+from megatron_rc.correction.plan import Plan
+from megatron_rc.correction.settings import RolloutCorrection
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """The result of `correct`; every tensor is detached."""
+
+    weights: Tensor
+    """[N] or [B, T] like the input, fp32 (fp64 for fp64 log-probs); 0 where mask is 0."""
+    mask: Tensor
+    """[N] or [B, T], bool: the tokens that still count in the policy-gradient term."""
+    bad_sequences: Tensor
+    """[S] bool: sequences with a corrupt log-prob."""
+    metrics: MetricSums
+    """Statistics of the tokens of this rank; `metrics.all_reduce` pools them over DP x CP."""
+    correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+    """The settings that made it; `policy_loss` refuses arguments that contradict them."""
+    mean_k3: Tensor | None = None
+    """0-d, fp64: the K that the gate "standardized" used, pooled over DP x CP or as given; None without that gate."""
+
+
+def correct(
+    train_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    correction: RolloutCorrection,
+    cu_seqlens: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    num_segments: int | None = None,
+    advantages: Tensor | None = None,
+    statistics: Mapping[str, Tensor] | None = None,
+    positions: Tensor | None = None,
+    lags: Tensor | None = None,
+    sampling_logprobs: Tensor | None = None,
+    mean_k3: Tensor | None = None,
+    measured_upper: float | None = None,
+    dp_group: dist.ProcessGroup | None = None,
+    cp_group: dist.ProcessGroup | None = None,
+    backend: str = "auto",
+) -> Corrected:
+    """Importance weights and mask, so that pi learns from tokens of mu; call it once on all local tokens of a rollout.
+
+    With l = log pi - log mu of a token, the value shared by a unit is rho = e^l (token), exp sum l (sequence),
+    exp mean l (geometric, segment), sums and means over the unit's loss tokens; of a prefix, exp of the sum of l up to
+    and with the token. weights = min(rho, upper),
+    clamp(rho, lower, upper), or rho inside the bounds and dropped outside; then every Rejection drops its units; then
+    normalize="batch" divides by the mean weight of the kept tokens. No gate sees another gate or the weight. The gate
+    "standardized" keeps units with |S + T K| <= upper sqrt(2 T K), where S = sum l over T tokens, K = mean min(k3, 0.5)
+    over the batch; and all of T K < 1e-6, which is rounding.
+    A NaN or +inf log-prob, or -inf from the sampler, drops its sequence when any unit is larger than a token, else its
+    token. log pi = -inf with a finite log mu is rho = 0. Nothing here waits for the device.
+
+    Args:
+        train_logprobs: [N] packed or [B, T] padded, fp32, nats.
+        rollout_logprobs: the same shape, fp32, nats, as returned at sampling time.
+        loss_mask: the same shape, bool, or any dtype where not 0 means True; rows without it may hold anything.
+        correction: the weight, the rejections and the normalisation.
+        cu_seqlens: [S + 1] int32, ascending within 0 and N; packed layout only. Rows that no sequence covers, such as
+            the padding behind a THD batch, get weight 0 and mask False and count nowhere.
+        segment_ids: the shape of loss_mask, int, ascending over the loss tokens of a sequence; the turn that a token
+            belongs to. Numbers may restart in every sequence, except under context parallelism: there they ascend
+            over the whole batch (as those of TokenBatch do), because ranks that hold parts of a turn tell it by its
+            number alone. Without segment_ids, turns are the contiguous runs of loss_mask.
+        num_segments: a number above every segment id; required with segment_ids.
+        advantages: the shape of loss_mask, or one per sequence; for rejections with when="negative_advantage", which
+            look at the sign of a unit's mean. [S, 1] always is one per sequence, and [S] unless S = N.
+        statistics: name -> tensor of the shape of loss_mask, for rejections on that name.
+        positions: the shape of loss_mask, int: index of each loss token among those of its sequence, made before the
+            sequence was sliced; required for a weight of level "prefix" with context parallelism. The part of a
+            sequence on a rank may have one gap.
+        lags: the shape of loss_mask, int, >= 0; updates of pi since each token was sampled. Rejections on "lag" and
+            weights with growth="sqrt_lag" or upper_by_lag need them; given, they also split metrics by lag.
+        sampling_logprobs: the shape of loss_mask, fp32, nats; log pi of each token by the trainer's weights of the
+            version that sampled it. Weights with staleness_upper need them; given, they also split the metrics into
+            mismatch, sampling / rollout, and staleness, train / sampling. NaN or an infinity is corruption.
+        mean_k3: 0-d on the same device, fp64 (another dtype is cast), nats; K of earlier batches, for the gate
+            "standardized". Without it, K is that of this batch, in one all-reduce over dp_group: a caller that sees one
+            micro-batch must give it.
+        measured_upper: the metric of that name of the previous rollout, for a weight with upper="measured"; its
+            statistics pool as those of all metrics do, and need advantages.
+        dp_group: data-parallel ranks, for normalize="batch" and the gate "standardized".
+        cp_group: ranks that hold other tokens of the same sequences, in the same order.
+        backend: "torch"; "triton", which needs three launches, a fourth where turns are judged, one more to normalise,
+            one for sampling_logprobs and two for a K of this batch (an argument that is not contiguous, or a mean_k3
+            that is not fp64, is copied in a launch of its own); or "auto": triton where its kernels can take every
+            argument, which excludes fp64.
+
+    Returns:
+        Corrected, in the layout of the input.
+
+    Raises:
+        ValueError: mismatched shapes; missing advantages, statistics or segments that `correction` needs; "triton" with
+            a tensor that its kernels cannot take; for PyTorch on a CPU, cu_seqlens that do not ascend within 0 and N.
+            Under set_debug_checks(True) also those on any device, loss tokens that no sequence covers, segment_ids that
+            do not ascend below num_segments, ranks of cp_group that hold other sequences.
+
+    Source: truncated IS, Yao et al. (fengyao.notion.site/off-policy-rl); masked and geometric forms, szrlee,
+        rl-collapse part 3; IcePop, arXiv 2510.18855; prefixes, CTPO, arXiv 2605.07331.
+    """
+    applied, measures_upper = settled(correction, measured_upper)
+    plan = Plan.of(applied)._replace(measures_upper=measures_upper)
+    pair = check_pair(train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, cp_group)
+    given = Extras(segment_ids, num_segments, advantages, statistics or {}, lags, positions, sampling_logprobs, mean_k3)
+    extras = check_extras(pair, plan, given, cp_group)
+    if extras.sampling_logprobs is not None:
+        # 0 times NaN or an infinity is NaN: a token that is corrupt on any side becomes corrupt in one operation
+        rollout = torch.add(pair.rollout_logprobs, extras.sampling_logprobs, alpha=0)
+        pair = pair._replace(rollout_logprobs=rollout)
+    computed = backend_module("correction", backend, **pair._asdict(), **extras.tensors())
+    with torch.no_grad():
+        weights, mask, bad_sequences, sums, used_k3 = computed.correct(pair, extras, plan, dp_group, cp_group)
+    shape, metrics = loss_mask.shape, MetricSums(sums, PART_METRICS)
+    return Corrected(weights.view(shape), mask.view(shape), bad_sequences, metrics, correction, used_k3)
+
+
+def pair_metrics(
+    train_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    log_ratio_bound: float = 20.0,
+    cp_group: dist.ProcessGroup | None = None,
+    sequences: bool = True,
+    backend: str = "auto",
+) -> MetricSums:
+    """Metrics of any two policies, with pi = train and mu = rollout: current/mu, old/mu, current/old.
+
+    Args:
+        train_logprobs, rollout_logprobs: [N] packed or [B, T] padded, fp32, nats.
+        loss_mask: the same shape, bool.
+        cu_seqlens: [S + 1] int32, packed layout only.
+        log_ratio_bound: clamp of log-ratios before exp, nats.
+        cp_group: its ranks complete the sums of sequences in one all-gather; without it every sequence must be whole.
+        sequences: False leaves out the metrics of whole sequences and needs neither cu_seqlens nor cp_group.
+        backend: as in `correct`.
+
+    Returns:
+        Statistics of the tokens of this rank; pool them with `MetricSums.all_reduce` over DP x CP.
+
+    Raises:
+        ValueError: mismatched shapes; as `correct` for `backend` and under set_debug_checks(True).
+    """
+    if sequences:
+        pair = check_pair(train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, cp_group)
+    else:
+        check_tokens(train_logprobs, rollout_logprobs, loss_mask)
+        # sequence boundaries do not matter here
+        pair = Pair(train_logprobs.reshape(1, -1), rollout_logprobs.reshape(1, -1), loss_mask.reshape(1, -1), None)
+    computed = backend_module("correction", backend, **pair._asdict())
+    with torch.no_grad():
+        return MetricSums(computed.pair_metrics(pair, log_ratio_bound, cp_group, sequences))

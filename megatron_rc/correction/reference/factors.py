@@ -1,0 +1,41 @@
+"""The two factors of rho: mismatch = sampling / rollout, and staleness = train / sampling."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction.inputs import Pair
+from megatron_rc.correction.reference.log_ratio import LogRatio
+
+FACTOR_SUMS = tuple(
+    name for factor in ("mismatch", "staleness") for name in (f"{factor}_rho", f"square:{factor}_rho", f"{factor}_k3")
+)
+"""Names of the sums over tokens, factor by factor."""
+
+
+class LogFactors(NamedTuple):
+    """Logs of the factors, [N], 0 where a token is not valid; their sum is l up to rounding."""
+
+    mismatch: Tensor
+    staleness: Tensor
+    """-inf where pi is 0."""
+
+
+def log_factors(pair: Pair, sampling_logprobs: Tensor, ratio: LogRatio) -> LogFactors:
+    """From log-probs of any float dtype."""
+    dtype, valid = ratio.value.dtype, ratio.valid
+    train, rollout, sampling = (
+        tensor.reshape(-1).to(dtype) for tensor in (pair.train_logprobs, pair.rollout_logprobs, sampling_logprobs)
+    )
+    return LogFactors(torch.where(valid, sampling - rollout, 0), torch.where(valid, train - sampling, 0))
+
+
+def factor_statistics(factors: LogFactors, valid: Tensor, bound: float) -> dict[str, Tensor]:
+    """0-d sums over valid tokens, by the names of FACTOR_SUMS."""
+    sums: list[Tensor] = []
+    for log_value in factors:
+        ell = log_value.double().clamp(-bound, bound)
+        rho = ell.exp() * valid
+        sums += [rho.sum(), rho.square().sum(), (ell.expm1() - ell).sum()]
+    return dict(zip(FACTOR_SUMS, sums, strict=True))

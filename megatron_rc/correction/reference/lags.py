@@ -1,0 +1,39 @@
+"""Lags: the bounds of weights that depend on them, and the sums of tokens of similar lag."""
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction.plan import WeightPlan
+from megatron_rc.correction.reference.log_ratio import LogRatio
+
+LAG_BINS = {"0": 0, "1": 1, "2_3": 2, "4_7": 4, "8_15": 8, "16_up": 16}
+"""Name of a bin of lags -> its smallest lag; the first holds everything below the second."""
+OF_LAGS = ("tokens", "k3", "rho", "square:rho", "kept")
+"""Sums over the tokens of every bin."""
+
+
+def bounds_of_units(planned: WeightPlan, lag: Tensor) -> tuple[Tensor, Tensor]:
+    """Log lower and log upper [U] fp64, infinite where there is none, of the weight of every unit.
+
+    The units have these lags [U]; with growth="sqrt_position" they are the tokens of these numbers.
+    """
+    lag = lag.double()
+    log_upper = torch.full_like(lag, planned.log_uppers[0][1])
+    for smallest, value in planned.log_uppers[1:]:
+        log_upper = torch.where(lag >= smallest, value, log_upper)
+    log_lower = torch.full_like(lag, planned.log_lower)
+    if planned.weight.growth != "none":
+        factor = lag.clamp(min=1).sqrt()
+        log_lower, log_upper = log_lower * factor, log_upper * factor
+    return log_lower, log_upper
+
+
+def lag_statistics(ratio: LogRatio, lags: Tensor, mask: Tensor, bound: float) -> dict[str, Tensor]:
+    """0-d sums over the valid tokens of every bin, named lag_<what>:<bin>; mask [N] bool are the kept tokens."""
+    ell = ratio.value.double().clamp(-bound, bound)
+    rho = ell.exp() * ratio.valid
+    values = torch.stack([ratio.valid, ell.expm1() - ell, rho, rho.square(), mask])
+    number = torch.stack([lags >= smallest for smallest in [*LAG_BINS.values()][1:]]).sum(0)
+    # a fixed number of sums in a fixed order, where index_add would be free to choose one
+    sums = torch.stack([torch.where(number == b, values, 0).sum(1) for b in range(len(LAG_BINS))], 1)
+    return {f"lag_{what}:{name}": sums[i, b] for i, what in enumerate(OF_LAGS) for b, name in enumerate(LAG_BINS)}

@@ -1,0 +1,135 @@
+"""What a job warns of: policies too far apart, a correction that leaves little of a batch, a clip that pulls."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_rc.correction.settings import RolloutCorrection
+
+WARN_ABOVE = 0.1
+"""nats; the largest |KL| that verl's documentation of its rollout correction calls healthy."""
+MOST_DROPPED = 0.5
+"""Share of the tokens above which a correction has dropped most of a rollout."""
+LEAST_ESS = 0.1
+"""Effective sample size, as a share, below which a few products of ratios decide the step."""
+SILENCE = 10
+"""Rollouts between two warnings."""
+MOST_CLIPPED = 0.05
+"""Share of the tokens of a fresh rollout above which the pull is no rounding."""
+_logger = logging.getLogger(__name__)
+_warned: set[str] = set()
+
+
+def check_k3(name: str, k3: float, max_k3: float | None) -> None:
+    """Refuse a k3 above ``max_k3``; without such a bound, warn of one above `WARN_ABOVE`, once per process and name."""
+    if max_k3 is None:
+        if k3 > WARN_ABOVE and name not in _warned:
+            _warned.add(name)
+            _logger.warning(
+                "%s is %.3g, above %.3g: trainer and sampler are far apart, and a correction may hide a bug; "
+                "megatron-rc analyze says why, and max_k3 in the correction stops such a job",
+                name,
+                k3,
+                WARN_ABOVE,
+            )
+    elif k3 > max_k3:
+        raise ValueError(f"{name} must be <= max_k3, {max_k3!r}, got {k3:.3g}: trainer and sampler are too far apart")
+
+
+def horizon(k3: float) -> float:
+    """Tokens up to which products of ratios work: 1 / (2 k3), where e^-1 of the samples is left; inf for k3 = 0."""
+    return 1 / (2 * k3) if k3 > 0 else math.nan if math.isnan(k3) else math.inf
+
+
+def predicted_ess(lengths: Sequence[float], k3: float) -> float:
+    """Effective sample size of sequence weights that small honest differences of two engines would leave.
+
+    The log-ratio of a response of T tokens is then Gaussian with mean -T k3 and variance 2 T k3, and::
+
+        S / sum_i exp(2 T_i k3)
+
+    Args:
+        lengths: [S], loss tokens of each response, at least one of them.
+        k3: nats per token.
+
+    Returns:
+        Share of the sequences; e^(-2 T k3) where all have T tokens.
+    """
+    exponents = [2 * length * k3 for length in lengths]
+    largest = max(exponents)
+    return len(exponents) * math.exp(-largest) / sum(math.exp(each - largest) for each in exponents)
+
+
+def lost_batch(values: Mapping[str, Any], correction: RolloutCorrection, prefix: str = "") -> str | None:
+    """One sentence about a correction that leaves little of a rollout, and what would leave more; None: it does not.
+
+    That is a correction that drops more than half of the tokens, or a weight that is a product over the response or
+    has no upper bound, with an effective sample size below a tenth. ``prefix`` begins the names of the ``values``.
+    """
+    weight, found = correction.weight, []
+    dropped = values.get(f"{prefix}masked_token", math.nan)
+    if dropped > MOST_DROPPED:
+        found.append(f"the correction drops {dropped:.0%} of the tokens")
+    if weight is not None and (weight.level in ("sequence", "prefix") or weight.upper in (None, math.inf)):
+        unit = "seq" if weight.level in ("sequence", "geometric") else "token"
+        ess = values.get(f"{prefix}ess_{unit}_final", math.nan)
+        if ess < LEAST_ESS:
+            found.append(f"its weights of level {weight.level} have an effective sample size of {ess:.1%}")
+    if not found:
+        return None
+    k3, length = values[f"{prefix}k3"], values[f"{prefix}response_length"]
+    limit = horizon(k3)
+    remedy = "so use a weight of level token, such as the preset token-tis"
+    if length <= limit:
+        remedy = "so these are short enough for any level: look at the bounds, and at outliers with megatron-rc analyze"
+    return (
+        f"{' and '.join(found)}: k3 is {k3:.3g} nats per token and the mean length {length:.0f} tokens; products of "
+        f"ratios over a response work up to 1 / (2 k3) = {limit:.3g} tokens, {remedy}"
+    )
+
+
+class LostBatchWarning:
+    """Says `lost_batch` at most once in ten rollouts."""
+
+    def __init__(self) -> None:
+        self._rollouts = 0
+        self._last: int | None = None
+
+    def see(self, values: Mapping[str, Any], correction: RolloutCorrection, prefix: str = "") -> str | None:
+        """Take the pooled values of the next rollout; returns what to warn of, if anything."""
+        self._rollouts += 1
+        if self._last is not None and self._rollouts - self._last < SILENCE:
+            return None
+        sentence = lost_batch(values, correction, prefix)
+        self._last = self._last if sentence is None else self._rollouts
+        return sentence
+
+
+class ClipPullWarning:
+    """Says once that the clip of ``correction.old: rollout`` acts although the trainer has not moved since it sampled.
+
+    The ratio is pi / mu then, and the weights are the same: what leaves the bounds of the clip is mismatch. The clip
+    takes the gradient from good tokens above mu and from bad ones below it, whatever the reward says.
+    """
+
+    def __init__(self, correction: RolloutCorrection, *, fresh: bool) -> None:
+        self._watches = correction.old == "rollout" and fresh
+
+    def see(self, metrics: Mapping[str, Any]) -> str | None:
+        """Take the metrics of a step; returns what to warn of, if anything."""
+        # the second update of a rollout compares weights that have moved
+        if not self._watches or metrics.get("updates") != 1.0:
+            return None
+        clipped = sum(metrics.get(name, math.nan) for name in ("clip_low", "clip_high"))
+        if not clipped > MOST_CLIPPED:
+            return None
+        self._watches = False
+        return (
+            f"the clip acts on {clipped:.0%} of the tokens of fresh rollouts (clip_low + clip_high): with "
+            "correction.old: rollout it pulls the policy towards the sampler, without end where that is off at every "
+            "sync; correction.old: recompute with the preset seq-tis does not (docs/methods.md, Two policies)"
+        )

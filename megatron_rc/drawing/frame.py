@@ -1,0 +1,55 @@
+"""The frame of a page that needs no network: style sheet and script; light and dark follow the reader's system."""
+
+from collections.abc import Iterable, Mapping
+from html import escape
+from importlib import resources
+from typing import Any
+
+_HERE = resources.files("megatron_rc.drawing")
+STYLE = (_HERE / "frame.css").read_text(encoding="utf-8")
+SCRIPT = (_HERE / "frame.js").read_text(encoding="utf-8")
+"""Shows the points of all series nearest to the pointer, in a box next to it."""
+
+
+def document(title: str, body: str, *, head: str = "", style: str = "") -> str:
+    """A whole HTML page.
+
+    Args:
+        title: plain text.
+        body, head: HTML inside ``main``, and HTML in the head after the declaration of the encoding.
+        style: rules that follow the style sheet.
+    """
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">{head}'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}{style}</style></head><body><main>"
+        f"{body}</main><script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def card(title: str, unit: str, inside: str, sentence: str) -> str:
+    """A panel: HTML under a heading, and HTML of what it means."""
+    return f"<article><h2>{escape(title)} <small>{escape(unit)}</small></h2>{inside}<p>{sentence}</p></article>"
+
+
+def legend(names: Iterable[str]) -> str:
+    """The names of curves, in the order of their colours."""
+    shown = "".join(f'<span><i class="c{i}"></i>{escape(name)}</span>' for i, name in enumerate(names))
+    return f'<div class="legend">{shown}</div>'
+
+
+def tile(value: str, label: str, note: str) -> str:
+    """HTML of a value, with what it is."""
+    return f'<div class="tile"><b>{value}</b><span>{escape(label)}</span><small>{escape(note)}</small></div>'
+
+
+def details(title: str, rows: Mapping[str, Any]) -> str:
+    """A table that can be folded away; nothing without rows."""
+    if not rows:
+        return ""
+    body = "".join(f"<tr><th>{escape(str(k))}</th><td>{escape(_shown(v))}</td></tr>" for k, v in rows.items())
+    return f"<details open><summary>{escape(title)}</summary><table>{body}</table></details>"
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,1 @@
+"""The dump of a job: its columns, and what writes them."""

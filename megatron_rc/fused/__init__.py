@@ -1,1 +1,0 @@
-"""The mathematics on Triton kernels: every module has the functions of its twin in `reference`."""

@@ -1,0 +1,1 @@
+"""Log-probs and entropy of sampled tokens, from vocabulary-parallel logits or from hidden states."""

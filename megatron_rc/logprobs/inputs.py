@@ -1,0 +1,185 @@
+"""The checked arguments of the fused head, its logits chunk by chunk, and the way of tokens into it and out of it."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_rc.backend import backend_module, debug_checks
+from megatron_rc.batch import Support
+from megatron_rc.collectives import Group, all_gather_into, is_alone, reduce_scatter_into
+from megatron_rc.logprobs.gradient import check_wide_products, product_into
+from megatron_rc.logprobs.logits import check_rows, shard_rows, shard_widths, softmax_of_rows
+from megatron_rc.logprobs.reference.rows import Merged, Rows
+from megatron_rc.settings.head import HeadOptions
+
+_LARGEST_CHUNK, _SMALLEST_CHUNK, _CHUNK_BYTES = 4096, 1024, 640 * 2**20
+
+
+class HeadInputs(NamedTuple):
+    """Arguments of both functions of the head."""
+
+    hidden: Tensor
+    """[N, H]; with sequence_parallel [N / ranks, H]."""
+    weight: Tensor
+    """[V_local, H]."""
+    targets: Tensor
+    """[N]."""
+    tp_group: Group
+    sequence_parallel: bool
+    temperature: float | Tensor
+    mask: Tensor | None
+    support: Support | None
+    rows: Tensor | None
+    """[M] int64, the rows that count."""
+
+
+def check_head(given: HeadInputs, chunk: int | None, logits_dtype: torch.dtype | None) -> None:
+    """Refuse hidden states, weights and rows that the head cannot take, and what does not fit them."""
+    hidden, weight, rows = given.hidden, given.weight, given.rows
+    if hidden.dim() != 2 or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise ValueError(f"hidden must be [N, H] bf16, fp16, fp32 or fp64, got {hidden.dtype} {tuple(hidden.shape)}")
+    check_wide_products(hidden.dtype, hidden.device)
+    if type(weight) not in (Tensor, torch.nn.Parameter) or hasattr(weight, "__fsdp_param__"):
+        kind = "one of Megatron-FSDP" if hasattr(weight, "__fsdp_param__") else type(weight).__name__
+        raise ValueError(f"weight must be a plain tensor: not fp8, mxfp8, LoRA or sharded, got {kind}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or len(weight) == 0:
+        raise ValueError(f"weight must be [V_local, {hidden.shape[1]}], got {tuple(weight.shape)}")
+    if weight.dtype != hidden.dtype or weight.device != hidden.device:
+        raise ValueError(
+            f"weight must be {hidden.dtype} on {hidden.device} like hidden, got {weight.dtype} on {weight.device}"
+        )
+    if given.sequence_parallel and given.tp_group is None:
+        raise ValueError("sequence_parallel must be False without a tp_group")
+    ranks = given.tp_group.size() if given.tp_group is not None and given.sequence_parallel else 1
+    whole = torch.Size([ranks * len(hidden)])
+    check_rows("hidden", whole, hidden.device, given.targets, given.temperature, given.mask, given.support)
+    if rows is not None:
+        if rows.dtype != torch.int64 or rows.dim() != 1 or rows.device != hidden.device:
+            raise ValueError(
+                f"rows must be [M] int64 on {hidden.device}, got {rows.dtype} {tuple(rows.shape)} on {rows.device}"
+            )
+        if debug_checks() and len(rows) and ((rows.diff() <= 0).any() or rows[0] < 0 or rows[-1] >= whole[0]):
+            raise ValueError(f"rows must ascend within [0, {whole[0]})")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be >= 1, got {chunk!r}")
+    wider = (torch.float32,) if hidden.dtype.itemsize < 4 else ()
+    if logits_dtype not in (None, hidden.dtype, *wider):
+        raise ValueError(
+            f"logits_dtype must be None, {' or '.join(map(str, (hidden.dtype, *wider)))}, got {logits_dtype!r}"
+        )
+
+
+def default_chunk(widths: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Tokens per chunk, one number for all ranks, whose shards have these widths."""
+    chunk = _LARGEST_CHUNK
+    while chunk > _SMALLEST_CHUNK and chunk * max(widths) * dtype.itemsize > _CHUNK_BYTES:
+        chunk //= 2
+    return chunk
+
+
+class ChunkedHead(NamedTuple):
+    """How hidden states become log-probs, chunk by chunk: all but the two tensors that have a gradient."""
+
+    rows: Rows
+    computed: Any
+    """`rows` of a backend."""
+    cut: Any
+    """`linear_head` of a backend."""
+    tp_group: Group
+    chunk: int
+    logits_dtype: torch.dtype
+    with_entropy: bool
+
+    def chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Rows, Tensor]]:
+        """(tokens, their rows, their logits) of every chunk; the next one overwrites the logits."""
+        tokens = len(hidden)
+        logits = hidden.new_empty(min(self.chunk, tokens), len(weight), dtype=self.logits_dtype)
+        spans = [slice(first, min(first + self.chunk, tokens)) for first in range(0, max(1, tokens), self.chunk)]
+        for span, own in zip(spans, self.cut.cut_rows(self.rows, spans), strict=True):
+            part = logits[: span.stop - span.start]
+            product_into(part, hidden[span], weight.mT)
+            yield span, own, part
+
+    def softmax(self, logits: Tensor, rows: Rows) -> Merged:
+        return softmax_of_rows(logits, rows, self.computed, self.tp_group, with_entropy=self.with_entropy)
+
+
+def chunked_head(
+    given: HeadInputs,
+    vocab_size: int | None,
+    with_entropy: bool,
+    chunk: int | None,
+    logits_dtype: torch.dtype | None,
+    backend: str,
+) -> ChunkedHead:
+    """The head for checked arguments; raises as `linear_logprobs`."""
+    hidden, weight = given.hidden, given.weight
+    check_head(given, chunk, logits_dtype)
+    logits_dtype = logits_dtype or hidden.dtype
+    computed, cut = (backend_module(name, backend, hidden=hidden) for name in ("rows", "linear_head"))
+    widths = shard_widths(len(weight), weight.device, given.tp_group, vocab_size)
+    rows = shard_rows(given.targets, given.temperature, given.mask, given.support, vocab_size, widths, given.tp_group)
+    if given.rows is not None:
+        rows = cut.select_rows(rows, given.rows)
+    return ChunkedHead(
+        rows, computed, cut, given.tp_group, chunk or default_chunk(widths, logits_dtype), logits_dtype, with_entropy
+    )
+
+
+def of_chunks(options: HeadOptions) -> dict[str, Any]:
+    """The settings of a head as the arguments of `linear_logprobs` and `linear_policy_loss`."""
+    return {"chunk": options.head_chunk, "logits_dtype": torch.float32 if options.head_logits_dtype else None}
+
+
+def entered(given: HeadInputs) -> Tensor:
+    """[M, H]: the hidden states of the rows that count, whose gradient is summed over the tensor-parallel ranks."""
+    hidden = given.hidden
+    if given.tp_group is not None and not is_alone(given.tp_group):
+        hidden = _Enter.apply(hidden, given.tp_group, given.sequence_parallel)
+    return hidden if given.rows is None else hidden.index_select(0, given.rows)
+
+
+def scattered(values: Tensor, given: HeadInputs) -> Tensor:
+    """[N]: the values of the rows that count, 0 elsewhere."""
+    if given.rows is None:
+        return values
+    return values.new_zeros(given.targets.shape).index_copy(0, given.rows, values)
+
+
+def factor_of(upstream: float | Tensor | None, device: torch.device) -> Tensor | None:
+    """The gradient by the loss as a tensor, 0-d."""
+    if upstream is None or isinstance(upstream, Tensor):
+        if upstream is not None and upstream.dim():
+            raise ValueError(f"upstream must be 0-d, got {tuple(upstream.shape)}")
+        if upstream is not None and upstream.device != device:
+            raise ValueError(f"upstream must be on {device}, where hidden is, got {upstream.device}")
+        return None if upstream is None else upstream.detach()
+    return torch.full((), upstream, dtype=torch.float64, device=device)
+
+
+class _Enter(torch.autograd.Function):
+    """Hidden states as every rank of the head needs them; Megatron's column-parallel layer communicates likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        if not sequence_parallel:
+            return hidden.view_as(hidden)
+        whole = hidden.new_empty(group.size() * len(hidden), hidden.shape[1])
+        all_gather_into(whole, hidden.contiguous(), group)
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        gradient, group = gradient.contiguous(), ctx.group
+        if not ctx.sequence_parallel:
+            dist.all_reduce(gradient, group=group)
+            return gradient, None, None
+        part = gradient.new_empty(len(gradient) // group.size(), gradient.shape[1])
+        reduce_scatter_into(part, gradient, group)
+        return part, None, None

@@ -1,0 +1,339 @@
+"""linear_logprobs and linear_policy_loss: log-probs and policy loss of hidden states, whose logits are never kept.
+
+    chunk        logits of a few thousand tokens, one matrix product into one buffer
+    softmax      as in logprobs.py: row statistics, one all-gather of 16 bytes per token, merge
+    gradient     that of the logits, written over them; one product gives dX, another adds to dW
+
+`linear_logprobs` keeps hidden states and 16 bytes per token, and computes the logits again in backward, for any loss.
+`linear_policy_loss` has all gradients when forward ends, because d loss / d log-prob of a token depends on it alone.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_rc.backend import backend_module, debug_checks
+from megatron_rc.batch import Support
+from megatron_rc.correction.correct import Corrected
+from megatron_rc.correction.metrics import MetricSums
+from megatron_rc.correction.settings import Surrogate
+from megatron_rc.logprobs.gradient import WeightGradient, product_into
+from megatron_rc.logprobs.inputs import ChunkedHead, HeadInputs, chunked_head, entered, factor_of, scattered
+from megatron_rc.logprobs.logits import Distribution, distribution_of_rows
+from megatron_rc.logprobs.reference import linear as cut_to_size
+from megatron_rc.logprobs.reference.rows import Merged, Rows
+from megatron_rc.loss.policy_loss import check_loss_arguments, loss_metrics
+from megatron_rc.loss.reference import LossInputs, LossOptions
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    support: Support | None = None,
+    vocab_size: int | None = None,
+    with_entropy: bool = False,
+    rows: Tensor | None = None,
+    chunk: int | None = None,
+    logits_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """log pi(target) of every token, and the entropy of pi, from hidden states and the local shard of the head.
+
+    `vocab_parallel_logprobs` of the logits hidden @ weight^T, computed one chunk of tokens at a time: 2 N H V
+    operations in forward, and 6 N H V in backward, which computes the logits again. Any loss may follow.
+
+    With a tensor-parallel group there is one all-gather of 16 bytes per token and chunk, in forward alone. The gradient
+    of hidden is summed over the group, as Megatron's column-parallel layer does. That of weight goes to
+    weight.main_grad, unrounded, where Megatron's DDP has given it one in fp32. A weight or hidden states that need no
+    gradient cost none. A second backward, or two calls with one weight, add up as for any other function.
+
+    Args:
+        hidden: [N, H], bf16, fp16, fp32 or fp64, what the head takes; with sequence_parallel [N / ranks, H], the rows
+            of this rank.
+        weight: [V_local, H], the same dtype, the head without bias; shards may differ in width.
+        targets: [N] int64 or int32, global ids.
+        tp_group: ranks that share the vocabulary, in the order of their shards; None: this process has all of it.
+        sequence_parallel: hidden is gathered over tp_group first, and its gradient reduced and scattered.
+        temperature: > 0, one number or [N] fp32.
+        mask: [N], any dtype; rows with 0 give logprob 0, entropy 0 and no gradient. The same on every rank.
+        support: distinct kept ids of every row, CSR over N rows.
+        vocab_size: global; ids from here on (padding) count as -inf.
+        with_entropy: return the entropy too.
+        rows: [M] int64, ascending: the rows that count; the others cost nothing, and give 0. The same on every rank.
+        chunk: tokens whose logits exist at a time, the same on every rank; None: 4096, halved while their logits take
+            more than 640 MiB, but not below 1024.
+        logits_dtype: that of hidden (None), or fp32: then the products are not rounded before the softmax.
+        backend: "torch", "triton" or "auto", as in vocab_parallel_logprobs. With support, "torch" waits for the device
+            once per pass, and once for rows.
+
+    Returns:
+        logprobs, [N] fp32 (fp64 for fp64), nats; or (logprobs, entropy).
+
+    Raises:
+        ValueError: mismatched shapes, dtypes or devices, a weight that is not a plain tensor (fp8, Megatron-FSDP), a
+            chunk below 1, and what vocab_parallel_logprobs refuses.
+    """
+    given = HeadInputs(hidden, weight, targets, tp_group, sequence_parallel, temperature, mask, support, rows)
+    head = chunked_head(given, vocab_size, with_entropy, chunk, logits_dtype, backend)
+    logprobs, entropy = _LinearLogProbs.apply(entered(given), weight, head)
+    logprobs = scattered(logprobs, given)
+    return (logprobs, scattered(entropy, given)) if with_entropy else logprobs
+
+
+@torch.no_grad()
+def linear_distribution(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    support: Support | None = None,
+    vocab_size: int | None = None,
+    with_kept_mass: bool = False,
+    with_varentropy: bool = False,
+    rows: Tensor | None = None,
+    chunk: int | None = None,
+    logits_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Distribution:
+    """`vocab_parallel_distribution` of the logits hidden @ weight^T, computed one chunk of tokens at a time.
+
+    Args:
+        with_kept_mass, with_varentropy: compute these two, as in vocab_parallel_distribution.
+        hidden, weight, targets, tp_group, sequence_parallel, temperature, mask, support, vocab_size, rows, chunk,
+            logits_dtype, backend: as in linear_logprobs.
+
+    Raises:
+        ValueError: as linear_logprobs.
+    """
+    given = HeadInputs(hidden, weight, targets, tp_group, sequence_parallel, temperature, mask, support, rows)
+    head = chunked_head(given, vocab_size, True, chunk, logits_dtype, backend)
+    if with_varentropy:
+        # PyTorch computes it, and wants a list of kept ids that is no longer than its rows need
+        head = head._replace(cut=cut_to_size)
+    parts = [
+        distribution_of_rows(
+            logits, own, head.computed, tp_group, with_kept_mass=with_kept_mass, with_varentropy=with_varentropy
+        )
+        for _, own, logits in head.chunks(entered(given), weight)
+    ]
+    joined = (None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True))
+    return Distribution(*(None if values is None else scattered(values, given) for values in joined))  # type: ignore[arg-type]
+
+
+class LinearPolicyLoss(NamedTuple):
+    """The result of `linear_policy_loss`."""
+
+    loss: Tensor
+    """0-d, differentiable once: what these tokens contribute to the loss of the optimizer step."""
+    metrics: MetricSums
+    logprobs: Tensor
+    """[N] fp32, nats, without gradient."""
+    entropy: Tensor | None
+    """[N] fp32, nats, without gradient; None unless asked for."""
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    corrected: Corrected,
+    *,
+    scale: Tensor,
+    surrogate: Surrogate = "ppo",
+    clip_lower: float = 0.2,
+    clip_upper: float = 0.28,
+    dual_clip: float | None = None,
+    reference_logprobs: Tensor | None = None,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    support: Support | None = None,
+    vocab_size: int | None = None,
+    with_entropy: bool = False,
+    rows: Tensor | None = None,
+    chunk: int | None = None,
+    logits_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    upstream: float | Tensor | None = None,
+) -> LinearPolicyLoss:
+    """`policy_loss` of hidden states and the local shard of the head: its gradients are computed in forward.
+
+    loss = sum_t scale_t [mask_t w_t L_t + kl_coef K_t - entropy_coef H_t], 6 N H V operations for both passes. The
+    correction is given, so a token's part of the loss depends on its own row alone: the gradient of a chunk's logits
+    follows at once, and the logits are overwritten. Backward multiplies dX and dW by the gradient by the loss, so it
+    runs once. Under torch.no_grad() nothing but the loss is computed.
+
+    dW needs [V_local, H] fp32 of memory from forward to backward. With ``upstream``, the gradient by the loss that
+    backward will bring (for Megatron, what the schedule and the caller multiply the loss with, its loss scaler
+    included), dW goes straight into weight.main_grad in forward; a backward must then follow, and no activation
+    checkpointing may run this forward twice. fp16 needs upstream, since gradients below 6e-8 are lost before a factor
+    that comes later.
+
+    Args:
+        hidden, weight, targets, tp_group, sequence_parallel, temperature, mask, support, vocab_size, rows, chunk,
+            logits_dtype, backend: as in linear_logprobs.
+        old_logprobs, advantages, corrected, scale, surrogate, clip_lower, clip_upper, dual_clip, reference_logprobs,
+            kl_coef, entropy_coef: as in policy_loss, [N] each; scale is 0 outside of rows.
+        with_entropy: return the entropy and its metric; needed for entropy_coef.
+        upstream: 0-d or a number, as above.
+
+    Raises:
+        ValueError: as linear_logprobs and policy_loss; entropy_coef without with_entropy, fp16 without upstream; under
+            set_debug_checks(True) also a gradient in backward that is not upstream, a scale outside of rows.
+    """
+    given = HeadInputs(hidden, weight, targets, tp_group, sequence_parallel, temperature, mask, support, rows)
+    head = chunked_head(given, vocab_size, with_entropy, chunk, logits_dtype, backend)
+    if entropy_coef and not with_entropy:
+        raise ValueError(f"with_entropy must be True when entropy_coef is {entropy_coef!r}")
+    # targets are placeholders for the log-probs and the entropy, which have the same shape
+    weights, kept, entropies = corrected.weights, corrected.mask, targets if with_entropy else None
+    inputs = LossInputs(targets, old_logprobs, advantages, weights, kept, scale, reference_logprobs, entropies)
+    options = LossOptions(
+        surrogate, clip_lower, clip_upper, dual_clip, kl_coef, entropy_coef, corrected.correction.log_ratio_bound
+    )
+    check_loss_arguments(inputs, options, corrected.correction, "targets")
+    if debug_checks() and rows is not None and scale.index_fill(0, rows, 0).any():
+        raise ValueError("scale must be 0 outside of rows, whose log-probs are not computed")
+    if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
+        # autograd.Function does not say that gradients are off, and main_grad must stay as it is
+        logprobs, entropy = _LinearLogProbs.apply(entered(given), weight, head)
+        logprobs, entropy = scattered(logprobs, given), None if entropy is None else scattered(entropy, given)
+        inputs = inputs._replace(current=logprobs, entropy=entropy)
+        computed = backend_module("policy_loss", backend, **inputs.named())
+        loss, totals = computed.policy_loss(inputs, options)
+        return LinearPolicyLoss(loss, loss_metrics(inputs, options, totals), logprobs, entropy)
+    if hidden.dtype == torch.float16 and upstream is None:
+        raise ValueError("upstream must be given for fp16 hidden states: the loss scale must multiply before rounding")
+    computed = backend_module("policy_loss", backend, hidden=hidden, **inputs.named())
+    if rows is not None:
+        inputs = inputs.of_tokens(rows)
+    loss, totals, logprobs, entropy = _LinearPolicyLoss.apply(
+        entered(given), weight, head, inputs, options, computed, factor_of(upstream, hidden.device)
+    )
+    entropy = None if entropy is None else scattered(entropy, given)
+    return LinearPolicyLoss(loss, loss_metrics(inputs, options, totals), scattered(logprobs, given), entropy)
+
+
+class _Gradients:
+    """The gradients of hidden states and weight, from the gradients by the log-probs and entropies of every chunk."""
+
+    def __init__(self, head: ChunkedHead, hidden: Tensor, weight: Tensor, by_hidden: bool, home: WeightGradient | None):
+        self._head, self._weight, self._inputs = head, weight.detach(), hidden.detach()
+        self.hidden = torch.empty_like(hidden) if by_hidden else None
+        self.home = home
+        narrow = head.logits_dtype != hidden.dtype
+        self._narrow = hidden.new_empty(min(head.chunk, len(hidden)), len(weight)) if narrow else None
+
+    def add(
+        self, span: slice, rows: Rows, logits: Tensor, merged: Merged, by_logprobs: Tensor | None, by_entropy: Any
+    ) -> None:
+        """Add what one chunk gives; its logits are overwritten."""
+        gradient = logits if self._narrow is None else self._narrow[: len(logits)]
+        self._head.computed.write_gradient(gradient, logits, rows, merged, by_logprobs, by_entropy)
+        if self.hidden is not None:
+            product_into(self.hidden[span], gradient, self._weight)
+        if self.home is not None:
+            self.home.add(gradient, self._inputs[span])
+
+
+def _joined(parts: list[Merged]) -> Merged:
+    return Merged(*(None if own[0] is None else torch.cat(own) for own in zip(*parts, strict=True)))  # type: ignore[arg-type]
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: ChunkedHead) -> tuple[Tensor, Tensor | None]:
+        merged = _joined([head.softmax(logits, rows) for _, rows, logits in head.chunks(hidden, weight)])
+        ctx.save_for_backward(hidden, weight, *(part for part in head.rows if isinstance(part, Tensor)), *merged)
+        ctx.head, ctx.weight = head, weight
+        ctx.set_materialize_grads(False)
+        return merged.logprobs, merged.entropy if head.with_entropy else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_logprobs: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if by_logprobs is None and by_entropy is None:
+            return None, None, None
+        # unpacking compares versions: a tensor that was written to since forward raises here
+        hidden, weight, *_, logprobs, entropy, maximum, log_sum = ctx.saved_tensors
+        merged, head = Merged(logprobs, entropy, maximum, log_sum), ctx.head
+        by_hidden, by_weight, _ = ctx.needs_input_grad
+        home = WeightGradient(ctx.weight, final=True) if by_weight else None
+        gradients = _Gradients(head, hidden, weight, by_hidden, home)
+        for span, rows, logits in head.chunks(hidden, weight):
+            own = Merged(*(None if part is None else part[span] for part in merged))  # type: ignore[arg-type]
+            upstream = (None if part is None else part[span] for part in (by_logprobs, by_entropy))
+            gradients.add(span, rows, logits, own, *upstream)
+        by_inputs = gradients.hidden
+        # or the gradient that `finish` may allocate would be in memory together with the chunk
+        del rows, logits, gradients
+        return by_inputs, None if home is None else home.finish(), None
+
+
+class _LinearPolicyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        head: ChunkedHead,
+        inputs: LossInputs,
+        options: LossOptions,
+        computed: Any,
+        upstream: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        by_hidden, by_weight, *_ = ctx.needs_input_grad
+        home = WeightGradient(weight, final=upstream is not None) if by_weight else None
+        gradients = _Gradients(head, hidden, weight, by_hidden, home)
+        factor = torch.ones((), device=hidden.device) if upstream is None else upstream
+        parts, totals = list[Merged](), list[Tensor]()
+        for span, rows, logits in head.chunks(hidden, weight):
+            merged = head.softmax(logits, rows)
+            own = inputs.of_tokens(span)
+            own = own._replace(current=merged.logprobs, entropy=merged.entropy if head.with_entropy else None)
+            total, by_logprobs, by_entropy = computed.policy_loss_gradient(own, options, factor)
+            gradients.add(span, rows, logits, merged, by_logprobs, by_entropy)
+            parts.append(merged)
+            totals.append(total)
+        merged, sums = _joined(parts), torch.stack(totals).sum(0)
+        entropy = merged.entropy if head.with_entropy else None
+        # the chunk and the hidden states of the gradients end here
+        ctx.by_hidden, ctx.home, ctx.upstream, ctx.used = gradients.hidden, home, upstream, False
+        ctx.mark_non_differentiable(sums, merged.logprobs, *([] if entropy is None else [entropy]))
+        ctx.set_materialize_grads(False)
+        return sums[0].to(merged.logprobs.dtype), sums, merged.logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if ctx.used:
+            raise RuntimeError("linear_policy_loss computes its gradients once: backward cannot run again")
+        by_hidden, home, ctx.used = ctx.by_hidden, ctx.home, True
+        ctx.by_hidden = ctx.home = None
+        if by_loss is None:
+            return (None,) * 7
+        if ctx.upstream is not None and debug_checks() and by_loss.item() != ctx.upstream.to(by_loss.dtype).item():
+            raise ValueError(f"upstream must be the gradient by the loss, {by_loss.item()}, got {ctx.upstream.item()}")
+        factor = by_loss if ctx.upstream is None else None
+        if by_hidden is not None and factor is not None:
+            by_hidden.mul_(factor)
+        by_weight = None if home is None else home.finish(factor)
+        return by_hidden, by_weight, None, None, None, None, None

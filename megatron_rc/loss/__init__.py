@@ -1,0 +1,1 @@
+"""The policy loss, its scale, and the advantages."""

@@ -1,0 +1,85 @@
+"""The report of a run: one HTML file that needs no network."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from megatron_rc.drawing.frame import card, details, document, legend, tile
+from megatron_rc.drawing.heat_map import heat_map
+from megatron_rc.drawing.series import Mark, Series
+from megatron_rc.drawing.svg import line_chart
+from megatron_rc.report.context import flattened, load_context
+from megatron_rc.report.curves import headlines, marks, series
+from megatron_rc.report.log import read_metrics
+from megatron_rc.report.panels import PANELS, ROUTE_PANELS, Panel
+from megatron_rc.report.route_maps import heat_maps, measured_routes
+
+
+def write_report(
+    source: str | Path | Sequence[Mapping[str, Any]],
+    path: str | Path | None = None,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    fingerprint: Mapping[str, Any] | None = None,
+    title: str | None = None,
+) -> Path:
+    """Write the report of a run, whether or not it has finished; returns its path.
+
+    Args:
+        source: the output folder of a job, its metrics.jsonl, or records as `read_metrics` returns them.
+        path: the HTML file to write; None: report.html in the folder.
+        settings, fingerprint: shown as tables; None: settings.yaml and fingerprint.json of the folder, if there.
+        title: heading of the page; None: the name of the job.
+
+    Raises ValueError where there are no metrics, or neither ``source`` nor ``path`` says where to write.
+    """
+    folder = None
+    if isinstance(source, str | Path):
+        folder = Path(source) if Path(source).is_dir() else Path(source).parent
+        records: Sequence[Mapping[str, Any]] = read_metrics(source)
+    else:
+        records = source
+    if not records:
+        raise ValueError(f"{str(source)!r} holds no finished step")
+    if path is None:
+        if folder is None:
+            raise ValueError("path must be given when source is a list of records")
+        path = folder / "report.html"
+    kept_settings, kept_fingerprint = load_context(folder) if folder else ({}, {})
+    settings = kept_settings if settings is None else settings
+    fingerprint = kept_fingerprint if fingerprint is None else fingerprint
+    name = title or str(settings.get("name") or (folder.resolve().name if folder else "run"))
+    Path(path).write_text(_page(name, records, settings, fingerprint), encoding="utf-8")
+    return Path(path)
+
+
+def _page(
+    name: str, records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], fingerprint: Mapping[str, Any]
+) -> str:
+    panels = PANELS + (ROUTE_PANELS if measured_routes(records) else ())
+    drawn = [(panel, curves) for panel in panels if (curves := series(records, panel))]
+    measured = [panel for panel, _ in drawn]
+    absent = [panel.title for panel in panels if panel not in measured]
+    tiles = "".join(tile(escape(shown.value), shown.label, shown.note) for shown in headlines(records))
+    marked = marks(records)
+    note = f'<p class="note">Not measured in this run: {escape(", ".join(absent))}.</p>' if absent else ""
+    maps = "".join(card(m.title, m.unit, heat_map(m), escape(m.meaning)) for m in heat_maps(records))
+    where = ", ".join(str(fingerprint[key]) for key in ("device", "cpu") if key in fingerprint)
+    return document(
+        f"{name}: rollout correction report",
+        f"<header><h1>{escape(name)}</h1>"
+        f"<p>Reinforcement learning with rollout correction. {escape(where)}</p></header>"
+        f'<section class="tiles">{tiles}</section>'
+        f'<section class="panels">{"".join(_card(*pair, marked) for pair in drawn)}'
+        f"{maps}</section>{note}"
+        f"{details('Settings', dict(flattened(settings)))}{details('Machine and versions', fingerprint)}",
+    )
+
+
+def _card(panel: Panel, curves: Sequence[Series], marked: Sequence[Mark]) -> str:
+    shown = marked if panel.marked else ()
+    chart = line_chart(curves, title=panel.title, logarithmic=panel.logarithmic, noisy=panel.noisy, marks=shown)
+    names = legend(curve.label for curve in curves if len(curves) > 1)
+    sentence = f"{escape(panel.meaning)} <em>Healthy: {escape(panel.healthy)}</em>"
+    return card(panel.title, panel.unit, chart + names, sentence)

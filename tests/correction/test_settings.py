@@ -1,0 +1,278 @@
+"""RolloutCorrection: what it refuses, its presets, and its ways in and out of YAML."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from correction_book import gapped
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rc import schema
+from megatron_rc.correction import weight
+from megatron_rc.correction.correct import correct
+from megatron_rc.correction.settings import PRESETS, STATISTICS, Rejection, RolloutCorrection, Weight
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Weight(level="sentence"), "level must be one of 'token', 'sequence', 'geometric', 'segment', 'prefix"),
+        (lambda: Weight(upper=True), "upper must be a number or None, got True"),
+        (lambda: Weight(upper="2"), "upper must be a number or 'measured', got '2'"),
+        (lambda: Weight(mode="mask", lower=math.inf, upper=None), "lower must be finite, got lower=inf"),
+        (lambda: Rejection("k3", upper="2"), "upper must be a number or None, got '2'"),
+        (lambda: Rejection("my own", upper=-math.inf), "upper must not be -inf, got upper=-inf"),
+        (lambda: RolloutCorrection(log_ratio_bound=True), "log_ratio_bound must be in (0, 40], got True"),
+        (lambda: RolloutCorrection(log_ratio_bound=40.5), "log_ratio_bound must be in (0, 40], got 40.5"),
+        (lambda: RolloutCorrection(Weight(upper=2.0), log_ratio_bound=0.2), "must be >= |log upper| = 0.69, got 0.2: "),
+        (lambda: RolloutCorrection(Weight(mode="clip", lower=0.01), log_ratio_bound=1.0), "|log lower| = 4.61, got 1"),
+        (lambda: RolloutCorrection(Weight(upper_by_lag=((4, 9.0),)), log_ratio_bound=1.0), "|log upper| = 2.20, got 1"),
+        (lambda: Weight(mode="cut"), "mode must be one of 'truncate', 'clip', 'mask', got 'cut'"),
+        (lambda: Weight(upper=0.0), "upper must be > 0 for a ratio, got upper=0.0"),
+        (lambda: Weight(upper=math.nan), "upper must be > 0"),
+        (lambda: Weight(upper=None), "upper must be set when mode is 'truncate'"),
+        (lambda: Weight(lower=0.5), "lower must be None when mode is 'truncate', got lower=0.5"),
+        (lambda: Weight(mode="clip"), "lower must be set when mode is 'clip'"),
+        (lambda: Weight(mode="clip", lower=0.5, upper=None), "upper must be set when mode is 'clip'"),
+        (lambda: Weight(mode="mask", upper=None), "lower or upper must be set"),
+        (lambda: Weight(mode="mask", lower=2.0, upper=0.5), "upper must be > lower, got lower=2.0 upper=0.5"),
+        (lambda: Weight(mode="mask", lower=2.0, upper=2.0), "upper must be > lower"),
+        (lambda: Weight(mode="mask", lower=-1.0), "lower must be > 0 for a ratio, got lower=-1.0"),
+        (lambda: Weight(growth="linear"), "growth must be one of 'none', 'sqrt_position', 'sqrt_lag', got 'l"),
+        (lambda: Weight(growth="sqrt_position"), "level must be 'prefix' when growth is 'sqrt_position', got level="),
+        (lambda: Weight("prefix", growth="sqrt_lag"), "level must not be 'prefix' for bounds that depend on lags"),
+        (lambda: Weight(growth="sqrt_lag", upper_by_lag=((0, 2.0),)), "upper_by_lag must be empty when growth is"),
+        (lambda: Weight(mode="mask", lower=0.5, upper=None, upper_by_lag=((0, 2.0),)), "upper must be set with upper_"),
+        (lambda: Weight(upper_by_lag=((4, 2.0), (4, 1.5))), "upper_by_lag must have lags >= 0 that ascend, got [4, 4]"),
+        (lambda: Weight(upper_by_lag=((-1, 2.0),)), "upper_by_lag must have lags >= 0 that ascend, got [-1]"),
+        (lambda: Weight(upper_by_lag=((0, 0.0),)), "upper must be > 0 for a ratio, got upper=0.0"),
+        (lambda: Weight(mode="clip", lower=0.5, upper_by_lag=((0, 0.4),)), "upper must be > lower"),
+        (lambda: Weight(mode="mask", upper="measured"), "mode must be 'truncate' when upper is 'measured'"),
+        (lambda: Weight("segment", upper="measured"), "'token', 'sequence' or 'geometric' when upper is 'measured'"),
+        (lambda: Weight(growth="sqrt_lag", upper="measured"), "growth must be 'none' and upper_by_lag empty when up"),
+        (lambda: Weight(staleness_upper=0.0), "staleness_upper must be > 0 for a ratio, got 0.0"),
+        (lambda: Weight("sequence", staleness_upper=2.0), "level must be 'token' when staleness_upper is set, got"),
+        (lambda: Weight(growth="sqrt_lag", staleness_upper=2.0), "staleness_upper must be None for an upper that is m"),
+        (lambda: Rejection(), "lower or upper must be set for the rejection on 'ratio'"),
+        (lambda: Rejection(lower=0.0), "lower must be > 0 for a ratio"),
+        (lambda: Rejection(lower=2.0, upper=1.0), "upper must be > lower"),
+        (lambda: Rejection("k3", upper=-0.1), "upper must be >= 0 for 'k3'"),
+        (lambda: Rejection("k3", upper=math.nan), "must not be NaN"),
+        (lambda: Rejection("", upper=1.0), "statistic must be a name"),
+        (lambda: Rejection(level="geometric", upper=1.0), "level must be one of 'token', 'sequence', 'segment'"),
+        (lambda: Rejection(reduce="median", upper=1.0), "reduce must be one of 'sum', 'mean', 'max', 'min'"),
+        (lambda: Rejection(when="never", upper=1.0), "when must be one of 'always', 'negative_advantage'"),
+        (lambda: Rejection("standardized", "token", upper=2.0), "must be 'sequence' or 'segment' for 'standardized'"),
+        (lambda: Rejection("standardized", reduce="mean", upper=2.0), "reduce must be 'sum' for 'standardized'"),
+        (lambda: Rejection("standardized", lower=0.1, upper=2.0), "lower must be None for 'standardized'"),
+        (lambda: Rejection("standardized", lower=0.1), "lower must be None for 'standardized'"),
+        (lambda: Rejection("standardized", upper=0.0), "upper must be > 0 for 'standardized'"),
+        (lambda: RolloutCorrection(weight=2.0), "weight must be a Weight or None, got 2.0"),
+        (lambda: RolloutCorrection(reject=[Rejection(upper=1.0)]), "reject must be a tuple of Rejection"),
+        (lambda: RolloutCorrection(normalize="group"), "normalize must be one of 'none', 'batch'"),
+        (lambda: RolloutCorrection(old="new"), "old must be one of 'recompute', 'current', 'rollout'"),
+        (lambda: RolloutCorrection(log_ratio_bound=0.0), "log_ratio_bound must be in"),
+        (lambda: RolloutCorrection(log_ratio_bound=math.inf), "log_ratio_bound must be in"),
+        (lambda: RolloutCorrection(normalize="batch", old="rollout"), "normalize must be 'none' when old is 'rollout'"),
+        (lambda: RolloutCorrection(normalize="batch", old="current"), "normalize must be 'none' when old is 'current'"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence_that_names_the_field(make: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make()
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_one_sided_and_infinite_bounds_are_legal() -> None:
+    assert Weight(mode="mask", lower=0.5, upper=None).upper is None
+    assert Weight(upper=math.inf).upper == math.inf
+    assert RolloutCorrection(Weight(upper="measured"), log_ratio_bound=0.1).weight == Weight(upper="measured")
+    assert Rejection("prob_diff", "token", lower=-0.2, upper=0.2).lower == -0.2
+    assert Rejection("my own", lower=-5.0).name == "my own_sequence_sum"
+
+
+def test_ppo_on_the_ratio_to_the_sampler_refuses_a_weight_on_top() -> None:
+    two_policy = RolloutCorrection(weight=Weight(), old="rollout")
+    with pytest.raises(ValueError, match="weight must be None when old is 'rollout'"):
+        two_policy.check_surrogate("ppo")
+    two_policy.check_surrogate("reinforce")
+    RolloutCorrection(old="rollout").check_surrogate("ppo")
+    RolloutCorrection(weight=Weight()).check_surrogate("ppo")
+    with pytest.raises(ValueError, match="surrogate must be one of 'ppo', 'reinforce', got 'dpo'"):
+        two_policy.check_surrogate("dpo")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "gates"),
+    [
+        ("none", None, []),
+        ("token-tis", ("token", "truncate", None, 2.0), []),
+        ("token-mis", ("token", "mask", None, 2.0), []),
+        ("icepop", ("token", "mask", 0.5, 5.0), []),
+        ("seq-tis", ("sequence", "truncate", None, 2.0), []),
+        ("seq-mis", ("sequence", "mask", None, 2.0), []),
+        ("geo-mask", None, [("ratio", "sequence", "mean", 0.999, 1.001, "always")]),
+        ("geo-mask-token-tis", ("token", "truncate", None, 2.0),
+         [("ratio", "sequence", "mean", 0.999, 1.001, "always")]),
+        ("seq-mask-tis", ("token", "truncate", None, 2.0), [("ratio", "sequence", "mean", 0.999, 1.002, "always")]),
+        ("veto", None, [("ratio", "sequence", "min", 1e-4, None, "always")]),
+        ("k3-reject", None, [("k3", "sequence", "mean", None, 0.01, "always")]),
+        ("trust-region-mask", None, [("k2", "sequence", "max", None, 2.0, "always")]),
+        ("prefix-tis", ("prefix", "truncate", None, 2.0), []),
+        ("off-policy-sequence-mask", None,
+         [("ratio", "sequence", "mean", math.exp(-0.5), None, "negative_advantage")]),
+    ],
+)  # fmt: skip
+def test_presets_are_the_published_forms(name: str, weight: Any, gates: list[Any]) -> None:
+    preset = RolloutCorrection.preset(name)
+    assert (dataclasses.astuple(preset.weight)[:4] if preset.weight else None) == weight
+    assert preset.weight is None or not preset.weight.reads_lags
+    assert [dataclasses.astuple(gate) for gate in preset.reject] == gates
+    assert PRESETS[name].source
+    for surrogate in ("ppo", "reinforce"):
+        preset.check_surrogate(surrogate)  # type: ignore[arg-type]
+
+
+def test_the_off_policy_sequence_mask_looks_at_the_current_policy() -> None:
+    assert RolloutCorrection.preset("off-policy-sequence-mask").old == "rollout"
+    assert {p.correction.old for n, p in PRESETS.items() if n != "off-policy-sequence-mask"} == {"recompute"}
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="unknown preset 'geo_mask'; did you mean 'geo-mask'"):
+        RolloutCorrection.preset("geo_mask")
+
+
+BOUNDS = st.one_of(st.none(), st.floats(1e-3, 1.0)), st.floats(1.5, 1e3)
+GATES = st.builds(
+    Rejection,
+    statistic=st.sampled_from([name for name in STATISTICS if name != "standardized"] + ["my statistic"]),
+    level=st.sampled_from(["token", "sequence", "segment"]),
+    reduce=st.sampled_from(["sum", "mean", "max", "min"]),
+    lower=BOUNDS[0],
+    upper=BOUNDS[1],
+    when=st.sampled_from(["always", "negative_advantage"]),
+)
+WEIGHTS = st.one_of(
+    st.none(),
+    st.builds(Weight, level=st.sampled_from(["token", "segment"]), upper=st.one_of(BOUNDS[1], st.just(math.inf))),
+    st.builds(Weight, level=st.sampled_from(["token", "sequence", "geometric"]), upper=st.just("measured")),
+    st.builds(Weight, level=st.sampled_from(["sequence", "geometric"]), mode=st.just("mask"), lower=BOUNDS[0]),
+)
+
+
+@given(
+    correction=st.builds(
+        RolloutCorrection,
+        weight=WEIGHTS,
+        reject=st.lists(GATES, max_size=3).map(tuple),
+        old=st.sampled_from(["recompute", "current", "rollout"]),
+        log_ratio_bound=st.floats(7.0, 40),
+    ),
+    normalize=st.sampled_from(["none", "batch"]),
+)
+def test_every_correction_survives_dictionaries_and_yaml(correction: RolloutCorrection, normalize: Any) -> None:
+    if correction.old == "recompute":
+        correction = dataclasses.replace(correction, normalize=normalize)
+    assert RolloutCorrection.from_dict(correction.to_dict()) == correction
+    assert RolloutCorrection.from_yaml(correction.to_yaml()) == correction
+
+
+def test_yaml_comes_from_a_file_from_text_or_is_a_preset_name(tmp_path: Path) -> None:
+    text = "weight: {level: sequence, mode: mask, upper: 3}\nreject:\n- {statistic: k2, level: token, upper: 1.5}\n"
+    (tmp_path / "c.yaml").write_text(text)
+    expected = RolloutCorrection(Weight("sequence", "mask", None, 3.0), (Rejection("k2", "token", upper=1.5),))
+    assert RolloutCorrection.from_yaml(text) == expected
+    assert RolloutCorrection.from_yaml(tmp_path / "c.yaml") == expected
+    assert RolloutCorrection.from_yaml("icepop") == RolloutCorrection.preset("icepop")
+    assert RolloutCorrection.from_yaml("preset: icepop") == RolloutCorrection.preset("icepop")
+    with pytest.raises(ValueError, match="no such file: 'missing.yaml'"):
+        RolloutCorrection.from_yaml("missing.yaml")
+
+
+def test_a_preset_takes_overrides() -> None:
+    found = RolloutCorrection.from_dict(
+        {"preset": "geo-mask-token-tis", "weight": {"upper": 3.0}, "normalize": "batch", "reject": []}
+    )
+    assert found == RolloutCorrection(Weight("token", "truncate", upper=3.0), normalize="batch")
+    assert RolloutCorrection.from_dict({"preset": "veto", "weight": {"upper": 4}}).weight == Weight(upper=4.0)
+    assert RolloutCorrection.from_dict({"preset": "token-tis", "weight": None}) == RolloutCorrection()
+    assert RolloutCorrection.from_dict("seq-tis") == RolloutCorrection.preset("seq-tis")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"wieght": {}}, "unknown field 'wieght'; did you mean 'weight'?"),
+        ({"weight": {"uper": 2}}, "unknown field 'weight.uper'; did you mean 'upper'?"),
+        ({"reject": [{"statistc": "k3", "upper": 1}]}, "unknown field 'reject.0.statistc'; did you mean 'statistic'?"),
+        ({"preset": "token-tis", "wieght": {}}, "unknown field 'wieght'"),
+        ({"preset": "tokn-tis"}, "unknown preset 'tokn-tis'; did you mean 'token-tis'?"),
+        ({"weight": {"upper": "two"}}, "weight.upper"),
+        ({"weight": {"upper": -2}}, "weight: upper must be > 0 for a ratio, got upper=-2.0"),
+        ({"reject": [{"upper": 2}, {"lower": 2, "upper": 1}]}, "reject.1: upper must be > lower"),
+        ({"old": "older"}, "old"),
+        (3, "dictionary"),
+    ],
+)
+def test_wrong_data_is_one_sentence_that_names_the_field(data: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        RolloutCorrection.from_dict(data)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@dataclass(frozen=True)
+class Settings:
+    correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+
+
+@pytest.mark.parametrize("value", ["icepop", {"preset": "icepop"}, RolloutCorrection.preset("icepop").to_dict()])
+def test_expand_lets_any_spelling_stand_inside_other_settings(value: Any) -> None:
+    expanded = RolloutCorrection.expand(value)
+    assert schema.from_dict(Settings, {"correction": expanded}).correction == RolloutCorrection.preset("icepop")
+    assert RolloutCorrection.expand(expanded) == expanded
+
+
+def test_every_field_has_a_docstring() -> None:
+    import ast
+
+    import megatron_rc.correction.settings
+
+    bodies = [
+        ast.parse(Path(str(module.__file__)).read_text()).body for module in (megatron_rc.correction.settings, weight)
+    ]
+    for cls in (node for body in bodies for node in body if isinstance(node, ast.ClassDef)):
+        for statement, after in zip(cls.body, [*cls.body[1:], None], strict=True):
+            if isinstance(statement, ast.AnnAssign) and cls.name != "Preset":
+                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                assert documented, f"{cls.name}.{ast.unparse(statement.target)}"
+
+
+def test_importing_it_loads_neither_torch_nor_yaml_nor_pydantic() -> None:
+    heavy = "{'torch', 'yaml', 'pydantic'}"
+    code = f"import sys; import megatron_rc.correction.settings; print(sorted({heavy} & set(sys.modules)))"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_weight_mode_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = weight.WeightMode("raised", "lowered", required=("lower",), drops=False)
+    monkeypatch.setitem(weight.MODES, "floor", row)
+    monkeypatch.setattr(weight, "Mode", Literal["floor"])
+    with pytest.raises(ValueError, match="lower must be set when mode is 'floor'"):
+        Weight(mode="floor", upper=3.0)
+    train, rollout, mask, cu_seqlens = gapped(-1.0, 0.5)
+    correction = RolloutCorrection(Weight(mode="floor", lower=1.0, upper=None))
+    corrected = correct(train, rollout, mask, correction=correction, cu_seqlens=cu_seqlens)
+    assert corrected.weights.tolist() == pytest.approx([1.0, math.exp(0.5)])
+    assert corrected.mask.all()
+    assert corrected.metrics.values()["raised_token"] == 0.5
