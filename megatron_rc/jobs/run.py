@@ -76,7 +76,7 @@ def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job]:
     task = _task(settings, hf_config_dict(settings.model))
     folder, rollout = Path(settings.output), settings.rollout
     with parallel.initialized(settings.parallel, settings.train.seed) as groups, ExitStack() as leaving:
-        groups.gather(lambda: sinks.requested(settings.log) if groups.is_writer else {})
+        groups.gather(lambda: sinks.requested(vars(settings.log)) if groups.is_writer else {})
         if fresh and groups.is_writer:
             _delete_outputs(folder)
         policy = leaving.enter_context(closing(Policy(settings.model, settings.parallel, settings.train, groups)))

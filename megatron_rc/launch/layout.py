@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from megatron_rc.launch.server import free_port
 from megatron_rc.models.config import DTYPES
-from megatron_rc.settings.job import ClusterSettings, JobSettings
+from megatron_rc.settings.cluster import ClusterSettings
+from megatron_rc.settings.job import JobSettings
 
 PORT_STEP = 10
 """Between two servers of a machine: each also takes a few ports above its own."""

@@ -10,7 +10,8 @@ from megatron_rc.launch import layout, memory
 from megatron_rc.launch.layout import Command, Options
 from megatron_rc.models.config import hf_config_dict, moe_layers
 from megatron_rc.models.layout import check_model, check_processes
-from megatron_rc.settings.job import JobSettings, ModelSettings
+from megatron_rc.settings.job import JobSettings
+from megatron_rc.settings.model import ModelSettings
 from megatron_rc.tasks.registry import OPTIONS
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_rc import schema
 from megatron_rc.files import read_json
 from megatron_rc.models.families import FAMILIES, family_of
-from megatron_rc.settings.job import Dtype, ModelSettings
+from megatron_rc.settings.model import Dtype, ModelSettings
 
 if TYPE_CHECKING:
     import torch

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron_rc.models.config import moe_layers
-from megatron_rc.settings.job import ParallelSettings
+from megatron_rc.settings.model import ParallelSettings
 
 
 def check_processes(parallel: ParallelSettings, world_size: int) -> None:

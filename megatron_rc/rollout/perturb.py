@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.engine import RolloutEngine
-from megatron_rc.settings.job import Quantize
+from megatron_rc.settings.rollout import Quantize
 
 _FP8 = torch.float8_e4m3fn
 _UNQUANTIZED_MODULES = ("embed_tokens", "lm_head", "gate")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_rc.models.layout import check_processes
-from megatron_rc.settings.job import ParallelSettings
+from megatron_rc.settings.model import ParallelSettings
 from megatron_rc.training import emulation
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.loss.policy_loss import PolicyLoss, policy_loss
-from megatron_rc.settings.job import LossSettings
+from megatron_rc.settings.loss import LossSettings
 
 
 class LossTerms(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
-from megatron_rc.settings.job import TrainSettings
+from megatron_rc.settings.train import TrainSettings
 from megatron_rc.training import emulation
 from megatron_rc.training.groups import Groups
 

@@ -43,7 +43,7 @@ class Observers:
         self._dashboards = None
         if writer:
             facts = fingerprint(train_dtype=settings.train.dtype, rollout_dtype=settings.rollout.dtype)
-            shown, wanted = schema.to_dict(settings), sinks.requested(settings.log)
+            shown, wanted = schema.to_dict(settings), sinks.requested(vars(settings.log))
             save_context(folder, shown, facts)
             config = without_credentials({"settings": shown, "machine": facts})
             self._dashboards = Dashboards(folder, wanted, name=settings.name, config=config, say=self.message)

@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron_rc.batch import TokenBatch
 from megatron_rc.logprobs.logits import Distribution
 from megatron_rc.models.config import hf_config_dict
-from megatron_rc.settings.job import ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.settings.model import ModelSettings, ParallelSettings
+from megatron_rc.settings.train import TrainSettings
 from megatron_rc.training import emulation
 from megatron_rc.training.gradient_cosine import GradientCosine
 from megatron_rc.training.groups import Groups

@@ -51,7 +51,7 @@ def of_heads(rank: int, layout: dict[str, int]) -> dict[str, Any]:
     from megatron_rc.logprobs import inputs as head_inputs
     from megatron_rc.models.config import hf_config_dict
     from megatron_rc.settings.head import HeadOptions
-    from megatron_rc.settings.job import ModelSettings, ParallelSettings
+    from megatron_rc.settings.model import ModelSettings, ParallelSettings
     from megatron_rc.training import groups
     from megatron_rc.training.model.build import build_model
     from megatron_rc.training.model.weights import init_weights

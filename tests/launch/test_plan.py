@@ -17,7 +17,10 @@ from megatron_rc.launch.layout import Options
 from megatron_rc.launch.plan import Plan, make_plan, print_plan
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.settings import job as settings
-from megatron_rc.settings.job import JobSettings, LossSettings, ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.settings.job import JobSettings
+from megatron_rc.settings.loss import LossSettings
+from megatron_rc.settings.model import ModelSettings, ParallelSettings
+from megatron_rc.settings.train import TrainSettings
 
 RECIPES = Path(__file__).parents[2] / "launch/recipes"
 PUBLISHED = {"qwen3_4b_2x8": 4_022_468_096, "qwen3_30b_a3b_2x8": 30_532_122_624}

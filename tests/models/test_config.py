@@ -13,7 +13,7 @@ from tiny_models import DENSE, KINDS, MOE, transformers_model
 from megatron_rc.models.config import hf_config_dict, moe_layers, padded_vocab_size
 from megatron_rc.models.families import FAMILIES
 from megatron_rc.models.layout import check_model
-from megatron_rc.settings.job import ModelSettings, ParallelSettings
+from megatron_rc.settings.model import ModelSettings, ParallelSettings
 from megatron_rc.training.model import build as model_module
 
 
@@ -121,7 +121,7 @@ sys.meta_path.insert(0, Finder())
 from megatron.core import optimizer
 from megatron_rc.training import groups
 from megatron_rc.training.model import build as model
-from megatron_rc.settings.job import ParallelSettings
+from megatron_rc.settings.model import ParallelSettings
 
 groups.initialize(ParallelSettings(), 1)
 torch.cuda.is_available = lambda: True

@@ -6,7 +6,7 @@ from tiny_models import KINDS
 
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.models.names import Parameter, parameters
-from megatron_rc.settings.job import ModelSettings
+from megatron_rc.settings.model import ModelSettings
 
 
 def _by_name(kind: str) -> dict[str, Parameter]:

@@ -296,7 +296,7 @@ def test_samples_whose_routes_cannot_be_trusted_are_refused(found: dict[str, Any
 
 
 def test_settings_that_need_routes_nobody_has_are_refused() -> None:
-    from megatron_rc.settings.job import MoeSettings
+    from megatron_rc.settings.model import MoeSettings
     from megatron_rc.training.step.routing import check_routing, moe_shape
 
     with pytest.raises(ValueError, match=r"correction.old must be 'recompute' when moe.replay is 'R2'"):

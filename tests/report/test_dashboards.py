@@ -15,7 +15,8 @@ from megatron_rc.report import sinks
 from megatron_rc.report.context import without_credentials
 from megatron_rc.report.dashboards import Dashboards
 from megatron_rc.report.log import MetricsLog
-from megatron_rc.report.sinks import LogSettings, Run
+from megatron_rc.report.sinks import Run
+from megatron_rc.settings.log import LogSettings
 
 
 class Service:
@@ -146,11 +147,11 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> No
 
 def test_tensorboard_is_used_where_it_is_installed_and_the_others_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else object())
-    assert sinks.requested(LogSettings()) == {}
-    assert sinks.requested(LogSettings(mlflow="experiment")) == {"mlflow": "experiment"}
+    assert sinks.requested(vars(LogSettings())) == {}
+    assert sinks.requested(vars(LogSettings(mlflow="experiment"))) == {"mlflow": "experiment"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert sinks.requested(LogSettings(tensorboard=False)) == {}
-    assert list(sinks.requested(LogSettings(wandb="p"))) == ["tensorboard", "wandb"]
+    assert sinks.requested(vars(LogSettings(tensorboard=False))) == {}
+    assert list(sinks.requested(vars(LogSettings(wandb="p")))) == ["tensorboard", "wandb"]
 
 
 @pytest.mark.parametrize("field", sinks.SERVICES)
@@ -158,7 +159,7 @@ def test_a_missing_package_is_one_sentence_that_names_the_extra(field: str, monk
     service = sinks.SERVICES[field]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError) as error:
-        sinks.requested(LogSettings(**{field: "project"}))
+        sinks.requested(vars(LogSettings(**{field: "project"})))
     assert str(error.value) == (
         f"log.{field} needs the package {service.package}: pip install 'megatron-rc[{service.extra}]'"
     )

@@ -13,7 +13,9 @@ from megatron_rc.jobs.describe import describe
 from megatron_rc.loss.advantages import ADVANTAGES
 from megatron_rc.models.config import DTYPES
 from megatron_rc.settings import job as settings
-from megatron_rc.settings.job import Dtype, JobSettings, LossSettings, TaskSettings
+from megatron_rc.settings.job import JobSettings, TaskSettings
+from megatron_rc.settings.loss import LossSettings
+from megatron_rc.settings.model import Dtype
 from megatron_rc.tasks.registry import OPTIONS
 
 ROOT = Path(__file__).parents[2]

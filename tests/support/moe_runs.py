@@ -28,7 +28,8 @@ def save_model(folder: Any) -> str:
 @contextmanager
 def world(path: str, **layout: int) -> Iterator[Any]:
     """The Policy of this process, ready for plain gradient descent."""
-    from megatron_rc.settings.job import ModelSettings, ParallelSettings, TrainSettings
+    from megatron_rc.settings.model import ModelSettings, ParallelSettings
+    from megatron_rc.settings.train import TrainSettings
     from megatron_rc.training import groups
     from megatron_rc.training.policy import Policy
 
@@ -77,7 +78,7 @@ def batch_of(samples: Sequence[Sample]) -> TokenBatch:
 
 
 def routing_of(policy: Any, correction: RolloutCorrection | None = None, **moe: Any) -> Any:
-    from megatron_rc.settings.job import MoeSettings
+    from megatron_rc.settings.model import MoeSettings
     from megatron_rc.training.step.routing import Routing
 
     return Routing(MoeSettings(**moe), correction or RolloutCorrection(), policy)
@@ -87,7 +88,7 @@ def step(
     policy: Any, samples: Sequence[Sample], *, correction: RolloutCorrection | None = None, mini: int = 1, **moe: Any
 ) -> Any:
     """One rollout step from the weights of the policy; StepResult."""
-    from megatron_rc.settings.job import LossSettings
+    from megatron_rc.settings.loss import LossSettings
     from megatron_rc.training.step.reinforce import reinforce_step
 
     chosen, batch = correction or RolloutCorrection(), batch_of(samples)

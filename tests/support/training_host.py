@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron_rc import LengthDecayLR, RolloutCorrection
 from megatron_rc.integrations import hosts, megatron_training
 from megatron_rc.integrations.megatron_training import correct_micro_batch
-from megatron_rc.settings.job import ParallelSettings
+from megatron_rc.settings.model import ParallelSettings
 from megatron_rc.training.groups import initialized
 
 HOST = "megatron-training"

@@ -11,7 +11,7 @@ from distributed import run_ranks
 
 from megatron_rc.dump.writer import DiscardedWriter
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.settings.job import ParallelSettings
+from megatron_rc.settings.model import ParallelSettings
 from megatron_rc.tasks import Prompt
 from megatron_rc.training import groups
 from megatron_rc.training.groups import SharedError

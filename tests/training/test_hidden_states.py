@@ -17,7 +17,7 @@ from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.settings.head import HeadOptions
-from megatron_rc.settings.job import ModelSettings, ParallelSettings
+from megatron_rc.settings.model import ModelSettings, ParallelSettings
 from megatron_rc.training import groups
 from megatron_rc.training.heads import head_of
 from megatron_rc.training.microbatches import MicroBatch

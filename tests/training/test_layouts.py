@@ -13,7 +13,9 @@ from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.dump.schema import read_dump
 from megatron_rc.dump.writer import sample_of
 from megatron_rc.engine import SamplingParams
-from megatron_rc.settings.job import LossSettings, ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.settings.loss import LossSettings
+from megatron_rc.settings.model import ModelSettings, ParallelSettings
+from megatron_rc.settings.train import TrainSettings
 from megatron_rc.training import groups
 from megatron_rc.training.policy import Policy
 from megatron_rc.training.step.reinforce import reinforce_step

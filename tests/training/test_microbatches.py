@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.settings.job import TrainSettings
+from megatron_rc.settings.train import TrainSettings
 from megatron_rc.training.microbatches import cut, mini_batches, share_of, split_rows
 
 LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=60)

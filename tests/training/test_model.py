@@ -13,7 +13,7 @@ from hypothesis import given
 from tiny_models import KINDS, LENGTHS, packed_inputs, transformers_model
 
 from megatron_rc.models.config import hf_config_dict
-from megatron_rc.settings.job import ModelSettings, ParallelSettings
+from megatron_rc.settings.model import ModelSettings, ParallelSettings
 from megatron_rc.training import groups
 from megatron_rc.training.model.attention import PackedCoreAttention, packed_seq_params
 from megatron_rc.training.model.build import build_model

@@ -10,7 +10,8 @@ from distributed import run_ranks
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.settings.job import ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.settings.model import ModelSettings, ParallelSettings
+from megatron_rc.settings.train import TrainSettings
 from megatron_rc.training import groups
 from megatron_rc.training.heads import Answer
 from megatron_rc.training.microbatches import MicroBatch

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_rc.settings import job as settings
+from megatron_rc.settings.train import TrainSettings
 from megatron_rc.training.kept_steps import check_dump
 from megatron_rc.training.rollout_queue import check_asynchronous
 from megatron_rc.training.sampling_weights import check_sampling_weights
@@ -68,4 +69,4 @@ def test_the_same_settings_are_taken_where_they_act() -> None:
 
 def test_a_dtype_of_the_head_is_refused_also_where_python_makes_the_settings() -> None:
     with pytest.raises(ValueError, match="head_logits_dtype must be 'fp32' or null, got 'bf16'"):
-        settings.TrainSettings(head="linear", head_logits_dtype="bf16")  # type: ignore[arg-type]
+        TrainSettings(head="linear", head_logits_dtype="bf16")  # type: ignore[arg-type]

@@ -16,7 +16,9 @@ from megatron_rc.batch import TokenBatch
 from megatron_rc.correction.settings import RolloutCorrection, Weight
 from megatron_rc.dump.schema import read_dump
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.settings.job import LossSettings, ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.settings.loss import LossSettings
+from megatron_rc.settings.model import ModelSettings, ParallelSettings
+from megatron_rc.settings.train import TrainSettings
 from megatron_rc.training import groups
 from megatron_rc.training.groups import SharedError
 from megatron_rc.training.microbatches import split_rows

@@ -15,7 +15,9 @@ from megatron_rc.backend import set_debug_checks
 from megatron_rc.batch import TokenBatch
 from megatron_rc.correction.settings import RolloutCorrection, Weight
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.settings.job import LossSettings, ModelSettings, ParallelSettings, TrainSettings
+from megatron_rc.settings.loss import LossSettings
+from megatron_rc.settings.model import ModelSettings, ParallelSettings
+from megatron_rc.settings.train import TrainSettings
 from megatron_rc.training import groups
 from megatron_rc.training.policy import Policy
 from megatron_rc.training.step.reinforce import reinforce_step

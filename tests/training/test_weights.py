@@ -16,7 +16,7 @@ from tiny_models import KINDS, LENGTHS, gradients_as_weights, packed_inputs, tra
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.models.files import HfCheckpoint
 from megatron_rc.models.names import HfTensor, parameters
-from megatron_rc.settings.job import ModelSettings, ParallelSettings
+from megatron_rc.settings.model import ModelSettings, ParallelSettings
 from megatron_rc.training import groups
 from megatron_rc.training.model.attention import packed_seq_params
 from megatron_rc.training.model.build import build_model

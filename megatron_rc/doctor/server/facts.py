@@ -12,7 +12,8 @@ from megatron_rc.files import read_json
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.rollout.sglang.request import Piece, Request
 from megatron_rc.settings import job as settings
-from megatron_rc.settings.job import JobSettings, ModelSettings
+from megatron_rc.settings.job import JobSettings
+from megatron_rc.settings.model import ModelSettings
 
 GIVE_TRAINER = "Give the trainer's settings with --config job.yaml."
 GIVE_MODEL = "Give the trainer's model with --config job.yaml or --hf-path DIR."

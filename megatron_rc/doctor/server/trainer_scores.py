@@ -12,7 +12,7 @@ from megatron_rc.doctor.server.scores import Logprobs
 from megatron_rc.models.config import hf_config_dict, torch_dtype
 from megatron_rc.models.families import family_of
 from megatron_rc.models.files import HfCheckpoint
-from megatron_rc.settings.job import Dtype, ModelSettings
+from megatron_rc.settings.model import Dtype, ModelSettings
 
 
 class TrainerModel:

@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,21 +22,7 @@ SERVICES = {
     "mlflow": Service("mlflow", "mlflow"),
     "trackio": Service("trackio", "trackio"),
 }
-"""Maps each field of `LogSettings` to its service; the code is in <field>_sink.py."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogSettings:
-    """Services that get the metrics besides metrics.jsonl; docs/dashboards.md."""
-
-    tensorboard: bool | None = None
-    """Write event files to OUTPUT/tensorboard; null: if tensorboard is installed."""
-    wandb: str | None = None
-    """Project on Weights & Biases, as PROJECT or ENTITY/PROJECT; null: none."""
-    mlflow: str | None = None
-    """Experiment on MLflow; null: none."""
-    trackio: str | None = None
-    """Project in Trackio; null: none."""
+"""Maps each field of the section `log` to its service; the code is in <field>_sink.py."""
 
 
 class Run(NamedTuple):
@@ -64,14 +49,14 @@ class Sink(Protocol):
         """Send what is still in memory and finish the run."""
 
 
-def requested(log: LogSettings) -> dict[str, str]:
+def requested(log: Mapping[str, Any]) -> dict[str, str]:
     """The services that the settings ask for, each with its project; ValueError where a package is not installed.
 
     TensorBoard, which has no projects, is used if it is installed, unless the setting is false.
     """
     projects = {}
     for field, service in SERVICES.items():
-        asked = getattr(log, field)
+        asked = log[field]
         installed = importlib.util.find_spec(service.package) is not None
         if asked and not installed:
             raise ValueError(

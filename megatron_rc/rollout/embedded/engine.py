@@ -13,7 +13,7 @@ from megatron_rc.engine import HiddenSampling, OnFinished, Prompts, RolloutEngin
 from megatron_rc.models.config import DTYPES, torch_dtype
 from megatron_rc.rollout.embedded.model import build_model, weight_slots
 from megatron_rc.rollout.embedded.routes import RouteCapture
-from megatron_rc.settings.job import Dtype
+from megatron_rc.settings.model import Dtype
 
 _COMPACT_SHARE = 1 / 8
 """Finished rows leave the batch once they are this share of it: copying the cache costs about a tenth of a step."""

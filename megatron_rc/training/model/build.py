@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rc.models.config import moe_layers, padded_vocab_size, torch_dtype
 from megatron_rc.models.families import family_of
 from megatron_rc.models.layout import check_model
-from megatron_rc.settings.job import Dtype, ParallelSettings
+from megatron_rc.settings.model import Dtype, ParallelSettings
 from megatron_rc.training import emulation
 from megatron_rc.training.model.attention import PackedCoreAttention, PackedSelfAttention
 

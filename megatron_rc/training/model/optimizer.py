@@ -5,7 +5,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
 from megatron_rc.models.config import torch_dtype
-from megatron_rc.settings.job import TrainSettings
+from megatron_rc.settings.train import TrainSettings
 
 
 def wrap_ddp(chunks: list[torch.nn.Module], dtype: str) -> list[DistributedDataParallel]:

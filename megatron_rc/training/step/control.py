@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.plan import Plan
 from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.settings.job import Control
+from megatron_rc.settings.train import Control
 from megatron_rc.training.microbatches import Share
 
 _FROM_SMALL = ("token", "segment", "sequence")

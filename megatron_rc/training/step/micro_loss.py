@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_rc.correction.correct import Corrected, correct, pair_metrics
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.settings.job import LossSettings
+from megatron_rc.settings.loss import LossSettings
 from megatron_rc.training.heads import Answer
 from megatron_rc.training.loss_terms import LossTerms
 from megatron_rc.training.microbatches import MicroExtras

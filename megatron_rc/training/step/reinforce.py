@@ -20,7 +20,8 @@ from megatron_rc.correction.warnings import horizon, predicted_ess
 from megatron_rc.learning_rate.rule import LRScale
 from megatron_rc.loss.advantages import ADVANTAGES, equal_reward_groups, expand_to_tokens
 from megatron_rc.loss.policy_loss import loss_scale
-from megatron_rc.settings.job import LossSettings, TrainSettings
+from megatron_rc.settings.loss import LossSettings
+from megatron_rc.settings.train import TrainSettings
 from megatron_rc.training.groups import Groups, SharedError
 from megatron_rc.training.microbatches import NO_EXTRAS, MicroExtras, Share, mini_batches, share_of, split_rows
 from megatron_rc.training.policy import Policy, UpdateResult

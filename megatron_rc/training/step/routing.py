@@ -22,7 +22,7 @@ from megatron_rc.moe.routers import routers_of
 from megatron_rc.moe.shift import ExpertShift, expert_shift
 from megatron_rc.moe.slicing import join_rows, local_rows, take_rows
 from megatron_rc.moe.tables import MoeShape, RouteTable, check_replayable, check_samples, last_rows, sampler_table
-from megatron_rc.settings.job import MoeSettings
+from megatron_rc.settings.model import MoeSettings
 from megatron_rc.training import emulation
 from megatron_rc.training.microbatches import MicroBatch, MicroExtras
 from megatron_rc.training.policy import AroundForward, Policy

@@ -1,0 +1,62 @@
+"""What is sampled, by which engine, and how far the weights that it serves are from those of the trainer."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_rc.engine import HiddenSampling, SamplingParams
+from megatron_rc.schema.limits import check_at_least
+from megatron_rc.settings.model import Dtype
+from megatron_rc.settings.sglang import SGLangSettings
+
+Quantize = Literal["none", "int8", "fp8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    engine: Literal["hf", "sglang", "replay"] = "hf"
+    """hf: the embedded transformers engine. sglang: the servers of `sglang`. replay: the samples that --dump recorded
+    in `replay_path`."""
+    sglang: SGLangSettings = field(default_factory=SGLangSettings)
+    replay_path: str | None = None
+    """Dump folder of an earlier run, for engine replay."""
+    prompts_per_step: int = 64
+    """Prompts (= groups) per rollout step."""
+    samples_per_prompt: int = 8
+    """Responses per prompt; their rewards are the baseline of one another."""
+    max_new_tokens: int = 16
+    """Most tokens of a response, in all its turns, with the tokens of the environment between them."""
+    temperature: float = 1.0
+    """Divides the logits of both policies."""
+    top_p: float = 1.0
+    """Below 1 both policies are renormalised over the kept ids."""
+    top_k: int = -1
+    """Ids kept per token; -1 keeps the whole vocabulary."""
+    dtype: Dtype = "bf16"
+    """Precision of the embedded engine."""
+    quantize: Quantize = "none"
+    """Quantise and dequantise exported weights, so that any engine serves the quantised values."""
+    amplify: float = 0.0
+    """Standard deviation of noise added to exported weights, in units of each tensor's own standard deviation."""
+    amplify_fixed: bool = False
+    """Add the same noise at every sync, one draw per train.seed; otherwise every sync draws its own."""
+    hidden: HiddenSampling = field(default_factory=HiddenSampling)
+    staleness: int = 0
+    """The engine serves weights that are this many steps old."""
+    max_nonfinite_share: float = 0.01
+    """The job stops when a larger share of the log-probs is NaN or infinite."""
+
+    def __post_init__(self) -> None:
+        self.sampling()
+        check_at_least(1, prompts_per_step=self.prompts_per_step)
+        check_at_least(2, samples_per_prompt=self.samples_per_prompt)
+        check_at_least(0, staleness=self.staleness, amplify=self.amplify, max_nonfinite_share=self.max_nonfinite_share)
+        if self.engine == "replay" and not self.replay_path:
+            raise ValueError("replay_path must name a recorded dump when engine is 'replay'")
+        if self.hidden.active and self.engine != "hf":
+            why = "only the embedded engine can draw tokens otherwise than it reports"
+            raise ValueError(f"hidden must keep its defaults when engine is {self.engine!r}: {why}")
+        if self.amplify_fixed and (self.amplify == 0 or self.engine == "replay"):
+            raise ValueError("amplify_fixed must be false where no weights are served, or amplify is 0")
+
+    def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
+        return SamplingParams(self.max_new_tokens, self.temperature, self.top_p, self.top_k, stop_token_ids)
