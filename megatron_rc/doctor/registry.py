@@ -11,7 +11,7 @@ Look = Callable[[F], "Finding"]
 
 
 class Undecided(Exception):
-    """A check lacks a fact: the sentence says which one, ``fix`` how to supply it."""
+    """A check lacks a fact. The sentence says which one, and ``fix`` says how to supply it."""
 
     def __init__(self, reason: str, fix: str = "") -> None:
         super().__init__(reason)
@@ -42,7 +42,7 @@ def error(found: str, fix: str) -> Finding:
 
 
 def warning(found: str, fix: str) -> Finding:
-    """A mismatch that widens the gap between the policies, or a combination that nobody tested."""
+    """A mismatch that widens the gap between the policies, or an untested combination."""
     return Finding("", "warning", found, fix)
 
 

@@ -117,7 +117,7 @@ def run_and_write(
         progress = Progress(todo, _warm_folders(grid), workers)
         work = partial(run, grid, todo, budget)
         failed = run_in_workers(work, progress, workers=workers, give_up_minutes=give_up_minutes)
-        # what failed in one process, or was left by one that died, may have succeeded in another one
+        # a cell that failed or was abandoned in one process may have succeeded in another
         unfinished = [cell.name for cell in todo if not cell.finished()]
         done_by_others = {cell.name for cell in todo} - {*unfinished}
         failed = {name: why for name, why in failed.items() if unfinished and name not in done_by_others}
@@ -260,7 +260,7 @@ def _changed(data: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 @contextmanager
 def _claimed(folder: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Yield whether this process may work in ``folder``; the claim ends with the block, or with the process."""
+    """Yield whether this process may work in ``folder``; the claim ends with the block or the process."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:
         try:

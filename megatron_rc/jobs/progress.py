@@ -11,7 +11,7 @@ from megatron_rc.jobs.grid_settings import Cell
 from megatron_rc.report.log import FILE_NAME, read_metrics
 
 TIMED_STEPS = range(2, 5)
-"""Steps whose time predicts that of the others: not the first one, which also prepares, and none with an evaluation."""
+"""Steps whose time predicts that of the rest. The first step includes preparations, and some have an evaluation."""
 
 
 class Progress:

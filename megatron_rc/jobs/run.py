@@ -49,7 +49,7 @@ def train(settings: JobSettings, *, fresh: bool, dump: bool) -> None:
 
 @contextmanager
 def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job]:
-    """Everything that the job needs on this process, for the length of the block."""
+    """Open everything that the job needs on this process; it is closed at the end of the block."""
     versions.check_core(versions.megatron_core_version())
     quiet_imports()
     from megatron_rc.backend import set_debug_checks
@@ -102,7 +102,7 @@ def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job]:
 
 
 def _delete_outputs(folder: Path) -> None:
-    """Delete what a job writes, and nothing else in its folder."""
+    """Delete the files that a job writes, and nothing else in its folder."""
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
     for path in filter(Path.is_dir, (folder / name for name in FOLDERS)):

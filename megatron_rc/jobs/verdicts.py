@@ -50,7 +50,7 @@ def outcome_of_cell(rules: Endpoints, cell: Cell) -> Outcome:
 
 
 def exact_of(rules: Endpoints, cell: Cell) -> str:
-    """Name of the folder of the exact run of a cell; empty where the rules name none."""
+    """Name of the folder of the exact run of a cell; empty if the rules name no exact run."""
     return "-".join((cell.choices | rules.exact).values()) if rules.exact else ""
 
 

@@ -21,7 +21,7 @@ POLL_SECONDS = 2.0
 
 @dataclass
 class Budget:
-    """Minutes from now on; a cell is started if a cell of mean duration would end in time, and the first one always."""
+    """Minutes from now on. The first cell always starts, another one if it would end in time at the mean duration."""
 
     minutes: float = math.inf
     started: float = field(default_factory=time.monotonic)
@@ -37,7 +37,7 @@ class Budget:
 
 
 class TooSlow(ValueError):
-    """The first steps predict more time than the caller allows."""
+    """The first steps predict that the grid takes longer than the caller allows."""
 
 
 def run_in_workers(

@@ -13,7 +13,7 @@ from typing import Any
 
 def _store(trainer: str, timeout: float, *, is_master: bool) -> Any:
     """The store at HOST:PORT, held here or elsewhere; raises DistError when it cannot be had in time."""
-    # the sentences below say what went wrong; torch adds pages of C++ frames
+    # torch would add pages of C++ frames to the sentences below
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from torch.distributed import TCPStore
 

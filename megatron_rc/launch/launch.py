@@ -33,7 +33,7 @@ def launch(options: Options, *, dry_run: bool = False) -> None:
         raise ValueError(f"megatron-rc launch starts one machine, and cluster.nodes is {cluster.nodes}: {where}")
     options = replace(options, visible=visible_gpus(cluster.gpus_per_node))
     if not cluster.serve_gpus:
-        # nothing but torchrun is needed: this process becomes it
+        # only torchrun is needed, so this process turns into it
         trainer = layout.starts_of(settings, options).trainer
         os.execvpe(trainer.words[0], trainer.words, _trainer_environment(trainer))
     say("checking the layout")

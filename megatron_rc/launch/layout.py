@@ -14,7 +14,7 @@ from megatron_rc.settings.cluster import ClusterSettings
 from megatron_rc.settings.job import JobSettings
 
 PORT_STEP = 10
-"""Between two servers of a machine: each also takes a few ports above its own."""
+"""Distance between the ports of two servers on a machine, because each server also takes a few ports above its own."""
 
 
 def nodes_of(cluster: ClusterSettings) -> list[range]:
@@ -52,7 +52,7 @@ class Options:
     doctor: bool = True
 
     visible: Sequence[str] | None = None
-    """CUDA's names of this machine's GPUs, in order; empty: it has none; None: 0, 1, ..."""
+    """CUDA's names of this machine's GPUs, in order; empty if it has none; None means 0, 1, ..."""
 
     @property
     def sets(self) -> list[str]:
@@ -63,7 +63,7 @@ class Options:
         return [name for name, wanted in (("--fresh", self.fresh), ("--dump", self.dump)) if wanted]
 
     def sees(self, numbers: Sequence[int]) -> dict[str, str]:
-        """The environment of a process that may use these GPUs alone."""
+        """The environment of a process that may use only these GPUs."""
         if self.visible is None:
             return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.visible[n] for n in numbers)} if self.visible else {}
@@ -118,7 +118,7 @@ def shell_variables(settings: JobSettings) -> str:
 
 
 def warm_folder(settings: JobSettings) -> str | None:
-    """Folder where a job without a checkpoint makes the one that its servers start from; None: it needs none."""
+    """Folder in which a job without a checkpoint makes one for its servers; None if no checkpoint has to be made."""
     return None if settings.model.hf_path or not settings.cluster.serve_gpus else f"{settings.output}/warm"
 
 
@@ -130,10 +130,10 @@ class Starts(NamedTuple):
     """What a job on one machine starts, in this order."""
 
     warm_up: Command | None
-    """The supervised steps before the servers start; None when they have a checkpoint to start from."""
+    """The supervised steps before the servers start; None if the servers have a checkpoint to start from."""
     servers: list[Server]
     doctor: Command | None
-    """The check of the servers against the job; None where there are none, or it is not wanted."""
+    """The check of the servers against the job; None without servers, or if the check is switched off."""
     trainer: Command
 
 

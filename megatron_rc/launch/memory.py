@@ -39,7 +39,7 @@ class TrainerMemory:
     optimizer: int
     """fp32 copy of the weights unless they are fp32, two fp32 moments for Adam; every data-parallel rank holds all."""
     saved_weights: int
-    """The trained weights, set aside while the policy of the KL penalty runs."""
+    """A copy of the trained weights while the reference policy of the KL penalty runs."""
     activations: int
     """Saved for backward by all micro-batches in flight."""
     logits: int
@@ -69,7 +69,7 @@ class ServerMemory:
 
     weights: int
     kv_cache: int
-    """The rest of the share that SGLang takes."""
+    """What remains of the share of memory that SGLang takes."""
     kv_token: int
     """Keys and values of one token."""
 
@@ -80,14 +80,14 @@ class ServerMemory:
 
 
 def parameter_count(hf: dict[str, Any]) -> int:
-    """Parameters of the whole model; a tied head is the embedding and counts once."""
+    """Parameters of the whole model; a tied head and the embedding are one tensor, which counts once."""
     shapes = {tensor.name: tensor.shape for parameter in parameters(hf) for tensor in parameter.tensors}
     return sum(math.prod(shape) for shape in shapes.values())
 
 
 def local_parameters(hf: dict[str, Any], parallel: ParallelSettings, stage: int) -> int:
-    """Parameters of one rank of pipeline stage ``stage``, counted from 0; all ranks of a stage hold equally many."""
-    # with expert parallelism a rank holds whole experts, a share of their number; else a share of each
+    """Parameters of one rank of pipeline stage ``stage``, counted from 0; all ranks of a stage hold the same number."""
+    # with expert parallelism a rank holds some experts whole, otherwise a slice of every expert
     expert_share = parallel.expert if parallel.expert > 1 else parallel.tensor
     total = 0
     for parameter in parameters(hf):
@@ -158,7 +158,7 @@ def saved_per_token(
         return saved + (3 if fused else 5) * b * inner
     kept, experts = hf["num_experts_per_tok"], hf["num_experts"]
     inner = hf["moe_intermediate_size"] // (1 if parallel.expert > 1 else t)
-    # ids, probabilities, the map of who goes where and its sorted form
+    # ids, probabilities, the routing map and its sorted form
     routing = 8 * kept + 4 * kept + experts + 4 * experts + 8 * kept
     swiglu = kept * ((3 if fused else 6) * b * inner + 4)
     return saved + rows * routing + kept * hidden * b + swiglu
@@ -219,9 +219,9 @@ def _head_memory(tokens: int, columns: int, hidden: int, train: TrainSettings) -
         return b * tokens * columns + rows + weight + tokens * _ROW_BYTES + chunks_in_fp32
     of_logits = train.head_logits_dtype or train.dtype
     chunk = min(tokens, train.head_chunk or default_chunk((columns,), torch_dtype(of_logits)))
-    # the gradient of wider logits is a tensor of its own, in the dtype of the model
+    # fp32 logits get their gradient as a separate tensor in the dtype of the model
     of_chunk = chunk * columns * (b if of_logits == train.dtype else DTYPES[of_logits].bytes + b)
-    # the rows with a loss, all of them at most, are a copy; with sequence parallelism it is of the gathered rows
+    # the rows with a loss (at most all rows) are copied; with sequence parallelism, from the gathered rows
     return max(of_chunk, weight) + 2 * rows + tokens * 2 * _ROW_BYTES + chunks_in_fp32
 
 

@@ -60,7 +60,7 @@ def started_at(process: int) -> str | None:
 
 
 class Process(NamedTuple):
-    """One process: its number, which another process gets after its end, and when it started."""
+    """One process: its number, which the system reuses after its end, and the time when it started."""
 
     number: int
     start: str | None
@@ -86,7 +86,7 @@ def wait_for_one(processes: Sequence[Process], timeout: float | None = None) -> 
 def end_group(leader: Process, grace: float) -> None:
     """End a process group: ask, give its leader ``grace`` seconds, then kill what is left."""
     for sent in (signal.SIGTERM, signal.SIGKILL):
-        # the number of a group is free when all of it has ended: by now it may be a stranger's
+        # once the whole group has ended, its number may belong to another group
         if started_at(leader.number) in (leader.start, None):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(leader.number, sent)

@@ -107,7 +107,7 @@ def serve(
 
     Raises ValueError where the port is taken, or the server ended or did not answer in time.
     """
-    # a server that listens everywhere is asked on this machine
+    # a server that listens on all addresses is asked through the loopback address
     asked = "127.0.0.1" if host == "0.0.0.0" else host
     with contextlib.suppress(OSError), socket.create_connection((asked, port), timeout=5):
         raise ValueError(f"something serves port {port} already; --port takes another number")
@@ -178,7 +178,7 @@ def _end_of(log: Path, count: int) -> deque[str]:
 
 
 def stop(log: Path) -> None:
-    """End the server that was left running with this log, and nothing else that has its number by now.
+    """End the server that was left running with this log, unless its process number belongs to another process by now.
 
     Raises ValueError when no server was left running with this log.
     """

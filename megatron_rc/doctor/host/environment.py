@@ -66,7 +66,7 @@ def importable(facts: HostFacts) -> Finding:
 
 @PRESENCE.check
 def version(facts: HostFacts) -> Finding:
-    """The host's version against those whose symbols were read."""
+    """The host's version against those that the patch was written for."""
     facts.require_importable()
     host = facts.host
     if not host.knows(facts.version):
@@ -77,7 +77,7 @@ def version(facts: HostFacts) -> Finding:
 
 @PRESENCE.check
 def python(facts: HostFacts) -> Finding:
-    """This Python against those that the host's own metadata take."""
+    """This Python against the versions that the host's metadata allow."""
     facts.require_importable()
     taken = PYTHON_OF_HOST.get(facts.host.name)
     if taken is not None and facts.python not in taken:
@@ -88,7 +88,7 @@ def python(facts: HostFacts) -> Finding:
 
 @PRESENCE.check
 def dataset_helpers(facts: HostFacts) -> Finding:
-    """The helpers that training compiles when it starts against the installed files."""
+    """The installed dataset helpers against those that training would compile when it starts."""
     facts.require_importable()
     if facts.helpers_folder is None or not facts.host.module.startswith("megatron."):
         return good("make has what it needs, or is not called")
@@ -103,7 +103,7 @@ def dataset_helpers(facts: HostFacts) -> Finding:
 
 @ENVIRONMENT.check
 def megatron_core(facts: Environment) -> Finding:
-    """The installed version against those on which this package was run."""
+    """The installed version against those that this package was tested with."""
     installed = facts.megatron_core
     if installed is None:
         return note("megatron-core is not installed: nothing trains here", INSTALL)

@@ -14,7 +14,7 @@ from megatron_rc.versions import find_module, megatron_core_version
 
 GIVE_FLAGS = "Give them after --, or in a file with --flags-file."
 LIBRARIES = ("torch", "triton", "transformer_engine", "apex", "flash_attn")
-"""Modules, each of the package of its name that installs it."""
+"""Modules whose versions are reported; a package of the same name installs each."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class HostFacts:
     asked: bool = False
     """The user named this host."""
     helpers_folder: str | None = None
-    """Folder without a Makefile in which Megatron calls make before training; None if make can run."""
+    """Folder in which Megatron calls make before training, if it has no Makefile; None if make can run."""
     python: str = field(default_factory=python_version)
     """The version of this Python."""
 

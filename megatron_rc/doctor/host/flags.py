@@ -17,7 +17,7 @@ _LIST = re.compile(r"\$\{\w+\[[@*]\]\}$|\$[@*]$")
 
 
 class Flags:
-    """Flags of a command line by name, without leading dashes; the last of two equal flags counts, as in argparse."""
+    """Flags of a command line by name, without leading dashes; of a repeated flag the last counts, as in argparse."""
 
     def __init__(
         self, words: Sequence[str], maybe: Sequence[str] = (), variables: Mapping[str, str] | None = None
@@ -52,7 +52,7 @@ class Flags:
 
     @property
     def hidden(self) -> tuple[str, ...]:
-        """Words that the shell would replace, perhaps by flags."""
+        """Words that the shell would replace; flags may hide in them."""
         found = []
         begin = program_of(self.words)
         words = (*self.words[begin:], *self.maybe)
@@ -63,7 +63,7 @@ class Flags:
         return tuple(dict.fromkeys(found))
 
     def require_absence(self, name: str) -> None:
-        """Undecided where a flag that is not given may be given out of sight."""
+        """Raise Undecided if a flag that is not visible may hide in a shell variable."""
         if name in self._values or f"no-{name}" in self._values:
             return
         if name in self._in_branches or f"no-{name}" in self._in_branches:

@@ -9,7 +9,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}$]*))?\})")
 _ARGUMENTS = ("$@", "$*")
-"""The arguments of the script itself: doctor judges the script as it runs without any."""
+"""Variables that hold the arguments of the script; doctor judges the script as it runs without arguments."""
 _OPENING = ("if", "for", "while", "until", "case", "select", "{")
 _CLOSING = ("fi", "done", "esac", "}")
 _EXPORTING = ("export", "declare", "local", "readonly", "-x")
@@ -21,20 +21,20 @@ class Script:
     """What is known after the commands of a script: its variables, and the longest command that starts a program."""
 
     files: list[Path]
-    """The script, and the files that it is sourcing, the innermost last."""
+    """The script and the files that it is sourcing now, innermost last."""
     words: list[str] = field(default_factory=list)
     """The command."""
     maybe: list[str] = field(default_factory=list)
-    """Words that the command also has if a branch runs whose condition is not known."""
+    """Words that the command has as well if a branch with an unknown condition runs."""
     variables: dict[str, list[str]] = field(default_factory=dict)
     """Words by variable; a scalar has one."""
     candidates: dict[str, list[str]] = field(default_factory=dict)
-    """Words that a branch gives to a variable, where nothing says whether it runs."""
+    """Words that a variable may hold, because a branch with an unknown condition sets it."""
     branches: list[bool | None] = field(default_factory=list)
-    """Whether each open branch runs; None where that is not known."""
+    """Whether each open branch runs; None if that is unknown."""
 
     def value(self, name: str) -> str | None:
-        """The value of a plain variable; None where it has none, or a branch decides."""
+        """The value of a plain variable; None if it has none or a branch decides it."""
         words = self.variables.get(name)
         return words[0] if words is not None and len(words) == 1 and name not in self.candidates else None
 
@@ -153,7 +153,7 @@ def _value(script: Script, found: re.Match[str]) -> str:
     if value is None or (value == "" and found[3] is not None):
         doubtful = (found[1] or found[2]) in script.candidates
         return found[0] if found[3] is None or doubtful else found[3]
-    # its own name inside of it would be filled in for ever
+    # a value that contains its own name would be filled in forever
     return value if found[0] not in value else found[0]
 
 

@@ -10,7 +10,7 @@ UNTESTED = "Serve with a tested SGLang version and without plugins that rewrite 
 
 
 def damage_of(probe: ProbeAnswer, *reasons: str) -> DamagedAnswer | None:
-    """Why the parser refuses the answer; None when it accepts it.
+    """Why the parser refuses the answer; None if it accepts it.
 
     Raises Undecided where it refuses it for another reason than ``reasons``, or there is no answer.
     """

@@ -20,10 +20,10 @@ PROBES = {
 }
 """Requests that doctor sends, by the names of their answers."""
 PROMPT = (1, 2, 3, 2)
-"""Ids in every vocabulary: an id outside of it would end the server."""
+"""Ids that every vocabulary has; an id outside the vocabulary would crash the server."""
 _LISTED = 5
 _ANY_VOCABULARY = 1 << 31
-"""More ids than a vocabulary has."""
+"""A limit above the size of any vocabulary."""
 
 
 def read_servers(urls: Sequence[str], timeout_s: float) -> list[ServerFacts]:

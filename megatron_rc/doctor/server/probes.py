@@ -1,4 +1,4 @@
-"""Probes: the same tokens scored three times, which names the side that is wrong; they cost minutes of a server."""
+"""Probes score the same tokens three times, which shows which side is wrong; they occupy a server for minutes."""
 
 from collections.abc import Callable
 
@@ -11,15 +11,15 @@ from megatron_rc.doctor.server.scores import Rescore, Scores, exact_share, k3, m
 PROBES: Registry[Scores] = Registry("probes")
 
 FINE_K3 = 1e-3
-"""nats per token; NeMo-RL's documentation calls a smaller gap healthy, and dense models in bf16 have a smaller one."""
+"""nats per token. NeMo-RL's documentation calls a gap below this healthy, and dense models in bf16 stay below it."""
 BROKEN_K3 = 0.015
 """nats per token; prime-rl merges no change of its engines that lifts the gap above this."""
 FLOOR_FACTOR = 10.0
-"""A gap counts if it is this many times the larger self-shift floor: gaps that are all rounding differ by far less."""
+"""A gap counts if it is this many times the larger self-shift floor; gaps caused by rounding alone differ far less."""
 ROUNDING_K3 = 1e-9
 """nats per token; the rounding of fp32 between two kernels stays below it."""
 ROUNDING_FACTOR = 100.0
-"""A small gap to the trainer that is this many times the server's own is more than rounding of the same precision."""
+"""A small gap to the trainer that is this many times the server's own gap is more than rounding at equal precision."""
 TEMPERATURES = tuple(2 ** (step / 8) for step in range(-8, 9))
 """Factors of the asked temperature, 9% apart: half a step changes k2 visibly, and the ends name common mistakes."""
 SAME_TEMPERATURE = 2 ** (1.5 / 8)
@@ -53,7 +53,7 @@ def examine_probes(
 
 @PROBES.check
 def self_shift(scores: Scores) -> Finding:
-    """The server's prefill of sequences alone against the same in one batch."""
+    """The server's prefill of each sequence alone against one batch of all of them."""
     return _floor(
         scores.alone,
         scores.together,
@@ -65,7 +65,7 @@ def self_shift(scores: Scores) -> Finding:
 
 @PROBES.check
 def trainer_self_shift(scores: Scores) -> Finding:
-    """The trainer's log-probs of sequences alone against the same in one micro-batch."""
+    """The trainer's log-probs of each sequence alone against one micro-batch of all of them."""
     if not np.isfinite(scores.trainer - scores.trainer_together).all():
         raise Undecided("the trainer's checkpoint gives log-probs that are not finite", TRAINER)
     return _floor(
@@ -116,7 +116,7 @@ def triangle(scores: Scores) -> Finding:
 
 
 def _guilty(decode_prefill: bool, prefill_trainer: bool, decode_trainer: bool) -> tuple[str, str]:
-    """The guilty side and the fix, from which of the three gaps are large; at least one is."""
+    """The wrong side and its fix, decided by which of the three gaps are large; at least one is."""
     if not decode_prefill:
         return (
             "the server agrees with itself and not with the trainer: weights, conversion or the trainer's numerics",

@@ -8,7 +8,7 @@ from megatron_rc.rollout.sglang.request import Request, missing_kept_ids
 SAMPLING: Registry[Facts] = Registry("sampling")
 
 SMALLEST_GAP = 0.05
-"""Nats between the first and the fifth token below which rounding hides a temperature."""
+"""Nats between the first and the fifth token. With a smaller distance rounding hides the temperature."""
 
 
 def top_gap(facts: Facts, probe: str) -> float:
@@ -43,7 +43,7 @@ def kept_ids(facts: Facts) -> Finding:
         return good("top_p=1 and top_k=-1 keep the whole vocabulary, so no kept ids are needed")
     fields = facts.server.request_fields
     if fields is not None and "return_sampling_mask" not in fields:
-        info = {}  # a server without the field has no limit either, whatever it says
+        info = {}  # a server without this field does not limit the kept ids either, whatever it reports
     if missing := missing_kept_ids(info, params):
         return error(*missing)
     most = info["sampling_mask_max_tokens"]

@@ -23,13 +23,13 @@ Rescore = Callable[[Sequence[Sequence[int]], int, Sequence[float], int], list[Lo
 """(sequences of one length, first position, temperatures, micro-batch size) -> log-probs per temperature."""
 
 PROMPTS = 16
-"""Sequences that are sampled: enough that a batch of them takes another path through the kernels than one alone."""
+"""Sequences to sample: enough for a batch of them to take other kernels than a single sequence."""
 PROMPT_TOKENS = 16
 RESPONSE_TOKENS = 64
-"""16 x 64 tokens decide k3 = 1e-3 against a floor of 1e-4 in minutes, even where the trainer runs on a CPU."""
+"""16 x 64 tokens tell k3 = 1e-3 from a floor of 1e-4, and take minutes even if the trainer runs on a CPU."""
 SEED = 20
 _COMMON_IDS = 1000
-"""Ids below this are in every vocabulary of a trained model; an id outside of its vocabulary would end a server."""
+"""Every trained model has the ids below this; an id outside its vocabulary would crash a server."""
 QUIET = "Run doctor --probe while no job uses or updates the server."
 
 
@@ -38,7 +38,7 @@ class Scores:
     """Log-probs of one sample of tokens, all under the same weights of the server."""
 
     decode: Logprobs
-    """As the server logged them when it drew the tokens, at temperature 1."""
+    """As the server returned them when it sampled the tokens, at temperature 1."""
     alone: Logprobs
     """By the server's prefill of prompt and response, one sequence at a time."""
     together: Logprobs
@@ -51,9 +51,9 @@ class Scores:
     asked_temperature: float
     """Temperature of the second sample."""
     warm: Logprobs
-    """As the server logged the tokens of the second sample."""
+    """As the server returned them for the second sample."""
     warm_trainer: Mapping[float, Logprobs]
-    """The trainer's log-probs of the second sample, by the temperature that it divided by."""
+    """The trainer's log-probs of the second sample: temperature -> log-probs."""
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""A run at learning rate 0: weights that do not change are sent again and again, and the gap must stay where it was."""
+"""A run at learning rate 0: the same weights are sent again and again, and the gap must not grow."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Course:
 def examine_syncs(
     served: ServerFacts, trainer: TrainerFacts, model: TrainerModel, syncs: int, timeout_s: float
 ) -> list[Finding]:
-    """The finding about ``syncs`` updates of a server with the weights of ``model``, which it holds afterwards."""
+    """The finding after ``syncs`` updates of a server with the weights of ``model``, which the server then keeps."""
     try:
         course = measure(served, trainer, model, syncs, timeout_s)
     except Undecided as missing:

@@ -16,7 +16,7 @@ from megatron_rc.settings.model import Dtype, ModelSettings
 
 
 class TrainerModel:
-    """A checkpoint in memory; the GPU is left to the server."""
+    """A checkpoint in the memory of the CPU, so that the server has the GPU for itself."""
 
     def __init__(self, hf_path: str, dtype: Dtype) -> None:
         """
@@ -32,7 +32,7 @@ class TrainerModel:
             model, loading = loader.from_pretrained(hf_path, output_loading_info=True, **options)
         except (OSError, RuntimeError) as error:
             raise ValueError(f"{hf_path} is not a readable checkpoint: {' '.join(str(error).split())[:200]}") from None
-        # transformers fills what is missing with random numbers
+        # transformers would fill missing tensors with random numbers
         if missing := sorted(loading["missing_keys"]):
             raise ValueError(f"{hf_path} lacks {len(missing)} tensors of its model, such as {missing[0]}")
         self._model = model.eval().requires_grad_(False)
