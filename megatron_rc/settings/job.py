@@ -56,8 +56,6 @@ class JobSettings(HasLRRule):
 
     def __post_init__(self) -> None:
         check_lr_rules(self.lr_decay, self.lr_gate, self.correction)
-        if self.train.eval_weights == "trained" and self.rollout.engine != "hf":
-            raise ValueError(f"train.eval_weights must be 'served' when rollout.engine is {self.rollout.engine!r}")
 
     @property
     def fresh(self) -> bool:
