@@ -24,6 +24,7 @@ from megatron_rc.report.comparison_page import write_comparison
 from megatron_rc.report.context import SETTINGS_FILE
 from megatron_rc.report.grid import read_run, write_grid
 from megatron_rc.report.log import read_metrics
+from megatron_rc.settings import combinations
 from megatron_rc.settings.job import JobSettings
 
 
@@ -233,7 +234,9 @@ def _train(grid: GridSettings, data: dict[str, Any], folder: Path) -> None:
 
 
 def _settings(data: dict[str, Any]) -> JobSettings:
-    return schema.from_dict(JobSettings, data)
+    settings = schema.from_dict(JobSettings, data)
+    combinations.check(settings)
+    return settings
 
 
 def _fields(grid: GridSettings, choices: Mapping[str, str]) -> dict[str, Any]:

@@ -60,22 +60,16 @@ def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job]:
     from megatron_rc.models.config import hf_config_dict
     from megatron_rc.report import sinks
     from megatron_rc.rollout.perturb import StaleEngine, perturbed
+    from megatron_rc.settings import combinations
     from megatron_rc.training import groups as parallel
-    from megatron_rc.training.kept_steps import check_dump
     from megatron_rc.training.loop import Job
     from megatron_rc.training.observers import Observers
     from megatron_rc.training.policy import Policy
-    from megatron_rc.training.rollout_queue import check_asynchronous
-    from megatron_rc.training.sampling_weights import check_sampling_weights
-    from megatron_rc.training.step.reinforce import check_modes
 
-    check_asynchronous(settings)
-    check_sampling_weights(settings)
-    check_modes(settings.correction, settings.loss, settings.train)
-    check_dump(settings, every_step=dump)
     task = _task(settings, hf_config_dict(settings.model))
     folder, rollout = Path(settings.output), settings.rollout
     with parallel.initialized(settings.parallel, settings.train.seed) as groups, ExitStack() as leaving:
+        combinations.check(settings, every_step=dump, ranks=groups.data_size)
         groups.gather(lambda: sinks.requested(vars(settings.log)) if groups.is_writer else {})
         if fresh and groups.is_writer:
             _delete_outputs(folder)

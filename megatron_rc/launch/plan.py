@@ -10,9 +10,10 @@ from megatron_rc.launch import layout, memory
 from megatron_rc.launch.layout import Command, Options
 from megatron_rc.models.config import hf_config_dict, moe_layers
 from megatron_rc.models.layout import check_model, check_processes
+from megatron_rc.settings import combinations
 from megatron_rc.settings.job import JobSettings
 from megatron_rc.settings.model import ModelSettings
-from megatron_rc.tasks.registry import OPTIONS
+from megatron_rc.tasks.registry import TASKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Plan:
     def longest_prompt(self) -> int:
         """Most tokens of a prompt."""
         task = self.settings.task
-        return schema.from_dict(OPTIONS[task.kind], dict(task.options), where="task.options").longest_prompt
+        return schema.from_dict(TASKS[task.kind].options, dict(task.options), where="task.options").longest_prompt
 
     @property
     def longest(self) -> int:
@@ -91,6 +92,7 @@ def make_plan(settings: JobSettings) -> Plan:
         raise ValueError("model.hf_path must name a checkpoint on every node, for the servers to start from")
     check_processes(parallel, plan.train_gpus)
     check_model(hf, parallel)
+    combinations.check(settings, ranks=plan.data_size)
     for rank, training in enumerate(layout.nodes_of(cluster)):
         if len(training) % parallel.tensor:
             got = f"{parallel.tensor} and {len(training)} on node {rank}"

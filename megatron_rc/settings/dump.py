@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from megatron_rc.schema.limits import check_at_least
 
 _SMALLEST = 1024**2
+"""Bytes; less is a mistake, such as 512 for 512 MiB."""
+COMPUTED_ON_DEMAND = ("kept_mass", "varentropy")
+"""Settings, and the columns of these names, that read the logits of the old pass once more."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,25 +8,6 @@ from megatron_rc.batch import TokenBatch
 from megatron_rc.dump.schema import is_kept_step, step_files
 from megatron_rc.dump.writer import DumpWriter
 from megatron_rc.settings.dump import DumpSettings
-from megatron_rc.settings.job import JobSettings
-
-COMPUTED_ON_DEMAND = ("kept_mass", "varentropy")
-"""Settings of the dump, and the columns of these names, that read the logits of the old pass once more."""
-
-
-def check_dump(settings: JobSettings, *, every_step: bool) -> None:
-    """Raises ValueError for settings of the dump that could not act."""
-    dump, correction = settings.dump, settings.correction
-    for name in COMPUTED_ON_DEMAND:
-        if not getattr(dump, name):
-            continue
-        if not every_step and not dump.keep:
-            raise ValueError(f"dump.{name} must be false when dump.keep is 0 and --dump is not given: no step is kept")
-        if correction.old != "recompute":
-            why = "the pass before the update computes it"
-            raise ValueError(f"dump.{name} needs correction.old='recompute', got {correction.old!r}: {why}")
-    if dump.kept_mass and not settings.rollout.sampling().truncates:
-        raise ValueError("dump.kept_mass needs rollout.top_p below 1 or a rollout.top_k: without them all ids are kept")
 
 
 class StepDump:

@@ -21,9 +21,8 @@ from megatron_rc.training.observers import Observers
 from megatron_rc.training.policy import Policy
 from megatron_rc.training.rollout_queue import RolloutQueue
 from megatron_rc.training.sampling_weights import SamplingWeights
-from megatron_rc.training.step.control import check_data_parallel
 from megatron_rc.training.step.reinforce import StepResult, reinforce_step
-from megatron_rc.training.step.routing import Routing, check_routing
+from megatron_rc.training.step.routing import Routing
 from megatron_rc.training.step.sampling import Request, SampledBatch, Sampler
 from megatron_rc.training.step.supervised import demonstration_batch, supervised_step
 
@@ -46,8 +45,6 @@ class Job:
 
     def __post_init__(self) -> None:
         settings, rollout = self.settings, self.settings.rollout
-        check_routing(settings.moe, settings.correction)
-        check_data_parallel(settings.train.control, self.groups.data_size)
         self.routing = Routing(settings.moe, settings.correction, self.policy) if settings.moe.active else None
         self.sampling = rollout.sampling(self.task.stop_token_ids)
         drawn = replace(self.sampling, hidden=rollout.hidden if rollout.hidden.active else None)

@@ -17,18 +17,6 @@ from megatron_rc.training.groups import SharedError
 from megatron_rc.training.step.sampling import Part, Request, SampledBatch, Sampler
 
 
-def check_asynchronous(settings: JobSettings) -> None:
-    """Raises ValueError for settings that an asynchronous loop cannot obey."""
-    rollout = settings.rollout
-    if not settings.train.asynchronous:
-        return
-    if rollout.engine == "replay":
-        raise ValueError("train.asynchronous must be 0 when rollout.engine is 'replay': nothing is left to sample")
-    if rollout.staleness:
-        why = "the samples would be older than train.asynchronous allows"
-        raise ValueError(f"rollout.staleness must be 0 with train.asynchronous, got {rollout.staleness}: {why}")
-
-
 @dataclass
 class Rollout:
     """One entry of the queue."""

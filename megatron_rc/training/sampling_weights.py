@@ -17,19 +17,6 @@ FOLDER = "sampling_weights"
 """Folder of a checkpoint that holds a Hugging Face checkpoint per version."""
 
 
-def check_sampling_weights(settings: JobSettings) -> None:
-    """Raises ValueError where train.keep_sampling_weights cannot act."""
-    if not settings.train.keep_sampling_weights:
-        return
-    if settings.correction.old != "recompute":
-        why = "only the old pass of the whole batch can be compared with the weights that sampled"
-        got = f"got {settings.correction.old!r}"
-        raise ValueError(f"correction.old must be 'recompute' with train.keep_sampling_weights, {got}: {why}")
-    if settings.rollout.engine == "replay":
-        why = "the weights of another job sampled the recording"
-        raise ValueError(f"train.keep_sampling_weights must be false when rollout.engine is 'replay': {why}")
-
-
 class SamplingWeights:
     """Copies of this rank's weights on the host: of the trained version, and of those up to ``oldest`` versions older.
 

@@ -12,7 +12,7 @@ from megatron_rc.correction.correct import Corrected, correct
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.engine import Sample, SamplingParams
 from megatron_rc.training.microbatches import Share
-from megatron_rc.training.step.control import check_data_parallel, controlled
+from megatron_rc.training.step.control import controlled
 
 SEQUENCES, TRAINED, BROKEN = 40, 30, 4
 TOKEN_TRUNCATE = RolloutCorrection.preset("token-tis")
@@ -129,10 +129,3 @@ def test_the_mean_weight_keeps_every_token_and_the_sum_of_the_weights(correction
     weights, _, mean, mask = run(correction, "mean-weight", IN_ORDER)
     assert len(set(flat(mean))) == 1 and all(flat(mask))
     assert sum(flat(mean)) == pytest.approx(sum(flat(weights)), rel=1e-6)
-
-
-def test_a_control_of_a_batch_in_parts_is_refused() -> None:
-    check_data_parallel("none", 2)
-    check_data_parallel("mean-weight", 1)
-    with pytest.raises(ValueError, match="train.control must be 'none' with 2 data-parallel ranks"):
-        check_data_parallel("mean-weight", 2)

@@ -1,21 +1,23 @@
 """Settings of a job that cannot act together, or at all, are refused by name when the job starts."""
 
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from megatron_rc.jobs.describe import describe
+from megatron_rc.settings import combinations
 from megatron_rc.settings import job as settings
+from megatron_rc.settings.job import JobSettings
 from megatron_rc.settings.train import TrainSettings
-from megatron_rc.training.kept_steps import check_dump
-from megatron_rc.training.rollout_queue import check_asynchronous
-from megatron_rc.training.sampling_weights import check_sampling_weights
-from megatron_rc.training.step.reinforce import check_modes
+
+ROOT = Path(__file__).parents[2]
 
 
-def check(text: str, dump: bool = True) -> None:
-    job = settings.load(text)
-    check_asynchronous(job)
-    check_sampling_weights(job)
-    check_modes(job.correction, job.loss, job.train)
-    check_dump(job, every_step=dump)
+def check(text: str, **start: Any) -> None:
+    combinations.check(settings.load(text), **start)
 
 
 REFUSED = [
@@ -43,6 +45,18 @@ REFUSED = [
     ("dump: {keep: -1}", "keep must be >= 0"),
     ("dump: {max_bytes: 1000}", "max_bytes must be >= 1048576"),
     ("dump: {kept_mass: true}", "dump.kept_mass needs rollout.top_p below 1"),
+    ("{correction: {preset: token-tis, old: current}, dump: {kept_mass: true}}",
+     "dump.kept_mass needs correction.old='recompute'"),
+    ("{rollout: {engine: sglang}, train: {eval_weights: trained}}",
+     "^train.eval_weights must be 'served' when rollout.engine is 'sglang'"),
+    ("{correction: {old: current}, loss: {denominator: kept}}",
+     "^loss.denominator must be 'original' when correction.old is 'current': "),
+    ("{correction: {old: current}, moe: {replay: R2}}",
+     "^correction.old must be 'recompute' when moe.replay is 'R2', which replays .* got 'current'$"),
+    ("{correction: {reject: [{statistic: route_shift, upper: 1}]}, moe: {replay: R3}}",
+     "needs moe.record=true and correction.old='recompute': .* got False and 'recompute'$"),
+    ("{correction: {reject: [{statistic: route_shift, upper: 1}], old: current}, moe: {record: true}}",
+     "needs moe.record=true and correction.old='recompute': .* got True and 'current'$"),
     ("{correction: {preset: token-tis, old: current}, dump: {varentropy: true}}",
      "dump.varentropy needs correction.old='recompute'"),
     ("train: {head_chunk: 256}", "head_chunk must be null with head 'logits', which makes all logits, got 256"),
@@ -63,8 +77,64 @@ def test_the_same_settings_are_taken_where_they_act() -> None:
         check(f"rollout: {{{alone}}}")
     check("correction: {old: current}")
     check("dump: {keep: 0, varentropy: true}")
-    with pytest.raises(ValueError, match="dump.varentropy must be false when dump.keep is 0"):
-        check("dump: {keep: 0, varentropy: true}", dump=False)
+    check("{correction: token-tis, train: {control: mean-weight}}")
+    check("train: {control: none}", ranks=2)
+
+
+STARTED = [
+    ("dump: {keep: 0, varentropy: true}", {"every_step": False}, "dump.varentropy must be false when dump.keep is 0"),
+    ("{dump: {keep: 0, kept_mass: true}, rollout: {top_k: 2}}", {"every_step": False}, "dump.kept_mass must be false"),
+    ("{correction: token-tis, train: {control: mean-weight}}", {"ranks": 2}, "with 2 data-parallel ranks: "),
+]
+
+
+@pytest.mark.parametrize(("text", "start", "sentence"), STARTED)
+def test_what_cannot_act_when_a_job_starts_this_way_is_refused(text: str, start: Any, sentence: str) -> None:
+    check(text)
+    with pytest.raises(ValueError, match=sentence):
+        check(text, **start)
+
+
+def test_every_row_of_the_combinations_is_refused_by_an_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = combinations.COMBINATIONS
+    examples: list[Any] = [*((text, {}, said) for text, said in REFUSED), *STARTED]
+    for row in rows:
+        monkeypatch.setattr(combinations, "COMBINATIONS", [other for other in rows if other is not row])
+        missed = 0
+        for text, start, sentence in examples:
+            try:
+                check(text, **start)
+                missed += 1
+            except ValueError as error:
+                missed += not re.search(sentence, str(error))
+        assert missed, f"no example needs {row.sentence!r}"
+
+
+NOT_OF_SETTINGS_ALONE = {
+    "grid._warmed": "sets one of them",
+    "routing.check": "the sampler returned no routes",
+    "routing.moe_shape": "the model has no experts",
+    "send_disk.__init__": "a job fills the folder in; an engine of another caller may lack it",
+    "verdicts.check": "judges the jobs of a grid together",
+}
+"""Functions with a sentence that names two settings but judges something else."""
+
+
+def test_no_module_that_runs_a_job_refuses_two_settings_itself() -> None:
+    """A sentence that names two settings belongs to the list, which nobody can forget to call."""
+    names = "|".join(re.escape(field.name) for field in describe(JobSettings) if "." in field.name)
+    paths = [path for room in ("training", "jobs", "rollout") for path in (ROOT / "megatron_rc" / room).rglob("*.py")]
+    nodes = [(path.stem, node) for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+    found = set()
+    for file, function in nodes:
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        inside = [node for statement in function.body for node in ast.walk(statement)]
+        texts = [str(node.value) for node in inside if isinstance(node, ast.Constant)]
+        texts = texts[1:] if ast.get_docstring(function) else texts
+        if any(isinstance(node, ast.Raise) for node in inside) and len(set(re.findall(names, " ".join(texts)))) > 1:
+            found.add(f"{file}.{function.name}")
+    assert found == set(NOT_OF_SETTINGS_ALONE)
 
 
 def test_a_dtype_of_the_head_is_refused_also_where_python_makes_the_settings() -> None:

@@ -11,6 +11,7 @@ from megatron_rc.doctor.registry import Known, Undecided
 from megatron_rc.files import read_json
 from megatron_rc.models.config import hf_config_dict
 from megatron_rc.rollout.sglang.request import Piece, Request
+from megatron_rc.settings import combinations
 from megatron_rc.settings import job as settings
 from megatron_rc.settings.job import JobSettings
 from megatron_rc.settings.model import ModelSettings
@@ -182,6 +183,7 @@ def read_trainer(config: Path | None, hf_path: str | None, assignments: Sequence
 
     model_change = [] if hf_path is None else [f"model.hf_path={json.dumps(hf_path)}"]
     job = settings.load(config, [*assignments, *model_change])
+    combinations.check(job)
     task = build_task(job.task.kind, job.task.options, seed=job.train.seed, tokenizer=job.model.hf_path)
     prompts = [*task.prompts(0, job.rollout.prompts_per_step), *task.eval_prompts()]
     return TrainerFacts(

@@ -14,26 +14,6 @@ from megatron_rc.training.microbatches import Share
 _FROM_SMALL = ("token", "segment", "sequence")
 
 
-def check_control(control: Control, correction: RolloutCorrection) -> None:
-    """Raises ValueError for a control that the correction gives nothing to do, or that sees less than the batch."""
-    if control == "none":
-        return
-    if correction.old != "recompute":
-        why = "weights of the whole batch are not known before its update"
-        raise ValueError(f"train.control must be 'none' when correction.old is {correction.old!r}: {why}")
-    if control == "random-mask" and not _dropping_units(correction):
-        raise ValueError("train.control must not be 'random-mask' for a correction that drops nothing")
-    if control != "random-mask" and correction.weight is None and not correction.reject:
-        raise ValueError(f"train.control must not be {control!r} for a correction without weight and rejections")
-
-
-def check_data_parallel(control: Control, ranks: int) -> None:
-    """Refuse a control when each process sees only part of the batch."""
-    if control != "none" and ranks > 1:
-        why = "tokens change places within the whole rollout batch"
-        raise ValueError(f"train.control must be 'none' with {ranks} data-parallel ranks: {why}")
-
-
 def controlled(
     corrected: Corrected, share: Share, old_logprobs: Tensor, *, parts: int, control: Control, seed: int
 ) -> Corrected:

@@ -26,7 +26,7 @@ from megatron_rc.training.groups import Groups, SharedError
 from megatron_rc.training.microbatches import NO_EXTRAS, MicroExtras, Share, mini_batches, share_of, split_rows
 from megatron_rc.training.policy import Policy, UpdateResult
 from megatron_rc.training.sampling_weights import OlderVersions, SamplingWeights
-from megatron_rc.training.step.control import check_control, controlled
+from megatron_rc.training.step.control import controlled
 from megatron_rc.training.step.learning_rate import StepRate
 from megatron_rc.training.step.metrics import merged, pooled, response_lengths, rollout_metrics, update_metrics
 from megatron_rc.training.step.micro_loss import Collected, MicroLoss
@@ -78,24 +78,6 @@ NO_SAMPLING_LOGPROBS = (
     "correction.weight.staleness_upper must be null: the batch holds samples of older weights, and neither copies of "
     "those weights nor log-probs by them (sampling_logprobs of TokenBatch) are there"
 )
-
-
-def check_modes(correction: RolloutCorrection, loss: LossSettings, train: TrainSettings) -> None:
-    """Raises ValueError for combinations that would be computed on less than they need."""
-    correction.check_surrogate(loss.surrogate)
-    check_control(train.control, correction)
-    if correction.old == "recompute":
-        return
-    if Plan.of(correction).has_two_factors:
-        why = "only the old pass of the whole batch can be compared with the weights that sampled"
-        raise ValueError(f"correction.weight.staleness_upper must be null when old is {correction.old!r}: {why}")
-    correction.check_one_micro_batch(f"a job whose correction.old is {correction.old!r}")
-    if loss.denominator == "kept":
-        why = "the kept tokens of the whole batch are not known before its update"
-        raise ValueError(f"loss.denominator must be 'original' when correction.old is {correction.old!r}: {why}")
-    if correction.old == "current" and train.mini_batches_per_rollout > 1:
-        why = "after the first optimizer step current is no longer the old policy"
-        raise ValueError(f"train.mini_batches_per_rollout must be 1 when correction.old is 'current': {why}")
 
 
 def reinforce_step(

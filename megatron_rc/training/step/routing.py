@@ -38,17 +38,6 @@ def moe_shape(hf: dict[str, Any]) -> MoeShape:
     )
 
 
-def check_routing(settings: MoeSettings, correction: RolloutCorrection) -> None:
-    """Raises ValueError for settings that need routes which no pass computes."""
-    if settings.replay == "R2" and correction.old != "recompute":
-        needs = "correction.old must be 'recompute' when moe.replay is 'R2', which replays the routes of that pass"
-        raise ValueError(f"{needs}, got {correction.old!r}")
-    if _judges_routes(correction) and (not settings.record or correction.old != "recompute"):
-        needs = "a rejection on 'route_shift' needs moe.record=true and correction.old='recompute'"
-        why = f"it compares the routes of that pass with the sampler's, got {settings.record!r} and {correction.old!r}"
-        raise ValueError(f"{needs}: {why}")
-
-
 def _judges_routes(correction: RolloutCorrection) -> bool:
     return any(gate.statistic == "route_shift" for gate in correction.reject)
 
