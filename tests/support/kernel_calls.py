@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from correction_book import case
+from extras import correct
 from torch import Tensor
 
 from megatron_rc.backend import backend_module
 from megatron_rc.batch import Support
-from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 from megatron_rc.logprobs.linear import linear_logprobs, linear_policy_loss
