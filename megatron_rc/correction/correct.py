@@ -1,17 +1,20 @@
 """correct(): log-ratios of a rollout batch -> importance weights, mask, metrics; pair_metrics(): the metrics alone."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.backend import backend_module
-from megatron_rc.correction.inputs import Extras, Pair, check_inputs, check_pair, check_tokens
+from megatron_rc.backend import use_triton
+from megatron_rc.collectives import Group
+from megatron_rc.correction.inputs import Extras, Inputs, Pair, check_inputs, check_pair, check_tokens
 from megatron_rc.correction.measured_upper import settled
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.part_metrics import PART_METRICS
 from megatron_rc.correction.plan import Plan
+from megatron_rc.correction.reference.sums import Computed, Statistics
 from megatron_rc.correction.settings import RolloutCorrection
 
 _NO_EXTRAS = Extras()
@@ -33,6 +36,25 @@ class Corrected:
     """The settings that made it; `policy_loss` refuses arguments that contradict them."""
     mean_k3: Tensor | None = None
     """0-d, fp64: the K that the gate "standardized" used, pooled over DP x CP or as given; None without that gate."""
+
+
+class CorrectionBackend(Protocol):
+    """What `reference.correction` computes in PyTorch, and `fused` with kernels."""
+
+    def correct(self, pair: Pair, inputs: Inputs, plan: Plan, dp_group: Group, cp_group: Group) -> Computed: ...
+
+    def pair_metrics(self, pair: Pair, log_ratio_bound: float, cp_group: Group, sequences: bool) -> Statistics: ...
+
+
+def computing(backend: str, **tensors: Tensor | None) -> CorrectionBackend:
+    """The module that computes, by `use_triton`."""
+    if use_triton(backend, **tensors):
+        from megatron_rc.correction import fused
+
+        return fused
+    from megatron_rc.correction.reference import correction
+
+    return correction
 
 
 def correct(
@@ -107,11 +129,12 @@ def correct(
         # 0 times NaN or an infinity is NaN: a token that is corrupt on any side becomes corrupt in one operation
         rollout = torch.add(pair.rollout_logprobs, inputs.sampling_logprobs, alpha=0)
         pair = pair._replace(rollout_logprobs=rollout)
-    computed = backend_module("correction", backend, **pair._asdict(), **inputs.tensors())
+    module = computing(backend, **pair._asdict(), **inputs.tensors())
     with torch.no_grad():
-        weights, mask, bad_sequences, sums, used_k3 = computed.correct(pair, inputs, plan, dp_group, cp_group)
-    shape, metrics = loss_mask.shape, MetricSums(sums, PART_METRICS)
-    return Corrected(weights.view(shape), mask.view(shape), bad_sequences, metrics, correction, used_k3)
+        found = module.correct(pair, inputs, plan, dp_group, cp_group)
+    weights, mask = found.weights.view(loss_mask.shape), found.mask.view(loss_mask.shape)
+    metrics = MetricSums(found.statistics, PART_METRICS)
+    return Corrected(weights, mask, found.bad_sequences, metrics, correction, found.mean_k3)
 
 
 def pair_metrics(
@@ -148,6 +171,6 @@ def pair_metrics(
         check_tokens(train_logprobs, rollout_logprobs, loss_mask)
         # sequence boundaries do not matter here
         pair = Pair(train_logprobs.reshape(1, -1), rollout_logprobs.reshape(1, -1), loss_mask.reshape(1, -1), None)
-    computed = backend_module("correction", backend, **pair._asdict())
+    module = computing(backend, **pair._asdict())
     with torch.no_grad():
-        return MetricSums(computed.pair_metrics(pair, log_ratio_bound, cp_group, sequences))
+        return MetricSums(module.pair_metrics(pair, log_ratio_bound, cp_group, sequences))

@@ -15,7 +15,7 @@ from megatron_rc.correction.reference.factors import FACTOR_SUMS
 from megatron_rc.correction.reference.lags import LAG_BINS, OF_LAGS
 from megatron_rc.correction.reference.log_ratio import pair_log_ratio
 from megatron_rc.correction.reference.prefix import carried
-from megatron_rc.correction.reference.sums import Statistics, square_of
+from megatron_rc.correction.reference.sums import Computed, Statistics, square_of
 from megatron_rc.kernels.chunks import Tokens
 from megatron_rc.kernels.columns import COUNT, Column, num_sums
 from megatron_rc.kernels.correction import correction_fwd
@@ -40,10 +40,8 @@ class _KernelPlan(NamedTuple):
     """(place among the sums of metrics, power) of each sum that scales with the weights."""
 
 
-def correct(
-    pair: Pair, inputs: Inputs, plan: Plan, dp_group: Group, cp_group: Group
-) -> tuple[Tensor, Tensor, Tensor, Statistics, Tensor | None]:
-    """Weights [N], mask [N], bad_sequences [S], statistics and mean k3 of `megatron_rc.correct`."""
+def correct(pair: Pair, inputs: Inputs, plan: Plan, dp_group: Group, cp_group: Group) -> Computed:
+    """The correction of `megatron_rc.correct`."""
     parallel = not is_alone(cp_group)
     rows = {
         "lags": inputs.lags,
@@ -87,7 +85,7 @@ def correct(
         place = compiled.rows.sums.index("weight")
         totals = all_reduced(all_reduced(vector[place : place + 2], cp_group), dp_group)
         vector = normalize_fwd(weights, totals, vector, compiled.powers)
-    return weights, mask, bad_sequences, _statistics(compiled.rows, vector), mean_k3
+    return Computed(weights, mask, bad_sequences, _statistics(compiled.rows, vector), mean_k3)
 
 
 def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: Group, sequences: bool) -> Statistics:

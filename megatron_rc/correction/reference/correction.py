@@ -25,6 +25,7 @@ from megatron_rc.correction.reference.rejection_statistics import (
 )
 from megatron_rc.correction.reference.segments import given_segments, runs_of_mask, unit_sums
 from megatron_rc.correction.reference.sums import (
+    Computed,
     Parts,
     Statistics,
     TokenOutcome,
@@ -35,10 +36,8 @@ from megatron_rc.correction.reference.sums import (
 )
 
 
-def correct(
-    pair: Pair, inputs: Inputs, plan: Plan, dp_group: Group, cp_group: Group
-) -> tuple[Tensor, Tensor, Tensor, Statistics, Tensor | None]:
-    """Weights [N], mask [N], bad_sequences [S], statistics and mean k3 of `megatron_rc.correct`."""
+def correct(pair: Pair, inputs: Inputs, plan: Plan, dp_group: Group, cp_group: Group) -> Computed:
+    """The correction of `megatron_rc.correct`."""
     check_offsets_on_cpu(pair)
     ratio, sequence_of_token = pair_log_ratio(pair)
     tokens = token_statistics(ratio, plan.correction.log_ratio_bound)
@@ -69,7 +68,7 @@ def correct(
     sequences, first = batch.units["sequence"], is_first_rank(cp_group)
     whole = sequence_statistics(sequences, outcome, judged, plan.correction.log_ratio_bound, counts=first)
     statistics = (tokens | whole | _of_standardized(batch, counts=first)).joined()
-    return weights, mask, sequences.corrupt, statistics, batch.mean_k3
+    return Computed(weights, mask, sequences.corrupt, statistics, batch.mean_k3)
 
 
 def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: Group, sequences: bool) -> Statistics:
