@@ -14,7 +14,7 @@ from existing_loop import LENGTH, LR, build_model, logprobs_of, roll_out
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megatron_rc import Rejection, RolloutCorrection, Weight, correct, loss_scale, policy_loss
+from megatron_rc import Extras, Rejection, RolloutCorrection, Weight, correct, loss_scale, policy_loss
 from megatron_rc.moe.replay import RoutedSchedule
 from megatron_rc.moe.routers import routers_of
 from megatron_rc.moe.shift import expert_shift
@@ -77,7 +77,7 @@ def train(replay: bool, steps: int = 40) -> None:
             old = logprobs.detach()
             corrected = correct(
                 old, rollout_logprobs, mask, correction=CORRECTION, advantages=advantages,
-                statistics={"route_shift": route_shift},
+                extras=Extras({"route_shift": route_shift}),
             )  # fmt: skip
             corrected.metrics.check()
             scale = loss_scale(mask, corrected.mask)

@@ -11,6 +11,7 @@ from megatron_rc import versions
 
 if TYPE_CHECKING:
     from megatron_rc.correction.correct import Corrected, correct
+    from megatron_rc.correction.inputs import Extras
     from megatron_rc.correction.metrics import MetricSums
     from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
     from megatron_rc.integrations.patching import Patch, patch
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Corrected",
+    "Extras",
     "LRGate",
     "LengthDecayLR",
     "LinearPolicyLoss",
@@ -48,6 +50,7 @@ __all__ = [
 
 _NAMES_IN = {
     "correction.correct": ("Corrected", "correct"),
+    "correction.inputs": ("Extras",),
     "correction.metrics": ("MetricSums",),
     "correction.settings": ("Rejection", "RolloutCorrection", "Weight"),
     "integrations.patching": ("Patch", "patch"),

@@ -13,10 +13,8 @@ BACKENDS = ("auto", "torch", "triton")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _TWINS = {
-    "correction": ("megatron_rc.correction.reference.correction", "megatron_rc.correction.fused"),
     "linear_head": ("megatron_rc.logprobs.reference.linear", "megatron_rc.logprobs.fused.linear"),
     "policy_loss": ("megatron_rc.loss.reference", "megatron_rc.loss.fused"),
-    "routes": ("megatron_rc.moe.reference", "megatron_rc.moe.fused"),
     "rows": ("megatron_rc.logprobs.reference.rows", "megatron_rc.logprobs.fused.rows"),
 }
 """What is computed -> the module in PyTorch, and the one that drives the kernels."""

@@ -165,7 +165,7 @@ def loss(tokens: int, meter: Meter) -> dict[str, Call]:
 
 def routes(tokens: int, layers: int, k: int, meter: Meter, experts: int = 128) -> dict[str, Call]:
     """`compare_routes` of int16 ids; a few of them differ."""
-    from megatron_rc.backend import backend_module
+    from megatron_rc.moe.compare import computing
 
     # k distinct experts: an odd step never meets itself among a power of two of them
     steps, new = torch.arange(k, device=meter.device) * 13, meter.new(tokens)
@@ -174,10 +174,10 @@ def routes(tokens: int, layers: int, k: int, meter: Meter, experts: int = 128) -
     b = torch.where(moved, (a + 1) % experts, a).flip(-1).to(torch.int16).contiguous()
     mask = torch.rand(tokens, **new) < 0.8
     ways = {
-        name: partial(backend_module("routes", backend).compare_routes, a.to(torch.int16), b, mask)
+        name: partial(computing(backend).compare_routes, a.to(torch.int16), b, mask)
         for name, backend in BACKENDS.items()
     }
-    expected = backend_module("routes", "torch").compare_routes(a, b.long(), mask)
+    expected = computing("torch").compare_routes(a, b.long(), mask)
 
     def errors(way: Callable[[], tuple[Tensor, ...]]) -> Figures:
         return {"numbers that differ": float(sum((f != e).sum() for f, e in zip(way(), expected, strict=True)))}

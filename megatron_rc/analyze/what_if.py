@@ -154,6 +154,7 @@ def _correct(method: RolloutCorrection, chunk: Chunk) -> tuple[Floats, Flags]:
     import torch
 
     from megatron_rc.correction.correct import correct
+    from megatron_rc.correction.inputs import Extras
 
     segments, lags, plan = None, None, Plan.of(method)
     if plan.reads_lags:
@@ -162,6 +163,7 @@ def _correct(method: RolloutCorrection, chunk: Chunk) -> tuple[Floats, Flags]:
         turns = chunk.tokens["turn"]
         begins = (chunk.index == 0) | np.concatenate([[True], turns[1:] != turns[:-1]])
         segments = torch.from_numpy(np.cumsum(begins) - 1)
+    statistics = {name: torch.from_numpy(chunk.per_token(name).astype(np.float64)) for name in plan.statistics}
     corrected = correct(
         torch.from_numpy(chunk.log_pi),
         torch.from_numpy(chunk.log_mu),
@@ -171,8 +173,7 @@ def _correct(method: RolloutCorrection, chunk: Chunk) -> tuple[Floats, Flags]:
         segment_ids=segments,
         num_segments=None if segments is None else int(segments[-1]) + 1,
         advantages=None if (advantage := advantages(chunk)) is None else torch.from_numpy(advantage),
-        statistics={name: torch.from_numpy(chunk.per_token(name).astype(np.float64)) for name in plan.statistics},
-        lags=lags,
+        extras=Extras(statistics, lags=lags),
         backend="torch",
     )
     return corrected.weights.numpy(), corrected.mask.numpy()

@@ -1,19 +1,23 @@
 """correct(): log-ratios of a rollout batch -> importance weights, mask, metrics; pair_metrics(): the metrics alone."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.backend import backend_module
-from megatron_rc.correction.inputs import Extras, Pair, check_extras, check_pair, check_tokens
+from megatron_rc.backend import use_triton
+from megatron_rc.collectives import Group
+from megatron_rc.correction.inputs import Extras, Inputs, Pair, check_inputs, check_pair, check_tokens
 from megatron_rc.correction.measured_upper import settled
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.part_metrics import PART_METRICS
 from megatron_rc.correction.plan import Plan
+from megatron_rc.correction.reference.sums import Computed, Statistics
 from megatron_rc.correction.settings import RolloutCorrection
+
+_NO_EXTRAS = Extras()
 
 
 @dataclass(frozen=True)
@@ -34,22 +38,36 @@ class Corrected:
     """0-d, fp64: the K that the gate "standardized" used, pooled over DP x CP or as given; None without that gate."""
 
 
+class CorrectionBackend(Protocol):
+    """What `reference.correction` computes in PyTorch, and `fused` with kernels."""
+
+    def correct(self, pair: Pair, inputs: Inputs, plan: Plan, dp_group: Group, cp_group: Group) -> Computed: ...
+
+    def pair_metrics(self, pair: Pair, log_ratio_bound: float, cp_group: Group, sequences: bool) -> Statistics: ...
+
+
+def computing(backend: str, **tensors: Tensor | None) -> CorrectionBackend:
+    """The module that computes, by `use_triton`."""
+    if use_triton(backend, **tensors):
+        from megatron_rc.correction import fused
+
+        return fused
+    from megatron_rc.correction.reference import correction
+
+    return correction
+
+
 def correct(
     train_logprobs: Tensor,
     rollout_logprobs: Tensor,
     loss_mask: Tensor,
     *,
-    correction: RolloutCorrection,
+    correction: RolloutCorrection | str,
     cu_seqlens: Tensor | None = None,
     segment_ids: Tensor | None = None,
     num_segments: int | None = None,
     advantages: Tensor | None = None,
-    statistics: Mapping[str, Tensor] | None = None,
-    positions: Tensor | None = None,
-    lags: Tensor | None = None,
-    sampling_logprobs: Tensor | None = None,
-    mean_k3: Tensor | None = None,
-    measured_upper: float | None = None,
+    extras: Extras = _NO_EXTRAS,
     dp_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
     backend: str = "auto",
@@ -70,7 +88,7 @@ def correct(
         train_logprobs: [N] packed or [B, T] padded, fp32, nats.
         rollout_logprobs: the same shape, fp32, nats, as returned at sampling time.
         loss_mask: the same shape, bool, or any dtype where not 0 means True; rows without it may hold anything.
-        correction: the weight, the rejections and the normalisation.
+        correction: the weight, the rejections and the normalisation; or the name of a preset.
         cu_seqlens: [S + 1] int32, ascending within 0 and N; packed layout only. Rows that no sequence covers, such as
             the padding behind a THD batch, get weight 0 and mask False and count nowhere.
         segment_ids: the shape of loss_mask, int, ascending over the loss tokens of a sequence; the turn that a token
@@ -80,20 +98,8 @@ def correct(
         num_segments: a number above every segment id; required with segment_ids.
         advantages: the shape of loss_mask, or one per sequence; for rejections with when="negative_advantage", which
             look at the sign of a unit's mean. [S, 1] always is one per sequence, and [S] unless S = N.
-        statistics: name -> tensor of the shape of loss_mask, for rejections on that name.
-        positions: the shape of loss_mask, int: index of each loss token among those of its sequence, made before the
-            sequence was sliced; required for a weight of level "prefix" with context parallelism. The part of a
-            sequence on a rank may have one gap.
-        lags: the shape of loss_mask, int, >= 0; updates of pi since each token was sampled. Rejections on "lag" and
-            weights with growth="sqrt_lag" or upper_by_lag need them; given, they also split metrics by lag.
-        sampling_logprobs: the shape of loss_mask, fp32, nats; log pi of each token by the trainer's weights of the
-            version that sampled it. Weights with staleness_upper need them; given, they also split the metrics into
-            mismatch, sampling / rollout, and staleness, train / sampling. NaN or an infinity is corruption.
-        mean_k3: 0-d on the same device, fp64 (another dtype is cast), nats; K of earlier batches, for the gate
-            "standardized". Without it, K is that of this batch, in one all-reduce over dp_group: a caller that sees one
-            micro-batch must give it.
-        measured_upper: the metric of that name of the previous rollout, for a weight with upper="measured"; its
-            statistics pool as those of all metrics do, and need advantages.
+        extras: what some corrections read besides: statistics, positions, lags, sampling_logprobs, mean_k3,
+            measured_upper. `Extras` describes each.
         dp_group: data-parallel ranks, for normalize="batch" and the gate "standardized".
         cp_group: ranks that hold other tokens of the same sequences, in the same order.
         backend: "torch"; "triton", which needs three launches, a fourth where turns are judged, one more to normalise,
@@ -113,20 +119,22 @@ def correct(
     Source: truncated IS, Yao et al. (fengyao.notion.site/off-policy-rl); masked and geometric forms, szrlee,
         rl-collapse part 3; IcePop, arXiv 2510.18855; prefixes, CTPO, arXiv 2605.07331.
     """
-    applied, measures_upper = settled(correction, measured_upper)
+    if isinstance(correction, str):
+        correction = RolloutCorrection.preset(correction)
+    applied, measures_upper = settled(correction, extras.measured_upper)
     plan = Plan.of(applied)._replace(measures_upper=measures_upper)
     pair = check_pair(train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, cp_group)
-    given = Extras(segment_ids, num_segments, advantages, statistics or {}, lags, positions, sampling_logprobs, mean_k3)
-    extras = check_extras(pair, plan, given, cp_group)
-    if extras.sampling_logprobs is not None:
+    inputs = check_inputs(pair, plan, segment_ids, num_segments, advantages, extras, cp_group)
+    if inputs.sampling_logprobs is not None:
         # 0 times NaN or an infinity is NaN: a token that is corrupt on any side becomes corrupt in one operation
-        rollout = torch.add(pair.rollout_logprobs, extras.sampling_logprobs, alpha=0)
+        rollout = torch.add(pair.rollout_logprobs, inputs.sampling_logprobs, alpha=0)
         pair = pair._replace(rollout_logprobs=rollout)
-    computed = backend_module("correction", backend, **pair._asdict(), **extras.tensors())
+    module = computing(backend, **pair._asdict(), **inputs.tensors())
     with torch.no_grad():
-        weights, mask, bad_sequences, sums, used_k3 = computed.correct(pair, extras, plan, dp_group, cp_group)
-    shape, metrics = loss_mask.shape, MetricSums(sums, PART_METRICS)
-    return Corrected(weights.view(shape), mask.view(shape), bad_sequences, metrics, correction, used_k3)
+        found = module.correct(pair, inputs, plan, dp_group, cp_group)
+    weights, mask = found.weights.view(loss_mask.shape), found.mask.view(loss_mask.shape)
+    metrics = MetricSums(found.statistics, PART_METRICS)
+    return Corrected(weights, mask, found.bad_sequences, metrics, correction, found.mean_k3)
 
 
 def pair_metrics(
@@ -163,6 +171,6 @@ def pair_metrics(
         check_tokens(train_logprobs, rollout_logprobs, loss_mask)
         # sequence boundaries do not matter here
         pair = Pair(train_logprobs.reshape(1, -1), rollout_logprobs.reshape(1, -1), loss_mask.reshape(1, -1), None)
-    computed = backend_module("correction", backend, **pair._asdict())
+    module = computing(backend, **pair._asdict())
     with torch.no_grad():
-        return MetricSums(computed.pair_metrics(pair, log_ratio_bound, cp_group, sequences))
+        return MetricSums(module.pair_metrics(pair, log_ratio_bound, cp_group, sequences))

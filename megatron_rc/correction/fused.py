@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from megatron_rc.collectives import Group, all_reduced, is_alone, is_first_rank, pool_units
-from megatron_rc.correction.inputs import Extras, Pair
+from megatron_rc.correction.inputs import Inputs, Pair
 from megatron_rc.correction.measured_upper import SUMS, UNITS
 from megatron_rc.correction.plan import GatePlan, Plan, log_bound
 from megatron_rc.correction.reference.factors import FACTOR_SUMS
 from megatron_rc.correction.reference.lags import LAG_BINS, OF_LAGS
 from megatron_rc.correction.reference.log_ratio import pair_log_ratio
 from megatron_rc.correction.reference.prefix import carried
-from megatron_rc.correction.reference.sums import Statistics, square_of
+from megatron_rc.correction.reference.sums import Computed, Statistics, square_of
 from megatron_rc.kernels.chunks import Tokens
 from megatron_rc.kernels.columns import COUNT, Column, num_sums
 from megatron_rc.kernels.correction import correction_fwd
@@ -40,23 +40,21 @@ class _KernelPlan(NamedTuple):
     """(place among the sums of metrics, power) of each sum that scales with the weights."""
 
 
-def correct(
-    pair: Pair, extras: Extras, plan: Plan, dp_group: Group, cp_group: Group
-) -> tuple[Tensor, Tensor, Tensor, Statistics, Tensor | None]:
-    """Weights [N], mask [N], bad_sequences [S], statistics and mean k3 of `megatron_rc.correct`."""
+def correct(pair: Pair, inputs: Inputs, plan: Plan, dp_group: Group, cp_group: Group) -> Computed:
+    """The correction of `megatron_rc.correct`."""
     parallel = not is_alone(cp_group)
     rows = {
-        "lags": extras.lags,
-        "positions": extras.positions,
-        "carry": _carry(pair, extras, cp_group),
-        "sampling": extras.sampling_logprobs,
+        "lags": inputs.lags,
+        "positions": inputs.positions,
+        "carry": _carry(pair, inputs, cp_group),
+        "sampling": inputs.sampling_logprobs,
     }
     known = {name: values for name, values in rows.items() if values is not None}
-    compiled = _kernel_plan(plan, extras.advantage_unit, tuple(known))
-    tokens = _tokens(pair, extras, tuple(known.values()))
+    compiled = _kernel_plan(plan, inputs.advantage_unit, tuple(known))
+    tokens = _tokens(pair, inputs, tuple(known.values()))
     first = is_first_rank(cp_group)
 
-    of_segments = _segment_columns(tokens, extras, compiled.segment, to_be_pooled=parallel)
+    of_segments = _segment_columns(tokens, inputs, compiled.segment, to_be_pooled=parallel)
     units, segments = unit_sums_fwd(tokens, compiled.sequence, compiled.segment, of_segments)
     chunk_sums = units if plan.sums_prefixes else None
     complete = parallel or bool(compiled.segment)
@@ -68,7 +66,7 @@ def correct(
 
     mean_k3 = None
     if plan.standardized is not None:
-        mean_k3 = _mean_k3(units, dp_group) if extras.mean_k3 is None else extras.mean_k3
+        mean_k3 = _mean_k3(units, dp_group) if inputs.mean_k3 is None else inputs.mean_k3
     decided = correction_fwd(
         tokens, units, chunk_sums, segments, compiled.decisions, compiled.rows,
         with_weights=True, complete=complete, counts=first, mean_k3=mean_k3,
@@ -87,7 +85,7 @@ def correct(
         place = compiled.rows.sums.index("weight")
         totals = all_reduced(all_reduced(vector[place : place + 2], cp_group), dp_group)
         vector = normalize_fwd(weights, totals, vector, compiled.powers)
-    return weights, mask, bad_sequences, _statistics(compiled.rows, vector), mean_k3
+    return Computed(weights, mask, bad_sequences, _statistics(compiled.rows, vector), mean_k3)
 
 
 def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: Group, sequences: bool) -> Statistics:
@@ -117,15 +115,15 @@ def _statistics(rows: MetricRows, vector: Tensor) -> Statistics:
     return Statistics(rows.sums, rows.maxima, rows.minima, vector)
 
 
-def _carry(pair: Pair, extras: Extras, cp_group: Group) -> Tensor | None:
+def _carry(pair: Pair, inputs: Inputs, cp_group: Group) -> Tensor | None:
     """[N] parts of prefixes on other ranks; None where there are no prefixes, or sequences are whole."""
-    if extras.positions is None or cp_group is None:
+    if inputs.positions is None or cp_group is None:
         return None
     ratio, of_token = pair_log_ratio(pair)
-    return carried(ratio, pair.offsets, of_token, extras.positions.reshape(-1), cp_group)
+    return carried(ratio, pair.offsets, of_token, inputs.positions.reshape(-1), cp_group)
 
 
-def _tokens(pair: Pair, extras: Extras | None, rows: tuple[Tensor, ...]) -> Tokens:
+def _tokens(pair: Pair, inputs: Inputs | None, rows: tuple[Tensor, ...]) -> Tokens:
     """The batch; `rows` come after the statistics of the user."""
 
     def flat(tensor: Any) -> Any:
@@ -134,11 +132,11 @@ def _tokens(pair: Pair, extras: Extras | None, rows: tuple[Tensor, ...]) -> Toke
     train, rollout, loss_mask, cu_seqlens = map(flat, pair)
     row_length = pair.loss_mask.shape[1] if cu_seqlens is None else 0
     tokens = Tokens(train, rollout, loss_mask, cu_seqlens, row_length, pair.num_sequences)
-    if extras is None:
+    if inputs is None:
         return tokens
-    statistics = tuple(_aligned(flat(row)) for row in (*extras.statistics.values(), *rows))
+    statistics = tuple(_aligned(flat(row)) for row in (*inputs.statistics.values(), *rows))
     return tokens._replace(
-        advantages=flat(extras.advantages), statistics=statistics, segment_ids=flat(extras.segment_ids)
+        advantages=flat(inputs.advantages), statistics=statistics, segment_ids=flat(inputs.segment_ids)
     )
 
 
@@ -147,7 +145,7 @@ def _aligned(row: Tensor) -> Tensor:
     return row if row.data_ptr() % 16 == 0 else row.clone()
 
 
-def _segment_columns(tokens: Tokens, extras: Extras, columns: tuple[Column, ...], to_be_pooled: bool) -> Tensor | None:
+def _segment_columns(tokens: Tokens, inputs: Inputs, columns: tuple[Column, ...], to_be_pooled: bool) -> Tensor | None:
     """[G, slots] storage of the columns of segments; None without any."""
     if not columns:
         return None
@@ -155,8 +153,8 @@ def _segment_columns(tokens: Tokens, extras: Extras, columns: tuple[Column, ...]
     if not to_be_pooled:
         # the slot of a segment is one of the rows
         return torch.empty((len(columns), tokens.loss_mask.numel()), dtype=torch.float32, device=device)
-    assert extras.num_segments is not None
-    slots = extras.num_segments
+    assert inputs.num_segments is not None
+    slots = inputs.num_segments
     # not every segment has a token on this rank
     pooled = torch.zeros((len(columns), slots), dtype=torch.float64, device=device)
     pooled[num_sums(columns) :] = -torch.inf

@@ -1,6 +1,7 @@
 """The checked arguments of `correct` and `pair_metrics`."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -37,26 +38,52 @@ class Pair(NamedTuple):
         return torch.arange(rows + 1, device=self.loss_mask.device) * length
 
 
-class Extras(NamedTuple):
-    """Optional inputs that this correction uses; the others are None."""
+@dataclass(frozen=True)
+class Extras:
+    """What some corrections read besides log-probs, mask and advantages; every field may be left out."""
+
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> tensor of the shape of loss_mask, for rejections on that name."""
+    positions: Tensor | None = None
+    """The shape of loss_mask, int: index of each loss token among those of its sequence, made before the sequence was
+    sliced. A weight of level "prefix" needs it under context parallelism. The part of a sequence on a rank may have one
+    gap."""
+    lags: Tensor | None = None
+    """The shape of loss_mask, int, >= 0: updates of pi since each token was sampled. Rejections on "lag" and weights
+    with growth="sqrt_lag" or upper_by_lag need them. They also split the metrics by lag."""
+    sampling_logprobs: Tensor | None = None
+    """The shape of loss_mask, fp32, nats: log pi of each token by the trainer's weights of the version that sampled it.
+    Weights with staleness_upper need them. They also split the metrics into mismatch, sampling / rollout, and
+    staleness, train / sampling. NaN or an infinity is corruption."""
+    mean_k3: Tensor | None = None
+    """0-d on the same device, fp64 (another dtype is cast), nats: K of earlier batches, for the gate "standardized".
+    Without it, K is that of this batch, in one all-reduce over dp_group. A caller that sees one micro-batch must give
+    it."""
+    measured_upper: float | None = None
+    """The metric of that name of the previous rollout, for a weight with upper="measured". Its statistics pool like
+    those of all metrics, and need advantages."""
+
+
+class Inputs(NamedTuple):
+    """The optional inputs that this correction uses, checked; the others are None."""
 
     segment_ids: Tensor | None
     """[N] or [B, T]; None where no turn is judged, or where turns are the runs of loss_mask."""
     num_segments: int | None
     advantages: Tensor | None
     """The shape of loss_mask, or one per sequence: see advantage_unit."""
+    advantage_unit: Unit
+    """What has one advantage: a token or a sequence."""
     statistics: Mapping[str, Tensor]
     """Name -> the shape of loss_mask, in the order in which the rejections name them."""
-    lags: Tensor | None = None
+    lags: Tensor | None
     """The shape of loss_mask, int; updates since each token was sampled. Metrics read them where nothing else does."""
-    positions: Tensor | None = None
+    positions: Tensor | None
     """The shape of loss_mask, int; None where sequences are whole or nothing depends on them."""
-    sampling_logprobs: Tensor | None = None
+    sampling_logprobs: Tensor | None
     """The shape of loss_mask."""
-    mean_k3: Tensor | None = None
+    mean_k3: Tensor | None
     """0-d, fp64; None where no gate needs it, or where it is that of this batch."""
-    advantage_unit: Unit = "token"
-    """What has one advantage: a token or a sequence."""
 
     def tensors(self) -> dict[str, Tensor | None]:
         """The tensors by the names that errors give them."""
@@ -103,23 +130,44 @@ def check_pair(
     return pair
 
 
-def check_extras(pair: Pair, plan: Plan, given: Extras, cp_group: Group) -> Extras:
+def check_inputs(
+    pair: Pair,
+    plan: Plan,
+    segment_ids: Tensor | None,
+    num_segments: int | None,
+    advantages: Tensor | None,
+    extras: Extras,
+    cp_group: Group,
+) -> Inputs:
     """Those of the given inputs that the correction uses."""
-    segment_ids, num_segments = given[:2] if "segment" in plan.units else (None, None)
     if "segment" in plan.units:
         _check_segments(pair, segment_ids, num_segments, cp_group)
-    statistics = _needed_statistics(pair.loss_mask.shape, plan, given.statistics)
-    advantages, unit = _needed_advantages(pair, plan, given.advantages)
-    _check_lags(pair, plan, given.lags)
-    positions = _needed_positions(pair, plan, given.positions, cp_group)
-    mean_k3 = None if plan.standardized is None else given.mean_k3
-    if mean_k3 is not None and (mean_k3.dim() or mean_k3.device != pair.loss_mask.device):
+    else:
+        segment_ids, num_segments = None, None
+    statistics = _needed_statistics(pair.loss_mask.shape, plan, extras.statistics)
+    advantages, unit = _needed_advantages(pair, plan, advantages)
+    _check_lags(pair, plan, extras.lags)
+    return Inputs(
+        segment_ids,
+        num_segments,
+        advantages,
+        unit,
+        statistics,
+        extras.lags,
+        _needed_positions(pair, plan, extras.positions, cp_group),
+        _checked_sampling_logprobs(pair, plan, extras.sampling_logprobs),
+        _needed_mean_k3(pair, plan, extras.mean_k3),
+    )
+
+
+def _needed_mean_k3(pair: Pair, plan: Plan, mean_k3: Tensor | None) -> Tensor | None:
+    if plan.standardized is None or mean_k3 is None:
+        return None
+    if mean_k3.dim() or mean_k3.device != pair.loss_mask.device:
         raise ValueError(
             f"mean_k3 must be 0-d and on {pair.loss_mask.device}, got {tuple(mean_k3.shape)} on {mean_k3.device}"
         )
-    mean_k3 = mean_k3 if mean_k3 is None else mean_k3.double()
-    sampling = _checked_sampling_logprobs(pair, plan, given.sampling_logprobs)
-    return Extras(segment_ids, num_segments, advantages, statistics, given.lags, positions, sampling, mean_k3, unit)
+    return mean_k3.double()
 
 
 def _check_segments(pair: Pair, segment_ids: Tensor | None, num_segments: int | None, cp_group: Group) -> None:

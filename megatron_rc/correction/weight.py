@@ -63,7 +63,7 @@ class Weight:
     the first pair."""
     staleness_upper: float | None = None
     """Two-factor weight, for level token: lower and upper bound the mismatch, sampling / rollout, and this bounds the
-    staleness, train / sampling, from above; the weight is their product. `correct` needs `sampling_logprobs` for it."""
+    staleness, train / sampling, from above; the weight is their product. `correct` needs `Extras.sampling_logprobs`."""
 
     def __post_init__(self) -> None:
         check_one_of("level", self.level, Level)

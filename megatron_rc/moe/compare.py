@@ -1,10 +1,29 @@
 """Comparison of the routes of two engines, by layer and by token."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from megatron_rc.backend import backend_module
+from megatron_rc.backend import use_triton
 from megatron_rc.moe.reference import RouteComparison
+
+
+class RoutesBackend(Protocol):
+    """What `moe.reference` computes in PyTorch, and `moe.fused` with a kernel."""
+
+    def compare_routes(self, a: Tensor, b: Tensor, mask: Tensor | None = None) -> RouteComparison: ...
+
+
+def computing(backend: str, **tensors: Tensor | None) -> RoutesBackend:
+    """The module that computes, by `use_triton`."""
+    if use_triton(backend, **tensors):
+        from megatron_rc.moe import fused
+
+        return fused
+    from megatron_rc.moe import reference
+
+    return reference
 
 
 def check_routes(name: str, routes: Tensor) -> None:
@@ -35,5 +54,4 @@ def compare_routes(a: Tensor, b: Tensor, mask: Tensor | None = None, *, backend:
     check_routes("b", b)
     if a.shape != b.shape:
         raise ValueError(f"a and b must have the same shape, got {tuple(a.shape)} and {tuple(b.shape)}")
-    compared: RouteComparison = backend_module("routes", backend, a=a, b=b, mask=mask).compare_routes(a, b, mask)
-    return compared
+    return computing(backend, a=a, b=b, mask=mask).compare_routes(a, b, mask)

@@ -19,6 +19,7 @@ from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.evidence import Evidence, Gathering
 from megatron_rc.analyze.what_if import Kept, Missing, WhatIf, WhatIfTable, what_if
 from megatron_rc.correction.correct import correct
+from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 
 VOCABULARY, LENGTH = 3, 3
@@ -73,7 +74,7 @@ def corrected(chunk: Chunk, method: RolloutCorrection, lags: Floats | None = Non
         torch.from_numpy(place),
         correction=method,
         advantages=torch.from_numpy(chunk.sequences["advantage"]),
-        lags=None if lags is None else padded(lags).int(),
+        extras=Extras(lags=None if lags is None else padded(lags).int()),
     )
     return result.weights.numpy()[place], result.mask.numpy()[place]
 

@@ -17,8 +17,7 @@ HEAVY = ("megatron", "transformers", "triton", "pydantic", "yaml", "rich", "type
 # every call as it is documented; only names, kinds and defaults are compared
 SIGNATURES = """
 def correct(train_logprobs, rollout_logprobs, loss_mask, *, correction, cu_seqlens=None, segment_ids=None,
-            num_segments=None, advantages=None, statistics=None, positions=None, lags=None, sampling_logprobs=None,
-            mean_k3=None, measured_upper=None, dp_group=None, cp_group=None, backend="auto"): ...
+            num_segments=None, advantages=None, extras=Extras(), dp_group=None, cp_group=None, backend="auto"): ...
 def vocab_parallel_logprobs(logits, targets, *, tp_group=None, temperature=1.0, mask=None, vocab_size=None,
                             support=None, with_entropy=False, inplace_backward=False, backend="auto"): ...
 def loss_scale(loss_mask, kept_mask, *, aggregation="token-mean", denominator="original", cu_seqlens=None,
@@ -40,7 +39,7 @@ def Weight(level="token", mode="truncate", lower=None, upper=2.0, growth="none",
 def Rejection(statistic="ratio", level="sequence", reduce="sum", lower=None, upper=None, when="always"): ...
 """
 DOCUMENTED: dict[str, Callable[..., Any]] = {}
-exec(SIGNATURES, {}, DOCUMENTED)
+exec(SIGNATURES, {"Extras": megatron_rc.Extras}, DOCUMENTED)
 # fmt: off
 PRESETS = ["none", "token-tis", "token-mis", "icepop", "seq-tis", "seq-mis", "geo-mask", "geo-mask-token-tis",
            "seq-mask-tis", "veto", "k3-reject", "trust-region-mask", "standardized", "prefix-tis",

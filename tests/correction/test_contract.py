@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from correction_book import Case, case, gapped, padded_around, weight
+from extras import correct
 from torch import Tensor
 
-from megatron_rc.correction.correct import correct, pair_metrics
+from megatron_rc.correction.correct import pair_metrics
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 
@@ -251,7 +252,7 @@ def test_a_column_of_advantages_is_one_per_sequence_even_with_as_many_tokens_as_
         ({"rollout_logprobs": torch.zeros(3, 1)}, "must have one shape"),
         ({"advantages": None}, "advantages must be given"),
         ({"advantages": torch.zeros(2)}, "advantages must be"),
-        ({"statistics": None}, "statistics must hold 'surprise'"),
+        ({"statistics": {}}, "statistics must hold 'surprise'"),
         ({"statistics": {"surprise": torch.zeros(2)}}, r"statistics\['surprise'\] must have the shape"),
         ({"segment_ids": torch.zeros(3, dtype=torch.int32)}, "must be given together"),
         ({"segment_ids": torch.zeros(2, dtype=torch.int32), "num_segments": 1}, "segment_ids must have the shape"),

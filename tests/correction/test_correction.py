@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from correction_book import Case, by_the_book, case, gapped, weight
+from extras import correct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 
 INF, NAN = math.inf, math.nan

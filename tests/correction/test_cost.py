@@ -3,9 +3,10 @@
 import pytest
 import torch
 from correction_book import case
+from extras import correct
 from operations import OperationCount
 
-from megatron_rc.correction.correct import correct, pair_metrics
+from megatron_rc.correction.correct import pair_metrics
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 
 # they wait for the device, and are off unless somebody turns them on

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from context_slice import context_slice
 from correction_book import Case, case
 from distributed import run_ranks
+from extras import correct
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch, segments
-from megatron_rc.correction.correct import correct, pair_metrics
+from megatron_rc.correction.correct import pair_metrics
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 from megatron_rc.engine import SamplingParams
 

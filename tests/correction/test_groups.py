@@ -6,9 +6,10 @@ import pytest
 import torch
 from correction_book import case
 from distributed import run_ranks
+from extras import correct
 from route_sets import random_routes
 
-from megatron_rc.correction.correct import correct, pair_metrics
+from megatron_rc.correction.correct import pair_metrics
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from correction_book import Case, case, gapped
+from extras import correct
 from test_correction import check
 
-from megatron_rc.correction.correct import correct
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 
 BY_LAG: dict[str, Any] = {"upper_by_lag": ((0, 1.9), (2, 1.4), (5, 1.1))}

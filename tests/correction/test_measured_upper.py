@@ -8,8 +8,8 @@ import pytest
 import torch
 from correction_book import Case, case
 from enumeration import Batch, World
+from extras import correct
 
-from megatron_rc.correction.correct import correct
 from megatron_rc.correction.measured_upper import FIRST, GRID, SUMS, UNITS, least_error
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection, Weight

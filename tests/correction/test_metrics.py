@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from correction_book import by_the_book, case
+from extras import correct
 
 from megatron_rc.correction import warnings as alarms
-from megatron_rc.correction.correct import correct, pair_metrics
+from megatron_rc.correction.correct import pair_metrics
 from megatron_rc.correction.metrics import METRICS, SHARES, MetricSums
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 

@@ -8,11 +8,11 @@ import torch
 from context_slice import context_slice
 from correction_book import case, gapped
 from enumeration import WORLDS, Batch, World
+from extras import correct
 from test_correction import check
 from torch import Tensor
 
 from megatron_rc.batch import TokenBatch, segments
-from megatron_rc.correction.correct import correct
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 from megatron_rc.engine import SamplingParams
 

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import pytest
 from correction_book import gapped
+from extras import correct
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rc import schema
 from megatron_rc.correction import weight
-from megatron_rc.correction.correct import correct
 from megatron_rc.correction.settings import PRESETS, STATISTICS, Rejection, RolloutCorrection, Weight
 
 

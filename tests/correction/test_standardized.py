@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from correction_book import case, gapped
+from extras import correct
 
-from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import Rejection, RolloutCorrection
 

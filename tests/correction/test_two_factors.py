@@ -7,9 +7,10 @@ import pytest
 import torch
 from correction_book import Case, case, gapped
 from enumeration import Batch, World
+from extras import correct
 from torch import Tensor
 
-from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 
 LENGTHS = [12, 0, 7, 30, 1, 9]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from extras import correct
 from hypothesis import given, settings
 from kernel_correction_data import (
     SEGMENTS,
@@ -20,7 +21,7 @@ from kernel_correction_data import (
 from on_device import ROUNDING, assert_same
 from torch import Tensor
 
-from megatron_rc.correction.correct import Corrected, correct, pair_metrics
+from megatron_rc.correction.correct import Corrected, pair_metrics
 from megatron_rc.correction.measured_upper import SUMS, UNITS
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 

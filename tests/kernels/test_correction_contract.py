@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from correction_book import case
+from extras import correct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_correction_data import UNIT_BLOCK, corrections
@@ -30,7 +31,6 @@ from test_correction import (  # noqa: F401
 )
 from test_standardized import test_the_mean_k3_is_returned_in_fp64_whatever_was_given  # noqa: F401
 
-from megatron_rc.correction.correct import correct
 from megatron_rc.correction.settings import Rejection, RolloutCorrection
 
 pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore:invalid value encountered")]

@@ -6,12 +6,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from extras import correct
 from kernel_calls import EVERY_LEVEL
 from kernel_correction_data import SEGMENTS, assert_agrees, batch_of, padded, small_blocks
 from launches import count_launches, recorded_launches
 from traffic import counted_traffic
 
-from megatron_rc.correction.correct import correct, pair_metrics
+from megatron_rc.correction.correct import pair_metrics
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 from megatron_rc.kernels.chunks import locate_chunk
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from extras import correct
 from kernel_correction_data import small_blocks
 from test_distributed import (
     CORRECTIONS,
@@ -19,7 +20,7 @@ from test_distributed import (
 )
 
 from megatron_rc.backend import set_debug_checks
-from megatron_rc.correction.correct import correct, pair_metrics
+from megatron_rc.correction.correct import pair_metrics
 from megatron_rc.correction.settings import RolloutCorrection, Weight
 
 pytestmark = pytest.mark.interpreter

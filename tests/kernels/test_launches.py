@@ -5,11 +5,12 @@ import torch
 import torch.distributed as dist
 from correction_book import case
 from distributed import run_ranks
+from extras import correct
 from kernel_calls import EVERY_LEVEL
 from launches import Launches, count_launches
 
 from megatron_rc.backend import set_debug_checks
-from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs

@@ -10,13 +10,14 @@ import aot
 import pytest
 import torch
 from correction_book import Case, case
+from extras import correct
 from kernel_calls import EVERY_LEVEL
 from logprobs_truth import unchecked
 from torch import Tensor
 
 from megatron_rc.backend import backend_module
 from megatron_rc.batch import Support
-from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import Rejection, RolloutCorrection
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs

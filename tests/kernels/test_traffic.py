@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from correction_book import case
+from extras import correct
 from kernel_calls import EVERY_LEVEL
 from traffic import Place, Traffic, counted_traffic
 from triton.runtime.errors import InterpreterError
 
-from megatron_rc.correction.correct import correct
 from megatron_rc.correction.settings import PRESETS, RolloutCorrection
 from megatron_rc.kernels.row_statistics import row_statistics_fwd
 from megatron_rc.kernels.softmax import Rows

@@ -7,17 +7,19 @@ from typing import Any, NamedTuple
 
 import torch
 from correction_book import case
+from extras import correct
 from torch import Tensor
 
 from megatron_rc.backend import backend_module
 from megatron_rc.batch import Support
-from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 from megatron_rc.logprobs.linear import linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.logprobs.reference.rows import Rows
 from megatron_rc.loss.policy_loss import loss_scale, policy_loss
+from megatron_rc.moe import compare
 from megatron_rc.moe.reference import RouteComparison
 
 
@@ -252,7 +254,7 @@ def routes(a_dtype: torch.dtype, b_dtype: torch.dtype, *, masked: bool) -> Call:
         mask = torch.arange(tokens) % 3 != 0 if masked else None
 
         def run(backend: str) -> Answer:
-            compared = backend_module("routes", backend).compare_routes(a, b, mask)
+            compared = compare.computing(backend).compare_routes(a, b, mask)
             return Answer(dict(zip(RouteComparison._fields, compared, strict=True)))
 
         return Prepared([a, b], run)

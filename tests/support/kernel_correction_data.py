@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from extras import correct
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.settings import Rejection, RolloutCorrection, Weight
 from megatron_rc.kernels.launch_table import LAUNCH
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.collectives import Group, all_reduced, is_alone, is_first_rank, pool_units
-from megatron_rc.correction.inputs import Extras, Pair, check_offsets_on_cpu
+from megatron_rc.correction.inputs import Inputs, Pair, check_offsets_on_cpu
 from megatron_rc.correction.plan import STALENESS_TRUNCATED, GatePlan, Plan, WeightPlan
 from megatron_rc.correction.reference.factors import LogFactors, factor_statistics, log_factors
 from megatron_rc.correction.reference.lags import bounds_of_units, lag_statistics
@@ -25,6 +25,7 @@ from megatron_rc.correction.reference.rejection_statistics import (
 )
 from megatron_rc.correction.reference.segments import given_segments, runs_of_mask, unit_sums
 from megatron_rc.correction.reference.sums import (
+    Computed,
     Parts,
     Statistics,
     TokenOutcome,
@@ -35,27 +36,25 @@ from megatron_rc.correction.reference.sums import (
 )
 
 
-def correct(
-    pair: Pair, extras: Extras, plan: Plan, dp_group: Group, cp_group: Group
-) -> tuple[Tensor, Tensor, Tensor, Statistics, Tensor | None]:
-    """Weights [N], mask [N], bad_sequences [S], statistics and mean k3 of `megatron_rc.correct`."""
+def correct(pair: Pair, inputs: Inputs, plan: Plan, dp_group: Group, cp_group: Group) -> Computed:
+    """The correction of `megatron_rc.correct`."""
     check_offsets_on_cpu(pair)
     ratio, sequence_of_token = pair_log_ratio(pair)
     tokens = token_statistics(ratio, plan.correction.log_ratio_bound)
     batch = _Batch(plan, ratio)
     batch.add_unit("sequence", pair.offsets, sequence_of_token)
     if "segment" in plan.units:
-        ids, count = _segments(batch, extras, cp_group)
+        ids, count = _segments(batch, inputs, cp_group)
         edges = torch.arange(count + 1, device=ids.device, dtype=ids.dtype)
         batch.add_unit("segment", torch.searchsorted(ids, edges), ids)
-    batch.add_extras(extras)
+    batch.add_inputs(inputs)
     batch.add_columns()
     batch.complete(cp_group)
-    batch.mean_k3 = _mean_k3(batch, dp_group) if extras.mean_k3 is None else extras.mean_k3
+    batch.mean_k3 = _mean_k3(batch, dp_group) if inputs.mean_k3 is None else inputs.mean_k3
     if plan.sums_prefixes:
-        batch.add_prefixes(extras.positions, cp_group)
-    if extras.sampling_logprobs is not None:
-        batch.factors = log_factors(pair, extras.sampling_logprobs, ratio)
+        batch.add_prefixes(inputs.positions, cp_group)
+    if inputs.sampling_logprobs is not None:
+        batch.factors = log_factors(pair, inputs.sampling_logprobs, ratio)
         tokens.sums.update(factor_statistics(batch.factors, ratio.valid, plan.correction.log_ratio_bound))
 
     weights, mask, outcome, judged = _decide(batch, cp_group)
@@ -69,7 +68,7 @@ def correct(
     sequences, first = batch.units["sequence"], is_first_rank(cp_group)
     whole = sequence_statistics(sequences, outcome, judged, plan.correction.log_ratio_bound, counts=first)
     statistics = (tokens | whole | _of_standardized(batch, counts=first)).joined()
-    return weights, mask, sequences.corrupt, statistics, batch.mean_k3
+    return Computed(weights, mask, sequences.corrupt, statistics, batch.mean_k3)
 
 
 def pair_metrics(pair: Pair, log_ratio_bound: float, cp_group: Group, sequences: bool) -> Statistics:
@@ -130,15 +129,15 @@ class _Batch:
         self.offsets[unit], self.of_token[unit] = offsets, of_token
         self.sums[unit] = log_ratio_sums(self.ratio, offsets)
 
-    def add_extras(self, extras: Extras) -> None:
-        self.statistics = {name: given.reshape(-1).double() for name, given in extras.statistics.items()}
-        if extras.lags is not None:
-            self.lags = extras.lags.reshape(-1)
+    def add_inputs(self, inputs: Inputs) -> None:
+        self.statistics = {name: given.reshape(-1).double() for name, given in inputs.statistics.items()}
+        if inputs.lags is not None:
+            self.lags = inputs.lags.reshape(-1)
             self.statistics["lag"] = self.lags.double()
-        if extras.advantages is None:
+        if inputs.advantages is None:
             return
-        advantages = self.advantages[extras.advantage_unit] = extras.advantages.reshape(-1)
-        if extras.advantage_unit == "sequence":
+        advantages = self.advantages[inputs.advantage_unit] = inputs.advantages.reshape(-1)
+        if inputs.advantage_unit == "sequence":
             self.advantages["token"] = self.to_tokens("sequence", advantages)
 
     def add_columns(self) -> None:
@@ -202,13 +201,13 @@ class _Batch:
         return values if unit == "token" else values.index_select(0, self.of_token[unit])
 
 
-def _segments(batch: _Batch, extras: Extras, cp_group: Group) -> tuple[Tensor, int]:
+def _segments(batch: _Batch, inputs: Inputs, cp_group: Group) -> tuple[Tensor, int]:
     """The number of the segment of every row [N], ascending, and a bound above all numbers."""
     loss_mask = batch.ratio.loss_mask
-    if extras.segment_ids is None or extras.num_segments is None:
+    if inputs.segment_ids is None or inputs.num_segments is None:
         return runs_of_mask(loss_mask, batch.offsets["sequence"])
     sequences, numbered = batch.of_token["sequence"], not is_alone(cp_group)
-    return given_segments(loss_mask, sequences, extras.segment_ids, extras.num_segments, ids_are_numbers=numbered)
+    return given_segments(loss_mask, sequences, inputs.segment_ids, inputs.num_segments, ids_are_numbers=numbered)
 
 
 def _decide(batch: _Batch, cp_group: Group) -> tuple[Tensor, Tensor, TokenOutcome, dict[str, Tensor]]:

@@ -25,6 +25,20 @@ class Statistics(NamedTuple):
     """[K] fp64: the sums of these names, then the maxima, then the minima."""
 
 
+class Computed(NamedTuple):
+    """What a backend returns of a correction."""
+
+    weights: Tensor
+    """[N]."""
+    mask: Tensor
+    """[N] bool."""
+    bad_sequences: Tensor
+    """[S] bool."""
+    statistics: Statistics
+    mean_k3: Tensor | None
+    """0-d fp64; None unless a gate needs it."""
+
+
 class Parts(NamedTuple):
     """Statistics under construction: named 0-d tensors of any dtype."""
 

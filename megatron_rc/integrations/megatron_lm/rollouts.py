@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.plan import Plan
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations.log_names import warn, worth_logging
@@ -67,7 +68,7 @@ def corrected_rows(
         correction=correction,
         cu_seqlens=cu_seqlens,
         advantages=rows.advantages.to(train_logprobs.dtype),
-        lags=None if rows.lags is None else rows.lags.view(shape),
+        extras=Extras(lags=None if rows.lags is None else rows.lags.view(shape)),
         dp_group=dp_group,
     )
     if cu_seqlens is None:

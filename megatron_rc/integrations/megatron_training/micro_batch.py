@@ -4,6 +4,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.integrations import megatron_training
 from megatron_rc.integrations.installed import session_of
@@ -33,7 +34,7 @@ def correct_micro_batch(
     Args:
         train_logprobs, rollout_logprobs, loss_mask, cu_seqlens, segment_ids, num_segments, advantages, backend: as in
             `correct`; under context parallelism this rank's slice.
-        mean_k3: as in `correct`; required by the gate "standardized", for which the metric mean_k3 of an earlier
+        mean_k3: as in `Extras`; required by the gate "standardized", for which the metric mean_k3 of an earlier
             rollout may serve.
         response_lengths: [S], tokens of every response that was sampled, before any was filtered out of the batch;
             None: the loss tokens of this batch.
@@ -61,7 +62,7 @@ def correct_micro_batch(
         segment_ids=segment_ids,
         num_segments=num_segments,
         advantages=advantages,
-        mean_k3=mean_k3,
+        extras=Extras(mean_k3=mean_k3),
         cp_group=parallel_state.get_context_parallel_group() if split else None,
         backend=backend,
     )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.plan import Plan
 from megatron_rc.correction.reference.log_ratio import LogRatio, log_ratio
 from megatron_rc.correction.settings import RolloutCorrection
@@ -67,8 +68,7 @@ def correct_tokens(
         segment_ids=segment_ids,
         num_segments=num_segments,
         advantages=advantages,
-        statistics=None if route_shift is None else {ROUTE_SHIFT: route_shift},
-        positions=positions,
+        extras=Extras({} if route_shift is None else {ROUTE_SHIFT: route_shift}, positions),
         dp_group=ranks.dp_group,
         cp_group=cp_group,
     )

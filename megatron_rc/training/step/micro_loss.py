@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected, correct, pair_metrics
+from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.settings.loss import LossSettings
@@ -64,7 +65,7 @@ class MicroLoss:
             segment_ids=batch.segment_ids,
             num_segments=batch.num_segments,
             advantages=extras.advantages,
-            lags=None if self.version is None else batch.lags(self.version),
+            extras=Extras(lags=None if self.version is None else batch.lags(self.version)),
             backend=self.backend,
         )
         old = batch.rollout_logprobs if self.correction.old == "rollout" else None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_rc.batch import TokenBatch
 from megatron_rc.correction.correct import Corrected, correct
+from megatron_rc.correction.inputs import Extras
 from megatron_rc.correction.measured_upper import FIRST
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.plan import Plan
@@ -221,10 +222,12 @@ class _Step:
             segment_ids=local.segment_ids,
             num_segments=local.num_segments,
             advantages=self.advantages,
-            statistics={} if shift is None else {"route_shift": shift.route_shift},
-            lags=None if self.version is None else local.lags(self.version),
-            measured_upper=self.measured_upper,
-            sampling_logprobs=sampling,
+            extras=Extras(
+                statistics={} if shift is None else {"route_shift": shift.route_shift},
+                lags=None if self.version is None else local.lags(self.version),
+                measured_upper=self.measured_upper,
+                sampling_logprobs=sampling,
+            ),
             dp_group=policy.groups.data,
             backend=policy.train.backend,
         )
