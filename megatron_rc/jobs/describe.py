@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron_rc import schema
+from megatron_rc.schema.choice import Choice
 
 
 class Field(NamedTuple):
@@ -22,14 +23,16 @@ class Field(NamedTuple):
 
 def describe(cls: Any, prefix: str = "") -> Iterator[Field]:
     """Fields of ``cls`` and of the dataclasses in it, in order, and the fields that hold such a dataclass or null."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     docs = _docstrings(cls)
     for field in dataclasses.fields(cls):
         name, hint = f"{prefix}{field.name}", hints[field.name]
         options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         nested = [option for option in options if dataclasses.is_dataclass(option)]
         if nested != [hint]:
-            yield Field(name, _type_name(hint), _default(field), docs.get(field.name, ""))
+            said = [choice.sentences for choice in _choices(hint)]
+            doc = " ".join(filter(None, (docs.get(field.name, ""), *said)))
+            yield Field(name, _type_name(hint), _default(field), doc)
         for option in nested:
             yield from describe(option, name + ".")
 
@@ -81,7 +84,15 @@ def _docstrings(cls: Any) -> dict[str, str]:
     return docs
 
 
+def _choices(hint: Any) -> list[Choice]:
+    """The table of a field's type, also of one that may be null."""
+    kinds = (hint, *typing.get_args(hint))
+    return [choice for kind in kinds for choice in getattr(kind, "__metadata__", ())]
+
+
 def _type_name(hint: Any) -> str:
+    if hasattr(hint, "__metadata__"):
+        return " | ".join(_choices(hint)[0].table)
     if isinstance(hint, type) and not typing.get_args(hint):
         return hint.__name__
     if typing.get_origin(hint) is typing.Literal:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_rc.launch.server import free_port
-from megatron_rc.models.config import DTYPES
 from megatron_rc.settings.cluster import ClusterSettings
 from megatron_rc.settings.job import JobSettings
+from megatron_rc.settings.model import DTYPES
 
 PORT_STEP = 10
 """Between two servers of a machine: each also takes a few ports above its own."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rc.logprobs.inputs import default_chunk
-from megatron_rc.models.config import DTYPES, moe_layers, padded_vocab_size, torch_dtype
+from megatron_rc.models.config import moe_layers, padded_vocab_size, torch_dtype
 from megatron_rc.models.families import family_of
 from megatron_rc.models.names import Parameter, parameters
 from megatron_rc.settings.job import JobSettings
-from megatron_rc.settings.model import Dtype, ParallelSettings
+from megatron_rc.settings.model import DTYPES, Dtype, ParallelSettings
 from megatron_rc.settings.train import TrainSettings
 
 GIB = 1024**3

@@ -12,7 +12,7 @@ from megatron_rc.models.config import hf_config_dict, moe_layers
 from megatron_rc.models.layout import check_model, check_processes
 from megatron_rc.settings.job import JobSettings
 from megatron_rc.settings.model import ModelSettings
-from megatron_rc.tasks.registry import OPTIONS
+from megatron_rc.tasks.registry import TASKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Plan:
     def longest_prompt(self) -> int:
         """Most tokens of a prompt."""
         task = self.settings.task
-        return schema.from_dict(OPTIONS[task.kind], dict(task.options), where="task.options").longest_prompt
+        return schema.from_dict(TASKS[task.kind].options, dict(task.options), where="task.options").longest_prompt
 
     @property
     def longest(self) -> int:

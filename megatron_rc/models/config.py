@@ -1,31 +1,17 @@
-"""Hugging Face configurations as dictionaries with every field filled in, and the names of dtypes."""
+"""Hugging Face configurations as dictionaries with every field filled in."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megatron_rc import schema
 from megatron_rc.files import read_json
 from megatron_rc.models.families import FAMILIES, family_of
-from megatron_rc.settings.model import Dtype, ModelSettings
+from megatron_rc.settings.model import DTYPES, Dtype, ModelSettings
 
 if TYPE_CHECKING:
     import torch
-
-
-class Precision(NamedTuple):
-    name: str
-    """The name in torch, in config.json and in the flags of SGLang."""
-    bytes: int
-    """Per number."""
-
-
-DTYPES: dict[Dtype, Precision] = {
-    "fp32": Precision("float32", 4),
-    "bf16": Precision("bfloat16", 2),
-    "fp16": Precision("float16", 2),
-}
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:

@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from megatron_rc.schema.limits import check_one_of
+
 
 class Family(NamedTuple):
     architecture: str
@@ -36,6 +38,5 @@ FAMILIES = {
 
 def family_of(model_type: Any) -> Family:
     """Raises ValueError for a model type without a row."""
-    if model_type not in FAMILIES:
-        raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}, got {model_type!r}")
+    check_one_of("model_type", model_type, FAMILIES)
     return FAMILIES[model_type]

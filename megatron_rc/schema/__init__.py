@@ -130,11 +130,12 @@ def set_field(data: dict[str, Any], assignment: str) -> None:
     data[leaf] = yaml.safe_load(value)
 
 
-def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """' (did you mean 'x'?)' or the list of known names."""
+def nearest(name: str, known: typing.Iterable[str], *, otherwise: str | None = None) -> str:
+    """'; did you mean 'x'?' or ``otherwise``, by default the list of known names."""
     known = list(known)
-    match = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"
+    if match := difflib.get_close_matches(str(name), known, n=1, cutoff=0.5):
+        return f"; did you mean {match[0]!r}?"
+    return f"; known: {', '.join(known)}" if otherwise is None else otherwise
 
 
 def _expanded(cls: Any, data: Any, where: str) -> Any:
@@ -162,9 +163,10 @@ def _one_sentence(error: Any, where: str) -> str:
     first = error.errors()[0]
     parts = [p for p in first["loc"] if isinstance(p, int) or str(p).isidentifier()]
     name = ".".join(str(p) for p in ([where] if where else []) + parts) or "the configuration"
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ").strip()
     found = first.get("input")
-    return f"{name}: {message}" + ("" if isinstance(found, dict) or found is None else f", got {found!r}")
+    said = isinstance(found, dict) or found is None or f"got {found!r}" in message
+    return f"{name}: {message}" + ("" if said else f", got {found!r}")
 
 
 def _plain(value: Any) -> Any:

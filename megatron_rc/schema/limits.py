@@ -2,6 +2,8 @@
 
 from typing import Any, get_args
 
+from megatron_rc.schema import nearest
+
 
 def check_positive(**values: float) -> None:
     """Raise ValueError for the first value that is not above 0; the keyword is the field's name."""
@@ -17,7 +19,8 @@ def check_at_least(bound: float, **values: float) -> None:
             raise ValueError(f"{name} must be >= {bound}, got {value!r}")
 
 
-def check_one_of(name: str, value: Any, literal: Any) -> None:
-    """Raise ValueError for a value that is none of those of a Literal."""
-    if value not in (known := get_args(literal)):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+def check_one_of(name: str, value: Any, choices: Any) -> None:
+    """Raise ValueError, with the nearest known name, for a value that is none of those of a table or a Literal."""
+    if value not in (known := get_args(choices) or list(choices)):
+        names = ", ".join(map(repr, known))
+        raise ValueError(f"{name} must be one of {names}, got {value!r}{nearest(value, known, otherwise='')}")

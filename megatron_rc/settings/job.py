@@ -26,8 +26,7 @@ from megatron_rc.tasks.registry import TaskKind
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings:
     kind: TaskKind = "arithmetic"
-    """Generated problems with a built-in tokenizer: arithmetic; copy, with long responses; calculator, with several
-    turns per response. jsonl: prompts from a file, with the tokenizer of model.hf_path."""
+    """What the policy is asked, and how its answers are scored."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the task; docs/tasks.md lists them."""
 

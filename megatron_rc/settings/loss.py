@@ -1,22 +1,17 @@
 """The policy loss of a job."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Annotated
 
 from megatron_rc.correction.settings import Aggregation, Denominator, Surrogate, check_clipping
 from megatron_rc.loss.advantages import ADVANTAGES
+from megatron_rc.schema.choice import Choice
 from megatron_rc.schema.limits import check_at_least
-
-# a type checker knows no Literal that is computed
-if TYPE_CHECKING:
-    Advantage = str
-else:
-    Advantage = Literal[tuple(ADVANTAGES)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    advantage: Advantage = "rloo"
+    advantage: Annotated[str, Choice(ADVANTAGES)] = "rloo"
     """Estimator of advantages from rewards; `megatron_rc/loss/advantages.py` explains each as `NAME_advantages`."""
     surrogate: Surrogate = "ppo"
     """ppo: clipped ratio current/old. reinforce: log-prob times advantage."""

@@ -1,11 +1,29 @@
 """The model of a job, its ranks per parallel dimension, and the routes of its experts."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, NamedTuple
 
+from megatron_rc.schema.choice import Choice
 from megatron_rc.schema.limits import check_at_least
 
-Dtype = Literal["fp32", "bf16", "fp16"]
+
+class Precision(NamedTuple):
+    name: str
+    """The name in torch, in config.json and in the flags of SGLang."""
+    bytes: int
+    """Per number."""
+    sentence: str = ""
+
+
+DTYPES = {"fp32": Precision("float32", 4), "bf16": Precision("bfloat16", 2), "fp16": Precision("float16", 2)}
+Dtype = Annotated[str, Choice(DTYPES)]
+
+REPLAYED = {
+    "none": "",
+    "R2": "the update passes use the experts that the trainer chose before the update.",
+    "R3": "every pass uses the experts of the sampler.",
+}
+"""Routes that replace the choice of the trainer's routers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +31,8 @@ class ModelSettings:
     hf_path: str | None = None
     """Folder with config.json and safetensors to start from; null builds `config` with random weights."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Fields of a Hugging Face config.json, with model_type qwen2, qwen3 or qwen3_moe; used when hf_path is null."""
+    """Fields of a Hugging Face config.json, used when hf_path is null. The error of an unknown model_type lists
+    the known ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +56,8 @@ class MoeSettings:
 
     record: bool = False
     """Record the experts that the trainer's routers choose, and report how far they are from the sampler's."""
-    replay: Literal["none", "R2", "R3"] = "none"
-    """R2: the update passes use the experts that the trainer chose before the update. R3: every pass uses the experts
-    of the sampler."""
+    replay: Annotated[str, Choice(REPLAYED)] = "none"
+    """Routes that the passes of the trainer replay."""
     dump_routes: bool = False
     """With --dump or dump.tokens also write the sampler's routes, 4 bytes x layers x experts per token before
     compression; rollout.engine replay then returns them."""

@@ -1,13 +1,20 @@
 """How a job trains: optimizer, steps, head, checkpoints, and the warm-up before."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from megatron_rc.schema.choice import Choice
 from megatron_rc.schema.limits import check_at_least, check_positive
 from megatron_rc.settings.head import Head, HeadOptions, WiderDtype
 from megatron_rc.settings.model import Dtype
 
-Control = Literal["none", "random-mask", "shuffled-weights", "mean-weight"]
+CONTROLS = {
+    "none": "",
+    "random-mask": "as many tokens are dropped, at random, and the others have weight 1.",
+    "shuffled-weights": "weights and drops change places at random.",
+    "mean-weight": "all tokens are kept, with the mean weight of the batch.",
+}
+Control = Annotated[str, Choice(CONTROLS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +79,8 @@ class TrainSettings:
     N, N + 1 copies of the trained weights are kept in host memory, N are written with every checkpoint, and each older
     version in a rollout takes one more forward pass. A weight with staleness_upper keeps them in any case."""
     control: Control = "none"
-    """Lays what the correction does on other tokens, to see whether its choice matters. random-mask: as many are
-    dropped, at random, and the others have weight 1. shuffled-weights: weights and drops change places at random.
-    mean-weight: all are kept, with the mean weight of the batch. Turns or sequences take the place of tokens where the
-    correction judges those as a whole."""
+    """Applies what the correction does to other tokens, to see whether its choice matters; to other turns or sequences
+    where the correction judges those as a whole."""
     mini_batches_per_rollout: int = 1
     """Optimizer steps per rollout step, each on its own groups."""
     micro_batches: int | None = None

@@ -1,36 +1,44 @@
-"""The kinds of task that a YAML file can name; a new kind is a name and an entry of the table."""
+"""The kinds of task that a YAML file can name; a new kind is a row of the table."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, NamedTuple
 
 from megatron_rc import schema
+from megatron_rc.schema.choice import Choice
+from megatron_rc.schema.limits import check_one_of
 from megatron_rc.tasks import Task
 from megatron_rc.tasks.arithmetic import ArithmeticOptions, ArithmeticTask
 from megatron_rc.tasks.calculator import CalculatorOptions, CalculatorTask
 from megatron_rc.tasks.copying import CopyOptions, CopyTask
 from megatron_rc.tasks.jsonl import JsonlOptions, JsonlTask
 
-TaskKind = Literal["arithmetic", "copy", "calculator", "jsonl"]
-TASKS: dict[TaskKind, tuple[Any, type[Any]]] = {
-    "arithmetic": (ArithmeticOptions, ArithmeticTask),
-    "copy": (CopyOptions, CopyTask),
-    "calculator": (CalculatorOptions, CalculatorTask),
-    "jsonl": (JsonlOptions, JsonlTask),
+
+class Kind(NamedTuple):
+    options: Any
+    """Dataclass of its options."""
+    task: type[Any]
+    """Built from these options and the folder of a tokenizer."""
+    sentence: str
+
+
+TASKS = {
+    "arithmetic": Kind(ArithmeticOptions, ArithmeticTask, "generated sums, with a built-in tokenizer."),
+    "copy": Kind(CopyOptions, CopyTask, "generated texts to copy, with long responses."),
+    "calculator": Kind(CalculatorOptions, CalculatorTask, "generated sums, with several turns per response."),
+    "jsonl": Kind(JsonlOptions, JsonlTask, "prompts from a file, with the tokenizer of model.hf_path."),
 }
-"""Maps each kind of task to the dataclass of its options, and to the class of the task."""
-OPTIONS = {kind: options for kind, (options, _) in TASKS.items()}
+TaskKind = Annotated[str, Choice(TASKS)]
 
 
 def build_task(
     kind: TaskKind, options: Mapping[str, Any] | None = None, *, seed: int = 1, tokenizer: str | None = None
 ) -> Task:
-    """Build the task ``kind`` with ``options``, fields of the dataclass that `OPTIONS` has for it.
+    """Build the task ``kind`` with ``options``, fields of the dataclass of its row.
 
     ``seed`` and ``tokenizer``, the folder of the checkpoint, are used when the options have none. Raises ValueError,
     which names the field, and the nearest known name if the field is unknown.
     """
-    if kind not in OPTIONS:
-        raise ValueError(f"task.kind: unknown task {kind!r}{schema.nearest(kind, OPTIONS)}")
-    checked = schema.from_dict(OPTIONS[kind], {"seed": seed, **(options or {})}, where="task.options")
-    task: Task = TASKS[kind][1](checked, tokenizer)
+    check_one_of("task.kind", kind, TASKS)
+    checked = schema.from_dict(TASKS[kind].options, {"seed": seed, **(options or {})}, where="task.options")
+    task: Task = TASKS[kind].task(checked, tokenizer)
     return task

@@ -322,7 +322,7 @@ def test_a_bad_request_names_the_prompt(pair: Any) -> None:
 
 def test_a_bad_configuration_names_the_field() -> None:
     for model, options, sentence in (
-        ({"model_type": "llama"}, {}, "model_type must be one of qwen2, qwen3, qwen3_moe, got 'llama'"),
+        ({"model_type": "llama"}, {}, "model_type must be one of 'qwen2', 'qwen3', 'qwen3_moe', got 'llama'"),
         ({}, {"dtype": "int8"}, "dtype must be one of fp32, bf16, fp16, got 'int8'"),
         ({"use_sliding_window": True}, {}, "use_sliding_window must be false"),
         ({}, {"max_batch": 0}, "max_batch must be >= 1, got 0"),

@@ -1,7 +1,8 @@
 """Configuration in and out: one sentence that names the dotted field and the nearest known name."""
 
-import typing
+import dataclasses
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from typer.testing import CliRunner
@@ -10,13 +11,9 @@ from megatron_rc import schema
 from megatron_rc.cli import app
 from megatron_rc.correction.settings import RolloutCorrection, Weight
 from megatron_rc.jobs.describe import describe
-from megatron_rc.loss.advantages import ADVANTAGES
-from megatron_rc.models.config import DTYPES
+from megatron_rc.schema.choice import Choice
 from megatron_rc.settings import job as settings
-from megatron_rc.settings.job import JobSettings, TaskSettings
-from megatron_rc.settings.loss import LossSettings
-from megatron_rc.settings.model import Dtype
-from megatron_rc.tasks.registry import OPTIONS
+from megatron_rc.settings.job import JobSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,11 +73,24 @@ def test_settings_survive_a_round_trip_through_yaml():
     assert read(schema.dump_yaml(schema.to_dict(job))) == job
 
 
-def test_every_choice_of_a_setting_has_its_function_and_the_other_way_round() -> None:
-    hints = typing.get_type_hints(LossSettings) | typing.get_type_hints(TaskSettings)
-    assert typing.get_args(hints["advantage"]) == tuple(ADVANTAGES)
-    assert typing.get_args(hints["kind"]) == tuple(OPTIONS)
-    assert typing.get_args(Dtype) == tuple(DTYPES)
+def test_a_new_row_of_a_table_is_taken_documented_and_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"low": "for soup.", "high": ""}
+
+    @dataclasses.dataclass
+    class Kitchen:
+        heat: Annotated[str, Choice(table)] = "low"
+        """How hot."""
+        other: Annotated[str, Choice(table)] | None = None
+
+    monkeypatch.setattr("megatron_rc.jobs.describe._docstrings", lambda cls: {"heat": "How hot."})
+    monkeypatch.setitem(table, "middle", "for rice.")
+    heat, other = describe(Kitchen)
+    assert (heat.type, heat.doc) == ("low | high | middle", "How hot. low: for soup. middle: for rice.")
+    assert (other.type, other.doc) == ("low | high | middle | null", "low: for soup. middle: for rice.")
+    assert schema.from_dict(Kitchen, {"heat": "middle"}).heat == "middle"
+    for wrong, end in (("midle", r"; did you mean 'middle'\?"), ("7", ""), ([1], "")):
+        with pytest.raises(ValueError, match=rf"^heat: must be one of 'low', 'high', 'middle', got .*{end}$"):
+            schema.from_dict(Kitchen, {"heat": wrong})
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1\n- 2", "nothing-here.yaml"])

@@ -14,7 +14,7 @@ from megatron_rc.jobs.describe import describe
 from megatron_rc.tasks import Prompt, Task
 from megatron_rc.tasks.arithmetic import ALPHABET, LEVELS, careless_totals, running_totals
 from megatron_rc.tasks.generated import is_held_out
-from megatron_rc.tasks.registry import OPTIONS, build_task
+from megatron_rc.tasks.registry import TASKS, build_task
 
 DOCS = Path(__file__).parents[2] / "docs" / "tasks.md"
 
@@ -187,7 +187,7 @@ def test_a_wrong_option_is_named(kind: str, options: dict[str, Any], sentence: s
 def test_build_task_fills_in_the_seed_of_the_job_and_names_unknown_tasks() -> None:
     assert build_task("arithmetic", {}, seed=9).prompts(0, 5) == arithmetic(seed=9).prompts(0, 5)
     assert build_task("arithmetic", {"seed": 2}, seed=9).prompts(0, 5) == arithmetic(seed=2).prompts(0, 5)
-    with pytest.raises(ValueError, match="unknown task 'arithmetics'; did you mean 'arithmetic'"):
+    with pytest.raises(ValueError, match="task.kind must be one of .*got 'arithmetics'; did you mean 'arithmetic'"):
         build_task("arithmetics")
 
 
@@ -198,11 +198,11 @@ def rewards_of_demonstrations(task: Task, count: int) -> list[float]:
     return task.rewards(prompts, [one.output_ids for one in shown])
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("kind", TASKS)
 def test_the_documentation_lists_every_option_with_its_default(kind: str) -> None:
     text = DOCS.read_text()
-    required = [f.name for f in dataclasses.fields(OPTIONS[kind]) if f.default is f.default_factory]
-    for field in describe(OPTIONS[kind]):
+    required = [f.name for f in dataclasses.fields(TASKS[kind].options) if f.default is f.default_factory]
+    for field in describe(TASKS[kind].options):
         default = "required" if field.name in required else f"`{field.default}`"
         cells = [f"`{field.name}`", f"`{field.type}`", default, field.doc]
         assert field.doc and "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" in text

@@ -5,8 +5,8 @@ from functools import partial
 
 from megatron_rc.doctor.registry import Check, Finding, Registry, Undecided, error, good, note, warning
 from megatron_rc.doctor.server.facts import Facts
-from megatron_rc.models.config import DTYPES
 from megatron_rc.rollout.sglang.buckets import server_dtype
+from megatron_rc.settings.model import DTYPES
 
 MODEL: Registry[Facts] = Registry("model")
 

@@ -10,10 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 
 from megatron_rc.engine import HiddenSampling, OnFinished, Prompts, RolloutEngine, Sample, SamplingParams, check_request
-from megatron_rc.models.config import DTYPES, torch_dtype
+from megatron_rc.models.config import torch_dtype
 from megatron_rc.rollout.embedded.model import build_model, weight_slots
 from megatron_rc.rollout.embedded.routes import RouteCapture
-from megatron_rc.settings.model import Dtype
+from megatron_rc.settings.model import DTYPES, Dtype
 
 _COMPACT_SHARE = 1 / 8
 """Finished rows leave the batch once they are this share of it: copying the cache costs about a tenth of a step."""

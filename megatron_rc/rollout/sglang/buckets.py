@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.models.config import DTYPES, torch_dtype
+from megatron_rc.models.config import torch_dtype
+from megatron_rc.settings.model import DTYPES
 
 _DTYPES = {precision.name: torch_dtype(dtype) for dtype, precision in DTYPES.items()}
 _DTYPES |= {"float": torch.float32, "half": torch.float16}
