@@ -22,11 +22,11 @@ def check_asynchronous(settings: JobSettings) -> None:
     rollout = settings.rollout
     if not settings.train.asynchronous:
         return
-    if rollout.engine == "replay":
-        raise ValueError("train.asynchronous must be 0 when rollout.engine is 'replay': nothing is left to sample")
-    if rollout.staleness:
+    if rollout.engine == "recorded":
+        raise ValueError("train.asynchronous must be 0 when rollout.engine is 'recorded': nothing is left to sample")
+    if rollout.lag:
         why = "the samples would be older than train.asynchronous allows"
-        raise ValueError(f"rollout.staleness must be 0 with train.asynchronous, got {rollout.staleness}: {why}")
+        raise ValueError(f"rollout.lag must be 0 with train.asynchronous, got {rollout.lag}: {why}")
 
 
 @dataclass
@@ -142,7 +142,7 @@ class RolloutQueue:
 
         shares = self._groups.gather(at_rest)
         metrics = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
-        return metrics | {"asynchronous/max_staleness": float(self._oldest)}
+        return metrics | {"asynchronous/max_lag": float(self._oldest)}
 
     def end(self) -> None:
         """Start no other rollout; closing the engine ends the one that is being sampled."""

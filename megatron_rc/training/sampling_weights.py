@@ -25,9 +25,9 @@ def check_sampling_weights(settings: JobSettings) -> None:
         why = "only the old pass of the whole batch can be compared with the weights that sampled"
         got = f"got {settings.correction.old!r}"
         raise ValueError(f"correction.old must be 'recompute' with train.keep_sampling_weights, {got}: {why}")
-    if settings.rollout.engine == "replay":
+    if settings.rollout.engine == "recorded":
         why = "the weights of another job sampled the recording"
-        raise ValueError(f"train.keep_sampling_weights must be false when rollout.engine is 'replay': {why}")
+        raise ValueError(f"train.keep_sampling_weights must be false when rollout.engine is 'recorded': {why}")
 
 
 class SamplingWeights:
@@ -44,8 +44,8 @@ class SamplingWeights:
     def wanted(cls, settings: JobSettings, policy: Policy) -> "SamplingWeights | None":
         """Those of a job that may get older samples and asks for log-probs by the weights that sampled them."""
         asked = settings.train.keep_sampling_weights or Plan.of(settings.correction).has_two_factors
-        oldest = settings.train.asynchronous or settings.rollout.staleness
-        return cls(policy, oldest) if asked and oldest and settings.rollout.engine != "replay" else None
+        oldest = settings.train.asynchronous or settings.rollout.lag
+        return cls(policy, oldest) if asked and oldest and settings.rollout.engine != "recorded" else None
 
     @property
     def versions(self) -> list[int]:

@@ -311,7 +311,7 @@ def test_settings_that_need_routes_nobody_has_are_refused() -> None:
 def test_dense_models_have_no_routes_to_return() -> None:
     from tiny_models import DENSE
 
-    from megatron_rc.rollout.embedded.engine import HFEngine
+    from megatron_rc.rollout.embedded.engine import EmbeddedEngine
 
     with pytest.raises(ValueError, match="return_routes needs a model with experts"):
-        HFEngine(DENSE, dtype="fp32", device="cpu", return_routes=True)
+        EmbeddedEngine(DENSE, dtype="fp32", device="cpu", return_routes=True)
