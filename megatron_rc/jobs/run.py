@@ -59,7 +59,8 @@ def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job]:
     emulation.emulate_cuda_on_cpu()
     from megatron_rc.models.config import hf_config_dict
     from megatron_rc.report import sinks
-    from megatron_rc.rollout.perturb import StaleEngine, perturbed
+    from megatron_rc.rollout.perturb import perturbed
+    from megatron_rc.rollout.stale import StaleEngine
     from megatron_rc.training import groups as parallel
     from megatron_rc.training.kept_steps import check_dump
     from megatron_rc.training.loop import Job
@@ -122,8 +123,8 @@ def _task(settings: JobSettings, hf_config: dict[str, Any]) -> Task:
 
 def _engine(settings: JobSettings, policy: Policy, groups: Groups, probe: Probe | None) -> RolloutEngine:
     from megatron_rc.rollout.embedded.engine import EmbeddedEngine
-    from megatron_rc.rollout.perturb import StaleEngine
     from megatron_rc.rollout.recorded import RecordedEngine
+    from megatron_rc.rollout.stale import StaleEngine
     from megatron_rc.rollout.worker import WorkerEngine
 
     rollout = settings.rollout
