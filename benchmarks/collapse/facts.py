@@ -39,7 +39,7 @@ ELSEWHERE = (
     *(f"train.{n}" for n in ("seed", "dtype", "lr", "control", "asynchronous", "eval_weights")),
     *(f"train.{n}" for n in ("save_interval", "keep_checkpoints", "save_hf", "debug_checks")),
     *(f"train.{n}" for n in ("backend", "keep_sampling_weights", "grad_cosine")),
-    *(f"rollout.{n}" for n in ("staleness", "amplify", "amplify_fixed", "hidden", "quantize", "dtype")),
+    *(f"rollout.{n}" for n in ("lag", "amplify", "amplify_fixed", "hidden", "quantize", "dtype")),
     *("moe.replay", "model.config", "warmup.steps"),
 )
 """Settings that another field of Facts or the model holds, or that change no number of a run."""
@@ -65,7 +65,7 @@ def _gaps(settings: JobSettings) -> list[tuple[str, str]]:
     rollout, trainer = settings.rollout, settings.train.dtype
     hidden = rollout.hidden
     every = [
-        (rollout.staleness > 0, "lag", f"{rollout.staleness}"),
+        (rollout.lag > 0, "lag", f"{rollout.lag}"),
         (settings.train.asynchronous > 0, "asynchronous", f"{settings.train.asynchronous}"),
         (rollout.amplify > 0, f"{'fixed' if rollout.amplify_fixed else 'resampled'} noise", f"{rollout.amplify:g}"),
         (hidden.temperature < 1, "hidden low temperature", f"{hidden.temperature:g}"),

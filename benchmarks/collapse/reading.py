@@ -47,7 +47,7 @@ def read(recipe: Path, folder: Path) -> tuple[list[Row], list[Point]]:
 
 
 def row_of(stage: str, cell: Cell, rules: Endpoints, records: Records, model: Mapping[str, Any]) -> Row:
-    settings = job_settings.load(cell.folder / "settings.yaml")
+    settings = job_settings.of_finished(cell.folder)
     answers = verdicts.answers_per_evaluation(settings)
     if answers < rules.min_answers:
         raise ValueError(
@@ -116,7 +116,7 @@ def _half_way(trained: Records, name: str, settings: JobSettings) -> float:
     k3 and the gradient norm in their logarithms; ESS downwards; the reward downwards from the largest of its running
     means.
     """
-    start = min(settings.rollout.staleness, len(trained))
+    start = min(settings.rollout.lag, len(trained))
     values = np.array(_values(trained, name))[start:]
     if name in ("k3", "grad_norm"):
         values = np.log(np.where(values > 0, values, math.nan))
@@ -143,7 +143,7 @@ def _number(step: int | None) -> float:
 
 def _model(cell: Cell, warm: Path) -> dict[str, Any]:
     """Fields of the config.json of the model, of the warmed one where there was a warm-up."""
-    model = job_settings.load(cell.folder / "settings.yaml").model
+    model = job_settings.of_finished(cell.folder).model
     if not model.hf_path:
         return model.config
     warmed = warm / f"seed-{cell.seed}/hf"

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.full
 RECIPES = Path(__file__).parents[2] / "launch/recipes/collapse"
 MODEL = {"vocab_size": 20}
 TRAIN = {"steps": 60, "lr": 3e-4, "eval_samples": 2}
-LAG = {"staleness": 16, "dtype": "fp32"}
+LAG = {"lag": 16, "dtype": "fp32"}
 
 
 def settings(**fields: Any) -> JobSettings:
@@ -38,7 +38,7 @@ def settings(**fields: Any) -> JobSettings:
     ("rollout", "mechanism", "strength"),
     [
         ({}, "exact", ""),
-        ({"staleness": 16}, "lag", "16"),
+        ({"lag": 16}, "lag", "16"),
         ({"amplify": 0.2}, "resampled noise", "0.2"),
         ({"amplify": 0.2, "amplify_fixed": True}, "fixed noise", "0.2"),
         ({"hidden": {"top_p": 0.9}}, "hidden top-p", "0.9"),
@@ -46,7 +46,7 @@ def settings(**fields: Any) -> JobSettings:
         ({"hidden": {"temperature": 2.0}}, "hidden high temperature", "2"),
         ({"quantize": "fp8"}, "fp8 weights", ""),
         ({"dtype": "bf16"}, "bf16 sampler and fp32 trainer", ""),
-        ({"staleness": 4, "amplify": 0.4}, "lag + resampled noise", "4 + 0.4"),
+        ({"lag": 4, "amplify": 0.4}, "lag + resampled noise", "4 + 0.4"),
     ],
 )
 def test_the_mechanism_is_what_the_settings_open_the_gap_by(
@@ -83,7 +83,7 @@ def test_a_world_is_everything_that_no_arm_names() -> None:
 def grid(folder: Path, **fields: Any) -> Path:
     data = {
         "job": {"model": {"config": DENSE}, "train": TRAIN, "rollout": {"dtype": "fp32"}},
-        "axes": {"mechanism": {"exact": {}, "lag": {"rollout.staleness": 16}}},
+        "axes": {"mechanism": {"exact": {}, "lag": {"rollout.lag": 16}}},
         "endpoints": {"exact": {"mechanism": "exact"}},
     }
     recipe = folder / "mechanism.yaml"

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rc.batch import TokenBatch
 from megatron_rc.correction.settings import PRESETS, RolloutCorrection, Weight
 from megatron_rc.jobs import run
-from megatron_rc.rollout.embedded.engine import HFEngine
+from megatron_rc.rollout.embedded.engine import EmbeddedEngine
 from megatron_rc.settings.job import JobSettings
 from megatron_rc.training.loop import Job
 from megatron_rc.training.step.reinforce import reinforce_step
@@ -43,12 +43,12 @@ class Bench:
         self.job, self.policy, self.path = job, job.policy, path
         self.version = job.progress.weight_version
         self.loss = dataclasses.replace(job.settings.loss, aggregation="seq-mean-token-sum")
-        self.engine = HFEngine(self.policy.hf_config, dtype="fp32", device=self.policy.device)
+        self.engine = EmbeddedEngine(self.policy.hf_config, dtype="fp32", device=self.policy.device)
         self.sampler = dataclasses.replace(job.sampler, engine=self.engine)
 
     @cached_property
     def kept(self) -> dict[int, dict[str, Tensor]]:
-        """The weights that a run with rollout.staleness keeps, by version and Hugging Face name."""
+        """The weights that a run with rollout.lag keeps, by version and Hugging Face name."""
         extra, held = self.path / "extra.safetensors", {}
         for key, tensor in load_file(str(extra)).items() if extra.exists() else ():
             if key.startswith("queue/"):

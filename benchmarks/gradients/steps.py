@@ -55,7 +55,7 @@ def steps_of(recipe: Path, folder: Path) -> list[Step]:
     """
     plan, steps = grid.load(recipe, output=str(folder)), []
     for cell in grid.finished(plan, or_broken=True):
-        facts = facts_of(job_settings.load(cell.folder / "settings.yaml"), {})
+        facts = facts_of(job_settings.of_finished(cell.folder), {})
         arm = EXACT_ARM if facts.mechanism == EXACT else facts.method
         records = (r for r in read_metrics(cell.folder / "metrics.jsonl") if r["phase"] == "rl" and r["step"] > 0)
         steps += [Step(arm, cell.seed, record["step"], **_measured(record)) for record in records]

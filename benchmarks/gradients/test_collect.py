@@ -16,7 +16,7 @@ JOB: dict[str, Any] = {
     "model": {"config": DENSE},
     "task": TASK,
     "warmup": {"steps": 30, "lr": 5e-3, "batch_size": 64},
-    "rollout": {"dtype": "fp32", "staleness": 2, "prompts_per_step": 4, "samples_per_prompt": 8, "max_new_tokens": 6},
+    "rollout": {"dtype": "fp32", "lag": 2, "prompts_per_step": 4, "samples_per_prompt": 8, "max_new_tokens": 6},
     "train": {"steps": 4, "lr": 3e-3, "save_interval": 4, "save_hf": False, "eval_interval": 100},
 }
 

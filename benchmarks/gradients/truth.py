@@ -66,7 +66,7 @@ def measure(folder: Path) -> Iterator[list[Row]]:
     from gradients.collect import opened
     from gradients.measure import rows_of
 
-    settings = job_settings.load(folder / "settings.yaml")
+    settings = job_settings.of_finished(folder)
     for step, lags in STEPS.items():
         path = folder / f"checkpoints/rl-{step:06d}"
         with tempfile.TemporaryDirectory() as scratch, opened(settings, path, Path(scratch)) as bench:

@@ -15,10 +15,11 @@ from megatron_rc.integrations.patching import patch
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 from megatron_rc.learning_rate.mismatch import LRGateSettings, check_lr_rules
 from megatron_rc.settings.head import Head, HeadOptions, WiderDtype
+from megatron_rc.settings.renamed import CurrentNames
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatchSettings:
+class PatchSettings(CurrentNames):
     """Arguments of `patch`, as a YAML file has them."""
 
     correction: RolloutCorrection | None = None

@@ -26,6 +26,7 @@ from megatron_rc.report.grid import read_run, write_grid
 from megatron_rc.report.log import read_metrics
 from megatron_rc.settings import combinations
 from megatron_rc.settings.job import JobSettings
+from megatron_rc.settings.renamed import load_finished
 
 
 def load(path: Path, *, seeds: str = "", output: str = "", assignments: Sequence[str] = ()) -> GridSettings:
@@ -201,11 +202,11 @@ def _warmed(grid: GridSettings, seed: int) -> Path:
     folder = _warm_folders(grid)[seed]
     with _claimed(folder, wait=True):
         if not (folder / "hf/config.json").is_file():
-            changes = {"output": str(folder), "train.seed": seed, "train.steps": 0, "rollout.engine": "hf"}
+            changes = {"output": str(folder), "train.seed": seed, "train.steps": 0, "rollout.engine": "embedded"}
             data = _changed(_fields(grid, {}), changes)
             data.pop("moe", None)
             _train(grid, data, folder)
-        made, wanted = schema.load_yaml(folder / SETTINGS_FILE), schema.to_dict(_settings(_fields(grid, {})))
+        made, wanted = load_finished(folder / SETTINGS_FILE), schema.to_dict(_settings(_fields(grid, {})))
         for section in ("model", "task", "warmup"):
             if made[section] != wanted[section]:
                 raise ValueError(f"{folder} was made with another {section}; warm_folder must name a folder of its own")

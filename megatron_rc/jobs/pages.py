@@ -38,7 +38,7 @@ rho = mismatch · staleness: mismatch = sampling / rollout compares the trainer 
 sampler, and staleness = train / sampling compares the trainer with itself at that version. Both factors have these
 metrics with `train.keep_sampling_weights`, or if the weight has `staleness_upper`; `truncated_token` then counts the
 mismatch. They are left out of a step with samples of a version that is not kept, as after a resume with a larger
-`rollout.staleness`.
+`rollout.lag`.
 """
 _ROUTES = """
 ## Expert shift

@@ -59,7 +59,8 @@ def opened(settings: JobSettings, *, fresh: bool, dump: bool) -> Iterator[Job]:
     emulation.emulate_cuda_on_cpu()
     from megatron_rc.models.config import hf_config_dict
     from megatron_rc.report import sinks
-    from megatron_rc.rollout.perturb import StaleEngine, perturbed
+    from megatron_rc.rollout.perturb import perturbed
+    from megatron_rc.rollout.stale import StaleEngine
     from megatron_rc.settings import combinations
     from megatron_rc.training import groups as parallel
     from megatron_rc.training.loop import Job
@@ -115,33 +116,33 @@ def _task(settings: JobSettings, hf_config: dict[str, Any]) -> Task:
 
 
 def _engine(settings: JobSettings, policy: Policy, groups: Groups, probe: Probe | None) -> RolloutEngine:
-    from megatron_rc.rollout.embedded.engine import HFEngine
-    from megatron_rc.rollout.perturb import StaleEngine
-    from megatron_rc.rollout.recorded import ReplayEngine
+    from megatron_rc.rollout.embedded.engine import EmbeddedEngine
+    from megatron_rc.rollout.recorded import RecordedEngine
+    from megatron_rc.rollout.stale import StaleEngine
     from megatron_rc.rollout.worker import WorkerEngine
 
     rollout = settings.rollout
     engine: RolloutEngine
-    if rollout.engine == "replay":
-        assert rollout.replay_path is not None
-        return ReplayEngine(rollout.replay_path)
+    if rollout.engine == "recorded":
+        assert rollout.recorded_path is not None
+        return RecordedEngine(rollout.recorded_path)
     if rollout.engine == "sglang":
         engine = _sglang_engine(settings, policy, groups, probe)
     else:
         routes = settings.moe.wants_routes
         name = f"embedded-{groups.rank}"
         config, device = policy.hf_config, policy.device
-        build = partial(HFEngine, config, dtype=rollout.dtype, device=device, return_routes=routes, name=name)
+        build = partial(EmbeddedEngine, config, dtype=rollout.dtype, device=device, return_routes=routes, name=name)
         if settings.train.asynchronous:
             return groups.together(lambda: WorkerEngine(build, agree=groups.raise_everywhere))
         engine = build()
-    return StaleEngine(engine, rollout.staleness) if rollout.staleness else engine
+    return StaleEngine(engine, rollout.lag) if rollout.lag else engine
 
 
 def _probe(settings: JobSettings, policy: Policy) -> Probe | None:
     """Probe that checks the servers' weights; None if a perturbation changes them on purpose."""
     rollout = settings.rollout
-    if rollout.engine != "sglang" or rollout.quantize != "none" or rollout.amplify or rollout.staleness:
+    if rollout.engine != "sglang" or rollout.quantize != "none" or rollout.amplify or rollout.lag:
         return None
     from megatron_rc.rollout.sglang.control import probe_prompt
     from megatron_rc.training.probe import Probe

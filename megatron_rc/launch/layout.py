@@ -144,7 +144,7 @@ def starts_of(settings: JobSettings, options: Options) -> Starts:
     # without servers of its own, the trainer keeps the addresses of the settings
     changes = [f"rollout.sglang.urls=[{', '.join(urls)}]"] if urls else []
     if warm:
-        embedded = ["rollout.engine=hf", "rollout.sglang.capture_routes=false"]
+        embedded = ["rollout.engine=embedded", "rollout.sglang.capture_routes=false"]
         warm_up = _torchrun(cluster, options, [f"output={json.dumps(warm)}", "train.steps=0", *embedded])
         changes += [f"model.hf_path={json.dumps(model)}", "warmup.steps=0"]
     if urls and options.doctor:

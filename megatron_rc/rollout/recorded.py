@@ -12,7 +12,7 @@ from megatron_rc.dump.writer import sample_of
 from megatron_rc.engine import OnFinished, Prompts, RolloutEngine, Sample, SamplingParams, check_request
 
 
-class ReplayEngine(RolloutEngine):
+class RecordedEngine(RolloutEngine):
     """RolloutEngine over a dump: a response is looked up by its seed, and its prompt must be the recorded one.
 
     A process may ask for any share of a step, in any order, and a resumed run needs no state. For training rollouts

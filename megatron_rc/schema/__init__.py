@@ -67,14 +67,14 @@ def load_yaml(path_or_text: str | Path) -> dict[str, Any]:
         return _load_file(Path(text), [])
     if isinstance(path_or_text, Path) or not any(sign in text for sign in ":{\n"):
         raise ValueError(f"no such file: {text!r}")
-    return _mapping(text, "the YAML text")
+    return mapping_of(text, "the YAML text")
 
 
 def _load_file(path: Path, derived: list[Path]) -> dict[str, Any]:
     """The mapping of ``path`` on top of its base; ``derived``: the files that have it as a base."""
     if path.resolve() in (file.resolve() for file in derived):
         raise ValueError(f"{path} is its own base: {' -> '.join(map(str, [*derived, path]))}")
-    data = _mapping(path.read_text(), str(path))
+    data = mapping_of(path.read_text(), str(path))
     if "base" not in data:
         return data
     base = data.pop("base")
@@ -83,7 +83,8 @@ def _load_file(path: Path, derived: list[Path]) -> dict[str, Any]:
     return _merged(_load_file(path.parent / base, [*derived, path]), data)
 
 
-def _mapping(text: str, name: str) -> dict[str, Any]:
+def mapping_of(text: str, name: str) -> dict[str, Any]:
+    """The mapping in YAML text; ``name`` says in an error where the text is from."""
     import yaml
 
     try:

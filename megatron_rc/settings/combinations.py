@@ -66,16 +66,16 @@ def _column(name: str) -> tuple[Combination, ...]:
 
 COMBINATIONS = (
     Combination(
-        lambda job, start: job.train.eval_weights == "trained" and job.rollout.engine != "hf",
+        lambda job, start: job.train.eval_weights == "trained" and job.rollout.engine != "embedded",
         "train.eval_weights must be 'served' when rollout.engine is {job.rollout.engine!r}",
     ),
     Combination(
-        lambda job, start: job.train.asynchronous and job.rollout.engine == "replay",
+        lambda job, start: job.train.asynchronous and job.rollout.engine == "recorded",
         "train.asynchronous must be 0 when rollout.engine is {job.rollout.engine!r}: nothing is left to sample",
     ),
     Combination(
-        lambda job, start: job.train.asynchronous and job.rollout.staleness,
-        "rollout.staleness must be 0 with train.asynchronous, got {job.rollout.staleness}: "
+        lambda job, start: job.train.asynchronous and job.rollout.lag,
+        "rollout.lag must be 0 with train.asynchronous, got {job.rollout.lag}: "
         "the samples would be older than train.asynchronous allows",
     ),
     Combination(
@@ -84,7 +84,7 @@ COMBINATIONS = (
         "only the old pass of the whole batch can be compared with the weights that sampled",
     ),
     Combination(
-        lambda job, start: job.train.keep_sampling_weights and job.rollout.engine == "replay",
+        lambda job, start: job.train.keep_sampling_weights and job.rollout.engine == "recorded",
         "train.keep_sampling_weights must be false when rollout.engine is {job.rollout.engine!r}: "
         "the weights of another job sampled the recording",
     ),

@@ -18,6 +18,7 @@ from megatron_rc.settings.dump import DumpSettings
 from megatron_rc.settings.log import LogSettings
 from megatron_rc.settings.loss import LossSettings
 from megatron_rc.settings.model import ModelSettings, MoeSettings, ParallelSettings
+from megatron_rc.settings.renamed import CurrentNames, load_finished
 from megatron_rc.settings.rollout import RolloutSettings
 from megatron_rc.settings.train import TrainSettings, WarmupSettings
 from megatron_rc.tasks.registry import TaskKind
@@ -32,7 +33,7 @@ class TaskSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSettings(HasLRRule):
+class JobSettings(CurrentNames, HasLRRule):
     name: str = "run"
     """Title of the display and the report."""
     output: str = "runs/run"
@@ -60,7 +61,7 @@ class JobSettings(HasLRRule):
     @property
     def fresh(self) -> bool:
         """Whether every rollout is sampled with the weights that it trains."""
-        return self.rollout.staleness == 0 and self.train.asynchronous == 0
+        return self.rollout.lag == 0 and self.train.asynchronous == 0
 
 
 def load(path_or_text: str | Path, assignments: Iterable[str] = ()) -> JobSettings:
@@ -70,3 +71,8 @@ def load(path_or_text: str | Path, assignments: Iterable[str] = ()) -> JobSettin
         ValueError: one sentence naming the field or the file.
     """
     return schema.from_dict(JobSettings, schema.load_yaml(path_or_text), assignments=assignments)
+
+
+def of_finished(folder: Path) -> JobSettings:
+    """The settings of a run, from its folder; names that they had in an earlier version are read, too."""
+    return schema.from_dict(JobSettings, load_finished(folder / "settings.yaml"))

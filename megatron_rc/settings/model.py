@@ -60,7 +60,7 @@ class MoeSettings:
     """Routes that the passes of the trainer replay."""
     dump_routes: bool = False
     """With --dump or dump.tokens also write the sampler's routes, 4 bytes x layers x experts per token before
-    compression; rollout.engine replay then returns them."""
+    compression; the engine recorded then returns them."""
 
     @property
     def active(self) -> bool:

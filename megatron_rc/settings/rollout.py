@@ -13,12 +13,12 @@ Quantize = Literal["none", "int8", "fp8"]
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    engine: Literal["hf", "sglang", "replay"] = "hf"
-    """hf: the embedded transformers engine. sglang: the servers of `sglang`. replay: the samples that --dump recorded
-    in `replay_path`."""
+    engine: Literal["embedded", "sglang", "recorded"] = "embedded"
+    """embedded: a transformers model in the trainer's process. sglang: the servers of `sglang`. recorded: the samples
+    that --dump wrote to `recorded_path`."""
     sglang: SGLangSettings = field(default_factory=SGLangSettings)
-    replay_path: str | None = None
-    """Dump folder of an earlier run, for engine replay."""
+    recorded_path: str | None = None
+    """Dump folder of an earlier run, for engine recorded."""
     prompts_per_step: int = 64
     """Prompts (= groups) per rollout step."""
     samples_per_prompt: int = 8
@@ -40,7 +40,7 @@ class RolloutSettings:
     amplify_fixed: bool = False
     """Add the same noise at every sync, one draw per train.seed; otherwise every sync draws its own."""
     hidden: HiddenSampling = field(default_factory=HiddenSampling)
-    staleness: int = 0
+    lag: int = 0
     """The engine serves weights that are this many steps old."""
     max_nonfinite_share: float = 0.01
     """The job stops when a larger share of the log-probs is NaN or infinite."""
@@ -49,13 +49,13 @@ class RolloutSettings:
         self.sampling()
         check_at_least(1, prompts_per_step=self.prompts_per_step)
         check_at_least(2, samples_per_prompt=self.samples_per_prompt)
-        check_at_least(0, staleness=self.staleness, amplify=self.amplify, max_nonfinite_share=self.max_nonfinite_share)
-        if self.engine == "replay" and not self.replay_path:
-            raise ValueError("replay_path must name a recorded dump when engine is 'replay'")
-        if self.hidden.active and self.engine != "hf":
+        check_at_least(0, lag=self.lag, amplify=self.amplify, max_nonfinite_share=self.max_nonfinite_share)
+        if self.engine == "recorded" and not self.recorded_path:
+            raise ValueError("recorded_path must name a recorded dump when engine is 'recorded'")
+        if self.hidden.active and self.engine != "embedded":
             why = "only the embedded engine can draw tokens otherwise than it reports"
             raise ValueError(f"hidden must keep its defaults when engine is {self.engine!r}: {why}")
-        if self.amplify_fixed and (self.amplify == 0 or self.engine == "replay"):
+        if self.amplify_fixed and (self.amplify == 0 or self.engine == "recorded"):
             raise ValueError("amplify_fixed must be false where no weights are served, or amplify is 0")
 
     def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:

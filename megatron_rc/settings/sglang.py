@@ -34,7 +34,7 @@ class SGLangSettings:
     capture_routes: bool = False
     """Ask for the experts of every token; the servers need --enable-return-routed-experts. Settings of `moe` that need
     them ask, too."""
-    max_staleness: int | None = None
+    max_lag: int | None = None
     """Discard a response that has a token of weights older than this many versions; null discards none."""
     max_rejected_share: float = 0.05
     """The job stops when a larger share of a step's responses came back damaged."""
@@ -47,5 +47,5 @@ class SGLangSettings:
         check_at_least(1, concurrency=self.concurrency, bucket_bytes=self.bucket_bytes)
         check_at_least(0, retries=self.retries, max_rejected_share=self.max_rejected_share)
         check_positive(timeout_s=self.timeout_s, backoff_s=self.backoff_s)
-        if self.max_staleness is not None:
-            check_at_least(0, max_staleness=self.max_staleness)
+        if self.max_lag is not None:
+            check_at_least(0, max_lag=self.max_lag)

@@ -75,7 +75,7 @@ class TrainSettings:
     """Rollouts of this many later steps may be sampled while a step trains, by weights at most as many versions older
     than those that they train; 0 samples and trains in turn."""
     keep_sampling_weights: bool = False
-    """Split the gap between trainer and sampler into mismatch and staleness: with rollout.staleness N or asynchronous
+    """Split the gap between trainer and sampler into mismatch and staleness: with rollout.lag N or asynchronous
     N, N + 1 copies of the trained weights are kept in host memory, N are written with every checkpoint, and each older
     version in a rollout takes one more forward pass. A weight with staleness_upper keeps them in any case."""
     control: Control = "none"
@@ -90,7 +90,7 @@ class TrainSettings:
     eval_interval: int = 10
     """Steps between two held-out evaluations, whose answers come from the engine of the rollouts."""
     eval_weights: Literal["served", "trained"] = "served"
-    """Weights that answer the held-out prompts. served: those of the rollouts, with their staleness and noise. trained:
+    """Weights that answer the held-out prompts. served: those of the rollouts, with their lag and noise. trained:
     those of the trainer, served by the embedded engine for the time of the evaluation, without `rollout.hidden`."""
     eval_samples: int = 1
     """Answers sampled per held-out prompt, at the rollout temperature."""

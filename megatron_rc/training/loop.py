@@ -52,7 +52,7 @@ class Job:
         self.sampler = Sampler(self.engine, self.task, self.groups, drawn, settings.train.seed, most_damaged)
         self.queue = RolloutQueue(self.sampler, settings) if settings.train.asynchronous else None
         self.sampling_weights = SamplingWeights.wanted(settings, self.policy)
-        self.evaluates = rollout.engine != "replay"
+        self.evaluates = rollout.engine != "recorded"
         self.progress = Progress()
         self.lr_rule: LRScale | None = None
         self.lost_batch = LostBatchWarning()
@@ -253,7 +253,7 @@ class Job:
         versions = batch.weight_versions[batch.loss_mask]
         if rollout.engine == "sglang":
             result.metrics |= sampled.metrics()
-        result.metrics["staleness"] = self.progress.weight_version - float(versions.double().mean())
+        result.metrics["lag"] = self.progress.weight_version - float(versions.double().mean())
         return sampled, result
 
     def _serve(self) -> None:

@@ -30,7 +30,7 @@ JOB_METRICS: dict[str, dict[str, JobMetric]] = {
         "ess_seq_predicted": JobMetric(
             "share", "S / sum exp(2 T k3), what ess_seq would be if all gaps were small and honest; below 1/S for none"
         ),
-        "staleness": JobMetric("versions", "age of the weights that sampled a token, mean over tokens"),
+        "lag": JobMetric("versions", "age of the weights that sampled a token, mean over tokens"),
         "eval/accuracy": _ACCURACY,
     },
     "Update": {
@@ -79,7 +79,7 @@ JOB_METRICS: dict[str, dict[str, JobMetric]] = {
             "share", "time between two syncs in which the trainer waited for rollouts"
         ),
         "asynchronous/engine_idle": JobMetric("share", "time between two syncs in which no rollout was being sampled"),
-        "asynchronous/max_staleness": JobMetric("versions", "age of the oldest weights that sampled a token"),
+        "asynchronous/max_lag": JobMetric("versions", "age of the oldest weights that sampled a token"),
     },
     "Time": {
         "time/rollout_s": JobMetric("seconds", "sampling and rewards; with train.asynchronous, the wait for them"),

@@ -130,7 +130,7 @@ class RolloutQueue:
 
         shares = self._groups.gather(at_rest)
         metrics = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
-        return metrics | {"asynchronous/max_staleness": float(self._oldest)}
+        return metrics | {"asynchronous/max_lag": float(self._oldest)}
 
     def end(self) -> None:
         """Start no other rollout; closing the engine ends the one that is being sampled."""

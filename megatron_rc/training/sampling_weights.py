@@ -31,8 +31,8 @@ class SamplingWeights:
     def wanted(cls, settings: JobSettings, policy: Policy) -> "SamplingWeights | None":
         """Those of a job that may get older samples and asks for log-probs by the weights that sampled them."""
         asked = settings.train.keep_sampling_weights or Plan.of(settings.correction).has_two_factors
-        oldest = settings.train.asynchronous or settings.rollout.staleness
-        return cls(policy, oldest) if asked and oldest and settings.rollout.engine != "replay" else None
+        oldest = settings.train.asynchronous or settings.rollout.lag
+        return cls(policy, oldest) if asked and oldest and settings.rollout.engine != "recorded" else None
 
     @property
     def versions(self) -> list[int]:

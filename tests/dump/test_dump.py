@@ -15,7 +15,7 @@ from megatron_rc.batch import TokenBatch
 from megatron_rc.dump.schema import NUMBERS, OPTIONAL, SAMPLING_KEY, SCHEMA, read_dump
 from megatron_rc.dump.writer import COMPUTED, DumpWriter, sample_of
 from megatron_rc.engine import RolloutEngine, Sample, SamplingParams
-from megatron_rc.rollout.recorded import ReplayEngine
+from megatron_rc.rollout.recorded import RecordedEngine
 
 SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.7, top_p=0.9, stop_token_ids=(9,))
 ROUTES = {"routes", "routes_shape"}
@@ -96,7 +96,7 @@ def test_a_dump_without_the_optional_columns_reads_and_replays(tmp_path: Path) -
     pq.write_table(pq.read_table(file).drop_columns(sorted(OPTIONAL)), file)
     [records] = read_dump(tmp_path)
     assert set(records[0]) == set(SCHEMA.names) and all(records[2][name] is None for name in OPTIONAL)
-    replayed = ReplayEngine(tmp_path).generate([samples[2].prompt_ids], SAMPLING, n=1, seeds=[3])
+    replayed = RecordedEngine(tmp_path).generate([samples[2].prompt_ids], SAMPLING, n=1, seeds=[3])
     forgotten = {"server": None, "syncs": None, "cached_tokens": None, "retractions": 0}
     assert replayed == [dataclasses.replace(samples[2], **forgotten)]
 
@@ -203,7 +203,7 @@ def recorded_run(folder: Path) -> dict[int, list[Sample]]:
 
 def test_replay_returns_the_recorded_samples_by_seed(tmp_path: Path) -> None:
     steps = recorded_run(tmp_path)
-    engine = ReplayEngine(tmp_path)
+    engine = RecordedEngine(tmp_path)
     assert isinstance(engine, RolloutEngine)
     engine.update_weights(iter([("w", torch.zeros(1))]), 5)
     assert engine.weight_version == 5
@@ -220,13 +220,13 @@ def test_replay_returns_the_recorded_samples_by_seed(tmp_path: Path) -> None:
 def test_replay_reads_the_whole_export_so_that_gathers_stay_in_step(tmp_path: Path) -> None:
     recorded_run(tmp_path)
     read = []
-    ReplayEngine(tmp_path).update_weights(((name, read.append(name)) for name in "abc"), 1)  # type: ignore[misc,func-returns-value]
+    RecordedEngine(tmp_path).update_weights(((name, read.append(name)) for name in "abc"), 1)  # type: ignore[misc,func-returns-value]
     assert read == ["a", "b", "c"]
 
 
 def test_replay_refuses_another_prompt_seed_or_sampling(tmp_path: Path) -> None:
     samples = recorded_run(tmp_path)[1]
-    engine = ReplayEngine(tmp_path)
+    engine = RecordedEngine(tmp_path)
     prompts = [s.prompt_ids for s in samples]
     with pytest.raises(ValueError, match=r"step 1: prompt 1 of this call differs .* seed 101 from token 0 on"):
         engine.generate([prompts[0], [8], [8]], SAMPLING, n=1, seeds=[100, 101, 102])
@@ -245,4 +245,4 @@ def test_replay_refuses_a_dump_whose_seeds_are_not_unique(tmp_path: Path) -> Non
     for step in (1, 2):
         DumpWriter(tmp_path).write(step, example_batch(samples), samples=samples, seeds=[1, 2, step + 2])
     with pytest.raises(ValueError, match=r"step-000002\.parquet: seed 1 is also recorded in .*step-000001\.parquet"):
-        ReplayEngine(tmp_path)
+        RecordedEngine(tmp_path)

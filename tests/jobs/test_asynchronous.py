@@ -76,7 +76,7 @@ def trained_every_sample_once(output: Path) -> list[list[dict[str, Any]]]:
     ages = [{r["trainer_version"] - span["version"] for r in step for span in r["weight_versions"]} for step in steps]
     assert set.union(*ages) <= set(range(AHEAD + 1)) and max(map(max, ages)) >= 1
     metrics = [record for record in read_metrics(output / "metrics.jsonl") if record["step"]]
-    assert [record["asynchronous/max_staleness"] for record in metrics] == list(map(max, ages))
+    assert [record["asynchronous/max_lag"] for record in metrics] == list(map(max, ages))
     return steps
 
 
@@ -97,7 +97,7 @@ def killed_twice(config: Path, output: Path, resume: Callable[..., Metrics]) -> 
 def test_a_job_killed_twice_trains_every_sample_once_within_the_bound(config: Path, tmp_path: Path) -> None:
     metrics = killed_twice(config, tmp_path / "killed", finished_job)
     stale = [record["old/staleness_k3"] > 0 for record in metrics[1:]]
-    assert stale == [record["staleness"] > 0 for record in metrics[1:]]
+    assert stale == [record["lag"] > 0 for record in metrics[1:]]
     mismatch = [record["old/mismatch_k3"] for record in metrics[1:]]
     assert 0 < max(mismatch) < 10 * mismatch[0], "the weights that sampled are those of the trainer at that version"
     shares = [record[f"asynchronous/{name}_idle"] for record in metrics[1:] for name in ("trainer", "engine")]
@@ -107,7 +107,7 @@ def test_a_job_killed_twice_trains_every_sample_once_within_the_bound(config: Pa
     first.pop("eval/accuracy")
     [asynchronous] = timeless(metrics[1:2])
     assert {name: asynchronous[name] for name in first} == first, "nothing is stale in step 1 of either loop"
-    names = {f"asynchronous/{name}" for name in ("trainer_idle", "engine_idle", "max_staleness")}
+    names = {f"asynchronous/{name}" for name in ("trainer_idle", "engine_idle", "max_lag")}
     assert asynchronous.keys() - first.keys() == names
 
 

@@ -73,9 +73,9 @@ def ended(folder: Path) -> dict[str, tuple[int, str]]:
     missing = doctored(folder, "missing", lambda v: v[:-1])
     nan = doctored(folder, "nans", lambda v: [math.nan] * len(v))
     second = {
-        "missing log-prob": job("short", "rollout.engine=replay", f"rollout.replay_path={missing}"),
-        "NaN log-prob": job("corrupt", "rollout.engine=replay", f"rollout.replay_path={nan}"),
-        "no dump": job("x", "rollout.engine=replay", f"rollout.replay_path={folder / 'hf'}"),
+        "missing log-prob": job("short", "rollout.engine=recorded", f"rollout.recorded_path={missing}"),
+        "NaN log-prob": job("corrupt", "rollout.engine=recorded", f"rollout.recorded_path={nan}"),
+        "no dump": job("x", "rollout.engine=recorded", f"rollout.recorded_path={folder / 'hf'}"),
     }
     return out | dict(zip(second, run_together(list(second.values()), folder), strict=True))
 

@@ -40,7 +40,7 @@ def test_an_earlier_run_gets_a_report(folder: Path, arm: str) -> None:
 
 # at the next step, by the earlier version; how a replayed step ends depends on nothing that machines round differently
 GOES_ON = {
-    "decay": {"step": 5, "lr": 1.25e-4, "lr_decay/scale": 0.5, "staleness": 1},
+    "decay": {"step": 5, "lr": 1.25e-4, "lr_decay/scale": 0.5, "lag": 1},
     "gate": {"step": 3, "lr": 7.5e-5, "lr_gate/scale": 0.5, "grad_norm": 2.7919, "old/k3": 2.5568e-4, "loss": 0.030916},
 }  # fmt: skip
 
@@ -49,7 +49,10 @@ GOES_ON = {
 def test_an_earlier_job_goes_on_as_it_did(folder: Path, arm: str) -> None:
     expected = GOES_ON[arm]
     assigned = [f"output={folder / arm}", f"train.steps={expected['step']}"]
-    assigned += [f"rollout.replay_path={folder / 'decay/dump'}"] if arm == "gate" else []
+    assigned += [f"rollout.recorded_path={folder / 'decay/dump'}"] if arm == "gate" else []
+    refused = CliRunner().invoke(app, ["train", str(folder / arm / "settings.yaml")])
+    assert "`megatron-rc migrate FILE.yaml` rewrites a file" in str(refused.exception)
+    assert CliRunner().invoke(app, ["migrate", str(folder / arm / "settings.yaml")]).exit_code == 0
     last = finished_job(folder / arm / "settings.yaml", *(word for each in assigned for word in ("--set", each)))[-1]
     assert {name: last[name] for name in expected} == pytest.approx(expected, rel=1e-4)
 

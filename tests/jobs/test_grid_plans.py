@@ -14,7 +14,7 @@ from megatron_rc.settings.job import JobSettings
 
 JOB: dict[str, Any] = {"model": {"config": DENSE}, "warmup": {"steps": 2}, "train": {"steps": 1}}
 AXES = {
-    "gap": {"exact": {}, "lag": {"rollout.staleness": 2}},
+    "gap": {"exact": {}, "lag": {"rollout.lag": 2}},
     "method": {"none": {"correction": "none"}, "tis": {"correction": "token-tis"}, "mis": {"correction": "token-mis"}},
 }
 GROUPS = [{"gap": "exact", "method": "none"}, {"gap": ["lag"], "method": ["none", "tis"], "seeds": [7, 8]}]
@@ -58,7 +58,7 @@ def test_a_grid_on_top_of_another_one_adds_choices_and_replaces_groups(tmp_path:
     stage = tmp_path / "stage.yaml"
     changes = {
         "base": "settings.yaml",
-        "axes": {"gap": {"older": {"rollout.staleness": 4}}},
+        "axes": {"gap": {"older": {"rollout.lag": 4}}},
         "cells": [{"gap": "older"}],
     }
     stage.write_text(schema.dump_yaml(changes))
@@ -135,7 +135,7 @@ def test_values_of_the_command_line_change_cells_and_leave_the_warm_up_a_warm_up
     grids._run_cell(grid, cell)
     warm, run = (trained[tmp_path / name / "seed-1"] for name in ("warm", "exact-none"))
     assert cell.steps == 5
-    assert (warm.train.steps, warm.warmup.steps, warm.rollout.engine) == (0, 3, "hf")
+    assert (warm.train.steps, warm.warmup.steps, warm.rollout.engine) == (0, 3, "embedded")
     assert (run.train.steps, run.warmup.steps, run.rollout.engine) == (5, 0, "sglang")
     served = ["warmup.steps=0", "model.hf_path=mine", "model.config={}"]
     without = grid_of(tmp_path / "without", cells=GROUPS[:1], arguments=served)

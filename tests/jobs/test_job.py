@@ -17,7 +17,7 @@ JOB: dict[str, Any] = {
     "train": {"steps": 2, "lr": 1e-3, "eval_interval": 100, "save_interval": 100},
 }
 EVALUATED = ["rollout.dtype=fp32", "train.lr=3e-3", "train.eval_interval=2", "train.eval_samples=256"]
-GAP = ["rollout.staleness=2", "rollout.amplify=2", "rollout.hidden.temperature=2", "train.steps=4"]
+GAP = ["rollout.lag=2", "rollout.amplify=2", "rollout.hidden.temperature=2", "train.steps=4"]
 CASES: dict[str, list[str]] = {
     "untouched": ["train.steps=0"],
     "fp32": ["rollout.dtype=fp32"],
@@ -31,7 +31,7 @@ CASES: dict[str, list[str]] = {
     "hidden temperature": ["rollout.hidden.temperature=0.5", "rollout.dtype=fp32"],
     "masked": (mask := ["rollout.amplify=0.3", "correction={preset: token-mis, weight: {upper: 1.02}}"]),
     "masked at random": [*mask, "train.control=random-mask"],
-    "stale": ["rollout.staleness=2", "train.steps=4"],
+    "stale": ["rollout.lag=2", "train.steps=4"],
     "evaluates what serves": [*GAP, *EVALUATED],
     "evaluates what trains": [*GAP, *EVALUATED, "train.eval_weights=trained"],
     "top-p": ["rollout.top_p=0.7", "rollout.dtype=fp32", "dump={varentropy: true, kept_mass: true}"],
@@ -151,7 +151,7 @@ def test_a_random_mask_drops_other_tokens_of_the_same_batch_at_the_same_rate(run
 
 
 def test_stale_weights_are_as_old_as_asked(runs: Path):
-    assert [r["staleness"] for r in metrics(runs, "stale")] == [0.0, 1.0, 2.0, 2.0]
+    assert [r["lag"] for r in metrics(runs, "stale")] == [0.0, 1.0, 2.0, 2.0]
     by_lag = [{name: r[name] for name in r if name.startswith("old/tokens_lag_")} for r in metrics(runs, "stale")]
     assert by_lag == [{}, {"old/tokens_lag_1": 1.0}, *[{"old/tokens_lag_2_3": 1.0}] * 2]
     assert metrics(runs, "stale")[3]["old/k3"] > 3 * mean_k3(runs, "bf16")

@@ -25,7 +25,7 @@ JOB: dict[str, Any] = {
 CASES = {
     "experts": [
         "moe={record: true, replay: R3}",
-        "rollout.staleness=1",
+        "rollout.lag=1",
         "train.keep_sampling_weights=true",
         "warmup={steps: 2, batch_size: 32, target_accuracy: 1.0, check_interval: 1}",
         "correction={weight: {upper: measured}, reject: [{level: token, lower: 0.1}, {level: sequence, upper: 9.0}, "

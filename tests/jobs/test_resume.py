@@ -92,7 +92,7 @@ def test_a_job_with_stale_weights_a_measured_bound_and_a_reference_policy_resume
 ) -> None:
     job = {
         **long_job,
-        "rollout": {**long_job["rollout"], "staleness": 2},
+        "rollout": {**long_job["rollout"], "lag": 2},
         "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
         "correction": {"weight": {"upper": "measured"}},
         "train": {**long_job["train"], "keep_sampling_weights": True},
@@ -105,7 +105,7 @@ def test_a_job_with_stale_weights_a_measured_bound_and_a_reference_policy_resume
         if record["old/truncated_token"]
     ]
     assert truncated and all(truncated)
-    assert all(record["old/staleness_k3"] > 0 for record in whole if record.get("staleness")), "compared below"
+    assert all(record["old/staleness_k3"] > 0 for record in whole if record.get("lag")), "compared below"
     resumed_equals_uninterrupted(tmp_path, job, whole, "rl", 5)
 
 

@@ -31,7 +31,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     warm = settings_file(folder / "warming", {"model": {"config": MODELS["dense"]}, "task": TASK, **WARM})
     config = settings_file(folder / "dense", {**JOB, "model": {"hf_path": str(folder / "warm" / "hf")}})
     experts = settings_file(folder / "moe", {**JOB, "model": {"config": MODELS["moe"]}})
-    replay = ["rollout.engine=replay", f"rollout.replay_path={folder / 'whole' / 'dump'}"]
+    replay = ["rollout.engine=recorded", f"rollout.recorded_path={folder / 'whole' / 'dump'}"]
     commands = [
         train(warm, folder / "warm"),
         train(config, folder / "whole", "dump.tokens=true"),
@@ -62,7 +62,7 @@ def test_trainer_and_sampler_agree_on_every_turn(runs: Path, name: str) -> None:
 def test_turns_that_were_sampled_in_advance_differ_from_the_trainer_by_their_lag_alone(runs: Path) -> None:
     records = steps(runs, "asynchronous")
     assert len(records) == 3 and all(record["turns/mean"] > 1.02 for record in records)
-    late = [record for record in records if record["asynchronous/max_staleness"]]
+    late = [record for record in records if record["asynchronous/max_lag"]]
     assert late and late != records
     assert all(record["old/k3"] < 1e-11 for record in records if record not in late)
     assert all(record["old/mismatch_k3"] < 1e-11 < record["old/staleness_k3"] for record in late)

@@ -18,7 +18,7 @@ JOB: dict[str, Any] = {
     "train": {"steps": 7, "eval_interval": 1, "eval_samples": 4},
 }
 AXES = {
-    "mechanism": {"exact": {}, "lag": {"rollout.staleness": 16}},
+    "mechanism": {"exact": {}, "lag": {"rollout.lag": 16}},
     "method": {"none": {"correction": "none"}, "seq-tis": {"correction": "seq-tis"}},
 }
 EXACT = {"mechanism": "exact", "method": "none"}

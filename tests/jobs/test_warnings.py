@@ -63,7 +63,7 @@ def test_the_warning_of_the_clip_names_the_share_and_comes_once() -> None:
     ("fields", "metrics"),
     [
         ({"correction": {"old": "recompute"}}, CLIPPED),
-        ({"rollout": {"staleness": 4}}, CLIPPED),
+        ({"rollout": {"lag": 4}}, CLIPPED),
         ({"train": {"asynchronous": 1}}, CLIPPED),
         ({}, CLIPPED | {"updates": 2.0}),
         ({}, {"updates": 1.0}),

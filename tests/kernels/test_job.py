@@ -45,7 +45,7 @@ def test_replayed_steps_agree_in_loss_gradient_norm_and_every_metric(tmp_path: P
     if old == "current":
         assignments.append("correction.normalize=none")
     torch = run(tmp_path, "torch", *assignments)
-    replay = ["rollout.engine=replay", f"rollout.replay_path={tmp_path / 'torch' / 'dump'}"]
+    replay = ["rollout.engine=recorded", f"rollout.recorded_path={tmp_path / 'torch' / 'dump'}"]
     triton = run(tmp_path, "triton", "train.backend=triton", "train.debug_checks=true", *replay, *assignments)
     assert len(torch) == STEPS and sum(step["updates"] for step in torch.values()) >= 2
     masked = [step["old/masked_token" if old == "recompute" else "current/masked_token"] for step in torch.values()]

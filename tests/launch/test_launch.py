@@ -69,7 +69,11 @@ def test_a_job_without_a_checkpoint_warms_up_before_its_server_starts(capsys: py
     lines = printed(capsys, Options(recipe=LAUNCH / "recipes/sglang_cpu_moe.yaml", fresh=True)).splitlines()
     warm_up, server, doctor, trainer = (shlex.split(line) for line in lines if "-m megatron_rc" in line)
     checkpoint = "runs/sglang-moe/warm/hf"
-    assert 'output="runs/sglang-moe/warm"' in warm_up and "train.steps=0" in warm_up and "rollout.engine=hf" in warm_up
+    assert (
+        'output="runs/sglang-moe/warm"' in warm_up
+        and "train.steps=0" in warm_up
+        and "rollout.engine=embedded" in warm_up
+    )
     assert server[1:5] == [sys.executable, "-m", "megatron_rc", "serve"] and server[5] == checkpoint
     assert doctor[3] == "doctor" and doctor[doctor.index("--hf-path") + 1] == checkpoint
     assert f'model.hf_path="{checkpoint}"' in trainer and "warmup.steps=0" in trainer

@@ -215,7 +215,7 @@ REFUSED = [
     (DENSE_4B, "parallel.tensor=4 cluster.nodes=4 cluster.gpus_per_node=6 cluster.serve_gpus=12",
      "parallel.tensor must divide the GPUs that train on a node, got 4 and 6 on node 0"),
     (DENSE_4B, "rollout.max_new_tokens=40000", "rollout.max_new_tokens=40000 after a prompt of 2048 tokens is longer"),
-    (DENSE_4B, "rollout.engine=hf", "cluster.serve_gpus must be 0 when rollout.engine is 'hf', got 8"),
+    (DENSE_4B, "rollout.engine=embedded", "cluster.serve_gpus must be 0 when rollout.engine is 'embedded', got 8"),
     (DENSE_4B, "model.hf_path=null", "model.hf_path must name a checkpoint on every node"),
     (DENSE_4B, "model.config=null model.config={}", "model.hf_path='checkpoints/Qwen3-4B' has no config.json"),
     (DENSE_4B, "model.config.intermediate_size=9724 cluster.server_tp=8",

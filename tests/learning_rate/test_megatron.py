@@ -196,7 +196,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return train(config, folder / name, *assignments)
 
     def replayed(recording: str) -> list[str]:
-        return job("failed", "lr_decay.decay_period=2", "rollout.engine=replay", f"rollout.replay_path={recording}")
+        return job("failed", "lr_decay.decay_period=2", "rollout.engine=recorded", f"rollout.recorded_path={recording}")
 
     first = [
         [*job("good", "train.steps=3"), "--dump"],

@@ -20,7 +20,7 @@ CASES = {
     "recorded": ["moe.record=true", GATE],
     "R3": ["moe={record: true, replay: R3, dump_routes: true}", "train.dtype=bf16", "correction=icepop"],
 }
-AGAIN = [*CASES["R3"], "rollout.engine=replay"]
+AGAIN = [*CASES["R3"], "rollout.engine=recorded"]
 REFUSED = {
     "dense": (
         ["moe.record=true", "model.hf_path=null", f"model.config={DENSE}"],
@@ -38,7 +38,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int
     wanted = {**CASES, **{f"refused {name}": chosen for name, (chosen, _) in REFUSED.items()}}
     commands = [train(config, folder / name, *chosen) for name, chosen in wanted.items()]
     commands[list(CASES).index("R3")].append("--dump")
-    commands.append(train(config, folder / "again", *AGAIN, f"rollout.replay_path={folder / 'R3/dump'}"))
+    commands.append(train(config, folder / "again", *AGAIN, f"rollout.recorded_path={folder / 'R3/dump'}"))
     return folder, run_together(commands, folder)
 
 

@@ -305,7 +305,7 @@ def test_a_model_without_experts_has_no_routes() -> None:
 def test_dense_models_have_no_routes_to_return() -> None:
     from tiny_models import DENSE
 
-    from megatron_rc.rollout.embedded.engine import HFEngine
+    from megatron_rc.rollout.embedded.engine import EmbeddedEngine
 
     with pytest.raises(ValueError, match="return_routes needs a model with experts"):
-        HFEngine(DENSE, dtype="fp32", device="cpu", return_routes=True)
+        EmbeddedEngine(DENSE, dtype="fp32", device="cpu", return_routes=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rc.engine import HiddenSampling, RolloutEngine, Sample, SamplingParams
-from megatron_rc.rollout.embedded.engine import HFEngine, draw
+from megatron_rc.rollout.embedded.engine import EmbeddedEngine, draw
 
 VOCABULARY = 24
 SHAPE: dict[str, Any] = {
@@ -54,8 +54,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any,
     return make
 
 
-def engine_of(kind: str, weights: dict[str, Tensor], *, dtype: Any = "fp32", max_batch: int = 256) -> HFEngine:
-    engine = HFEngine(CONFIGS[kind], dtype=dtype, device="cpu", max_batch=max_batch)
+def engine_of(kind: str, weights: dict[str, Tensor], *, dtype: Any = "fp32", max_batch: int = 256) -> EmbeddedEngine:
+    engine = EmbeddedEngine(CONFIGS[kind], dtype=dtype, device="cpu", max_batch=max_batch)
     engine.update_weights(weights.items(), 4)
     return engine
 
@@ -328,4 +328,4 @@ def test_a_bad_configuration_names_the_field() -> None:
         ({}, {"max_batch": 0}, "max_batch must be >= 1, got 0"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            HFEngine({**CONFIGS["dense"], **model}, **{"dtype": "fp32", "device": "cpu", **options})
+            EmbeddedEngine({**CONFIGS["dense"], **model}, **{"dtype": "fp32", "device": "cpu", **options})

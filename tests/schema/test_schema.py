@@ -30,7 +30,7 @@ def read(text: str) -> JobSettings:
         ("train: {lr: fast}", "train.lr: .*number.*'fast'"),
         ("train: {lr: -1}", "train: lr must be > 0, got -1"),
         ("rollout: {dtype: fp8}", "rollout.dtype: .*'fp32'.*got 'fp8'"),
-        ("rollout: {engine: replay}", "replay_path must name a recorded dump"),
+        ("rollout: {engine: recorded}", "recorded_path must name a recorded dump"),
         ("rollout: {samples_per_prompt: 1}", "samples_per_prompt must be >= 2"),
         ("parallel: {tensor: 0}", "tensor must be >= 1"),
         ("train: [1, 2]", "train: .*got \\[1, 2\\]"),
@@ -41,7 +41,7 @@ def read(text: str) -> JobSettings:
         ("rollout: {top_k: 0}", r"rollout: top_k must be -1 \(off\) or >= 1, got 0"),
         ("rollout: {hidden: {top_p: 0}}", r"rollout.hidden: top_p must be in \(0, 1\], got 0"),
         ("rollout: {engine: sglang, hidden: {top_p: 0.9}}", "hidden must keep its defaults when engine is 'sglang'"),
-        ("rollout: {engine: replay, replay_path: x, hidden: {top_p: 0.9}}", "hidden must keep its defaults when"),
+        ("rollout: {engine: recorded, recorded_path: x, hidden: {top_p: 0.9}}", "hidden must keep its defaults when"),
         ("rollout: {amplify_fixed: true}", "rollout: amplify_fixed must be false where no weights are served"),
     ],
 )

@@ -50,10 +50,10 @@ def sampled(policy: Any, *, flipped: bool, dtype: str = "fp32") -> list[Sample]:
     Args:
         flipped: for about half of its decisions, the engine takes its (k + 1)-th expert instead of its k-th.
     """
-    from megatron_rc.rollout.embedded.engine import HFEngine
+    from megatron_rc.rollout.embedded.engine import EmbeddedEngine
     from megatron_rc.training import emulation
 
-    engine = HFEngine(MODEL, dtype=dtype, device="cpu", return_routes=True)  # type: ignore[arg-type]
+    engine = EmbeddedEngine(MODEL, dtype=dtype, device="cpu", return_routes=True)  # type: ignore[arg-type]
     engine.update_weights(policy.export(), 0)
     if flipped:
         for layer in engine._model.model.layers:

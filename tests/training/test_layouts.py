@@ -53,7 +53,7 @@ class Recording:
 
     def replay(self, name: str, *assignments: str, processes: int = 1) -> list[dict[str, Any]]:
         return self.train(
-            name, "rollout.engine=replay", f"rollout.replay_path={self.dump}", *assignments, processes=processes
+            name, "rollout.engine=recorded", f"rollout.recorded_path={self.dump}", *assignments, processes=processes
         )
 
     def assert_same_as_one_process(self, name: str, metrics: list[dict[str, Any]]) -> None:

@@ -21,14 +21,14 @@ def check(text: str, **start: Any) -> None:
 
 
 REFUSED = [
-    ("{train: {asynchronous: 1}, rollout: {engine: replay, replay_path: dump}}",
-     "^train.asynchronous must be 0 when rollout.engine is 'replay': "),
-    ("{train: {asynchronous: 1}, rollout: {staleness: 2}}",
-     "^rollout.staleness must be 0 with train.asynchronous, got 2: "),
+    ("{train: {asynchronous: 1}, rollout: {engine: recorded, recorded_path: dump}}",
+     "^train.asynchronous must be 0 when rollout.engine is 'recorded': "),
+    ("{train: {asynchronous: 1}, rollout: {lag: 2}}",
+     "^rollout.lag must be 0 with train.asynchronous, got 2: "),
     ("{train: {keep_sampling_weights: true}, correction: {old: current}}",
      "^correction.old must be 'recompute' with train.keep_sampling_weights, got"),
-    ("{train: {keep_sampling_weights: true}, rollout: {engine: replay, replay_path: dump}}",
-     "^train.keep_sampling_weights must be false when rollout.engine is 'replay': "),
+    ("{train: {keep_sampling_weights: true}, rollout: {engine: recorded, recorded_path: dump}}",
+     "^train.keep_sampling_weights must be false when rollout.engine is 'recorded': "),
     ("{correction: {weight: {upper: 1.5, staleness_upper: 1.3}, old: current}}",
      "staleness_upper must be null when old is 'current'"),
     ("{correction: {weight: {upper: 1.5, staleness_upper: 1.3}, old: rollout}, loss: {surrogate: reinforce}}",
@@ -73,7 +73,7 @@ def test_what_cannot_act_is_refused_by_name(text: str, sentence: str) -> None:
 
 
 def test_the_same_settings_are_taken_where_they_act() -> None:
-    for alone in ("engine: replay, replay_path: dump", "staleness: 2"):
+    for alone in ("engine: recorded, recorded_path: dump", "lag: 2"):
         check(f"rollout: {{{alone}}}")
     check("correction: {old: current}")
     check("dump: {keep: 0, varentropy: true}")

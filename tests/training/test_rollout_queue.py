@@ -133,7 +133,7 @@ def test_an_engine_that_is_fast_fills_the_queue_and_no_token_is_older_than_the_b
     ages = []
     for step in range(STEPS):
         due = min(step + ahead + 1, STEPS)
-        ages.append(job.step(during=lambda due=due: job.until_sampled(due))["asynchronous/max_staleness"])
+        ages.append(job.step(during=lambda due=due: job.until_sampled(due))["asynchronous/max_lag"])
     assert ages == [min(step, ahead) for step in range(STEPS)]
     assert job.engine.sampled == [(step, max(0, step - ahead)) for step in range(STEPS)]
     assert job.trained == [seeds_of_step(step) for step in range(STEPS)]
@@ -142,7 +142,7 @@ def test_an_engine_that_is_fast_fills_the_queue_and_no_token_is_older_than_the_b
 def test_an_engine_that_is_slow_gets_the_newest_weights_before_every_rollout(loop: Any) -> None:
     job = loop(3)
     job.engine.duration_s = 0.1
-    ages = [job.step()["asynchronous/max_staleness"] for _ in range(STEPS)]
+    ages = [job.step()["asynchronous/max_lag"] for _ in range(STEPS)]
     assert min(ages[3:]) < 3 and job.trained == [seeds_of_step(step) for step in range(STEPS)]
 
 
@@ -284,7 +284,7 @@ def test_rollouts_too_old_for_a_smaller_bound_are_sampled_anew(loop: Any, tmp_pa
     resumed = loop(1, resume_from=saved_by_a_full_queue(loop, tmp_path))
     resumed.until_sampled(0)
     for _ in range(4):
-        assert resumed.step()["asynchronous/max_staleness"] <= 1
+        assert resumed.step()["asynchronous/max_lag"] <= 1
     assert resumed.engine.sampled[0][0] == 2, "the first two are young enough"
     assert resumed.trained == [seeds_of_step(step) for step in range(4)]
 

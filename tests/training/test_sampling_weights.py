@@ -123,14 +123,14 @@ def test_with_equal_engines_all_of_the_gap_of_a_stale_job_is_staleness(
         "model": {"hf_path": str(warm_model("dense", tmp_path_factory))},
         "task": TASK,
         "rollout": {
-            "prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 6, "dtype": "fp32", "staleness": 2,
+            "prompts_per_step": 6, "samples_per_prompt": 4, "max_new_tokens": 6, "dtype": "fp32", "lag": 2,
         },
         "correction": {"weight": {"upper": 1.5, "staleness_upper": STALENESS_UPPER}},
         "train": {"steps": 5, "lr": 1e-3, "save_interval": 0, "eval_interval": 100},
     }  # fmt: skip
     config = settings_file(tmp_path, settings)
     metrics = finished_job(config, "--dump", "--set", f"output={tmp_path / 'out'}")[1:]
-    assert [record["staleness"] for record in metrics] == [0, 1, 2, 2, 2]
+    assert [record["lag"] for record in metrics] == [0, 1, 2, 2, 2]
     assert all(abs(record["old/mismatch_k3"]) < 1e-10 for record in metrics)
     stale = metrics[1:]
     assert [r["old/staleness_k3"] for r in stale] == pytest.approx([r["old/k3"] for r in stale], rel=1e-3)

@@ -12,7 +12,7 @@ from megatron_rc.batch import TokenBatch
 from megatron_rc.dump.schema import read_dump
 from megatron_rc.dump.writer import DumpWriter
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.rollout.recorded import ReplayEngine
+from megatron_rc.rollout.recorded import RecordedEngine
 from megatron_rc.settings.dump import DumpSettings
 from megatron_rc.training.kept_steps import StepDump
 
@@ -112,14 +112,14 @@ def test_a_whole_dump_holds_no_step_without_token_ids(tmp_path: Path) -> None:
     write(StepDump(tmp_path, DumpSettings(), every_step=False), 1, 2, 3)
     write(StepDump(tmp_path, DumpSettings(), every_step=True), 4)
     assert steps_in(tmp_path) == [4]
-    ReplayEngine(tmp_path)
+    RecordedEngine(tmp_path)
 
 
 def test_replay_refuses_a_dump_without_token_ids(tmp_path: Path) -> None:
     write(StepDump(tmp_path, DumpSettings(), every_step=False), 1)
     sentence = r"step-000001.parquet has no token ids, .* record a dump with --dump, or with"
     with pytest.raises(ValueError, match=sentence):
-        ReplayEngine(tmp_path)
+        RecordedEngine(tmp_path)
 
 
 def test_a_file_of_another_writer_is_not_deleted(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from megatron_rc.batch import TokenBatch
 from megatron_rc.dump.schema import read_dump
 from megatron_rc.dump.writer import DumpWriter, sample_of
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.rollout.embedded.engine import HFEngine
+from megatron_rc.rollout.embedded.engine import EmbeddedEngine
 from megatron_rc.training.step.turns import joined, respond, turns_of
 
 PARAMS = SamplingParams(max_new_tokens=40, temperature=0.8, stop_token_ids=CountingTask.stop_token_ids)
@@ -22,19 +22,19 @@ N = 4
 
 
 @pytest.fixture(scope="module")
-def engine_of() -> Callable[..., tuple[HFEngine, Any]]:
+def engine_of() -> Callable[..., tuple[EmbeddedEngine, Any]]:
     """An engine and the transformers model whose weights it has; ``routes``: it returns them."""
 
-    def make(kind: str = "dense", *, seed: int = 0) -> tuple[HFEngine, Any]:
+    def make(kind: str = "dense", *, seed: int = 0) -> tuple[EmbeddedEngine, Any]:
         model = tiny_models.transformers_model(CONFIGS[kind], seed).float().eval()
-        engine = HFEngine(CONFIGS[kind], dtype="fp32", device="cpu", return_routes=kind == "moe")
+        engine = EmbeddedEngine(CONFIGS[kind], dtype="fp32", device="cpu", return_routes=kind == "moe")
         serve(engine, model, 7)
         return engine, model
 
     return make
 
 
-def serve(engine: HFEngine, model: Any, version: int) -> None:
+def serve(engine: EmbeddedEngine, model: Any, version: int) -> None:
     from sglang_server import checkpoint_weights
 
     known = set(engine._slots)

@@ -13,7 +13,7 @@ from diagnosis.traps.models import Trained, Weights, build, trained
 from diagnosis.traps.scoring import score, shifted_experts
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.engine import Sample, SamplingParams
-from megatron_rc.rollout.embedded.engine import HFEngine
+from megatron_rc.rollout.embedded.engine import EmbeddedEngine
 from megatron_rc.rollout.embedded.model import weight_slots
 
 PROMPTS, RESPONSES, PROMPT_LENGTH, LENGTH = 112, 2, 24, 160
@@ -77,7 +77,7 @@ class Lab:
             sampling: of SamplingParams.
         """
         model = model or self.dense
-        engine = HFEngine(model.config, dtype="bf16", device="cpu", return_routes=routes)
+        engine = EmbeddedEngine(model.config, dtype="bf16", device="cpu", return_routes=routes)
         engine.update_weights(weight_slots(build(model.config, weights or model.versions[NEWEST])).items(), 0)
         params = SamplingParams(max_new_tokens=LENGTH, stop_token_ids=(END,), **sampling)
         first = 100_000 * (self.seed + 1)

@@ -104,7 +104,7 @@ def answer_spans(facts: Facts) -> Finding:
     if not spans:
         return error(
             "the answer does not say which weights drew its tokens",
-            "Serve with a tested SGLang version; without spans rollout.sglang.max_staleness cannot be obeyed.",
+            "Serve with a tested SGLang version; without spans rollout.sglang.max_lag cannot be obeyed.",
         )
     if str(spans[-1]["version"]) != str(facts.server.model["weight_version"]):
         raise Undecided("the weights changed during the probe", "Run doctor while no job updates the server.")

@@ -9,6 +9,7 @@ from megatron_rc import schema
 from megatron_rc.correction.settings import Aggregation, RolloutCorrection
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 from megatron_rc.learning_rate.mismatch import HasLRRule, LRGateSettings, check_lr_rules
+from megatron_rc.settings.renamed import CurrentNames
 
 KEY = "megatron_rc"
 ROUTE_SHIFT = "route_shift"
@@ -28,7 +29,7 @@ HOOKS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlimeSettings(HasLRRule):
+class SlimeSettings(CurrentNames, HasLRRule):
     """The fields of the key megatron_rc; examples/slime_rc.yaml has them all."""
 
     correction: RolloutCorrection = field(default_factory=RolloutCorrection)

@@ -14,6 +14,7 @@ from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 from megatron_rc.learning_rate.mismatch import HasLRRule, LRGateSettings, check_lr_rules
 from megatron_rc.settings.head import LINEAR, LOGITS, Head, HeadOptions
+from megatron_rc.settings.renamed import CurrentNames
 
 if TYPE_CHECKING:
     from megatron_rc.correction.metrics import MetricSums
@@ -25,7 +26,7 @@ _HANDED_ON = (VARIABLE, MODULES, "VERL_USE_EXTERNAL_PLUGINS")
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerlSettings(HasLRRule):
+class VerlSettings(CurrentNames, HasLRRule):
     """The fields of MEGATRON_RC_CONFIG."""
 
     correction: RolloutCorrection | None = None

@@ -19,7 +19,7 @@ _COMPACT_SHARE = 1 / 8
 """Finished rows leave the batch once they are this share of it: copying the cache costs about a tenth of a step."""
 
 
-class HFEngine(RolloutEngine):
+class EmbeddedEngine(RolloutEngine):
     """RolloutEngine that samples in this process from a transformers model.
 
     Token t of a response is drawn by inverting the cumulative distribution at the t-th uniform number of a generator

@@ -156,7 +156,7 @@ class SGLangEngine(RolloutEngine):
         self._agree(error)
         self._pool.take_versions(str(version), put_back=not self._writer)
         self.weight_version = version
-        oldest = None if self._settings.max_staleness is None else version - self._settings.max_staleness
+        oldest = None if self._settings.max_lag is None else version - self._settings.max_lag
         if oldest is not None:
             self._kept = {key: piece for key, piece in self._kept.items() if piece.weight_versions[0][0] >= oldest}
 

@@ -147,7 +147,7 @@ class Run:
 
     def _finish(self, response: Response) -> None:
         oldest = min(version for version, _, _ in response.piece.weight_versions)
-        allowed = self.settings.max_staleness
+        allowed = self.settings.max_lag
         if allowed is not None and self.version - oldest > allowed:
             return response.end("stale_version", f"drawn by weights {oldest}, {self.version} are the newest")
         return response.end()

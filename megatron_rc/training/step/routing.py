@@ -70,7 +70,7 @@ class Routing:
                 check_replayable(batch.routes, batch.lengths, self.shape)
         elif self.needs_routes:
             needs = "moe.replay='R3' and a rejection on 'route_shift' need the routes of every sample"
-            engines = "rollout.engine 'hf' and 'sglang' return them, 'replay' if they were dumped (moe.dump_routes)"
+            engines = "engines 'embedded' and 'sglang' return them, 'recorded' if they were dumped (moe.dump_routes)"
             raise ValueError(f"{needs}, and the sampler returned none: {engines}")
 
     def start(self, local: TokenBatch) -> "StepRoutes":

@@ -50,7 +50,7 @@ def trained_dtype(name: str) -> doctor_facts.Change:
 OF_SERVING = [
     Defect("version", flags(version="0.5.9"), warning="SGLang 0.5.9 is outside 0.5.20 to 0.5.23", fix="sglang==0.5.23"),
     Defect("version", flags(version="0.6.0rc1"), warning="outside", fix="sglang==0.5.23"),
-    Defect("engine", rollout(engine="hf"), warning="engine 'hf'", fix="rollout.engine=sglang"),
+    Defect("engine", rollout(engine="embedded"), warning="engine 'embedded'", fix="rollout.engine=sglang"),
     Defect("control-endpoints", without_path("/flush_cache"), error="no /flush_cache", fix="0.5.20 or newer"),
     Defect("control-endpoints", without_path("/weights_checker"), warning="half-finished update", fix="0.5.20"),
     Defect("serving-state", served(is_paused=True), error="paused", fix="/continue_generation"),
@@ -165,7 +165,7 @@ OF_ANSWERS = [
     Defect("answer-kept-ids", truncated(output_token_sampling_logprobs=[0.5] * 8), error="above 0"),
     Defect("answer-routes", plain(routed_experts=None), error="no routes", fix="--enable-return-routed-experts"),
     Defect("answer-routes", plain(routed_experts="AAAA"), error="3 bytes, expected 66 expert ids"),
-    Defect("answer-spans", plain(weight_versions=None), error="which weights", fix="max_staleness"),
+    Defect("answer-spans", plain(weight_versions=None), error="which weights", fix="max_lag"),
 ]  # fmt: skip
 DEFECTS = {"serving": OF_SERVING, "model": OF_MODEL, "sampling": OF_SAMPLING, "answers": OF_ANSWERS}
 CHECKS = {"serving": SERVING, "model": MODEL, "sampling": SAMPLING, "answers": ANSWERS}

@@ -125,7 +125,7 @@ def test_seeds_are_sent_where_all_servers_honour_them(honoured: bool) -> None:
 
 
 def test_responses_of_weights_beyond_the_allowed_staleness_are_discarded() -> None:
-    with FaultySglang() as server, sglang_engine(server.url, max_staleness=1) as engine:
+    with FaultySglang() as server, sglang_engine(server.url, max_lag=1) as engine:
         engine.update_weights(WEIGHTS, 3)
         for version, reason in (("3", None), ("2", None), ("1", "stale_version"), ("4", "unknown_version")):
             server.version = version

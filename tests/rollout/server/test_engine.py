@@ -153,7 +153,7 @@ def test_a_pause_by_the_server_leaves_spans_of_both_versions(server: SglangServe
 def test_after_an_update_the_logprobs_are_those_of_the_new_weights(server: SglangServer, kind: str) -> None:
     new = Truth(kind, seed=5)
     params = SamplingParams(max_new_tokens=12)
-    with with_model(server, kind, max_staleness=0) as engine:
+    with with_model(server, kind, max_lag=0) as engine:
         engine.update_weights(checkpoint_weights(new.model), 3)
         samples = engine.generate(PROMPTS, params, n=2, seeds=range(12))
     assert all(sample.weight_versions == [(3, 0, len(sample.output_ids))] for sample in samples)

@@ -84,7 +84,7 @@ def test_an_asynchronous_job_trains_every_sample_of_a_server_once_and_none_beyon
     numbers = range(16 * 4)
     assert [row["seed"] for batch in batches for row in batch] == [seed_of(1, "rollout", n) for n in numbers]
     ages = [step - min(versions) for step, versions in enumerate(drew)]
-    assert [m["asynchronous/max_staleness"] for m in steps] == ages and max(ages) == 1
+    assert [m["asynchronous/max_lag"] for m in steps] == ages and max(ages) == 1
     assert all(m["rollout/rejected"] == 0 and 0 <= m["asynchronous/engine_idle"] <= 1 for m in steps)
     assert steps[0]["old/k3"] < 1e-8 and all(
         (m["old/k3"] > 1e-8) == bool(age) for m, age in zip(steps, ages, strict=True)
