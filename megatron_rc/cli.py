@@ -23,8 +23,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-EXIT_USER_ERROR = 2
-EXIT_TOO_SLOW = 3
+EXIT_USER_ERROR = 2  # as typer and argparse end for a wrong option
+EXIT_TOO_SLOW = 3  # tells a script that budget or patience ended: the same command goes on
 
 
 def main() -> None:

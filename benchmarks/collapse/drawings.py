@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from collapse.claims import counted
 from collapse.figure_data import Data, FigureSettings, digest
 from collapse.rows import UNSEEN
+from collapse.rules import counted
 from megatron_rc.report.picture import SOFT, style_axes
 from megatron_rc.report.picture import TEXT as INK
 

@@ -5,14 +5,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from collapse.claims import later_than_k3
 from collapse.intervals import Interval, log_rank, mean, median, survival
 from collapse.rows import SIGNALS, UNSEEN, Point, Row
+from collapse.rules import later_than_k3
 from collapse.runs import PLAIN, Results, by_arm, is_exact, lives
 
 Data = dict[str, Any]
@@ -23,7 +23,7 @@ BEFORE, AFTER = 50, 20
 """Steps before and after a fall that curves are shown for."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FigureSettings:
     """One figure of the page."""
 
@@ -35,7 +35,7 @@ class FigureSettings:
     """Maps the label of an arm to the columns of its runs; without `lr`, those of the usual learning rate count."""
     note: str = ""
     """Sentence below the figure."""
-    columns: int = field(default=3)
+    columns: int = 3
     """Panels side by side."""
 
 

@@ -20,12 +20,12 @@ class Interval(NamedTuple):
     high: float
 
 
-def share(hits: int, runs: int) -> Interval:
+def share(hits: int, runs: int, method: str = "exact") -> Interval:
     """Share of runs with its binomial interval; each side misses the truth at most half of the time allowed.
 
     Source: Clopper and Pearson (1934), The use of confidence or fiducial limits.
     """
-    return _proportion(hits, runs, "exact")
+    return Interval(hits / runs, *map(float, stats.binomtest(hits, runs).proportion_ci(LEVEL, method)))
 
 
 def difference(first: tuple[int, int], second: tuple[int, int]) -> Interval:
@@ -33,14 +33,9 @@ def difference(first: tuple[int, int], second: tuple[int, int]) -> Interval:
 
     Source: Newcombe (1998), Interval estimation for the difference between independent proportions, method 10.
     """
-    (a, low_a, high_a), (b, low_b, high_b) = (_proportion(*pair, "wilson") for pair in (first, second))
+    (a, low_a, high_a), (b, low_b, high_b) = (share(*pair, method="wilson") for pair in (first, second))
     value = a - b
     return Interval(value, value - math.hypot(a - low_a, high_b - b), value + math.hypot(high_a - a, b - low_b))
-
-
-def _proportion(hits: int, runs: int, method: str) -> Interval:
-    limits = stats.binomtest(hits, runs).proportion_ci(LEVEL, method)
-    return Interval(hits / runs, float(limits.low), float(limits.high))
 
 
 def mean(values: Sequence[float]) -> Interval:
@@ -48,8 +43,7 @@ def mean(values: Sequence[float]) -> Interval:
     value = float(np.mean(values))
     if len(values) < 2:
         return Interval(value, -math.inf, math.inf)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * np.std(values, ddof=1)) / math.sqrt(len(values))
-    return Interval(value, value - half, value + half)
+    return Interval(value, *map(float, stats.ttest_1samp(values, 0).confidence_interval(LEVEL)))
 
 
 def median(values: Sequence[float]) -> Interval:
@@ -57,10 +51,10 @@ def median(values: Sequence[float]) -> Interval:
 
     The number of values below the median is binomial, whatever they are. The interval is infinite for fewer than five.
     """
-    limits = stats.quantile_test(values, p=0.5).confidence_interval(LEVEL)
-    if math.isnan(limits.low):
-        return Interval(float(np.median(values)), -math.inf, math.inf)
-    return Interval(float(np.median(values)), float(limits.low), float(limits.high))
+    low, high = stats.quantile_test(values, p=0.5).confidence_interval(LEVEL)
+    return Interval(
+        float(np.median(values)), *((-math.inf, math.inf) if math.isnan(low) else (float(low), float(high)))
+    )
 
 
 class Life(NamedTuple):
@@ -79,39 +73,35 @@ class LogRank(NamedTuple):
 
 def survival(lives: Sequence[Life]) -> list[tuple[int, float]]:
     """(step, share of runs that live longer) at every step with a collapse, by Kaplan and Meier."""
-    curve = stats.ecdf(stats.CensoredData.right_censored(*_columns(lives))).sf
     ends = {life.step for life in lives if life.collapsed}
-    return [(int(step), float(q)) for step, q in zip(curve.quantiles, curve.probabilities, strict=True) if step in ends]
+    return [(int(step), float(share)) for step, share in zip(*_survival(lives), strict=True) if step in ends]
 
 
-def log_rank(first: Sequence[Life], second: Sequence[Life]) -> LogRank:
+def _survival(lives: Sequence[Life]) -> tuple[np.ndarray, np.ndarray]:
+    steps, collapsed = np.array(lives).T
+    curve = stats.ecdf(stats.CensoredData.right_censored(steps, collapsed == 0)).sf
+    return curve.quantiles, curve.probabilities
+
+
+@functools.cache
+def log_rank(first: tuple[Life, ...], second: tuple[Life, ...]) -> LogRank:
     """Test that two groups of runs collapse at the same rate.
 
     The statistic is that of `scipy.stats.logrank`, O - E of the first group: O collapses were seen and E expected. Its
     p here is exact, because groups are small.
     """
-    return _log_rank(tuple(first), tuple(second))
-
-
-@functools.cache
-def _log_rank(first: tuple[Life, ...], second: tuple[Life, ...]) -> LogRank:
-    both = [*first, *second]
-    steps, unseen = _columns(both)
-    ends = np.unique(steps[~unseen])
-    hazards = np.array([np.sum(steps[~unseen] == step) / np.sum(steps >= step) for step in ends])
+    ends, living = _survival([*first, *second])
+    hazards = np.cumsum(1 - living / np.r_[1, living[:-1]])
     # what each run adds to O - E: 1 if it collapsed, less its cumulative hazard if all runs were alike
-    scores = ~unseen - np.array([hazards[ends <= step].sum() for step in steps])
-    mine, others = scores[: len(first)], scores[len(first) :]
-    expected = float((~unseen[: len(first)]).sum() - mine.sum())
-    if not np.ptp(scores) or min(len(first), len(second)) < 2:
+    mine, others = (
+        np.array([life.collapsed - hazards[np.searchsorted(ends, life.step)] for life in lives])
+        for lives in (first, second)
+    )
+    expected = float(sum(life.collapsed for life in first) - mine.sum())
+    if not any(life.collapsed for life in [*first, *second]) or min(len(first), len(second)) < 2:
         return LogRank(1.0, expected)
     test = stats.permutation_test((mine, others), _sum_of_first, vectorized=True, n_resamples=RESAMPLES, rng=0)
     return LogRank(min(1.0, float(test.pvalue)), expected)
-
-
-def _columns(lives: Sequence[Life]) -> tuple[np.ndarray, np.ndarray]:
-    """Steps, and whether each run was seen no longer without a collapse."""
-    return np.array([life.step for life in lives]), np.array([not life.collapsed for life in lives])
 
 
 def _sum_of_first(first: np.ndarray, second: np.ndarray, axis: int) -> np.ndarray:

@@ -5,22 +5,22 @@ import re
 import statistics
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from collapse import checks, claims
-from collapse.claims import Answer, Claim, answers, counted, span, verdict
+from collapse import checks, rules
+from collapse.claims import CLAIMS
 from collapse.drawings import draw
 from collapse.figure_data import FigureSettings, Picture, pictures
+from collapse.figures import FIGURES
 from collapse.methods import REFERENCE, ranking, rates
 from collapse.rows import UNSEEN, Row
+from collapse.rules import Answer, Claim, answers, counted, span, verdict
 from collapse.runs import PLAIN, TUNING, Results, by_arm
-from megatron_rc import schema
 from megatron_rc.jobs.describe import table
 from megatron_rc.report.endpoints import Endpoints
 
-CLAIMS, TEMPLATE = (Path(__file__).with_name(name) for name in ("claims.yaml", "page.md"))
+TEMPLATE = Path(__file__).with_name("page.md")
 IMAGES = "images/collapse"
 """Folder of the figures, seen from docs/."""
 GAP_HEADINGS = ("task", "gap", "runs", "k3", "std of log-ratio", "T / T*", "mismatch k3", "staleness k3",
@@ -29,19 +29,7 @@ MEASURED = ("k3_early", "sigma", "depth", "mismatch_k3", "staleness_k3")
 EVENTS = ("fell", "collapsed", "failed")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Statement:
-    """The file of the claims."""
-
-    claims: tuple[Claim, ...]
-    figures: tuple[FigureSettings, ...]
-
-
-def statement(path: Path = CLAIMS) -> Statement:
-    return schema.from_dict(Statement, schema.load_yaml(path))
-
-
-def write(results: Results, docs: Path, path: Path = CLAIMS) -> None:
+def write(results: Results, docs: Path) -> None:
     """Write docs/collapse.md, and draw the figures that it shows; figures that it no longer shows are deleted.
 
     Raises:
@@ -49,8 +37,7 @@ def write(results: Results, docs: Path, path: Path = CLAIMS) -> None:
     """
     if not results.rows:
         raise ValueError("no run is committed: python benchmarks/collapse/verdict.py --read FOLDER of a grid")
-    said = statement(path)
-    drawn = [(figure, pictures(figure, results)) for figure in said.figures]
+    drawn = [(figure, pictures(figure, results)) for figure in FIGURES]
     folder = docs / IMAGES
     for figure, each in drawn:
         for picture in each:
@@ -59,16 +46,16 @@ def write(results: Results, docs: Path, path: Path = CLAIMS) -> None:
     for file in folder.glob("*.png"):
         if file.stem not in names:
             file.unlink()
-    (docs / "collapse.md").write_text(text(results, said))
+    (docs / "collapse.md").write_text(text(results))
 
 
-def text(results: Results, said: Statement) -> str:
+def text(results: Results) -> str:
     """The page, without touching a file: the blocks of page.md with their fields filled in.
 
     A field that stands alone is a block of its own, left out where it is empty; a section with a field that is None
     is left out whole.
     """
-    fields = _fields(results, said)
+    fields = _fields(results)
     kept = [
         section
         for section in re.split(r"\n\n(?=## )", TEMPLATE.read_text().strip())
@@ -85,9 +72,9 @@ def _block(block: str, fields: Mapping[str, Any]) -> str:
     return "\n".join(_filled(item, "  " if item.startswith("* ") else "") for item in items)
 
 
-def _fields(results: Results, said: Statement) -> dict[str, Any]:
-    given = [(claim, answers(claim, results)) for claim in said.claims]
-    figures = ["\n".join(_figure(f, picture, results)) for f in said.figures for picture in pictures(f, results)]
+def _fields(results: Results) -> dict[str, Any]:
+    given = [(claim, answers(claim, results)) for claim in CLAIMS]
+    figures = ["\n".join(_figure(f, picture, results)) for f in FIGURES for picture in pictures(f, results)]
     ranking_gap, ranked = ranking(results)
     enough = sum(answer.enough for _, each in given for answer in each)
     return {
@@ -104,10 +91,10 @@ def _fields(results: Results, said: Statement) -> dict[str, Any]:
         "figures": "\n".join(figures[1:]),
         **_run_fields(results),
         "unseen": UNSEEN,
-        **{"supports": claims.SUPPORTS, "contradicts": claims.CONTRADICTS, "cannot_tell": claims.CANNOT_TELL},
-        **{"in_part": claims.IN_PART.strip(), "by_case": claims.BY_CASE, "p_limit": claims.P_LIMIT},
-        "points": {name: 100 * least for name, least in claims.MATTERS.items()},
-        "factor": 10 ** claims.MATTERS["k3_early"],
+        **{"supports": rules.SUPPORTS, "contradicts": rules.CONTRADICTS, "cannot_tell": rules.CANNOT_TELL},
+        **{"in_part": rules.IN_PART.strip(), "by_case": rules.BY_CASE, "p_limit": rules.P_LIMIT},
+        "points": {name: 100 * least for name, least in rules.MATTERS.items()},
+        "factor": 10 ** rules.MATTERS["k3_early"],
         **{"enough": enough, "by_chance": enough / 20},
         "failing_exact_runs": "; ".join(checks.failing_exact_runs(results)) or "none",
         "falls_with_strength": "; ".join(checks.falls_with_strength(results)) or "none",
@@ -126,11 +113,11 @@ def _decisive(given: Sequence[Answer]) -> str:
     """The first comparison that supports a claim, the first that contradicts it, and how many others there are."""
     count = [answer for answer in given if not answer.beside]
     said = []
-    for side in (claims.SUPPORTS, claims.CONTRADICTS):
+    for side in (rules.SUPPORTS, rules.CONTRADICTS):
         found = [answer for answer in count if answer.answer == side]
         more = f" ({len(found) - 1} more)" if len(found) > 1 else ""
         said += [f"*{side.capitalize()}*: {each.question}: {each.why}{more}." for each in found[:1]]
-    left = sum(answer.answer == claims.CANNOT_TELL for answer in count)
+    left = sum(answer.answer == rules.CANNOT_TELL for answer in count)
     return " ".join([*said, f"{left} of {len(count)} cannot tell." if left else ""]).strip()
 
 
@@ -149,7 +136,11 @@ HEADINGS = ("comparison", "answer", "what the runs say, 90 % interval", "runs of
 
 def _claim(claim: Claim, given: Sequence[Answer]) -> Iterator[str]:
     yield f"## {_title(claim)}\n"
-    yield f"**{verdict(claim, given).capitalize()}.**" + (f" {claim.limits}" if claim.limits else "") + "\n"
+    yield (
+        f"**{verdict(claim, given).capitalize()}.**"
+        + (f" {' '.join(claim.limits.split())}" if claim.limits else "")
+        + "\n"
+    )
     rows: dict[bool, list[list[str]]] = {True: [], False: []}
     for each in given:
         rows[each.enough].append([each.question, each.answer, each.why, each.seeds, each.depth, each.vocabulary])
@@ -174,7 +165,7 @@ def _not_reproduced(given: Sequence[tuple[Claim, list[Answer]]]) -> str:
         [f"({claim.letter})", each.question, each.why, each.depth]
         for claim, answered in given
         for each in answered
-        if each.answer == claims.CONTRADICTS and verdict(claim, answered) != claims.SUPPORTS
+        if each.answer == rules.CONTRADICTS and verdict(claim, answered) != rules.SUPPORTS
     ]
     heads = ("claim", "comparison", "what the runs say, 90 % interval", "T / T*")
     return table(heads, against) if against else "No comparison contradicts its claim."
@@ -220,7 +211,7 @@ def _listed(stages: Iterable[str]) -> str:
 def _plan(results: Results) -> str:
     left = {stage: counts for stage, counts in results.progress().items() if counts[0] < counts[1]}
     listed = ", ".join(f"`{stage}` {done} of {planned} runs" for stage, (done, planned) in left.items())
-    said = f"The plan is larger than what has been run: {listed}. What is missing answers *{claims.CANNOT_TELL}*."
+    said = f"The plan is larger than what has been run: {listed}. What is missing answers *{rules.CANNOT_TELL}*."
     return _filled(said) if left else ""
 
 

@@ -14,8 +14,6 @@ from collapse.rows import FOLDER, Point, Row, committed, stages
 from megatron_rc import schema
 from megatron_rc.report.endpoints import Endpoints, failed
 
-Where = Mapping[str, Any]
-"""Maps a column to its value, or to a list of values."""
 Z_LIMIT = 3.0
 """A z_W farther from 0 is seen as hidden sampling; honest samples pass 997 times in 1,000."""
 
@@ -90,8 +88,9 @@ class Results:
         """Stages that are no part of another one."""
         return [name for name, runs in self.planned.items() if not any(runs < other for other in self.planned.values())]
 
-    def select(self, where: Where) -> list[Row]:
-        return [row for row in self.rows if all(_matches(getattr(row, name), value) for name, value in where.items())]
+    def select(self, where: Mapping[str, Any]) -> list[Row]:
+        """The runs with these columns."""
+        return [row for row in self.rows if all(getattr(row, name) == value for name, value in where.items())]
 
     def worlds(self) -> dict[str, str]:
         """Maps each world to its label: task, model and median length."""
@@ -159,8 +158,8 @@ def is_exact(row: Row) -> bool:
     return (row.mechanism, row.method, row.control, row.lr_rule) == ("exact", "none", "none", "none")
 
 
-def lives(rows: Sequence[Row]) -> list[Life]:
-    return [Life(int(row.collapsed_at) if row.collapsed else row.last_step, row.collapsed) for row in rows]
+def lives(rows: Sequence[Row]) -> tuple[Life, ...]:
+    return tuple(Life(int(row.collapsed_at) if row.collapsed else row.last_step, row.collapsed) for row in rows)
 
 
 def load(folder: Path = FOLDER, recipes: Path | None = None) -> Results:
@@ -176,15 +175,3 @@ def load(folder: Path = FOLDER, recipes: Path | None = None) -> Results:
 def rules_of(recipe: Path) -> Endpoints:
     """The section `endpoints` of a recipe, without its jobs."""
     return schema.from_dict(Endpoints, schema.load_yaml(recipe)["endpoints"], where="endpoints")
-
-
-def _matches(value: Any, wanted: Any) -> bool:
-    options = wanted if isinstance(wanted, list) else [wanted]
-    return any(str(value) == str(option) or _same_number(value, option) for option in options)
-
-
-def _same_number(value: Any, wanted: Any) -> bool:
-    try:
-        return float(value) == float(wanted)
-    except (TypeError, ValueError):
-        return False

@@ -8,8 +8,8 @@ import pytest
 
 from collapse import made_up as lab
 from collapse import methods, plan
-from collapse.claims import CANNOT_TELL, SUPPORTS, Claim, Comparison, answers
 from collapse.rows import Row
+from collapse.rules import CANNOT_TELL, SUPPORTS, Claim, Comparison, answers, final
 from collapse.runs import TUNING, Arm, Results
 from megatron_rc.jobs import grid as grids
 
@@ -44,8 +44,9 @@ def arm(results: Results, method: str) -> Arm:
     return Arm.of(next(row for row in results.rows if row.method == method))
 
 
-OWN = Comparison(question="own", arm={"mechanism": "lag", "method": "seq-tis"}, against={"method": "token-tis"},
-                 measure="final", expect="more", own_rates=True)  # fmt: skip
+OWN = Comparison(
+    "own", final, "more", {"mechanism": "lag", "method": "seq-tis"}, {"method": "token-tis"}, own_rates=True
+)
 
 
 def test_the_tuning_seeds_choose_the_rate_that_ends_highest_whatever_the_reported_ones_say() -> None:
@@ -63,7 +64,7 @@ def test_a_rate_with_fewer_tuning_seeds_or_a_run_that_broke_is_not_chosen() -> N
 
 
 def test_each_arm_is_compared_at_its_own_rate() -> None:
-    (answer,) = answers(Claim(letter="x", claim="", comparisons=(OWN,)), results())
+    (answer,) = answers(Claim("x", "", (OWN,)), results())
     assert answer.case.startswith("lr 0.0003 against 0.0001, ")
     assert (answer.answer, answer.why.split(":")[0]) == (SUPPORTS, "final accuracy 85.0 against 70.0")
 
@@ -71,7 +72,7 @@ def test_each_arm_is_compared_at_its_own_rate() -> None:
 def test_without_a_chosen_rate_the_comparison_was_not_run() -> None:
     made = results()
     made.tuning = []
-    (answer,) = answers(Claim(letter="x", claim="", comparisons=(OWN,)), made)
+    (answer,) = answers(Claim("x", "", (OWN,)), made)
     assert (answer.answer, answer.why, methods.rates(made)) == (CANNOT_TELL, "not run yet", "")
 
 
@@ -87,8 +88,8 @@ def test_the_ranking_is_of_the_setting_with_most_arms_and_pairs_its_seeds() -> N
     ends = {"seq-tis": (0.8, 0.9, 1.0), "token-tis": (0.9, 0.95), "icepop": (0.7, math.nan)}
     made = [lab.run("lag", "4", name, 3e-4, 1, False)[0] for name in ("seq-tis", "none")]
     for name, finals in ends.items():
-        for seed, final in enumerate(finals, 1):
-            made.append(dataclasses.replace(lab.run("lag", "16", name, 3e-4, seed, False)[0], final=final))
+        for seed, end in enumerate(finals, 1):
+            made.append(dataclasses.replace(lab.run("lag", "16", name, 3e-4, seed, False)[0], final=end))
     made.append(dataclasses.replace(made[-1], control="random-mask", seed=3, final=0.1))
     where, lines = methods.ranking(Results(made))
     assert where.startswith("lag 16, lr 0.0003, ")

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from collapse import made_up as lab
-from collapse import page
-from collapse.claims import CANNOT_TELL, CONTRADICTS, SUPPORTS, answers, verdict
+from collapse.claims import CLAIMS as STATED
+from collapse.rules import CANNOT_TELL, CONTRADICTS, SUPPORTS, answers, verdict
 from collapse.runs import Results, load
 
-CLAIMS = {claim.letter: claim for claim in page.statement().claims}
+CLAIMS = {claim.letter: claim for claim in STATED}
 
 
 def by_question(letter: str, results: Results) -> dict[str, str]:

@@ -18,8 +18,8 @@ DRUG = [(6, 1), (6, 1), (6, 1), (6, 0), (7, 1), (9, 0), (10, 1), (10, 0), (11, 0
 PLACEBO = [(week, 1) for week in (1, 1, 2, 2, 3, 4, 4, 5, 5, 8, 8, 8, 8, 11, 11, 12, 12, 15, 17, 22, 23)]
 
 
-def lives(pairs: list[tuple[int, int]]) -> list[Life]:
-    return [Life(step, bool(ended)) for step, ended in pairs]
+def lives(pairs: list[tuple[int, int]]) -> tuple[Life, ...]:
+    return tuple(Life(step, bool(ended)) for step, ended in pairs)
 
 
 def test_survival_of_the_patients_of_freireich() -> None:
@@ -70,17 +70,6 @@ def test_groups_without_a_collapse_do_not_differ() -> None:
     assert log_rank(lives([(120, 0)] * 3), lives([(120, 0)] * 4)).p == 1.0
 
 
-def test_binomial_intervals_have_the_coverage_that_they_state() -> None:
-    assert intervals.share(0, 10)[1:] == pytest.approx((0.0, 1 - 0.05**0.1), abs=1e-9)
-    assert intervals.share(10, 10)[1:] == pytest.approx((0.05**0.1, 1.0), abs=1e-9)
-    for hits, runs in ((1, 3), (4, 10), (7, 12)):
-        value, low, high = intervals.share(hits, runs)
-        assert low < value < high
-        at_least = [math.comb(runs, k) * low**k * (1 - low) ** (runs - k) for k in range(hits, runs + 1)]
-        at_most = [math.comb(runs, k) * high**k * (1 - high) ** (runs - k) for k in range(hits + 1)]
-        assert (sum(at_least), sum(at_most)) == pytest.approx((0.05, 0.05))
-
-
 def test_intervals_of_the_tables_of_newcombe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intervals, "LEVEL", 0.95)
     # Statistics in Medicine 17 (1998): 857-872, table I, and 873-890, table II
@@ -90,18 +79,14 @@ def test_intervals_of_the_tables_of_newcombe(monkeypatch: pytest.MonkeyPatch) ->
     assert intervals.difference((10, 10), (0, 10))[1:] == pytest.approx((0.6075, 1.0), abs=5e-5)
 
 
-def test_the_interval_of_a_mean_is_that_of_student() -> None:
+def test_the_interval_of_a_mean_is_that_of_student_and_infinite_for_one_run() -> None:
     # the 95th percentile of Student's distribution with 2 degrees of freedom is 2.920
     half = 2.920 / math.sqrt(3)
     assert intervals.mean([1.0, 2.0, 3.0]) == pytest.approx((2, 2 - half, 2 + half), abs=1e-3)
     assert intervals.mean([2.0])[1:] == (-math.inf, math.inf)
 
 
-def test_the_interval_of_a_median_covers_it_at_least_as_often_as_it_states() -> None:
+def test_the_interval_of_a_median_is_of_two_of_the_values_and_infinite_for_fewer_than_five() -> None:
     assert intervals.median(range(1, 11)) == (5.5, 2, 9)
     assert intervals.median(range(1, 6)) == (3, 1, 5)
     assert intervals.median([1.0, 2.0, 6.0, 9.0]) == (4.0, -math.inf, math.inf)
-    for runs in range(5, 40):
-        low = intervals.median(range(runs)).low
-        outside = [2 * sum(math.comb(runs, k) for k in range(int(low) + more)) / 2**runs for more in (1, 2)]
-        assert outside[0] <= 0.1 < outside[1], runs

@@ -9,24 +9,26 @@ import pytest
 
 from collapse import checks, page, plan
 from collapse import made_up as lab
-from collapse.claims import (
+from collapse.claims import CLAIMS as STATED
+from collapse.drawings import drawn_digest
+from collapse.facts import Facts, facts_of
+from collapse.figure_data import digest, pictures
+from collapse.figures import FIGURES
+from collapse.intervals import Interval
+from collapse.rows import FOLDER, Row, committed
+from collapse.rules import (
     ANSWERS,
     CANNOT_TELL,
     CONTRADICTS,
     SUPPORTS,
     Answer,
     Comparison,
-    _judged,
-    _side,
     answers,
+    early_k3,
+    final,
     verdict,
 )
-from collapse.drawings import drawn_digest
-from collapse.facts import Facts, facts_of
-from collapse.figure_data import digest, pictures
-from collapse.intervals import Interval
-from collapse.rows import FOLDER, SIGNALS, Row, committed
-from collapse.runs import PLAIN, TUNING, Arm, Results, _matches, by_arm, load
+from collapse.runs import PLAIN, TUNING, Arm, Results, by_arm, load
 from megatron_rc.analyze.covered import LAB, Covered
 from megatron_rc.jobs import grid as grids
 from megatron_rc.report.endpoints import outcome
@@ -35,8 +37,8 @@ from megatron_rc.report.endpoints import outcome
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "launch/recipes/collapse"
-STATEMENT = page.statement()
-CLAIMS = {claim.letter: claim for claim in STATEMENT.claims}
+CLAIMS = {claim.letter: claim for claim in STATED}
+COMPARISONS = [comparison for claim in STATED for comparison in claim.comparisons]
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +69,13 @@ def test_fewer_seeds_than_asked_for_cannot_tell(tmp_path: Path) -> None:
 def test_a_run_that_broke_counts_as_zero_accuracy(made_up: Results) -> None:
     """A method whose runs end as non-finite numbers is not compared by those that survived."""
     exact = [row for row in made_up.rows if row.run == "exact-none-lr0.0003"]
-    final = {row.seed: row.final for row in exact}
+    ends = {row.seed: row.final for row in exact}
     broken = [dataclasses.replace(row, final=math.nan, k3_early=math.nan) for row in exact if row.seed <= 9]
     broken += [row for row in exact if row.seed > 9]
-    comparison = Comparison(question="", arm={}, measure="final", expect="less")
-    answer, why, seeds, _ = _judged(comparison, broken, exact, made_up)
-    gap = -100 * sum(final[seed] for seed in range(1, 10)) / 10
-    assert (answer, seeds) == (SUPPORTS, 10) and f"{gap:+.1f} points" in why
-    early = dataclasses.replace(comparison, measure="k3_early", expect="more")
-    assert _judged(early, broken, exact, made_up)[2] == 1, "what a run did not measure is not compared"
+    measured = final(broken, exact, made_up)
+    gap = -100 * sum(ends[seed] for seed in range(1, 10)) / 10
+    assert measured.gap.high < 0 and measured.seeds == 10 and f"{gap:+.1f} points" in measured.why
+    assert early_k3(broken, exact, made_up).seeds == 1, "what a run did not measure is not compared"
 
 
 def test_seeds_that_chose_settings_are_not_counted(tmp_path: Path) -> None:
@@ -112,8 +112,8 @@ def test_runs_of_different_tasks_are_never_compared(made_up: Results) -> None:
         (-0.3, 0.2, "same", CANNOT_TELL),
     ],
 )
-def test_the_answer_of_an_interval(low: float, high: float, expect: str, answer: str) -> None:
-    assert _side(Interval((low + high) / 2, low, high), expect, 0.25) == answer
+def test_the_answer_of_an_interval(low: float, high: float, expect: Any, answer: str) -> None:
+    assert Comparison("", final, expect, {}).answered(Interval((low + high) / 2, low, high), 0.25) == answer
 
 
 @pytest.mark.parametrize(
@@ -163,12 +163,9 @@ def test_the_checks_name_an_exact_run_that_fails_and_a_ladder_that_falls(made_up
 
 
 def test_every_column_that_a_claim_or_figure_names_exists() -> None:
-    compared = [c for claim in CLAIMS.values() for c in claim.comparisons]
-    named = [*(c.arm for c in compared), *(c.against for c in compared)]
-    named += [where for figure in STATEMENT.figures for where in figure.arms.values()]
+    named = [where for c in COMPARISONS for where in (c.arm, c.against)]
+    named += [where for figure in FIGURES for where in figure.arms.values()]
     assert {column for where in named for column in where} <= set(Arm._fields)
-    assert {c.signal for c in compared if c.measure == "order"} <= {*SIGNALS[1:], "accuracy"}
-    assert all(bool(c.signal) == (c.measure == "order") == (not c.against) for c in compared)
     assert sorted(CLAIMS) == list("abcdefghi")
 
 
@@ -185,7 +182,7 @@ def planned(stages: list[str]) -> list[Facts]:
 
 def missing(where: dict[str, Any], facts: list[Facts]) -> bool:
     wanted = PLAIN | where
-    return not any(all(_matches(getattr(each, name), value) for name, value in wanted.items()) for each in facts)
+    return not any(all(getattr(each, name) == value for name, value in wanted.items()) for each in facts)
 
 
 def test_the_arms_of_the_claim_about_precision_are_in_its_stage() -> None:
@@ -197,19 +194,18 @@ def test_the_arms_of_the_claim_about_precision_are_in_its_stage() -> None:
 
 def test_every_arm_of_every_claim_and_figure_is_in_the_plan() -> None:
     facts = planned([path.stem for path in RECIPES.glob("*.yaml") if path.stem != "base"])
-    named = [c.arm for claim in CLAIMS.values() for c in claim.comparisons]
-    named += [c.arm | c.against for claim in CLAIMS.values() for c in claim.comparisons]
-    named += [where for figure in STATEMENT.figures for where in figure.arms.values()]
+    named = [where for c in COMPARISONS for where in (c.arm, c.arm | c.against)]
+    named += [where for figure in FIGURES for where in figure.arms.values()]
     assert [where for where in named if missing(where, facts)] == []
 
 
 def test_figures_carry_the_numbers_that_they_show(made_up: Results, tmp_path: Path) -> None:
     page.write(made_up, tmp_path)
     drawn = {file.stem: file for file in (tmp_path / page.IMAGES).glob("*.png")}
-    wanted = {each.name: each for figure in STATEMENT.figures for each in pictures(figure, made_up)}
+    wanted = {each.name: each for figure in FIGURES for each in pictures(figure, made_up)}
     # no made-up run has noise, so that there is nothing to compare
     without = {"fixed-corrected", "new-corrected"}
-    assert drawn.keys() == wanted.keys() == {figure.name for figure in STATEMENT.figures} - without
+    assert drawn.keys() == wanted.keys() == {figure.name for figure in FIGURES} - without
     for name, picture in wanted.items():
         assert drawn_digest(drawn[name]) == digest(picture.data)
         assert f"]({page.IMAGES}/{name}.png)" in (tmp_path / "collapse.md").read_text()
@@ -218,7 +214,7 @@ def test_figures_carry_the_numbers_that_they_show(made_up: Results, tmp_path: Pa
     assert len(arms["seq-tis"]["seeds"]) == 10 and len(arms["seq-tis"]["mean"]) == 13
     changed = [dataclasses.replace(point, accuracy=0.0) for point in made_up.points[lab.STAGE]]
     other = Results(made_up.rows, {lab.STAGE: changed})
-    assert digest(pictures(STATEMENT.figures[0], other)[0].data) != digest(wanted["arms"].data)
+    assert digest(pictures(FIGURES[0], other)[0].data) != digest(wanted["arms"].data)
 
 
 def test_the_page_says_what_of_the_plan_is_missing() -> None:
@@ -231,10 +227,10 @@ def test_the_page_says_what_of_the_plan_is_missing() -> None:
         dataclasses.replace(row, task=task, model=model, run=run, seed=seed)
         for task, model, run, seed in sorted(planned["precision"])
     ]
-    some = page.text(Results(runs[:5], planned=planned), STATEMENT).replace("\n", " ")
+    some = page.text(Results(runs[:5], planned=planned)).replace("\n", " ")
     assert "`precision` 5 of 20 runs" in some and "`turns` 0 of 18 runs" in some
     assert "`quick`" not in some and "`base`" not in some, "part of another stage, and shared by all"
-    whole = page.text(Results(runs, planned={"precision": planned["precision"]}), STATEMENT)
+    whole = page.text(Results(runs, planned={"precision": planned["precision"]}))
     assert "The plan is larger" not in whole
 
 
@@ -248,8 +244,8 @@ def test_the_page_and_its_figures_are_what_the_committed_files_say() -> None:
     results, document = load(recipes=RECIPES), ROOT / "docs/collapse.md"
     assert document.exists() == bool(results.rows), "python benchmarks/collapse/verdict.py --docs"
     if results.rows:
-        assert document.read_text() == page.text(results, STATEMENT), "python benchmarks/collapse/verdict.py --docs"
-    wanted = {each.name: digest(each.data) for figure in STATEMENT.figures for each in pictures(figure, results)}
+        assert document.read_text() == page.text(results), "python benchmarks/collapse/verdict.py --docs"
+    wanted = {each.name: digest(each.data) for figure in FIGURES for each in pictures(figure, results)}
     drawn = {file.stem: drawn_digest(file) for file in (ROOT / "docs" / page.IMAGES).glob("*.png")}
     assert drawn == wanted, "python benchmarks/collapse/verdict.py --docs"
 

@@ -17,9 +17,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folders of benchmarks/ are packages
 
 from collapse import checks, page
-from collapse.claims import answers, verdict
+from collapse.claims import CLAIMS
 from collapse.plan import write_left
 from collapse.rows import Row, keep, path_of
+from collapse.rules import answers, verdict
 from collapse.runs import load
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,7 @@ def main() -> None:
     if options.left:
         print(*write_left(results.committed, RECIPES, options.left), sep="\n")
         return
-    for claim in page.statement().claims:
+    for claim in CLAIMS:
         given = answers(claim, results)
         print(f"({claim.letter}) {claim.claim} {verdict(claim, given).upper()}")
         print("".join(f"    {each.answer}: {each.question}: {each.why}\n" for each in given), end="")

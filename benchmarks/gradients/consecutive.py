@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from collapse.claims import counted
 from collapse.rows import UNSEEN
+from collapse.rules import counted
 from gradients.lead_lag_runs import Curves, lead_lag_of_runs, rise_gap
 from gradients.steps import EXACT_ARM, Step
 from megatron_rc.analyze.lead_lag import LAGS

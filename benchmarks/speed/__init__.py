@@ -1,4 +1,5 @@
-"""Timing of the kernels; importing it finds megatron_rc where it is not installed, and the counters of the tests."""
+"""Timing of the kernels, and counters of what they ask of a device; importing it finds megatron_rc where it is not
+installed."""
 
 import importlib.util
 import sys
@@ -9,4 +10,3 @@ ROOT = Path(__file__).parents[2]
 if importlib.util.find_spec("megatron_rc") is None:
     # behind everything else: the folder triton_kernels must not be found before a package of that name
     sys.path.append(str(ROOT))
-sys.path.append(str(ROOT / "tests/support"))

@@ -195,8 +195,8 @@ def launches_of(events: Any) -> Figures:
 
 
 def counted_launches(call: Call) -> Figures:
-    """The same on a CPU: kernels and operations that would launch. The counters of the tests need pytest."""
-    from launches import count_launches
+    """The same on a CPU: kernels and operations that would launch. The counters need pytest."""
+    from speed.launches import count_launches
 
     call.prepare()
     counted = count_launches(call.run)
@@ -205,7 +205,7 @@ def counted_launches(call: Call) -> Figures:
 
 def counted_bytes(call: Call) -> Figures:
     """`<phase>_bytes`: what Triton kernels load and store, counted in the interpreter."""
-    from traffic import counted_traffic
+    from speed.traffic import counted_traffic
 
     call.prepare()
     figures: Figures = {}

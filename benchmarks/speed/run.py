@@ -149,7 +149,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.smoke:
         # like the counters it needs pytest
-        from fast_interpreter import interpreter_that_remembers
+        from speed.fast_interpreter import interpreter_that_remembers
     if asked.smoke != triton.knobs.runtime.interpret:
         raise SystemExit("--smoke runs the kernels in Triton's interpreter: set TRITON_INTERPRET=1, for it alone")
     if not asked.smoke and not torch.cuda.is_available():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron_rc.drawing.axes import label_of
 
-WIDTH, HEIGHT = 440, 230
+WIDTH, HEIGHT = 440, 230  # as a chart of svg.py: both share the rows of a page
 LEFT, RIGHT, TOP, BOTTOM = 78, 80, 10, 36
 """Margins around the cells, which hold the names of rows and columns and the scale."""
 MAX_COLUMNS = 400
@@ -20,6 +20,7 @@ SHADES = 255
 """Colours of the palette, which has 256 entries: one more is transparent."""
 Colours = tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int]]
 """RGB of the smallest, the middle and the largest value."""
+# pale, orange, dark red: lightness falls all the way, so that the order survives in grey
 _PLAIN: Colours = (0xEE, 0xF3, 0xFB), (0xF2, 0xA9, 0x3B), (0x8C, 0x1D, 0x40)
 _SIGNED: Colours = (0x1F, 0x5F, 0xA8), (0xF4, 0xF4, 0xF4), (0x8C, 0x1D, 0x40)
 """For values of both signs; 0 is in the middle."""

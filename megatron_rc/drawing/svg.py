@@ -9,7 +9,7 @@ from typing import Protocol
 from megatron_rc.drawing.axes import Axis, label_of, linear_axis, log_axis
 from megatron_rc.drawing.series import Mark, Series, smoothed
 
-WIDTH, HEIGHT = 440, 230
+WIDTH, HEIGHT = 440, 230  # units of the viewBox: a page scales charts, and text with them
 LEFT, RIGHT, TOP, BOTTOM = 50, 14, 10, 36
 """Margins around the axes, which hold the ticks and their texts."""
 MAX_POINTS = 800

@@ -17,7 +17,7 @@ from megatron_rc.settings.job import JobSettings
 from megatron_rc.settings.model import DTYPES, Dtype, ParallelSettings
 from megatron_rc.settings.train import TrainSettings
 
-GIB = 1024**3
+GIB = 1024**3  # as nvidia-smi and SGLang count memory
 
 RESERVED = 4 * GIB
 """Allowance per trainer GPU: CUDA context, NCCL buffers, matrix-product workspaces, gaps of the allocator."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Signal = Literal["ess", "k3", "length", "grad_cosine"]
 Rule = Literal["scale", "halve"]
 
+# ours, unmeasured: slower once half of the samples carry no weight; the others depend on model and task
 _DEFAULT_TARGET = {"ess": 0.5}
 _SIDE = {"ess": "below", "k3": "above", "length": "above", "grad_cosine": "above"}
 """On which side of the target a signal is bad."""

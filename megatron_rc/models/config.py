@@ -65,7 +65,7 @@ def _with_defaults(fields: dict[str, Any], source: str, *, refuse_unknown: bool)
     return hf
 
 
-_VOCABULARY_MULTIPLE = 128
+_VOCABULARY_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by: a checkpoint has these rows
 _SUPPORTED = {
     "attention_bias": False,
     "use_sliding_window": False,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 START_METHOD = "spawn"
 """A fork would inherit the threads and the devices of the trainer."""
-_END_S = 5.0
+_END_S = 5.0  # from a closed pipe to the exit status, which an error names
 
 
 class _Generate(NamedTuple):

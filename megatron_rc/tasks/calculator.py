@@ -13,7 +13,7 @@ from megatron_rc.tasks.generated import Alphabet, GeneratedTask, check_shared_op
 
 LABELS = "abcdefghijklmnopqrstuvwxyz"
 ALPHABET = Alphabet("0123456789+-=;:?" + LABELS)
-MOST_DIGITS = 6
+MOST_DIGITS = 6  # sums of 26 terms stay within the 12 digits that a call may have
 CALL_END = "="
 REPLY_END = ";"
 _CALL = re.compile(r"[a-z]?(-?\d{1,12})([+-])(\d{1,12})=")

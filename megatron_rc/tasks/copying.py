@@ -12,7 +12,7 @@ from megatron_rc.tasks.generated import Alphabet, GeneratedTask, check_shared_op
 
 LETTERS = "abcdefghijklmnopqrst"
 ALPHABET = Alphabet("0123456789" + LETTERS)
-MOST_LINES = 99
+MOST_LINES = 99  # the number of a line has two digits
 _NUMBER = 2
 """Digits of a line's number."""
 _LINE = re.compile(rf"(\d{{{_NUMBER}}})([a-z]*)")

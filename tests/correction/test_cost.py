@@ -4,10 +4,10 @@ import pytest
 import torch
 from correction_book import case
 from extras import correct
-from operations import OperationCount
 
 from megatron_rc.correction.correct import pair_metrics
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
+from speed.operations import OperationCount
 
 # they wait for the device, and are off unless somebody turns them on
 pytestmark = pytest.mark.usefixtures("no_debug_checks")

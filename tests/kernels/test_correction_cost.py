@@ -9,12 +9,12 @@ import triton.language as tl
 from extras import correct
 from kernel_calls import EVERY_LEVEL
 from kernel_correction_data import SEGMENTS, assert_agrees, batch_of, padded, small_blocks
-from launches import count_launches, recorded_launches
-from traffic import counted_traffic
 
 from megatron_rc.correction.correct import pair_metrics
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 from megatron_rc.kernels.chunks import locate_chunk
+from speed.launches import count_launches, recorded_launches
+from speed.traffic import counted_traffic
 
 # of rows without a loss, which hold anything
 pytestmark = [

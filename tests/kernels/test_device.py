@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import aot
-import launches
 import pytest
 import torch
 from kernel_calls import CALLS, SMALL
@@ -13,6 +12,7 @@ from tested_kernels import kernel_names
 from torch import Tensor
 
 from megatron_rc.kernels import device
+from speed import launches
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -7,7 +7,6 @@ from correction_book import case
 from distributed import run_ranks
 from extras import correct
 from kernel_calls import EVERY_LEVEL
-from launches import Launches, count_launches
 
 from megatron_rc.backend import set_debug_checks
 from megatron_rc.correction.correct import Corrected
@@ -15,6 +14,7 @@ from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.loss.policy_loss import policy_loss
+from speed.launches import Launches, count_launches
 
 pytestmark = pytest.mark.interpreter
 

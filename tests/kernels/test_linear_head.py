@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from head_case import by_head, distance, exact, head_case, with_main_grad
-from launches import count_launches
 from logprobs_truth import random_support, unchecked
 
 from megatron_rc.logprobs.linear import linear_distribution, linear_logprobs, linear_policy_loss
 from megatron_rc.logprobs.logits import vocab_parallel_distribution
+from speed.launches import count_launches
 
 pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("small_rows")]
 

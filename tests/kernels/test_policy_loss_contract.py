@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from launches import count_launches, recorded_launches
 from loss_batch import corrected_of, with_every_term
 from policy_loss_data import evaluate, tokens
 
 from megatron_rc.loss.policy_loss import policy_loss
+from speed.launches import count_launches, recorded_launches
 
 pytestmark = [
     pytest.mark.kernel,

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from on_device import far_apart
 from route_sets import assert_same, compare_sets, random_routes
 from torch import Tensor
-from traffic import counted_traffic
 
 from megatron_rc.kernels.compare_routes import compare_routes_fwd
 from megatron_rc.kernels.launch_table import LAUNCH
 from megatron_rc.moe.reference import compare_routes
 from megatron_rc.moe.shift import expert_shift
 from megatron_rc.moe.tables import MoeShape, RouteTable
+from speed.traffic import counted_traffic
 
 pytestmark = pytest.mark.kernel
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from launches import count_launches, recorded_launches
 from row_problems import small_blocks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rc.kernels import row_gradient, row_statistics
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+from speed.launches import count_launches, recorded_launches
 
 pytestmark = pytest.mark.interpreter
 

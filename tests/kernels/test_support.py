@@ -9,7 +9,6 @@ from logprobs_truth import INF, kept_columns
 from on_device import assert_same, far_apart
 from row_problems import BLOCK, Problem, assert_exact, kept_problem, small_blocks, solve
 from torch import Tensor
-from traffic import Traffic, counted_traffic
 
 from megatron_rc.backend import backend_module
 from megatron_rc.batch import Support
@@ -17,6 +16,7 @@ from megatron_rc.kernels.launch_table import LAUNCH
 from megatron_rc.kernels.softmax import Rows, Softmax
 from megatron_rc.kernels.support_gradient import support_gradient_bwd
 from megatron_rc.kernels.support_statistics import support_statistics_fwd
+from speed.traffic import Traffic, counted_traffic
 
 # of NumPy, where the interpreter computes with NaN and infinity
 pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]

@@ -7,13 +7,13 @@ import torch
 from correction_book import case
 from extras import correct
 from kernel_calls import EVERY_LEVEL
-from traffic import Place, Traffic, counted_traffic
 from triton.runtime.errors import InterpreterError
 
 from megatron_rc.correction.settings import PRESETS, RolloutCorrection
 from megatron_rc.kernels.row_statistics import row_statistics_fwd
 from megatron_rc.kernels.softmax import Rows
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+from speed.traffic import Place, Traffic, counted_traffic
 
 pytestmark = pytest.mark.interpreter
 

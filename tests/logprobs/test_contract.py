@@ -5,13 +5,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from logprobs_truth import logprobs_of, random_logits, random_support, unchecked
-from operations import OperationCount
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rc.batch import Support
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 from megatron_rc.logprobs.reference import rows as module
+from speed.operations import OperationCount
 
 ZEROS = torch.zeros(5, dtype=torch.int64)
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from launches import count_launches
 from logprobs_truth import INF, truth, unchecked
 from row_problems import ULP, Problem, Solution, assert_exact, small_blocks
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rc.backend import set_debug_checks, use_triton
 from megatron_rc.batch import Support
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
+from speed.launches import count_launches
 
 ROWS = 7
 WIDTHS = {1: (107,), 2: (40, 67), 3: (40, 36, 31)}

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import triton
-from launches import Launch, recorded_launches
 from tested_kernels import KERNELS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
+
+from speed.launches import Launch, recorded_launches
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -34,7 +34,7 @@ def child(tree: Path, command: Sequence[str | Path], **environment: str) -> None
     """Run a program with the package of a checkout, whose root stays off sys.path: triton_kernels must not be found."""
     with tempfile.TemporaryDirectory() as site:
         (Path(site) / "megatron_rc").symlink_to(tree / "megatron_rc")
-        path = os.pathsep.join([site, str(tree / "tests/support")])
+        path = os.pathsep.join([site, str(tree / "tests/support"), str(Path(__file__).parents[2] / "benchmarks")])
         fixed = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         subprocess.run([sys.executable, *command], check=True, cwd=site, env=inherited | fixed | environment)

@@ -333,7 +333,7 @@ def main(backend: str, path: str, *only: str) -> None:
     if backend == "triton":
         torch.use_deterministic_algorithms(True)  # fills what is allocated: a kernel may leave rows as they are
         with contextlib.suppress(ImportError):
-            from fast_interpreter import interpreter_that_remembers
+            from speed.fast_interpreter import interpreter_that_remembers
 
             interpreter = interpreter_that_remembers()
     with interpreter:

@@ -45,7 +45,7 @@ def interpreter_of_this_run() -> AbstractContextManager[None]:
     if os.environ.get("TRITON_INTERPRET") != "1":
         return nullcontext()
     # the other tests need no triton
-    from fast_interpreter import interpreter_that_remembers
+    from speed.fast_interpreter import interpreter_that_remembers
 
     return interpreter_that_remembers()
 

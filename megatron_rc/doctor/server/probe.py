@@ -21,7 +21,7 @@ PROBES = {
 """Requests that doctor sends, by the names of their answers."""
 PROMPT = (1, 2, 3, 2)
 """Ids that every vocabulary has; an id outside the vocabulary would crash the server."""
-_LISTED = 5
+_LISTED = 5  # top log-probs asked for: shows whether the server lists any, in a short answer
 _ANY_VOCABULARY = 1 << 31
 """A limit above the size of any vocabulary."""
 

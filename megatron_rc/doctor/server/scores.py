@@ -24,10 +24,10 @@ Rescore = Callable[[Sequence[Sequence[int]], int, Sequence[float], int], list[Lo
 
 PROMPTS = 16
 """Sequences to sample: enough for a batch of them to take other kernels than a single sequence."""
-PROMPT_TOKENS = 16
+PROMPT_TOKENS = 16  # random ids, enough to differ; every more is scored again per temperature
 RESPONSE_TOKENS = 64
 """16 x 64 tokens tell k3 = 1e-3 from a floor of 1e-4, and take minutes even if the trainer runs on a CPU."""
-SEED = 20
+SEED = 20  # any: the same prompts at every call, so that two reports can be compared
 _COMMON_IDS = 1000
 """Every trained model has the ids below this; an id outside its vocabulary would crash a server."""
 QUIET = "Run doctor --probe while no job uses or updates the server."

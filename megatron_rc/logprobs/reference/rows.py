@@ -11,7 +11,7 @@ from megatron_rc.correction.reference.segments import segment_reduce
 
 _CHUNK_ELEMENTS = 2**22
 """Number of logits converted to fp32 at a time: every temporary takes 16 MiB, whatever the number of rows."""
-_BLOCK = 1024
+_BLOCK = 1024  # columns that are summed at a time; another value changes the last bits of a sum
 _FLOOR = -1000.0
 """exp(-1000) is 0 in fp32 and fp64, so this floor under exponents only keeps 0 * (-inf) from being NaN."""
 

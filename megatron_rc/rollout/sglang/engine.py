@@ -13,7 +13,7 @@ from megatron_rc.rollout.sglang.request import Piece, RouteShape, missing_kept_i
 from megatron_rc.rollout.sglang.weights import update_servers, weight_sync
 from megatron_rc.settings.sglang import SGLangSettings
 
-_CONTROL_S = 30.0
+_CONTROL_S = 30.0  # requests without tokens: a busy server answers them late, one that is gone never does
 BELOW_CONTEXT = 4
 """A server's max_req_input_len plus this is its limit for prompt and response; it cuts longer responses silently."""
 

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_TICK_S = 0.1
-_CLEAN_UP_S = 5.0
-_LONGEST_PAUSE_S = 30.0
+_TICK_S = 0.1  # how often the waiting thread calls `tick`, and can be interrupted
+_CLEAN_UP_S = 5.0  # bounds the exit after an error, while servers are told to abort
+_LONGEST_PAUSE_S = 30.0  # so that a server that restarted is found again within half a minute
 _KEEP_ALIVE_S = 2.0
 """Servers drop connections that are idle for 5 s, and a request that is on its way then fails."""
-_LARGE_BODY = 1 << 20
+_LARGE_BODY = 1 << 20  # aiohttp writes longer bytes at once, warns, and blocks every other request
 _HEADERS = {"Content-Type": "application/json"}
 
 

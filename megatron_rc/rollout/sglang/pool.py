@@ -8,7 +8,8 @@ from megatron_rc.rollout.sglang.control import on_every
 from megatron_rc.rollout.sglang.http import Background, Server, ServerError
 from megatron_rc.versions import SGLANG_WEIGHT_VERSION
 
-_REACH_S = 5.0
+_REACH_S = 5.0  # bounds the wait for servers that are likely gone
+# not measured; at 1 the least unevenness sends samples to a server without their prompt, at 2 one may do twice its part
 _OWN_SHARE = 1.25
 
 

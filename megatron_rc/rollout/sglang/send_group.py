@@ -20,9 +20,9 @@ from megatron_rc.rollout.sglang.http import Server, ServerError, own_address
 from megatron_rc.rollout.sglang.transport import Transport
 from megatron_rc.settings.sglang import SGLangSettings
 
-_POLL_SECONDS = 0.002
-_JOIN_SECONDS = 60.0
-_DESTROY_SECONDS = 10.0
+_POLL_SECONDS = 0.002  # what a broadcast may end late; an update has one per bucket
+_JOIN_SECONDS = 60.0  # a server joins after its current step, and NCCL sets up meanwhile
+_DESTROY_SECONDS = 10.0  # bounds the end: nothing follows from the answer
 
 
 class _Group(NamedTuple):

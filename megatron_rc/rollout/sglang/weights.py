@@ -26,8 +26,8 @@ PROBE_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.0
 """Mean |difference| of the probe's log-probs as a share of their mean size: rounding of logits grows with their size,
 and a trained model finds the probe's tokens very unlikely. Wrong tensors change log-probs by about their own size."""
 
-_REACH_SECONDS = 30.0
-_GIVE_UP_SECONDS = 5.0
+_REACH_SECONDS = 30.0  # as for other requests without tokens; an update itself may take minutes
+_GIVE_UP_SECONDS = 5.0  # bounds what a server that failed costs each update
 _LAYOUT_FIELDS = ("tp_size", "pp_size", "ep_size", "dp_size", "device", "quantization")
 """Fields of /server_info: servers that agree on them hold their tensors in equal pieces."""
 

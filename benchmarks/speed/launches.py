@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from operations import OperationCount
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
+
+from speed.operations import OperationCount
 
 # they allocate or describe memory, and leave the device alone; a view is told apart by its schema
 _FREE = frozenset(
