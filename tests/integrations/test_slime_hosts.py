@@ -16,8 +16,8 @@ from hosts.slime.host import arguments
 from megatron_rc import RolloutCorrection
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.patching import patch
-from megatron_rc.integrations.slime.flag_rules import check
 from megatron_rc.integrations.slime.hook_choice import assignments
+from megatron_rc.integrations.slime.hooks.check import check
 from megatron_rc.integrations.slime.hosts import MILES, SLIME
 from megatron_rc.integrations.slime.settings import HOOKS, SlimeSettings, flag, names, read
 from megatron_rc.integrations.symbols import Host, inspect_symbols

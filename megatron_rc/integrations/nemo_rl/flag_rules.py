@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from megatron_rc.integrations.checkpoint import checkpoint_rules, read_checkpoint
 from megatron_rc.integrations.flag_rules import FlagRule, sampler_rules
+from megatron_rc.integrations.hf_checkpoint import checkpoint_rules, read_checkpoint
 
 _VLLM, _GENERATION = "policy.generation.vllm_cfg", "policy.generation"
 _MODEL, _REPLAY = "policy.model_name", "policy.router_replay.enabled"

@@ -17,20 +17,12 @@ torch.
 from importlib import import_module
 from typing import Any
 
-_MODULE_OF = {
-    "before_log_prob": "routes",
-    "before_train_step": "learning_rate",
-    "check": "flag_rules",
-    "enable": "enabling",
-    "loss": "custom_loss",
-    "pg_loss_reducer": "reducer",
-    "rollout_data": "rollout_hook",
-    "tis": "is_weights",
-}
-__all__ = sorted(_MODULE_OF)
+from megatron_rc.integrations.slime.settings import HOOKS
+
+__all__ = sorted(HOOKS)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name not in HOOKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return getattr(import_module(f"{__name__}.hooks.{name}"), name)

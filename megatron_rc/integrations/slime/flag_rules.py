@@ -3,15 +3,14 @@
 from argparse import Namespace
 from typing import Any
 
-from megatron_rc.integrations.checkpoint import read_checkpoint
 from megatron_rc.integrations.flag_rules import (
     MEGATRON_DEFAULTS,
-    MEGATRON_RULES,
     ROUTER_FUSION,
     FlagRule,
     refuse,
     uncorrected_rules,
 )
+from megatron_rc.integrations.hf_checkpoint import read_checkpoint
 from megatron_rc.integrations.slime.refusals import HOOK_RULES, TOP_K, rules_of_named_hooks
 from megatron_rc.integrations.slime.settings import HOOKS, KEY, SlimeSettings, flag, names, read
 
@@ -35,7 +34,8 @@ DEFAULTS: dict[str, Any] = {
 """Arguments that the rules read, with the hosts' own defaults."""
 
 
-def _dumps_train_data(args: Any) -> bool:
+def dumps_train_data(args: Any) -> bool:
+    """Whether the host writes its training samples."""
     return bool(args.save_debug_train_data or args.dump_details)
 
 
@@ -71,7 +71,7 @@ def _is_async(args: Any) -> bool:
     return any(name in program for name in ("train_async", "fully_async")) and not args.keep_old_actor
 
 
-_OWN_RULES = (
+OWN_RULES = (
     *uncorrected_rules(_is_quantized, _is_async, _corrects, f"Add --use-tis, or {flag('enable')} with a correction."),
     FlagRule(
         "moe-replay",
@@ -123,7 +123,7 @@ _OWN_RULES = (
     ),
     FlagRule(
         "entropy-of-the-dump",
-        lambda args: _dumps_train_data(args)
+        lambda args: dumps_train_data(args)
         and not args.use_rollout_entropy
         and not any(names(args, hook) for hook in ("check", "enable")),
         "the dump of train data gets no entropy of the policy, so an analysis cannot exclude a hidden temperature",
@@ -132,7 +132,7 @@ _OWN_RULES = (
     ),
     FlagRule(
         "entropy-of-the-dump",
-        lambda args: _dumps_train_data(args) and args.use_rollout_entropy and args.rollout_top_p != 1,
+        lambda args: dumps_train_data(args) and args.use_rollout_entropy and args.rollout_top_p != 1,
         "the host computes the entropy of the whole vocabulary, and the log-probs of the kept ids, so an analysis "
         "takes an honest sampler for one that hides its top-p",
         "Drop --use-rollout-entropy.", severity="warning",
@@ -146,7 +146,7 @@ _KEY_WITHOUT_HOOK = FlagRule(
     "corrected",
     f"Add {flag('enable')}.", good=f"{KEY} is read by a hook, or not given",
 )  # fmt: skip
-RULES = (*_OWN_RULES, _KEY_WITHOUT_HOOK, *rules_of_named_hooks(whole_rollouts=True))
+RULES = (*OWN_RULES, _KEY_WITHOUT_HOOK, *rules_of_named_hooks(whole_rollouts=True))
 
 MILES_TOP_P = FlagRule(
     "top-p-top-k", lambda args: args.rollout_top_p != 1,
@@ -159,36 +159,12 @@ MILES_ROLLOUT_DATA = FlagRule(
     "Use the hooks tis, loss or pg_loss_reducer.", good="the hook that sees a rollout is not named",
 )  # fmt: skip
 MILES_RULES = (
-    *_OWN_RULES,
+    *OWN_RULES,
     _KEY_WITHOUT_HOOK,
     *rules_of_named_hooks(whole_rollouts=False),
     MILES_TOP_P,
     MILES_ROLLOUT_DATA,
 )
-
-
-def check(args: Namespace) -> None:
-    """Refuse what the hooks named in ``args`` cannot do, before the model is built; let a dump hold the entropy.
-
-    With lr_decay or lr_gate, Megatron's schedulers remember the state of the rule that a checkpoint holds.
-
-    Where train data is dumped, --use-rollout-entropy is switched on in this process: the host's own pass over the
-    log-probs then computes the entropy of the policy. Not under --rollout-top-p, because the host takes the entropy of
-    the whole vocabulary and the log-probs of the kept ids.
-
-    Raises:
-        ValueError: one sentence naming what to change.
-    """
-    for hook in HOOK_RULES:
-        if hook == "check" or names(args, hook):
-            settings_for(hook, args)
-    if read(args).lr_rule is not None:
-        from megatron_rc.integrations.slime.checkpoint import remember_loaded_states  # needs megatron-core
-
-        remember_loaded_states()
-    refuse((*MEGATRON_RULES, *_OWN_RULES), args, DEFAULTS)
-    if _dumps_train_data(Namespace(**{**DEFAULTS, **vars(args)})) and getattr(args, "rollout_top_p", 1.0) == 1:
-        args.use_rollout_entropy = True
 
 
 def settings_for(hook: str, args: Namespace) -> SlimeSettings:

@@ -9,7 +9,7 @@ What runs where, with MEGATRON_RC_CONFIG set:
 4. The workers compute the loss of loss_mode=megatron_rc, and the rule of the learning rate steps once per update; with
    `vocab_parallel_logprobs` or `head: linear` they compute log-probs and entropy, too.
 
-docs/hosts/verl.md has the recipe. `verl_dump`, next to this folder, needs none of it.
+docs/hosts/verl.md has the recipe. `dump`, a hook of its own, needs none of it.
 """
 
 from importlib import import_module

@@ -4,8 +4,8 @@ import os
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.integrations.checkpoint import checkpoint_rules
 from megatron_rc.integrations.flag_rules import FlagRule, sampler_rules, uncorrected_rules
+from megatron_rc.integrations.hf_checkpoint import checkpoint_rules
 
 _ACTOR, _ROLLOUT, _CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 _VARIABLE = "MEGATRON_RC_CONFIG"

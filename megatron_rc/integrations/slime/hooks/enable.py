@@ -5,8 +5,8 @@ import sys
 from argparse import Namespace
 
 from megatron_rc.collectives import is_first_process
-from megatron_rc.integrations.slime.flag_rules import check
 from megatron_rc.integrations.slime.hook_choice import assignments
+from megatron_rc.integrations.slime.hooks.check import check
 
 _logger = logging.getLogger(__name__)
 
