@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_rc import RolloutCorrection
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.slime.handed_over import LOSS_MODULES, hands_over_both
+from megatron_rc.integrations.slime.family import FAMILY, SLIME
+from megatron_rc.integrations.slime.handed_over import hands_over_both
 
 TIS = {"use_tis": True, "custom_tis_function_path": PATH + "tis"}
 BOTH = 'tis_kwargs = {"args": args, "current_log_probs": log_probs, "advantages": batch["advantages"]}\n'
@@ -78,7 +79,7 @@ def by_tis(whole: Rollout, batch: dict[str, Any], args: Namespace, joined: bool)
 def test_tis_has_the_loss_and_gradient_of_the_hook_loss(
     correction: dict[str, Any], old_is_mu: bool, joined: bool, tree: Path
 ) -> None:
-    installed(tree, LOSS_MODULES[0], BOTH)
+    installed(tree, SLIME.tis_caller, BOTH)
     whole, batch = case()
     if old_is_mu:
         # every response looks less likely to pi than to mu
@@ -93,7 +94,7 @@ def test_tis_has_the_loss_and_gradient_of_the_hook_loss(
 
 
 def test_a_host_that_does_not_hand_over_what_its_source_names_is_one_sentence(tree: Path) -> None:
-    installed(tree, LOSS_MODULES[0], BOTH)
+    installed(tree, SLIME.tis_caller, BOTH)
     whole, batch = case()
     for correction, name in ((TWO_POLICIES, "current_log_probs"), (NEGATIVE, "advantages")):
         args = arguments(use_rollout_logprobs=correction is TWO_POLICIES, megatron_rc={"correction": correction}, **TIS)
@@ -104,7 +105,7 @@ def test_a_host_that_does_not_hand_over_what_its_source_names_is_one_sentence(tr
 
 
 def test_a_corrupt_rollout_logprob_of_the_hosts_own_ratio_is_a_nan_in_slimes_loss(tree: Path) -> None:
-    installed(tree, LOSS_MODULES[0], BOTH)
+    installed(tree, SLIME.tis_caller, BOTH)
     whole, batch = case()
     batch["rollout_log_probs"][0] = batch["rollout_log_probs"][0].clone()
     batch["rollout_log_probs"][0][0] = math.nan
@@ -124,7 +125,7 @@ REFUSED = [
 def test_what_tis_cannot_do_is_refused_by_such_a_host_too(
     correction: Any, changes: dict[str, Any], sentence: str, tree: Path
 ) -> None:
-    installed(tree, LOSS_MODULES[0], BOTH)
+    installed(tree, SLIME.tis_caller, BOTH)
     with pytest.raises(ValueError, match=sentence):
         slime.check(arguments(megatron_rc={"correction": correction}, **changes, **TIS))
 
@@ -135,8 +136,8 @@ def test_what_tis_cannot_do_is_refused_by_such_a_host_too(
 def test_settings_pass_where_every_host_that_is_found_hands_both_over(
     sources: list[str], passes: bool, tree: Path
 ) -> None:
-    for module, source in zip(LOSS_MODULES, sources, strict=False):
-        installed(tree, module, source)
+    for member, source in zip(FAMILY, sources, strict=False):
+        installed(tree, member.tis_caller, source)
     hands_over_both.cache_clear()
     two_policies = arguments(use_rollout_logprobs=True, megatron_rc={"correction": TWO_POLICIES}, **TIS)
     negative = arguments(megatron_rc={"correction": NEGATIVE}, **TIS)

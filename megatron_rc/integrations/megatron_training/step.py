@@ -160,7 +160,8 @@ def train_step(original: Function, state: PatchState, *args: Any, **kwargs: Any)
     call = inspect.signature(original).bind(*args, **kwargs)
     forward_backward, optimizer = call.arguments["forward_backward_func"], call.arguments["optimizer"]
     if isinstance(forward_backward, FullCudaGraphWrapper):
-        raise ValueError(megatron_training.RULES[0].refusal(None))
+        captured = megatron_training.RULES[0]
+        raise ValueError(captured.refusal(captured.problem))
     own_step, of_instance = optimizer.step, "step" in vars(optimizer)
     step = state.step = TrainingStep(state)
 

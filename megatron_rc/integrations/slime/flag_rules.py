@@ -1,6 +1,8 @@
 """Flags of slime and miles that are wrong: those that the hooks refuse, and those that doctor warns about."""
 
 from argparse import Namespace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron_rc.integrations.flag_rules import (
@@ -8,10 +10,13 @@ from megatron_rc.integrations.flag_rules import (
     ROUTER_FUSION,
     FlagRule,
     refuse,
+    refused,
     uncorrected_rules,
 )
 from megatron_rc.integrations.hf_checkpoint import read_checkpoint
-from megatron_rc.integrations.slime.refusals import HOOK_RULES, TOP_K, rules_of_named_hooks
+from megatron_rc.integrations.slime.family import MILES, SLIME, Member
+from megatron_rc.integrations.slime.hook_choice import assignments
+from megatron_rc.integrations.slime.refusals import HOOK_RULES, TOP_K, Given
 from megatron_rc.integrations.slime.settings import HOOKS, KEY, SlimeSettings, flag, names, read
 
 DEFAULTS: dict[str, Any] = {
@@ -112,7 +117,7 @@ OWN_RULES = (
         "loss-function",
         # the host gives value_loss to a critic, whose loss is its own
         lambda args: args.custom_loss_function_path and args.loss_type not in ("custom_loss", "value_loss"),
-        lambda args: f"it is never called with --loss-type {args.loss_type}",
+        "it is never called with --loss-type {args.loss_type}",
         "Add --loss-type custom_loss.", good="it is called, or none is given",
     ),
     FlagRule(
@@ -139,6 +144,43 @@ OWN_RULES = (
     ),
 )  # fmt: skip
 
+
+def _is_named(hook: str, args: Any) -> bool:
+    return any(names(args, each) for each in (HOOKS if hook == "check" else (hook,)))
+
+
+def _rules_of_named_hooks(host: Member) -> tuple[FlagRule, ...]:
+    """The same mistakes for doctor, each made only where the host's arguments, or `enable`, name the hook."""
+
+    def given(args: Any) -> Given:
+        read(args)  # raises ValueError where the settings cannot be read
+        chosen = assignments(args, whole_rollouts=host.whole_rollouts) if names(args, "enable") else {}
+        return Given(args, chosen)
+
+    def mistake(hook: str, rule: FlagRule, args: Any) -> str | None:
+        try:
+            run = given(args)
+        except ValueError:
+            # the rule hook-settings says so
+            return None
+        return rule.mistake(run) if _is_named(hook, run) else None
+
+    return (
+        FlagRule(
+            "hook-settings", lambda args: _is_named("check", args) and refused(given, args), "{found}",
+            f"Change {KEY} in the YAML file of --custom-config-path.",
+            good="no hook is named, or its settings can be read",
+        ),
+        *(
+            replace(
+                rule, wrong=partial(mistake, hook, rule), problem="{found}",
+                good=rule.good or "no hook that is named makes this mistake",
+            )
+            for hook, rules in HOOK_RULES.items() for rule in rules
+        ),
+    )  # fmt: skip
+
+
 _KEY_WITHOUT_HOOK = FlagRule(
     "key-without-hook",
     lambda args: getattr(args, KEY, None) is not None and not any(names(args, hook) for hook in HOOKS),
@@ -146,11 +188,11 @@ _KEY_WITHOUT_HOOK = FlagRule(
     "corrected",
     f"Add {flag('enable')}.", good=f"{KEY} is read by a hook, or not given",
 )  # fmt: skip
-RULES = (*OWN_RULES, _KEY_WITHOUT_HOOK, *rules_of_named_hooks(whole_rollouts=True))
+SLIME_RULES = (*OWN_RULES, _KEY_WITHOUT_HOOK, *_rules_of_named_hooks(SLIME))
 
 MILES_TOP_P = FlagRule(
     "top-p-top-k", lambda args: args.rollout_top_p != 1,
-    lambda args: f"--rollout-top-p must be 1 on miles, which records no kept ids, got {args.rollout_top_p}",
+    "--rollout-top-p must be 1 on miles, which records no kept ids, got {args.rollout_top_p}",
     "Drop --rollout-top-p.",
 )  # fmt: skip
 MILES_ROLLOUT_DATA = FlagRule(
@@ -161,7 +203,7 @@ MILES_ROLLOUT_DATA = FlagRule(
 MILES_RULES = (
     *OWN_RULES,
     _KEY_WITHOUT_HOOK,
-    *rules_of_named_hooks(whole_rollouts=False),
+    *_rules_of_named_hooks(MILES),
     MILES_TOP_P,
     MILES_ROLLOUT_DATA,
 )
@@ -170,5 +212,5 @@ MILES_RULES = (
 def settings_for(hook: str, args: Namespace) -> SlimeSettings:
     """The settings of a run, after refusing what this hook cannot do, with what to change: `check` may not be set."""
     settings = read(args)
-    refuse(HOOK_RULES[hook], args, DEFAULTS)
+    refuse(HOOK_RULES[hook], Given(args), DEFAULTS)
     return settings

@@ -5,11 +5,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_rc.integrations.slime.family import FAMILY
 from megatron_rc.integrations.slime.settings import judges_advantages, read
 from megatron_rc.versions import find_module
 
-LOSS_MODULES = ("slime.backends.megatron_utils.loss", "miles.backends.training_utils.loss_hub.losses")
-"""The modules that call the function of --custom-tis-function-path."""
 _NAMES = {"current_log_probs", "advantages"}
 _GIVEN = re.compile(r"""\b(\w+)(?:=(?!=)|["']\s*:|["']\]\s*=(?!=))""")
 
@@ -30,7 +29,7 @@ def hands_over_both() -> bool:
 
     Read once: hooks ask for every micro-batch.
     """
-    specs = [spec for spec in map(find_module, LOSS_MODULES) if spec is not None]
+    specs = [spec for spec in [find_module(member.tis_caller) for member in FAMILY] if spec is not None]
     files = [Path(spec.origin) for spec in specs if spec.origin is not None and spec.origin.endswith(".py")]
     found = [set(_GIVEN.findall(file.read_text(encoding="utf-8"))) for file in files]
     return bool(specs) and len(found) == len(specs) and all(names >= _NAMES for names in found)

@@ -135,7 +135,7 @@ RULES = (
         f"Leave {_CORRECTION} at its defaults.", good="verl measures the gap of every rollout",
     ),
     FlagRule(
-        "megatron-rc-settings", lambda args: _refusal(args) is not None, lambda args: str(_refusal(args)),
+        "megatron-rc-settings", _refusal, "{found}",
         "Change the setting that the sentence names.", good=f"{_VARIABLE} fits the overrides, or is not set",
     ),
     FlagRule(
@@ -193,7 +193,7 @@ RULES = (
         f"Set {_CORRECTION}.rollout_is=token, or {_VARIABLE}='{{correction: token-tis}}'.",
     ),
     *checkpoint_rules(
-        lambda args: args[_MODEL],
+        _MODEL,
         quantize=f"quantise rollouts with {_ROLLOUT}.quantization=fp8",
         replays=lambda args: not _is_megatron(args) or args[_REPLAY] != "disabled",
         replay=f"Set {_REPLAY}=R3 {_RETURNS_ROUTES}=True.",
@@ -217,8 +217,7 @@ RULES = (
     FlagRule(
         "dtypes",
         lambda args: _is_megatron(args) and args[f"{_ROLLOUT}.dtype"] != args[f"{_ACTOR}.megatron.dtype"],
-        lambda args: f"the engine computes in {args[f'{_ROLLOUT}.dtype']} and the trainer in "
-        f"{args[f'{_ACTOR}.megatron.dtype']}",
+        f"the engine computes in {{args[{_ROLLOUT}.dtype]}} and the trainer in {{args[{_ACTOR}.megatron.dtype]}}",
         f"Give {_ROLLOUT}.dtype and {_ACTOR}.megatron.dtype one value.",
         good="engine and trainer compute in one precision", severity="warning",
     ),
