@@ -41,15 +41,6 @@ class FlagRule:
         return f"{mistake}; {self.fix[0].lower()}{self.fix[1:].rstrip('.')}"
 
 
-def refused(check: Callable[..., object], *args: Any) -> str:
-    """The sentence of the ValueError that ``check(*args)`` raises; "" where it raises none."""
-    try:
-        check(*args)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 @dataclass(frozen=True)
 class _WithDefaults:
     """The parsed arguments of a host, with a default for each that this version of it does not have."""

@@ -10,10 +10,10 @@ from megatron_rc.integrations.flag_rules import (
     ROUTER_FUSION,
     FlagRule,
     refuse,
-    refused,
     uncorrected_rules,
 )
 from megatron_rc.integrations.hf_checkpoint import read_checkpoint
+from megatron_rc.integrations.refusals import refused
 from megatron_rc.integrations.slime.family import MILES, SLIME, Member
 from megatron_rc.integrations.slime.hook_choice import assignments
 from megatron_rc.integrations.slime.refusals import HOOK_RULES, TOP_K, Given

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
-from megatron_rc.integrations.flag_rules import FlagRule, refused
+from megatron_rc.integrations.flag_rules import FlagRule
+from megatron_rc.integrations.refusals import refused
 from megatron_rc.integrations.slime.handed_over import judges_current, lacks_advantages
 from megatron_rc.integrations.slime.route_rules import ROUTE_RULES, ROUTES_UNWATCHED
 from megatron_rc.integrations.slime.settings import (
