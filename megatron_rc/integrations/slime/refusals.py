@@ -6,7 +6,6 @@ from typing import Any
 from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.integrations.refusals import refused
-from megatron_rc.integrations.slime.handed_over import judges_current, lacks_advantages
 from megatron_rc.integrations.slime.route_rules import ROUTE_RULES, ROUTES_UNWATCHED
 from megatron_rc.integrations.slime.settings import (
     ROUTE_SHIFT,
@@ -16,6 +15,7 @@ from megatron_rc.integrations.slime.settings import (
     names,
     read,
 )
+from megatron_rc.integrations.slime.tis_arguments import judges_current, lacks_advantages
 
 _BY_LOSS = f"--loss-type custom_loss {flag('loss')}"
 _BY_TIS = f"Use the host's own loss with --use-tis {flag('tis')}."

@@ -15,11 +15,18 @@ from torch import Tensor
 from megatron_rc import RolloutCorrection
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.slime.family import FAMILY, SLIME
-from megatron_rc.integrations.slime.handed_over import hands_over_both
+from megatron_rc.integrations.slime.tis_arguments import hands_over_both
 
 TIS = {"use_tis": True, "custom_tis_function_path": PATH + "tis"}
-BOTH = 'tis_kwargs = {"args": args, "current_log_probs": log_probs, "advantages": batch["advantages"]}\n'
-ONE = 'tis_kwargs = {"args": args}\nadvantages = torch.cat(batch["advantages"])\ncurrent_log_probs = log_probs\n'
+CALLER = "def policy_loss_function(args, batch, logits, sum_of_sample_mean):\n    "
+BOTH = CALLER + 'tis_kwargs = {"args": args, "current_log_probs": log_probs, "advantages": batch["advantages"]}\n'
+LATER = CALLER + 'tis_kwargs = {"advantages": 1}\n    if args:\n        tis_kwargs["current_log_probs"] = log_probs\n'
+ONE = f"""{CALLER}tis_kwargs = {{"args": args, "current_log_probs": log_probs}}
+    other = {{"advantages": log_probs}}
+    other["advantages"] = torch.cat(batch["advantages"])
+    loss(advantages=tis_kwargs["advantages"])
+tis_kwargs = {{"advantages": 1}}
+"""
 TWO_POLICIES = RolloutCorrection.preset("off-policy-sequence-mask").to_dict()
 NEGATIVE = {"weight": {"upper": 1.2}, "reject": [{"statistic": "k3", "upper": 0.001, "when": "negative_advantage"}]}
 GIVEN = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs")
@@ -131,7 +138,8 @@ def test_what_tis_cannot_do_is_refused_by_such_a_host_too(
 
 
 @pytest.mark.parametrize(
-    ("sources", "passes"), [([BOTH], True), ([ONE], False), ([], False), ([BOTH, ONE], False), ([BOTH, BOTH], True)]
+    ("sources", "passes"),
+    [([BOTH], True), ([ONE], False), ([], False), ([BOTH, ONE], False), ([BOTH, LATER], True), (["pass\n"], False)],
 )
 def test_settings_pass_where_every_host_that_is_found_hands_both_over(
     sources: list[str], passes: bool, tree: Path
