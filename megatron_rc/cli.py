@@ -15,6 +15,8 @@ from megatron_rc.jobs.run import quiet_imports
 from megatron_rc.launch import commands
 from megatron_rc.settings import job as job_settings
 
+HOSTS = "megatron-lm, megatron-training, slime, miles, verl, nemo-rl"
+"""The names in integrations.hosts, which --help need not import; a test compares both."""
 app = typer.Typer(
     help="Rollout correction for Megatron.",
     no_args_is_help=True,
@@ -70,7 +72,9 @@ def patch(
     rc_lr_decay: Annotated[
         bool, typer.Option("--rc-lr-decay", help="Length-decay learning rate with the defaults.")
     ] = False,
-    rc_host: Annotated[str, typer.Option(help="Codebase to patch; auto: the only one importable.")] = "auto",
+    rc_host: Annotated[
+        str, typer.Option(help=f"Codebase to patch: {HOSTS}, or auto, the only one that Python can import.")
+    ] = "auto",
 ) -> None:
     """Run the training script of another codebase with rollout correction patched into it; docs/hosts/.
 
@@ -217,7 +221,7 @@ def doctor(
     ] = None,
     hf_path: Annotated[str | None, typer.Option(help="Directory of the trained model, instead of the YAML's.")] = None,
     host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Codebase to be patched, such as megatron-lm, or auto.")
+        list[str] | None, typer.Option(metavar="NAME", help=f"Codebase to be patched: {HOSTS}, or auto.")
     ] = None,
     flags_file: Annotated[
         Path | None, typer.Option(help="File with the --host's flags, or the script that starts it.")

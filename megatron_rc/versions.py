@@ -61,8 +61,10 @@ VERL = ("0.9", "0.10")
 NEMO_RL = ("0.6",)
 """Releases of NeMo-RL that `patch("nemo-rl")` knows."""
 
-PYTHON_OF_HOST = {"megatron-lm": Range("3.12", "3.14"), "verl": Range("3.10", "3.12"), "nemo-rl": Range("3.13", "3.13")}
-"""Host -> the Pythons that its own metadata take, where this package runs on others, too."""
+PYTHON_OF_MEGATRON_LM = Range("3.12", "3.14")
+PYTHON_OF_VERL = Range("3.10", "3.12")
+PYTHON_OF_NEMO_RL = Range("3.13", "3.13")
+"""The Pythons that the metadata of these hosts accept; this package runs on others, too."""
 
 TRITON = Range("3.5", "3.9")
 """The kernels need the oldest of these (`constexpr_function`). Releases newer than the newest are used untested."""
@@ -134,6 +136,25 @@ def stated_version(module: str) -> str | None:
     }
     numbers = [constants.get(part) for part in ("MAJOR", "MINOR", "PATCH")]
     return None if None in numbers else ".".join(map(str, numbers)) + str(constants.get("PRE_RELEASE", ""))
+
+
+def version_of_tree(name: str) -> str | None:
+    """The version of an installed distribution, or the one in setup.py or pyproject.toml of its source tree."""
+    from importlib.metadata import PackageNotFoundError, version  # takes longer than all that --help imports
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        found = find_module(name)
+    for folder in [Path(path).parent for path in found.submodule_search_locations or ()] if found else []:
+        for file in (folder / "setup.py", folder / "pyproject.toml"):
+            stated = _STATED.search(file.read_text(encoding="utf-8")) if file.is_file() else None
+            if stated:
+                return stated[1]
+    return None
+
+
+_STATED = re.compile(r"""^\s*version\s*=\s*["']([0-9][^"'\s]*)["']""", re.MULTILINE)
 
 
 def find_module(name: str) -> ModuleSpec | None:

@@ -29,7 +29,7 @@ from megatron_rc.integrations import slime
 from megatron_rc.integrations.megatron_lm.rollouts import RolloutRows, corrected_rows
 from megatron_rc.integrations.nemo_rl import driver as nemo_rl
 from megatron_rc.integrations.nemo_rl import session as nemo_session
-from megatron_rc.integrations.slime import is_weights
+from megatron_rc.integrations.slime.hooks import tis as tis_hook
 from megatron_rc.integrations.slime.layout import Parallel
 from megatron_rc.integrations.verl import driver as verl
 from megatron_rc.integrations.verl import settings as verl_settings
@@ -73,7 +73,7 @@ class Rollout(NamedTuple):
 def slime_hook(rollout: Rollout, correction: RolloutCorrection) -> Callable[[], Any]:
     """tis, which sees the micro-batches of the update; here all tokens in one."""
     nobody: dict[str, Any] = dict.fromkeys(("tp_group", "cp_group", "dp_group", "dp_cp_group"))
-    is_weights.parallel = lambda: Parallel(**nobody, cp_rank=0, cp_size=1, last_stage=True)
+    tis_hook.parallel = lambda: Parallel(**nobody, cp_rank=0, cp_size=1, last_stage=True)
     args = Namespace(use_tis=True, megatron_rc={"correction": correction.to_dict()})
     lengths = [rollout.old.shape[1]] * len(rollout.old)
     given = {

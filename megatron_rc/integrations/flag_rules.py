@@ -19,10 +19,10 @@ class FlagRule:
 
     name: str
     """Name of doctor's check. Rules of one name are tried in order, and the first mistake is reported."""
-    wrong: Callable[[Any], bool]
-    """Whether these arguments (an argparse.Namespace, or one like it) make the mistake."""
-    problem: str | Callable[[Any], str]
-    """What is wrong, one sentence without a full stop, or a function from the arguments to that sentence."""
+    wrong: Callable[[Any], object]
+    """Answers with something true where these arguments (an argparse.Namespace, or one like it) make the mistake."""
+    problem: str
+    """What is wrong, one sentence without a full stop; {args.NAME} is an argument, {found} the answer of ``wrong``."""
     fix: str
     """How to fix it, in one sentence that names the flag."""
     good: str = ""
@@ -31,13 +31,14 @@ class FlagRule:
     made_by: Literal["every run", "unpatched runs", "patched runs"] = "every run"
     """Which runs can make the mistake: a patch fixes some mistakes of the host, and cannot work with some flags."""
 
-    def problem_of(self, args: Any) -> str:
-        """The sentence about arguments that make the mistake."""
-        return self.problem if isinstance(self.problem, str) else self.problem(args)
+    def mistake(self, args: Any) -> str | None:
+        """The sentence about what is wrong with these arguments; None where they do not make the mistake."""
+        found = self.wrong(args)
+        return self.problem.format(args=args, found=found) if found else None
 
-    def refusal(self, args: Any) -> str:
-        """The problem of these arguments and how to fix it, in one sentence."""
-        return f"{self.problem_of(args)}; {self.fix[0].lower()}{self.fix[1:].rstrip('.')}"
+    def refusal(self, mistake: str) -> str:
+        """What is wrong and how to fix it, in one sentence."""
+        return f"{mistake}; {self.fix[0].lower()}{self.fix[1:].rstrip('.')}"
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,10 @@ def refuse(rules: Iterable[FlagRule], args: Any, defaults: Mapping[str, Any], *,
     """
     complete = _WithDefaults(args, defaults)
     for rule in rules:
-        if rule.severity == "error" and rule.made_by != "unpatched runs" and rule.wrong(complete):
-            raise ValueError((f"{host}: " if host else "") + rule.refusal(complete))
+        if rule.severity != "error" or rule.made_by == "unpatched runs":
+            continue
+        if mistake := rule.mistake(complete):
+            raise ValueError((f"{host}: " if host else "") + rule.refusal(mistake))
 
 
 def uncorrected_rules(
@@ -102,8 +105,8 @@ def sampler_rules(temperature: str, logprobs_mode: str) -> tuple[FlagRule, FlagR
         ),
         FlagRule(
             "logprobs-mode", lambda args: args[logprobs_mode] != "processed_logprobs",
-            lambda args: f"{logprobs_mode}={args[logprobs_mode]} returns log-probs before the temperature, and the "
-            "trainer divides its logits by it",
+            f"{logprobs_mode}={{args[{logprobs_mode}]}} returns log-probs before the temperature, and the trainer "
+            "divides its logits by it",
             f"Set {logprobs_mode}=processed_logprobs.", good="log-probs are those after the temperature",
         ),
     )  # fmt: skip

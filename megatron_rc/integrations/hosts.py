@@ -1,12 +1,11 @@
 """The host codebases that `patch` and `megatron-rc doctor` know."""
 
-from megatron_rc.integrations import megatron_lm, megatron_training, nemo_rl, verl
-from megatron_rc.integrations.slime import hosts as slime_hosts
+from megatron_rc.integrations import megatron_lm, megatron_training, miles, nemo_rl, slime, verl
 from megatron_rc.integrations.symbols import Host
 
-_ALL = (megatron_lm.HOST, megatron_training.HOST, slime_hosts.SLIME, slime_hosts.MILES, verl.HOST, nemo_rl.HOST)
-HOSTS: dict[str, Host] = {host.name: host for host in _ALL}
-"""By name. A module of this table imports neither its host nor torch before `make` or `prepare` runs."""
+_FOLDERS = (megatron_lm, megatron_training, slime, miles, verl, nemo_rl)
+HOSTS: dict[str, Host] = {folder.HOST.name: folder.HOST for folder in _FOLDERS}
+"""By name. None of these folders imports its host or torch before a function of it is replaced."""
 
 
 def host_named(name: str) -> Host:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megatron_rc import schema
 from megatron_rc.integrations.flag_rules import FlagRule
 from megatron_rc.settings.head import Head
-from megatron_rc.versions import find_module, is_release
+from megatron_rc.versions import Range, find_module, is_release
 
 Function = Callable[..., Any]
 
@@ -81,8 +81,14 @@ class Host:
     in_parts: bool = False
     """Whether each of its processes imports only the modules that it needs: a symbol is replaced as its module is
     imported, and never where it is not."""
+    summary: str = ""
+    """What the host is, as docs/hosts/index.md names it."""
     where: str = ""
     """How the host gets onto sys.path, one sentence."""
+    pythons: Range | None = None
+    """The Pythons that its own metadata accept; None: those of this package."""
+    compiles_helpers: bool = False
+    """Whether rank 0 of its program runs make on the data sets of megatron-core before training."""
     flag_rules: tuple[FlagRule, ...] = ()
     """Mistakes in the host's own flags; doctor knows those in Megatron's flags, which every host takes."""
     flag_defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -100,7 +100,7 @@ def test_a_host_that_is_not_here_is_an_error_only_when_it_was_asked_for() -> Non
 
 
 def test_a_host_is_known_to_doctor_by_its_table_alone() -> None:
-    problem = "volume {0.volume} is above {0.limit}".format
+    problem = "volume {args.volume} is above {args.limit}"
     rule = FlagRule("loud", lambda args: args.volume > args.limit, problem, "Lower --volume.", "it is quiet", "warning")
     table = {"flag_rules": (rule,), "flag_defaults": {"volume": 3, "limit": 9}, "where": "Ask the neighbours."}
     unknown = Host("newcomer", "newcomer_host", (), (), lambda: None, **table)

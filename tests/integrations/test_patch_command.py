@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megatron_rc import RolloutCorrection
+from megatron_rc import RolloutCorrection, cli
 from megatron_rc.cli import app
 from megatron_rc.integrations import hosts
 from megatron_rc.integrations.hosts import HOSTS
@@ -168,6 +168,16 @@ def test_the_docs_have_every_symbol_and_every_intended_difference(name: str) -> 
         assert difference in text, difference
     for known in HOSTS:
         assert f'patch("{known}"' in PAGES["index"], known
+
+
+def test_every_host_is_in_the_index_and_in_the_help_of_both_commands() -> None:
+    assert ", ".join(HOSTS) == cli.HOSTS
+    for command in ("patch", "doctor"):
+        shown = CliRunner().invoke(app, [command, "--help"]).output
+        assert all(name in shown for name in HOSTS), command
+    rows = [line.split("|")[1] for line in PAGES["index"].splitlines() if line.startswith("| ")]
+    for host in HOSTS.values():
+        assert any(host.summary and host.summary in row for row in rows), host.name
 
 
 def test_the_report_in_the_docs_is_the_one_that_is_printed() -> None:

@@ -13,7 +13,8 @@ from hosts.slime.host import MILES, PATH, arguments
 
 from megatron_rc.integrations import slime
 from megatron_rc.integrations.flag_rules import _WithDefaults
-from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_RULES, RULES
+from megatron_rc.integrations.hosts import HOSTS
+from megatron_rc.integrations.slime.flag_rules import DEFAULTS
 from megatron_rc.integrations.slime.settings import HOOKS, flag, names
 
 TIS = {"custom_tis_function_path": PATH + "tis"}
@@ -108,9 +109,8 @@ def test_what_enable_cannot_do_is_refused_and_doctor_says_the_same(
     if host:
         args = command_line(key, **changes)
         found = _WithDefaults(args, DEFAULTS)
-        rules = RULES if host == "slime" else MILES_RULES
-        problems = [rule.problem_of(found) for rule in rules if rule.severity == "error" and rule.wrong(found)]
-        assert any(str(refusal.value).startswith(problem) for problem in problems), problems
+        problems = [rule.mistake(found) for rule in HOSTS[host].flag_rules if rule.severity == "error"]
+        assert any(problem and str(refusal.value).startswith(problem) for problem in problems), problems
 
 
 def test_doctor_finds_no_mistake_in_the_one_line_recipe() -> None:
@@ -118,7 +118,7 @@ def test_doctor_finds_no_mistake_in_the_one_line_recipe() -> None:
         args = command_line(key)
         assert names(args, "enable") and flag("enable").endswith(PATH + "enable")
         found = _WithDefaults(args, DEFAULTS)
-        assert [rule.name for rule in RULES if rule.wrong(found)] == []
+        assert [rule.name for rule in HOSTS["slime"].flag_rules if rule.wrong(found)] == []
 
 
 @pytest.mark.parametrize("host", ["slime", "miles"])

@@ -15,7 +15,7 @@ from hosts.slime.single import in_one_process as in_one_process
 from megatron_rc import RolloutCorrection, correct
 from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.slime import rollout_hook
+from megatron_rc.integrations.slime.hooks import rollout_data as rollout_hook
 
 DATA_HOOK = {"rollout_data_postprocess_path": PATH + "rollout_data"}
 LOG2 = math.log(2)

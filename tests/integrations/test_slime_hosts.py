@@ -15,15 +15,17 @@ from hosts.slime.host import arguments
 
 from megatron_rc import RolloutCorrection
 from megatron_rc.integrations import slime
+from megatron_rc.integrations.hosts import HOSTS as KNOWN
 from megatron_rc.integrations.patching import patch
-from megatron_rc.integrations.slime.flag_rules import check
+from megatron_rc.integrations.slime.family import FAMILY
 from megatron_rc.integrations.slime.hook_choice import assignments
-from megatron_rc.integrations.slime.hosts import MILES, SLIME
+from megatron_rc.integrations.slime.hooks.check import check
 from megatron_rc.integrations.slime.settings import HOOKS, SlimeSettings, flag, names, read
+from megatron_rc.integrations.slime.tis_arguments import arguments_of_tis
 from megatron_rc.integrations.symbols import Host, inspect_symbols
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 
-HOSTS = {"slime": SLIME, "miles": MILES}
+HOSTS = {name: KNOWN[name] for name in ("slime", "miles")}
 
 
 def written(folder: Path, host: Host, change: Callable[[str, str], str | None]) -> None:
@@ -98,8 +100,8 @@ def test_a_recipe_is_not_a_context_in_which_the_host_would_be_patched(host: str)
 def test_no_module_has_the_name_of_a_hook() -> None:
     # importing such a module would put it in the place of the hook of that name
     modules = {path.stem for path in Path(slime.__file__).parent.iterdir()}
-    assert "settings" in modules and not modules & {*HOOKS, *slime.__all__}
-    assert {*HOOKS} == {*slime.__all__}
+    assert "settings" in modules and not modules & {*HOOKS}
+    assert {*HOOKS, "HOST"} == {*slime.__all__}
 
 
 @pytest.mark.host("slime", "miles", proof="own code", feature="symbols where they are expected")
@@ -116,26 +118,13 @@ def calls(path: Path, function: str) -> list[tuple[int, set[str]]]:
     return [(len(node.args), {str(k.arg) for k in node.keywords}) for node in mine]
 
 
-def keys_of(path: Path, name: str) -> set[str]:
-    """Keys of the dictionary that is assigned to ``name``."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name and isinstance(node.value, ast.Dict):
-            return {ast.literal_eval(key) for key in node.value.keys if key is not None}
-    raise AssertionError(f"{path} assigns no dictionary to {name}")
-
-
-LOSS_FILE = {
-    "slime": "slime/backends/megatron_utils/loss.py",
-    "miles": "miles/backends/training_utils/loss_hub/losses.py",
-}
-
-
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_real_sources_call_the_hooks_as_they_are_defined(host: str) -> None:
     folder = sources.tree(host)
-    loss_file, trainer = folder / LOSS_FILE[host], folder / f"{host}/backends/megatron_utils"
+    (module,) = (member.tis_caller for member in FAMILY if member.name == host)
+    loss_file, trainer = folder / f"{module.replace('.', '/')}.py", folder / f"{host}/backends/megatron_utils"
     called: dict[Callable[..., Any], list[tuple[int, set[str]]]] = {
-        slime.tis: [(0, keys_of(loss_file, "tis_kwargs"))],
+        slime.tis: [(0, {*arguments_of_tis(loss_file)})],
         slime.pg_loss_reducer: calls(loss_file, "custom_pg_loss_reducer_func"),
         slime.before_train_step: calls(trainer / "model.py", "custom_before_train_step_hook"),
         slime.before_log_prob: calls(trainer / "model.py", "custom_before_log_prob_hook"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.slime import custom_loss as slime_loss
+from megatron_rc.integrations.slime.hooks import loss as slime_loss
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs
 
 

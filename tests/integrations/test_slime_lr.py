@@ -19,7 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rc import LengthDecayLR
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.slime.logged import LR_METRICS
+from megatron_rc.integrations.slime.log_metrics import LR_METRICS
 from megatron_rc.integrations.slime.tokens import LENGTHS, _Totals
 from megatron_rc.learning_rate.rule import Signals
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import megatron_rc.moe.routers  # noqa: F401 - before megatron is taken away
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.slime import rollout_hook
+from megatron_rc.integrations.slime.hooks import rollout_data as rollout_hook
 from megatron_rc.integrations.slime.layout import Layout
 from megatron_rc.integrations.slime.routes import RouteWatch, _RouterWatch
 

@@ -14,8 +14,7 @@ from hosts.slime.single import alone
 from megatron_rc import RolloutCorrection
 from megatron_rc.correction.settings import PRESETS
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.slime.hook_choice import assignments
-from megatron_rc.integrations.slime.hosts import recipe
+from megatron_rc.integrations.slime.hook_choice import assignments, recipe
 from megatron_rc.integrations.slime.settings import HOOKS, read
 from megatron_rc.integrations.symbols import Recipe
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings

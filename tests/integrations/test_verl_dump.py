@@ -19,7 +19,7 @@ from megatron_rc.analyze.readers import open_dump
 
 ROOT = Path(__file__).parents[2]
 HOOKS = {
-    "shipped": (ROOT / "megatron_rc/integrations/verl_dump.py").read_text(),
+    "shipped": (ROOT / "megatron_rc/integrations/verl/dump.py").read_text(),
     "printed": re.findall(r"```python\n(.*?)```", (ROOT / "docs/hosts/verl.md").read_text(), re.DOTALL)[0],
 }
 
@@ -79,7 +79,7 @@ CODE = f"""
 import json, torch
 from verl.trainer.ppo.v1 import trainer_base
 from verl.protocol import DataProto
-from megatron_rc.integrations import verl_dump
+from megatron_rc.integrations.verl import dump as verl_dump
 assert trainer_base.calculate_debug_metrics is verl_dump.dump_and_measure, "the trainer calls verl's own function"
 {inspect.getsource(batch)}
 data = DataProto.from_dict(batch())
@@ -92,7 +92,7 @@ MISSING = [name for name in ("verl", "transfer_queue") if importlib.util.find_sp
 @pytest.mark.skipif(bool(MISSING), reason=f"verl's trainer cannot be imported without {' and '.join(MISSING)}")
 @pytest.mark.timeout(300)
 def test_the_trainer_of_verl_calls_the_hook_and_gets_the_metrics_of_verl(tmp_path: Path):
-    hook = {"VERL_USE_EXTERNAL_MODULES": "megatron_rc.integrations.verl_dump", "VERL_DUMP": str(tmp_path)}
+    hook = {"VERL_USE_EXTERNAL_MODULES": "megatron_rc.integrations.verl.dump", "VERL_DUMP": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", CODE], env=os.environ | hook, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     hooked, own = json.loads(done.stdout.splitlines()[-1])

@@ -131,7 +131,7 @@ def test_every_symbol_of_the_stand_in_is_where_the_patch_expects_it() -> None:
     [
         ("{correction: {weight: {upper: measured}}}", "upper must be a number in verl"),
         ("{correction: {reject: [{statistic: lag, level: token, upper: 4}]}}", "lag must not be used in verl"),
-        ("{correction: {reject: [{statistic: entropy, upper: 4}]}}", "reject must use one of ratio"),
+        ("{correction: {reject: [{statistic: entropy, upper: 4}]}}", "statistic 'entropy' is not known to verl"),
         ("{correction: {old: current}}", "old must be 'recompute' or 'rollout' in verl"),
         ("{correction: {old: rollout, weight: {upper: 2}}}", "weight must be None when old is 'rollout'"),
         ("{correction: {old: rollout, max_k3: 1}}", "max_k3 must be unset when old is 'rollout'"),

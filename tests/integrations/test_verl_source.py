@@ -165,7 +165,7 @@ def test_the_entry_point_reaches_the_main_program_of_verl_which_refuses_two_corr
     command = [sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo", override, f"hydra.run.dir={tmp_path}"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "algorithm.rollout_correction.rollout_is must be null beside the correction of MEGATRON" in done.stderr
+    assert "algorithm.rollout_correction.rollout_is must be null next to the correction of MEGATRON" in done.stderr
 
 
 RAY = """

@@ -1,4 +1,4 @@
-"""What the hook integrations/verl_dump.py saves in a run of verl: one torch file per step, padded."""
+"""What the hook integrations/verl/dump.py saves in a run of verl: one torch file per step, padded."""
 
 from collections.abc import Iterator
 from functools import partial

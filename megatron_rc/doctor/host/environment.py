@@ -8,7 +8,7 @@ from megatron_rc.doctor.host.flags import Flags
 from megatron_rc.doctor.host.traps import flag_checks
 from megatron_rc.doctor.registry import Check, Finding, Registry, error, good, note, warning
 from megatron_rc.integrations.symbols import Host
-from megatron_rc.versions import MEGATRON_CORE, PYTHON_OF_HOST, TRITON, is_older, is_release
+from megatron_rc.versions import MEGATRON_CORE, TRITON, is_older, is_release
 
 INSTALL = "pip install 'megatron-rc[train]', or run doctor in the environment that trains."
 ENVIRONMENT: Registry[Environment] = Registry("Python environment")
@@ -79,9 +79,9 @@ def version(facts: HostFacts) -> Finding:
 def python(facts: HostFacts) -> Finding:
     """This Python against the versions that the host's metadata allow."""
     facts.require_importable()
-    taken = PYTHON_OF_HOST.get(facts.host.name)
-    if taken is not None and facts.python not in taken:
-        problem = f"this is Python {facts.python}, and {facts.host.name} needs Python {taken}"
+    pythons = facts.host.pythons
+    if pythons is not None and facts.python not in pythons:
+        problem = f"this is Python {facts.python}, and {facts.host.name} needs Python {pythons}"
         return error(problem, "Run it, and doctor, in the environment that trains.")
     return good(f"Python {facts.python}")
 
@@ -90,7 +90,7 @@ def python(facts: HostFacts) -> Finding:
 def dataset_helpers(facts: HostFacts) -> Finding:
     """The installed dataset helpers against those that training would compile when it starts."""
     facts.require_importable()
-    if facts.helpers_folder is None or not facts.host.module.startswith("megatron."):
+    if facts.helpers_folder is None or not facts.host.compiles_helpers:
         return good("make has what it needs, or is not called")
     return warning(
         f"rank 0 runs make in {facts.helpers_folder}, which has no Makefile, and stops, unless your program prevents "

@@ -42,8 +42,8 @@ def _first_mistake(rules: Sequence[FlagRule], facts: HostFacts) -> Finding:
     missing: Undecided | None = None
     for rule in rules:
         try:
-            if rule.made_by != other and rule.wrong(args):
-                return Finding(rule.name, rule.severity, rule.problem_of(args), rule.fix)
+            if rule.made_by != other and (mistake := rule.mistake(args)):
+                return Finding(rule.name, rule.severity, mistake, rule.fix)
         except Undecided as fact:
             missing = missing or fact
     if missing is not None:

@@ -102,6 +102,7 @@ DIFFERENCES = (
 
 HOST = Host(
     name="megatron-lm",
+    summary="Megatron-LM's own RL (`train_rl.py`)",
     module=RL,
     symbols=SYMBOLS,
     versions=versions.MEGATRON_LM,
@@ -111,6 +112,8 @@ HOST = Host(
     release=session.Session.release,
     tested="commit d98e8a64ddf3 of NVIDIA/Megatron-LM",
     differences=DIFFERENCES,
+    pythons=versions.PYTHON_OF_MEGATRON_LM,
+    compiles_helpers=True,
     contains=("megatron-training",),
     where="Put a clone of NVIDIA/Megatron-LM on PYTHONPATH: no wheel has megatron/rl.",
     flag_rules=flag_rules.RULES,

@@ -37,8 +37,8 @@ RULES = (
     ),
     FlagRule(
         "temperature", lambda args: args.rl_default_temperature != 1,
-        lambda args: f"tokens are sampled at temperature {args.rl_default_temperature:g}, while get_logprobs computes "
-        "log-probs at temperature 1",
+        "tokens are sampled at temperature {args.rl_default_temperature:g}, while get_logprobs computes log-probs at "
+        "temperature 1",
         f"Set it to 1, or {_RUN_PATCHED} and --inference-dynamic-batching-logprobs-mode processed_logprobs.",
         good="sampler and trainer have log-probs at the same temperature", made_by="unpatched runs",
     ),
@@ -46,8 +46,8 @@ RULES = (
         "temperature",
         lambda args: args.rl_default_temperature != 1
         and args.inference_dynamic_batching_logprobs_mode != "processed_logprobs",
-        lambda args: f"the sampler returns {args.inference_dynamic_batching_logprobs_mode}, those at temperature 1, "
-        f"for tokens sampled at {args.rl_default_temperature:g}",
+        "the sampler returns {args.inference_dynamic_batching_logprobs_mode}, those at temperature 1, for tokens "
+        "sampled at {args.rl_default_temperature:g}",
         "Add --inference-dynamic-batching-logprobs-mode processed_logprobs.", made_by="patched runs",
     ),
     FlagRule(
@@ -76,8 +76,8 @@ RULES = (
     ),
     FlagRule(
         "gathered-logits", lambda args: args.tensor_model_parallel_size > 1,
-        lambda args: "get_logprobs gathers the whole vocabulary on each of the "
-        f"{args.tensor_model_parallel_size} tensor-parallel ranks",
+        "get_logprobs gathers the whole vocabulary on each of the {args.tensor_model_parallel_size} tensor-parallel "
+        "ranks",
         f"To keep logits sharded, {_RUN_PATCHED}.", good="no rank gathers logits",
         severity="warning", made_by="unpatched runs",
     ),

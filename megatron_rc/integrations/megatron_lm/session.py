@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations.megatron_lm.flag_rules import check_arguments
+from megatron_rc.integrations.refusals import refuse_correction
 from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.rule import NOTHING, Signals
@@ -86,24 +87,23 @@ class Session(HoldsRule):
 
 
 def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None, head: HeadOptions = LOGITS) -> Session:
-    """A new session; ValueError for a correction that megatron/rl cannot honour, whatever its flags."""
-    if correction is not None:
-        correction.check_surrogate("ppo")
-        if correction.old == "current":
-            raise ValueError(
-                "old must be 'recompute' or 'rollout' with host 'megatron-lm', which computes the log-probs before the "
-                "update in any case; with one optimizer step per rollout 'recompute' is the same as 'current'"
-            )
-        correction.check_keeps_upper("host 'megatron-lm'")
-        correction.check_without_sampling_logprobs("host 'megatron-lm'")
-        if correction.old == "rollout":
-            correction.check_without_versions("the loss of host 'megatron-lm' with old: rollout")
-            correction.check_one_micro_batch("the loss of host 'megatron-lm' with old: rollout")
-        known = (*STATISTICS, "lag")
-        unknown = [rejection.statistic for rejection in correction.reject if rejection.statistic not in known]
-        if unknown:
-            raise ValueError(f"statistic {unknown[0]!r} is not known to host 'megatron-lm', use one of {known}")
+    """A new session; ValueError as `refuse_settings`."""
+    refuse_settings(correction or RolloutCorrection())
     return Session(correction, lr_rule, head=head)
+
+
+def refuse_settings(correction: RolloutCorrection) -> None:
+    """Refuse a correction that megatron/rl cannot honour, whatever its flags."""
+    correction.check_surrogate("ppo")
+    if correction.old == "current":
+        raise ValueError(
+            "old must be 'recompute' or 'rollout' with host 'megatron-lm', which computes the log-probs before the "
+            "update in any case; with one optimizer step per rollout 'recompute' is the same as 'current'"
+        )
+    refuse_correction(correction, "host 'megatron-lm'", (*STATISTICS, "lag"), knows_lags=True)
+    if correction.old == "rollout":
+        correction.check_without_versions("the loss of host 'megatron-lm' with old: rollout")
+        correction.check_one_micro_batch("the loss of host 'megatron-lm' with old: rollout")
 
 
 def setup_model_and_optimizer(original: Function, session: Session, *args: Any, **kwargs: Any) -> Any:

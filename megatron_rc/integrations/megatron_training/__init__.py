@@ -47,6 +47,7 @@ def host(version: str | None) -> Host:
     short = versions.is_release(version, versions.SHORT_TRAIN_STEP)
     return Host(
         name=NAME,
+        summary="your own program around `megatron.training.pretrain`",
         module=MODULE,
         symbols=(
             ATTACHES_RULE,
@@ -64,6 +65,7 @@ def host(version: str | None) -> Host:
         prepare=lambda correction, lr_rule: import_module(STEP).prepare(correction, lr_rule),
         release=HoldsRule.release,
         tested="0.17.1, 0.18.2, 0.19.2 and commit d98e8a64ddf3 run on CPU; 0.17.0, 0.18.0, 0.19.0 read",
+        compiles_helpers=True,
         differences=("loss functions that call correct_micro_batch get the weights and the mask of the correction",),
         where=f"Install megatron-core {versions.MEGATRON_TRAINING[0]} or newer (Python "
         f"{versions.PYTHON_OF_MEGATRON_TRAINING}), or put a clone of NVIDIA/Megatron-LM on PYTHONPATH.",

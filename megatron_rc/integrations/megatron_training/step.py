@@ -18,6 +18,7 @@ from megatron_rc.correction.warnings import LostBatchWarning
 from megatron_rc.integrations import megatron_training
 from megatron_rc.integrations.flag_rules import MEGATRON_DEFAULTS, MEGATRON_RULES, refuse
 from megatron_rc.integrations.log_names import prefixed, warn, worth_logging
+from megatron_rc.integrations.refusals import refuse_correction
 from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.mismatch import mismatch_signals
@@ -39,10 +40,14 @@ class PatchState(HoldsRule):
 
 
 def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> PatchState:
-    """The state of a new patch; ValueError for a correction that a loss function of one micro-batch cannot honour."""
-    correction = correction or RolloutCorrection()
-    correction.check_keeps_upper("host 'megatron-training'")
-    correction.check_without_versions("host 'megatron-training'")
+    """The state of a new patch; ValueError as `refuse_settings`."""
+    refuse_settings(correction or RolloutCorrection())
+    return PatchState(correction or RolloutCorrection(), lr_rule)
+
+
+def refuse_settings(correction: RolloutCorrection) -> None:
+    """Refuse a correction that a loss function of one micro-batch cannot honour."""
+    refuse_correction(correction, "host 'megatron-training'")
     if correction.normalize == "batch":
         raise ValueError(
             "normalize must be 'none' with host 'megatron-training': its loss function sees one micro-batch at a time"
@@ -52,7 +57,6 @@ def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Pat
             "old must be 'recompute' or 'current' with a weight and host 'megatron-training', whose loss is yours: PPO "
             "on current / mu would count the ratio twice; for REINFORCE pass current.detach() as train_logprobs"
         )
-    return PatchState(correction, lr_rule)
 
 
 class _Report(NamedTuple):
@@ -160,7 +164,8 @@ def train_step(original: Function, state: PatchState, *args: Any, **kwargs: Any)
     call = inspect.signature(original).bind(*args, **kwargs)
     forward_backward, optimizer = call.arguments["forward_backward_func"], call.arguments["optimizer"]
     if isinstance(forward_backward, FullCudaGraphWrapper):
-        raise ValueError(megatron_training.RULES[0].refusal(None))
+        captured = megatron_training.RULES[0]
+        raise ValueError(captured.refusal(captured.problem))
     own_step, of_instance = optimizer.step, "step" in vars(optimizer)
     step = state.step = TrainingStep(state)
 

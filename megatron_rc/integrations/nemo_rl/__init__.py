@@ -17,7 +17,7 @@ from importlib import import_module
 
 from megatron_rc.integrations.nemo_rl.flag_rules import DEFAULTS, RULES
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
-from megatron_rc.versions import NEMO_RL, stated_version
+from megatron_rc.versions import NEMO_RL, PYTHON_OF_NEMO_RL, stated_version
 
 OURS = __name__
 GRPO = "nemo_rl.algorithms.grpo"
@@ -72,6 +72,7 @@ SYMBOLS = (
 
 HOST = Host(
     name="nemo-rl",
+    summary="NeMo-RL (`run_grpo.py`)",
     module=GRPO,
     symbols=SYMBOLS,
     versions=NEMO_RL,
@@ -85,6 +86,7 @@ HOST = Host(
         "where the host demands use_importance_sampling_correction (asynchronous GRPO, FP8 rollouts), its own weight "
         "is taken off the loss",
     ),
+    pythons=PYTHON_OF_NEMO_RL,
     in_parts=True,
     flag_rules=RULES,
     flag_defaults=DEFAULTS,

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from megatron_rc.integrations.checkpoint import checkpoint_rules, read_checkpoint
 from megatron_rc.integrations.flag_rules import FlagRule, sampler_rules
+from megatron_rc.integrations.hf_checkpoint import checkpoint_rules, read_checkpoint
 
 _VLLM, _GENERATION = "policy.generation.vllm_cfg", "policy.generation"
 _MODEL, _REPLAY = "policy.model_name", "policy.router_replay.enabled"
@@ -43,7 +43,7 @@ RULES = (
         made_by="unpatched runs",
     ),
     *checkpoint_rules(
-        lambda args: args[_MODEL],
+        _MODEL,
         quantize=f"quantise rollouts with {_VLLM}.precision=fp8",
         replays=lambda args: bool(args[_REPLAY]),
         replay=f"Set {_REPLAY}=true with policy.megatron_cfg.enabled=true and vLLM.",
@@ -64,8 +64,8 @@ RULES = (
         "trajectory-age",
         lambda args: args["grpo.async_grpo.enabled"] and args["grpo.async_grpo.max_trajectory_age_steps"] > 1
         and not args["grpo.async_grpo.in_flight_weight_updates"],
-        lambda args: f"rollouts may be {args['grpo.async_grpo.max_trajectory_age_steps']} steps old, and engines take "
-        "no new weights while they generate",
+        "rollouts may be {args[grpo.async_grpo.max_trajectory_age_steps]} steps old, and engines take no new weights "
+        "while they generate",
         "Set grpo.async_grpo.in_flight_weight_updates=true, or max_trajectory_age_steps=1.",
         good="rollouts are at most one step old, or engines take new weights as they generate", severity="note",
     ),
@@ -104,7 +104,7 @@ RULES = (
     ),
     FlagRule(
         "two-corrections", lambda args: args[_TRUNCATION] is not None,
-        lambda args: f"{_TRUNCATION}={args[_TRUNCATION]} would correct the same gap twice, and the run stops",
+        f"{_TRUNCATION}={{args[{_TRUNCATION}]}} would correct the same gap twice, and the run stops",
         f"Set {_TRUNCATION}=null.", good="one correction at most acts", made_by="patched runs",
     ),
     FlagRule(

@@ -3,12 +3,13 @@
 from typing import Any, NoReturn
 
 from megatron_rc.integrations.nemo_rl.session import Session
+from megatron_rc.integrations.refusals import value_at
 from megatron_rc.integrations.symbols import Function
 
 
 def refuse(session: Session, config: Any) -> None:
     """Refuse a configuration (MasterConfig) that the patch cannot work with, by the first key that must change."""
-    if _value(config, "data_plane.enabled"):
+    if value_at(config, "data_plane.enabled"):
         raise ValueError(
             "data_plane.enabled must be false in a patched run: with it no rollout is on the process that runs the "
             "script, where it is corrected"
@@ -16,11 +17,11 @@ def refuse(session: Session, config: Any) -> None:
     if session.correction is not None:
         _refuse_loss(session, config)
     if session.lr_rule is not None:
-        if not _value(config, "policy.megatron_cfg.enabled"):
+        if not value_at(config, "policy.megatron_cfg.enabled"):
             raise ValueError(
                 "policy.megatron_cfg.enabled must be true for lr_decay and lr_gate, which scale Megatron's scheduler"
             )
-        if _value(config, "policy.quant_cfg") is not None:
+        if value_at(config, "policy.quant_cfg") is not None:
             raise ValueError(
                 "policy.quant_cfg must be null for lr_decay and lr_gate: its workers are not those that have the rule"
             )
@@ -28,7 +29,7 @@ def refuse(session: Session, config: Any) -> None:
 
 def _refuse_loss(session: Session, config: Any) -> None:
     def loss(name: str) -> Any:
-        return _value(config, f"loss_fn.{name}")
+        return value_at(config, f"loss_fn.{name}")
 
     if loss("force_on_policy_ratio"):
         raise ValueError(
@@ -55,8 +56,8 @@ def _refuse_loss(session: Session, config: Any) -> None:
 
 def demanded(config: Any) -> bool:
     """Whether the host refuses to run without use_importance_sampling_correction."""
-    fp8 = _value(config, "policy.generation.vllm_cfg.precision") == "fp8"
-    return bool(_value(config, "grpo.async_grpo.enabled")) or fp8
+    fp8 = value_at(config, "policy.generation.vllm_cfg.precision") == "fp8"
+    return bool(value_at(config, "grpo.async_grpo.enabled")) or fp8
 
 
 def refuse_trainer(original: Function, session: Session, *args: Any, **kwargs: Any) -> NoReturn:
@@ -65,10 +66,3 @@ def refuse_trainer(original: Function, session: Session, *args: Any, **kwargs: A
         f"nemo-rl is corrected in examples/run_grpo.py and scripts like it, not in {original.__module__}: drop "
         "`megatron_rc patch`, or run GRPO with data_plane.enabled=false"
     )
-
-
-def _value(config: Any, path: str) -> Any:
-    """The value under a dotted path of dictionaries and pydantic models; None where a part is missing or null."""
-    for name in path.split("."):
-        config = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
-    return config

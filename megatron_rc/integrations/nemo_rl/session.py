@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.correction.settings import STATISTICS, RolloutCorrection
+from megatron_rc.correction.settings import RolloutCorrection
 from megatron_rc.correction.warnings import LostBatchWarning
+from megatron_rc.integrations.refusals import refuse_correction
 from megatron_rc.integrations.scheduler_rule import LRRule, settings_of
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 from megatron_rc.learning_rate.mismatch import HasLRRule, LRGateSettings
@@ -52,16 +53,16 @@ class Session:
 
 
 def prepare(correction: RolloutCorrection | None, lr_rule: LRRule | None) -> Session:
-    """A new session; ValueError for settings that GRPO of NeMo-RL cannot honour, whatever its configuration."""
-    settings_of(lr_rule, "to other processes")
-    if correction is not None:
-        if correction.old != "recompute":
-            raise ValueError(
-                f"old must be 'recompute' with host 'nemo-rl', which corrects before the update, got {correction.old!r}"
-            )
-        correction.check_keeps_upper("host 'nemo-rl'")
-        correction.check_without_versions("host 'nemo-rl'")
-        unknown = [gate.statistic for gate in correction.reject if gate.statistic not in STATISTICS]
-        if unknown:
-            raise ValueError(f"statistic {unknown[0]!r} is not known to host 'nemo-rl', use one of {STATISTICS}")
+    """A new session; ValueError as `refuse_settings`."""
+    refuse_settings(correction or RolloutCorrection(), lr_rule)
     return Session(correction, lr_rule)
+
+
+def refuse_settings(correction: RolloutCorrection, lr_rule: LRRule | None) -> None:
+    """Refuse settings that GRPO of NeMo-RL cannot honour, whatever its configuration."""
+    settings_of(lr_rule, "to other processes")
+    if correction.old != "recompute":
+        raise ValueError(
+            f"old must be 'recompute' with host 'nemo-rl', which corrects before the update, got {correction.old!r}"
+        )
+    refuse_correction(correction, "host 'nemo-rl'")

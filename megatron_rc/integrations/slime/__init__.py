@@ -14,23 +14,70 @@ docs/hosts/slime.md has the recipe. A function is imported when it is first used
 torch.
 """
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
-_MODULE_OF = {
-    "before_log_prob": "routes",
-    "before_train_step": "learning_rate",
-    "check": "flag_rules",
-    "enable": "enabling",
-    "loss": "custom_loss",
-    "pg_loss_reducer": "reducer",
-    "rollout_data": "rollout_hook",
-    "tis": "is_weights",
-}
-__all__ = sorted(_MODULE_OF)
+from megatron_rc.integrations.slime.family import SLIME
+from megatron_rc.integrations.slime.flag_rules import DEFAULTS, SLIME_RULES
+from megatron_rc.integrations.slime.hook_choice import recipe
+from megatron_rc.integrations.slime.settings import HOOKS
+from megatron_rc.integrations.symbols import Host, Symbol
+from megatron_rc.versions import version_of_tree
+
+__all__ = ["HOST", *sorted(HOOKS)]
+
+_DIFFERENCES = (
+    "a token with a NaN or infinite log-prob leaves the policy-gradient term, alone or with its sequence; the host's "
+    "loss becomes NaN (slime), or counts it with ratio 1 (miles)",
+    "log-ratios are clamped to +-log_ratio_bound (20) before exp",
+    "rejected tokens leave only the policy-gradient term: entropy and KL terms and denominators count all loss tokens",
+    "loss: under --rollout-top-p the entropy is that of the kept ids, as the log-probs are; slime takes the whole "
+    "vocabulary",
+)
+
+LOSS = "args, batch, logits, sum_of_sample_mean"
+TIS = "args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs"
+STEP = "args, rollout_id, step_id, data_iterator, model, optimizer, opt_param_scheduler, num_microbatches"
+
+
+def around_the_hooks(package: str, parameters: dict[str, str]) -> tuple[Symbol, ...]:
+    """Functions "module:name" that call our hooks: other parameters mean another version of the host."""
+    paths = {path.partition(":")[::2]: each for path, each in parameters.items()}
+    summary = "not replaced: it surrounds the hooks"
+    return tuple(Symbol(f"{package}.{module}", name, each, None, summary) for (module, name), each in paths.items())
+
+
+HOST = Host(
+    name=SLIME.name,
+    summary="slime",
+    module="slime",
+    symbols=around_the_hooks(
+        "slime",
+        {
+            "utils.misc:load_function": "path",
+            "backends.megatron_utils.loss:policy_loss_function": LOSS,
+            "backends.megatron_utils.loss:vanilla_tis_function": TIS,
+            "backends.megatron_utils.cp_utils:get_logits_and_tokens_offset_with_cp": "total_length, response_length",
+            "backends.megatron_utils.data:get_batch": "data_iterator, keys, pad_multiplier=128, allgather_cp=False",
+            "backends.megatron_utils.model:train_one_step": f"{STEP}, step_global_batch_size, microbatch_pbar=None",
+            "backends.megatron_utils.actor:MegatronTrainRayActor.train_actor": "self, rollout_id, rollout_data, "
+            "external_data=None",
+        },
+    ),
+    versions=(),
+    read_version=partial(version_of_tree, "slime"),
+    recipe=partial(recipe, whole_rollouts=SLIME.whole_rollouts),
+    tested="commit 624b824a898a",
+    differences=_DIFFERENCES,
+    where="Put a clone of THUDM/slime on PYTHONPATH.",
+    flag_rules=SLIME_RULES,
+    flag_defaults=DEFAULTS,
+    config_flag="custom-config-path",
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name not in HOOKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return getattr(import_module(f"{__name__}.hooks.{name}"), name)

@@ -1,18 +1,22 @@
 """Flags of slime and miles that are wrong: those that the hooks refuse, and those that doctor warns about."""
 
 from argparse import Namespace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from megatron_rc.integrations.checkpoint import read_checkpoint
 from megatron_rc.integrations.flag_rules import (
     MEGATRON_DEFAULTS,
-    MEGATRON_RULES,
     ROUTER_FUSION,
     FlagRule,
     refuse,
     uncorrected_rules,
 )
-from megatron_rc.integrations.slime.refusals import HOOK_RULES, TOP_K, rules_of_named_hooks
+from megatron_rc.integrations.hf_checkpoint import read_checkpoint
+from megatron_rc.integrations.refusals import refused
+from megatron_rc.integrations.slime.family import MILES, SLIME, Member
+from megatron_rc.integrations.slime.hook_choice import assignments
+from megatron_rc.integrations.slime.refusals import HOOK_RULES, TOP_K, Given
 from megatron_rc.integrations.slime.settings import HOOKS, KEY, SlimeSettings, flag, names, read
 
 DEFAULTS: dict[str, Any] = {
@@ -35,7 +39,8 @@ DEFAULTS: dict[str, Any] = {
 """Arguments that the rules read, with the hosts' own defaults."""
 
 
-def _dumps_train_data(args: Any) -> bool:
+def dumps_train_data(args: Any) -> bool:
+    """Whether the host writes its training samples."""
     return bool(args.save_debug_train_data or args.dump_details)
 
 
@@ -71,7 +76,7 @@ def _is_async(args: Any) -> bool:
     return any(name in program for name in ("train_async", "fully_async")) and not args.keep_old_actor
 
 
-_OWN_RULES = (
+OWN_RULES = (
     *uncorrected_rules(_is_quantized, _is_async, _corrects, f"Add --use-tis, or {flag('enable')} with a correction."),
     FlagRule(
         "moe-replay",
@@ -112,7 +117,7 @@ _OWN_RULES = (
         "loss-function",
         # the host gives value_loss to a critic, whose loss is its own
         lambda args: args.custom_loss_function_path and args.loss_type not in ("custom_loss", "value_loss"),
-        lambda args: f"it is never called with --loss-type {args.loss_type}",
+        "it is never called with --loss-type {args.loss_type}",
         "Add --loss-type custom_loss.", good="it is called, or none is given",
     ),
     FlagRule(
@@ -123,7 +128,7 @@ _OWN_RULES = (
     ),
     FlagRule(
         "entropy-of-the-dump",
-        lambda args: _dumps_train_data(args)
+        lambda args: dumps_train_data(args)
         and not args.use_rollout_entropy
         and not any(names(args, hook) for hook in ("check", "enable")),
         "the dump of train data gets no entropy of the policy, so an analysis cannot exclude a hidden temperature",
@@ -132,12 +137,49 @@ _OWN_RULES = (
     ),
     FlagRule(
         "entropy-of-the-dump",
-        lambda args: _dumps_train_data(args) and args.use_rollout_entropy and args.rollout_top_p != 1,
+        lambda args: dumps_train_data(args) and args.use_rollout_entropy and args.rollout_top_p != 1,
         "the host computes the entropy of the whole vocabulary, and the log-probs of the kept ids, so an analysis "
         "takes an honest sampler for one that hides its top-p",
         "Drop --use-rollout-entropy.", severity="warning",
     ),
 )  # fmt: skip
+
+
+def _is_named(hook: str, args: Any) -> bool:
+    return any(names(args, each) for each in (HOOKS if hook == "check" else (hook,)))
+
+
+def _rules_of_named_hooks(host: Member) -> tuple[FlagRule, ...]:
+    """The same mistakes for doctor, each made only where the host's arguments, or `enable`, name the hook."""
+
+    def given(args: Any) -> Given:
+        read(args)  # raises ValueError where the settings cannot be read
+        chosen = assignments(args, whole_rollouts=host.whole_rollouts) if names(args, "enable") else {}
+        return Given(args, chosen)
+
+    def mistake(hook: str, rule: FlagRule, args: Any) -> str | None:
+        try:
+            run = given(args)
+        except ValueError:
+            # the rule hook-settings says so
+            return None
+        return rule.mistake(run) if _is_named(hook, run) else None
+
+    return (
+        FlagRule(
+            "hook-settings", lambda args: _is_named("check", args) and refused(given, args), "{found}",
+            f"Change {KEY} in the YAML file of --custom-config-path.",
+            good="no hook is named, or its settings can be read",
+        ),
+        *(
+            replace(
+                rule, wrong=partial(mistake, hook, rule), problem="{found}",
+                good=rule.good or "no hook that is named makes this mistake",
+            )
+            for hook, rules in HOOK_RULES.items() for rule in rules
+        ),
+    )  # fmt: skip
+
 
 _KEY_WITHOUT_HOOK = FlagRule(
     "key-without-hook",
@@ -146,11 +188,11 @@ _KEY_WITHOUT_HOOK = FlagRule(
     "corrected",
     f"Add {flag('enable')}.", good=f"{KEY} is read by a hook, or not given",
 )  # fmt: skip
-RULES = (*_OWN_RULES, _KEY_WITHOUT_HOOK, *rules_of_named_hooks(whole_rollouts=True))
+SLIME_RULES = (*OWN_RULES, _KEY_WITHOUT_HOOK, *_rules_of_named_hooks(SLIME))
 
 MILES_TOP_P = FlagRule(
     "top-p-top-k", lambda args: args.rollout_top_p != 1,
-    lambda args: f"--rollout-top-p must be 1 on miles, which records no kept ids, got {args.rollout_top_p}",
+    "--rollout-top-p must be 1 on miles, which records no kept ids, got {args.rollout_top_p}",
     "Drop --rollout-top-p.",
 )  # fmt: skip
 MILES_ROLLOUT_DATA = FlagRule(
@@ -159,40 +201,16 @@ MILES_ROLLOUT_DATA = FlagRule(
     "Use the hooks tis, loss or pg_loss_reducer.", good="the hook that sees a rollout is not named",
 )  # fmt: skip
 MILES_RULES = (
-    *_OWN_RULES,
+    *OWN_RULES,
     _KEY_WITHOUT_HOOK,
-    *rules_of_named_hooks(whole_rollouts=False),
+    *_rules_of_named_hooks(MILES),
     MILES_TOP_P,
     MILES_ROLLOUT_DATA,
 )
 
 
-def check(args: Namespace) -> None:
-    """Refuse what the hooks named in ``args`` cannot do, before the model is built; let a dump hold the entropy.
-
-    With lr_decay or lr_gate, Megatron's schedulers remember the state of the rule that a checkpoint holds.
-
-    Where train data is dumped, --use-rollout-entropy is switched on in this process: the host's own pass over the
-    log-probs then computes the entropy of the policy. Not under --rollout-top-p, because the host takes the entropy of
-    the whole vocabulary and the log-probs of the kept ids.
-
-    Raises:
-        ValueError: one sentence naming what to change.
-    """
-    for hook in HOOK_RULES:
-        if hook == "check" or names(args, hook):
-            settings_for(hook, args)
-    if read(args).lr_rule is not None:
-        from megatron_rc.integrations.slime.checkpoint import remember_loaded_states  # needs megatron-core
-
-        remember_loaded_states()
-    refuse((*MEGATRON_RULES, *_OWN_RULES), args, DEFAULTS)
-    if _dumps_train_data(Namespace(**{**DEFAULTS, **vars(args)})) and getattr(args, "rollout_top_p", 1.0) == 1:
-        args.use_rollout_entropy = True
-
-
 def settings_for(hook: str, args: Namespace) -> SlimeSettings:
     """The settings of a run, after refusing what this hook cannot do, with what to change: `check` may not be set."""
     settings = read(args)
-    refuse(HOOK_RULES[hook], args, DEFAULTS)
+    refuse(HOOK_RULES[hook], Given(args), DEFAULTS)
     return settings

@@ -1,11 +1,13 @@
 """The hooks that a correction and a learning rate need, and the arguments of the host that switch them on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from megatron_rc import schema
 from megatron_rc.correction.settings import STANDARDIZED, RolloutCorrection
-from megatron_rc.integrations.slime.settings import HOOKS, flag, judges_advantages, read
+from megatron_rc.integrations.scheduler_rule import LRRule, settings_of
+from megatron_rc.integrations.slime.settings import HOOKS, KEY, flag, judges_advantages, read
+from megatron_rc.integrations.symbols import Recipe
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
 from megatron_rc.learning_rate.mismatch import LRGateSettings
 
@@ -49,6 +51,15 @@ def _correcting(correction: RolloutCorrection) -> str:
     if _pooled(correction):
         return "rollout_data"
     return "loss" if judges_advantages(correction) or correction.old != "recompute" else "tis"
+
+
+def recipe(correction: RolloutCorrection | None, lr_rule: LRRule | None, *, whole_rollouts: bool) -> Recipe:
+    """Flags and YAML for a correction and a rule of the learning rate; raises as `hooks_for`."""
+    rule = settings_of(lr_rule, "into a YAML file")
+    hooks_for(correction or RolloutCorrection(), next(iter(rule.values()), None), whole_rollouts=whole_rollouts)
+    fields: dict[str, object] = {} if correction is None else {"correction": correction.to_dict()}
+    fields |= {name: schema.to_dict(each) for name, each in rule.items()}
+    return Recipe(["--custom-config-path rc.yaml", flag("enable")], {KEY: fields})
 
 
 def assignments(args: Any, *, whole_rollouts: bool) -> dict[str, Any]:
@@ -98,14 +109,3 @@ def _refuse_conflicts(args: Any, hooks: list[str], values: Mapping[str, Any]) ->
         raise ValueError(
             f"--loss-type must be policy_loss with enable, got {loss_type}: tis is called by no other loss"
         )
-
-
-@dataclass(frozen=True)
-class Enabled:
-    """The arguments of a host as `enable` leaves them."""
-
-    args: Any
-    values: Mapping[str, Any]
-
-    def __getattr__(self, name: str) -> Any:
-        return self.values[name] if name in self.values else getattr(self.args, name)

@@ -1,11 +1,11 @@
 """What `routes` cannot do: rules as those of the other hooks."""
 
 from megatron_rc.integrations.flag_rules import FlagRule
-from megatron_rc.integrations.slime.settings import flag, names, read
+from megatron_rc.integrations.slime.settings import flag, names
 
 ROUTE_RULES = (
     FlagRule(
-        "routes-off", lambda args: not read(args).routes,
+        "routes-off", lambda args: not args.settings.routes,
         "megatron_rc.routes must be true for before_log_prob", "Set megatron_rc.routes: true.",
     ),
     FlagRule(
@@ -14,9 +14,9 @@ ROUTE_RULES = (
         "Add --use-rollout-routing-replay, or drop megatron_rc.routes.",
     ),
     FlagRule(
-        "routes-old", lambda args: read(args).correction.old != "recompute",
-        lambda args: "megatron_rc.correction.old must be 'recompute' with megatron_rc.routes, which watches the "
-        f"pass over the old log-probs, got {read(args).correction.old!r}",
+        "routes-old", lambda args: args.correction.old != "recompute",
+        "megatron_rc.correction.old must be 'recompute' with megatron_rc.routes, which watches the pass over the old "
+        "log-probs, got {args.correction.old!r}",
         "Set old to 'recompute', or drop megatron_rc.routes.",
     ),
     FlagRule(
@@ -40,6 +40,6 @@ ROUTE_RULES = (
     ),
 )  # fmt: skip
 ROUTES_UNWATCHED = FlagRule(
-    "routes-unwatched", lambda args: read(args).routes and not names(args, "before_log_prob"),
+    "routes-unwatched", lambda args: args.settings.routes and not names(args, "before_log_prob"),
     "megatron_rc.routes needs the hook that watches the routers", f"Set {flag('before_log_prob')}.",
 )  # fmt: skip

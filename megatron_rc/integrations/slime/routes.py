@@ -1,14 +1,13 @@
-"""The hook of --custom-megatron-before-log-prob-hook-path: the trainer's routes next to the sampler's.
+"""The routes of the pass over the old log-probs: the experts that the trainer would choose, next to the sampler's.
 
 With --use-rollout-routing-replay the host's pass over the old log-probs uses the experts that the sampler chose. The
-hook lets every router of that pass also say which experts it would have chosen itself. `rollout_data` compares the two
-for the whole rollout; where the host has no such hook, `before_train_step` collects them from the pipeline stages, and
-`tis` or `loss` read those of their micro-batch.
+hook `before_log_prob` lets every router of that pass also say which experts it would have chosen itself. `rollout_data`
+compares the two for the whole rollout; where the host has no such hook, `before_train_step` collects them from the
+pipeline stages, and `tis` or `loss` read those of their micro-batch.
 """
 
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,27 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.collectives import all_reduced, is_alone
-from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.layout import Layout, Parallel
 from megatron_rc.moe.compare import compare_routes
 from megatron_rc.moe.gathering import join_layers
 from megatron_rc.moe.tables import MoeShape, RouteTable
-
-
-def before_log_prob(args: Namespace, model: Sequence[torch.nn.Module], store_prefix: str) -> None:
-    """Watch the routers in the pass over the old log-probs, and in no other.
-
-    Args:
-        args: the host's arguments, with the key megatron_rc.
-        store_prefix: "" for the old log-probs of the actor.
-
-    Raises:
-        ValueError: a setting that this hook cannot honour, with the flag or field to change.
-    """
-    settings_for("before_log_prob", args)
-    WATCH.end()
-    if store_prefix == "" and getattr(model[0], "role", "actor") == "actor":
-        WATCH.begin(model)
 
 
 class Routes(NamedTuple):

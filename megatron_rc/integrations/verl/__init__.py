@@ -9,7 +9,7 @@ What runs where, with MEGATRON_RC_CONFIG set:
 4. The workers compute the loss of loss_mode=megatron_rc, and the rule of the learning rate steps once per update; with
    `vocab_parallel_logprobs` or `head: linear` they compute log-probs and entropy, too.
 
-docs/hosts/verl.md has the recipe. `verl_dump`, next to this folder, needs none of it.
+docs/hosts/verl.md has the recipe. `dump`, a hook of its own, needs none of it.
 """
 
 from importlib import import_module
@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_rc.integrations.symbols import Host, Symbol, replaced_by
 from megatron_rc.integrations.verl.flag_rules import DEFAULTS, RULES
-from megatron_rc.versions import VERL, find_module
+from megatron_rc.versions import PYTHON_OF_VERL, VERL, find_module
 
 OURS = __name__
 FUSED = "verl.models.mcore.model_forward_fused"
@@ -114,6 +114,7 @@ SYMBOLS = (
 
 HOST = Host(
     name="verl",
+    summary="verl",
     module="verl",
     symbols=SYMBOLS,
     versions=VERL,
@@ -129,6 +130,7 @@ HOST = Host(
         "a NaN or infinite log-prob drops its token or sequence, is counted, and stops the run above 1 % of the tokens",
         "metrics count neither padding rows nor corrupt tokens, and bounds are bounds on pi / mu for k1, too",
     ),
+    pythons=PYTHON_OF_VERL,
     in_parts=True,
     flag_rules=RULES,
     flag_defaults=DEFAULTS,

@@ -4,8 +4,9 @@ import os
 from typing import Any
 
 from megatron_rc import schema
-from megatron_rc.integrations.checkpoint import checkpoint_rules
 from megatron_rc.integrations.flag_rules import FlagRule, sampler_rules, uncorrected_rules
+from megatron_rc.integrations.hf_checkpoint import checkpoint_rules
+from megatron_rc.integrations.refusals import refused
 
 _ACTOR, _ROLLOUT, _CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 _VARIABLE = "MEGATRON_RC_CONFIG"
@@ -74,24 +75,14 @@ def _refusal(args: Any) -> str | None:
         return None
     from megatron_rc.integrations.verl import refusals, settings
 
-    config: dict[str, Any] = {}
-    names = ("rollout_is", "rollout_rs", "bypass_mode")
-    for path in (f"{_ACTOR}.strategy", _LOSS, f"{_ROLLOUT}.calculate_log_probs", _FUSED, _PADDING, _MTP):
-        *folders, name = path.split(".")
-        node = config
-        for folder in folders:
-            node = node.setdefault(folder, {})
-        node[name] = args[path]
-    if _is_megatron(args):
-        config["actor_rollout_ref"]["actor"]["strategy"] = "megatron"
-    section = None if args[_CORRECTION] is None else {name: args[f"{_CORRECTION}.{name}"] for name in names}
-    config["algorithm"] = {"rollout_correction": section}
-    try:
+    def value(path: str) -> Any:
+        return "megatron" if path == refusals.STRATEGY and _is_megatron(args) else args[path]
+
+    def refuse() -> None:
         read = settings.read(text)
-        refusals.refuse(settings.prepare(read.correction, read.lr_rule, read), config)
-    except ValueError as error:
-        return str(error)
-    return None
+        refusals.refuse_values(settings.prepare(read.correction, read.lr_rule, read), value)
+
+    return refused(refuse)
 
 
 def _is_bypass(args: Any) -> bool:
@@ -135,7 +126,7 @@ RULES = (
         f"Leave {_CORRECTION} at its defaults.", good="verl measures the gap of every rollout",
     ),
     FlagRule(
-        "megatron-rc-settings", lambda args: _refusal(args) is not None, lambda args: str(_refusal(args)),
+        "megatron-rc-settings", _refusal, "{found}",
         "Change the setting that the sentence names.", good=f"{_VARIABLE} fits the overrides, or is not set",
     ),
     FlagRule(
@@ -193,7 +184,7 @@ RULES = (
         f"Set {_CORRECTION}.rollout_is=token, or {_VARIABLE}='{{correction: token-tis}}'.",
     ),
     *checkpoint_rules(
-        lambda args: args[_MODEL],
+        _MODEL,
         quantize=f"quantise rollouts with {_ROLLOUT}.quantization=fp8",
         replays=lambda args: not _is_megatron(args) or args[_REPLAY] != "disabled",
         replay=f"Set {_REPLAY}=R3 {_RETURNS_ROUTES}=True.",
@@ -217,8 +208,7 @@ RULES = (
     FlagRule(
         "dtypes",
         lambda args: _is_megatron(args) and args[f"{_ROLLOUT}.dtype"] != args[f"{_ACTOR}.megatron.dtype"],
-        lambda args: f"the engine computes in {args[f'{_ROLLOUT}.dtype']} and the trainer in "
-        f"{args[f'{_ACTOR}.megatron.dtype']}",
+        f"the engine computes in {{args[{_ROLLOUT}.dtype]}} and the trainer in {{args[{_ACTOR}.megatron.dtype]}}",
         f"Give {_ROLLOUT}.dtype and {_ACTOR}.megatron.dtype one value.",
         good="engine and trainer compute in one precision", severity="warning",
     ),

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_rc import schema
-from megatron_rc.correction.settings import STATISTICS, Denominator, RolloutCorrection, Surrogate
+from megatron_rc.correction.settings import Denominator, RolloutCorrection, Surrogate
 from megatron_rc.correction.warnings import LostBatchWarning
+from megatron_rc.integrations.refusals import refuse_correction
 from megatron_rc.integrations.scheduler_rule import HoldsRule, LRRule, settings_of
 from megatron_rc.integrations.symbols import Function
 from megatron_rc.learning_rate.length_decay import LengthDecaySettings
@@ -132,7 +133,7 @@ def prepare(
     """
     if settings is None:
         settings = _settings(correction, lr_rule, head)
-    _check(settings)
+    refuse_settings(settings)
     return VerlPatch(settings, lr_rule)
 
 
@@ -142,13 +143,10 @@ def _settings(correction: RolloutCorrection | None, lr_rule: LRRule | None, head
     return VerlSettings(correction=correction, head=head.head, **settings_of(lr_rule, "to other processes"))
 
 
-def _check(settings: VerlSettings) -> None:
+def refuse_settings(settings: VerlSettings) -> None:
+    """Refuse settings that verl cannot honour, whatever its configuration."""
     correction = settings.correction or RolloutCorrection()
-    correction.check_keeps_upper("verl")
-    correction.check_without_versions("verl")
-    unknown = [gate.statistic for gate in correction.reject if gate.statistic not in STATISTICS]
-    if unknown:
-        raise ValueError(f"reject must use one of {', '.join(STATISTICS)} in verl, got {unknown[0]!r}")
+    refuse_correction(correction, "verl")
     if correction.old == "current":
         raise ValueError("old must be 'recompute' or 'rollout' in verl, which has old log-probs in every update")
     if correction.old == "rollout":

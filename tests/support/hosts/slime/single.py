@@ -10,15 +10,11 @@ from hosts.slime.host import Rollout, micro_batch
 from torch import Tensor
 
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.slime import custom_loss as slime_loss
-from megatron_rc.integrations.slime import is_weights as slime_tis
-from megatron_rc.integrations.slime import layout as slime_layout
-from megatron_rc.integrations.slime import learning_rate as slime_learning_rate
-from megatron_rc.integrations.slime import reducer as slime_reducer
-from megatron_rc.integrations.slime import rollout_hook as slime_rollout
+from megatron_rc.integrations.slime import layout
+from megatron_rc.integrations.slime.hooks import before_train_step, loss, pg_loss_reducer, rollout_data, tis
 from megatron_rc.integrations.slime.layout import Parallel
 
-_READERS = (slime_layout, slime_learning_rate, slime_loss, slime_reducer, slime_rollout, slime_tis)
+_READERS = (layout, before_train_step, loss, pg_loss_reducer, rollout_data, tis)
 
 
 def alone(monkeypatch: pytest.MonkeyPatch, args: Any = None, **ranks: Any) -> None:

@@ -14,11 +14,19 @@ from torch import Tensor
 
 from megatron_rc import RolloutCorrection
 from megatron_rc.integrations import slime
-from megatron_rc.integrations.slime.handed_over import LOSS_MODULES, hands_over_both
+from megatron_rc.integrations.slime.family import FAMILY, SLIME
+from megatron_rc.integrations.slime.tis_arguments import hands_over_both
 
 TIS = {"use_tis": True, "custom_tis_function_path": PATH + "tis"}
-BOTH = 'tis_kwargs = {"args": args, "current_log_probs": log_probs, "advantages": batch["advantages"]}\n'
-ONE = 'tis_kwargs = {"args": args}\nadvantages = torch.cat(batch["advantages"])\ncurrent_log_probs = log_probs\n'
+CALLER = "def policy_loss_function(args, batch, logits, sum_of_sample_mean):\n    "
+BOTH = CALLER + 'tis_kwargs = {"args": args, "current_log_probs": log_probs, "advantages": batch["advantages"]}\n'
+LATER = CALLER + 'tis_kwargs = {"advantages": 1}\n    if args:\n        tis_kwargs["current_log_probs"] = log_probs\n'
+ONE = f"""{CALLER}tis_kwargs = {{"args": args, "current_log_probs": log_probs}}
+    other = {{"advantages": log_probs}}
+    other["advantages"] = torch.cat(batch["advantages"])
+    loss(advantages=tis_kwargs["advantages"])
+tis_kwargs = {{"advantages": 1}}
+"""
 TWO_POLICIES = RolloutCorrection.preset("off-policy-sequence-mask").to_dict()
 NEGATIVE = {"weight": {"upper": 1.2}, "reject": [{"statistic": "k3", "upper": 0.001, "when": "negative_advantage"}]}
 GIVEN = ("loss_masks", "total_lengths", "response_lengths", "rollout_log_probs")
@@ -78,7 +86,7 @@ def by_tis(whole: Rollout, batch: dict[str, Any], args: Namespace, joined: bool)
 def test_tis_has_the_loss_and_gradient_of_the_hook_loss(
     correction: dict[str, Any], old_is_mu: bool, joined: bool, tree: Path
 ) -> None:
-    installed(tree, LOSS_MODULES[0], BOTH)
+    installed(tree, SLIME.tis_caller, BOTH)
     whole, batch = case()
     if old_is_mu:
         # every response looks less likely to pi than to mu
@@ -93,7 +101,7 @@ def test_tis_has_the_loss_and_gradient_of_the_hook_loss(
 
 
 def test_a_host_that_does_not_hand_over_what_its_source_names_is_one_sentence(tree: Path) -> None:
-    installed(tree, LOSS_MODULES[0], BOTH)
+    installed(tree, SLIME.tis_caller, BOTH)
     whole, batch = case()
     for correction, name in ((TWO_POLICIES, "current_log_probs"), (NEGATIVE, "advantages")):
         args = arguments(use_rollout_logprobs=correction is TWO_POLICIES, megatron_rc={"correction": correction}, **TIS)
@@ -104,7 +112,7 @@ def test_a_host_that_does_not_hand_over_what_its_source_names_is_one_sentence(tr
 
 
 def test_a_corrupt_rollout_logprob_of_the_hosts_own_ratio_is_a_nan_in_slimes_loss(tree: Path) -> None:
-    installed(tree, LOSS_MODULES[0], BOTH)
+    installed(tree, SLIME.tis_caller, BOTH)
     whole, batch = case()
     batch["rollout_log_probs"][0] = batch["rollout_log_probs"][0].clone()
     batch["rollout_log_probs"][0][0] = math.nan
@@ -124,19 +132,20 @@ REFUSED = [
 def test_what_tis_cannot_do_is_refused_by_such_a_host_too(
     correction: Any, changes: dict[str, Any], sentence: str, tree: Path
 ) -> None:
-    installed(tree, LOSS_MODULES[0], BOTH)
+    installed(tree, SLIME.tis_caller, BOTH)
     with pytest.raises(ValueError, match=sentence):
         slime.check(arguments(megatron_rc={"correction": correction}, **changes, **TIS))
 
 
 @pytest.mark.parametrize(
-    ("sources", "passes"), [([BOTH], True), ([ONE], False), ([], False), ([BOTH, ONE], False), ([BOTH, BOTH], True)]
+    ("sources", "passes"),
+    [([BOTH], True), ([ONE], False), ([], False), ([BOTH, ONE], False), ([BOTH, LATER], True), (["pass\n"], False)],
 )
 def test_settings_pass_where_every_host_that_is_found_hands_both_over(
     sources: list[str], passes: bool, tree: Path
 ) -> None:
-    for module, source in zip(LOSS_MODULES, sources, strict=False):
-        installed(tree, module, source)
+    for member, source in zip(FAMILY, sources, strict=False):
+        installed(tree, member.tis_caller, source)
     hands_over_both.cache_clear()
     two_policies = arguments(use_rollout_logprobs=True, megatron_rc={"correction": TWO_POLICIES}, **TIS)
     negative = arguments(megatron_rc={"correction": NEGATIVE}, **TIS)

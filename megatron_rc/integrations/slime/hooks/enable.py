@@ -5,8 +5,9 @@ import sys
 from argparse import Namespace
 
 from megatron_rc.collectives import is_first_process
-from megatron_rc.integrations.slime.flag_rules import check
+from megatron_rc.integrations.slime.family import FAMILY, Member
 from megatron_rc.integrations.slime.hook_choice import assignments
+from megatron_rc.integrations.slime.hooks.check import check
 
 _logger = logging.getLogger(__name__)
 
@@ -24,16 +25,16 @@ def enable(args: Namespace) -> None:
     Raises:
         ValueError: one sentence naming what to change.
     """
-    values = assignments(args, whole_rollouts=_host() == "slime")
+    values = assignments(args, whole_rollouts=_host().whole_rollouts)
     vars(args).update(values)
     check(args)
     if is_first_process():
         _logger.info("megatron_rc: %s", ", ".join(f"{name}={value}" for name, value in sorted(values.items())))
 
 
-def _host() -> str:
+def _host() -> Member:
     """The host whose process this is: the one that has loaded the module which calls this hook."""
-    loaded = [host for host in ("slime", "miles") if f"{host}.backends.megatron_utils.initialize" in sys.modules]
+    loaded = [member for member in FAMILY if member.init_caller in sys.modules]
     if len(loaded) != 1:
         raise ValueError("enable must be named by --custom-megatron-init-path of slime or miles, and called by it")
     return loaded[0]

@@ -10,9 +10,9 @@ from torch import Tensor
 from megatron_rc.batch import Support
 from megatron_rc.integrations.log_names import PREFIX
 from megatron_rc.integrations.slime.flag_rules import settings_for
+from megatron_rc.integrations.slime.hooks.pg_loss_reducer import reducer
 from megatron_rc.integrations.slime.layout import Layout, Parallel, layout_of, parallel
-from megatron_rc.integrations.slime.logged import logged, route_shift
-from megatron_rc.integrations.slime.reducer import reducer
+from megatron_rc.integrations.slime.log_metrics import logged, route_shift
 from megatron_rc.integrations.slime.settings import SlimeSettings, in_advantages, names
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens, correct_tokens, measuring
 from megatron_rc.logprobs.logits import vocab_parallel_logprobs

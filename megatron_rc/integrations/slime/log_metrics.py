@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.integrations.log_names import prefixed
-from megatron_rc.integrations.slime.known_names import known_names
+from megatron_rc.integrations.slime.host_metrics import host_metrics
 from megatron_rc.integrations.slime.layout import Layout
 from megatron_rc.integrations.slime.routes import WATCH
 from megatron_rc.integrations.slime.settings import SlimeSettings, names
@@ -18,7 +18,7 @@ LR_METRICS: dict[str, float] = {}
 
 
 def logged(tokens: HostTokens, corrected: Corrected, shift: Tensor | None) -> dict[str, Tensor]:
-    """Name -> [N] fp32, detached: `prefixed` `token_metrics`, `known_names`, and one constant per metric of the rule.
+    """Name -> [N] fp32, detached: `prefixed` `token_metrics`, `host_metrics`, and one constant per metric of the rule.
 
     With a route shift: route_shift, and route_tokens_touched, 1 where it is not 0, both prefixed.
     The mean of a constant is the constant where every sample has a loss token.
@@ -26,7 +26,7 @@ def logged(tokens: HostTokens, corrected: Corrected, shift: Tensor | None) -> di
     loss_mask, metrics = tokens.loss_mask, token_metrics(tokens, corrected)
     if shift is not None:
         metrics |= {"route_shift": shift * loss_mask, "route_tokens_touched": ((shift > 0) & loss_mask).float()}
-    known = known_names(tokens, corrected.correction)
+    known = host_metrics(tokens, corrected.correction)
     rule = {name: torch.full_like(metrics["k1"], value) for name, value in LR_METRICS.items()}
     return prefixed(metrics) | known | rule
 

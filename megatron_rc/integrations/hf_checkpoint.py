@@ -65,28 +65,28 @@ def _config_of(name: str) -> dict[str, Any] | None:
 
 
 def checkpoint_rules(
-    model: Callable[[Any], Any], *, quantize: str, replays: Callable[[Any], bool], replay: str
+    model: str, *, quantize: str, replays: Callable[[Any], bool], replay: str
 ) -> tuple[FlagRule, FlagRule]:
     """The mistakes "quantized-checkpoint" and "moe-replay" of a host whose trainer and engine read one checkpoint.
 
     Args:
-        model: arguments -> the checkpoint.
+        model: dotted path of the setting that names the checkpoint.
         quantize: how the host quantises rollouts from a checkpoint that is not quantised; ends a sentence.
         replays: whether routes are replayed, or the trainer has no way to replay them.
         replay: how to replay them, one sentence.
     """
     return (
         FlagRule(
-            "quantized-checkpoint", lambda args: read_checkpoint(model(args)).is_quantized,
-            lambda args: f"{model(args)} is a quantised checkpoint by its {read_checkpoint(model(args)).evidence}, and "
-            "the trainer reads the weights in another precision than the engine",
+            "quantized-checkpoint", lambda args: (found := read_checkpoint(args[model])).is_quantized and found,
+            f"{{args[{model}]}} is a quantised checkpoint by its {{found.evidence}}, and the trainer reads the weights "
+            "in another precision than the engine",
             f"Train from the bfloat16 checkpoint, and {quantize}.",
             good="nothing says that the checkpoint is quantised", severity="warning",
         ),
         FlagRule(
-            "moe-replay", lambda args: read_checkpoint(model(args)).is_moe and not replays(args),
-            lambda args: f"{model(args)} is a mixture of experts by its {read_checkpoint(model(args)).evidence}, and "
-            "trainer and engine choose experts by themselves",
+            "moe-replay", lambda args: (found := read_checkpoint(args[model])).is_moe and not replays(args) and found,
+            f"{{args[{model}]}} is a mixture of experts by its {{found.evidence}}, and trainer and engine choose "
+            "experts by themselves",
             replay, good="routes are replayed, or nothing says that the model has experts", severity="warning",
         ),
     )  # fmt: skip

@@ -13,11 +13,11 @@ import torch
 
 from megatron_rc.collectives import is_first_process
 from megatron_rc.files import read_json, replace_text
-from megatron_rc.integrations.slime.checkpoint import SavedWith, loaded_state, remembers
 from megatron_rc.integrations.slime.flag_rules import settings_for
 from megatron_rc.integrations.slime.layout import parallel
-from megatron_rc.integrations.slime.logged import LR_METRICS
+from megatron_rc.integrations.slime.log_metrics import LR_METRICS
 from megatron_rc.integrations.slime.routes import WATCH
+from megatron_rc.integrations.slime.rule_state import SavedWith, loaded_state, remembers
 from megatron_rc.integrations.slime.settings import SlimeSettings, names
 from megatron_rc.integrations.slime.tokens import LENGTHS
 from megatron_rc.learning_rate.rule import LRScale, Signals

@@ -10,7 +10,7 @@ from megatron_rc.correction.weight import Weight
 from megatron_rc.integrations.slime.tokens import HostTokens
 
 
-def known_names(tokens: HostTokens, correction: RolloutCorrection) -> dict[str, Tensor]:
+def host_metrics(tokens: HostTokens, correction: RolloutCorrection) -> dict[str, Tensor]:
     """Name -> [N] fp32, detached, 0 where loss_mask is 0; a per-sequence number is repeated on each of its loss tokens.
 
     With l = log pi - log mu of a token, rho = e^l, and mean and sum over the loss tokens of a sequence:

@@ -38,7 +38,7 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
             the correction's max_k3.
     """
     if rollout_id is None or rollout_data is None:
-        raise ValueError(MILES_ROLLOUT_DATA.refusal(args))
+        raise ValueError(MILES_ROLLOUT_DATA.refusal(MILES_ROLLOUT_DATA.problem))
     settings = settings_for("rollout_data", args)
     LENGTHS.record_rollout(rollout_id, rollout_data["response_lengths"], rollout_data.get("truncated"))
     ranks = parallel()

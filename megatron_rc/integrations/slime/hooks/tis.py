@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rc.integrations.flag_rules import refuse
 from megatron_rc.integrations.slime.flag_rules import DEFAULTS, MILES_TOP_P, settings_for
 from megatron_rc.integrations.slime.layout import Layout, layout_of, parallel
-from megatron_rc.integrations.slime.logged import logged, route_shift
+from megatron_rc.integrations.slime.log_metrics import logged, route_shift
 from megatron_rc.integrations.slime.settings import flag, in_advantages, judges_advantages
 from megatron_rc.integrations.slime.tokens import LENGTHS, NO_ROLLOUT_LOGPROBS, HostTokens, correct_tokens, measuring
 
