@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from simulated_dumps import TRAPS, diagnosed, world
 
-from megatron_rc.analyze import gate, output, timeline
+from megatron_rc.analyze import changes, gate, output
 from megatron_rc.analyze.diagnosis import diagnosis_of
 from megatron_rc.analyze.readers.dump import CorruptRows
 from megatron_rc.analyze.rules import RULES
@@ -66,7 +66,7 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
         chunk = dataclasses.replace(chunk, sequences={**chunk.sequences, **columns})
         diagnosis = diagnosis_of([chunk], "dump", "arrays", corrupt, ignored=["a file"], ignore=["RC404"])
         seen |= set(keys(json.loads(output.to_json(diagnosis, what_if=True))))
-    jump = {f"timeline.jumps[].{key}" for key in timeline.Jump._fields}
+    jump = {f"timeline.jumps[].{key}" for key in changes.Jump._fields}
     absent = jump | {"verdicts[].one_of[]", "not_run.CODE[]", "recommendation.suspects[]", "what_if.sentence"}
     assert seen | absent | {"what_if.not_run.METHOD[]"} == rows
 
