@@ -34,8 +34,6 @@ class Step(NamedTuple):
     """What the responses of one step show."""
 
     step: int
-    sequences: int
-    tokens: int
     k3: float
     """Mean, nats per token."""
     sigma: float
@@ -67,8 +65,6 @@ class _Row:
         excess, squared = self.plain.tolist()
         return Step(
             step=name,
-            sequences=int(sums.sequences),
-            tokens=int(sums.tokens),
             k3=sums.k3 / sums.tokens,
             sigma=math.sqrt(sums.k1_squared / sums.uncertainty) if sums.uncertainty else 0.0,
             mean_length=sums.tokens / sums.sequences,
