@@ -7,7 +7,7 @@ setup(
     packages=[*find_packages(include=["megatron_rc", "megatron_rc.*"]), "megatron_rc.kernels"],
     package_data={
         "megatron_rc.kernels": ["README.md"],
-        "megatron_rc.analyze.rules": ["pages/*.md"],
+        "megatron_rc.analyze.rules": ["*.md"],
         "megatron_rc.analyze.pages": ["*.css"],
         "megatron_rc.drawing": ["*.css", "*.js"],
     },

@@ -1,41 +1,38 @@
-"""Write what docs/analyze.md says of `megatron-rc analyze` from its code.
+"""Write what docs/analyze.md and docs/rules/index.md say of `megatron-rc analyze` from its code.
 
     python benchmarks/diagnosis/analyze_docs.py
 
 The lines between `<!-- NAME: ... -->` and `<!-- end of NAME -->` are replaced.
 """
 
+import ast
 import contextlib
+import inspect
 import io
 import re
+from collections.abc import Callable
+from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron_rc.analyze import columns, gate, terminal
 from megatron_rc.analyze.diagnosis import diagnose_dump
+from megatron_rc.analyze.rules import RULES
+from megatron_rc.analyze.rules.rule import Page
 from megatron_rc.jobs.describe import table
 
 ROOT = Path(__file__).parents[2]
-ANALYZE = ROOT / "docs/analyze.md"
+ANALYZE, INDEX = ROOT / "docs/analyze.md", ROOT / "docs/rules/index.md"
 WIDTH = 118
 """Columns of a printed report."""
-NUMBERS = {
-    "k3": "mean k3",
-    "sigma": "noise of a logit that would give this gap",
-    "kappa": "mean(−l) / mean(l² / 2)",
-    "mean_ratio": "mean ρ",
-    "surprise": "mean of ρ (−log π − H), nats; needs the column `entropy`",
-    "z_rho": "statistic of the mean ratio",
-    "z_W": "statistic of the surprise; needs the column `entropy`",
-    "exact": "share of tokens whose two log-probs are equal bit for bit",
-    "ess": "effective share of the responses",
-    "k_hat": "k-hat of token ratios",
-    "k_hat_sequence": "k-hat of the weights of whole responses",
-    "damaged": "responses left out because of a log-prob that is NaN, infinite or above 0",
-    "corrupt": "rows that could not be read",
-}
-"""Meaning of each number that a gate knows."""
+THRESHOLDS = (
+    "outcome_filter.LARGEST_CHANCE", "sums.ZERO_BELOW", "sign_flips.RUN", "timeline.JUMP_LEVEL",
+    "significance.LARGEST_SHARE", "honesty.KAPPA_ERROR", "tail.LIMIT", "recommend.NEGLIGIBLE", "recommend.USEFUL",
+    "bound.FLAT", "bound.CUSTOMARY", "what_if.MOST_CORRECT_LOST", "what_if.MOST_QUARTER_LOST",
+)  # fmt: skip
+"""Constants that the page explains besides those of the rules."""
 
 
 def column_tables() -> str:
@@ -48,7 +45,38 @@ def column_tables() -> str:
 
 
 def number_table() -> str:
-    return table(("number", "meaning"), [(f"`{name}`", NUMBERS[name]) for name in gate.NUMBERS]).strip()
+    return table(
+        ("number", "meaning"), [(f"`{name}`", number.meaning) for name, number in gate.NUMBERS.items()]
+    ).strip()
+
+
+def threshold_table() -> str:
+    """Every number that the file of a rule names, with its docstring, and THRESHOLDS."""
+    modules = {f"rules.{code.lower()}" for code in RULES} | {name.partition(".")[0] for name in THRESHOLDS}
+    rows = []
+    for module in sorted(modules, key=lambda name: (not name.startswith("rules."), name)):
+        imported = import_module(f"megatron_rc.analyze.{module}")
+        for place, after in pairwise(ast.parse(inspect.getsource(imported)).body):
+            match place, after:
+                case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str(reason))):
+                    value, constant = getattr(imported, name), f"{module.removeprefix('rules.')}.{name}"
+                    if isinstance(value, (int, float)) and (module.startswith("rules.") or constant in THRESHOLDS):
+                        rows.append((f"`{constant}`", f"{value:g}", " ".join(reason.split())))
+    return table(("constant", "value", "reason"), rows).strip()
+
+
+def rule_table() -> str:
+    """Every rule, and the codes of the page that have none yet."""
+    waiting = re.findall(r"^\| (RC\d+) \| (.+) \| not yet \|$", INDEX.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = {code: (code, title, "not yet") for code, title in waiting}
+    for code in RULES:
+        rows[code] = (f"[{code}](../../megatron_rc/analyze/rules/{code.lower()}.md)", Page(code).title, "yes")
+    return table(("code", "what it means", "judged"), [rows[code] for code in sorted(rows)]).strip()
+
+
+def rule_pictures() -> str:
+    drawn = [code for code in sorted(RULES) if (ROOT / f"docs/images/rules/{code}.svg").is_file()]
+    return "\n\n".join(f"![{code}: {Page(code).title}](../images/rules/{code}.svg)" for code in drawn)
 
 
 def report(dump: str, host: str) -> str:
@@ -62,24 +90,30 @@ def report(dump: str, host: str) -> str:
     return "\n".join(["```text", command, *lines, "analysis.html", "```"])
 
 
-BLOCKS = {
-    "columns": column_tables,
-    "numbers": number_table,
-    "healthy": lambda: report("examples/dumps/healthy.parquet", ""),
-    "sick": lambda: report("examples/dumps/sick.parquet", "slime"),
+BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {
+    "columns": (ANALYZE, column_tables),
+    "numbers": (ANALYZE, number_table),
+    "healthy": (ANALYZE, lambda: report("examples/dumps/healthy.parquet", "")),
+    "sick": (ANALYZE, lambda: report("examples/dumps/sick.parquet", "slime")),
+    "thresholds": (ANALYZE, threshold_table),
+    "rules": (INDEX, rule_table),
+    "pictures": (INDEX, rule_pictures),
 }
+"""Page and text of each generated part."""
 
 
-def analyze_page(text: str) -> str:
-    """docs/analyze.md with its generated parts written again."""
-    for name, body in BLOCKS.items():
-        pattern = re.compile(rf"(<!-- {name}: [^\n]* -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-        text = pattern.sub(lambda match, body=body: f"{match[1]}{body()}\n{match[2]}", text)
-    return text
+def part(name: str) -> re.Pattern[str]:
+    """The text of a generated part of a page, as the group ``body``."""
+    return re.compile(
+        rf"(?<=<!-- {name}: written by `make docs` -->\n)(?P<body>.*?)(?=\n<!-- end of {name} -->)", re.DOTALL
+    )
 
 
 def main() -> None:
-    ANALYZE.write_text(analyze_page(ANALYZE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, (page, body) in BLOCKS.items():
+        match = part(name).search(text := page.read_text(encoding="utf-8"))
+        assert match is not None, f"{page} has no part {name}"
+        page.write_text(text[: match.start()] + body() + text[match.end() :], encoding="utf-8")
 
 
 if __name__ == "__main__":

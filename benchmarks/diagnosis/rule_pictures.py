@@ -92,7 +92,7 @@ def over(factor: str, across: str) -> Draw:
     return draw
 
 
-RULES: dict[str, tuple[str, Draw]] = {
+DRAWN: dict[str, tuple[str, Draw]] = {
     "RC101": ("logged-temperature-0.9", by_probability),
     "RC102": ("renormalised-top-p-0.95", by_probability),
     "RC103": ("hidden-top-p-0.95", honesty),
@@ -107,13 +107,13 @@ RULES: dict[str, tuple[str, Draw]] = {
     "RC501": ("healthy-fp8-weights", noise),
     "RC502": ("policy-lag", over("lag", "updates since sampling")),
 }
-"""Dump and drawing of each rule."""
+"""Dump and drawing of each rule that has a picture."""
 
 
 def picture(code: str, healthy: Evidence, sick: Evidence) -> Figure:
     figure = Figure(figsize=(6, 2.8), layout="constrained")
     axes = figure.subplots()
-    RULES[code][1](axes, healthy, sick)
+    DRAWN[code][1](axes, healthy, sick)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
     return figure
@@ -134,7 +134,7 @@ def main() -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "rules", "svg.fonttype": "none", "font.size": 9})
     PICTURES.mkdir(parents=True, exist_ok=True)
     healthy = diagnose_dump(dumps / f"{HEALTHY}.parquet").evidence
-    for code, (name, _) in RULES.items():
+    for code, (name, _) in DRAWN.items():
         sick = diagnose_dump(dumps / f"{name}.parquet").evidence
         picture(code, healthy, sick).savefig(PICTURES / f"{code}.svg", metadata={"Date": None})
 

@@ -13,7 +13,7 @@ from megatron_rc.correction.measured_upper import FIRST, error_terms
 GRID = np.array([1.1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 7, 10, 15, 20])
 """Values of C that are tried: round ones, from hardly any weight to the loosest bound in use."""
 CUSTOMARY = FIRST
-"""Where the error hardly depends on C, the tried value nearest to this one is taken."""
+"""The C of most codebases. Where the error hardly depends on C, the tried value nearest to this one is taken."""
 FLAT = 1.01
 """Errors up to this multiple of the least one count as equal: a batch cannot tell them apart."""
 WEIGHT_BOUND = 20.0

@@ -26,18 +26,20 @@ MOST = 10
 """Most changes that are looked for in a series."""
 
 
-class Change(NamedTuple):
-    begins: int
-    """Index of the first value at the new level."""
+class Jump(NamedTuple):
+    """First step at a new level of a series."""
+
+    step: int
+    """That step; an index of the series in `Changes`."""
     before: float
-    """Mean of the values since the previous change."""
+    """Mean of the values since the previous jump."""
     after: float
-    """Mean of the values up to the next change."""
+    """Mean of the values up to the next jump."""
     p: float
 
 
 class Changes(NamedTuple):
-    points: tuple[Change, ...]
+    jumps: tuple[Jump, ...]
     drift: float | None
     """Slope per step if the series changes, but a straight line describes it better than jumps do."""
     tests: tuple[float, ...]
@@ -69,8 +71,8 @@ def find_changes(values: Floats, level: float) -> Changes:
     if found and (slope := _better_line(values, edges)) is not None:
         return Changes((), slope, tuple(tests))
     means = [float(values[a:b].mean()) for a, b in itertools.pairwise(edges)]
-    points = (Change(i, *pair, found[i]) for i, pair in zip(sorted(found), itertools.pairwise(means), strict=True))
-    return Changes(tuple(points), None, tuple(tests))
+    jumps = (Jump(i, *pair, found[i]) for i, pair in zip(sorted(found), itertools.pairwise(means), strict=True))
+    return Changes(tuple(jumps), None, tuple(tests))
 
 
 def _split(values: Floats) -> tuple[int, float] | None:

@@ -12,6 +12,7 @@ from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 POSITIVE_FROM = 1e-3
 """nats; a log-prob above 0 by more than this is damage, by less it is rounding."""
@@ -93,13 +94,13 @@ class Chunk:
     def has(self, name: str) -> bool:
         return name in self.tokens or name in self.sequences
 
-    def select(self, keep: NDArray[np.bool_]) -> "Chunk":
+    def select(self, keep: Flags) -> "Chunk":
         """The tokens with ``keep`` [N]; all sequences stay, some of them perhaps empty."""
         offsets = np.concatenate([[0], np.cumsum(keep)])[self.cu_seqlens]
         tokens = {name: values[keep] for name, values in self.tokens.items()}
         return Chunk(self.log_pi[keep], self.log_mu[keep], offsets, tokens, self.sequences)
 
-    def select_sequences(self, keep: NDArray[np.bool_]) -> "Chunk":
+    def select_sequences(self, keep: Flags) -> "Chunk":
         """The sequences with ``keep`` [S]."""
         kept = self.select(keep[self.sequence_of])
         offsets = np.concatenate([[0], np.cumsum(self.lengths[keep])])
@@ -131,7 +132,7 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     )
 
 
-def damaged(chunk: Chunk) -> dict[str, NDArray[np.bool_]]:
+def damaged(chunk: Chunk) -> dict[str, Flags]:
     """[N] flags by the kind of damage: values that no log-prob can have.
 
     A -inf of the trainer is a probability of 0, not damage.

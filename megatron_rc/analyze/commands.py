@@ -114,11 +114,10 @@ def explain(code: Annotated[str, typer.Argument(help="Code of a rule, such as RC
     from rich.console import Console
     from rich.markdown import Markdown
 
-    from megatron_rc.analyze.rules import CODES as known
+    from megatron_rc.analyze.rules import check_code
     from megatron_rc.analyze.rules.rule import Page
 
-    if code.upper() not in known:
-        raise ValueError(f"unknown rule {code!r}; known: {', '.join(sorted(known))}")
+    check_code(code.upper())
     console, text = Console(highlight=False), Page(code.upper()).text
     if console.is_terminal:
         console.print(Markdown(text))

@@ -74,7 +74,7 @@ class Diagnosis:
         recommended = self.recommendation
         if recommended.correction is not None:
             methods[recommended.method] = recommended.correction
-        return what_if(self.evidence, methods)
+        return what_if(self.evidence.sample, self.evidence.growth.horizon, methods)
 
 
 def diagnose(

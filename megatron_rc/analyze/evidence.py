@@ -7,7 +7,7 @@ from types import MappingProxyType
 import numpy as np
 
 from megatron_rc.analyze.alignment import LagSums
-from megatron_rc.analyze.chunk import Chunk, Floats, damaged, loss_tokens
+from megatron_rc.analyze.chunk import Chunk, Flags, Floats, damaged, loss_tokens
 from megatron_rc.analyze.columns import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 from megatron_rc.analyze.factors import FACTORS
 from megatron_rc.analyze.growth import Growth, GrowthSums
@@ -90,6 +90,18 @@ class Evidence:
 
     def significant(self, test: Test | None, level: float = 0.01) -> bool:
         return test is not None and self.adjusted.get(test.name, 1.0) < level
+
+    def excess_share(self, profile: Profile, bins: Flags, floor: float) -> float:
+        """Share of all k3 that ``bins`` [B] of a profile have above ``floor``."""
+        excess = float((profile.count[bins] * (profile.k3[bins] - floor)).sum())
+        return min(1.0, max(0.0, excess / self.sums.k3)) if self.sums.k3 else 0.0
+
+    @property
+    def first_order_share(self) -> float:
+        """Share of mean l^2 that the means of l by logged log-prob explain."""
+        profile = self.profiles["log_mu"]
+        systematic = float((profile.count * profile.log_ratio**2).sum())
+        return min(1.0, systematic / self.sums.k1_squared) if self.sums.k1_squared else 0.0
 
     def has(self, *columns: str) -> bool:
         return self.columns.issuperset(columns)

@@ -4,24 +4,37 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_rc.analyze.diagnosis import Diagnosis
 from megatron_rc.analyze.rules.rule import DOUBTS
 
-NUMBERS: dict[str, Callable[[Diagnosis], float | None]] = {
-    "k3": lambda d: d.evidence.whole.k3,
-    "sigma": lambda d: d.evidence.whole.sigma,
-    "kappa": lambda d: d.evidence.whole.kappa,
-    "mean_ratio": lambda d: d.evidence.whole.mean_ratio,
-    "surprise": lambda d: d.evidence.whole.surprise,
-    "z_rho": lambda d: d.evidence.whole.z_ratio.z,
-    "z_W": lambda d: d.evidence.whole.z_surprise.z if d.evidence.whole.z_surprise else None,
-    "exact": lambda d: d.evidence.whole.exact,
-    "ess": lambda d: d.evidence.growth.ess,
-    "k_hat": lambda d: d.evidence.token_tail.k,
-    "k_hat_sequence": lambda d: d.evidence.sequence_tail.k,
-    "damaged": lambda d: float(sum(d.evidence.damaged.values())),
-    "corrupt": lambda d: float(d.corrupt.count),
+
+class Number(NamedTuple):
+    meaning: str
+    of: Callable[[Diagnosis], float | None]
+
+
+NUMBERS = {
+    "k3": Number("mean k3", lambda d: d.evidence.whole.k3),
+    "sigma": Number("noise of a logit that would give this gap", lambda d: d.evidence.whole.sigma),
+    "kappa": Number("mean(−l) / mean(l² / 2)", lambda d: d.evidence.whole.kappa),
+    "mean_ratio": Number("mean ρ", lambda d: d.evidence.whole.mean_ratio),
+    "surprise": Number("mean of ρ (−log π − H), nats; needs the column `entropy`", lambda d: d.evidence.whole.surprise),
+    "z_rho": Number("statistic of the mean ratio", lambda d: d.evidence.whole.z_ratio.z),
+    "z_W": Number(
+        "statistic of the surprise; needs the column `entropy`",
+        lambda d: d.evidence.whole.z_surprise.z if d.evidence.whole.z_surprise else None,
+    ),
+    "exact": Number("share of tokens whose two log-probs are equal bit for bit", lambda d: d.evidence.whole.exact),
+    "ess": Number("effective share of the responses", lambda d: d.evidence.growth.ess),
+    "k_hat": Number("k-hat of token ratios", lambda d: d.evidence.token_tail.k),
+    "k_hat_sequence": Number("k-hat of the weights of whole responses", lambda d: d.evidence.sequence_tail.k),
+    "damaged": Number(
+        "responses left out because of a log-prob that is NaN, infinite or above 0",
+        lambda d: float(sum(d.evidence.damaged.values())),
+    ),
+    "corrupt": Number("rows that could not be read", lambda d: float(d.corrupt.count)),
 }
 """Numbers that a condition may name."""
 COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
@@ -67,7 +80,7 @@ def _outcome(diagnosis: Diagnosis, condition: str) -> Outcome:
         bound = float(value)
     except ValueError:
         raise ValueError(f"--gate: {value!r} in {condition!r} is not a number") from None
-    measured = NUMBERS[name](diagnosis)
+    measured = NUMBERS[name].of(diagnosis)
     if measured is None:
         raise ValueError(f"--gate: {name} needs the column entropy, which the dump does not have")
     # a number that could not be computed is NaN, and fails every condition

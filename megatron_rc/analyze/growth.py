@@ -14,10 +14,8 @@ LENGTHS = 2 ** np.arange(31)
 
 @dataclass(frozen=True)
 class Growth:
-    lengths: Floats
-    """Lengths t that at least 20 sequences reached."""
     deviations: Floats
-    """Standard deviation of S_t, the sum of the first t log-ratios, at each length."""
+    """Standard deviation of S_t, the sum of the first t log-ratios, at each length t that 20 sequences reached."""
     exponent: float
     """h of sd(S_t) ~ t^h: 0.5 for noise, 1 for a systematic offset, above 1 for a drift with the position, 0 for a
     transient at the start; NaN with fewer than three lengths."""
@@ -27,8 +25,6 @@ class Growth:
     """The share to expect of these lengths and this k3 if all tokens are alike: S / sum exp(2 T_i K)."""
     horizon: float
     """T* = 1 / (2 K): tokens after which a sequence weight has a variance of e - 1; infinite without mismatch."""
-    cone: Floats
-    """2 sqrt(2 K t) at each length: noise stays within this."""
 
 
 class GrowthSums:
@@ -75,11 +71,9 @@ class GrowthSums:
             counts, growths = np.array([[c, 2 * t * mean] for t, c in self._lengths.items()]).T
             predicted = sequences / float((counts * np.exp(np.minimum(growths, 700))).sum())
         return Growth(
-            lengths=lengths,
             deviations=deviations,
             exponent=exponent,
             ess=self._weights.ess(sequences) if sequences else math.nan,
             ess_predicted=predicted,
             horizon=1 / (2 * mean) if mean else math.inf,
-            cone=2 * np.sqrt(2 * mean * lengths),
         )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rc.analyze.chunk import Chunk, Floats
+from megatron_rc.analyze.chunk import Chunk, Flags, Floats
 from megatron_rc.analyze.factors import Factor
 from megatron_rc.analyze.significance import Test, normal_p
 
@@ -41,6 +41,10 @@ class Profile:
     """eta^2 of |l|: share of its variance between bins, minus what as many random bins would explain; at least 0."""
     explained_sign: float
     """Share of mean l^2 that the mean of l in each bin explains; unbiased even if the bins differ in variance."""
+
+    def mean_k3(self, bins: Flags) -> float:
+        """Mean k3 of the tokens in ``bins`` [B]."""
+        return float(np.average(self.k3[bins], weights=self.count[bins]))
 
     def label(self, index: int) -> str:
         return self.factor.label(self.bins[index])

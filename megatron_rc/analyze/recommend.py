@@ -25,6 +25,7 @@ T* = 1 / (2 K), and the effective sample size above 1 / e."""
 RESAMPLINGS = 200
 """Resamplings of the responses behind the intervals and the agreement."""
 SEED = 1
+"""Any one: the same dump must give the same intervals."""
 INTERVAL = (2.5, 97.5)
 """Percentiles of the resamplings that an interval spans."""
 

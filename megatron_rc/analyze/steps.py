@@ -34,8 +34,6 @@ class Step(NamedTuple):
     """What the responses of one step show."""
 
     step: int
-    sequences: int
-    tokens: int
     k3: float
     """Mean, nats per token."""
     sigma: float
@@ -61,6 +59,21 @@ class _Row:
         self.entropy = self.reward = 0.0
         self.rewards = 0
         self.weights = WeightSums()
+
+    def step(self, name: int) -> Step:
+        sums = self.moments
+        excess, squared = self.plain.tolist()
+        return Step(
+            step=name,
+            k3=sums.k3 / sums.tokens,
+            sigma=math.sqrt(sums.k1_squared / sums.uncertainty) if sums.uncertainty else 0.0,
+            mean_length=sums.tokens / sums.sequences,
+            ess=self.weights.ess(sums.sequences),
+            z_rho=excess / math.sqrt(squared) if squared else 0.0,
+            entropy=self.entropy / sums.tokens,
+            reward=self.reward / self.rewards if self.rewards else math.nan,
+            moments=sums,
+        )
 
 
 class StepSums:
@@ -96,22 +109,4 @@ class StepSums:
 
     def steps(self) -> tuple[Step, ...]:
         """The steps that have loss tokens, rising."""
-        return tuple(_step(name, row) for name, row in sorted(self._rows.items()))
-
-
-def _step(name: int, row: _Row) -> Step:
-    moments = row.moments
-    excess, squared = row.plain.tolist()
-    return Step(
-        step=name,
-        sequences=int(moments.sequences),
-        tokens=int(moments.tokens),
-        k3=moments.k3 / moments.tokens,
-        sigma=math.sqrt(moments.k1_squared / moments.uncertainty) if moments.uncertainty else 0.0,
-        mean_length=moments.tokens / moments.sequences,
-        ess=row.weights.ess(moments.sequences),
-        z_rho=excess / math.sqrt(squared) if squared else 0.0,
-        entropy=row.entropy / moments.tokens,
-        reward=row.reward / row.rewards if row.rewards else math.nan,
-        moments=moments,
-    )
+        return tuple(row.step(name) for name, row in sorted(self._rows.items()))

@@ -19,8 +19,6 @@ class Tail:
     """Shape of the generalised Pareto distribution of the largest weights; NaN with fewer than 25 weights."""
     largest: Floats
     """Log-weights of the tail, falling: what a rank-size plot shows."""
-    count: int
-    """Weights in all."""
 
 
 class TailSums:
@@ -40,12 +38,12 @@ class TailSums:
     def tail(self) -> Tail:
         """Fit the largest max(20, min(n / 5, 3 sqrt(n))) weights."""
         if self._count < 25:
-            return Tail(math.nan, np.sort(self._largest)[::-1], self._count)
+            return Tail(math.nan, np.sort(self._largest)[::-1])
         size = max(20, math.ceil(min(self._count / 5, 3 * math.sqrt(self._count))))
         largest = np.sort(self._largest)[::-1][: size + 1]
         # the shape does not depend on the unit of the weights, so the largest one is the unit
         weights = np.exp(largest - largest[0])
-        return Tail(pareto_shape(weights[:-1] - weights[-1]), largest[:-1], self._count)
+        return Tail(pareto_shape(weights[:-1] - weights[-1]), largest[:-1])
 
 
 def pareto_shape(excesses: Floats) -> float:

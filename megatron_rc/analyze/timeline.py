@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rc.analyze.changes import MOST, find_changes
+from megatron_rc.analyze.changes import MOST, Jump, find_changes
 from megatron_rc.analyze.lead_lag import LeadLag, lead_lag
 from megatron_rc.analyze.significance import Test
 from megatron_rc.analyze.steps import Step
@@ -36,19 +36,6 @@ Logged = Mapping[str, Mapping[int, float]]
 """Values by step, by the names of LOGGED."""
 
 
-class Jump(NamedTuple):
-    """A step at which the level of k3 changes."""
-
-    step: int
-    """The first step at the new level."""
-    before: float
-    """Geometric mean of k3 since the previous jump."""
-    after: float
-    """Geometric mean of k3 up to the next jump."""
-    p: float
-    """P-value, which ``Timeline.corrected`` corrects for the number of tests in the report."""
-
-
 class Surge(NamedTuple):
     """What the surge detector says about the mean length."""
 
@@ -66,6 +53,7 @@ class Timeline(NamedTuple):
     missing: dict[str, str]
     """Series that are not known, and what would give them."""
     jumps: tuple[Jump, ...]
+    """Levels are geometric means of k3."""
     drift: float | None
     """Factor per step by which k3 grows or shrinks, where a steady drift describes it better than jumps do."""
     lead_lag: tuple[LeadLag, ...]
@@ -110,7 +98,9 @@ def timeline(steps: Sequence[Step], logged: Logged, other_tests: int = 0) -> Tim
         steps=tuple(steps),
         series=series,
         missing={name: need for name, need in NEEDS.items() if name not in series},
-        jumps=tuple(Jump(steps[c.begins].step, math.exp(c.before), math.exp(c.after), c.p) for c in changes.points),
+        jumps=tuple(
+            Jump(steps[jump.step].step, math.exp(jump.before), math.exp(jump.after), jump.p) for jump in changes.jumps
+        ),
         drift=None if changes.drift is None else math.exp(changes.drift),
         lead_lag=tuple(pairs),
         surge=_surge(steps),

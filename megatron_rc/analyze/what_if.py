@@ -5,16 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_rc import versions
 from megatron_rc.analyze.bound import advantages, sequence_ratio
-from megatron_rc.analyze.chunk import Chunk, Floats
-from megatron_rc.analyze.evidence import Evidence
+from megatron_rc.analyze.chunk import Chunk, Flags, Floats
 from megatron_rc.analyze.factors import FACTORS, lag
 from megatron_rc.analyze.reservoir import Reservoir
 from megatron_rc.correction.plan import Plan
-from megatron_rc.correction.settings import PRESETS, RolloutCorrection
+from megatron_rc.correction.settings import RolloutCorrection
 
 MAX_TOKENS = 100_000
 """Tokens that the methods are computed on: whole sequences of the sample, so that all methods together take 2 s."""
@@ -27,8 +25,6 @@ MOST_QUARTER_LOST = 0.5
 QUARTERS = ("shortest", "second shortest", "second longest", "longest")
 REFERENCE_SHARE = 0.5
 """The cosine is given when sequences shorter than T* hold at least this share of the tokens."""
-
-Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -104,16 +100,11 @@ class Missing:
     sentence: str
 
 
-def what_if(evidence: Evidence, methods: Mapping[str, RolloutCorrection] | None = None) -> WhatIfTable | Missing:
-    """What each method does to a sample of the sequences; the same dump always gives the same table.
-
-    ``methods``: corrections by name; None: every preset.
-    """
-    if methods is None:
-        methods = {name: preset.correction for name, preset in PRESETS.items()}
+def what_if(sample: Chunk, horizon: float, methods: Mapping[str, RolloutCorrection]) -> WhatIfTable | Missing:
+    """What each method does to some of the sequences; the same sample always gives the same table."""
     limited = Reservoir(MAX_TOKENS)
-    limited.add(evidence.sample)
-    measures = _Measures(limited.sample(), evidence.growth.horizon)
+    limited.add(sample)
+    measures = _Measures(limited.sample(), horizon)
     not_run = {name: lacking for name, method in methods.items() if (lacking := _lacking(method, measures.chunk))}
     try:
         with versions.needed_by("what-if"):

@@ -144,22 +144,22 @@ def test_planted_jumps_are_placed_exactly() -> None:
     random = np.random.default_rng(1)
     levels = np.repeat([0.0, 2.0, 0.5], [30, 25, 40])
     found = find_changes(levels + 0.1 * random.normal(size=levels.size), 1e-3)
-    assert [change.begins for change in found.points] == [30, 55]
-    assert found.points[0].after == pytest.approx(2.0, abs=0.2)
+    assert [jump.step for jump in found.jumps] == [30, 55]
+    assert found.jumps[0].after == pytest.approx(2.0, abs=0.2)
     assert found.drift is None
 
 
 def test_a_steady_drift_is_no_jump() -> None:
     random = np.random.default_rng(1)
     found = find_changes(0.05 * np.arange(60) + 0.2 * random.normal(size=60), 0.01)
-    assert not found.points
+    assert not found.jumps
     assert found.drift == pytest.approx(0.05, rel=0.1)
 
 
 def test_one_odd_step_is_no_jump() -> None:
     values = 0.1 * np.random.default_rng(1).normal(size=40)
     values[20] = 5.0
-    assert not find_changes(values, 0.01).points
+    assert not find_changes(values, 0.01).jumps
 
 
 @pytest.mark.parametrize("lag", [-3, 0, 2])

@@ -6,10 +6,9 @@ import numpy as np
 from simulated_dumps import TRAPS, diagnosed, expert_flips, honest, levels, small_honest, stale_weights, world
 
 from megatron_rc.analyze.chunk import Chunk
-from megatron_rc.analyze.rules import TRIED
-from megatron_rc.analyze.rules.benign import LARGEST_TYPICAL
-from megatron_rc.analyze.rules.maps import LEAST_EXPLAINED
-from megatron_rc.analyze.rules.rule import Level
+from megatron_rc.analyze.rules.rc101 import LEAST_EXPLAINED
+from megatron_rc.analyze.rules.rc501 import LARGEST_TYPICAL
+from megatron_rc.analyze.rules.rule import TRIED, Level
 
 
 def test_a_bug_in_fewer_tokens_than_a_rule_was_tried_on_is_only_suspected() -> None:

@@ -34,7 +34,7 @@ def test_the_summary_fits_one_screen_when_everything_is_wrong() -> None:
     (verdict,) = diagnosis.verdicts
     more = [Verdict(code, Level.BUG, verdict.sentence, {}, 1e-9, 0.5) for code in ("RC303", "RC301", "RC104")]
     evidence = replace(diagnosis.evidence, damaged={"nan": 3, "positive": 4}, damaged_places=[1, 2, 3, 4, 5])
-    missing = {rule.code: list(rule.needs) for rule in RULES if rule.needs}
+    missing = {code: list(rule.needs) for code, rule in RULES.items() if rule.needs}
     worst = replace(
         diagnosis,
         evidence=replace(evidence, columns=frozenset()),

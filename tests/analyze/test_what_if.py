@@ -32,7 +32,8 @@ def evidence_of(chunk: Chunk) -> Evidence:
 
 
 def table_of(evidence: Evidence, **methods: RolloutCorrection) -> WhatIfTable:
-    table = what_if(evidence, methods or None)
+    every = methods or {name: preset.correction for name, preset in PRESETS.items()}
+    table = what_if(evidence.sample, evidence.growth.horizon, every)
     assert isinstance(table, WhatIfTable)
     return table
 

@@ -4,13 +4,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from html import escape
 
+from megatron_rc.analyze import rules
 from megatron_rc.analyze.diagnosis import Diagnosis
-from megatron_rc.analyze.rules import CODES
 from megatron_rc.jobs.describe import table
 
 BENIGN = {"RC404", "RC501", "RC502"}
 """Rules that name a cause without a fault; RC501 always joins them."""
-RULES = sorted(CODES)
+RULES = sorted(rules.RULES)
 _CELL, _NAME, _HEAD = 38, 270, 70
 _RIGHT, _WRONG, _EMPTY = "#2e7d32", "#c62828", "#f2f2f2"
 _LEGEND = (_RIGHT, "dumps with the wanted answer"), (_WRONG, "dumps with another answer")

@@ -51,7 +51,9 @@ def _verdict(verdict: Verdict, share: bool) -> str:
         parts.append(f"<p>These data do not separate {escape(' from '.join(verdict.one_of))}.</p>")
     if verdict.level in DOUBTS:
         parts.append(f"<p><b>Decide:</b> {escape(page.experiment)}</p>")
-        look_alikes = "".join(f"<p>{escape(part)}</p>" for part in page.look_alikes.split("\n\n"))
+        look_alikes = "".join(
+            f"<p>{escape(part)}</p>" for part in page.section("What else looks like this").split("\n\n")
+        )
         fixes = table([(host, Cell(fix, "words")) for host, fix in page.fixes.items()])
         parts += [folded("Fix, by codebase", fixes), folded("What else looks like this", look_alikes)]
     numbers = table([(name, f"{value:.6g}") for name, value in verdict.numbers.items()])

@@ -70,10 +70,6 @@ class Dump:
     """One sentence for each kind of file at the path that is not read."""
     corrupt: CorruptRows = field(default_factory=CorruptRows)
 
-    @property
-    def files(self) -> list[Path]:
-        return [file for group in self.groups for file in group]
-
     def chunks(self, progress: Callable[[int], None] = lambda done: None) -> Iterator[Chunk]:
         """Yield the chunks of all files; ``progress`` is called with the bytes of each group of files once it is read.
 
@@ -89,5 +85,5 @@ class Dump:
                 self.corrupt.add_file(str(error))
             progress(sum(file.stat().st_size for file in group))
         if empty:
-            reason = self.corrupt.first[0] if self.corrupt.first else f"{self.files[0]} has no rows"
+            reason = self.corrupt.first[0] if self.corrupt.first else f"{self.groups[0][0]} has no rows"
             raise ValueError(f"the dump has no row that can be read: {reason}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from functools import cached_property
 from importlib import resources
 
@@ -25,6 +25,21 @@ class Level(StrEnum):
     """The weights that sampled were older, as the dump itself says."""
     NUMERICS = "numerics"
     """Kernels, precision or expert choice; nothing to fix in the logs."""
+
+
+class Stage(IntEnum):
+    """Rules of a later stage are not judged once one of an earlier stage answers BUG, suspect or undecided: they would
+    find that bug again, because it changes the log-ratios that they read."""
+
+    COUNTS = 0  # Values that were never log-probs of drawn tokens.
+    ALIGNMENT = 1  # The two lists of log-probs describe different tokens.
+    HONESTY = 2  # The logged distribution is not the one that drew the tokens, or not the one that the trainer models.
+    HIDDEN_SAMPLING = 3  # The same, although the log-probs agree.
+    MAP = 4  # The log-ratio follows from the logged log-prob.
+    LOCATION = 5  # The sides differ in one place: a server, a cache.
+    PROMPT = 6  # The sides differ where a response starts.
+    KNOWN_CAUSE = 7  # A gap whose cause is in the columns, and not a bug in the logs.
+    NUMERICS = 8  # A gap that no other rule explains.
 
 
 DOUBTS = (Level.BUG, Level.SUSPECT, Level.UNDECIDED)
@@ -74,39 +89,40 @@ class Range:
         return ""
 
 
+TRIED = Range(tokens=2_000, surprisal=(0.1, 4.0))
+"""What benchmarks/diagnosis (confusion.py, false_alarms.py) and the simulated dumps cover: vocabularies of 256 and
+4,096, temperatures of 0.7 to 1, sampled in bf16, fp8 or int8 by the embedded engine and SGLang. At an entropy of 2.4,
+0.9 and 0.3 nats, seeing a hidden top-p of 0.99 takes 14,000 to 17,000 tokens; a hidden temperature of 0.95 takes
+2,200, 5,800 and 14,600 (docs/results.md). A smaller dump without a verdict has not excluded them."""
+
+
 @dataclass(frozen=True)
 class Rule:
+    """A rule: its file holds the thresholds, and the file of the same name with the ending .md its page."""
+
     code: str
-    stage: int
-    """Rules of a later stage are not judged once one of an earlier stage answers BUG, suspect or undecided: they would
-    find that bug again, because it changes the log-ratios that they read."""
-    judge: Callable[[Evidence], Verdict | None]
+    stage: Stage
+    check: Callable[[Evidence], Verdict | None]
     needs: tuple[str, ...] = ()
     """Columns without which it is not run."""
-    calibrated: Range | None = None
+    tried: Range | None = None
     """None: the rule may claim a bug in any dump, because no number in it was fitted to dumps."""
     unfiltered: bool = False
     """Its test is valid only while no response is chosen by its outcome."""
-    also: frozenset[str] = frozenset()
-    """Further codes that it may answer with."""
-
-    @property
-    def codes(self) -> frozenset[str]:
-        return self.also | {self.code}
 
     def verdict(self, evidence: Evidence) -> Verdict | None:
         """What the rule says.
 
-        The level is at most suspect outside of the calibrated range, and undecided where the dump was filtered by
-        outcome and the rule rests on a test that sees such a filter.
+        The level is at most suspect outside of the range that the rule was tried on, and undecided where the dump was
+        filtered by outcome and the rule rests on a test that sees such a filter.
         """
-        verdict = self.judge(evidence)
+        verdict = self.check(evidence)
         if verdict is not None and self.unfiltered and evidence.outcome_filter.filtered:
             sentence = f"{verdict.sentence} (undecided: the dump was filtered by outcome, which these tests see, too)"
             return replace(verdict, level=Level.UNDECIDED, sentence=sentence, p=None)
-        if verdict is None or verdict.level is not Level.BUG or self.calibrated is None:
+        if verdict is None or verdict.level is not Level.BUG or self.tried is None:
             return verdict
-        if not (reason := self.calibrated.outside(evidence)):
+        if not (reason := self.tried.outside(evidence)):
             return verdict
         sentence = f"{verdict.sentence} (only suspected: the rule was never tried on {reason})"
         return replace(verdict, level=Level.SUSPECT, sentence=sentence)
@@ -114,13 +130,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Page:
-    """The page of a rule, in the package: Markdown with sections."""
+    """The page of a rule, next to its file: Markdown with sections."""
 
     code: str
 
     @cached_property
     def text(self) -> str:
-        return (resources.files("megatron_rc.analyze.rules") / "pages" / f"{self.code}.md").read_text(encoding="utf-8")
+        file = resources.files("megatron_rc.analyze.rules") / f"{self.code.lower()}.md"
+        return file.read_text(encoding="utf-8")
 
     def section(self, title: str) -> str:
         """The text under ``## title``."""
@@ -131,10 +148,6 @@ class Page:
     def title(self) -> str:
         """The heading, without the code."""
         return self.text.partition("\n")[0].partition(": ")[2]
-
-    @property
-    def look_alikes(self) -> str:
-        return self.section("What else looks like this")
 
     @property
     def experiment(self) -> str:

@@ -1,18 +1,17 @@
-"""Values that were never log-probs of drawn tokens."""
+"""RC203: log mu is exactly 0 for tokens to which the trainer gives less than one half."""
 
 import numpy as np
 
 from megatron_rc.analyze.chunk import Chunk
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules.rule import Level, Verdict
+from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 from megatron_rc.analyze.sums import ZERO_BELOW
 
 FEWEST = 3
 """Impossible zeros that are needed for a bug: a single one can be a damaged token."""
 
 
-def dummy_logprobs(evidence: Evidence) -> Verdict | None:
-    """RC203: log mu is exactly 0 for tokens to which the trainer gives less than one half."""
+def check(evidence: Evidence) -> Verdict | None:
     count = evidence.sums.impossible_zeros
     if count < FEWEST:
         return None
@@ -47,3 +46,6 @@ def _place(chunk: Chunk, zeros: np.ndarray) -> str:
             return f", nearly all of token id {ids[counts.argmax()]} (a forced token?)"
     neighbours = zeros[1:] & zeros[:-1]
     return ", in spans (tool results inside the loss mask?)" if neighbours.sum() > 0.5 * zeros.sum() else ""
+
+
+RULE = Rule("RC203", Stage.COUNTS, check)

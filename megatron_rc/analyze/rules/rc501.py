@@ -1,4 +1,4 @@
-"""Gaps with a cause that is not a bug in the logs: shifted experts, older weights, numerics."""
+"""RC501: a gap that no other rule explains; suspect if it is more than any known rounding gives."""
 
 import math
 from statistics import NormalDist
@@ -6,10 +6,9 @@ from statistics import NormalDist
 import numpy as np
 
 from megatron_rc.analyze.evidence import Evidence
-from megatron_rc.analyze.rules.rule import Level, Verdict
+from megatron_rc.analyze.rules import rc404, rc502
+from megatron_rc.analyze.rules.rule import Level, Rule, Stage, Verdict
 
-LEAST_EXPLAINED = 0.02
-"""Least share of the variance of |l| that the shifted experts must explain."""
 LARGEST_TYPICAL = 0.15
 """Noise of the logits at the typical token above which a gap without another cause is suspect: all tokens are off.
 Measured (benchmarks/diagnosis/confusion.py, docs/results.md): 0.014 for a bf16 sampler, 0.019 for int8 weights,
@@ -26,56 +25,12 @@ FEWEST_UNSURE = 100
 """Such tokens that a typical noise needs; with fewer, the noise over all tokens is used."""
 
 
-def shifted_experts(evidence: Evidence) -> Verdict | None:
-    """RC404: tokens whose experts differ carry the gap."""
-    profile = evidence.profiles["routes"]
-    if len(profile.bins) < 2 or not evidence.significant(evidence.factor_tests.get("routes")):
-        return None
-    same, moved = np.asarray(profile.bins) == 0, np.asarray(profile.bins) > 0
-    if not same.any() or profile.explained < LEAST_EXPLAINED:
-        return None
-    k3_moved = float(np.average(profile.k3[moved], weights=profile.count[moved]))
-    k3_same = float(profile.k3[same][0])
-    share = float((profile.count[moved] * (profile.k3[moved] - k3_same)).sum() / evidence.sums.k3)
-    return Verdict(
-        "RC404",
-        Level.NUMERICS,
-        f"tokens with shifted experts have k3 {k3_moved:.1e}, the others {k3_same:.1e}: expert choice carries "
-        f"{share:.0%} of the gap, which route replay removes",
-        {"k3_shifted": k3_moved, "k3_same": k3_same, "explained": profile.explained},
-        evidence.adjusted[evidence.factor_tests["routes"].name],
-        min(1.0, max(0.0, share)),
-    )
-
-
-def policy_lag(evidence: Evidence) -> Verdict | None:
-    """RC502: the gap grows with the number of updates since sampling."""
-    profile = evidence.profiles["lag"]
-    lags = np.asarray(profile.bins, dtype=float)
-    if lags.size < 2 or not evidence.significant(evidence.factor_tests.get("lag")):
-        return None
-    if float(np.corrcoef(lags, profile.k3)[0, 1]) < 0.3:
-        return None
-    fresh = float(profile.k3[0])
-    share = float((profile.count * (profile.k3 - fresh)).sum() / evidence.sums.k3)
-    return Verdict(
-        "RC502",
-        Level.STALENESS,
-        f"the gap grows from k3 {fresh:.1e} at {lags[0]:.0f} updates since sampling to "
-        f"{profile.k3[-1]:.1e} at {lags[-1]:.0f}: the lag of the policy explains {max(0.0, share):.0%} of the gap",
-        {"k3_fresh": fresh, "k3_oldest": float(profile.k3[-1]), "largest_lag": float(lags[-1])},
-        evidence.adjusted[evidence.factor_tests["lag"].name],
-        min(1.0, max(0.0, share)),
-    )
-
-
-def numerics(evidence: Evidence) -> Verdict | None:
-    """RC501: a gap that no other rule explains; suspect if it is more than any known rounding gives."""
+def check(evidence: Evidence) -> Verdict | None:
     whole = evidence.whole
     horizon, typical = evidence.growth.horizon, _typical_noise(evidence)
     known = evidence.has("routes_shifted")
-    causes = (("routes", shifted_experts), ("lag", policy_lag))
-    unexplained = not any(name in evidence.profiles and rule(evidence) is not None for name, rule in causes)
+    causes = (("routes", rc404), ("lag", rc502))
+    unexplained = not any(name in evidence.profiles and rule.check(evidence) is not None for name, rule in causes)
     limit = LARGEST_TYPICAL if known else LARGEST_SIGMA
     reach = f"; weights of whole sequences are useful up to {horizon:,.0f} tokens" if math.isfinite(horizon) else ""
     text = f"the gap of k3 {whole.k3:.1e} nats per token is what a noise of {whole.sigma:.3f} on every logit gives"
@@ -110,3 +65,6 @@ def _typical_noise(evidence: Evidence) -> float:
     if unsure.sum() < FEWEST_UNSURE:
         return evidence.whole.sigma
     return float(np.median(np.abs(chunk.log_ratio[unsure]) / doubt[unsure])) / NormalDist().inv_cdf(0.75)
+
+
+RULE = Rule("RC501", Stage.NUMERICS, check)
