@@ -74,15 +74,14 @@ def correct(
 ) -> Corrected:
     """Importance weights and mask, so that pi learns from tokens of mu; call it once on all local tokens of a rollout.
 
-    With l = log pi - log mu of a token, the value shared by a unit is rho = e^l (token), exp sum l (sequence),
-    exp mean l (geometric, segment), sums and means over the unit's loss tokens; of a prefix, exp of the sum of l up to
-    and with the token. weights = min(rho, upper),
-    clamp(rho, lower, upper), or rho inside the bounds and dropped outside; then every Rejection drops its units; then
-    normalize="batch" divides by the mean weight of the kept tokens. No gate sees another gate or the weight. The gate
-    "standardized" keeps units with |S + T K| <= upper sqrt(2 T K), where S = sum l over T tokens, K = mean min(k3, 0.5)
-    over the batch; and all of T K < 1e-6, which is rounding.
-    A NaN or +inf log-prob, or -inf from the sampler, drops its sequence when any unit is larger than a token, else its
-    token. log pi = -inf with a finite log mu is rho = 0. Nothing here waits for the device.
+    With l = log pi - log mu of a token, a unit shares one value. It is rho = e^l (token), exp sum l (sequence), exp
+    mean l (geometric, segment), sums and means over the unit's loss tokens. Of a prefix it is exp of the sum of l up to
+    and with the token. weights = min(rho, upper), clamp(rho, lower, upper), or rho inside the bounds and dropped
+    outside; then every Rejection drops its units; then normalize="batch" divides by the mean weight of the kept tokens.
+    No gate sees another gate or the weight. The gate "standardized" keeps units with |S + T K| <= upper sqrt(2 T K),
+    where S = sum l over T tokens, K = mean min(k3, 0.5) over the batch. It also keeps all of T K < 1e-6, which is
+    rounding. A NaN or +inf log-prob, or -inf from the sampler, drops its sequence when any unit is larger than a token,
+    else its token. log pi = -inf with a finite log mu is rho = 0. Nothing here waits for the device.
 
     Args:
         train_logprobs: [N] packed or [B, T] padded, fp32, nats.
@@ -102,10 +101,10 @@ def correct(
             measured_upper. `Extras` describes each.
         dp_group: data-parallel ranks, for normalize="batch" and the gate "standardized".
         cp_group: ranks that hold other tokens of the same sequences, in the same order.
-        backend: "torch"; "triton", which needs three launches, a fourth where turns are judged, one more to normalise,
-            one for sampling_logprobs and two for a K of this batch (an argument that is not contiguous, or a mean_k3
-            that is not fp64, is copied in a launch of its own); or "auto": triton where its kernels can take every
-            argument, which excludes fp64.
+        backend: "torch", "triton", or "auto": triton where its kernels can take every argument, which excludes fp64.
+            Triton needs three launches, a fourth where turns are judged, one more to normalise, one for
+            sampling_logprobs and two for a K of this batch. An argument that is not contiguous, or a mean_k3 that is
+            not fp64, is copied in a launch of its own.
 
     Returns:
         Corrected, in the layout of the input.

@@ -31,8 +31,8 @@ class Rejection:
 
     statistic: str = "ratio"
     """ratio (pi / mu), k2 (l^2 / 2), k3 (e^l - 1 - l), abs_log_ratio (|l|), prob_diff (pi - mu, signed), with
-    l = log pi - log mu; standardized (|sum l + T K| / sqrt(2 T K) of a unit of T tokens, K the mean k3 of the batch,
-    with an upper bound only); lag (updates since the token was sampled); or a name given to `correct` in `statistics`.
+    l = log pi - log mu. standardized: |sum l + T K| / sqrt(2 T K) of a unit of T tokens, K the mean k3 of the batch,
+    with an upper bound only. lag: updates since the token was sampled. Or a name given to `correct` in `statistics`.
     """
     level: Unit = "sequence"
     """The unit that is judged and dropped: a token, a sequence, or a segment (one turn)."""

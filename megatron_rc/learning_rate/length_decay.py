@@ -26,9 +26,9 @@ class LengthDecayLR(LRScale):
     The first halving applies to rollout P itself, before its optimizer steps. The period counts rollouts: the scale is
     the same for all optimizer steps of a rollout, and a rollout without any step counts too. The surge step is known
     once the detector has confirmed it, 12 measured rollouts after the surge began; nothing is halved before. If P
-    becomes known only after rollout P (which takes a ``period_per_surge`` near 1 or below, or a short warm-up of the
-    detector), the scale jumps to where it would be had P been known from the start: a late decay costs more than an
-    early one.
+    becomes known only after rollout P, the scale jumps to where it would be had P been known from the start, because a
+    late decay costs more than an early one. That takes a ``period_per_surge`` near 1 or below, or a short warm-up of
+    the detector.
 
     The lengths must be those of the global batch, so that all ranks compute the same learning rate.
 

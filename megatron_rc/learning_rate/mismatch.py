@@ -180,9 +180,9 @@ class LRGateSettings:
     """The arguments of LRGate in a configuration file; the learning rate comes from elsewhere."""
 
     signal: Signal = "ess"
-    """What decides: ess, the effective sample size after the correction, as a share of the tokens, or of the sequences
-    for weights of level sequence and geometric; k3, in nats per token; length, the mean response length in tokens;
-    grad_cosine, which only a loop of your own can supply."""
+    """What decides. ess: the effective sample size after the correction, as a share of the tokens, or of the sequences
+    for weights of level sequence and geometric. k3: nats per token. length: the mean response length in tokens.
+    grad_cosine: only a loop of your own can supply it."""
     rule: Rule = "scale"
     """scale: the learning rate follows the signal of every rollout. halve: it halves when the signal stays beyond its
     target, and never grows again."""

@@ -181,9 +181,9 @@ def linear_policy_loss(
     follows at once, and the logits are overwritten. Backward multiplies dX and dW by the gradient by the loss, so it
     runs once. Under torch.no_grad() nothing but the loss is computed.
 
-    dW needs [V_local, H] fp32 of memory from forward to backward. With ``upstream``, the gradient by the loss that
-    backward will bring (for Megatron, what the schedule and the caller multiply the loss with, its loss scaler
-    included), dW goes straight into weight.main_grad in forward; a backward must then follow, and no activation
+    dW needs [V_local, H] fp32 of memory from forward to backward. ``upstream`` is the gradient by the loss
+    that backward will bring: for Megatron, what the schedule and the caller multiply the loss with, its loss scaler
+    included. With it dW goes straight into weight.main_grad in forward. A backward must then follow, and no activation
     checkpointing may run this forward twice. fp16 needs upstream, since gradients below 6e-8 are lost before a factor
     that comes later.
 

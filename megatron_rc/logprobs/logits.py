@@ -78,7 +78,7 @@ def vocab_parallel_logprobs(
     Raises:
         ValueError: mismatched shapes, dtypes or devices, a temperature <= 0, a vocab_size larger than all shards
             together, logits that overlap in memory with inplace_backward, an unknown backend, "triton" with logits that
-            its kernels cannot take; under set_debug_checks(True) also targets or kept ids outside the vocabulary,
+            its kernels cannot take. Under set_debug_checks(True) also targets or kept ids outside the vocabulary,
             offsets that do not ascend, a temperature tensor with a value <= 0, ranks of tp_group with unequal rows.
 
     Source: online softmax (arXiv 1805.02867) in the shifted form that stays exact for large logits.

@@ -103,9 +103,9 @@ def policy_loss(
 ) -> PolicyLoss:
     """sum_t scale_t [mask_t w_t L_t + kl_coef K_t - entropy_coef H_t] over the tokens of one micro-batch.
 
-    With r = current / old, ppo is -A r, cut off outside the trust region: L = -A min(r, 1 + clip_upper) for A > 0 and
-    L = -A max(r, 1 - clip_lower) for A < 0, there also -A min(., dual_clip). reinforce is L = -A log current. w and
-    mask come from `corrected` and apply to this term alone; K and H count wherever scale is not 0.
+    With r = current / old, ppo is -A r, cut off outside the trust region. L = -A min(r, 1 + clip_upper) for A > 0. For
+    A < 0 it is L = -A max(r, 1 - clip_lower), where dual_clip bounds the max from above. reinforce is L = -A log
+    current. w and mask come from `corrected` and apply to this term alone; K and H count wherever scale is not 0.
 
     K = r (e^d - 1 - d), d = log reference - log current, estimates KL(pi||ref) from samples of old. Since r has a
     gradient too, that of K is r log(pi / ref) grad log pi: the gradient of KL(pi||ref). Without r in front, k3 would
@@ -131,8 +131,8 @@ def policy_loss(
 
     Returns:
         PolicyLoss. Without any token the loss is 0 and differentiable. Metrics: loss and its policy_loss, added up over
-        whatever is merged and pooled (the micro-batches and ranks of one optimizer step give the loss of the step);
-        kl_ref and entropy as means weighted by scale; clip_low, clip_high and dual_clip as shares of kept tokens.
+        whatever is merged and pooled: the micro-batches and ranks of one optimizer step give the loss of the step.
+        kl_ref and entropy are means weighted by scale, clip_low, clip_high and dual_clip shares of kept tokens.
         `pair_metrics` compares current with old.
 
     Raises:

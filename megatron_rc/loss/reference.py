@@ -64,9 +64,9 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tenso
     """sum_t scale_t [mask_t w_t L_t + kl_coef K_t - entropy_coef H_t], as `megatron_rc.policy_loss` explains it.
 
     Returns:
-        The loss, 0-d, fp32 (fp64 for fp64 log-probs); and [2 M] fp64, the totals of M metrics, then what divides each:
-        loss, policy_loss, kl_ref (with reference_logprobs), entropy (when given) over the sum of scale; for ppo
-        clip_high, clip_low, dual_clip (when set) over the number of kept tokens.
+        The loss, 0-d, fp32 (fp64 for fp64 log-probs); and [2 M] fp64, the totals of M metrics, then what divides each.
+        loss, policy_loss, kl_ref (with reference_logprobs), entropy (when given): the sum of scale. For ppo
+        clip_high, clip_low, dual_clip (when set): the number of kept tokens.
     """
     current = inputs.current.to(compute_dtype(inputs.current))
     detached, advantages, weights, scale = (

@@ -75,8 +75,8 @@ class TrainSettings:
     """Rollouts of this many later steps may be sampled while a step trains, by weights at most as many versions older
     than those that they train; 0 samples and trains in turn."""
     keep_sampling_weights: bool = False
-    """Split the gap between trainer and sampler into mismatch and staleness: with rollout.lag N or asynchronous
-    N, N + 1 copies of the trained weights are kept in host memory, N are written with every checkpoint, and each older
+    """Split the gap between trainer and sampler into mismatch and staleness. With rollout.lag N or asynchronous
+    N, N + 1 copies of the trained weights are kept in host memory, and N are written with every checkpoint. Each older
     version in a rollout takes one more forward pass. A weight with staleness_upper keeps them in any case."""
     control: Control = "none"
     """Applies what the correction does to other tokens, to see whether its choice matters; to other turns or sequences
@@ -101,7 +101,7 @@ class TrainSettings:
     head: Head = "logits"
     """What log-probs are made of. logits: the model's logits of all tokens of a micro-batch. linear: its hidden states
     and the weight of its head, a few thousand tokens with a loss at a time, so that no tensor has as many elements as
-    tokens times vocabulary; without an old pass (correction.old) backward computes these logits again."""
+    tokens times vocabulary. Without an old pass (correction.old) backward computes these logits again."""
     head_chunk: int | None = None
     """With head linear: tokens whose logits exist at a time. null: 4096, halved while their logits take more than
     640 MiB, but not below 1024. Fewer take less memory, and add to the gradient of the weight more often."""

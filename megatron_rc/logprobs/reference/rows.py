@@ -159,9 +159,10 @@ def row_statistics(
 def merge_statistics(statistics: Tensor, temperature: float | Tensor) -> Merged:
     """Join the statistics of all shards in rank order, to the same bits wherever this is computed.
 
-    With M = max_r m_r, b_r = (m_r - M) / temperature and a_r = e^b_r: S = sum_r a_r s_r, U = sum_r a_r (u_r + b_r s_r),
-    logprob = (x[target] - M) / temperature - log S, entropy = log S - U / S, from the (m, s, u, x[target]) [R, 4, N] of
-    R shards and the temperature, a number or [N].
+    From the (m, s, u, x[target]) [R, 4, N] of R shards and the temperature, a number or [N]::
+
+        M = max_r m_r,  b_r = (m_r - M) / temperature,  a_r = e^b_r,  S = sum_r a_r s_r,  U = sum_r a_r (u_r + b_r s_r)
+        logprob = (x[target] - M) / temperature - log S,   entropy = log S - U / S
     """
     maxima, sums, shifted, targets = statistics.unbind(1)
     maximum = _zero_if_minus_inf(maxima.amax(0))

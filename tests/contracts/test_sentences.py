@@ -1,0 +1,44 @@
+"""No sentence of a docstring has more than 40 words."""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+END = re.compile(r"(?<=[.!?])[)\"'`]?\s+|\n\s*\n|\n(?=\s*([*-] |[\w`*][\w ,./*`-]*: |\S.*   ))")
+"""After a stop, between paragraphs, before an item such as those of `Args`, and before a row with columns."""
+EXCEPTED = {
+    "megatron_rc/analyze/lead_lag.py",
+    "megatron_rc/analyze/sums.py",
+    "megatron_rc/integrations/patching.py",
+    "megatron_rc/integrations/slime/rollout_hook.py",
+    "megatron_rc/integrations/slime/tokens.py",
+}
+
+
+def long_sentences(source: str) -> Iterator[str]:
+    """Sentences of more than 40 words in the docstrings of a module, those of its constants included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            start = 0
+            text = inspect.cleandoc(node.value.value)
+            for stop in [*(match.start() for match in END.finditer(text)), len(text)]:
+                if len(text[start:stop].split()) > 40:
+                    yield text[start:stop].strip()
+                start = stop
+
+
+def test_no_sentence_of_a_docstring_has_more_than_40_words() -> None:
+    files = [file for folder in ("megatron_rc", "triton_kernels") for file in sorted((ROOT / folder).rglob("*.py"))]
+    names = {file: str(file.relative_to(ROOT)) for file in files}
+    found = [(names[file], long) for file in files for long in long_sentences(file.read_text())]
+    assert [long for long in found if long[0] not in EXCEPTED] == []
+
+
+def test_a_long_sentence_is_seen_wherever_it_is_and_ends_where_a_reader_pauses() -> None:
+    words = " ".join(["word"] * 40)
+    seen = f'"""{words} x."""\nclass A:\n    """{words} x."""\n    x: int\n    """{words} x."""'
+    assert [*long_sentences(seen)] == [f"{words} x."] * 3
+    assert [*long_sentences(f'"""{words}. {words}\n\n{words}:\n    item: {words[5:]}\n    a    {words[5:]}"""')] == []
