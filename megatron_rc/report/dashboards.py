@@ -12,8 +12,9 @@ from megatron_rc.files import read_json, replace_text
 from megatron_rc.report import sinks
 from megatron_rc.report.curves import Record, phase_of
 from megatron_rc.report.log import read_metrics
-from megatron_rc.report.sinks import SERVICES, Run, Sink
+from megatron_rc.report.sinks import Run, Sink
 from megatron_rc.schema import one_line
+from megatron_rc.settings.log import SERVICES
 
 STATE_FILE = "dashboards.json"
 RETRY_SECONDS = 600.0

@@ -1,6 +1,25 @@
-"""The services that show the metrics of a job."""
+"""The services that show the metrics of a job: a row, and a setting of the same name."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Service(NamedTuple):
+    package: str
+    """Package to import."""
+    extra: str | None = None
+    """Extra of megatron-rc that installs it; None: the package alone."""
+    replaces_steps: bool = False
+    """Shows the newest values of a step that a resumed job repeats; other services keep the first ones."""
+
+
+SERVICES = {
+    "tensorboard": Service("tensorboard", "report", replaces_steps=True),
+    "wandb": Service("wandb", "wandb"),
+    "mlflow": Service("mlflow", "mlflow"),
+    "trackio": Service("trackio", "trackio"),
+}
+"""The code of each is in report/sinks/NAME_sink.py."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,13 +14,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FLOORS = (
     "versions schema files drawing collectives kernels",
-    "backend engine tasks report",
+    "backend engine tasks",
     "batch",
     "correction dump",
     "loss moe learning_rate",
-    "settings analyze",
-    "logprobs models",
-    "training rollout launch",
+    "settings",
+    "logprobs models report",
+    "training rollout launch analyze",
     "integrations jobs",
     "doctor __init__",
     "cli",

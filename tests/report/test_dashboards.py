@@ -1,5 +1,6 @@
 """Every step reaches a dashboard once and in order, whatever happens to the job or to the dashboard."""
 
+import dataclasses
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from megatron_rc.report.context import without_credentials
 from megatron_rc.report.dashboards import Dashboards
 from megatron_rc.report.log import MetricsLog
 from megatron_rc.report.sinks import Run
-from megatron_rc.settings.log import LogSettings
+from megatron_rc.settings.log import SERVICES, LogSettings
 
 
 class Service:
@@ -154,9 +155,15 @@ def test_tensorboard_is_used_where_it_is_installed_and_the_others_on_request(mon
     assert list(sinks.requested(vars(LogSettings(wandb="p")))) == ["tensorboard", "wandb"]
 
 
-@pytest.mark.parametrize("field", sinks.SERVICES)
+def test_every_service_has_a_setting_and_a_file_of_its_name() -> None:
+    files = [path.name.removesuffix("_sink.py") for path in Path(sinks.__file__).parent.glob("*_sink.py")]
+    assert [field.name for field in dataclasses.fields(LogSettings)] == [*SERVICES]
+    assert sorted(files) == sorted(SERVICES)
+
+
+@pytest.mark.parametrize("field", SERVICES)
 def test_a_missing_package_is_one_sentence_that_names_the_extra(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = sinks.SERVICES[field]
+    service = SERVICES[field]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError) as error:
         sinks.requested(vars(LogSettings(**{field: "project"})))

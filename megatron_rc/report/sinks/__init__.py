@@ -1,4 +1,4 @@
-"""Services that show the metrics of a run besides metrics.jsonl: one file and one entry of `SERVICES` for each."""
+"""Services that show the metrics of a run besides metrics.jsonl: a file NAME_sink.py per row of `SERVICES`."""
 
 import importlib
 import importlib.util
@@ -6,23 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-
-class Service(NamedTuple):
-    package: str
-    """Package to import."""
-    extra: str
-    """Extra of this package that installs it."""
-    replaces_steps: bool = False
-    """Shows the newest values of a step that a resumed job repeats; other services keep the first ones."""
-
-
-SERVICES = {
-    "tensorboard": Service("tensorboard", "report", replaces_steps=True),
-    "wandb": Service("wandb", "wandb"),
-    "mlflow": Service("mlflow", "mlflow"),
-    "trackio": Service("trackio", "trackio"),
-}
-"""Maps each field of the section `log` to its service; the code is in <field>_sink.py."""
+from megatron_rc.settings.log import SERVICES
 
 
 class Run(NamedTuple):
@@ -59,9 +43,8 @@ def requested(log: Mapping[str, Any]) -> dict[str, str]:
         asked = log[field]
         installed = importlib.util.find_spec(service.package) is not None
         if asked and not installed:
-            raise ValueError(
-                f"log.{field} needs the package {service.package}: pip install 'megatron-rc[{service.extra}]'"
-            )
+            installs = f"'megatron-rc[{service.extra}]'" if service.extra else service.package
+            raise ValueError(f"log.{field} needs the package {service.package}: pip install {installs}")
         if asked or (asked is None and service.replaces_steps and installed):
             projects[field] = str(asked)
     return projects
