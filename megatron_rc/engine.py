@@ -1,10 +1,13 @@
-"""RolloutEngine, the protocol of every sampler: token ids in, token ids and log-probs out, weights back in."""
+"""RolloutEngine, the protocol of every sampler: token ids in, token ids and log-probs out, weights back in.
+
+`ENGINES` has a row per engine that a job can name; `rollout.opening` opens it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from megatron_rc.schema.limits import check_at_least, check_positive
 
@@ -15,6 +18,44 @@ Prompts = Sequence[Sequence[int]]
 """Token ids of each prompt."""
 OnFinished = Callable[[int], None] | None
 """Called with the number of newly finished responses."""
+
+
+class EngineKind(NamedTuple):
+    """What an engine is, and what it can do."""
+
+    module: str
+    """Module of `megatron_rc.rollout` whose `open_engine` makes it."""
+    sentence: str
+    returns_routes: str = ""
+    """Which routes its samples have, to follow its name in a sentence; empty: none."""
+    has_servers: bool = False
+    """It asks servers, which are started apart from the trainer and must prove that they took the weights."""
+    replays: bool = False
+    """Its samples exist already: no weights are served, and no held-out prompt is answered."""
+    draws_otherwise: bool = False
+    """It obeys `HiddenSampling`."""
+    lends_itself: bool = False
+    """It may serve other weights for the time of an evaluation."""
+
+
+DEFAULT_ENGINE = "embedded"
+"""Needs nothing besides the trainer's process; warm-ups use it, whatever engine the job has."""
+ENGINES = {
+    DEFAULT_ENGINE: EngineKind(
+        "embedded.engine",
+        "a transformers model in the trainer's process.",
+        returns_routes="returns them",
+        draws_otherwise=True,
+        lends_itself=True,
+    ),
+    "sglang": EngineKind("sglang.engine", "the servers of `sglang`.", returns_routes="returns them", has_servers=True),
+    "recorded": EngineKind(
+        "recorded",
+        "the samples that --dump wrote to `recorded_path`.",
+        returns_routes="has those that were dumped (moe.dump_routes)",
+        replays=True,
+    ),
+}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc import schema
+from megatron_rc.engine import DEFAULT_ENGINE
 from megatron_rc.jobs import run as job
 from megatron_rc.jobs import verdicts
 from megatron_rc.jobs.grid_settings import FAILURE, Cell, GridSettings
@@ -202,7 +203,7 @@ def _warmed(grid: GridSettings, seed: int) -> Path:
     folder = _warm_folders(grid)[seed]
     with _claimed(folder, wait=True):
         if not (folder / "hf/config.json").is_file():
-            changes = {"output": str(folder), "train.seed": seed, "train.steps": 0, "rollout.engine": "embedded"}
+            changes = {"output": str(folder), "train.seed": seed, "train.steps": 0, "rollout.engine": DEFAULT_ENGINE}
             data = _changed(_fields(grid, {}), changes)
             data.pop("moe", None)
             _train(grid, data, folder)

@@ -7,12 +7,10 @@ imported after the emulation of CUDA is on.
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,52 +114,29 @@ def _task(settings: JobSettings, hf_config: dict[str, Any]) -> Task:
 
 
 def _engine(settings: JobSettings, policy: Policy, groups: Groups, probe: Probe | None) -> RolloutEngine:
-    from megatron_rc.rollout.embedded.engine import EmbeddedEngine
-    from megatron_rc.rollout.recorded import RecordedEngine
-    from megatron_rc.rollout.stale import StaleEngine
-    from megatron_rc.rollout.worker import WorkerEngine
+    from megatron_rc.rollout.opening import Opening, open_engine
 
-    rollout = settings.rollout
-    engine: RolloutEngine
-    if rollout.engine == "recorded":
-        assert rollout.recorded_path is not None
-        return RecordedEngine(rollout.recorded_path)
-    if rollout.engine == "sglang":
-        engine = _sglang_engine(settings, policy, groups, probe)
-    else:
-        routes = settings.moe.wants_routes
-        name = f"embedded-{groups.rank}"
-        config, device = policy.hf_config, policy.device
-        build = partial(EmbeddedEngine, config, dtype=rollout.dtype, device=device, return_routes=routes, name=name)
-        if settings.train.asynchronous:
-            return groups.together(lambda: WorkerEngine(build, agree=groups.raise_everywhere))
-        engine = build()
-    return StaleEngine(engine, rollout.lag) if rollout.lag else engine
+    opening = Opening(
+        settings=settings.rollout,
+        hf_config=policy.hf_config,
+        device=policy.device,
+        output=Path(settings.output),
+        rank=groups.rank,
+        writer=groups.is_writer,
+        returns_routes=settings.moe.wants_routes,
+        in_background=settings.train.asynchronous > 0,
+        agree=groups.raise_everywhere,
+        probe=probe.logprobs if probe else None,
+    )
+    return open_engine(opening, groups.together)
 
 
 def _probe(settings: JobSettings, policy: Policy) -> Probe | None:
     """Probe that checks the servers' weights; None if a perturbation changes them on purpose."""
     rollout = settings.rollout
-    if rollout.engine != "sglang" or rollout.quantize != "none" or rollout.amplify or rollout.lag:
+    if not rollout.kind.has_servers or rollout.quantize != "none" or rollout.amplify or rollout.lag:
         return None
     from megatron_rc.rollout.sglang.control import probe_prompt
     from megatron_rc.training.probe import Probe
 
     return Probe(policy, probe_prompt(policy.hf_config["vocab_size"], policy.hf_config["max_position_embeddings"]))
-
-
-def _sglang_engine(settings: JobSettings, policy: Policy, groups: Groups, probe: Probe | None) -> RolloutEngine:
-    from megatron_rc.rollout.sglang.engine import SGLangEngine
-
-    sglang = settings.rollout.sglang
-    sglang = dataclasses.replace(sglang, sync_dir=sglang.sync_dir or str(Path(settings.output) / "sync"))
-    return groups.together(
-        lambda: SGLangEngine(
-            sglang,
-            policy.hf_config,
-            agree=groups.raise_everywhere,
-            writer=groups.is_writer,
-            return_routes=sglang.capture_routes or settings.moe.wants_routes,
-            probe=probe.logprobs if probe else None,
-        )
-    )

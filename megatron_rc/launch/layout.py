@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_rc.engine import DEFAULT_ENGINE
 from megatron_rc.launch.server import free_port
 from megatron_rc.settings.cluster import ClusterSettings
 from megatron_rc.settings.job import JobSettings
@@ -144,7 +145,7 @@ def starts_of(settings: JobSettings, options: Options) -> Starts:
     # without servers of its own, the trainer keeps the addresses of the settings
     changes = [f"rollout.sglang.urls=[{', '.join(urls)}]"] if urls else []
     if warm:
-        embedded = ["rollout.engine=embedded", "rollout.sglang.capture_routes=false"]
+        embedded = [f"rollout.engine={DEFAULT_ENGINE}", "rollout.sglang.capture_routes=false"]
         warm_up = _torchrun(cluster, options, [f"output={json.dumps(warm)}", "train.steps=0", *embedded])
         changes += [f"model.hf_path={json.dumps(model)}", "warmup.steps=0"]
     if urls and options.doctor:

@@ -86,7 +86,7 @@ def make_plan(settings: JobSettings) -> Plan:
     plan = Plan(settings=settings, hf=_hf_config(settings.model))
     parallel, rollout, cluster, hf = settings.parallel, settings.rollout, settings.cluster, plan.hf
     serving = cluster.serve_gpus
-    if serving and rollout.engine != "sglang":
+    if serving and not rollout.kind.has_servers:
         raise ValueError(f"cluster.serve_gpus must be 0 when rollout.engine is {rollout.engine!r}, got {serving}")
     if layout.warm_folder(settings) and cluster.nodes > 1:
         raise ValueError("model.hf_path must name a checkpoint on every node, for the servers to start from")
@@ -134,7 +134,7 @@ def print_plan(settings: JobSettings, options: Options) -> None:
     lines = [*_layout_lines(plan), "", *_memory_lines(plan)]
     if cluster.serve_gpus:
         lines += ["", *_server_lines(plan)]
-    if settings.rollout.engine == "sglang":
+    if settings.rollout.kind.has_servers:
         lines += ["", _saved_line(plan)]
     lines += ["", "starts:" if cluster.nodes == 1 else "starts in a Slurm job:"]
     for environment, words in _commands(settings, options):

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_rc.dump.schema import dump_files, has_tokens, read_dump
 from megatron_rc.dump.writer import sample_of
 from megatron_rc.engine import OnFinished, Prompts, RolloutEngine, Sample, SamplingParams, check_request
+from megatron_rc.rollout.opening import Opening
 
 
 class RecordedEngine(RolloutEngine):
@@ -78,6 +79,12 @@ class RecordedEngine(RolloutEngine):
             self._records = {record["seed"]: record for step in read_dump(file) for record in step}
             self._loaded = file
         return self._records[seed]
+
+
+def open_engine(opening: Opening) -> RecordedEngine:
+    path = opening.settings.recorded_path
+    assert path is not None, "the settings refuse this"
+    return RecordedEngine(path)
 
 
 def _check_prompt(record: dict[str, Any], prompt: Sequence[int], index: int) -> None:

@@ -66,11 +66,11 @@ def _column(name: str) -> tuple[Combination, ...]:
 
 COMBINATIONS = (
     Combination(
-        lambda job, start: job.train.eval_weights == "trained" and job.rollout.engine != "embedded",
+        lambda job, start: job.train.eval_weights == "trained" and not job.rollout.kind.lends_itself,
         "train.eval_weights must be 'served' when rollout.engine is {job.rollout.engine!r}",
     ),
     Combination(
-        lambda job, start: job.train.asynchronous and job.rollout.engine == "recorded",
+        lambda job, start: job.train.asynchronous and job.rollout.kind.replays,
         "train.asynchronous must be 0 when rollout.engine is {job.rollout.engine!r}: nothing is left to sample",
     ),
     Combination(
@@ -84,7 +84,7 @@ COMBINATIONS = (
         "only the old pass of the whole batch can be compared with the weights that sampled",
     ),
     Combination(
-        lambda job, start: job.train.keep_sampling_weights and job.rollout.engine == "recorded",
+        lambda job, start: job.train.keep_sampling_weights and job.rollout.kind.replays,
         "train.keep_sampling_weights must be false when rollout.engine is {job.rollout.engine!r}: "
         "the weights of another job sampled the recording",
     ),

@@ -1,9 +1,10 @@
 """What is sampled, by which engine, and how far the weights that it serves are from those of the trainer."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron_rc.engine import HiddenSampling, SamplingParams
+from megatron_rc.engine import DEFAULT_ENGINE, ENGINES, EngineKind, HiddenSampling, SamplingParams
+from megatron_rc.schema.choice import Choice
 from megatron_rc.schema.limits import check_at_least
 from megatron_rc.settings.model import Dtype
 from megatron_rc.settings.sglang import SGLangSettings
@@ -13,9 +14,8 @@ Quantize = Literal["none", "int8", "fp8"]
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    engine: Literal["embedded", "sglang", "recorded"] = "embedded"
-    """embedded: a transformers model in the trainer's process. sglang: the servers of `sglang`. recorded: the samples
-    that --dump wrote to `recorded_path`."""
+    engine: Annotated[str, Choice(ENGINES)] = DEFAULT_ENGINE
+    """What samples."""
     sglang: SGLangSettings = field(default_factory=SGLangSettings)
     recorded_path: str | None = None
     """Dump folder of an earlier run, for engine recorded."""
@@ -50,13 +50,19 @@ class RolloutSettings:
         check_at_least(1, prompts_per_step=self.prompts_per_step)
         check_at_least(2, samples_per_prompt=self.samples_per_prompt)
         check_at_least(0, lag=self.lag, amplify=self.amplify, max_nonfinite_share=self.max_nonfinite_share)
-        if self.engine == "recorded" and not self.recorded_path:
-            raise ValueError("recorded_path must name a recorded dump when engine is 'recorded'")
-        if self.hidden.active and self.engine != "embedded":
-            why = "only the embedded engine can draw tokens otherwise than it reports"
+        if self.kind.replays and not self.recorded_path:
+            raise ValueError(f"recorded_path must name a recorded dump when engine is {self.engine!r}")
+        if self.hidden.active and not self.kind.draws_otherwise:
+            able = " or ".join(name for name, kind in ENGINES.items() if kind.draws_otherwise)
+            why = f"only {able} can draw tokens otherwise than it reports"
             raise ValueError(f"hidden must keep its defaults when engine is {self.engine!r}: {why}")
-        if self.amplify_fixed and (self.amplify == 0 or self.engine == "recorded"):
+        if self.amplify_fixed and (self.amplify == 0 or self.kind.replays):
             raise ValueError("amplify_fixed must be false where no weights are served, or amplify is 0")
+
+    @property
+    def kind(self) -> EngineKind:
+        """What the engine can do."""
+        return ENGINES[self.engine]
 
     def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
         return SamplingParams(self.max_new_tokens, self.temperature, self.top_p, self.top_k, stop_token_ids)

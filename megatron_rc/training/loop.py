@@ -52,7 +52,7 @@ class Job:
         self.sampler = Sampler(self.engine, self.task, self.groups, drawn, settings.train.seed, most_damaged)
         self.queue = RolloutQueue(self.sampler, settings) if settings.train.asynchronous else None
         self.sampling_weights = SamplingWeights.wanted(settings, self.policy)
-        self.evaluates = rollout.engine != "recorded"
+        self.evaluates = not rollout.kind.replays
         self.progress = Progress()
         self.lr_rule: LRScale | None = None
         self.lost_batch = LostBatchWarning()
@@ -251,7 +251,7 @@ class Job:
         result.metrics["time/rollout_s"] = received - started
         result.metrics["time/train_s"] = time.perf_counter() - received
         versions = batch.weight_versions[batch.loss_mask]
-        if rollout.engine == "sglang":
+        if rollout.kind.has_servers:
             result.metrics |= sampled.metrics()
         result.metrics["lag"] = self.progress.weight_version - float(versions.double().mean())
         return sampled, result

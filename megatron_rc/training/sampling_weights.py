@@ -32,7 +32,7 @@ class SamplingWeights:
         """Those of a job that may get older samples and asks for log-probs by the weights that sampled them."""
         asked = settings.train.keep_sampling_weights or Plan.of(settings.correction).has_two_factors
         oldest = settings.train.asynchronous or settings.rollout.lag
-        return cls(policy, oldest) if asked and oldest and settings.rollout.engine != "recorded" else None
+        return cls(policy, oldest) if asked and oldest and not settings.rollout.kind.replays else None
 
     @property
     def versions(self) -> list[int]:

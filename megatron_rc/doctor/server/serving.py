@@ -32,10 +32,10 @@ def version(facts: Facts) -> Finding:
 @SERVING.check
 def engine(facts: Facts) -> Finding:
     """rollout.engine against a job that uses servers."""
-    name = facts.trainer.settings.rollout.engine
-    if name == "sglang":
+    rollout = facts.trainer.settings.rollout
+    if rollout.kind.has_servers:
         return good("the job samples from servers")
-    return warning(f"the job samples with engine {name!r}", "Set rollout.engine=sglang.")
+    return warning(f"the job samples with engine {rollout.engine!r}", "Set rollout.engine=sglang.")
 
 
 @SERVING.check

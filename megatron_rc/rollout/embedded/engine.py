@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from megatron_rc.engine import HiddenSampling, OnFinished, Prompts, RolloutEngin
 from megatron_rc.models.config import torch_dtype
 from megatron_rc.rollout.embedded.model import build_model, weight_slots
 from megatron_rc.rollout.embedded.routes import RouteCapture
+from megatron_rc.rollout.opening import Opening
+from megatron_rc.rollout.worker import WorkerEngine
 from megatron_rc.settings.model import DTYPES, Dtype
 
 _COMPACT_SHARE = 1 / 8
@@ -205,6 +208,19 @@ class EmbeddedEngine(RolloutEngine):
                 )
             )
         return samples
+
+
+def open_engine(opening: Opening) -> RolloutEngine:
+    """The engine in this process, or in one of its own if it samples while the trainer computes."""
+    build = partial(
+        EmbeddedEngine,
+        opening.hf_config,
+        dtype=opening.settings.dtype,
+        device=opening.device,
+        return_routes=opening.returns_routes,
+        name=f"embedded-{opening.rank}",
+    )
+    return WorkerEngine(build, agree=opening.agree) if opening.in_background else build()
 
 
 class Drawn(NamedTuple):

@@ -1,11 +1,13 @@
 """SGLangEngine: the RolloutEngine of SGLang servers."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from megatron_rc.engine import OnFinished, Prompts, RolloutEngine, Sample, SamplingParams, check_request
+from megatron_rc.rollout.opening import Opening
 from megatron_rc.rollout.sglang.generation import Response, Run
 from megatron_rc.rollout.sglang.http import Server
 from megatron_rc.rollout.sglang.pool import Pool
@@ -198,3 +200,15 @@ def alone(error: str | None) -> None:
     """``agree`` of a single process."""
     if error is not None:
         raise ValueError(error)
+
+
+def open_engine(opening: Opening) -> SGLangEngine:
+    settings = opening.settings.sglang
+    return SGLangEngine(
+        replace(settings, sync_dir=settings.sync_dir or str(opening.output / "sync")),
+        opening.hf_config,
+        agree=opening.agree,
+        writer=opening.writer,
+        return_routes=settings.capture_routes or opening.returns_routes,
+        probe=opening.probe,
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rc.batch import TokenBatch
 from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import RolloutCorrection
-from megatron_rc.engine import Sample
+from megatron_rc.engine import ENGINES, Sample
 from megatron_rc.models.config import moe_layers
 from megatron_rc.moe.compare import compare_routes
 from megatron_rc.moe.gathering import join_layers
@@ -70,8 +70,8 @@ class Routing:
                 check_replayable(batch.routes, batch.lengths, self.shape)
         elif self.needs_routes:
             needs = "moe.replay='R3' and a rejection on 'route_shift' need the routes of every sample"
-            engines = "engines 'embedded' and 'sglang' return them, 'recorded' if they were dumped (moe.dump_routes)"
-            raise ValueError(f"{needs}, and the sampler returned none: {engines}")
+            able = (f"{name} {kind.returns_routes}" for name, kind in ENGINES.items() if kind.returns_routes)
+            raise ValueError(f"{needs}, and the sampler returned none; of the engines, {', '.join(able)}")
 
     def start(self, local: TokenBatch) -> "StepRoutes":
         """The routes of one rollout batch; ``local`` has the sequences of this rank."""
