@@ -14,10 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FLOORS = (
     "versions schema files drawing collectives kernels",
-    "backend engine tasks report",
+    "backend engine tasks",
     "batch",
     "correction dump",
-    "loss moe learning_rate",
+    "loss moe learning_rate report",
     "settings analyze",
     "logprobs models",
     "training rollout launch",
