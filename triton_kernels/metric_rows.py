@@ -13,10 +13,18 @@ import triton.language as tl
 from .log_ratio import expm1
 from .sheet import add, maxima_of_warps, sums_of_warps, write
 
-_WITH_SQUARES = tuple(name for each in ("dev", "rho", "q", "p") for name in (each, f"square:{each}"))
+Key = str | tuple[str, int, str]
+"""The name of a sum, or (name, power, part) as correction.sums.Sum."""
+
+
+def _square(key: Key) -> Key:
+    return (key, 2, "") if isinstance(key, str) else (key[0], 2, key[2])
+
+
+_WITH_SQUARES = tuple(key for each in ("dev", "rho", "q", "p") for key in (each, _square(each)))
 _PRODUCTS = ("log_ratio", "log_ratio_abs", "rho_log_ratio", "p_q", "dev_abs", "prob_gap")
 OF_TOKENS = ("beyond_2", "clamped", *_PRODUCTS, *_WITH_SQUARES, "tokens", "loss_tokens")
-OF_WEIGHTS = ("weight", "kept", "square:weight")
+OF_WEIGHTS = ("weight", "kept", _square("weight"))
 OF_STANDARDIZED = ("capped_k3", "pi_mass_kept", "judged")
 OF_SEQUENCES = ("bad_sequences",)
 _PERPLEXITIES = ("rollout_log_ppl", "train_log_ppl", "rollout_ppl", "train_ppl")
@@ -38,11 +46,11 @@ _LARGEST_LOG = tl.constexpr(80.0)
 class MetricRows(NamedTuple):
     """The rows of one call."""
 
-    added: tuple[str, ...]
+    added: tuple[Key, ...]
     """Sums over chunks."""
-    once: tuple[str, ...]
+    once: tuple[Key, ...]
     """Sums, and sums of squares, over sequences: written by the first chunk of each."""
-    outcomes: tuple[str, ...]
+    outcomes: tuple[Key, ...]
     """The same, but every chunk of a sequence writes a part. All sums but the first then count as 1 if not 0."""
     maxima: tuple[str, ...]
     minima: tuple[str, ...]
@@ -52,25 +60,25 @@ class MetricRows(NamedTuple):
         return sum(map(len, self))
 
     @property
-    def sums(self) -> tuple[str, ...]:
-        """Names of the sums that are computed from these rows, in order."""
+    def sums(self) -> tuple[Key, ...]:
+        """The sums that are computed from these rows, in order."""
         of_sequences = self.once + self.outcomes
-        return self.added + of_sequences + tuple(f"square:{name}" for name in of_sequences)
+        return self.added + of_sequences + tuple(map(_square, of_sequences))
 
 
 def metric_rows(
     sequences: bool,
     bounds: tuple[str, ...] | None,
-    parts: tuple[str, ...] = (),
+    parts: tuple[Key, ...] = (),
     standardized: bool = False,
-    upper: tuple[str, ...] = (),
+    upper: tuple[Key, ...] = (),
 ) -> MetricRows:
     """The rows of tokens; of sequences, if asked for; of the final weights and these bounds, unless they are None.
 
     Args:
-        parts: names of the sums of the bins of lags, bin by bin, then of the two factors.
+        parts: the sums of the bins of lags, bin by bin, then of the two factors.
         standardized: whether a gate is on that statistic.
-        upper: names of the sums of put_upper; none where no bound is measured.
+        upper: the sums of put_upper; none where no bound is measured.
     """
     if not sequences:
         assert bounds is None
@@ -84,10 +92,10 @@ def metric_rows(
         + parts
         + OF_WEIGHTS
         + (OF_STANDARDIZED if standardized else ())
-        + tuple(f"token:{name}" for name in bounds)
+        + tuple((name, 1, "token") for name in bounds)
         + OF_SEQUENCES,
         OF_WHOLE_SEQUENCES,
-        OF_OUTCOMES + tuple(f"seq:{name}" for name in bounds),
+        OF_OUTCOMES + tuple((name, 1, "sequence") for name in bounds),
         ("rho_max", "seq_rho_max", "weight_max"),
         ("rho_min", "seq_rho_min", "weight_min"),
     )

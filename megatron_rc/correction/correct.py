@@ -9,10 +9,10 @@ from torch import Tensor
 
 from megatron_rc.backend import use_triton
 from megatron_rc.collectives import Group
+from megatron_rc.correction.formulas import PART_METRICS, beyond
 from megatron_rc.correction.inputs import Extras, Inputs, Pair, check_inputs, check_pair, check_tokens
 from megatron_rc.correction.measured_upper import settled
 from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.correction.part_metrics import PART_METRICS
 from megatron_rc.correction.plan import Plan
 from megatron_rc.correction.reference.sums import Computed, Statistics
 from megatron_rc.correction.settings import RolloutCorrection
@@ -132,7 +132,7 @@ def correct(
     with torch.no_grad():
         found = module.correct(pair, inputs, plan, dp_group, cp_group)
     weights, mask = found.weights.view(loss_mask.shape), found.mask.view(loss_mask.shape)
-    metrics = MetricSums(found.statistics, PART_METRICS)
+    metrics = MetricSums(found.statistics, PART_METRICS | beyond(plan.bounds))
     return Corrected(weights, mask, found.bad_sequences, metrics, correction, found.mean_k3)
 
 

@@ -11,11 +11,10 @@ from megatron_rc.collectives import Group, all_reduced, is_alone, is_first_rank,
 from megatron_rc.correction.inputs import Inputs, Pair
 from megatron_rc.correction.measured_upper import SUMS, UNITS
 from megatron_rc.correction.plan import GatePlan, Plan, log_bound
-from megatron_rc.correction.reference.factors import FACTOR_SUMS
-from megatron_rc.correction.reference.lags import LAG_BINS, OF_LAGS
 from megatron_rc.correction.reference.log_ratio import pair_log_ratio
 from megatron_rc.correction.reference.prefix import carried
-from megatron_rc.correction.reference.sums import Computed, Statistics, square_of
+from megatron_rc.correction.reference.sums import Computed, Statistics
+from megatron_rc.correction.sums import FACTOR_SUMS, LAG_BINS, OF_LAGS, Key, Sum, part_of, square_of
 from megatron_rc.kernels.chunks import Tokens
 from megatron_rc.kernels.columns import COUNT, Column, num_sums
 from megatron_rc.kernels.correction import correction_fwd
@@ -112,7 +111,8 @@ def _mean_k3(units: Tensor, dp_group: Group) -> Tensor:
 
 
 def _statistics(rows: MetricRows, vector: Tensor) -> Statistics:
-    return Statistics(rows.sums, rows.maxima, rows.minima, vector)
+    sums = tuple(key if isinstance(key, str) else Sum(*key) for key in rows.sums)
+    return Statistics(sums, rows.maxima, rows.minima, vector)
 
 
 def _carry(pair: Pair, inputs: Inputs, cp_group: Group) -> Tensor | None:
@@ -234,15 +234,14 @@ def _kernel_plan(plan: Plan, advantages: str, known: tuple[str, ...]) -> _Kernel
             of_advantages = place("sequence", _ADVANTAGES if sums_advantages else None)
             kind = kind._replace(measures_upper=advantages, advantage_column=of_advantages)
     bound = float(correction.log_ratio_bound)
-    lags = Lags(sources["lags"], tuple(LAG_BINS.values())) if "lags" in sources else Lags()
+    lags = Lags(sources["lags"], tuple(each.smallest for each in LAG_BINS.values())) if "lags" in sources else Lags()
     decisions = Decisions(kind, gates, plan.drops_corrupt_sequences, bound, _bounds(plan), lags)
-    of_lags = tuple(f"lag_{what}:{name}" for name in LAG_BINS for what in OF_LAGS) if lags.bins else ()
-    names_of_bounds = (*(weight.metrics if weight else ()), *(planned.name for planned in plan.gates))
-    of_factors = FACTOR_SUMS if "sampling" in sources else ()
-    of_upper = (*SUMS, UNITS) if plan.measures_upper else ()
-    rows = metric_rows(True, names_of_bounds, of_lags + of_factors, plan.standardized is not None, of_upper)
+    of_lags: tuple[Key, ...] = tuple(part_of(key, name) for name in LAG_BINS for key in OF_LAGS) if lags.bins else ()
+    of_factors: tuple[Key, ...] = FACTOR_SUMS if "sampling" in sources else ()
+    of_upper: tuple[Key, ...] = (*SUMS, UNITS) if plan.measures_upper else ()
+    rows = metric_rows(True, plan.bounds, of_lags + of_factors, plan.standardized is not None, of_upper)
     names = [*rows.sums, *rows.maxima, *rows.minima]
-    powers = {"weight": 1, square_of("weight"): 2, "all_weight": 1, square_of("all_weight"): 2}
+    powers: dict[Key, int] = {"weight": 1, square_of("weight"): 2, "all_weight": 1, square_of("all_weight"): 2}
     powers |= {"weight_max": 1, "weight_min": 1}
     return _KernelPlan(sequence, segment, decisions, rows, tuple((names.index(name), p) for name, p in powers.items()))
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from megatron_rc.correction.settings import RolloutCorrection
+from megatron_rc.correction.sums import Key, Sum
 
 Value = TypeVar("Value", bound=Any)
 
@@ -13,7 +14,7 @@ FIRST = 2.0
 """C of the first rollout, before any is measured: the one that most codebases use."""
 GRID: Sequence[float] = tuple(100 ** (i / 31) for i in range(32))
 """Values of C that are tried, from 1 to 100."""
-SUMS = tuple(f"upper_{what}:{i}" for i in range(len(GRID)) for what in ("beyond", "weighted", "square"))
+SUMS = tuple(Sum(f"upper_{what}", part=str(i)) for i in range(len(GRID)) for what in ("beyond", "weighted", "square"))
 """For each C: sums of (rho - C)_+ |A|, of min(rho, C) A and of its square over all units."""
 UNITS = "upper_units"
 """Number of units, which are tokens or whole sequences."""
@@ -53,7 +54,7 @@ def error_terms(beyond: Value, weighted: Value, square: Value, *, samples: float
     return beyond**2, (square - weighted**2) / samples
 
 
-def least_error(sums: Mapping[str, Any]) -> float:
+def least_error(sums: Mapping[Key, Any]) -> float:
     """The C of GRID with the least MSE(C), the smaller of two equal ones; NaN without a whole sequence.
 
     The n of its variance is the number of whole sequences, for weights of tokens too: the tokens of a sequence share
@@ -64,7 +65,7 @@ def least_error(sums: Mapping[str, Any]) -> float:
         return math.nan
     errors = []
     for i in range(len(GRID)):
-        beyond, weighted, square = (sums[name] / units for name in SUMS[3 * i : 3 * i + 3])
+        beyond, weighted, square = (sums[key] / units for key in SUMS[3 * i : 3 * i + 3])
         bias_squared, variance = error_terms(beyond, weighted, square, samples=sequences)
         errors.append(bias_squared + max(variance, 0.0))
     return GRID[errors.index(min(errors))]

@@ -113,6 +113,11 @@ class Plan(NamedTuple):
         return cls(correction, weight, tuple(gates), frozenset(units), tuple(dict.fromkeys(statistics)), on_lags)
 
     @property
+    def bounds(self) -> tuple[str, ...]:
+        """Names of the metrics that count units beyond a bound: those of the weight, then of the gates, in order."""
+        return (*(self.weight.metrics if self.weight else ()), *(planned.name for planned in self.gates))
+
+    @property
     def standardized(self) -> GatePlan | None:
         """The gate that needs the mean k3 of the batch."""
         return next((planned for planned in self.gates if planned.is_standardized), None)

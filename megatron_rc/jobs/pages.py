@@ -29,7 +29,7 @@ Each of these is two metrics: with the ending `_token` the share of tokens, with
 such a token. A gate is named by its statistic, level and, above the level token, reduction: `k3_segment_mean`.
 """
 _LAGS = """
-A metric of this table exists once for every bin of lags that has tokens. The bins are 0, 1, 2_3, 4_7, 8_15 and 16_up.
+A metric of this table exists once for every bin of lags that has tokens. The bins are {bins}.
 The metrics need the lags of tokens. A training job passes lags to the correction if the weights that sampled a token
 are older than those that it trains, or if the correction depends on lags.
 """
@@ -78,8 +78,8 @@ One that is too old, or has another signature than the patch was made for, is re
 
 
 def metrics() -> str:
-    from megatron_rc.correction.metrics import METRICS, SHARES
-    from megatron_rc.correction.part_metrics import BY_LAG, OF_FACTORS
+    from megatron_rc.correction.formulas import BY_LAG, METRICS, OF_FACTORS, SHARES
+    from megatron_rc.correction.sums import LAG_BINS
     from megatron_rc.moe.shift_metrics import EXPERT_SHIFT, EXPERT_SHIFT_LISTS
     from megatron_rc.training.metric_names import JOB_METRICS
 
@@ -88,7 +88,10 @@ def metrics() -> str:
         rows = [(f"`{name}`", metric.unit, metric.meaning) for name, metric in members.items()]
         parts += [f"\n## {section}\n\n", table(("metric", "unit", "meaning"), rows)]
     parts += [_PAIRS, _formulas({name: metric.formula for name, metric in METRICS.items()}), _SHARES, _formulas(SHARES)]
-    parts += [_LAGS, _formulas({f"{name}_lag_<lags>": formula for name, (formula, _) in BY_LAG.items()})]
+    parts += [
+        _LAGS.format(bins=", ".join(LAG_BINS)),
+        _formulas({f"{name}_lag_<lags>": formula for name, (formula, _) in BY_LAG.items()}),
+    ]
     parts += [_TWO_FACTORS, _formulas({name: metric.formula for name, metric in OF_FACTORS.items()})]
     return "".join([*parts, _ROUTES, _formulas(EXPERT_SHIFT | EXPERT_SHIFT_LISTS)])
 

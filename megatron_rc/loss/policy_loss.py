@@ -12,7 +12,6 @@ from megatron_rc.collectives import all_reduced
 from megatron_rc.correction.correct import Corrected
 from megatron_rc.correction.inputs import check_shape
 from megatron_rc.correction.metrics import MetricSums
-from megatron_rc.correction.reference.sums import Statistics
 from megatron_rc.correction.settings import Aggregation, Denominator, RolloutCorrection, Surrogate, check_clipping
 from megatron_rc.loss.advantages import expand_to_tokens
 from megatron_rc.loss.reference import LossInputs, LossOptions
@@ -157,9 +156,7 @@ def loss_metrics(inputs: LossInputs, options: LossOptions, totals: Tensor) -> Me
     means = ["kl_ref"] * (inputs.reference_logprobs is not None) + ["entropy"] * (inputs.entropy is not None)
     if options.surrogate == "ppo":
         means += ["clip_high", "clip_low"] + ["dual_clip"] * (options.dual_clip is not None)
-    totals_of = ["sum:loss", "sum:policy_loss", *(f"total:{name}" for name in means)]
-    sums = [*totals_of, *(f"count:{name}" for name in ("loss", "policy_loss", *means))]
-    return MetricSums(Statistics(tuple(sums), (), (), totals))
+    return MetricSums.of_vector(totals, totals=("loss", "policy_loss"), means=tuple(means))
 
 
 def check_loss_arguments(

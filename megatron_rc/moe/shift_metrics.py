@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.metrics import Metric, Sums, quotient
+from megatron_rc.correction.formulas import Metric, Sums, quotient
 
 MARGINS = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
 """Upper edges of the buckets of the top-k margin, exclusive; one more bucket is above."""

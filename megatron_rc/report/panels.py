@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from megatron_rc.correction.sums import LAG_BINS
+
 
 class Curve(NamedTuple):
     label: str
@@ -51,8 +53,7 @@ def _against_old(names: Mapping[str, str]) -> tuple[Curve, ...]:
 
 def _by_lag(name: str) -> tuple[Curve, ...]:
     """One curve per bin of lags; a bin without tokens is not drawn."""
-    bins = {"0": "0", "1": "1", "2 and 3": "2_3", "4 to 7": "4_7", "8 to 15": "8_15", "16 and more": "16_up"}
-    return _against_sampler({label: f"{name}_lag_{lags}" for label, lags in bins.items()})
+    return _against_sampler({each.label: f"{name}_lag_{lags}" for lags, each in LAG_BINS.items()})
 
 
 def _rejected_routes(label: str, unit: Literal["token", "seq"]) -> Curve:

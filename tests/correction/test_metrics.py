@@ -12,7 +12,8 @@ from extras import correct
 
 from megatron_rc.correction import warnings as alarms
 from megatron_rc.correction.correct import pair_metrics
-from megatron_rc.correction.metrics import METRICS, SHARES, MetricSums
+from megatron_rc.correction.formulas import METRICS, SHARES
+from megatron_rc.correction.metrics import MetricSums
 from megatron_rc.correction.settings import PRESETS, Rejection, RolloutCorrection, Weight
 
 

@@ -34,6 +34,7 @@ from megatron_rc.correction.reference.sums import (
     token_counts,
     token_statistics,
 )
+from megatron_rc.correction.sums import Key
 
 
 def correct(pair: Pair, inputs: Inputs, plan: Plan, dp_group: Group, cp_group: Group) -> Computed:
@@ -269,11 +270,11 @@ def _of_standardized(batch: _Batch, counts: bool) -> Parts:
     tokens = batch.units[planned.gate.level].tokens
     filled = (tokens > 0).double() * counts
     mass = pi_mass_kept(planned.upper, tokens, batch.mean_k3) * filled
-    sums = {"capped_k3": batch.sums[_CAPPED_K3].sum() * counts, "pi_mass_kept": mass.sum(), "judged": filled.sum()}
-    return Parts(sums, {}, {})
+    total = batch.sums[_CAPPED_K3].sum() * counts
+    return Parts({"capped_k3": total, "pi_mass_kept": mass.sum(), "judged": filled.sum()}, {}, {})
 
 
-def _upper_sums(batch: _Batch, counts: bool) -> dict[str, Tensor]:
+def _upper_sums(batch: _Batch, counts: bool) -> dict[Key, Tensor]:
     """Sums over tokens, or over whole sequences on one context-parallel rank; no gate and no bound acts on them."""
     planned, bound = batch.plan.weight, batch.plan.correction.log_ratio_bound
     assert planned is not None

@@ -7,11 +7,7 @@ from torch import Tensor
 
 from megatron_rc.correction.inputs import Pair
 from megatron_rc.correction.reference.log_ratio import LogRatio
-
-FACTOR_SUMS = tuple(
-    name for factor in ("mismatch", "staleness") for name in (f"{factor}_rho", f"square:{factor}_rho", f"{factor}_k3")
-)
-"""Names of the sums over tokens, factor by factor."""
+from megatron_rc.correction.sums import FACTOR_SUMS, Key
 
 
 class LogFactors(NamedTuple):
@@ -31,8 +27,8 @@ def log_factors(pair: Pair, sampling_logprobs: Tensor, ratio: LogRatio) -> LogFa
     return LogFactors(torch.where(valid, sampling - rollout, 0), torch.where(valid, train - sampling, 0))
 
 
-def factor_statistics(factors: LogFactors, valid: Tensor, bound: float) -> dict[str, Tensor]:
-    """0-d sums over valid tokens, by the names of FACTOR_SUMS."""
+def factor_statistics(factors: LogFactors, valid: Tensor, bound: float) -> dict[Key, Tensor]:
+    """0-d sums over valid tokens, by FACTOR_SUMS."""
     sums: list[Tensor] = []
     for log_value in factors:
         ell = log_value.double().clamp(-bound, bound)

@@ -5,11 +5,7 @@ from torch import Tensor
 
 from megatron_rc.correction.plan import WeightPlan
 from megatron_rc.correction.reference.log_ratio import LogRatio
-
-LAG_BINS = {"0": 0, "1": 1, "2_3": 2, "4_7": 4, "8_15": 8, "16_up": 16}
-"""Name of a bin of lags -> its smallest lag; the first holds everything below the second."""
-OF_LAGS = ("tokens", "k3", "rho", "square:rho", "kept")
-"""Sums over the tokens of every bin."""
+from megatron_rc.correction.sums import LAG_BINS, OF_LAGS, Key, part_of
 
 
 def bounds_of_units(planned: WeightPlan, lag: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,12 +24,12 @@ def bounds_of_units(planned: WeightPlan, lag: Tensor) -> tuple[Tensor, Tensor]:
     return log_lower, log_upper
 
 
-def lag_statistics(ratio: LogRatio, lags: Tensor, mask: Tensor, bound: float) -> dict[str, Tensor]:
-    """0-d sums over the valid tokens of every bin, named lag_<what>:<bin>; mask [N] bool are the kept tokens."""
+def lag_statistics(ratio: LogRatio, lags: Tensor, mask: Tensor, bound: float) -> dict[Key, Tensor]:
+    """0-d sums over the valid tokens of every bin; mask [N] bool are the kept tokens."""
     ell = ratio.value.double().clamp(-bound, bound)
     rho = ell.exp() * ratio.valid
     values = torch.stack([ratio.valid, ell.expm1() - ell, rho, rho.square(), mask])
-    number = torch.stack([lags >= smallest for smallest in [*LAG_BINS.values()][1:]]).sum(0)
+    number = torch.stack([lags >= b.smallest for b in [*LAG_BINS.values()][1:]]).sum(0)
     # a fixed number of sums in a fixed order, where index_add would be free to choose one
     sums = torch.stack([torch.where(number == b, values, 0).sum(1) for b in range(len(LAG_BINS))], 1)
-    return {f"lag_{what}:{name}": sums[i, b] for i, what in enumerate(OF_LAGS) for b, name in enumerate(LAG_BINS)}
+    return {part_of(key, name): sums[i, b] for i, key in enumerate(OF_LAGS) for b, name in enumerate(LAG_BINS)}

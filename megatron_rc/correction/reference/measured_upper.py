@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.measured_upper import GRID, SUMS, UNITS
+from megatron_rc.correction.sums import Key
 
 
-def upper_sums(rho: Tensor, advantage: Tensor, used: Tensor) -> dict[str, Tensor]:
+def upper_sums(rho: Tensor, advantage: Tensor, used: Tensor) -> dict[Key, Tensor]:
     """Sums over units [U] with a ratio and an advantage, both fp64; only those that are `used` [U] bool count."""
     signed = torch.where(used, advantage, 0)
     size, sums = signed.abs(), list[Tensor]()

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_rc.collectives import Group, all_reduced, pool_units
 from megatron_rc.correction.reference.log_ratio import LogRatio
 from megatron_rc.correction.reference.segments import unit_sums
+from megatron_rc.correction.sums import Key, Sum, square_of
 
 _LARGEST_LOG = 80.0
 """Log-perplexities are clamped to this before exp; no vocabulary has a perplexity near e^80."""
@@ -18,11 +19,11 @@ _LARGEST_LOG = 80.0
 class Statistics(NamedTuple):
     """Sufficient statistics of the metrics of one call."""
 
-    sums: tuple[str, ...]
-    maxima: tuple[str, ...]
-    minima: tuple[str, ...]
+    sums: tuple[Key, ...]
+    maxima: tuple[Key, ...]
+    minima: tuple[Key, ...]
     vector: Tensor
-    """[K] fp64: the sums of these names, then the maxima, then the minima."""
+    """[K] fp64: these sums, then the maxima, then the minima."""
 
 
 class Computed(NamedTuple):
@@ -40,11 +41,11 @@ class Computed(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Statistics under construction: named 0-d tensors of any dtype."""
+    """Statistics under construction: 0-d tensors of any dtype."""
 
-    sums: dict[str, Tensor]
-    maxima: dict[str, Tensor]
-    minima: dict[str, Tensor]
+    sums: dict[Key, Tensor]
+    maxima: dict[Key, Tensor]
+    minima: dict[Key, Tensor]
 
     def __or__(self, other: "Parts") -> "Parts":
         return Parts(*(mine | theirs for mine, theirs in zip(self, other, strict=True)))
@@ -57,7 +58,8 @@ class Parts(NamedTuple):
 def token_statistics(ratio: LogRatio, bound: float) -> Parts:
     """Over valid tokens: sums of rho, p = pi, q = mu, dev = rho - 1, l, |l|, squares and products; extremes of rho."""
     far = ratio.value.abs()
-    sums = {"beyond_2": (far > math.log(2)).count_nonzero(), "clamped": (far > bound).count_nonzero()}
+    sums: dict[Key, Tensor] = {"beyond_2": (far > math.log(2)).count_nonzero()}
+    sums["clamped"] = (far > bound).count_nonzero()
     # one large table, changed in place: on a CPU most of the time goes into memory traffic
     table = ratio.pair[:, None].expand(-1, 2, -1).to(torch.float64).flatten(0, 1)
     table[3].add_(table[0])
@@ -72,9 +74,9 @@ def token_statistics(ratio: LogRatio, bound: float) -> Parts:
     sums |= {"dev_abs": torch.linalg.vector_norm(dev, 1), "prob_gap": torch.dist(p, q, 1)}
     names = ("dev", "rho", "q", "p")
     sums |= zip(names, table.sum(1), strict=True)
-    extremes = {"rho_max": largest(rho)}, {"rho_min": smallest}
+    maximum = largest(rho)
     sums |= zip(map(square_of, names), table.square_().sum(1), strict=True)
-    return Parts(sums, *extremes)
+    return Parts(sums, {"rho_max": maximum}, {"rho_min": smallest})
 
 
 def token_counts(ratio: LogRatio) -> Parts:
@@ -153,7 +155,7 @@ class TokenOutcome(NamedTuple):
         return self._replace(weight=weight, square=square, smallest=self.smallest * scale, largest=self.largest * scale)
 
 
-def gap_rows(sequences: Units, bound: float) -> dict[str, Tensor]:
+def gap_rows(sequences: Units, bound: float) -> dict[Key, Tensor]:
     """Distances of the policies per sequence, [S], which metrics average."""
     mean, rollout_log_ppl = sequences.mean.clamp(-bound, bound), -sequences.mean_rollout
     capped = sequences.total.clamp(-bound, bound)
@@ -185,16 +187,18 @@ def sequence_statistics(
         counts: True on one context-parallel rank only; the others then add nothing.
     """
     rows = gap_rows(sequences, bound)
-    totals = {"tokens": sequences.tokens, "loss_tokens": sequences.loss_tokens, "bad_sequences": sequences.corrupt}
-    extremes: list[dict[str, Tensor]] = [{}, {}]
+    totals: dict[Key, Tensor] = {"tokens": sequences.tokens, "loss_tokens": sequences.loss_tokens}
+    totals["bad_sequences"] = sequences.corrupt
+    extremes: list[dict[Key, Tensor]] = [{}, {}]
     if outcome is not None:
         totals |= {"weight": outcome.weight, square_of("weight"): outcome.square, "kept": outcome.kept}
         rows |= {"kept_sequences": outcome.any_kept, "all_weight": outcome.weight / sequences.divisor}
         extremes = [{"weight_max": outcome.largest}, {"weight_min": outcome.smallest}]
         for name, tokens in outcome.judged.items():
-            totals[f"token:{name}"], rows[f"seq:{name}"] = tokens, tokens > 0
+            totals[Sum(name, part="token")], rows[Sum(name, part="sequence")] = tokens, tokens > 0
         for name, outside in judged.items():
-            totals[f"token:{name}"], rows[f"seq:{name}"] = outside * sequences.tokens, outside
+            totals[Sum(name, part="token")] = outside * sequences.tokens
+            rows[Sum(name, part="sequence")] = outside
     # at least one token, and none corrupt
     whole = (sequences.tokens > 0) > sequences.corrupt
     everything = torch.stack([*totals.values()])
@@ -207,11 +211,6 @@ def sequence_statistics(
     extremes[0]["seq_rho_max"], extremes[1]["seq_rho_min"] = largest(table[0]), least(rows["seq_rho"] / whole)
     sums |= zip((square_of(name) for name in (*rows, "sequences")), table.square_().sum(1), strict=True)
     return Parts(sums, *extremes)
-
-
-def square_of(name: str) -> str:
-    """Name of the sum of squares that belongs to the sum of that name."""
-    return f"square:{name}"
 
 
 def largest(values: Tensor) -> Tensor:
