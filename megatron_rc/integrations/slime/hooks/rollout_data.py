@@ -33,9 +33,9 @@ def rollout_data(args: Namespace, rollout_id: int | None = None, rollout_data: d
         rollout_data: the host's rollout on this rank, changed in place on the last pipeline stage.
 
     Raises:
-        ValueError: missing log-probs, or a setting that this hook cannot honour, with the flag or field to change; on
-            every rank of the last stage, more than max_nonfinite_share of log-probs that are not finite, or a k3 above
-            the correction's max_k3.
+        ValueError: missing log-probs, or a setting that this hook cannot honour, with the flag or field to change. Also
+            on every rank of the last stage: more than max_nonfinite_share of log-probs that are not finite, or a k3
+            above the correction's max_k3.
     """
     if rollout_id is None or rollout_data is None:
         raise ValueError(MILES_ROLLOUT_DATA.refusal(MILES_ROLLOUT_DATA.problem))
